@@ -1,0 +1,45 @@
+"""How far what the engine sampled is from what the trainer scores.
+
+Both put a log-prob on the same tokens with the same weights; kernels, precision or stale weights drive them apart,
+and then samples are off-policy without anybody having decided so.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def rollout_mismatch(logprob: Tensor, rollout_logprob: Tensor) -> dict[str, float]:
+    """Summary of the differences over n trained tokens, computed in float64. NaN in, NaN out.
+
+    Args:
+        logprob: [n] as the trainer scores the tokens.
+        rollout_logprob: [n] as the engine sampled them.
+
+    Returns:
+        With d = logprob - rollout_logprob and w = exp(d): "mean_abs", "max_abs" and "p99_abs" (nearest rank) of d,
+        "mean_ratio" of w, and "effective_sample_size" = (sum w)^2 / (n * sum w^2), 1 when the two agree. Empty when
+        n is 0.
+
+    Raises:
+        ValueError: The arguments are not vectors of one length.
+    """
+    if logprob.shape != rollout_logprob.shape or logprob.dim() != 1:
+        shapes = f"{list(logprob.shape)} and {list(rollout_logprob.shape)}"
+        raise ValueError(f"logprob and rollout_logprob must be vectors of one length, got {shapes}")
+    n = len(logprob)
+    if n == 0:
+        return {}
+    difference = logprob.detach().double() - rollout_logprob.detach().double()
+    distance, ratio = difference.abs(), difference.exp()
+    values = {
+        "mean_abs": distance.mean(),
+        "max_abs": distance.max(),
+        "p99_abs": distance.kthvalue(math.ceil(0.99 * n)).values,  # torch.quantile refuses more than 2^24 values
+        "mean_ratio": ratio.mean(),
+        "effective_sample_size": ratio.sum().square() / (n * ratio.square().sum()),
+    }
+    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))

@@ -1,0 +1,99 @@
+"""Puts a run together: process groups, run directory, data, policy, engine, reward, and where the weights come from."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from grpo_mega.checkpoint import checkpoint
+from grpo_mega.config.load import identity, to_yaml
+from grpo_mega.config.schema import Config
+from grpo_mega.data import Data, build_data
+from grpo_mega.observe.logs import setup_rank_logging
+from grpo_mega.observe.recorder import Recorder
+from grpo_mega.observe.run_dir import open_run_dir
+from grpo_mega.observe.timer import PhaseTimer
+from grpo_mega.platform import Platform
+from grpo_mega.policy.policy import Policy
+from grpo_mega.policy.reference import ReferencePolicy
+from grpo_mega.policy.topology import join_layout, leave_layout
+from grpo_mega.reward.compose import build_reward
+from grpo_mega.rollout.embedded import EmbeddedEngine
+from grpo_mega.rollout.engine import Engine
+from grpo_mega.stages.base import load_or_train_base
+from grpo_mega.stages.supervised import cold_start
+from grpo_mega.trainer import Trainer
+
+
+@contextmanager
+def assemble(config: Config, platform: Platform) -> Iterator[Trainer]:
+    """A trainer that stands where the run directory says, ready to `run`.
+
+    Raises:
+        ValueError: The data, a reward or the run directory cannot be used.
+    """
+    data, reward = build_data(config), build_reward(config.reward)
+    path = Path(config.run.root) / config.run.name
+    main = dist.get_rank() == 0
+    run_dir = open_run_dir(path, to_yaml(config), identity=identity(config)) if main else None
+    dist.barrier()
+    setup_rank_logging(path, dist.get_rank())
+    topology = join_layout(config.layout, config.run.seed)
+    recorder = Recorder(config.run, path, main)
+    timer = PhaseTimer()
+    try:
+        with timer("setup"):
+            policy = Policy(
+                config.model, config.layout, data.tokenizer.vocab_size, topology, platform, config.optimizer.distributed
+            )
+            engine = EmbeddedEngine(policy, data.tokenizer.decode, config.rollout.concurrent_sequences)
+        recorder.start([
+            f"{policy.parameters():,} parameters; {_layout(config, topology.dp_size)} on {topology.world_size} processes",
+            f"{config.algorithm.prompts_per_step} prompts x {config.algorithm.group_size} samples per step; in {path}",
+        ])  # fmt: skip
+        trainer = Trainer(config, policy, engine, data, reward, recorder, timer)
+        if not trainer.resume():
+            _first_weights(config, policy, engine, data, recorder, timer)
+            trainer.begin()
+        yield trainer
+        leave_layout()
+    finally:
+        recorder.close()
+        if run_dir:
+            run_dir.close()
+
+
+def _first_weights(
+    config: Config, policy: Policy, engine: Engine, data: Data, recorder: Recorder, timer: PhaseTimer
+) -> None:
+    """Gives the policy the weights that reinforcement learning starts from."""
+    if config.base.train:
+        recorder.note("base model: a plain language model on worked arithmetic, until it can calculate")
+        began = time.perf_counter()
+
+        def at_gate(step: int, metrics: dict[str, float]) -> None:
+            recorder.evaluation(step, "base model", metrics)
+
+        with timer("base"):
+            load_or_train_base(config, policy, engine, data, at_gate)
+        recorder.note(f"base model ready after {time.perf_counter() - began:.0f} s")
+    elif config.run.init_from:
+        checkpoint.load_weights(Path(config.run.init_from), policy)
+    else:
+        logging.getLogger(__name__).warning("starting from random weights: base.train is false and run.init_from null")
+        policy.initialize(config.run.seed)
+    if config.sft.steps:
+        assert data.chain_sum is not None, "rules.py refuses sft.steps without data.task=chain_sum"
+        with timer("cold start"):
+            loss = cold_start(config, policy, data.chain_sum)
+        recorder.note(f"cold start: {config.sft.steps} supervised steps, loss {loss:.3f}")
+
+
+def _layout(config: Config, dp: int) -> str:
+    sizes = {"tp": config.layout.tp, "pp": config.layout.pp, "dp": dp, "ep": config.layout.ep, "etp": config.layout.etp}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"

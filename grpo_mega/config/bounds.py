@@ -1,0 +1,83 @@
+"""What each field may hold on its own: an interval for every number, a list for every choice.
+
+Rules that involve more than one field live in `rules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from operator import attrgetter
+
+from grpo_mega.config.schema import Config
+
+RANGES: dict[str, tuple[str, ...]] = {
+    "[1, inf)": (
+        "model.layers", "model.hidden", "model.heads", "model.kv_heads", "model.ffn_hidden", "model.context",
+        "model.rope_base", "model.vocab_multiple", "model.moe.top_k", "model.moe.ffn_hidden",
+        "model.mla.q_lora_rank", "model.mla.kv_lora_rank", "model.mla.qk_head_dim", "model.mla.qk_rope_dim",
+        "model.mla.v_head_dim", "layout.tp", "layout.pp", "layout.ep", "layout.etp", "layout.micro_batch_tokens",
+        "data.validation_size", "data.test_size", "algorithm.prompts_per_step", "algorithm.epochs",
+        "algorithm.mini_batches", "rollout.max_new_tokens", "rollout.concurrent_sequences", "base.max_steps",
+        "base.batch_size", "base.gate_every", "sft.batch_size", "run.steps", "run.keep_checkpoints", "run.print_every",
+    ),
+    "[2, inf)": ("algorithm.group_size", "data.min_terms", "data.max_terms"),
+    "[0, inf)": (
+        "model.moe.experts", "model.moe.shared_ffn_hidden", "model.moe.first_dense", "model.moe.bias_update_rate",
+        "model.moe.aux_loss_coef", "model.moe.groups", "model.moe.group_top_k", "algorithm.kl_coef",
+        "algorithm.reference_refresh", "rollout.top_k", "optimizer.warmup_steps", "optimizer.weight_decay",
+        "optimizer.clip_grad", "base.warmup_steps", "base.decay_steps", "base.weight_decay", "base.gate_from",
+        "sft.steps", "sft.warmup_steps", "run.seed", "run.eval_every", "run.save_every", "run.samples_per_step",
+    ),
+    "(0, inf)": (
+        "model.norm_eps", "model.init_std", "model.moe.scaling", "algorithm.clip_high", "rollout.temperature",
+        "optimizer.lr", "optimizer.eps", "base.lr", "sft.lr",
+    ),
+    "(1, inf)": ("algorithm.dual_clip",),
+    "(0, 1)": ("algorithm.clip_low",),
+    "(0, 1]": ("rollout.top_p",),
+    "[0, 1)": ("optimizer.beta1", "optimizer.beta2"),
+    "[0, 1]": ("base.tagged", "base.direct", "base.gate_accuracy"),
+}  # fmt: skip
+"""Interval in mathematical notation -> the fields that must lie in it."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.attention": ("gqa", "mla"),
+    "model.dtype": ("fp32", "bf16"),
+    "model.moe.score": ("sigmoid", "softmax"),
+    "data.task": ("chain_sum", "jsonl"),
+    "data.tokenizer": ("chars",),
+    "algorithm.advantage_std": ("sample", "population", "none"),
+    "algorithm.kl_estimator": ("k1", "k2", "k3"),
+    "algorithm.aggregation": ("sequence_mean", "token_mean", "constant"),
+}
+
+REASONS: dict[str, str] = {
+    "algorithm.group_size": "advantages are relative to the group, and a group of 1 has none",
+    "algorithm.dual_clip": "smaller bounds would cut the plain policy gradient; null turns dual clipping off",
+    "rollout.temperature": "training needs the log-probs of sampled tokens; greedy decoding is for evaluation only",
+    "model.init_std": "with 0 every channel stays the same",
+}
+
+
+def field_problems(config: Config) -> Iterator[str]:
+    """Yields one message for every field whose value is outside its interval (NaN included) or not a known choice."""
+    for interval, fields in RANGES.items():
+        for name in fields:
+            value = attrgetter(name)(config)
+            if value is not None and not _inside(value, interval):
+                reason = f" ({REASONS[name]})" if name in REASONS else ""
+                yield f"{name}={value}: choose a value in {interval}{reason}"
+    for name, allowed in CHOICES.items():
+        value = attrgetter(name)(config)
+        if value not in allowed:
+            close = get_close_matches(value, allowed, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            yield f"{name}={value}: choose one of {', '.join(allowed)}{meant}"
+
+
+def _inside(value: float, interval: str) -> bool:
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+    above = low <= value if interval[0] == "[" else low < value
+    below = value <= high if interval[-1] == "]" else value < high
+    return above and below

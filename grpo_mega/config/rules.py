@@ -1,0 +1,262 @@
+"""Rules that a configuration must keep before anything is built; every violation names the field and the way out.
+
+`check_config` needs the configuration only, `check_layout` also the number of processes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from operator import attrgetter
+
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_mega.config.bounds import field_problems
+from grpo_mega.config.schema import Config
+
+# (field, what it must be divisible by, field that must be set for the rule to count)
+# The expert that every token visits is split like a dense layer, by tp; only routed experts are split by etp.
+_DIVISIBLE = (
+    ("model.hidden", "model.heads", None),
+    ("model.heads", "model.kv_heads", None),
+    ("model.heads", "layout.tp", None),
+    ("model.kv_heads", "layout.tp", None),
+    ("model.ffn_hidden", "layout.tp", None),
+    ("model.vocab_multiple", "layout.tp", None),
+    ("model.layers", "layout.pp", None),
+    ("model.moe.ffn_hidden", "layout.etp", "model.moe.experts"),
+    ("model.moe.shared_ffn_hidden", "layout.tp", "model.moe.experts"),
+    ("model.moe.experts", "layout.ep", "model.moe.experts"),
+    ("model.moe.experts", "model.moe.groups", "model.moe.groups"),
+    ("model.moe.top_k", "model.moe.group_top_k", "model.moe.groups"),
+)
+
+# (field, how far below the other it must stay at least, the other, field that must be set for the rule to count)
+_ORDERED = (
+    ("model.context", 0, "layout.micro_batch_tokens", None),
+    ("rollout.max_new_tokens", 1, "model.context", None),
+    ("data.min_terms", 0, "data.max_terms", None),
+    ("model.moe.top_k", 0, "model.moe.experts", "model.moe.experts"),
+    ("model.moe.first_dense", 1, "model.layers", "model.moe.experts"),
+    ("model.moe.group_top_k", 0, "model.moe.groups", "model.moe.groups"),
+    ("base.gate_from", 0, "base.max_steps", "base.train"),
+    ("sft.warmup_steps", 1, "sft.steps", "sft.steps"),
+)
+
+_EXAMPLES = {
+    "run.name": "run.name=my_run",
+    "run.steps": "run.steps=60",
+    "optimizer.lr": "optimizer.lr=3e-4",
+    "data.task": "data=chain_sum",
+    "reward.terms": "reward=think_answer",
+}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message has one line per violated rule."""
+
+
+def check_complete(config: Config | DictConfig) -> None:
+    """Raises a ConfigError that lists every required field that is not set, with an override that sets it."""
+    missing = sorted(OmegaConf.missing_keys(config))
+    _refuse([f"{name} is not set; give {_example(name)}, or an experiment such as experiment=tiny" for name in missing])
+
+
+def check_config(config: Config) -> None:
+    """Raises one ConfigError that lists every rule the configuration violates, or first every field nobody set."""
+    check_complete(config)
+    rules = (_divisible, _ordered, _model, _routing, _layout, _data, _reward, _algorithm, _stages, _run)
+    _refuse([*field_problems(config), *(problem for rule in rules for problem in rule(config))])
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """Raises a ConfigError when `world_size` processes cannot be arranged in the configured layout.
+
+    Megatron-Core (parallel_state.py) cuts the ranks of a pipeline stage twice: into tp * dp for attention and dense
+    layers, and into etp * ep * expert replicas for routed experts. Every data parallel rank generates whole groups.
+    """
+    layout, prompts = config.layout, config.algorithm.prompts_per_step
+    model_size, expert_size = layout.tp * layout.pp, layout.etp * layout.ep
+    if world_size % model_size:
+        _refuse([
+            f"the world size {world_size} is not divisible by layout.tp={layout.tp} * layout.pp={layout.pp}; start "
+            f"{_multiples(world_size, model_size)} processes, or choose a product of {_divisors(world_size)}"
+        ])  # fmt: skip
+    dp, stage = world_size // model_size, world_size // layout.pp
+    problems = []
+    if stage % expert_size:
+        smallest = layout.pp * math.lcm(layout.tp, expert_size)
+        problems.append(
+            f"layout.ep={layout.ep} * layout.etp={layout.etp} does not divide the {stage} ranks of a pipeline stage; "
+            f"choose a product of {_divisors(stage)}, or start {_multiples(world_size, smallest)} processes"
+        )
+    if prompts % dp:
+        problems.append(
+            f"algorithm.prompts_per_step={prompts} is not divisible by the data parallel size {dp} (world size "
+            f"{world_size} / (tp {layout.tp} * pp {layout.pp})); choose {_multiples(prompts, dp)}"
+        )
+    _refuse(problems)
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("the configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def _example(name: str) -> str:
+    return _EXAMPLES.get(name, "model=tiny_moe" if name.startswith("model.") else f"{name}=...")
+
+
+def _get(config: Config, name: str) -> int:
+    return attrgetter(name)(config)
+
+
+def _divisible(config: Config) -> Iterator[str]:
+    for name, by, when in _DIVISIBLE:
+        value, divisor = _get(config, name), _get(config, by)
+        counts = (when is None or _get(config, when)) and value > 0 and divisor > 0
+        if counts and value % divisor:
+            yield (
+                f"{name}={value} is not divisible by {by}={divisor}; choose {name}={_multiples(value, divisor)}, "
+                f"or {by}={max(d for d in range(1, divisor) if value % d == 0)}"
+            )
+
+
+def _ordered(config: Config) -> Iterator[str]:
+    for name, margin, other, when in _ORDERED:
+        value, limit = _get(config, name), _get(config, other)
+        if (when is None or _get(config, when)) and value + margin > limit:
+            yield (
+                f"{name}={value} must be {'below' if margin else 'at most'} {other}={limit}; "
+                f"lower {name} to {limit - margin} or raise {other} to {value + margin}"
+            )
+
+
+def _model(config: Config) -> Iterator[str]:
+    model, rope_dim = config.model, config.model.mla.qk_rope_dim
+    if model.attention == "mla":
+        if model.kv_heads != model.heads:
+            yield (
+                f"model.kv_heads={model.kv_heads} has no effect with model.attention=mla, where every head has keys of "
+                f"its own; set model.kv_heads={model.heads}"
+            )
+        if rope_dim % 2:
+            yield f"model.mla.qk_rope_dim={rope_dim}: rotary positions turn channels in pairs; choose {rope_dim + 1}"
+    elif model.heads > 0 and model.hidden % (2 * model.heads) == model.heads:
+        yield (
+            f"model.hidden={model.hidden} gives heads an odd number of channels, and rotary positions turn channels in "
+            f"pairs; choose {_multiples(model.hidden, 2 * model.heads)}"
+        )
+
+
+def _routing(config: Config) -> Iterator[str]:
+    moe = config.model.moe
+    if moe.experts <= 0:
+        return
+    if moe.bias_update_rate > 0 and moe.score != "sigmoid":
+        yield (
+            f"model.moe.bias_update_rate={moe.bias_update_rate} needs sigmoid scores; "
+            "set model.moe.score=sigmoid or model.moe.bias_update_rate=0"
+        )
+    if moe.top_k == 1 and moe.score == "softmax":
+        yield (
+            "model.moe.top_k=1 gives the router no gradient with model.moe.score=softmax, which is taken over the "
+            "chosen experts; set model.moe.top_k=2 or model.moe.score=sigmoid"
+        )
+    if (moe.groups > 0) != (moe.group_top_k > 0):
+        yield (
+            f"model.moe.groups={moe.groups} and model.moe.group_top_k={moe.group_top_k} go together; "
+            "set both above 0 for group-limited routing, or both to 0"
+        )
+    elif moe.groups > 0 and moe.top_k * moe.groups > moe.group_top_k * moe.experts:
+        reach = moe.group_top_k * moe.experts // moe.groups
+        yield (
+            f"model.moe.top_k={moe.top_k} exceeds the {reach} experts in model.moe.group_top_k={moe.group_top_k} "
+            f"groups; lower model.moe.top_k to {reach} or raise model.moe.group_top_k"
+        )
+
+
+def _layout(config: Config) -> Iterator[str]:
+    layout, experts = config.layout, config.model.moe.experts
+    if layout.sp and layout.tp == 1:
+        yield "layout.sp=true needs tensor parallelism; set layout.tp=2 or more, or layout.sp=false"
+    if experts > 0 and layout.tp > 1 and not layout.sp:
+        yield "layout.sp=false: Megatron needs sequence parallelism for experts with layout.tp > 1; set layout.sp=true"
+    for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
+        if size > 1 and experts == 0:
+            yield f"{name}={size} needs experts; set model.moe.experts above 0, or {name}=1"
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    for name, path in (("data.train_path", data.train_path), ("data.test_path", data.test_path)):
+        if data.task == "jsonl" and not path:
+            yield f"{name} is not set, and data.task=jsonl reads it; give {name}=FILE.jsonl"
+        if data.task == "chain_sum" and path is not None:
+            yield f"{name}={path} has no effect with data.task=chain_sum; drop it, or choose data=jsonl"
+
+
+def _reward(config: Config) -> Iterator[str]:
+    terms = config.reward.terms
+    names = [term.name for term in terms]
+    if not terms:
+        yield "reward.terms=[] scores nothing; list at least one term, or choose reward=think_answer"
+    elif config.reward.success not in names:
+        yield f"reward.success={config.reward.success} is not a term of the reward; choose one of {', '.join(names)}"
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield f"reward.terms has {count} terms named {name}; give every term a name of its own"
+    for index, term in enumerate(terms):
+        field = f"reward.terms[{index}]"
+        if not re.fullmatch(r"[A-Za-z]\w*", term.name):
+            yield f"{field}.name={term.name!r} becomes a metric; use letters, digits and '_', a letter first"
+        if not math.isfinite(term.weight):
+            yield f"{field}.weight={term.weight}; choose a finite number"
+        if term.function is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", term.function):
+            yield f"{field}.function={term.function!r}; write it as package.module:function"
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    samples = algorithm.prompts_per_step * algorithm.group_size
+    if 0 < samples < algorithm.mini_batches:
+        yield (
+            f"algorithm.mini_batches={algorithm.mini_batches} exceeds the {samples} samples of a step "
+            f"(prompts_per_step * group_size); lower it to {samples}"
+        )
+    if algorithm.reference_refresh > 0 and algorithm.kl_coef == 0:
+        yield (
+            f"algorithm.reference_refresh={algorithm.reference_refresh} has no effect without a KL term; "
+            "set algorithm.kl_coef above 0, or algorithm.reference_refresh=0"
+        )
+
+
+def _stages(config: Config) -> Iterator[str]:
+    base, sft, task = config.base, config.sft, config.data.task
+    if base.train and task != "chain_sum":
+        yield f"base.train=true needs worked arithmetic, not data.task={task}; choose data=chain_sum or base=none"
+    if sft.steps > 0 and task != "chain_sum":
+        yield f"sft.steps={sft.steps} needs worked arithmetic, not data.task={task}; choose data=chain_sum or sft=none"
+    if base.train and config.run.init_from is not None:
+        yield f"run.init_from={config.run.init_from} contradicts base.train=true; drop the first or choose base=none"
+
+
+def _run(config: Config) -> Iterator[str]:
+    if not re.fullmatch(r"\w[\w.-]*", config.run.name, re.ASCII):
+        yield (
+            f"run.name={config.run.name!r} must be a plain file name: letters, digits, '_', '-' and '.', "
+            "beginning with a letter, digit or '_'"
+        )
+
+
+def _multiples(value: int, divisor: int) -> str:
+    """The positive multiples of `divisor` on both sides of `value`, for people."""
+    below = value // divisor * divisor
+    return " or ".join(str(multiple) for multiple in (below, below + divisor) if multiple > 0)
+
+
+def _divisors(value: int) -> str:
+    """All divisors of `value`, for people."""
+    return " or ".join(str(d) for d in range(1, value + 1) if value % d == 0)

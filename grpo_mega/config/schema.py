@@ -1,0 +1,313 @@
+"""The configuration: one dataclass per room, a docstring under every field.
+
+Hydra composes the YAML files of `configs/` into these classes; a field that is not here is refused. Rules that
+involve more than one field live in `rules.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class MoEConfig:
+    """Mixture of experts. `experts: 0` makes the model dense."""
+
+    experts: int = 0
+    """Routed experts per MoE layer; 0 for a dense model."""
+    top_k: int = 2
+    """Experts each token is sent to."""
+    ffn_hidden: int = 64
+    """Hidden size of one routed expert."""
+    shared_ffn_hidden: int = 0
+    """Hidden size of the expert every token visits; 0 for none."""
+    first_dense: int = 0
+    """How many of the first layers stay dense (DeepSeek-V3: 3)."""
+    score: str = "sigmoid"
+    """Router scores: sigmoid (DeepSeek-V3) or softmax."""
+    bias_update_rate: float = 1e-3
+    """Step of the auxiliary-loss-free balancing bias (DeepSeek-V3, section 2.1.2); 0 turns it off. Needs sigmoid."""
+    aux_loss_coef: float = 0.0
+    """Coefficient of the Switch load-balancing loss; its value depends on how micro-batches are cut."""
+    groups: int = 0
+    """Group-limited routing: number of expert groups; 0 for none."""
+    group_top_k: int = 0
+    """Group-limited routing: groups a token may use."""
+    scaling: float = 1.0
+    """Factor on the routed experts' output (DeepSeek-V3: 2.5)."""
+
+
+@dataclass
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1); read when `model.attention` is mla."""
+
+    q_lora_rank: int = 32
+    """Rank of the compressed query."""
+    kv_lora_rank: int = 16
+    """Rank of the compressed key and value."""
+    qk_head_dim: int = 16
+    """Query and key channels per head without position."""
+    qk_rope_dim: int = 8
+    """Query and key channels per head that carry the rotary position."""
+    v_head_dim: int = 16
+    """Value channels per head."""
+
+
+@dataclass
+class ModelConfig:
+    """The policy's architecture."""
+
+    layers: int = MISSING
+    """Transformer layers."""
+    hidden: int = MISSING
+    """Hidden size."""
+    heads: int = MISSING
+    """Attention heads."""
+    kv_heads: int = MISSING
+    """Key-value heads (grouped-query attention); equal to `heads` for plain multi-head attention."""
+    ffn_hidden: int = MISSING
+    """Hidden size of a dense SwiGLU feed-forward layer."""
+    context: int = MISSING
+    """Longest sequence, prompt and completion, in tokens."""
+    attention: str = "gqa"
+    """gqa or mla."""
+    qk_norm: bool = False
+    """RMSNorm on queries and keys (Qwen3)."""
+    tie_embeddings: bool = False
+    """Share input embedding and output weights."""
+    rope_base: int = 10000
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-6
+    """Epsilon of RMSNorm."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+    vocab_multiple: int = 32
+    """Embedding rows are padded up to a multiple of this; padding is never sampled. Same in every layout."""
+    dtype: str = "fp32"
+    """fp32 or bf16 (with fp32 master weights)."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    mla: MLAConfig = field(default_factory=MLAConfig)
+
+
+@dataclass
+class LayoutConfig:
+    """How the processes share the model. Data parallelism is what is left: world size / (tp * pp)."""
+
+    tp: int = 1
+    """Tensor parallel size."""
+    pp: int = 1
+    """Pipeline parallel size."""
+    ep: int = 1
+    """Expert parallel size: ranks that share one set of experts; etp * ep divides the ranks of a pipeline stage."""
+    etp: int = 1
+    """Tensor parallel size inside an expert; 1 keeps each expert whole (DeepSeek-V3)."""
+    sp: bool = False
+    """Sequence parallelism; needs tp > 1, and Megatron requires it for MoE with tp > 1."""
+    micro_batch_tokens: int = 16384
+    """Most tokens in one micro-batch; a longer sequence gets a micro-batch of its own."""
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from."""
+
+    task: str = MISSING
+    """chain_sum (generated) or jsonl."""
+    tokenizer: str = "chars"
+    """chars (built in)."""
+    min_terms: int = 3
+    """chain_sum: fewest numbers in a sum."""
+    max_terms: int = 5
+    """chain_sum: most numbers in a sum."""
+    validation_size: int = 200
+    """Problems for tuning, disjoint from training and test; permutations of the same digits count as the same."""
+    test_size: int = 400
+    """Held-out problems for the reported accuracy."""
+    train_path: str | None = None
+    """jsonl: file of training problems, one {"prompt": ..., "answer": ...} a line, optional "id" and "task"."""
+    test_path: str | None = None
+    """jsonl: file of held-out problems."""
+
+
+@dataclass
+class RewardTerm:
+    """One component of the reward."""
+
+    name: str = MISSING
+    """Name in the metrics; also the built-in to use (accuracy, boxed, format) when `function` is not given."""
+    weight: float = 1.0
+    """Factor in the total reward."""
+    function: str | None = None
+    """Import path `package.module:function` of `f(sample: Sample) -> float`; replaces the built-in."""
+
+
+@dataclass
+class RewardConfig:
+    """Rewards and how they add up."""
+
+    terms: list[RewardTerm] = MISSING
+    """The total reward is the sum of weight * term."""
+    success: str = "accuracy"
+    """The term whose value 1 counts as solved in accuracy metrics."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """GRPO (DeepSeekMath, equation 3) and its variants."""
+
+    prompts_per_step: int = 32
+    """Prompts sampled per step."""
+    group_size: int = 8
+    """G, samples per prompt; at least 2."""
+    advantage_std: str = "sample"
+    """Divide group-centred rewards by the group's standard deviation: sample, population, or none (Dr. GRPO)."""
+    clip_low: float = 0.2
+    """Ratio is clipped from below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """Ratio is clipped from above at 1 + clip_high (DAPO: 0.28)."""
+    dual_clip: float | None = None
+    """Upper bound c > 1 on the loss of negative advantages (dual-clip PPO); null for none."""
+    kl_coef: float = 0.0
+    """Coefficient of the KL term to the reference policy; 0 keeps no reference."""
+    kl_estimator: str = "k3"
+    """k1, k2 or k3 (Schulman, Approximating KL Divergence)."""
+    aggregation: str = "token_mean"
+    """sequence_mean (DeepSeekMath), token_mean (DAPO) or constant (Dr. GRPO)."""
+    epochs: int = 1
+    """Passes over each rollout."""
+    mini_batches: int = 1
+    """Optimizer updates per pass."""
+    reference_refresh: int = 0
+    """Copy the policy to the reference every so many steps (DeepSeek-R1: 400); 0 for never."""
+
+
+@dataclass
+class RolloutConfig:
+    """How completions are sampled."""
+
+    max_new_tokens: int = 48
+    """Longest completion."""
+    temperature: float = 1.0
+    """Logits are divided by it before sampling and in every training log-prob."""
+    top_p: float = 1.0
+    """Nucleus sampling: smallest set of tokens whose probability reaches this; 1 for all."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 for all."""
+    stop: list[str] = field(default_factory=lambda: ["<eos>"])
+    """Tokens that end a completion."""
+    concurrent_sequences: int = 512
+    """Sequences a data parallel replica generates at once; bounds the key-value cache."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW through Megatron's optimizer."""
+
+    lr: float = MISSING
+    """Peak learning rate."""
+    warmup_steps: int = 0
+    """Linear warm-up over so many optimizer updates."""
+    beta1: float = 0.9
+    """Adam's first moment decay."""
+    beta2: float = 0.95
+    """Adam's second moment decay."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay; with 0, a step without signal moves nothing."""
+    clip_grad: float = 1.0
+    """Global gradient norm limit; 0 for none."""
+    distributed: bool = False
+    """Shard optimizer state over data parallel ranks (Megatron's distributed optimizer)."""
+
+
+@dataclass
+class BaseConfig:
+    """The base model: a plain language model trained on worked arithmetic. Cached by the checksum of this recipe."""
+
+    train: bool = False
+    """Train (or take from the cache) a base model before reinforcement learning; otherwise start at `init_from`."""
+    max_steps: int = 1200
+    """Give up when the gate was not reached by then."""
+    batch_size: int = 64
+    """Documents per step."""
+    lr: float = 3e-3
+    """Learning rate after warm-up."""
+    warmup_steps: int = 50
+    """Linear warm-up."""
+    decay_steps: int = 30
+    """Linear decay to 0 after the gate is passed."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+    tagged: float = 0.1
+    """Share of documents in the answer format; 0 for none."""
+    direct: float = 0.25
+    """Share of the untagged documents that hold the bare answer without working."""
+    gate_accuracy: float = 0.9
+    """Competence gate: greedy accuracy on untagged working, started with the first sum, over validation problems."""
+    gate_every: int = 50
+    """Steps between gate checks."""
+    gate_from: int = 150
+    """First gate check."""
+
+
+@dataclass
+class SFTConfig:
+    """Cold start: supervised steps on traces in the answer format before reinforcement learning."""
+
+    steps: int = 0
+    """Optimizer updates; 0 for none (R1-Zero)."""
+    batch_size: int = 64
+    """Traces per step."""
+    lr: float = 1e-3
+    """Learning rate after warm-up."""
+    warmup_steps: int = 5
+    """Linear warm-up; must be shorter than `steps`."""
+
+
+@dataclass
+class RunConfig:
+    """What a run is called, how long it lasts and what it leaves behind."""
+
+    name: str = MISSING
+    """The run's directory is `root`/`name`."""
+    root: str = "runs"
+    """Where run directories and cached base models live."""
+    seed: int = 0
+    """Everything random derives from it: weights, data, sampling."""
+    steps: int = MISSING
+    """GRPO steps."""
+    eval_every: int = 20
+    """Steps between evaluations on the validation problems; 0 for never. The held-out test runs first and last."""
+    save_every: int = 20
+    """Steps between checkpoints; 0 saves only the last step."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept."""
+    print_every: int = 10
+    """Steps between rows of the console table."""
+    samples_per_step: int = 4
+    """Completions written to samples/ at every step."""
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    init_from: str | None = None
+    """Checkpoint directory to start from when `base.train` is false; null starts from random weights."""
+
+
+@dataclass
+class Config:
+    """The whole configuration of a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    base: BaseConfig = field(default_factory=BaseConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    experiment: Any = None

@@ -1,0 +1,202 @@
+"""Chain sums such as `3+5+2+9=?`: a task with a skill (adding), a format (answer tags) and a use for thinking.
+
+Training, validation and test share no problem, permutations of the same digits included: the split is made over
+multisets of digits, by a seed of its own, so that every run is measured on the same test problems. Everything random
+is a function of (seed, purpose, counter), so any stream can be continued from its counter alone.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.types import Prompt
+
+Terms = tuple[int, ...]
+"""The digits of one sum, in order."""
+Trace = tuple[list[int], list[int]]
+"""Token ids of a prompt and of its completion."""
+
+SPLIT_SEED = 20250120
+"""Seed of every held-out split; never the run's seed."""
+_WORKING = re.compile(r"(?:^|=)([0-9]+)<eos>\Z")
+
+
+@dataclass(frozen=True)
+class Styles:
+    """How often a worked solution adds everything at once, two terms per step, or one term per step."""
+
+    whole: float
+    two: float
+    one: float
+
+    def draw(self, rng: random.Random, terms: Terms) -> int:
+        """Terms merged per step."""
+        return rng.choices((len(terms), 2, 1), (self.whole, self.two, self.one))[0]
+
+
+BASE_TAGGED = Styles(whole=0.5, two=0.3, one=0.2)
+BASE_WORKING = Styles(whole=0.0, two=0.15, one=0.85)
+SFT_TAGGED = Styles(whole=0.4, two=0.3, one=0.3)
+
+
+def multisets(terms: int) -> int:
+    """How many multisets of so many digits there are."""
+    return math.comb(terms + 9, 9)
+
+
+def working(terms: Terms, stride: int) -> str:
+    """The running sum, `stride` terms per step: `3+5=8;8+2=10` for (3, 5, 2) and stride 1."""
+    total, steps = terms[0], []
+    for i in range(1, len(terms), stride):
+        merged = terms[i : i + stride]
+        steps.append(f"{_expression((total, *merged))}={total + sum(merged)}")
+        total += sum(merged)
+    return ";".join(steps)
+
+
+def working_answer(text: str) -> str | None:
+    """The number that the continuation of a `working_prompt` ends with; None unless it ends in `=number<eos>`."""
+    # The continuation of a sum of two terms is the number alone: its `=` is in the prompt.
+    match = _WORKING.search(text)
+    return match.group(1) if match else None
+
+
+class ChainSum:
+    """The task for sums of `min_terms`..`max_terms` digits with so many problems held out."""
+
+    def __init__(
+        self, tokenizer: CharTokenizer, min_terms: int, max_terms: int, validation_size: int, test_size: int
+    ) -> None:
+        """Draws the held-out problems. Raises ValueError when lengths or sizes make no sense."""
+        if not 2 <= min_terms <= max_terms:
+            raise ValueError(
+                f"data.min_terms is {min_terms} and data.max_terms {max_terms}; a sum needs 2 <= min_terms <= max_terms"
+            )
+        self.tokenizer = tokenizer
+        self.lengths = range(min_terms, max_terms + 1)
+        self._check_sizes(validation_size, test_size)
+        # The test problems come first, so that the size of the validation set does not change them.
+        test = _held_out("test", test_size, self.lengths, exclude=())
+        validation = _held_out("validation", validation_size, self.lengths, exclude={_multiset(t) for t in test})
+        self.test = [self._prompt("test", terms) for terms in test]
+        self.validation = [self._prompt("validation", terms) for terms in validation]
+        self._held_out = {_multiset(terms) for terms in test + validation}
+
+    def problem(self, seed: int, k: int) -> Prompt:
+        """Training problem k of a run with this seed."""
+        return self._prompt("train", self._draw(random.Random(f"{seed}/problem/{k}")), f"/{k}")
+
+    def base_document(self, rng: random.Random, tagged: float, direct: float) -> list[int]:
+        """Tokens of one document for the base model: prompt, solution, `<eos>`.
+
+        A share `tagged` is in the answer format; of the rest a share `direct` is the bare answer, the others are
+        untagged working.
+        """
+        terms = self._draw(rng)
+        if rng.random() < tagged:
+            solution = _tagged(terms, BASE_TAGGED.draw(rng, terms))
+        elif rng.random() < direct:
+            solution = f"{sum(terms)}<eos>"
+        else:
+            solution = f"{working(terms, BASE_WORKING.draw(rng, terms))}<eos>"
+        return self.tokenizer.encode(_question(terms) + solution)
+
+    def documents(self, seed: int, step: int, n: int, tagged: float, direct: float) -> list[list[int]]:
+        """The n base documents of one training step."""
+        return [self.base_document(random.Random(f"{seed}/document/{step}/{i}"), tagged, direct) for i in range(n)]
+
+    def sft_trace(self, rng: random.Random) -> Trace:
+        """One demonstration in the answer format, of mixed quality."""
+        terms = self._draw(rng)
+        solution = _tagged(terms, SFT_TAGGED.draw(rng, terms))
+        return self.tokenizer.encode(_question(terms)), self.tokenizer.encode(solution)
+
+    def sft_traces(self, seed: int, step: int, n: int) -> list[Trace]:
+        """The n demonstrations of one supervised step."""
+        return [self.sft_trace(random.Random(f"{seed}/sft/{step}/{i}")) for i in range(n)]
+
+    def working_prompt(self, prompt: Prompt) -> Prompt:
+        """The prompt with the first `a+b=` of untagged working behind it: what the competence gate continues."""
+        first_two = prompt.text.removeprefix("<bos>").removesuffix("=?").split("+")[:2]
+        text = f"{prompt.text}{'+'.join(first_two)}="
+        return replace(prompt, id=f"{prompt.id}/working", text=text, token_ids=tuple(self.tokenizer.encode(text)))
+
+    def _draw(self, rng: random.Random) -> Terms:
+        """A problem that is not held out: every length is as likely, then every digit."""
+        while True:
+            terms = tuple(rng.randrange(10) for _ in range(rng.choice(self.lengths)))
+            if _multiset(terms) not in self._held_out:
+                return terms
+
+    def _prompt(self, split: str, terms: Terms, suffix: str = "") -> Prompt:
+        text = _question(terms)
+        return Prompt(
+            id=f"chain_sum/{split}/{_expression(terms)}{suffix}",
+            token_ids=tuple(self.tokenizer.encode(text)),
+            text=text,
+            answer=str(sum(terms)),
+            task="chain_sum",
+        )
+
+    def _check_sizes(self, validation_size: int, test_size: int) -> None:
+        for field, size in (("validation_size", validation_size), ("test_size", test_size)):
+            if size < len(self.lengths):
+                raise ValueError(
+                    f"data.{field} is {size}; with sums of {self.lengths[0]} to {self.lengths[-1]} terms it must be at "
+                    f"least {len(self.lengths)}, one problem of every length"
+                )
+        available = sum(map(multisets, self.lengths))
+        if 2 * (validation_size + test_size) > available:
+            raise ValueError(
+                f"data.validation_size + data.test_size is {validation_size + test_size}, but there are only "
+                f"{available} sums of {self.lengths[0]} to {self.lengths[-1]} digits (order aside) and half must be "
+                f"left for training: hold out at most {available // 2} or raise data.max_terms"
+            )
+
+
+def _expression(terms: Terms) -> str:
+    return "+".join(map(str, terms))
+
+
+def _question(terms: Terms) -> str:
+    return f"<bos>{_expression(terms)}=?"
+
+
+def _tagged(terms: Terms, stride: int) -> str:
+    return f"<think>{working(terms, stride)}</think><answer>{sum(terms)}</answer><eos>"
+
+
+def _multiset(terms: Terms) -> Terms:
+    return tuple(sorted(terms))
+
+
+def _held_out(split: str, size: int, lengths: range, exclude: Collection[Terms]) -> list[Terms]:
+    """`size` problems with different multisets of digits, none of them in `exclude`, in a mixed order."""
+    rng = random.Random(f"{SPLIT_SEED}/{split}")
+    problems: list[Terms] = []
+    for length, seats in _apportion(size, lengths).items():
+        chosen: set[Terms] = set()
+        while len(chosen) < seats:
+            if (digits := _random_multiset(rng, length)) not in exclude and digits not in chosen:
+                chosen.add(digits)
+                problems.append(tuple(rng.sample(digits, length)))
+    rng.shuffle(problems)
+    return problems
+
+
+def _random_multiset(rng: random.Random, length: int) -> Terms:
+    """A multiset of digits, each as likely: stars and bars turn it into a choice of `length` out of `length + 9`."""
+    return tuple(position - i for i, position in enumerate(sorted(rng.sample(range(length + 9), length))))
+
+
+def _apportion(size: int, lengths: range) -> dict[int, int]:
+    """Seats per length in proportion to its number of multisets, at least one each (Adams's method)."""
+    seats = dict.fromkeys(lengths, 1)
+    for _ in range(size - len(lengths)):
+        seats[max(lengths, key=lambda n: multisets(n) / seats[n])] += 1
+    return seats

@@ -1,0 +1,52 @@
+"""A character tokenizer for tasks that a toy model learns in a minute: digits, operators and the answer tags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_SPECIAL = ("<pad>", "<bos>", "<eos>", "<think>", "</think>", "<answer>", "</answer>")
+_CHARACTERS = "0123456789+-*=:; ?\n"
+
+
+class CharTokenizer:
+    """One token per special tag or character; `encode` and `decode` are exact inverses."""
+
+    pad_id = 0
+    bos_id = 1
+    eos_id = 2
+
+    def __init__(self) -> None:
+        """Builds the vocabulary: tags first, then characters."""
+        self.tokens = (*_SPECIAL, *_CHARACTERS)
+        self.vocab_size = len(self.tokens)
+        self._ids = {token: i for i, token in enumerate(self.tokens)}
+        self._split = re.compile("|".join(map(re.escape, _SPECIAL)) + "|.", re.DOTALL)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`. Raises ValueError at the first character that is neither in the vocabulary nor a tag."""
+        ids = []
+        for match in self._split.finditer(text):
+            token, position = match.group(), match.start()
+            if token not in self._ids:
+                raise ValueError(f"character {token!r} at position {position} is not in the vocabulary: {self}")
+            ids.append(self._ids[token])
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, special tokens kept. Raises ValueError on an id outside the vocabulary."""
+        ids = list(ids)
+        for position, i in enumerate(ids):
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"token id {i} at position {position} is outside the vocabulary of {self.vocab_size}")
+        return "".join(self.tokens[i] for i in ids)
+
+    def token_id(self, token: str) -> int:
+        """The id of one token, such as `<eos>`. Raises ValueError when there is no such token."""
+        if token not in self._ids:
+            raise ValueError(f"{token!r} is not a token; the vocabulary is {self}")
+        return self._ids[token]
+
+    def __str__(self) -> str:
+        """The vocabulary, for error messages."""
+        return " ".join(_SPECIAL) + f" and the characters {_CHARACTERS!r}"

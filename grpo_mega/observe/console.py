@@ -1,0 +1,230 @@
+"""What people see while a run learns: a progress bar on a terminal, plain ASCII lines everywhere else.
+
+The table looks like this; columns without a metric are left out, and so are those a narrow terminal has no room for:
+
+      step    reward  accuracy    format    length   clipped  grad norm   seconds
+        10     0.213      4.7%     93.8%      18.2      0.1%      0.412      0.52
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections import deque
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple, TextIO
+
+PLAIN_WIDTH = 120
+ROWS_PER_HEADER = 20
+ROWS_PER_SAMPLES = 5
+ERASE_LINE = "\r\x1b[K"
+SECONDS = "time/step"
+
+
+class Column(NamedTuple):
+    """A column of the table."""
+
+    title: str
+    metric: str
+    format: str
+
+    def text(self, metrics: dict[str, float]) -> str:
+        """The metric's value as the table and the bar show it; "-" when there is none."""
+        value = metrics.get(self.metric)
+        return "-" if value is None else _number(value, self.format)
+
+    @property
+    def width(self) -> int:
+        """Characters the column takes, the space before it included."""
+        return max(len(self.title), 8) + 2
+
+
+REWARD = Column("reward", "reward/mean", ".3f")
+ACCURACY = Column("accuracy", "reward/accuracy", ".1%")
+FORMAT = Column("format", "reward/format", ".1%")
+LENGTH = Column("length", "rollout/length_mean", ".1f")
+KL = Column("kl", "policy/kl", ".4f")
+ENTROPY = Column("entropy", "policy/entropy", ".3f")
+CLIPPED = Column("clipped", "policy/clip_fraction", ".1%")
+GRAD_NORM = Column("grad norm", "policy/grad_norm", ".3f")
+TIME = Column("seconds", SECONDS, ".2f")
+TABLE = (REWARD, ACCURACY, FORMAT, LENGTH, KL, ENTROPY, CLIPPED, GRAD_NORM, TIME)
+BAR = (REWARD, ACCURACY, FORMAT, LENGTH)
+STEP_WIDTH = 8
+
+ACHIEVEMENTS = (
+    ("held-out accuracy", "held_out_accuracy", ".1%"),
+    ("format rate", "format_rate", ".1%"),
+    ("mean length", "mean_length", ".1f"),
+)
+
+
+class Console:
+    """Prints the progress of one run. It has no clock: seconds per step are the metric "time/step"."""
+
+    def __init__(self, total_steps: int, name: str, print_every: int, stream: TextIO | None = None) -> None:
+        """Prints to `stream` (default stderr) a row every `print_every` steps of the run `name`."""
+        self._total = total_steps
+        self._name = name
+        self._print_every = print_every
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        self._fancy = self._live and "utf" in (self._stream.encoding or "").lower()
+        self._recent: deque[float] = deque(maxlen=20)
+        self._columns: list[Column] = []
+        self._rows_until_header = 0
+        self._bar = ""
+
+    def start(self, lines: list[str]) -> None:
+        """What is about to run, before the first step."""
+        self._print(f"grpo_mega  {self._name}")
+        for line in lines:
+            self._print(f"  {line}")
+        self._print("")
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """A finished step: moves the bar, and prints a row when it is due (the first and the last step included)."""
+        if metrics.get(SECONDS) is not None:
+            self._recent.append(metrics[SECONDS])
+        if not self._columns or step % self._print_every == 0 or step == self._total:
+            self._row(step, metrics)
+        self._bar = self._draw_bar(step, metrics)
+        self._redraw()
+
+    def shows_samples(self, step: int) -> bool:
+        """Whether samples of this step belong on the screen: every few rows, and at the end."""
+        return step % (self._print_every * ROWS_PER_SAMPLES) == 0 or step == self._total
+
+    def sample(self, prompt_text: str, completion_text: str, answer: str, reward: float) -> None:
+        """One prompt with its completion; a long one is shortened in the middle."""
+        prompt, completion, answer = (self._printable(text) for text in (prompt_text, completion_text, answer))
+        verdict = f"  [answer {_shorten(answer, 20)}, reward {reward:.2f}]"
+        room = max(self._width - len(verdict) - len("  | ") - len(" -> "), 20)
+        prompt = _shorten(prompt, room // 3)
+        self._print(f"  | {prompt} -> {_shorten(completion, room - len(prompt))}{verdict}")
+        self._rows_until_header = 0
+
+    def evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
+        """One line with the numbers of an evaluation; the part of a name before the slash is left out."""
+        numbers = (f"{_label(name)} {_number(value, _format_of(name))}" for name, value in metrics.items())
+        self._print(f"{step:>{STEP_WIDTH}}  {split}: " + ", ".join(numbers))
+
+    def note(self, text: str) -> None:
+        """Anything else worth a line."""
+        self._print(text)
+
+    def finish(self, summary: dict[str, Any], where: Path) -> None:
+        """The last line: what was achieved, from the fields of summary.json, and in which directory it lies."""
+        parts = [f"{summary['steps']} steps"]
+        for label, key, number in ACHIEVEMENTS:
+            before, after = summary.get(f"{key}_before"), summary.get(f"{key}_after")
+            if before is not None and after is not None:
+                parts.append(f"{label} {_number(before, number)} -> {_number(after, number)}")
+        self.close()
+        self._print(f"{self._name} {summary['status']}: {', '.join(parts)}. Everything is in {where}")
+
+    def close(self) -> None:
+        """Takes the bar away, so that what is printed next starts on a clean line."""
+        self._bar = ""
+        self._redraw()
+
+    @property
+    def _width(self) -> int:
+        """Characters a line may have. A terminal's last column stays free, where some of them wrap early."""
+        if not self._live:
+            return PLAIN_WIDTH
+        return (os.get_terminal_size(self._stream.fileno()).columns or 80) - 1
+
+    def _print(self, text: str) -> None:
+        """Prints text above the bar, wrapped to the width; a long word, such as a path, stays whole."""
+        width = max(self._width, 10)  # textwrap needs more room than the indent
+        erase = ERASE_LINE if self._live else ""
+        for line in text.splitlines() or [""]:
+            wrapped = textwrap.fill(
+                self._printable(line), width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+            )
+            self._stream.write(f"{erase}{wrapped}\n")
+        self._redraw()
+
+    def _redraw(self) -> None:
+        if self._live:
+            self._stream.write(ERASE_LINE + self._bar)
+        self._stream.flush()
+
+    def _row(self, step: int, metrics: dict[str, float]) -> None:
+        if not self._columns:
+            self._columns = _columns(metrics)
+        if self._rows_until_header == 0:
+            self._print(_fitting(f"{'step':>{STEP_WIDTH}}", [(c.title, c.width) for c in self._columns], self._width))
+            self._rows_until_header = ROWS_PER_HEADER
+        cells = [(c.text(metrics), c.width) for c in self._columns]
+        self._print(_fitting(f"{step:>{STEP_WIDTH}}", cells, self._width))
+        self._rows_until_header -= 1
+
+    def _draw_bar(self, step: int, metrics: dict[str, float]) -> str:
+        """The last line of a terminal; what does not fit is left out from the right."""
+        length = 20 if self._width >= 80 else 10
+        done = round(length * min(step / max(self._total, 1), 1.0))
+        full, rest = ("━", "─") if self._fancy else ("=", "-")
+        parts = [f"{_shorten(self._name, 20)}  {full * done}{rest * (length - done)}  {step}/{self._total}"]
+        if self._recent:
+            parts.append(f"{_clock(fmean(self._recent) * max(self._total - step, 0))} left")
+        parts += [f"{column.title} {column.text(metrics)}" for column in BAR if column.metric in metrics]
+        if self._recent:
+            parts.append(f"{fmean(self._recent):.2f} s/step")
+        while len(parts) > 1 and len("  ".join(parts)) > self._width:
+            parts.pop()
+        return _shorten("  ".join(parts), self._width)
+
+    def _printable(self, text: str) -> str:
+        """Control characters escaped, so that a completion cannot steer the terminal; off a terminal, ASCII only."""
+        return "".join(
+            char if char.isprintable() and (self._fancy or char.isascii()) else char.encode("unicode_escape").decode()
+            for char in text
+        )
+
+
+def _columns(metrics: dict[str, float]) -> list[Column]:
+    """The columns the first metrics have values for; entropy stands in when there is no KL."""
+    return [c for c in TABLE if c.metric in metrics and not (c is ENTROPY and KL.metric in metrics)]
+
+
+def _fitting(line: str, cells: list[tuple[str, int]], width: int) -> str:
+    """The line and as many right-aligned cells as fit into the width."""
+    for text, cell_width in cells:
+        if len(line) + cell_width > width:
+            break
+        line += f"{text:>{cell_width}}"
+    return line
+
+
+def _number(value: float, number: str) -> str:
+    """The value in its format, in scientific notation when that would be wider than a column."""
+    text = format(value, number)
+    return text if len(text) <= 8 else f"{value:.1e}"
+
+
+def _label(metric: str) -> str:
+    """What a metric is called in a sentence: "length" for "eval/length_mean"."""
+    return metric.rpartition("/")[2].removesuffix("_mean").replace("_", " ")
+
+
+def _format_of(metric: str) -> str:
+    return ".1%" if metric.endswith(("accuracy", "format", "rate", "fraction")) else ".4g"
+
+
+def _shorten(text: str, width: int) -> str:
+    """Text of at most `width` characters: its beginning and its end, "..." between them."""
+    if len(text) <= width:
+        return text
+    kept = max(width - 3, 0)
+    return (text[: kept - kept // 2] + "..." + text[len(text) - kept // 2 :])[: max(width, 0)]
+
+
+def _clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,64 @@
+"""Python's log records, warnings and uncaught exceptions of every rank: logs/rank-N.log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+LIBRARIES = ("megatron", "torch", "torch.distributed")
+"""Loggers that say a lot: only warnings and errors are kept, and only in the file."""
+
+FILE_ONLY = (*LIBRARIES, "py.warnings", "uncaught")
+"""Loggers whose records stay out of the terminal; Python prints uncaught exceptions there itself."""
+
+ERASE_LINE = "\r\x1b[K"
+
+
+def setup_rank_logging(path: Path, rank: int) -> None:
+    """Sends this process' log records to logs/rank-N.log of the run directory `path`; called once, early.
+
+    Rank 0's warnings and errors go to stderr as well. The run directory must have been opened by rank 0 before.
+    """
+    folder = path / "logs"
+    folder.mkdir(exist_ok=True)
+    file = logging.FileHandler(folder / f"rank-{rank}.log", encoding="utf-8", errors="backslashreplace")
+    file.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
+    handlers = [file, _terminal_handler()] if rank == 0 else [file]
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+    logging.captureWarnings(True)
+    for name in LIBRARIES:
+        _quieten(logging.getLogger(name))
+    sys.excepthook = _log_and_print
+    threading.excepthook = _log_and_print_thread
+
+
+def _terminal_handler() -> logging.Handler:
+    """Warnings and errors to stderr; on a terminal the progress bar's line is erased first."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
+    handler.addFilter(lambda record: not record.name.startswith(FILE_ONLY))
+    erase = ERASE_LINE if sys.stderr.isatty() else ""
+    handler.setFormatter(logging.Formatter(f"{erase}%(levelname)s %(name)s: %(message)s"))
+    return handler
+
+
+def _quieten(library: logging.Logger) -> None:
+    """Takes away the library's own handlers (torch installs some that print) and its chatter."""
+    library.handlers.clear()
+    library.propagate = True
+    library.setLevel(logging.WARNING)
+
+
+def _log_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger("uncaught").critical("uncaught exception", exc_info=(kind, error, trace))
+    sys.__excepthook__(kind, error, trace)
+
+
+def _log_and_print_thread(args: threading.ExceptHookArgs) -> None:
+    where = args.thread.name if args.thread else "a thread"
+    error = args.exc_value or args.exc_type()
+    logging.getLogger("uncaught").critical("in %s", where, exc_info=(args.exc_type, error, args.exc_traceback))
+    threading.__excepthook__(args)

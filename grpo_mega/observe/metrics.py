@@ -1,0 +1,100 @@
+"""The numbers of every step: metrics.jsonl, one JSON object a line, and TensorBoard scalars."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.observe.files import write_atomic
+
+METRICS = "metrics.jsonl"
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsLog:
+    """Appends the metrics of a run; a resumed run continues where its checkpoint was, without double lines."""
+
+    def __init__(self, run_dir_path: Path, tensorboard: bool, resume_from_step: int) -> None:
+        """Opens the log of a run directory.
+
+        Args:
+            run_dir_path: The run directory.
+            tensorboard: Write event files to tensorboard/ as well.
+            resume_from_step: Last step the checkpoint has seen: lines of later steps are removed because these steps
+                run again. -1 when the run starts from the beginning: everything is removed.
+        """
+        path = run_dir_path / METRICS
+        if path.exists():
+            _trim(path, resume_from_step)
+        self._file = path.open("a")
+        self._writer = _open_tensorboard(run_dir_path, resume_from_step + 1) if tensorboard else None
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes one line {"step": step, **metrics}; a value that is not finite becomes null and is warned about."""
+        if "step" in metrics:
+            raise ValueError("a metric may not be called 'step': rename it, for example 'time/step'")
+        values = {name: _finite(step, name, value) for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            for name, value in values.items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Closes the files; TensorBoard's events are complete only then."""
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a half-written last line is dropped with a warning.
+
+    Raises:
+        ValueError: Another line is not a JSON object with an integer "step"; names file and line.
+    """
+    return [record for _, record in _parse(path)]
+
+
+def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Each line of the file without its newline, and what it says."""
+    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+    parsed = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            parsed.append((line, record))
+        elif number < len(lines):
+            raise ValueError(f"{path}:{number}: not a JSON object with a step: remove the line")
+        elif line:
+            logger.warning("%s:%d: dropped a half-written last line", path, number)
+    return parsed
+
+
+def _trim(path: Path, last_step: int) -> None:
+    """Removes lines of later steps and a half-written last line."""
+    kept = b"".join(line + b"\n" for line, record in _parse(path) if record["step"] <= last_step)
+    if kept != path.read_bytes():
+        write_atomic(path, kept)
+
+
+def _finite(step: int, name: str, value: float) -> float | None:
+    if math.isfinite(value):
+        return float(value)
+    logger.warning("step %d: metric %s is %s, written as null", step, name, float(value))
+    return None
+
+
+def _open_tensorboard(run_dir_path: Path, first_step: int) -> Any:
+    """A writer that hides events of steps that run again. Imported here: the import takes a second."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(run_dir_path / "tensorboard", purge_step=first_step)

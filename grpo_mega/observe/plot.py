@@ -1,0 +1,79 @@
+"""curves.png: reward, accuracy and response length over the steps of a run."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_mega.observe.files import write_atomic
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, INK = "#1f5fa8", "#d9731a", "#333333"
+
+
+def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draws three panels (reward and format rate, accuracy, response length) and writes a PNG atomically.
+
+    Args:
+        metrics: Lines of metrics.jsonl; a metric may be absent or null at any step.
+        path: The PNG file.
+        title: Printed above the panels as it is.
+    """
+    from matplotlib.figure import Figure  # imported here: it takes a second, and only the end of a run plots
+
+    figure = Figure(figsize=(12, 3.6), dpi=150, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, parse_math=False)
+    reward, accuracy, length = figure.subplots(1, 3, sharex=True)
+    _curve(reward, metrics, "reward/mean", "reward", BLUE)
+    _curve(reward, metrics, "reward/format", "format rate", ORANGE)
+    _curve(accuracy, metrics, "reward/accuracy", "training batch", BLUE)
+    _points(accuracy, metrics, "eval/accuracy", "validation", ORANGE)
+    _curve(length, metrics, "rollout/length_mean", "tokens per response", BLUE)
+    accuracy.set_ylim(-0.03, 1.03)
+    for axes, name in ((reward, "Reward"), (accuracy, "Accuracy"), (length, "Response length")):
+        _dress(axes, name)
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    write_atomic(path, png.getvalue())
+
+
+def series(metrics: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric, without the steps where it is absent or null."""
+    known = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
+    return [step for step, _ in known], [value for _, value in known]
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Centred running mean over about a twentieth of the values; shorter at both ends."""
+    half = len(values) // 40
+    windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    return [math.fsum(window) / len(window) for window in windows]
+
+
+def _curve(axes: Axes, metrics: list[dict[str, Any]], name: str, label: str, color: str) -> None:
+    steps, values = series(metrics, name)
+    if steps:
+        axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, smooth(values), color=color, linewidth=1.8, label=label)
+
+
+def _points(axes: Axes, metrics: list[dict[str, Any]], name: str, label: str, color: str) -> None:
+    steps, values = series(metrics, name)
+    if steps:
+        axes.plot(steps, values, "o-", color=color, linewidth=1.0, markersize=4, label=label)
+
+
+def _dress(axes: Axes, name: str) -> None:
+    axes.set_title(name, loc="left", fontsize=10, color=INK)
+    axes.set_xlabel("step", fontsize=9, color=INK)
+    axes.tick_params(labelsize=8, colors=INK, length=3)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#999999")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8)

@@ -1,0 +1,76 @@
+"""Everything a run writes and prints, behind one object; on ranks other than the main one it does nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.config.schema import RunConfig
+from grpo_mega.observe.console import Console
+from grpo_mega.observe.metrics import METRICS, MetricsLog, read_metrics
+from grpo_mega.observe.rollout import sample_records
+from grpo_mega.observe.samples import write_samples
+from grpo_mega.observe.summary import write_summary
+from grpo_mega.types import Group
+
+SHOWN_SAMPLES = 2
+"""Answers printed at a time."""
+
+
+class Recorder:
+    """Writes metrics, samples, curves and the summary into the run directory, and shows progress."""
+
+    def __init__(self, run: RunConfig, path: Path, main: bool) -> None:
+        """Records the run in directory `path` when this is the main rank."""
+        self.run = run
+        self.path = path
+        self.console = Console(run.steps, run.name, run.print_every) if main else None
+        self.metrics: MetricsLog | None = None
+
+    def start(self, lines: list[str]) -> None:
+        """Says what is about to run."""
+        if self.console:
+            self.console.start(lines)
+
+    def note(self, text: str) -> None:
+        """Says anything else worth a line."""
+        if self.console:
+            self.console.note(text)
+
+    def open_metrics(self, resume_from_step: int) -> None:
+        """Continues metrics.jsonl behind this step; -1 for a run that begins."""
+        if self.console:
+            self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step)
+
+    def step(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
+        """A finished GRPO step."""
+        if self.console is None or self.metrics is None:
+            return
+        self.metrics.write(step, metrics)
+        write_samples(self.path, step, sample_records(groups, self.run.samples_per_step))
+        self.console.step(step, metrics)
+        if self.console.shows_samples(step):
+            for group in groups[:SHOWN_SAMPLES]:
+                prompt, best = group.prompt, max(range(len(group.rewards)), key=group.rewards.__getitem__)
+                self.console.sample(prompt.text, group.samples[best].text, prompt.answer, group.rewards[best])
+
+    def evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
+        """Results on validation or held-out problems."""
+        if self.console:
+            self.console.evaluation(step, split, metrics)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Writes summary.json and curves.png, and says what was achieved and where it lies."""
+        if self.console is None or self.metrics is None:
+            return
+        from grpo_mega.observe.plot import plot_curves  # matplotlib takes a second to import
+
+        self.metrics.close()
+        write_summary(self.path, summary)
+        plot_curves(read_metrics(self.path / METRICS), self.path / "curves.png", self.run.name)
+        self.console.finish(summary, self.path)
+
+    def close(self) -> None:
+        """Leaves the terminal clean, whatever happened."""
+        if self.console:
+            self.console.close()

@@ -1,0 +1,61 @@
+"""summary.json: what a run achieved, and with which software."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.observe.files import write_atomic
+
+ORDER = (
+    "status",
+    "steps",
+    "held_out_accuracy_before",
+    "held_out_accuracy_after",
+    "format_rate_before",
+    "format_rate_after",
+    "mean_length_before",
+    "mean_length_after",
+    "tokens_trained",
+    "tokens_generated",
+    "seconds",
+    "layout",
+    "versions",
+)
+"""What people look for comes first; other keys follow in alphabetical order."""
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "sglang")
+
+
+def write_summary(run_dir_path: Path, summary: dict[str, Any]) -> None:
+    """Writes summary.json.
+
+    Raises:
+        ValueError: A value is not JSON (a tensor, NaN); names the key.
+    """
+    keys = [key for key in ORDER if key in summary] + sorted(summary.keys() - set(ORDER))
+    for key in keys:
+        try:
+            json.dumps(summary[key], allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"summary field {key!r} cannot be written as JSON: {error}") from None
+    write_atomic(run_dir_path / "summary.json", json.dumps({key: summary[key] for key in keys}, indent=2) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of those of `PACKAGES` that are installed, without importing them."""
+    installed = {name: _version(name) for name in PACKAGES}
+    return {"python": platform.python_version()} | {name: found for name, found in installed.items() if found}
+
+
+def _version(name: str) -> str | None:
+    try:
+        package = distribution(name)
+    except PackageNotFoundError:
+        return None
+    if name == "apex" and not any(str(file).startswith("apex/optimizers/") for file in package.files or ()):
+        return None  # an unrelated package of that name; NVIDIA's Apex has apex.optimizers
+    return package.version

@@ -1,0 +1,58 @@
+"""Where the time of a step goes: wall and CPU seconds by phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Seconds(NamedTuple):
+    """Time spent in a phase."""
+
+    wall: float
+    """Wall-clock seconds."""
+    cpu: float
+    """Processor seconds of this process, all threads together."""
+
+
+class PhaseTimer:
+    """Adds up the time of named phases: `with timer("generate"): ...`.
+
+    Work a GPU still has queued when a phase ends is not waited for.
+    """
+
+    def __init__(self) -> None:
+        self._step: dict[str, Seconds] = {}
+        self._run: dict[str, Seconds] = {}
+        self._current: str | None = None
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Measures the body as part of `phase`. Phases do not nest, so that they add up to the whole."""
+        if self._current is not None:
+            raise ValueError(f"phase {phase!r} starts inside phase {self._current!r}: end that one first")
+        self._current = phase
+        wall, cpu = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            spent = Seconds(time.perf_counter() - wall, time.process_time() - cpu)
+            _add(self._step, phase, spent)
+            _add(self._run, phase, spent)
+            self._current = None
+
+    def step_seconds(self) -> dict[str, Seconds]:
+        """Time by phase since the last call, in the order the phases first began."""
+        step, self._step = self._step, {}
+        return step
+
+    def totals(self) -> dict[str, Seconds]:
+        """Time by phase since the timer was made."""
+        return dict(self._run)
+
+
+def _add(times: dict[str, Seconds], phase: str, spent: Seconds) -> None:
+    before = times.get(phase, Seconds(0.0, 0.0))
+    times[phase] = Seconds(before.wall + spent.wall, before.cpu + spent.cpu)

@@ -1,0 +1,64 @@
+"""The only room that knows whether this is CUDA with NCCL or a CPU with gloo.
+
+Call `start()` before anything imports megatron.core: on a machine without CUDA it applies the substitutions of
+`cpu.py`; on CUDA it changes nothing in any library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from grpo_mega.platform import cpu
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Where this process computes.
+
+    Attributes:
+        device: Device of weights and activations.
+        backend: torch.distributed backend.
+        transformer_engine: Whether Megatron's layers come from Transformer Engine.
+    """
+
+    device: torch.device
+    backend: str
+    transformer_engine: bool
+
+
+def start() -> Platform:
+    """Chooses the platform and prepares torch for it. Call once, before megatron.core is imported."""
+    # Optional accelerators are reported once, in summary.json and by tools; not by every module of Megatron.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*(not installed|Falling back)")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return Platform(device, "nccl", importlib.util.find_spec("transformer_engine") is not None)
+    cpu.install()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.use_deterministic_algorithms(True)
+    return Platform(torch.device("cpu"), "gloo", transformer_engine=False)
+
+
+def join_processes(platform: Platform, timeout_seconds: int = 600) -> None:
+    """Joins the job torchrun started; a lone process without torchrun becomes a job of one."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        os.environ.setdefault(name, value)
+    # Megatron's tensor parallelism relies on kernels being launched in the order they were queued.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    dist.init_process_group(platform.backend, timeout=timedelta(seconds=timeout_seconds))
+
+
+def peak_memory_bytes(platform: Platform) -> int:
+    """Most memory this process has held: of the device on CUDA, resident memory elsewhere."""
+    if platform.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(platform.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,231 @@
+"""Runs unmodified megatron-core 0.16 on a CPU with gloo.
+
+megatron-core names CUDA in a few dozen places although most of its arithmetic runs anywhere. Each substitution below
+answers one of those places and says why it is needed; tests/platform leaves them out one at a time and shows what
+breaks. `install()` does nothing when CUDA is present. This is the one module of the project that replaces anything in
+another library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """One replaced piece of torch or megatron-core.
+
+    Attributes:
+        name: How tests refer to it.
+        reason: What megatron-core does that a CPU cannot.
+        apply: Puts it in place.
+        after_import: Whether it replaces something inside megatron.core, which must be imported first.
+    """
+
+    name: str
+    reason: str
+    apply: Callable[[], None]
+    after_import: bool = False
+
+
+class NullStream:
+    """A CUDA stream or event on a device where everything is synchronous: only a name."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def wait_event(self, *_: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> NullStream:
+        return self
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NullStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _current_device() -> None:
+    torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
+
+
+def _factories() -> None:
+    def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(make)
+        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+                kwargs["device"] = CPU
+            kwargs.pop("pin_memory", None)
+            return make(*args, **kwargs)
+
+        return wrapper
+
+    for name in ("zeros", "ones", "tensor", "empty", "full", "arange"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _tensor_type() -> None:
+    original = torch.Tensor.type
+
+    def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original(self, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = cuda_type  # type: ignore[method-assign,assignment]
+
+
+def _streams() -> None:
+    stream = NullStream()
+    for name in ("synchronize", "empty_cache"):
+        setattr(torch.cuda, name, lambda *_, **__: None)
+    for name in ("Stream", "Event"):
+        setattr(torch.cuda, name, NullStream)
+    for name in ("current_stream", "default_stream"):
+        setattr(torch.cuda, name, lambda *_, **__: stream)
+    torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,return-value]
+    torch.Tensor.record_stream = lambda self, *_: None  # type: ignore[method-assign,assignment]
+
+
+def _rng() -> None:
+    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    torch.cuda.manual_seed = lambda seed: torch.random.default_generator.manual_seed(seed)
+
+
+def _eager() -> None:
+    torch.compiler.set_stance("force_eager")
+
+
+def _rng_tracker() -> None:
+    from megatron.core.tensor_parallel import random as tracked
+
+    tracked._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    tracked._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+    @contextlib.contextmanager
+    def fork(self: Any, name: str = tracked._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        if name not in self.states_:
+            raise KeyError(f"RNG state {name} was never added; call model_parallel_cuda_manual_seed first")
+        outer, outer_name = torch.get_rng_state(), self._current_state_name
+        torch.set_rng_state(self.states_[name])
+        self._current_state_name = name
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outer)
+            self._current_state_name = outer_name
+
+    tracked.CudaRNGStatesTracker.fork = fork
+
+
+def _te_gemm() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _splits_to_host() -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _have_te() -> None:
+    from megatron.core.transformer import attention, multi_latent_attention
+    from megatron.core.transformer.moe import shared_experts
+
+    for module in (attention, multi_latent_attention, shared_experts):
+        module.HAVE_TE = False
+
+
+SUBSTITUTIONS = (
+    Substitution(
+        "current_device",
+        "buffers, router weights and p2p messages are allocated with device=torch.cuda.current_device()",
+        _current_device,
+    ),
+    Substitution("factories", 'small tensors are created with a literal device="cuda"', _factories),
+    Substitution(
+        "tensor_type",
+        "the optimizers sort parameters by p.type() == 'torch.cuda.FloatTensor' and refuse everything else",
+        _tensor_type,
+    ),
+    Substitution("streams", "gradient reduction and token dispatch talk to CUDA streams and events", _streams),
+    Substitution("rng", "model_parallel_cuda_manual_seed reads and sets the CUDA generator", _rng),
+    Substitution(
+        "eager",
+        "jit_fuser is torch.compile, which needs a C++ compiler and a minute; eager gives the same numbers",
+        _eager,
+    ),
+    Substitution(
+        "rng_tracker",
+        "fork() sets the CUDA generator through a private helper that waits for CUDA for ever: without this every "
+        "tensor parallel rank silently draws from one and the same default stream",
+        _rng_tracker,
+        after_import=True,
+    ),
+    Substitution(
+        "te_gemm",
+        "0.16.1 reads the undefined name te_general_gemm when Transformer Engine is absent (moe_utils.py)",
+        _te_gemm,
+        after_import=True,
+    ),
+    Substitution(
+        "splits_to_host",
+        "the all-to-all dispatcher turns split sizes into lists only when they come from a GPU",
+        _splits_to_host,
+        after_import=True,
+    ),
+    Substitution(
+        "have_te",
+        "0.16.1 believes Transformer Engine is present and evaluates isinstance(x, None) (multi_latent_attention.py)",
+        _have_te,
+        after_import=True,
+    ),
+)
+
+
+def install(without: Collection[str] = ()) -> bool:
+    """Puts the substitutions in place, once; `without` leaves some out and exists for the tests that show their need.
+
+    Returns:
+        Whether anything was replaced: False when CUDA is present or when they are in place already.
+    """
+    if torch.cuda.is_available() or hasattr(torch, "_grpo_mega_cpu"):
+        return False
+    torch._grpo_mega_cpu = True  # type: ignore[attr-defined]
+    wanted = [s for s in SUBSTITUTIONS if s.name not in without]
+    for substitution in wanted:
+        if not substitution.after_import:
+            substitution.apply()
+    import megatron.core  # noqa: F401
+
+    for substitution in wanted:
+        if substitution.after_import:
+            substitution.apply()
+    return True

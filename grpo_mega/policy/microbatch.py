@@ -1,0 +1,72 @@
+"""Cuts the global batch into this rank's packed micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+
+from grpo_mega.policy.attention import PackedTokens
+from grpo_mega.policy.schedule import schedule
+from grpo_mega.policy.topology import Topology
+from grpo_mega.types import Batch
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """What a token loss may read about the n tokens it scores; every field is [n], see `Batch`."""
+
+    tokens: torch.Tensor
+    weight: torch.Tensor
+    advantage: torch.Tensor
+    old_logprob: torch.Tensor
+    ref_logprob: torch.Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass on one rank.
+
+    Attributes:
+        tokens: [1, T'] packed sequences and padding.
+        packed: How they split into sequences.
+        rows: [n] rows of T' whose hidden state predicts a scored token.
+        index: [n] place of each scored token in the global batch.
+        scored: The scored tokens.
+    """
+
+    tokens: torch.Tensor
+    packed: PackedTokens
+    rows: torch.Tensor
+    index: torch.Tensor
+    scored: ScoredTokens
+
+
+def micro_batches(batch: Batch, topology: Topology, budget: int, device: torch.device) -> list[MicroBatch]:
+    """This rank's micro-batches of at most `budget` tokens; equally many on every data parallel rank.
+
+    Raises:
+        ValueError: The first token of a sequence is to be scored; nothing predicts it.
+    """
+    starts = batch.cu_seqlens[:-1]
+    if batch.mask[starts].any():
+        raise ValueError("mask marks the first token of a sequence, which nothing predicts; set it to False")
+    mine = schedule(batch.lengths.tolist(), topology.dp_size, budget)[topology.dp_rank]
+    return [_micro_batch(batch, sequences, topology.tp_size, device) for sequences in mine]
+
+
+def _micro_batch(batch: Batch, sequences: list[int], multiple: int, device: torch.device) -> MicroBatch:
+    chosen = torch.tensor(sequences, dtype=torch.int64)
+    lengths, starts = batch.lengths[chosen], batch.cu_seqlens[chosen]
+    packed = PackedTokens.of_lengths(lengths, multiple)
+    place = starts[packed.sequence] + packed.positions[: len(packed.sequence)]  # of each token in the global batch
+    rows = batch.mask[place].nonzero()[:, 0]
+    index = place[rows]
+    return MicroBatch(
+        tokens=F.pad(batch.tokens[place], (0, packed.padding))[None].to(device),
+        packed=packed.to(device),
+        rows=(rows - 1).to(device),
+        index=index.to(device),
+        scored=ScoredTokens(**{f.name: getattr(batch, f.name)[index].to(device) for f in fields(ScoredTokens)}),
+    )

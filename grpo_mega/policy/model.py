@@ -1,0 +1,203 @@
+"""From the configuration to a Megatron GPTModel: dense or mixture of experts, grouped-query or latent attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig
+from grpo_mega.platform import Platform
+from grpo_mega.policy.attention import PackedAttention
+from grpo_mega.policy.head import use_logprob_head
+from grpo_mega.policy.rotary import use_packed_rotary
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_model(model: ModelConfig, layout: LayoutConfig, vocab_size: int, platform: Platform) -> GPTModel:
+    """This rank's part of the model, weights not yet initialised.
+
+    `vocab_size` is the tokenizer's; embedding rows are padded up to a multiple of `model.vocab_multiple`.
+    """
+    config = transformer_config(model, layout, platform)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=platform.transformer_engine, normalization="RMSNorm")
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=_replace(spec, _replacements(spec)),
+        vocab_size=-(-vocab_size // model.vocab_multiple) * model.vocab_multiple,
+        max_sequence_length=model.context,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=model.rope_base,
+    )
+    use_packed_rotary(gpt, model.context)
+    use_logprob_head(gpt, vocab_size)
+    _sum_latent_key_gradient(gpt)
+    for name, parameter in gpt.named_parameters():
+        # Megatron splits the optimizer by this mark when experts are spread over ranks; setting it always keeps
+        # checkpoints the same shape with and without expert parallelism.
+        if ".experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+    return gpt.to(platform.device)
+
+
+def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platform) -> TransformerConfig:
+    """Megatron's configuration of the same architecture and layout."""
+    dtype = DTYPES[model.dtype]
+    common: dict[str, Any] = dict(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        ffn_hidden_size=model.ffn_hidden,
+        qk_layernorm=model.qk_norm,
+        layernorm_epsilon=model.norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # Its values are overwritten (shards.py), but only this marks which parameters are split over tensor ranks.
+        perform_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        sequence_parallel=layout.sp,
+        # Packed micro-batches differ in length; Megatron then asks for this dispatcher even of dense models.
+        variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        # gloo has no batched point-to-point operations on CPU tensors.
+        batch_p2p_comm=platform.backend == "nccl",
+        # Fused kernels of Megatron need Apex or Transformer Engine.
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+    )
+    if model.moe.experts:
+        common |= _moe_options(model.moe, model.layers, platform)
+    if model.attention == "gqa":
+        return TransformerConfig(
+            num_query_groups=model.kv_heads, kv_channels=model.hidden // model.heads, **common
+        )
+    mla = model.mla
+    return MLATransformerConfig(
+        multi_latent_attention=True,
+        q_lora_rank=mla.q_lora_rank,
+        kv_lora_rank=mla.kv_lora_rank,
+        qk_head_dim=mla.qk_head_dim,
+        qk_pos_emb_head_dim=mla.qk_rope_dim,
+        v_head_dim=mla.v_head_dim,
+        rope_type="rope",
+        rotary_base=model.rope_base,
+        **common,
+    )
+
+
+def _moe_options(moe: MoEConfig, layers: int, platform: Platform) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=moe.experts,
+        moe_router_topk=moe.top_k,
+        moe_ffn_hidden_size=moe.ffn_hidden,
+        moe_shared_expert_intermediate_size=moe.shared_ffn_hidden or None,
+        moe_layer_freq=[0] * moe.first_dense + [1] * (layers - moe.first_dense),
+        moe_router_score_function=moe.score,
+        moe_router_enable_expert_bias=moe.bias_update_rate > 0,
+        moe_router_bias_update_rate=moe.bias_update_rate,
+        moe_router_load_balancing_type="aux_loss" if moe.aux_loss_coef else "none",
+        moe_aux_loss_coeff=moe.aux_loss_coef,
+        moe_router_num_groups=moe.groups or None,
+        moe_router_group_topk=moe.group_top_k or None,
+        moe_router_topk_scaling_factor=moe.scaling,
+        moe_router_dtype="fp32",
+        moe_grouped_gemm=platform.transformer_engine,
+    )
+
+
+class SequenceParallelNorm:
+    """RMSNorm whose weight is marked for Megatron to sum its gradient over tensor parallel ranks.
+
+    Megatron's own wrapper of torch's norm refuses sequence parallelism.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.RMSNorm:  # type: ignore[misc]
+        norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
+        norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def _replacements(spec: Any) -> dict[type, type]:
+    attention = spec.layer_specs[0].submodules.self_attention.submodules.core_attention
+    attention = attention.module if isinstance(attention, ModuleSpec) else attention
+    return {WrappedTorchNorm: SequenceParallelNorm, DotProductAttention: PackedAttention, attention: PackedAttention}
+
+
+def _replace(spec: Any, replacements: dict[type, type]) -> Any:
+    """Swaps module classes anywhere inside a Megatron layer or block spec."""
+    if isinstance(spec, ModuleSpec) or (dataclasses.is_dataclass(spec) and not isinstance(spec, type)):
+        fields = {f.name: _replace(getattr(spec, f.name), replacements) for f in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **fields)
+    if isinstance(spec, list):
+        return [_replace(item, replacements) for item in spec]
+    return replacements.get(spec, spec) if isinstance(spec, type) else spec
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity. Megatron's reduction of a strided gradient reduces a copy and returns the original."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.contiguous()
+
+
+def _sum_latent_key_gradient(gpt: GPTModel) -> None:
+    """Repairs latent attention under tensor parallelism (megatron-core 0.16.1 without Transformer Engine).
+
+    The rotary part of the key is shared by all heads, but each rank back-propagates through its own heads only and
+    nothing adds these gradients up. Gathering in a forward hook, with an operator whose backward sums, mends it.
+    """
+    config = gpt.config
+    if not config.multi_latent_attention or config.tensor_model_parallel_size == 1:
+        return
+    sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+
+    def gather(module: torch.nn.Module, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        combined, bias = output
+        if combined.size(-1) == sum(sizes):  # Transformer Engine's duplicated projection is not affected
+            return output
+        combined = gather_from_tensor_model_parallel_region(combined)
+        if module.sequence_parallel:  # Megatron gathers the key again, and that gather's backward sums
+            return scatter_to_sequence_parallel_region(combined), bias
+        latent, key = combined.split(sizes, -1)
+        key = _ContiguousGradient.apply(copy_to_tensor_model_parallel_region(key))
+        return torch.cat([latent, key], -1), bias
+
+    for name, module in gpt.named_modules():
+        if name.endswith("linear_kv_down_proj"):
+            module.register_forward_hook(gather)

@@ -1,0 +1,193 @@
+"""The policy: log-probs of packed batches and updates from a token loss, under any layout.
+
+The batch given to every method is the same global batch on every rank; each rank computes its share and the results
+are whole again on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from grpo_mega.config.schema import LayoutConfig, ModelConfig, OptimizerConfig
+from grpo_mega.platform import Platform
+from grpo_mega.policy.attention import PackedTokens
+from grpo_mega.policy.head import LogProbHead
+from grpo_mega.policy.microbatch import MicroBatch, ScoredTokens, micro_batches
+from grpo_mega.policy.model import DTYPES, build_model
+from grpo_mega.policy.optimizer import build_optimizer, set_learning_rate
+from grpo_mega.policy.shards import count_parameters, initialize
+from grpo_mega.policy.topology import Topology
+from grpo_mega.types import Batch
+
+TokenLoss = Callable[[torch.Tensor, ScoredTokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(log-probs [n], what is known about the tokens) -> (loss of each token [n], per-token metrics {name: [n]})."""
+
+
+@dataclass
+class Gradients:
+    """What the forward and backward pass of one global batch found; the gradients lie in Megatron's buffers.
+
+    Attributes:
+        logprob: [T] log-probs of the scored tokens, 0 elsewhere.
+        metrics: "loss" is sum(weight * token_loss); the others are means over the scored tokens.
+    """
+
+    logprob: torch.Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Policy:
+    """This rank's part of a Megatron model, with its optimizer."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: LayoutConfig,
+        vocab_size: int,
+        topology: Topology,
+        platform: Platform,
+        distributed_optimizer: bool = False,
+    ) -> None:
+        self.topology = topology
+        self.platform = platform
+        self.context = model.context
+        self._config = model
+        self._budget = layout.micro_batch_tokens
+        self.gpt = build_model(model, layout, vocab_size, platform)
+        self.gpt.config.finalize_model_grads_func = finalize_model_grads
+        wrapped = Float16Module(self.gpt.config, self.gpt) if model.dtype == "bf16" else self.gpt
+        self._distributed_optimizer = distributed_optimizer
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, check_for_nan_in_grad=True, use_distributed_optimizer=distributed_optimizer
+        )
+        self.model = DistributedDataParallel(self.gpt.config, ddp, wrapped)
+        self.optimizer: MegatronOptimizer | None = None
+
+    @property
+    def head(self) -> LogProbHead:
+        """The output layer; only the last pipeline stage has one."""
+        return self.gpt.output_layer
+
+    def parameters(self) -> int:
+        """Parameters of the whole model; every rank must call it."""
+        return count_parameters(self.gpt)
+
+    def initialize(self, seed: int) -> None:
+        """Random weights, the same in every layout."""
+        initialize(self.gpt, seed, self._config.init_std, self._config.layers)
+
+    def use_optimizer(self, config: OptimizerConfig) -> None:
+        """Starts a fresh optimizer; the one before, with its moments, is dropped."""
+        dtype = DTYPES[self._config.dtype]
+        self.optimizer = build_optimizer(config, self.model, dtype, self._distributed_optimizer)
+        self.gpt.config.grad_scale_func = self.optimizer.scale_loss
+
+    def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
+        """[T] log-prob of every masked-in token, 0 elsewhere, whole on every rank. No gradient."""
+        result = torch.zeros(len(batch.tokens), device=self.platform.device)
+
+        def score(micro: MicroBatch, hidden: torch.Tensor, non_loss_data: bool) -> None:
+            result[micro.index], _ = self.head.logprob(hidden[0, micro.rows], micro.scored.tokens, temperature)
+
+        with torch.no_grad():
+            self._forward_backward(self._micro_batches(batch), score, forward_only=True)
+        return self.topology.sum_over_samples(result).cpu()
+
+    def gradients(self, batch: Batch, token_loss: TokenLoss, temperature: float = 1.0) -> Gradients:
+        """Forward and backward of sum(weight * token_loss) over the whole batch.
+
+        Raises:
+            FloatingPointError: The loss of a token with a weight is not finite; names the sequence and the token.
+        """
+        self.model.zero_grad_buffer()
+        micros = self._micro_batches(batch)
+        # Megatron divides by the number of micro-batches and averages over replicas; the weights are global already.
+        scale = len(micros) * self.topology.dp_size
+        found = Gradients(torch.zeros(len(batch.tokens), device=self.platform.device))
+        sums: dict[str, float] = {}
+
+        def loss(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            logprob, entropy = self.head.logprob(hidden[0, micro.rows], micro.scored.tokens, temperature)
+            token_losses, metrics = token_loss(logprob, micro.scored)
+            _refuse_non_finite(token_losses, micro, batch)
+            found.logprob[micro.index] = logprob.detach()
+            total = (micro.scored.weight * token_losses).sum()
+            per_token = {"tokens": torch.ones_like(entropy), "entropy": entropy, **metrics}
+            for name, value in {"loss": total.detach(), **per_token}.items():
+                sums[name] = sums.get(name, 0.0) + value.double().sum().item()
+            return total * scale, {}
+
+        self._forward_backward(micros, loss, forward_only=False)
+        self.topology.sum_over_samples(found.logprob)
+        found.logprob = found.logprob.cpu()
+        found.metrics = _means(self.topology.sum_by_name(sums, self.platform.device))
+        return found
+
+    def update(self, batch: Batch, token_loss: TokenLoss, lr: float, temperature: float = 1.0) -> Gradients:
+        """One optimizer update; "grad_norm" (before clipping) and "lr" join the metrics."""
+        assert self.optimizer is not None, "call use_optimizer before update"
+        self.optimizer.zero_grad()
+        found = self.gradients(batch, token_loss, temperature)
+        set_learning_rate(self.optimizer, lr)
+        _, grad_norm, _ = self.optimizer.step()
+        found.metrics |= {"grad_norm": float(grad_norm), "lr": lr}
+        return found
+
+    def hidden_states(self, tokens: torch.Tensor, packed: PackedTokens) -> torch.Tensor | None:
+        """[T', H] last hidden states of packed tokens [T'], on the last pipeline stage; None on the others."""
+        micro = MicroBatch(tokens[None], packed, *[None] * 3)  # type: ignore[arg-type]
+        states: list[torch.Tensor] = []
+
+        def keep(_: MicroBatch, hidden: torch.Tensor, non_loss_data: bool) -> None:
+            states.append(hidden[0])
+
+        self._forward_backward([micro], keep, forward_only=True)
+        return states[0] if states else None
+
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        return micro_batches(batch, self.topology, self._budget, self.platform.device)
+
+    def _forward_backward(self, micros: list[MicroBatch], on_last_stage: Callable, forward_only: bool) -> None:
+        """Runs Megatron's pipeline schedule; `on_last_stage(micro, hidden [1, T', H], ...)` gets what comes out."""
+
+        def forward(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+            micro = next(iterator)
+            hidden = model(micro.tokens, micro.packed.positions[None], None, packed_seq_params=micro.packed)
+            return hidden, partial(on_last_stage, micro)
+
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(micros),
+            model=self.model,
+            num_microbatches=len(micros),
+            seq_length=self.context,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+
+def _means(sums: dict[str, float]) -> dict[str, float]:
+    tokens, loss = sums.pop("tokens"), sums.pop("loss")
+    return {"loss": loss, **{name: value / max(tokens, 1.0) for name, value in sums.items()}}
+
+
+def _refuse_non_finite(token_losses: torch.Tensor, micro: MicroBatch, batch: Batch) -> None:
+    bad = ~torch.isfinite(token_losses)
+    if bad.any():
+        place = int(micro.index[bad][0])
+        sequence = int(torch.searchsorted(batch.cu_seqlens, place, right=True)) - 1
+        raise FloatingPointError(
+            f"the loss of token {place - int(batch.cu_seqlens[sequence])} of sequence {sequence} of the batch is "
+            f"{token_losses[bad][0].item()}; look at its log-probs and advantage, and lower the learning rate if the "
+            "policy diverged"
+        )

@@ -1,0 +1,49 @@
+"""The reference policy of the KL term: a copy of the weights, put in place of the policy's own to score a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+
+from grpo_mega.policy.policy import Policy
+from grpo_mega.types import Batch
+
+
+class ReferencePolicy:
+    """The weights (and routing biases) a policy had at its last refresh, held beside it."""
+
+    def __init__(self, policy: Policy) -> None:
+        """Starts as the policy is now."""
+        self.policy = policy
+        self._live = [t for _, t in chain(policy.gpt.named_parameters(), policy.gpt.named_buffers())]
+        self._held = [t.detach().clone() for t in self._live]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Becomes a copy of the policy as it is now (DeepSeek-R1 does so every 400 steps)."""
+        for held, live in zip(self._held, self._live, strict=True):
+            held.copy_(live)
+
+    def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
+        """[T] log-probs under the reference, see `Policy.logprobs`."""
+        with self.in_place():
+            return self.policy.logprobs(batch, temperature)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The policy's model holds the reference weights inside; its own come back bit for bit."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for held, live in zip(self._held, self._live, strict=True):
+            kept = live.clone()
+            live.copy_(held)
+            held.copy_(kept)

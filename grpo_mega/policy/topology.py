@@ -1,0 +1,125 @@
+"""Which process holds which part of the model and of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from grpo_mega.config.schema import LayoutConfig
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This process's place in the layout.
+
+    Attributes:
+        rank: Global rank.
+        world_size: Number of processes.
+        tp_rank, tp_size: Place in the tensor parallel group.
+        pp_rank, pp_size: Pipeline stage.
+        dp_rank, dp_size: Data parallel replica.
+        ep_size: Ranks that share one set of experts.
+    """
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    ep_size: int
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process sees logits."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what is written once."""
+        return self.rank == 0
+
+    def sum_over_samples(self, vector: torch.Tensor) -> torch.Tensor:
+        """Adds what the last stage of every data parallel replica contributed; in place, same result on all ranks.
+
+        Ranks of the other stages must pass zeros.
+        """
+        if self.dp_size > 1:
+            dist.all_reduce(vector, group=parallel_state.get_data_parallel_group())
+        if self.pp_size > 1:
+            dist.all_reduce(vector, group=parallel_state.get_pipeline_model_parallel_group())
+        return vector
+
+    def sum_by_name(self, sums: dict[str, float], device: torch.device) -> dict[str, float]:
+        """Adds up the last stages' numbers over the replicas; all ranks get the result, other stages pass nothing."""
+        result = [sums]
+        if self.is_last_stage and self.dp_size > 1:
+            values = torch.tensor([sums[name] for name in sorted(sums)], dtype=torch.float64, device=device)
+            dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+            result = [dict(zip(sorted(sums), values.tolist(), strict=True))]
+        if self.pp_size > 1:
+            source = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(result, source, group=parallel_state.get_pipeline_model_parallel_group())
+        return dict(result[0])
+
+    def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Broadcasts the last pipeline stage's tensor to the stages before it; in place."""
+        if self.pp_size > 1:
+            source = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(tensor, source, group=parallel_state.get_pipeline_model_parallel_group())
+        return tensor
+
+    def any_expert_peer(self, value: bool, device: torch.device) -> bool:
+        """Whether `value` holds on any rank that takes part in this rank's expert exchanges."""
+        if self.ep_size == 1:
+            return value
+        flag = torch.tensor([value], dtype=torch.int32, device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
+        return bool(flag.item())
+
+    def spread(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
+        """One result per item, in order, on all ranks; each data parallel replica works on its share of the items."""
+        if self.dp_size == 1:
+            return work(items)
+        shares: list = [None] * self.dp_size
+        mine = work(items[self.dp_rank :: self.dp_size])
+        dist.all_gather_object(shares, mine, group=parallel_state.get_data_parallel_group())
+        return [shares[i % self.dp_size][i // self.dp_size] for i in range(len(items))]
+
+
+def join_layout(layout: LayoutConfig, seed: int) -> Topology:
+    """Makes Megatron's process groups and seeds its random number trackers."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return Topology(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=layout.tp,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=layout.pp,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        ep_size=layout.ep,
+    )
+
+
+def leave_layout() -> None:
+    """Ends the process groups."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -1,0 +1,128 @@
+"""Builds the reward of a run from its configuration: a weighted sum of built-in terms and user functions."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import numbers
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from grpo_mega.config.schema import RewardConfig, RewardTerm
+from grpo_mega.reward.extract import answer_tag, boxed
+from grpo_mega.reward.format import think_answer_format
+from grpo_mega.reward.verify import equivalent
+from grpo_mega.types import Sample
+
+VERIFY_THREADS = 4
+"""Built-in terms are scored by so many threads, because a symbolic comparison waits for a worker process."""
+
+
+def accuracy(sample: Sample) -> float:
+    """1.0 when the completion has the strict format and its only answer tag holds the ground truth."""
+    if not think_answer_format(sample):
+        return 0.0
+    answer = answer_tag(sample.text)
+    return float(answer is not None and equivalent(answer, sample.prompt.answer))
+
+
+def boxed_accuracy(sample: Sample) -> float:
+    r"""1.0 when the completion's only `\boxed{...}` holds the ground truth; no other format is asked for."""
+    answer = boxed(sample.text)
+    return float(answer is not None and equivalent(answer, sample.prompt.answer))
+
+
+BUILT_IN: dict[str, Callable[[Sample], float]] = {
+    "accuracy": accuracy,
+    "boxed": boxed_accuracy,
+    "format": think_answer_format,
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    """One component of the reward, ready to be called."""
+
+    name: str
+    weight: float
+    function: Callable[[Sample], float]
+    built_in: bool
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The reward of a run: total = sum of weight * term."""
+
+    terms: tuple[Term, ...]
+
+    def score(self, samples: list[Sample]) -> list[tuple[float, dict[str, float]]]:
+        """(total, unweighted value of every term) of each sample, in the order of `samples`.
+
+        Raises RuntimeError when a term fails on a sample and ValueError when it does not return a finite number; both
+        name the term and the sample.
+        """
+        columns = [_values(term, samples) for term in self.terms]
+        names = [term.name for term in self.terms]
+        rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+        return [(sum(term.weight * row[term.name] for term in self.terms), row) for row in rows]
+
+
+def build_reward(config: RewardConfig) -> Reward:
+    """The reward that `config` describes. Raises ValueError on anything that cannot be scored, naming the field."""
+    if not config.terms:
+        raise ValueError(f"reward.terms is empty: nothing would be learned. Built-in terms: {', '.join(BUILT_IN)}")
+    names = [term.name for term in config.terms]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"reward.terms: the name {min(repeated)!r} is used twice; give every term a name of its own")
+    if config.success not in names:
+        raise ValueError(f"reward.success is {config.success!r}, which is no term; choose one of: {', '.join(names)}")
+    return Reward(tuple(_build_term(term) for term in config.terms))
+
+
+def _build_term(term: RewardTerm) -> Term:
+    """Finds the function behind one configured term."""
+    if not math.isfinite(term.weight):
+        raise ValueError(f"reward term {term.name!r}: weight is {term.weight}; it must be a finite number")
+    if term.function is not None:
+        return Term(term.name, term.weight, _import(term.name, term.function), built_in=False)
+    if term.name not in BUILT_IN:
+        raise ValueError(
+            f"reward term {term.name!r} is not built in. Built-in terms: {', '.join(BUILT_IN)}. "
+            "For a function of your own, set the term's function to its import path, package.module:function"
+        )
+    return Term(term.name, term.weight, BUILT_IN[term.name], built_in=True)
+
+
+def _import(name: str, path: str) -> Callable[[Sample], float]:
+    """The callable at `package.module:function`."""
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"reward term {name!r}: function {path!r} must have the form package.module:function")
+    try:
+        function: Callable[[Sample], float] = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # importing user code can raise anything
+        raise ValueError(f"reward term {name!r}: cannot import {path!r}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"reward term {name!r}: {path!r} is a {type(function).__name__}, not a function")
+    return function
+
+
+def _values(term: Term, samples: list[Sample]) -> list[float]:
+    """The term's value for every sample. User functions run one after the other: they need not be thread-safe."""
+    if not term.built_in:
+        return [_value(term, sample) for sample in samples]
+    with ThreadPoolExecutor(VERIFY_THREADS) as threads:
+        return list(threads.map(lambda sample: _value(term, sample), samples))
+
+
+def _value(term: Term, sample: Sample) -> float:
+    """The term's value for one sample, checked."""
+    where = f"reward term {term.name!r}, prompt {sample.prompt.id!r}, sample {sample.index}"
+    try:
+        value = term.function(sample)
+    except Exception as error:
+        raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"{where}: returned {value!r}; a reward must be a finite number (a float, int or bool)")
+    return float(value)

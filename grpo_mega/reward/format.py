@@ -1,0 +1,21 @@
+"""The answer format of DeepSeek-R1-Zero (section 2.2): reasoning in think tags, then the answer in answer tags."""
+
+from __future__ import annotations
+
+import re
+
+from grpo_mega.types import Sample
+
+_FORMAT = re.compile(r"<think>(?P<think>[^<]+)</think><answer>(?P<answer>[^<]+)</answer>(?:<eos>)?")
+
+
+def think_answer_format(sample: Sample) -> float:
+    """1.0 when the whole completion is `<think>...</think><answer>...</answer>`, else 0.0.
+
+    Both contents must hold more than white space and no `<`. The completion must have stopped by itself: one cut by
+    the length limit scores 0 whatever it looks like. The trailing `<eos>` is optional because runs may stop at
+    another token.
+    """
+    match = _FORMAT.fullmatch(sample.text)
+    stopped = sample.finish_reason == "stop"
+    return float(stopped and match is not None and all(part.strip() for part in match.groups()))

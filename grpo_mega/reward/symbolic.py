@@ -1,0 +1,128 @@
+"""math-verify in worker processes that the kernel kills when a comparison takes too long.
+
+A hostile answer such as `9^{9^9}` keeps sympy busy for ever, in C code that no Python exception interrupts, and
+math-verify's own time-outs work only in a main thread. So every comparison runs in a worker: a bare interpreter (it
+never imports this project or torch) that is started when first needed, limits its own CPU time and memory, and ends
+when its standard input closes, however this process dies. CPU time, unlike wall time, gives the same verdict on a
+busy machine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+CPU_SECONDS = 2.0
+"""CPU time one comparison may take; more counts as not equivalent."""
+WALL_SECONDS = 60.0
+"""Limit for a worker that burns no CPU time because the machine starves it."""
+START_SECONDS = 300.0
+"""Limit for starting an interpreter and importing sympy on a busy machine."""
+MEMORY_BYTES = 4 << 30
+"""Address space of one worker."""
+
+_SCRIPT = Path(__file__).with_name("symbolic_worker.py")
+_logger = logging.getLogger(__name__)
+_warned = threading.Event()
+_idle: list[_Worker] = []
+# A forked child that kept these pipes would mix its questions into its parent's, and keep orphaned workers alive.
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+class _Worker:
+    """One worker process and the pipes to it; one question at a time."""
+
+    def __init__(self) -> None:
+        # -P keeps the script's folder off sys.path, where `format.py` and its siblings would shadow other modules.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(_SCRIPT), str(CPU_SECONDS), str(MEMORY_BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+        )
+        if self._read(START_SECONDS) != b"ready\n":
+            self.close()
+            raise RuntimeError(
+                f"the math-verify worker did not start (exit code {self.process.returncode}); its error is on stderr. "
+                f"Check that `{sys.executable} -c 'import math_verify'` works"
+            )
+
+    def ask(self, answer: str, truth: str) -> bool | None:
+        """The verdict, or None when the worker died over the question."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([answer, truth]).encode() + b"\n")
+        line = self._read(WALL_SECONDS)
+        return json.loads(line) if line else None
+
+    def close(self) -> None:
+        """Kills the process (it holds no state) and waits until it is gone."""
+        self.process.kill()
+        self.process.communicate()
+
+    def _read(self, seconds: float) -> bytes:
+        """One line, or nothing when the process ended or stayed silent for so long."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        return self.process.stdout.readline() if ready else b""
+
+
+@functools.lru_cache(maxsize=4096)
+def symbolically_equal(answer: str, truth: str) -> bool:
+    """Whether math-verify finds the two equal within the limits. Thread-safe: concurrent calls use different workers.
+
+    Callers bound length and nesting first (`verify.py`). The cache makes a wrong answer that a whole group repeats
+    cost once.
+    """
+    worker = _take_idle() or _Worker()
+    verdict = worker.ask(answer, truth)
+    if verdict is None:
+        worker.close()
+        _warn_once(answer, worker.process.returncode)
+        return False
+    _idle.append(worker)
+    return verdict
+
+
+def close_workers() -> None:
+    """Ends every idle worker; the next comparison starts a new one."""
+    while (worker := _take_idle()) is not None:
+        worker.close()
+
+
+def _take_idle() -> _Worker | None:
+    """An idle worker that is still alive, if there is one."""
+    while _idle:
+        try:
+            worker = _idle.pop()
+        except IndexError:  # another thread was faster
+            return None
+        if worker.process.poll() is None:
+            return worker
+        worker.close()
+    return None
+
+
+def _warn_once(answer: str, code: int) -> None:
+    """Says the first time, and only then, that an answer was given up."""
+    if not _warned.is_set():
+        _warned.set()
+        _logger.warning(
+            "math-verify gave up on the answer %.80r (exit code %d; limits: %g s of CPU, %d GiB): counted as wrong. "
+            "Further cases are not logged.",
+            answer,
+            code,
+            CPU_SECONDS,
+            MEMORY_BYTES >> 30,
+        )
+
+
+atexit.register(close_workers)

@@ -1,0 +1,1 @@
+"""What comes before reinforcement learning: the base model, and supervised cold start."""

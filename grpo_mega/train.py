@@ -1,0 +1,68 @@
+"""Trains a policy with GRPO.
+
+    torchrun --nproc-per-node 2 -m grpo_mega.train experiment=tiny
+    torchrun --nproc-per-node 4 -m grpo_mega.train experiment=tiny layout=tp2_pp2 run.name=tiny_tp2_pp2
+
+Starting the same command again continues the run at its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import hydra
+from omegaconf import DictConfig
+
+from grpo_mega.config.load import config_dir, load
+from grpo_mega.config.rules import check_layout
+from grpo_mega.config.schema import Config
+
+FAILED = 1
+"""Exit code after an unexpected error, whose traceback every rank prints."""
+BAD_INPUT = 2
+"""Exit code when the configuration, the data or the run directory cannot be used."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
+@hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
+def main(raw: DictConfig) -> None:
+    """The entry point of every rank."""
+    try:
+        config = load(raw)
+        check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+        train(config)
+    except (ValueError, FileNotFoundError) as error:
+        _leave(f"error: {error}", BAD_INPUT)
+    except KeyboardInterrupt:
+        _leave("interrupted; the same command continues at the newest checkpoint", INTERRUPTED)
+    except Exception:
+        traceback.print_exc()
+        _leave("failed; the same command continues at the newest checkpoint", FAILED)
+
+
+def train(config: Config) -> None:
+    """Runs one experiment to its end."""
+    from grpo_mega import platform
+
+    here = platform.start()
+    platform.join_processes(here)
+    # Megatron may only be imported now that the platform is prepared.
+    from grpo_mega.assemble import assemble
+
+    with assemble(config, here) as trainer:
+        trainer.run()
+
+
+def _leave(message: str, code: int) -> None:
+    """Ends this rank at once, without waiting for ranks that may hang in a collective; torchrun ends those."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

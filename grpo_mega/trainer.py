@@ -1,0 +1,285 @@
+"""GRPO, step by step, as the paper has it (DeepSeekMath, algorithm 1): this file is the loop and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_mega.algorithm.advantage import group_advantages
+from grpo_mega.algorithm.mismatch import rollout_mismatch
+from grpo_mega.algorithm.objective import grpo_token_loss
+from grpo_mega.algorithm.weights import token_weights
+from grpo_mega.checkpoint import checkpoint
+from grpo_mega.config.schema import Config
+from grpo_mega.data import Data
+from grpo_mega.observe.recorder import Recorder
+from grpo_mega.observe.rollout import average, rollout_metrics
+from grpo_mega.observe.summary import versions
+from grpo_mega.observe.timer import PhaseTimer
+from grpo_mega.policy.microbatch import ScoredTokens
+from grpo_mega.policy.optimizer import warmed_up
+from grpo_mega.policy.policy import Gradients, Policy
+from grpo_mega.policy.reference import ReferencePolicy
+from grpo_mega.reward.compose import Reward
+from grpo_mega.rollout.engine import Engine, SamplingParams
+from grpo_mega.types import Batch, Group, Prompt, Sample, pack
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+PATIENCE = 3
+"""Steps in a row without any signal before a warning."""
+
+
+class Trainer:
+    """Everything a run needs, and the loop over it."""
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        engine: Engine,
+        data: Data,
+        reward: Reward,
+        recorder: Recorder,
+        timer: PhaseTimer,
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
+        self.engine = engine
+        self.data = data
+        self.reward = reward
+        self.recorder = recorder
+        self.timer = timer
+        self.sampling = SamplingParams(
+            max_new_tokens=config.rollout.max_new_tokens,
+            stop_ids=tuple(data.tokenizer.token_id(token) for token in config.rollout.stop),
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            seed=config.run.seed,
+        )
+        self.on_policy = config.algorithm.epochs * config.algorithm.mini_batches == 1
+        self.step = 0
+        self.updates = 0
+        self.steps_without_signal = 0
+        self.tokens = {"generated": 0, "trained": 0}
+        self.before: Metrics = {}
+
+    def begin(self) -> None:
+        """Starts reinforcement learning at the policy's present weights."""
+        self.policy.use_optimizer(self.config.optimizer)
+        if self.reference:
+            self.reference.refresh()
+        self.recorder.open_metrics(resume_from_step=-1)
+        self.before = self.evaluate("held-out", self.data.test)
+
+    def run(self) -> None:
+        """Trains to `run.steps`, measures what was achieved and records it."""
+        run = self.config.run
+        self.timer.step_seconds()  # what came before belongs to no step
+        while self.step < run.steps:
+            metrics, groups = self.train_step()
+            self.step += 1
+            if run.eval_every and self.step % run.eval_every == 0:
+                metrics |= {f"eval/{name}": x for name, x in self.evaluate("validation", self.data.validation).items()}
+            self.recorder.step(self.step, metrics | self.seconds(), groups)
+            if self.step == run.steps or (run.save_every and self.step % run.save_every == 0):
+                self.save()
+        self.recorder.finish(self.achieved(self.evaluate("held-out", self.data.test)))
+
+    def train_step(self) -> tuple[Metrics, list[Group]]:
+        """One iteration: questions, groups of answers, rewards, advantages, log-probs, updates."""
+        algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
+        with self.timer("generate"):
+            prompts = self.data.train.take(algorithm.prompts_per_step)
+            samples = self.engine.generate(prompts, algorithm.group_size, self.sampling, version=self.step)
+        with self.timer("reward"):
+            groups = self.score(samples)
+        batch = self.make_batch(groups)
+        metrics = rollout_metrics(groups, self.config.reward.success)
+        self.tokens["generated"] += sum(len(s.token_ids) for s in samples)
+        self.watch_signal(batch)
+        if batch is None:
+            return metrics, groups
+        with self.timer("logprobs"):
+            if self.reference:
+                batch = batch.with_(ref_logprob=self.reference.logprobs(batch, temperature))
+            if not self.on_policy:
+                batch = batch.with_(old_logprob=self.policy.logprobs(batch, temperature))
+        with self.timer("update"):
+            updates = [self.update(mini_batch) for mini_batch in self.mini_batches(batch)]
+        self.tokens["trained"] += int(batch.mask.sum()) * algorithm.epochs
+        if self.reference and algorithm.reference_refresh and (self.step + 1) % algorithm.reference_refresh == 0:
+            self.reference.refresh()
+        scored = updates[0].logprob if self.on_policy else batch.old_logprob
+        mismatch = rollout_mismatch(scored[batch.mask], batch.rollout_logprob[batch.mask])
+        return metrics | _named("policy", _mean(updates)) | _named("mismatch", mismatch), groups
+
+    def score(self, samples: Sequence[Sample]) -> list[Group]:
+        """The samples with their rewards, group by group."""
+        scored = self.policy.topology.spread(samples, lambda mine: self.reward.score(list(mine)))
+        size = self.config.algorithm.group_size
+        groups = []
+        for i in range(0, len(samples), size):
+            totals, terms = zip(*scored[i : i + size], strict=True)
+            components = {name: tuple(t[name] for t in terms) for name in terms[0]}
+            groups.append(Group(tuple(samples[i : i + size]), totals, components))
+        return groups
+
+    def make_batch(self, groups: list[Group]) -> Batch | None:
+        """Packs the groups that carry a signal, with their advantages; None when there is none.
+
+        A group whose rewards are all equal has advantage 0 everywhere: it is dropped, so that exactly nothing, not
+        even the KL term, moves the policy because of it.
+        """
+        samples: list[Sample] = []
+        advantages: list[torch.Tensor] = []
+        for group in groups:
+            advantage = group_advantages(torch.tensor(group.rewards), self.config.algorithm.advantage_std)
+            if advantage.any():
+                samples += group.samples
+                advantages.append(advantage)
+        if not samples:
+            return None
+        batch = pack(samples)
+        return batch.with_(advantage=torch.cat(advantages).repeat_interleave(batch.lengths) * batch.mask)
+
+    def mini_batches(self, batch: Batch) -> Iterator[Batch]:
+        """The batch cut into `mini_batches` parts, `epochs` times, each with its weights over the whole part."""
+        algorithm = self.config.algorithm
+        count = len(batch.lengths)
+        for epoch in range(algorithm.epochs):
+            order = list(range(count))
+            if algorithm.mini_batches > 1:
+                random.Random(f"{self.config.run.seed}/mini-batches/{self.step}/{epoch}").shuffle(order)
+            for part in range(min(algorithm.mini_batches, count)):
+                chosen = batch.select(sorted(order[part :: algorithm.mini_batches])) if algorithm.mini_batches > 1 else batch
+                weight = token_weights(
+                    chosen.mask, chosen.cu_seqlens, algorithm.aggregation, self.config.rollout.max_new_tokens
+                )
+                yield chosen.with_(weight=weight)
+
+    def update(self, mini_batch: Batch) -> Gradients:
+        """One optimizer update on the GRPO objective."""
+        lr = warmed_up(self.config.optimizer.lr, self.config.optimizer.warmup_steps, self.updates)
+        self.updates += 1
+        return self.policy.update(mini_batch, self.token_loss, lr, self.config.rollout.temperature)
+
+    def token_loss(self, logprob: torch.Tensor, known: ScoredTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The GRPO loss of every token."""
+        algorithm = self.config.algorithm
+        return grpo_token_loss(
+            logprob,
+            # With a single update per rollout the old policy is the policy itself.
+            logprob.detach() if self.on_policy else known.old_logprob,
+            known.ref_logprob,
+            known.advantage,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+            kl_coef=algorithm.kl_coef,
+            kl_estimator=algorithm.kl_estimator,
+        )
+
+    def evaluate(self, split: str, prompts: list[Prompt]) -> Metrics:
+        """Accuracy, format rate and length of one sampled answer per prompt; also reported."""
+        with self.timer("evaluate"):
+            samples = self.engine.generate(prompts, 1, self.sampling, version=self.step)
+            scored = self.policy.topology.spread(samples, lambda mine: self.reward.score(list(mine)))
+        terms = {name: average(t[name] for _, t in scored) for name in scored[0][1]}
+        metrics = {"accuracy": terms.pop(self.config.reward.success), **terms}
+        metrics["length"] = average(len(s.token_ids) for s in samples)
+        self.recorder.evaluation(self.step, split, metrics)
+        return metrics
+
+    def watch_signal(self, batch: Batch | None) -> None:
+        """Warns when step after step no group had two different rewards: nothing is being learned."""
+        self.steps_without_signal = 0 if batch is not None else self.steps_without_signal + 1
+        if self.steps_without_signal == PATIENCE:
+            logger.warning(
+                "no group had two different rewards for %d steps, so nothing was trained: the problems are too hard or "
+                "too easy for the policy, or the answer format was never sampled; look at samples/",
+                PATIENCE,
+            )
+
+    def seconds(self) -> Metrics:
+        """Wall seconds of the step by phase, and in total."""
+        phases = {f"time/{name}": spent.wall for name, spent in self.timer.step_seconds().items()}
+        return {**phases, "time/step": sum(phases.values()) - phases.get("time/evaluate", 0.0)}
+
+    def save(self) -> None:
+        """Writes a checkpoint of the whole run and deletes the oldest ones."""
+        with self.timer("checkpoint"):
+            folder = self.checkpoints
+            checkpoint.save(checkpoint.step_path(folder, self.step), self.policy, self.state_dict(), self.reference)
+            if self.policy.topology.is_main:
+                checkpoint.prune(folder, self.config.run.keep_checkpoints)
+
+    def resume(self) -> bool:
+        """Continues at the newest checkpoint of the run directory; False when there is none."""
+        newest = checkpoint.newest(self.checkpoints)
+        if newest is None:
+            return False
+        self.policy.use_optimizer(self.config.optimizer)
+        self.load_state_dict(checkpoint.load(newest, self.policy, self.reference))
+        self.recorder.note(f"continuing behind step {self.step}, from {newest}")
+        self.recorder.open_metrics(resume_from_step=self.step)
+        return True
+
+    @property
+    def checkpoints(self) -> Path:
+        """The run's folder of checkpoints."""
+        return Path(self.config.run.root) / self.config.run.name / "checkpoints"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run needs to go on besides weights and optimizer. Sampling noise is a function of counters."""
+        return {
+            "step": self.step,
+            "updates": self.updates,
+            "steps_without_signal": self.steps_without_signal,
+            "tokens": self.tokens,
+            "before": self.before,
+            "data": self.data.train.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where `state` was taken."""
+        self.step, self.updates = state["step"], state["updates"]
+        self.steps_without_signal = state["steps_without_signal"]
+        self.tokens, self.before = state["tokens"], state["before"]
+        self.data.train.load_state_dict(state["data"])
+
+    def achieved(self, after: Metrics) -> dict[str, Any]:
+        """The fields of summary.json that the loop knows."""
+        names = {"accuracy": "held_out_accuracy", "format": "format_rate", "length": "mean_length"}
+        moments = {"before": self.before, "after": after}
+        return {
+            "status": "completed",
+            "steps": self.step,
+            **{f"{names.get(k, k)}_{when}": x for when, metrics in moments.items() for k, x in metrics.items()},
+            "tokens_trained": self.tokens["trained"],
+            "tokens_generated": self.tokens["generated"],
+            "seconds": {name: round(spent.wall, 2) for name, spent in self.timer.totals().items()},
+            "layout": asdict(self.config.layout) | {"dp": self.policy.topology.dp_size},
+            "world_size": self.policy.topology.world_size,
+            "parameters": self.policy.parameters(),
+            "versions": versions(),
+        }
+
+
+def _mean(updates: Sequence[Gradients]) -> Metrics:
+    """Each metric's mean over the updates of a step."""
+    return {name: average(u.metrics[name] for u in updates) for name in updates[0].metrics}
+
+
+def _named(room: str, metrics: Metrics) -> Metrics:
+    return {f"{room}/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,140 @@
+"""What flows through one GRPO iteration: Prompt -> Sample -> Group -> Batch.
+
+Everything here is plain data; the rooms agree on these types and on nothing else.
+
+Shape letters used in the project: T packed tokens, N sequences, G samples per prompt, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem whose answer can be checked.
+
+    Attributes:
+        id: Unique and stable over runs; sampling noise is keyed by it.
+        token_ids: The prompt as the model reads it, special tokens included.
+        text: The prompt as people read it.
+        answer: Ground truth that a verifier compares with, as text.
+        task: Name of the task the prompt belongs to; metrics and rewards may depend on it.
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    text: str
+    answer: str
+    task: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion of a prompt, exactly as the engine sampled it.
+
+    Attributes:
+        prompt: The prompt it completes.
+        index: Which of the prompt's G samples this is, from 0.
+        token_ids: Sampled tokens, the stop token included when there is one.
+        logprobs: Natural-log probability of each token under the full temperature-scaled softmax, before top-k and
+            top-p; same length as `token_ids`.
+        finish_reason: "stop" (a stop token was sampled) or "length" (`max_new_tokens` or the context ran out).
+        policy_version: Number of optimizer rollouts the sampling weights had seen.
+        text: `token_ids` decoded, special tokens kept.
+    """
+
+    prompt: Prompt
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    policy_version: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """The G samples of one prompt with their rewards.
+
+    Attributes:
+        samples: All completions of one prompt.
+        rewards: Total reward of each sample.
+        components: Unweighted reward of each sample per component, for example {"accuracy": (1.0, 0.0)}.
+    """
+
+    samples: tuple[Sample, ...]
+    rewards: tuple[float, ...]
+    components: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt every sample of the group completes."""
+        return self.samples[0].prompt
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N packed sequences (prompt + completion) and, for every token, what the loss needs to know about it.
+
+    Every `[T]` vector is aligned with the token it is about: `old_logprob[j]` is the log-probability of `tokens[j]`
+    given the tokens before it in its sequence. Prompt tokens carry weight 0.
+
+    Attributes:
+        tokens: [T] int64.
+        cu_seqlens: [N + 1] int64, start of every sequence in `tokens`, and T.
+        mask: [T] bool, True on completion tokens.
+        weight: [T] float32, mask / denominator over the *global* batch; loss = sum(weight * token_loss).
+        advantage: [T] float32.
+        rollout_logprob: [T] float32, as the engine sampled it.
+        old_logprob: [T] float32, under the policy the update started from.
+        ref_logprob: [T] float32, under the reference policy.
+    """
+
+    tokens: torch.Tensor
+    cu_seqlens: torch.Tensor
+    mask: torch.Tensor
+    weight: torch.Tensor
+    advantage: torch.Tensor
+    rollout_logprob: torch.Tensor
+    old_logprob: torch.Tensor
+    ref_logprob: torch.Tensor
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[N] tokens of each sequence, prompt included."""
+        return self.cu_seqlens.diff()
+
+    def with_(self, **vectors: torch.Tensor) -> Batch:
+        """A copy with some fields replaced."""
+        return replace(self, **vectors)
+
+    def select(self, sequences: list[int]) -> Batch:
+        """The batch that holds only these sequences, in this order."""
+        starts = self.cu_seqlens.tolist()
+        rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in sequences]) if sequences else torch.arange(0)
+        lengths = torch.tensor([0, *(starts[i + 1] - starts[i] for i in sequences)])
+        per_token = ("tokens", "mask", "weight", "advantage", "rollout_logprob", "old_logprob", "ref_logprob")
+        return Batch(cu_seqlens=lengths.cumsum(0), **{name: getattr(self, name)[rows] for name in per_token})
+
+
+def pack_tokens(sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> Batch:
+    """Packs token sequences; in each, the tokens from its start on are masked in. All other vectors are zero."""
+    lengths = torch.tensor([0, *map(len, sequences)])
+    tokens = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64)
+    cu_seqlens = lengths.cumsum(0)
+    sequence = torch.repeat_interleave(lengths[1:])
+    mask = torch.arange(len(tokens)) >= (cu_seqlens[:-1] + torch.tensor(starts))[sequence]
+    zeros = torch.zeros(len(tokens))
+    return Batch(tokens, cu_seqlens, mask, zeros, zeros, zeros, zeros, zeros)
+
+
+def pack(samples: Sequence[Sample]) -> Batch:
+    """Packs samples: completions are masked in and carry their rollout log-probs."""
+    batch = pack_tokens([s.prompt.token_ids + s.token_ids for s in samples], [len(s.prompt.token_ids) for s in samples])
+    rollout = torch.zeros(len(batch.tokens))
+    rollout[batch.mask] = torch.tensor([x for s in samples for x in s.logprobs])
+    return batch.with_(rollout_logprob=rollout)

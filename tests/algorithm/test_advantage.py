@@ -1,0 +1,95 @@
+"""Group-relative advantages: the literature's worked examples, invariances, refused input."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mega.algorithm.advantage import group_advantages
+
+STDS = ("sample", "population", "none")
+distinct_rewards = st.lists(st.integers(-20, 20), min_size=2, max_size=16).filter(lambda r: len(set(r)) > 1)
+
+
+def advantages(rewards: list[float], std: str) -> torch.Tensor:
+    return group_advantages(torch.tensor(rewards, dtype=torch.float64), std)
+
+
+@pytest.mark.parametrize(("std", "size"), [("sample", 0.866), ("population", 1.0), ("none", 0.5)])
+def test_two_of_four_correct(std: str, size: float) -> None:
+    expected = torch.tensor([size, -size, size, -size])
+    torch.testing.assert_close(advantages([1, 0, 1, 0], std), expected, atol=5e-4, rtol=0)
+
+
+def test_five_of_eight_correct() -> None:
+    got = advantages([1, 1, 0, 1, 0, 1, 0, 1], "population")
+    expected = torch.tensor([0.77, 0.77, -1.29, 0.77, -1.29, 0.77, -1.29, 0.77])
+    torch.testing.assert_close(got, expected, atol=5e-3, rtol=0)
+
+
+@given(
+    reward=st.floats(-1e6, 1e6),
+    size=st.integers(2, 33),
+    std=st.sampled_from(STDS),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_equal_rewards_give_exactly_zero(reward: float, size: int, std: str, dtype: torch.dtype) -> None:
+    got = group_advantages(torch.full((size,), reward, dtype=dtype), std)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, torch.zeros(size))
+
+
+@pytest.mark.parametrize("std", ["sample", "population"])
+def test_rounding_between_rewards_stays_tiny(std: str) -> None:
+    assert advantages([0.1 + 0.2, 0.3, 0.3, 0.3], std).abs().max() < 1e-9
+
+
+@given(rewards=distinct_rewards, std=st.sampled_from(STDS), data=st.data())
+@settings(max_examples=60)
+def test_invariances(rewards: list[int], std: str, data: st.DataObject) -> None:
+    got = advantages(rewards, std)
+    assert got.dtype == torch.float32
+    assert abs(got.double().mean().item()) < 1e-6 * max(map(abs, rewards))
+
+    shift = data.draw(st.integers(-1000, 1000))
+    torch.testing.assert_close(advantages([r + shift for r in rewards], std), got, atol=1e-6, rtol=1e-6)
+
+    scale = data.draw(st.floats(0.1, 1000))
+    expected = got * scale if std == "none" else got
+    torch.testing.assert_close(advantages([r * scale for r in rewards], std), expected, atol=1e-6, rtol=1e-4)
+
+    order = data.draw(st.permutations(range(len(rewards))))
+    torch.testing.assert_close(advantages([rewards[i] for i in order], std), got[list(order)], atol=1e-7, rtol=1e-6)
+
+
+@given(rewards=distinct_rewards)
+@settings(max_examples=30)
+def test_divided_by_the_standard_deviation_they_have_unit_variance(rewards: list[int]) -> None:
+    for std, correction in (("sample", 1), ("population", 0)):
+        assert advantages(rewards, std).double().var(correction=correction).item() == pytest.approx(1, abs=1e-4)
+
+
+def test_integer_rewards_are_accepted() -> None:
+    assert group_advantages(torch.tensor([3, 1]), "none").tolist() == [1.0, -1.0]
+
+
+@pytest.mark.parametrize("rewards", [[1.0], [], [[1.0, 0.0], [0.0, 1.0]]])
+def test_what_is_no_group_is_refused(rewards: list) -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        group_advantages(torch.tensor(rewards), "sample")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39])
+def test_rewards_that_are_not_finite_are_refused(bad: float) -> None:
+    for rewards in ([1.0, bad], [bad, bad]):
+        with pytest.raises(ValueError, match="finite"):
+            advantages(rewards, "sample")
+
+
+def test_unknown_standard_deviation_is_refused_even_for_equal_rewards() -> None:
+    with pytest.raises(ValueError, match="'biased'; use sample, population or none"):
+        advantages([1, 1], "biased")

@@ -1,0 +1,80 @@
+"""What the trainer scores against what the engine sampled."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mega.algorithm.mismatch import rollout_mismatch
+
+
+def test_agreement() -> None:
+    logprob = -torch.rand(50, generator=torch.Generator().manual_seed(0))
+    assert rollout_mismatch(logprob, logprob.clone()) == {
+        "mean_abs": 0.0,
+        "max_abs": 0.0,
+        "p99_abs": 0.0,
+        "mean_ratio": 1.0,
+        "effective_sample_size": 1.0,
+    }
+
+
+def test_worked_example() -> None:
+    got = rollout_mismatch(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0 - math.log(3)]))
+    assert got == pytest.approx(
+        {
+            "mean_abs": math.log(3) / 2,
+            "max_abs": math.log(3),
+            "p99_abs": math.log(3),
+            "mean_ratio": 2.0,
+            "effective_sample_size": (1 + 3) ** 2 / (2 * (1 + 9)),
+        }
+    )
+
+
+def test_percentile_ignores_the_worst_hundredth_and_nothing_more() -> None:
+    rollout = -torch.arange(1, 201, dtype=torch.float32)
+    got = rollout_mismatch(torch.zeros(200), rollout)
+    assert got["p99_abs"] == 198
+    assert got["max_abs"] == 200
+
+
+@given(st.lists(st.tuples(st.floats(-20, 0, width=32), st.floats(-20, 0, width=32)), min_size=1, max_size=40))
+@settings(max_examples=60)
+def test_equals_plain_python(pairs: list[tuple[float, float]]) -> None:
+    trainer, engine = torch.tensor(pairs).unbind(1)
+    got = rollout_mismatch(trainer.requires_grad_(), engine)
+    distances = sorted(abs(a - b) for a, b in pairs)
+    ratios = [math.exp(a - b) for a, b in pairs]
+    n = len(pairs)
+    assert got["mean_abs"] == pytest.approx(sum(distances) / n)
+    assert got["max_abs"] == distances[-1]
+    assert got["p99_abs"] == distances[math.ceil(0.99 * n) - 1]
+    assert got["mean_ratio"] == pytest.approx(sum(ratios) / n)
+    assert got["effective_sample_size"] == pytest.approx(sum(ratios) ** 2 / (n * sum(r * r for r in ratios)))
+    assert 1 / n * (1 - 1e-9) <= got["effective_sample_size"] <= 1 + 1e-9
+
+
+def test_small_differences_are_measured_in_float64() -> None:
+    n = 100_000
+    got = rollout_mismatch(torch.full((n,), -1e-4), torch.zeros(n))
+    assert got["mean_abs"] == pytest.approx(float(torch.tensor(1e-4)), rel=1e-9)
+
+
+def test_nothing_trained_gives_nothing() -> None:
+    assert rollout_mismatch(torch.zeros(0), torch.zeros(0)) == {}
+
+
+def test_nan_is_not_hidden() -> None:
+    got = rollout_mismatch(torch.tensor([-1.0, math.nan, -1.0]), torch.full((3,), -1.0))
+    assert all(math.isnan(value) for value in got.values())
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 1), (2,)])
+def test_vectors_of_different_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="of one length"):
+        rollout_mismatch(torch.zeros(3), torch.zeros(shape))

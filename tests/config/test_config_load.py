@@ -1,0 +1,263 @@
+"""Composition, typing and the command line, the last in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_mega.config.load import compose_config, config_dir, identity, load, to_yaml
+from grpo_mega.config.rules import ConfigError, check_layout
+from grpo_mega.config.schema import Config, ModelConfig, RewardTerm
+
+OPTIONS = sorted(path.relative_to(config_dir()).with_suffix("").as_posix() for path in config_dir().glob("*/*.yaml"))
+LAYOUTS = {"single": 1, "dp2": 2, "tp2": 2, "pp2": 2, "ep2": 2, "tp2_pp2": 4}
+EXPERIMENTS = ("tiny", "tiny_dense", "tiny_sft")
+NEEDS = {
+    "data/jsonl": ["base=none", "data.train_path=train.jsonl", "data.test_path=test.jsonl"],
+    "model/tiny_dense": ["layout=single"],
+}
+"""What else the command line has to say for an option to make sense with experiment=tiny."""
+
+ENTRY = """
+import logging, os
+import hydra
+from grpo_mega.config.load import config_dir, load
+
+@hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
+def main(raw):
+    config = load(raw)
+    print(f"RAN {config.run.name} tp={config.layout.tp} handlers={len(logging.getLogger().handlers)} in {os.getcwd()}")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def compose_raw(overrides: list[str]) -> DictConfig:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return compose("config", overrides)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_on_the_command_line_wins_over_the_experiment(option: str) -> None:
+    group, name = option.split("/")
+    experiment = ["experiment=tiny"] if group != "experiment" else []
+    config = compose_config([*experiment, f"{group}={name}", *NEEDS.get(option, [])])
+    written = yaml.safe_load((config_dir() / f"{option}.yaml").read_text())
+    composed = OmegaConf.structured(config) if group == "experiment" else OmegaConf.structured(config)[group]
+    expected = OmegaConf.create({key: value for key, value in written.items() if key != "defaults"})
+    assert OmegaConf.merge(composed, expected) == composed
+
+
+@pytest.mark.parametrize("path", sorted(config_dir().rglob("*.yaml")), ids=lambda path: path.name)
+def test_every_yaml_file_says_what_it_is_for(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if line != "# @package _global_"]
+    assert lines[0].startswith("# ")
+    assert lines[0].endswith(".")
+    assert not lines[1].startswith("#")
+
+
+def test_every_group_is_in_the_defaults_list() -> None:
+    defaults = yaml.safe_load((config_dir() / "config.yaml").read_text())["defaults"]
+    listed = {key for entry in defaults if isinstance(entry, dict) for key in entry if not key.startswith("override")}
+    assert listed == {option.split("/")[0] for option in OPTIONS}
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_experiments_run_on_two_processes(experiment: str) -> None:
+    config = compose_config([f"experiment={experiment}"])
+    check_layout(config, 2)
+    assert config.run.name == experiment
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_tiny_experiment_runs_in_every_layout(layout: str) -> None:
+    check_layout(compose_config(["experiment=tiny", f"layout={layout}"]), LAYOUTS[layout])
+
+
+def test_all_experiments_and_layouts_are_covered_above() -> None:
+    assert {option for option in OPTIONS if option.startswith("experiment/")} == {
+        f"experiment/{e}" for e in EXPERIMENTS
+    }
+    assert {option for option in OPTIONS if option.startswith("layout/")} == {f"layout/{name}" for name in LAYOUTS}
+
+
+def test_the_cold_start_experiment_keeps_the_answer_format_out_of_the_base_model() -> None:
+    config = compose_config(["experiment=tiny_sft"])
+    assert (config.base.train, config.base.tagged, config.sft.steps) == (True, 0.0, 50)
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in fields(node):
+        value = getattr(node, field.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+def another(name: str, value: Any) -> Any:
+    """A value of the field's type that differs from `value`."""
+    if name == "reward.terms":
+        return [{"name": "mine", "weight": 2.5, "function": "a.b:c"}]
+    if isinstance(value, bool):
+        return not value
+    return {int: 7_777, float: 0.123, list: ["x", "y"]}.get(type(value), "other")
+
+
+def as_override(value: Any) -> str:
+    """`value` in hydra's override grammar: JSON, but keys without quotes."""
+    if isinstance(value, list):
+        return f"[{','.join(as_override(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{as_override(item)}' for key, item in value.items())}}}"
+    return json.dumps(value)
+
+
+def test_every_field_can_be_set_from_the_command_line() -> None:
+    config = compose_config(["experiment=tiny", "algorithm.dual_clip=3.0"])
+    # `experiment` chooses a group and holds nothing.
+    wanted = {name: another(name, value) for name, value in leaves(config) if name != "experiment"}
+    raw = compose_raw([f"{name}={as_override(value)}" for name, value in wanted.items()])
+    plain = OmegaConf.create(OmegaConf.to_container(raw))
+    assert {name: OmegaConf.select(plain, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("model.layesr=3", HydraException, "layesr"),
+        ("+model.new=1", OmegaConfBaseException, "Key 'new' not in 'ModelConfig'"),
+        ("+new=1", OmegaConfBaseException, "Key 'new' not in 'Config'"),
+        ("model=huge", HydraException, "model/huge"),
+        ("run.steps=many", HydraException, "run.steps"),
+    ],
+)
+def test_unknown_fields_options_and_types_are_refused(override: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        compose_config(["experiment=tiny", override])
+
+
+def test_load_gives_typed_objects() -> None:
+    config = load(compose_raw(["experiment=tiny"]))
+    assert type(config) is Config
+    assert type(config.model) is ModelConfig
+    assert config.reward.terms == [RewardTerm("accuracy", 1.0), RewardTerm("format", 0.2)]
+
+
+def test_load_lists_what_is_not_set_with_a_way_to_set_it() -> None:
+    with pytest.raises(ConfigError) as error:
+        compose_config([])
+    for name in ("run.name", "run.steps", "optimizer.lr"):
+        assert f"{name} is not set; give {name}=" in str(error.value)
+
+
+def test_load_checks_the_rules() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.group_size=1"):
+        compose_config(["experiment=tiny", "algorithm.group_size=1"])
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_yaml_holds_the_whole_configuration(experiment: str) -> None:
+    config = compose_config([f"experiment={experiment}", "run.init_from=null", "optimizer.eps=1e-9"])
+    read = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(to_yaml(config)))
+    assert OmegaConf.to_object(read) == config
+
+
+def test_identity_is_flat_and_fits_in_json() -> None:
+    values = identity(compose_config(["experiment=tiny"]))
+    assert json.loads(json.dumps(values)) == values
+    assert values["reward.terms[1].weight"] == 0.2
+    assert values["rollout.stop[0]"] == "<eos>"
+    assert values["model.moe.experts"] == 4
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.steps=99", "run.eval_every=3", "run.save_every=3", "run.keep_checkpoints=9", "run.print_every=1",
+        "run.samples_per_step=0", "run.tensorboard=false", "layout=tp2_pp2", "layout.micro_batch_tokens=128",
+    ],
+)  # fmt: skip
+def test_a_continued_run_may_change_this(override: str) -> None:
+    assert identity(compose_config(["experiment=tiny", override])) == identity(compose_config(["experiment=tiny"]))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["run.seed=1", "optimizer.lr=1e-3", "model.moe.experts=8", "rollout.stop=[]", "reward.terms.1.weight=0.3"],
+)
+def test_a_continued_run_may_not_change_that(override: str) -> None:
+    assert identity(compose_config(["experiment=tiny", override])) != identity(compose_config(["experiment=tiny"]))
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> Path:
+    """An empty working directory, with an entry point like the product's importable from beside it."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "entry.py").write_text(ENTRY)
+    (tmp_path / "work").mkdir()
+    return tmp_path
+
+
+def start(entry: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(entry / "code"), str(config_dir().parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "0"}
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=entry / "work",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_command_line_shows_the_resolved_run(entry: Path) -> None:
+    done = start(entry, "entry", "experiment=tiny", "layout=tp2_pp2", "--cfg", "job")
+    assert done.returncode == 0, done.stderr
+    shown = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(done.stdout)))
+    assert shown == compose_config(["experiment=tiny", "layout=tp2_pp2"])
+
+
+def test_hydra_leaves_folders_working_directory_and_logging_alone(entry: Path) -> None:
+    done = start(entry, "entry", "experiment=tiny", "layout=tp2_pp2")
+    assert done.stdout == f"RAN tiny tp=2 handlers=0 in {entry / 'work'}\n", done.stderr
+    assert list((entry / "work").iterdir()) == []
+
+
+def test_every_process_of_torchrun_composes_the_same_run(entry: Path) -> None:
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    done = start(entry, *torchrun, "entry", "experiment=tiny_dense", "run.name=two")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"RAN two tp=1 handlers=0 in {entry / 'work'}"] * 2
+    assert list((entry / "work").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.layesr=3", "layesr"),
+        ("+model.new=1", "new"),
+        ("model=huge", "huge"),
+        ("algorithm.group_size=1", "algorithm.group_size=1: choose a value in [2, inf)"),
+    ],
+)
+def test_the_command_line_refuses_what_is_wrong(entry: Path, override: str, message: str) -> None:
+    done = start(entry, "entry", "experiment=tiny", override)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "RAN" not in done.stdout

@@ -1,0 +1,252 @@
+"""Every rule is broken once, its message names the field, and following the advice makes it go away."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from operator import attrgetter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mega.config.load import compose_config
+from grpo_mega.config.rules import ConfigError, check_config, check_layout
+from grpo_mega.config.schema import Config, RewardTerm
+
+TINY = compose_config(["experiment=tiny", "layout=single"])
+DENSE = compose_config(["experiment=tiny_dense"])
+
+
+def with_values(config: Config, values: dict[str, object]) -> Config:
+    config = deepcopy(config)
+    for name, value in values.items():
+        *path, leaf = name.split(".")
+        setattr(attrgetter(".".join(path))(config), leaf, value)
+    return config
+
+
+def problems_of(config: Config, world_size: int | None = None) -> list[str]:
+    """The lines of the error, or nothing when the configuration is accepted."""
+    try:
+        check_config(config) if world_size is None else check_layout(config, world_size)
+    except ConfigError as error:
+        return [line.removeprefix("  - ") for line in str(error).splitlines()[1:]]
+    return []
+
+
+# What is broken -> how the one message begins.
+BROKEN: list[tuple[dict[str, object], str]] = [
+    ({"model.hidden": 98}, "model.hidden=98"),
+    ({"model.hidden": 100}, "model.hidden=100 gives heads an odd"),
+    ({"model.kv_heads": 3}, "model.heads=4 is not divisible by model.kv_heads=3"),
+    ({"layout.tp": 4, "layout.sp": True}, "model.kv_heads=2 is not divisible by layout.tp=4"),
+    ({"model.ffn_hidden": 255, "layout.tp": 2, "layout.sp": True}, "model.ffn_hidden=255"),
+    ({"model.vocab_multiple": 33, "layout.tp": 2, "layout.sp": True}, "model.vocab_multiple=33"),
+    ({"layout.pp": 3}, "model.layers=2 is not divisible by layout.pp=3"),
+    ({"model.moe.ffn_hidden": 65, "layout.etp": 2}, "model.moe.ffn_hidden=65 is not divisible by layout.etp=2"),
+    ({"model.moe.shared_ffn_hidden": 65, "layout.tp": 2, "layout.sp": True}, "model.moe.shared_ffn_hidden=65"),
+    ({"layout.ep": 3}, "model.moe.experts=4 is not divisible by layout.ep=3"),
+    ({"model.attention": "mla"}, "model.kv_heads=2 has no effect"),
+    ({"model.attention": "mla", "model.kv_heads": 4, "model.mla.qk_rope_dim": 7}, "model.mla.qk_rope_dim=7"),
+    ({"layout.micro_batch_tokens": 127}, "model.context=128 must be at most layout.micro_batch_tokens=127"),
+    ({"model.moe.top_k": 5}, "model.moe.top_k=5"),
+    ({"model.moe.first_dense": 2}, "model.moe.first_dense=2"),
+    ({"model.moe.score": "softmax"}, "model.moe.bias_update_rate=0.001 needs sigmoid"),
+    (
+        {"model.moe.score": "softmax", "model.moe.bias_update_rate": 0.0, "model.moe.top_k": 1},
+        "model.moe.top_k=1 gives the router no gradient",
+    ),
+    ({"model.moe.groups": 2}, "model.moe.groups=2 and model.moe.group_top_k=0"),
+    ({"model.moe.group_top_k": 1}, "model.moe.groups=0 and model.moe.group_top_k=1"),
+    ({"model.moe.groups": 1, "model.moe.group_top_k": 2}, "model.moe.group_top_k=2 must be at most"),
+    ({"model.moe.groups": 3, "model.moe.group_top_k": 2}, "model.moe.experts=4 is not divisible by model.moe.groups=3"),
+    ({"model.moe.groups": 4, "model.moe.group_top_k": 1}, "model.moe.top_k=2 exceeds the 1 experts"),
+    (
+        {"model.moe.groups": 4, "model.moe.group_top_k": 2, "model.moe.top_k": 1},
+        "model.moe.top_k=1 is not divisible by model.moe.group_top_k=2",
+    ),
+    ({"layout.sp": True}, "layout.sp=true needs tensor parallelism"),
+    ({"layout.tp": 2}, "layout.sp=false: Megatron needs"),
+    ({"data.min_terms": 6}, "data.min_terms=6"),
+    ({"data.train_path": "train.jsonl"}, "data.train_path=train.jsonl has no effect"),
+    ({"data.test_path": "test.jsonl"}, "data.test_path=test.jsonl has no effect"),
+    ({"data.task": "jsonl", "base.train": False, "data.test_path": "t"}, "data.train_path is not set"),
+    ({"data.task": "jsonl", "base.train": False, "data.train_path": "t"}, "data.test_path is not set"),
+    ({"data.task": "jsonl", "data.train_path": "t", "data.test_path": "t"}, "base.train=true needs"),
+    (
+        {"data.task": "jsonl", "data.train_path": "t", "data.test_path": "t", "base.train": False, "sft.steps": 9},
+        "sft.steps=9 needs",
+    ),
+    ({"reward.terms": []}, "reward.terms=[]"),
+    ({"reward.success": "format_"}, "reward.success=format_"),
+    ({"reward.terms": [RewardTerm("accuracy"), RewardTerm("accuracy")]}, "reward.terms has 2 terms named accuracy"),
+    ({"reward.terms": [RewardTerm("a b")], "reward.success": "a b"}, "reward.terms[0].name='a b'"),
+    ({"reward.terms": [RewardTerm("accuracy", float("nan"))]}, "reward.terms[0].weight=nan"),
+    ({"reward.terms": [RewardTerm("accuracy", 1.0, "my.module.f")]}, "reward.terms[0].function='my.module.f'"),
+    ({"algorithm.group_size": 1}, "algorithm.group_size=1"),
+    ({"algorithm.mini_batches": 257}, "algorithm.mini_batches=257"),
+    ({"algorithm.reference_refresh": 400}, "algorithm.reference_refresh=400"),
+    ({"rollout.temperature": 0.0}, "rollout.temperature=0.0"),
+    ({"rollout.max_new_tokens": 128}, "rollout.max_new_tokens=128 must be below model.context=128"),
+    ({"run.init_from": "checkpoints/9"}, "run.init_from=checkpoints/9 contradicts"),
+    ({"base.gate_from": 1201}, "base.gate_from=1201"),
+    ({"sft.steps": 5}, "sft.warmup_steps=5 must be below sft.steps=5"),
+    ({"run.name": "../elsewhere"}, "run.name='../elsewhere'"),
+    ({"run.name": ""}, "run.name=''"),
+    ({"run.name": ".."}, "run.name='..'"),
+    ({"run.name": "a b\n"}, "run.name='a b\\n'"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BROKEN, ids=[message for _, message in BROKEN])
+def test_a_broken_rule_is_the_only_problem_and_names_its_field(values: dict[str, object], message: str) -> None:
+    (problem,) = problems_of(with_values(TINY, values))
+    assert problem.startswith(message)
+
+
+def test_the_configurations_that_the_cases_start_from_are_accepted() -> None:
+    assert problems_of(TINY) == []
+    assert problems_of(DENSE) == []
+
+
+def test_expert_rules_leave_a_dense_model_alone() -> None:
+    settings_of_experts = {
+        "model.moe.top_k": 9,
+        "model.moe.score": "softmax",
+        "model.moe.first_dense": 9,
+        "layout.tp": 2,
+    }
+    assert problems_of(with_values(DENSE, settings_of_experts)) == []
+
+
+@pytest.mark.parametrize("name", ["layout.ep", "layout.etp"])
+def test_expert_parallelism_needs_experts(name: str) -> None:
+    (problem,) = problems_of(with_values(DENSE, {name: 2}))
+    assert problem.startswith(f"{name}=2 needs experts")
+
+
+def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
+    v3 = {"experts": 256, "top_k": 8, "groups": 8, "group_top_k": 4}
+    assert problems_of(with_values(TINY, {f"model.moe.{name}": value for name, value in v3.items()})) == []
+
+
+def test_reward_terms_of_ones_own_are_accepted() -> None:
+    terms = [RewardTerm("mine", -0.5, "my_package.rewards:score")]
+    assert problems_of(with_values(TINY, {"reward.terms": terms, "reward.success": "mine"})) == []
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    values = {"model.kv_heads": 3, "algorithm.group_size": 1, "model.dtype": "fp16", "run.name": "a/b"}
+    problems = problems_of(with_values(TINY, values))
+    assert len(problems) == len(values)
+    assert all(any(name in problem for problem in problems) for name in values)
+
+
+def test_required_fields_are_reported_before_anything_else() -> None:
+    problems = problems_of(Config())
+    required = {"run.name", "run.steps", "model.layers", "model.context", "data.task", "reward.terms", "optimizer.lr"}
+    assert required <= {problem.split()[0] for problem in problems}
+    assert all("is not set; give " in problem for problem in problems)
+
+
+# The messages that advise numbers.
+ADVISED = [
+    (values, message)
+    for values, message in BROKEN
+    if re.search("is not divisible|must be (below|at most)", "".join(problems_of(with_values(TINY, values))))
+]
+
+
+@pytest.mark.parametrize(("values", "message"), ADVISED, ids=[message for _, message in ADVISED])
+def test_every_number_that_is_advised_solves_the_problem(values: dict[str, object], message: str) -> None:
+    broken = with_values(TINY, values)
+    (problem,) = problems_of(broken)
+    advice = problem.split("; ")[1]
+    fixes = [(name, number) for name, numbers in re.findall(r"([\w.]+)(?:=| to )(\d+(?: or \d+)*)", advice)
+             for number in numbers.split(" or ")]  # fmt: skip
+    assert len(fixes) >= 2
+    for name, number in fixes:
+        assert problem not in problems_of(with_values(broken, {name: int(number)}))
+        assert attrgetter(name)(broken) != int(number)
+
+
+LAYOUTS = st.fixed_dictionaries({
+    "layout.tp": st.integers(1, 6),
+    "layout.pp": st.integers(1, 6),
+    "layout.ep": st.integers(1, 6),
+    "layout.etp": st.integers(1, 3),
+    "algorithm.prompts_per_step": st.integers(1, 40),
+})  # fmt: skip
+
+
+@given(values=LAYOUTS, world_size=st.integers(1, 48))
+@settings(max_examples=200, deadline=None)
+def test_layouts_are_accepted_exactly_when_megatron_can_build_them(values: dict[str, int], world_size: int) -> None:
+    tp, pp, ep, etp = (values[f"layout.{name}"] for name in ("tp", "pp", "ep", "etp"))
+    prompts = values["algorithm.prompts_per_step"]
+    dense_fits = world_size % (tp * pp) == 0
+    experts_fit = world_size % (etp * ep * pp) == 0
+    buildable = dense_fits and experts_fit and prompts % (world_size // (tp * pp)) == 0
+    assert (problems_of(with_values(TINY, values), world_size) == []) == buildable
+
+
+@given(values=LAYOUTS, world_size=st.integers(1, 48))
+@settings(max_examples=200, deadline=None)
+def test_world_sizes_that_are_advised_solve_the_problem(values: dict[str, int], world_size: int) -> None:
+    config = with_values(TINY, values)
+    for problem in problems_of(config, world_size):
+        solved = ("the world size", "layout.") if problem.startswith("layout.") else ("the world size",)
+        for number in advised(r"start ([\d or]+) processes", problem):
+            assert not any(remaining.startswith(solved) for remaining in problems_of(config, number))
+
+
+def advised(pattern: str, problem: str) -> list[int]:
+    return [int(number) for numbers in re.findall(pattern, problem) for number in numbers.split(" or ")]
+
+
+@pytest.mark.parametrize(
+    ("values", "world_size", "message"),
+    [
+        ({"layout.tp": 2, "layout.pp": 2}, 6, "the world size 6 is not divisible by layout.tp=2 * layout.pp=2"),
+        ({"layout.tp": 2, "layout.pp": 2}, 2, "the world size 2 is not divisible by layout.tp=2 * layout.pp=2"),
+        ({"layout.ep": 4}, 2, "layout.ep=4 * layout.etp=1 does not divide the 2 ranks of a pipeline stage"),
+        ({"layout.ep": 2, "layout.etp": 2, "layout.tp": 2}, 2, "layout.ep=2 * layout.etp=2 does not divide the 2"),
+        ({"layout.ep": 2, "layout.pp": 2}, 2, "layout.ep=2 * layout.etp=1 does not divide the 1 ranks"),
+        ({}, 3, "algorithm.prompts_per_step=32 is not divisible by the data parallel size 3"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_does_not_fit_is_named(values: dict[str, object], world_size: int, message: str) -> None:
+    (problem,) = problems_of(with_values(TINY, values), world_size)
+    assert problem.startswith(message)
+
+
+def test_experts_may_be_spread_over_tensor_parallel_ranks() -> None:
+    assert problems_of(with_values(TINY, {"layout.tp": 2, "layout.sp": True, "layout.ep": 2}), 2) == []
+
+
+@pytest.mark.parametrize(("prompts", "numbers"), [(32, [30, 33]), (2, [3])])
+def test_numbers_of_prompts_that_are_advised_solve_the_problem(prompts: int, numbers: list[int]) -> None:
+    config = with_values(TINY, {"algorithm.prompts_per_step": prompts})
+    (problem,) = problems_of(config, 3)
+    assert advised(r"choose ([\d or]+)", problem) == numbers
+    for number in numbers:
+        assert problems_of(with_values(config, {"algorithm.prompts_per_step": number}), 3) == []
+
+
+ANYTHING = st.dictionaries(
+    st.sampled_from([
+        "model.layers", "model.hidden", "model.heads", "model.kv_heads", "model.context", "model.moe.experts",
+        "model.moe.top_k", "model.moe.groups", "model.moe.group_top_k", "layout.tp", "layout.pp", "layout.ep",
+        "algorithm.group_size", "algorithm.mini_batches", "rollout.max_new_tokens", "sft.steps", "base.gate_from",
+    ]),
+    st.integers(-3, 300),
+    min_size=1,
+)  # fmt: skip
+
+
+@given(values=ANYTHING)
+@settings(max_examples=100, deadline=None)
+def test_no_integers_crash_the_rules_themselves(values: dict[str, object]) -> None:
+    for problem in problems_of(with_values(TINY, values)):
+        assert any(name in problem for name in values)

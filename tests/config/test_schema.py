@@ -1,0 +1,45 @@
+"""A field that nobody reads, or that nobody explained, is a bug.
+
+`test_every_field_is_read` looks at the whole product: it fails until the room that a field belongs to uses it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+import grpo_mega
+from grpo_mega.config import schema
+
+PRODUCT = Path(grpo_mega.__file__).parent
+CLASSES = [value for value in vars(schema).values() if inspect.isclass(value) and is_dataclass(value)]
+FIELDS = [f"{owner.__name__}.{field.name}" for owner in CLASSES for field in fields(owner)]
+
+
+@pytest.fixture(scope="module")
+def attributes_read() -> set[str]:
+    """Every attribute name that the product reads, the config room left out."""
+    files = [path for path in PRODUCT.rglob("*.py") if PRODUCT / "config" not in path.parents]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_is_read(field: str, attributes_read: set[str]) -> None:
+    assert field.split(".")[1] in attributes_read, f"no room reads {field}: use it or delete it from the schema"
+
+
+@pytest.mark.parametrize("owner", CLASSES, ids=lambda owner: owner.__name__)
+def test_every_field_has_a_docstring(owner: type) -> None:
+    (tree,) = ast.parse(inspect.getsource(owner)).body
+    rooms = {field.name for field in fields(owner) if str(field.type).endswith("Config")}
+    documented = {
+        before.target.id
+        for before, after in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
+    assert {field.name for field in fields(owner)} - rooms - {"experiment"} == documented

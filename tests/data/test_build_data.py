@@ -1,0 +1,87 @@
+"""The data of a run, built from its configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RunConfig
+from grpo_mega.data import build_data
+
+
+def config(context: int = 64, seed: int = 0, **data: object) -> Config:
+    return Config(run=RunConfig(seed=seed), model=ModelConfig(context=context), data=DataConfig(**data))
+
+
+def write(path: Path, n: int, offset: int = 0) -> str:
+    lines = [json.dumps({"prompt": f"{i}=?", "answer": i, "id": f"{path.stem}{i}"}) for i in range(offset, offset + n)]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def jsonl(folder: Path, n: int = 20, **data: object) -> Config:
+    paths = {"train_path": write(folder / "train.jsonl", n), "test_path": write(folder / "test.jsonl", 5, 100)}
+    return config(**{"task": "jsonl", "validation_size": 6, **paths, **data})
+
+
+def test_chain_sum():
+    data = build_data(config(task="chain_sum", seed=3))
+    assert data.chain_sum is not None
+    assert (len(data.validation), len(data.test)) == (200, 400)
+    assert data.train.take(2) == [data.chain_sum.problem(3, k) for k in range(2)]
+
+
+def test_chain_sum_test_set_does_not_depend_on_the_seed_but_training_does():
+    one, two = (build_data(config(task="chain_sum", seed=seed)) for seed in (0, 1))
+    assert (one.test, one.validation) == (two.test, two.validation)
+    assert [p.text for p in one.train.take(20)] != [p.text for p in two.train.take(20)]
+    with pytest.raises(ValueError, match=r"seed=0.*seed=1"):
+        two.train.load_state_dict(one.train.state_dict())
+
+
+def test_jsonl_splits_the_training_file(tmp_path: Path):
+    one, two = build_data(jsonl(tmp_path)), build_data(jsonl(tmp_path, seed=1))
+    epoch = [p.text for p in one.train.take(14)]
+    assert one.chain_sum is None
+    assert len(one.validation) == 6
+    assert sorted(epoch + [p.text for p in one.validation]) == sorted(f"<bos>{i}=?" for i in range(20))
+    assert [p.answer for p in one.test] == ["100", "101", "102", "103", "104"]
+    assert one.validation == two.validation
+    assert epoch != [p.text for p in two.train.take(14)]
+
+
+def test_jsonl_state_of_a_changed_file_is_refused(tmp_path: Path):
+    state = build_data(jsonl(tmp_path)).train.state_dict()
+    with pytest.raises(ValueError, match="sha256"):
+        build_data(jsonl(tmp_path, n=21)).train.load_state_dict(state)
+
+
+@pytest.mark.parametrize("size", [20, 21, -1])
+def test_jsonl_validation_must_leave_training_problems(tmp_path: Path, size: int):
+    with pytest.raises(ValueError, match=rf"validation_size is {size}.*20 problems.*0..19"):
+        build_data(jsonl(tmp_path, validation_size=size))
+
+
+@pytest.mark.parametrize("field", ["train_path", "test_path"])
+def test_jsonl_needs_both_files(tmp_path: Path, field: str):
+    with pytest.raises(ValueError, match=field):
+        build_data(jsonl(tmp_path, **{field: None}))
+
+
+def test_prompt_that_fills_the_context():
+    assert build_data(config(context=13, task="chain_sum")).train.take(1)
+    with pytest.raises(ValueError, match=r"chain_sum/\w+/.* has 12 tokens and model.context is 12"):
+        build_data(config(context=12, task="chain_sum"))
+
+
+def test_jsonl_prompt_that_fills_the_context(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"'test100' has 6 tokens and model.context is 6"):
+        build_data(jsonl(tmp_path, context=6))
+
+
+@pytest.mark.parametrize(("field", "value"), [("task", "gsm8k"), ("tokenizer", "bpe")])
+def test_unknown_names(field: str, value: str):
+    with pytest.raises(ValueError, match=f"data.{field} is '{value}'"):
+        build_data(config(**{"task": "chain_sum", field: value}))

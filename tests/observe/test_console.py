@@ -1,0 +1,161 @@
+"""The console: plain ASCII lines off a terminal, a bar that keeps to its line on one."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import termios
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mega.observe.console import PLAIN_WIDTH, Console
+
+METRICS = {
+    "reward/mean": 0.213,
+    "reward/accuracy": 0.047,
+    "reward/format": 0.938,
+    "rollout/length_mean": 18.21,
+    "policy/clip_fraction": 0.001,
+    "policy/grad_norm": 0.412,
+    "time/step": 0.5,
+}
+SUMMARY = {
+    "status": "completed",
+    "steps": 10,
+    "held_out_accuracy_before": 0.052,
+    "held_out_accuracy_after": 0.87,
+    "format_rate_before": None,
+    "format_rate_after": None,
+}
+
+
+def whole_run(stream: TextIO, steps: int = 10) -> None:
+    console = Console(steps, "tiny", 5, stream)
+    console.start(["layout: dp 2 on 2 processes"])
+    for step in range(1, steps + 1):
+        console.step(step, METRICS)
+        if console.shows_samples(step):
+            console.sample("3+5=?", "<think>\n\x1b[31m\x07</think><answer>8</answer>", "8", 1.2)
+    console.evaluation(steps, "validation", {"eval/accuracy": 0.5, "eval/length_mean": 20.25})
+    console.finish(SUMMARY, Path("runs/tiny"))
+
+
+def on_a_terminal(columns: int, body: Callable[[TextIO], None]) -> str:
+    """Everything `body` writes to a terminal of that many columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with ThreadPoolExecutor(1) as reader:
+        output = reader.submit(read_to_the_end, master)
+        with os.fdopen(slave, "w", encoding="utf-8") as stream:
+            body(stream)
+        return output.result().decode()
+
+
+def read_to_the_end(master: int) -> bytes:
+    """All bytes until the other side of the terminal is closed, which reads as an input/output error."""
+    parts = []
+    with os.fdopen(master, "rb", buffering=0) as terminal, suppress(OSError):
+        while part := terminal.read(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def screen(output: str) -> list[str]:
+    """The lines a terminal shows in the end."""
+    return [line.rpartition("\x1b[K")[2] for line in output.replace("\r\n", "\n").split("\n")]
+
+
+def test_off_a_terminal_the_run_is_a_plain_table() -> None:
+    stream = io.StringIO()
+    whole_run(stream)
+    assert stream.getvalue() == (
+        "grpo_mega  tiny\n"
+        "  layout: dp 2 on 2 processes\n"
+        "\n"
+        "    step    reward  accuracy    format    length   clipped  grad norm   seconds\n"
+        "       1     0.213      4.7%     93.8%      18.2      0.1%      0.412      0.50\n"
+        "       5     0.213      4.7%     93.8%      18.2      0.1%      0.412      0.50\n"
+        "      10     0.213      4.7%     93.8%      18.2      0.1%      0.412      0.50\n"
+        "  | 3+5=? -> <think>\\n\\x1b[31m\\x07</think><answer>8</answer>  [answer 8, reward 1.20]\n"
+        "      10  validation: accuracy 50.0%, length 20.25\n"
+        "tiny completed: 10 steps, held-out accuracy 5.2% -> 87.0%. Everything is in runs/tiny\n"
+    )
+
+
+@settings(max_examples=60)
+@given(
+    texts=st.tuples(*[st.text(max_size=400)] * 3),
+    value=st.floats() | st.none(),
+    step=st.integers(1, 10**7),
+)
+def test_off_a_terminal_lines_are_ascii_and_keep_the_width(
+    texts: tuple[str, str, str], value: float | None, step: int
+) -> None:
+    stream = io.StringIO()
+    console = Console(step, "tiny", 1, stream)
+    console.step(step, dict.fromkeys([*METRICS, "policy/kl"], value))
+    console.sample(*texts, reward=1.0)
+    console.note(" ".join(texts[0][i : i + 10] for i in range(0, len(texts[0]), 10)))
+    output = stream.getvalue()
+    assert output.isascii()
+    assert set(output) <= {"\n", *map(chr, range(32, 127))}
+    assert max(map(len, output.split("\n"))) <= PLAIN_WIDTH
+
+
+def test_a_long_path_is_not_cut() -> None:
+    stream = io.StringIO()
+    path = Path("/scratch/" + "x" * 200)
+    Console(1, "tiny", 1, stream).finish(SUMMARY, path)
+    assert str(path) in stream.getvalue()
+
+
+@pytest.mark.parametrize("columns", [20, 45, 79, 80, 200])
+def test_on_a_terminal_the_bar_never_wraps_and_is_gone_at_the_end(columns: int) -> None:
+    output = on_a_terminal(columns, whole_run)
+    drawn = re.split(r"[\r\n]|\x1b\[K", output)
+    assert "\x1b" not in "".join(drawn)
+    assert max(map(len, drawn)) < columns
+    lines = screen(output)
+    assert lines[-1] == ""
+    assert not [line for line in lines if "━" in line or "─" in line]
+    assert any("━" in text and "10/10" in text for text in drawn) or columns < 40
+
+
+def test_on_a_terminal_the_bar_shows_time_left() -> None:
+    output = on_a_terminal(120, lambda stream: Console(7210, "tiny", 5, stream).step(10, METRICS))
+    assert output.endswith("10/7210  1:00:00 left  reward 0.213  accuracy 4.7%  format 93.8%  length 18.2  0.50 s/step")
+
+
+@pytest.mark.parametrize(
+    ("extra", "shown", "hidden"),
+    [
+        ({"policy/kl": 0.01, "policy/entropy": 1.0}, "kl", "entropy"),
+        ({"policy/entropy": 1.0}, "entropy", "kl"),
+    ],
+)
+def test_entropy_stands_in_for_a_missing_kl(extra: dict[str, float], shown: str, hidden: str) -> None:
+    stream = io.StringIO()
+    Console(10, "tiny", 5, stream).step(1, METRICS | extra)
+    header = stream.getvalue().splitlines()[0].split()
+    assert shown in header
+    assert hidden not in header
+
+
+def test_the_header_comes_back_on_long_runs() -> None:
+    stream = io.StringIO()
+    console = Console(100, "tiny", 1, stream)
+    for step in range(1, 42):
+        console.step(step, METRICS)
+    headers = [i for i, line in enumerate(stream.getvalue().splitlines()) if line.startswith("    step")]
+    assert headers == [0, 21, 42]

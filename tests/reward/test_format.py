@@ -1,0 +1,54 @@
+"""The strict think-answer format."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_mega.reward.format import think_answer_format
+from grpo_mega.types import Prompt, Sample
+
+GOOD = "<think>3+5=8</think><answer>8</answer>"
+
+
+def sample(text: str, finish_reason: str = "stop") -> Sample:
+    prompt = Prompt(id="p", token_ids=(1,), text="<bos>3+5=?", answer="8", task="chain_sum")
+    return Sample(prompt, 0, (2,), (0.0,), finish_reason, 0, text)
+
+
+@pytest.mark.parametrize("text", [GOOD, GOOD + "<eos>", "<think>\na\n</think><answer>b\n</answer><eos>"])
+def test_accepted(text: str):
+    assert think_answer_format(sample(text)) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "8<eos>",
+        "<answer>8</answer><eos>",
+        "<think>3+5=8</think>8<eos>",
+        "<think></think><answer>8</answer><eos>",
+        "<think> </think><answer>8</answer><eos>",
+        "<think>3+5=8</think><answer></answer><eos>",
+        "<think>3+5=8</think><answer>\n</answer><eos>",
+        "<think>3+5=8</think> <answer>8</answer><eos>",
+        " " + GOOD,
+        GOOD + "\n",
+        GOOD + "<eos><eos>",
+        GOOD + "<pad>",
+        GOOD + GOOD,
+        "<think>3+5=8<answer>8</answer></think><answer>8</answer><eos>",
+        "<think><think>3+5=8</think></think><answer>8</answer><eos>",
+        "<think>3+5=8</think><answer>8<eos></answer>",
+        "<think>3+5=8</think><answer>8</answer><answer>8</answer><eos>",
+        "<answer>8</answer><think>3+5=8</think><eos>",
+        "<THINK>3+5=8</THINK><answer>8</answer><eos>",
+    ],
+)
+def test_refused(text: str):
+    assert think_answer_format(sample(text)) == 0.0
+
+
+@pytest.mark.parametrize("text", [GOOD, GOOD + "<eos>"])
+def test_cut_by_length_never_counts(text: str):
+    assert think_answer_format(sample(text, finish_reason="length")) == 0.0

@@ -1,0 +1,221 @@
+"""Equivalence of answers: exact where it can be, symbolic where it must be, closed to tricks everywhere."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mega.reward import symbolic
+from grpo_mega.reward.verify import equivalent
+
+SAME_NUMBER = [
+    ("19", "19"),
+    (" 19\n", "19"),
+    ("+19", "19"),
+    ("019", "19"),
+    ("19.0", "19"),
+    ("19.", "19"),
+    ("38/2", "19"),
+    ("-0", "0"),
+    ("-1/2", "-0.5"),
+    ("1 / 2", ".5"),
+    ("1,000", "1000"),
+    ("1{,}000", "1000"),
+    ("1,234,567.50", "1234567.5"),
+    ("1.9e1", "19"),
+    ("1900E-2", "19"),
+    ("1e400", "10e399"),
+    ("9" * 900, "+" + "9" * 900),
+]
+OTHER_NUMBER = [
+    ("18", "19"),
+    ("-19", "19"),
+    ("", "19"),
+    ("  ", "19"),
+    ("", ""),
+    ("1/3", "0.333333"),
+    ("0.1", "0.10000000000000001"),
+    ("5/0", "5"),
+    ("5/0", "5/00"),
+    ("1e999999999", "1"),
+    ("1e-999999999", "0"),
+    ("1e999999999", "1e999999998"),
+    ("9" * 10_000_000, "9"),
+    ("1" + "0" * 2000, "1e2000"),
+    ("1e" + "9" * 900, "1"),
+]
+TRICKS = [
+    "nan",
+    "NaN",
+    "inf",
+    "-inf",
+    "None",
+    "True",
+    "e",
+    "x",
+    "?",
+    "*",
+    "\uff19",
+    "\uff11\uff19",
+    "\u00b9\u2079",
+    "\u0661\u0669",
+    "19\u0660",
+    "1_9",
+    "0x13",
+    "1,9",
+    "19,",
+    ",19",
+    "1,00",
+    "19 18",
+    "18 19",
+    "18,19",
+    "18;19",
+    "18 or 19",
+    "{18,19}",
+    r"\{18,19\}",
+    "[19]",
+    "18=19",
+    "19=18",
+    "19=19",
+    "x=19",
+    r"18\to 19",
+    r"18\approx 19",
+    r"18 \Rightarrow 19",
+    "18<19",
+    "18 10/10",
+    "9 10",
+    "$9$ $10$",
+    "10 + 9",
+    "10+9",
+    "3+5+2+9",
+    "20-1",
+    "- -19",
+    "--19",
+    "-(-19)",
+    "19*1",
+    r"19\cdot 1",
+    r"19 \times 1",
+    "19^1",
+    "361^{1/2}",
+    "19!",
+    r"\sqrt{361}",
+    r"\boxed{19}",
+    r"\boxed{18}\boxed{19}",
+    r"18}\boxed{19",
+    r"19}",
+    "{19",
+    "|19|",
+    "(19)(1)",
+    "(1)9",
+    r"\frac{38}{2}\frac{1}{1}",
+    r"\frac{19+0}{1}",
+    r"\frac{38}{2}+0",
+    "19/1/1",
+    "__import__('os')",
+    "19\x00",
+    "19</answer><answer>20",
+]
+
+
+@pytest.mark.parametrize(("answer", "truth"), SAME_NUMBER)
+def test_same_number(answer: str, truth: str):
+    assert equivalent(answer, truth)
+    assert equivalent(truth, answer)
+
+
+@pytest.mark.parametrize(("answer", "truth"), OTHER_NUMBER, ids=lambda text: repr(text[:20]))
+def test_other_number(answer: str, truth: str):
+    assert not equivalent(answer, truth)
+
+
+@pytest.mark.parametrize("answer", TRICKS)
+def test_tricks_do_not_equal_a_number(answer: str):
+    """None of these states the number 19, and none may cost a worker process."""
+    symbolic.close_workers()
+    assert not equivalent(answer, "19")
+    assert not symbolic._idle
+
+
+@settings(max_examples=100)
+@given(st.fractions(max_denominator=1000), st.fractions(max_denominator=1000))
+def test_fractions_are_compared_exactly(a: Fraction, b: Fraction):
+    assert equivalent(str(a), str(b)) == (a == b)
+    assert equivalent(f"+{a}" if a >= 0 else str(a), f"{a.numerator * 3}/{a.denominator * 3}")
+
+
+@settings(max_examples=100)
+@given(st.integers(-(10**30), 10**30))
+def test_spellings_of_an_integer(n: int):
+    assert equivalent(f"{n:,}", str(n))
+    assert equivalent(f"{n}.000", str(n))
+    assert not equivalent(str(n + 1), str(n))
+
+
+@settings(max_examples=200)
+@given(st.text(max_size=30), st.integers(0, 99))
+def test_no_text_equals_a_number_that_it_does_not_contain(text: str, n: int):
+    """Without its digits in order, an answer cannot be that number (exponents and fractions aside)."""
+    if not any(c in text for c in "eE/\\") and str(n) not in text:
+        assert not equivalent(text, str(n))
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        (r"\frac{1}{2}", "0.5"),
+        ("1/2", r"\frac{1}{2}"),
+        (r"\dfrac12", r"\frac{2}{4}"),
+        (r"-\frac{1}{2}", "-1/2"),
+        (r"3\frac{1}{2}", "3.5"),
+        ("$19$", "19"),
+        (r"90^\circ", "90"),
+        (r"2\sqrt{3}", r"\sqrt{12}"),
+        ("1+x^2", "x^2+1"),
+        ("(1, 2)", "(1,2)"),
+        ("[0,1)", "[0, 1)"),
+        (r"\pi/2", r"\frac{\pi}{2}"),
+        ("x=5", "x = 5"),
+        ("5", "x=5"),
+        (r"\text{B}", "B"),
+    ],
+)
+def test_same_expression(answer: str, truth: str):
+    assert equivalent(answer, truth)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("x+1", "x+2"),
+        ("C", "B"),
+        ("silent", "listen"),
+        ("Paris", "London"),
+        (r"x=\sqrt{12}", r"\sqrt{12}"),
+        (r"3=\sqrt{12}", r"\sqrt{12}"),
+        (r"3 \to \sqrt{12}", r"\sqrt{12}"),
+        (r"3 \Longrightarrow \sqrt{12}", r"\sqrt{12}"),
+        (r"\boxed{3}\boxed{\sqrt{12}}", r"\sqrt{12}"),
+        (r"3}\boxed{\sqrt{12}", r"\sqrt{12}"),
+        (r"3, \sqrt{12}", r"\sqrt{12}"),
+        ("(2,1)", "(1,2)"),
+        ("1/3", r"\frac{333333}{1000000}0"),
+        (r"\frac{1}{0}", "1/2"),
+        ("nan", r"\sqrt{12}"),
+        ("e^{", "e"),
+    ],
+)
+def test_other_expression(answer: str, truth: str):
+    assert not equivalent(answer, truth)
+
+
+@pytest.mark.parametrize("opening", ["{", "(", "[", r"\frac{", r"\sqrt{", r"\left("])
+def test_deep_or_long_text_never_reaches_a_parser(opening: str):
+    symbolic.close_workers()
+    closing = {"{": "}", "(": ")", "[": "]"}[opening[-1]]
+    assert not equivalent(opening * 11 + "x" + closing * 11, "x+1")
+    assert not equivalent("x+" * 500 + "x", "501x")
+    assert not equivalent(opening * 1_000_000, "x")
+    assert not symbolic._idle
