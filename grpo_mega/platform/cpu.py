@@ -83,6 +83,10 @@ def _factories() -> None:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
 
+def _tensor_cuda() -> None:
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment,misc]
+
+
 def _tensor_type() -> None:
     original = torch.Tensor.type
 
@@ -171,6 +175,11 @@ SUBSTITUTIONS = (
     ),
     Substitution("factories", 'small tensors are created with a literal device="cuda"', _factories),
     Substitution(
+        "tensor_cuda",
+        "tied embeddings over pipeline stages call weight.data.cuda() (language_module.py)",
+        _tensor_cuda,
+    ),
+    Substitution(
         "tensor_type",
         "the optimizers sort parameters by p.type() == 'torch.cuda.FloatTensor' and refuse everything else",
         _tensor_type,
@@ -184,8 +193,8 @@ SUBSTITUTIONS = (
     ),
     Substitution(
         "rng_tracker",
-        "fork() sets the CUDA generator through a private helper that waits for CUDA for ever: without this every "
-        "tensor parallel rank silently draws from one and the same default stream",
+        "fork() and add() use the CUDA generator through private helpers. The one that reads it fails; the one that "
+        "sets it waits for CUDA for ever: with only the first replaced, tensor parallel ranks silently draw alike",
         _rng_tracker,
         after_import=True,
     ),

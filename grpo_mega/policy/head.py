@@ -6,6 +6,7 @@ for chosen rows only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,18 +25,19 @@ class LogProbHead(ColumnParallelLinear):
     """Megatron's output layer, same parameters and checkpoint keys, whose forward returns the hidden states."""
 
     vocab_size: int
+    tied_weight: Callable[[], torch.Tensor] | None
 
     def forward(self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:  # type: ignore[override]
         """[T, 1, H] -> ([T, 1, H], None); with sequence parallelism the rows of all ranks are gathered."""
-        self.tied_weight = weight
         if self.sequence_parallel:  # the gather's backward reduce-scatters, as Megatron's own output layer does
             return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True), None
         return copy_to_tensor_model_parallel_region(hidden), None
 
     def shard_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, H] -> float32 logits of this rank's vocabulary shard; padding columns are -inf."""
-        weight = self.weight if self.tied_weight is None else self.tied_weight
-        logits = torch.matmul(hidden, weight.t()).float()
+        weight = self.tied_weight() if self.tied_weight else self.weight
+        # Megatron hands out a bf16 model's hidden states as float32.
+        logits = torch.matmul(hidden.to(weight.dtype), weight.t()).float()
         real = self.vocab_size - parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
         if real < logits.shape[-1]:
             logits[:, max(real, 0) :] = float("-inf")
@@ -98,3 +100,5 @@ def use_logprob_head(gpt: GPTModel, vocab_size: int) -> None:
     if gpt.post_process:
         gpt.output_layer.__class__ = LogProbHead
         gpt.output_layer.vocab_size = vocab_size
+        tied = gpt.share_embeddings_and_output_weights
+        gpt.output_layer.tied_weight = gpt.shared_embedding_or_output_weight if tied else None

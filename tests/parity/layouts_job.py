@@ -1,0 +1,109 @@
+"""One GRPO step's samples, loss and whole gradients under several layouts, in one process group; started by run_ranks.
+
+Usage: layouts_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt for each.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from grpo_mega import platform
+
+HERE = platform.start()
+platform.join_processes(HERE)
+
+from megatron.core import parallel_state  # noqa: E402
+
+from grpo_mega.algorithm.objective import grpo_token_loss  # noqa: E402
+from grpo_mega.algorithm.weights import token_weights  # noqa: E402
+from grpo_mega.config.schema import LayoutConfig, MLAConfig, ModelConfig, MoEConfig  # noqa: E402
+from grpo_mega.policy.policy import Policy  # noqa: E402
+from grpo_mega.policy.shards import gather_whole  # noqa: E402
+from grpo_mega.policy.topology import join_layout  # noqa: E402
+from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
+from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
+from grpo_mega.types import Prompt, pack  # noqa: E402
+
+DENSE = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=128, context=64, init_std=0.1)
+MOE = replace(DENSE, moe=MoEConfig(experts=4, top_k=2, ffn_hidden=32, shared_ffn_hidden=32, first_dense=1))
+MODELS = {
+    "dense": DENSE,
+    "tied": replace(DENSE, tie_embeddings=True, qk_norm=True),
+    "moe": MOE,
+    "mla": replace(MOE, attention="mla", kv_heads=4, mla=MLAConfig(16, 16, 8, 8, 8)),
+}
+LAYOUTS = {
+    "single": LayoutConfig(),
+    "small": LayoutConfig(micro_batch_tokens=70),
+    "tp2": LayoutConfig(tp=2),
+    "tp2sp": LayoutConfig(tp=2, sp=True),
+    "tp2etp2": LayoutConfig(tp=2, sp=True, etp=2),
+    "pp2": LayoutConfig(pp=2),
+    "pp2small": LayoutConfig(pp=2, micro_batch_tokens=70),
+    "ep2": LayoutConfig(ep=2),
+    "dp2": LayoutConfig(micro_batch_tokens=100),
+    "tp2ep2": LayoutConfig(tp=2, sp=True, ep=2),
+    "tp2pp2": LayoutConfig(tp=2, pp=2, sp=True),
+    "tp2dp2": LayoutConfig(tp=2, sp=True),
+    "ep2pp2": LayoutConfig(ep=2, pp=2),
+    "tp2ep4": LayoutConfig(tp=2, sp=True, ep=4),
+    "ep2dp4": LayoutConfig(ep=2),
+}
+VOCAB = 26
+SAMPLING = SamplingParams(max_new_tokens=24, stop_ids=(2,), temperature=1.2, top_p=0.95, top_k=20, seed=5)
+
+
+def prompts() -> list[Prompt]:
+    """Eleven prompts of different lengths: no layout divides them evenly."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3 + i % 5 for i in range(11)]
+    ids = [tuple(torch.randint(3, VOCAB, (n,), generator=generator).tolist()) for n in lengths]
+    return [Prompt(f"p{i}", tokens, "", "", "") for i, tokens in enumerate(ids)]
+
+
+def one_step(model: ModelConfig, layout: LayoutConfig) -> dict:
+    """Samples, log-probs, loss and gradients of one step from seeded weights."""
+    topology = join_layout(layout, seed=0)
+    policy = Policy(model, layout, VOCAB, topology, HERE)
+    policy.initialize(seed=3)
+    samples = EmbeddedEngine(policy, str, concurrent_sequences=16).generate(prompts(), 3, SAMPLING, version=7)
+    batch = pack(samples)
+    advantage = torch.linspace(-1.5, 1.5, len(samples)).repeat_interleave(batch.lengths)
+    weight = token_weights(batch.mask, batch.cu_seqlens, "sequence_mean", 1)
+    # The old and reference policies are made up, but the same everywhere: ratios clip and the KL term has a gradient.
+    shift = torch.sin(torch.arange(len(batch.tokens)))
+    batch = batch.with_(
+        advantage=advantage,
+        weight=weight,
+        old_logprob=batch.rollout_logprob + 0.3 * shift,
+        ref_logprob=batch.rollout_logprob - 0.2 * shift,
+    )
+    options = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "kl_coef": 0.1, "kl_estimator": "k3"}
+
+    def loss(logprob, known):
+        return grpo_token_loss(logprob, known.old_logprob, known.ref_logprob, known.advantage, **options)
+
+    scored = policy.logprobs(batch, SAMPLING.temperature)
+    found = policy.gradients(batch, loss, SAMPLING.temperature)
+    result = {
+        "tokens": [s.token_ids for s in samples],
+        "rollout_logprob": batch.rollout_logprob,
+        "logprob": scored,
+        "metrics": found.metrics,
+        "gradients": gather_whole(policy.gpt, lambda p: getattr(p, "main_grad", None)),
+        "parameters": policy.parameters(),
+    }
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        model, layout = name.split(":")
+        step = one_step(MODELS[model], LAYOUTS[layout])
+        if torch.distributed.get_rank() == 0:
+            torch.save(step, out / f"{name}.pt")
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,62 @@
+"""Starts real multi-process jobs for tests: torchrun's environment, one Python per rank, no orphan left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(script: Path, world_size: int, arguments: list[str], timeout: float = 300) -> list[str]:
+    """Runs `script` on `world_size` ranks and returns what each printed.
+
+    Raises:
+        AssertionError: A rank failed or the job hung; carries the output of the ranks. All ranks are ended.
+    """
+    common = os.environ | {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+                rank.wait()
+    failed = [f"rank {i} exited with {r.returncode}:\n{o[-4000:]}" for i, (r, o) in enumerate(zip(ranks, outputs, strict=True)) if r.returncode]
+    assert not failed, "\n".join(failed)
+    return outputs
+
+
+def results(outputs: list[str]) -> Any:
+    """The JSON document that rank 0 printed on its last line."""
+    return json.loads(outputs[0].strip().splitlines()[-1])

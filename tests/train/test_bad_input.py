@@ -1,0 +1,106 @@
+"""What cannot run says why and what to change, ends on every rank, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from train_jobs import SMALL, Job, contents, half_written, rewarded_by
+
+REFUSED = [
+    (2, ["layout=tp2_pp2"], ["world size 2", "layout.tp=2 * layout.pp=2", "start 4 processes"]),
+    (0, ["layout=tp2"], ["world size 1", "layout.tp=2", "start 2 processes"]),
+    (0, ["layout.ep=3"], ["model.moe.experts=4", "layout.ep=3", "layout.ep=2"]),
+    (0, ["layout.tp=3", "layout.sp=true"], ["model.heads=4", "layout.tp=3", "layout.tp=2"]),
+    (2, ["algorithm.prompts_per_step=7"], ["algorithm.prompts_per_step=7", "choose 6 or 8"]),
+    (0, ["layout=single", "algorithm.group_size=1"], ["algorithm.group_size=1", "[2, inf)"]),
+    (0, ["layout=single", "algorithm.group_size=many"], ["algorithm.group_size", "'many'", "Integer"]),
+    (0, ["optimizer.learning_rate=1"], ["optimizer.learning_rate"]),
+    (0, ["+optimizer.learning_rate=1"], ["optimizer.learning_rate"]),
+    (0, ["experiment=tinny"], ["experiment/tinny", "tiny_sft"]),
+    (0, ["layout=single", "rollout.max_new_tokens=128"], ["rollout.max_new_tokens=128", "model.context=128"]),
+]
+"""Ranks (0: without torchrun), overrides, and what the message must contain; seen before any process group is made."""
+
+
+@pytest.mark.parametrize(("ranks", "overrides", "words"), REFUSED, ids=[" ".join(o) for _, o, _ in REFUSED])
+def test_configuration_is_refused(tmp_path, ranks, overrides, words):
+    ended = Job(tmp_path, [*SMALL, *overrides], ranks).finish()
+    assert_refused(ended, words)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_every_reason_under_torchrun_comes_once_and_before_its_own_report(tmp_path):
+    ended = Job(tmp_path, [*SMALL, "algorithm.group_size=1"], ranks=2).finish()
+    assert ended.code != 0
+    assert ended.orphans == []
+    assert ended.stderr.count("algorithm.group_size=1: choose") == 1
+
+
+@pytest.fixture(scope="module")
+def jsonl(tmp_path_factory) -> Path:
+    """A folder of problem files, good and bad."""
+    folder = tmp_path_factory.mktemp("problems")
+    good = [{"prompt": f"{a}+{b}=?", "answer": a + b} for a in range(4) for b in range(4)]
+    files = {"good": good, "long": [*good, {"id": "endless", "prompt": "1+" * 70 + "1=?", "answer": 71}], "empty": []}
+    for name, problems in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "words"),
+    [
+        ("long", "good", ["'endless'", "model.context", "128"]),
+        ("empty", "good", ["empty.jsonl", "empty"]),
+        ("good", "missing", ["missing.jsonl", "data.test_path"]),
+    ],
+)
+def test_problems_are_refused(tmp_path, jsonl, train, test, words):
+    paths = [f"data.{use}_path={jsonl / name}.jsonl" for use, name in (("train", train), ("test", test))]
+    overrides = ["layout=single", "data=jsonl", "base=none", "data.validation_size=4", *paths]
+    small = [o for o in SMALL if not o.startswith(("base.", "data."))]
+    ended = Job(tmp_path, [*small, *overrides]).finish()
+    assert_refused(ended, words)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_unknown_reward_is_refused_on_every_rank(tmp_path):
+    terms = ["reward.terms=[{name:acuracy}]", "reward.success=acuracy"]
+    ended = Job(tmp_path, [*SMALL, *terms], ranks=2).finish()
+    assert_refused(ended, ["'acuracy'", "accuracy, boxed, format"])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_run_directory_of_another_experiment_is_refused_and_left_alone(finished):
+    before = contents(finished.path)
+    overrides = [*finished.overrides, "layout=single", "optimizer.lr=0.5", "run.steps=9"]
+    ended = Job(finished.root, overrides).finish()
+    assert_refused(ended, ["optimizer.lr: 0.0003 there, 0.5 now", "run.name"])
+    assert "run.steps" not in ended.stderr
+    assert contents(finished.path) == before
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("raises", ["KeyError: 'no such column'"]), ("not_a_number", ["returned nan"])],
+)
+def test_reward_function_that_fails_on_one_rank_ends_all(finished, function, words):
+    path = finished.root / "runs" / function
+    ended = Job(finished.root, [*SMALL, rewarded_by(function), f"run.name={function}", "run.steps=3"], ranks=2).finish()
+    assert ended.code != 0
+    assert ended.orphans == []
+    for word in [*words, "reward term 'own'", "prompt 'chain_sum/train/", "sample "]:
+        assert word in ended.stderr
+    assert not (path / "summary.json").exists()
+    assert half_written(path) == []
+    assert len((path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def assert_refused(ended, words) -> None:
+    assert ended.code != 0
+    assert ended.orphans == []
+    assert "Traceback" not in ended.stderr.split("torch/distributed/elastic")[0]
+    assert [word for word in words if word not in ended.stderr] == []
+    assert "continues at the newest checkpoint" not in ended.stderr

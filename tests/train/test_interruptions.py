@@ -1,0 +1,149 @@
+"""A stop changes nothing: finished and continued, Ctrl-C, kill -9 and a live rival, then compared with a run in peace."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from train_jobs import SMALL, Ended, Job, contents, half_written, rewarded_by
+from train_rewards import HOLD
+
+from grpo_mega.observe.metrics import read_metrics
+
+OVERRIDES = [
+    *SMALL,
+    rewarded_by("varied"),
+    "algorithm.kl_coef=0.05",
+    "algorithm.mini_batches=2",
+    "algorithm.epochs=2",
+    "algorithm.reference_refresh=3",
+    "optimizer.warmup_steps=6",
+    "run.save_every=2",
+]
+"""Everything that a checkpoint must bring back: moments, reference, warm-up, order of problems and mini-batches."""
+
+
+@dataclass
+class Story:
+    """What happened to one run, start by start."""
+
+    path: Path
+    ends: dict[str, Ended] = field(default_factory=dict)
+    contents: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def note(self, moment: str, ended: Ended) -> None:
+        self.ends[moment] = ended
+        self.contents[moment] = contents(self.path)
+
+
+@pytest.fixture(scope="module")
+def peaceful(finished) -> Path:
+    """Four steps at once."""
+    ended = Job(finished.root, [*OVERRIDES, "run.name=peaceful", "run.steps=4"], ranks=2).finish()
+    assert ended.code == 0, ended
+    return finished.root / "runs" / "peaceful"
+
+
+@pytest.fixture(scope="module")
+def story(finished) -> Story:
+    """Two steps; on to four, Ctrl-C in the fourth; again, kill -9 in the fourth; again, to the end; once more."""
+    root, told = finished.root, Story(finished.root / "runs" / "disturbed")
+    overrides = [*OVERRIDES, "run.name=disturbed"]
+    told.note("two steps", Job(root, [*overrides, "run.steps=2"], ranks=2).finish())
+    overrides += ["run.steps=4"]
+
+    held = root / "held-1"
+    job = Job(root, overrides, ranks=2, environment={HOLD: f"3:{held}"})
+    job.wait_until_there(held)
+    told.contents["held"] = contents(told.path)
+    told.note("rival", Job(root, [*overrides, "layout=single"]).finish())
+    job.interrupt()
+    told.note("Ctrl-C", job.finish())
+
+    held = root / "held-2"
+    job = Job(root, overrides, ranks=2, environment={HOLD: f"3:{held}"})
+    job.wait_until_there(held)
+    job.kill()
+    told.note("kill -9", job.finish())
+    # What a kill while step 4 is saved would leave.
+    leftover = told.path / "checkpoints" / ".step-000004.tmp" / "weights"
+    leftover.mkdir(parents=True)
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    (told.path / "checkpoints" / "step-000003").mkdir()
+
+    told.note("end", Job(root, overrides, ranks=2).finish())
+    told.note("nothing left", Job(root, overrides, ranks=2).finish())
+    return told
+
+
+def test_every_start_ends_as_it_should_without_orphans(story):
+    failed = {moment: ended.code != 0 for moment, ended in story.ends.items()}
+    expected = {"two steps": False, "rival": True, "Ctrl-C": True, "kill -9": True, "end": False, "nothing left": False}
+    assert failed == expected, story.ends
+    assert {moment: ended.orphans for moment, ended in story.ends.items()} == dict.fromkeys(expected, [])
+
+
+def test_ctrl_c_says_how_to_go_on_and_leaves_nothing_half_written(story):
+    assert "interrupted; the same command continues" in story.ends["Ctrl-C"].stderr
+    left = story.contents["Ctrl-C"]
+    assert not [name for name in left if ".tmp" in name]
+    assert {name.split("/")[1] for name in left if name.startswith("checkpoints/")} == {"step-000002"}
+
+
+def test_a_run_in_progress_has_no_summary(story):
+    assert "summary.json" in story.contents["two steps"]
+    for moment in ("held", "Ctrl-C", "kill -9"):
+        assert "summary.json" not in story.contents[moment], moment
+
+
+def test_run_directory_of_a_live_run_is_refused_and_left_alone(story):
+    assert "disturbed is in use by pid" in story.ends["rival"].stderr
+    assert "run.name" in story.ends["rival"].stderr
+    assert story.contents["rival"] == story.contents["held"]
+
+
+@pytest.mark.parametrize("moment", ["Ctrl-C", "kill -9", "end"])
+def test_each_start_continues_behind_the_newest_checkpoint(story, moment):
+    assert "continuing behind step 2" in story.ends[moment].stdout
+    assert "base model" not in story.ends[moment].stdout
+
+
+def test_final_checkpoint_is_bit_for_bit_that_of_the_run_in_peace(story, peaceful):
+    def last(path):
+        found = contents(path / "checkpoints" / "step-000004")
+        # DCP's index is pickled with an identifier of the save.
+        return {name: digest for name, digest in found.items() if not name.endswith(".metadata")}
+
+    assert {name.split("/")[0] for name in last(peaceful)} == {"weights", "reference", "state.json"}
+    assert last(story.path) == last(peaceful)
+
+
+def test_metrics_are_those_of_the_run_in_peace(story, peaceful):
+    def lines(path):
+        return [
+            {name: value for name, value in line.items() if not name.startswith("time/")}
+            for line in read_metrics(path / "metrics.jsonl")
+        ]
+
+    assert [line["step"] for line in lines(story.path)] == [1, 2, 3, 4]
+    assert all(line["policy/grad_norm"] > 0 and "policy/kl" in line for line in lines(peaceful))
+    assert lines(story.path) == lines(peaceful)
+
+
+def test_samples_and_summary_are_those_of_the_run_in_peace(story, peaceful):
+    assert contents(story.path / "samples") == contents(peaceful / "samples")
+
+    def summary(path):
+        return {k: v for k, v in json.loads((path / "summary.json").read_text()).items() if k != "seconds"}
+
+    assert summary(story.path) == summary(peaceful)
+    assert half_written(story.path) == []
+
+
+def test_with_nothing_left_to_do_it_is_completed_at_once(story):
+    assert "disturbed completed: 4 steps" in story.ends["nothing left"].stdout.replace("\n", " ")
+    before, after = story.contents["end"], story.contents["nothing left"]
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert {name.split("/")[0] for name in changed} <= {"logs", "summary.json", "tensorboard", "curves.png"}

@@ -1,0 +1,141 @@
+"""Starts `grpo_mega.train` as a user does, in a process group of its own, and knows every process that comes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+MARK = "GRPO_MEGA_TEST_JOB"
+"""Environment variable that all processes of a job inherit: orphans keep it."""
+DEADLINE = 240.0
+"""Seconds after which anything that is waited for counts as hung."""
+
+SMALL = [
+    "experiment=tiny",
+    "base.gate_accuracy=0",
+    "base.gate_from=10",
+    "base.max_steps=10",
+    "base.warmup_steps=0",
+    "base.decay_steps=5",
+    "base.batch_size=16",
+    "data.validation_size=8",
+    "data.test_size=8",
+    "algorithm.prompts_per_step=8",
+    "algorithm.group_size=4",
+    "rollout.max_new_tokens=16",
+]
+"""A run whose base model and steps take a second or two."""
+
+
+def rewarded_by(function: str) -> str:
+    """An override: the rewards of experiment=tiny, and `function` of train_rewards.py as a third term."""
+    own = f"{{name:own,function:train_rewards:{function}}}"
+    return f"reward.terms=[{{name:accuracy}},{{name:format,weight:0.2}},{own}]"
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Polls until `condition` holds.
+
+    Raises:
+        TimeoutError: It did not become true in time; says `what`.
+    """
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a job left."""
+
+    code: int
+    stdout: str
+    stderr: str
+    orphans: list[str]
+
+
+class Job:
+    """A run under torchrun with `ranks` processes, or a single plain process with 0."""
+
+    def __init__(self, root: Path, overrides: list[str], ranks: int = 0, environment: dict[str, str] | None = None):
+        self.id = uuid.uuid4().hex
+        self._files = [root / f"{self.id}.{name}" for name in ("stdout", "stderr")]
+        module = ["-m", "grpo_mega.train", *overrides, f"run.root={root / 'runs'}"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        path = os.pathsep.join([str(REPOSITORY), str(HERE)])
+        own = {MARK: self.id, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        with self._files[0].open("w") as stdout, self._files[1].open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, *(torchrun if ranks else []), *module],
+                cwd=root,
+                env=os.environ | own | (environment or {}),
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+
+    def members(self) -> list[psutil.Process]:
+        """All living processes of the job, whoever their parent is now."""
+        return [p for p in psutil.process_iter() if _mark(p) == self.id]
+
+    def interrupt(self) -> None:
+        """Ctrl-C: what a terminal sends to its foreground process group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        """kill -9 to everything that belongs to the job."""
+        for member in self.members():
+            member.kill()
+
+    def finish(self) -> Ended:
+        """Waits for the end; a job that hangs, and orphans, are killed."""
+        try:
+            code = self.process.wait(DEADLINE)
+            _, orphans = psutil.wait_procs(self.members(), timeout=20)
+            names = [str(orphan) for orphan in orphans]
+        finally:
+            self.kill()
+        stdout, stderr = (file.read_text() for file in self._files)
+        return Ended(code, stdout, stderr, names)
+
+    def wait_until_there(self, path: Path) -> None:
+        """Waits for a file that the job writes.
+
+        Raises:
+            AssertionError: The job ended before; carries what it printed.
+        """
+        wait_until(lambda: path.exists() or self.process.poll() is not None, f"no {path}")
+        if not path.exists():
+            raise AssertionError(self.finish())
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Digest of every file below a folder, except the lock, which names its last holder."""
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "run.lock"]
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def half_written(folder: Path) -> list[str]:
+    """Temporary files and folders that were left behind."""
+    return [str(p) for p in folder.rglob("*.tmp")]
+
+
+def _mark(process: psutil.Process) -> str | None:
+    try:
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.environ().get(MARK)
+    except psutil.Error:
+        return None

@@ -1,0 +1,33 @@
+"""Reward functions that the runs of these tests import by path."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from grpo_mega.types import Sample
+
+HOLD = "GRPO_MEGA_TEST_HOLD"
+"""VERSION:FILE makes rank 0 write FILE and stand still when it scores the first sample of this policy version."""
+
+
+def varied(sample: Sample) -> float:
+    """Some number that differs between samples; holds the run where the test wants to catch it."""
+    version, _, file = os.environ.get(HOLD, "").partition(":")
+    if file and sample.policy_version == int(version) and os.environ["RANK"] == "0":
+        Path(file).touch()
+        signal.pause()
+    return sum(sample.token_ids) % 7 / 7
+
+
+def raises(sample: Sample) -> float:
+    """Fails in the second step, on the last rank alone."""
+    if sample.policy_version == 1 and os.environ["RANK"] == "1":
+        raise KeyError("no such column")
+    return varied(sample)
+
+
+def not_a_number(sample: Sample) -> float:
+    """Returns nonsense in the second step, on the last rank alone."""
+    return float("nan") if sample.policy_version == 1 and os.environ["RANK"] == "1" else varied(sample)

@@ -1,0 +1,122 @@
+"""The pieces of the GRPO loop, on a real Megatron model in one real process (trainer_job.py)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from ranks import results, run_ranks
+
+ROOT_HALF = math.sqrt(3) / 2
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    job = Path(__file__).with_name("trainer_job.py")
+    return results(run_ranks(job, 1, [str(tmp_path_factory.mktemp("trainer"))]))
+
+
+def test_batch_holds_the_groups_with_signal_and_no_others(seen):
+    found = seen["batches"]
+    assert found["tokens"] == found["expected_tokens"]
+    assert found["only_equal"] is True
+
+
+def test_every_completion_token_carries_its_groups_relative_advantage(seen):
+    found = seen["batches"]
+    expected = [ROOT_HALF, -ROOT_HALF, ROOT_HALF, -ROOT_HALF, 0.5, 0.5, 0.5, -1.5]
+    for row, prompt_length, advantage in zip(found["advantages"], found["prompt_lengths"], expected, strict=True):
+        assert row[:prompt_length] == [0.0] * prompt_length
+        assert len(row) > prompt_length
+        assert row[prompt_length:] == pytest.approx([advantage] * (len(row) - prompt_length), abs=1e-5)
+
+
+@pytest.mark.parametrize(("parts", "per_epoch"), [(1, 1), (3, 3), (12, 8)])
+def test_mini_batches_cover_every_sequence_once_per_epoch(seen, parts, per_epoch):
+    found = seen["batches"][f"parts_{parts}"]
+    assert len(found) == 2 * per_epoch
+    for epoch in (found[:per_epoch], found[per_epoch:]):
+        assert Counter(i for part in epoch for i in part["sequences"]) == Counter(range(8))
+        sizes = [len(part["sequences"]) for part in epoch]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_mini_batches_are_cut_differently_in_every_epoch(seen):
+    found = [part["sequences"] for part in seen["batches"]["parts_3"]]
+    assert found[:3] != found[3:]
+
+
+@pytest.mark.parametrize("parts", [1, 3, 12])
+def test_token_mean_weights_sum_to_one_over_each_mini_batch(seen, parts):
+    for part in seen["batches"][f"parts_{parts}"]:
+        assert part["weight"] == pytest.approx(1, abs=1e-6)
+        assert part["off_mask"] == 0
+
+
+def test_equal_rewards_move_no_bit_even_with_a_kl_term(seen):
+    found = seen["equal_rewards"]
+    assert found["signal"]["policy/grad_norm"] > 0
+    assert len(set(found["digests"])) == 1
+    assert found["after"] != found["digests"][0], "the digest sees updates"
+    assert all(m["rollout/groups_with_signal"] == 0 and "policy/loss" not in m for m in found["metrics"])
+
+
+def test_patience_ends_after_three_steps_without_signal_with_one_warning(seen):
+    found = seen["equal_rewards"]
+    assert found["warnings"] == [0, 0, 0, 1]
+    (text,) = found["text"]
+    assert "for 3 steps" in text
+    assert "look at samples/" in text
+
+
+def test_a_checkpoint_before_the_first_update_can_be_continued(seen):
+    assert seen["resumed_without_update"]["step"] == 1
+    assert seen["resumed_without_update"]["metrics"]["policy/grad_norm"] > 0
+
+
+def test_a_single_update_is_exactly_on_policy(seen):
+    for metrics in seen["on_policy"]:
+        assert metrics["policy/ratio"] == 1.0
+        assert metrics["policy/clip_fraction"] == 0.0
+        assert metrics["policy/approx_kl_old"] == 0.0
+        assert metrics["mismatch/max_abs"] < 1e-5
+
+
+def test_kl_is_exactly_zero_right_after_a_refresh_and_only_then(seen):
+    first, second, third = (metrics["policy/kl"] for metrics in seen["on_policy"])
+    assert (first, third) == (0.0, 0.0)
+    assert second > 0
+
+
+def test_learning_rate_warms_up_by_update(seen):
+    assert [m["policy/lr"] for m in seen["on_policy"]] == pytest.approx([3e-4 / 4, 3e-4 / 2, 3e-4 * 3 / 4])
+
+
+def test_second_epoch_is_measured_against_the_policy_before_the_first(seen):
+    found = seen["two_epochs"]
+    assert found["first"]["ratio"] == 1.0
+    assert found["first"]["approx_kl_old"] == 0.0
+    assert abs(found["ratio"] - 1) > 1e-4
+    assert found["second"]["ratio"] == pytest.approx(found["ratio"], rel=1e-5)
+    assert found["second"]["approx_kl_old"] > 0
+    assert found["step"]["policy/ratio"] == pytest.approx((1 + found["ratio"]) / 2, rel=1e-5)
+    assert found["trained"] == 2 * found["completion_tokens"]
+
+
+def test_samples_do_not_depend_on_how_many_are_drawn_at_once(seen):
+    tokens, logprobs = seen["drawing_and_scoring"]["tokens"], seen["drawing_and_scoring"]["logprobs"]
+    assert len({len(row) for row in tokens["512"]}) > 1, "sequences of several lengths leave the cache at several times"
+    for concurrent in ("8", "1"):
+        assert tokens[concurrent] == tokens["512"]
+        assert logprobs[concurrent] == pytest.approx(logprobs["512"], abs=1e-5)
+    assert seen["drawing_and_scoring"]["next_version"] != tokens["512"], "another policy version draws other noise"
+
+
+def test_rewards_come_from_the_users_function_in_the_order_of_the_samples(seen):
+    found = seen["drawing_and_scoring"]
+    assert found["order"] == found["expected_order"]
+    assert found["own"] == found["expected_own"]
+    assert len(set(found["own"])) > 1
+    assert found["totals"] == pytest.approx([own + 0.5 * f for own, f in zip(found["own"], found["format"], strict=True)])

@@ -1,0 +1,166 @@
+"""Measures one GRPO step end to end: generation, reward, log-probs, update.
+
+    python tools/bench_step.py
+    python tools/bench_step.py model.moe.experts=8 model.moe.top_k=2
+    torchrun --nproc-per-node 2 tools/bench_step.py layout=ep2 model.moe.experts=8
+
+Arguments are overrides of the configuration; the defaults are those of `SHAPE` below. Prompts are random tokens, no
+token stops a completion and the reward is a checksum, so every step trains the same number of tokens. It prints, for
+the median step, wall and CPU seconds by phase (CPU seconds added up over ranks), CPU seconds per 1,000 trained
+tokens, tokens per second, and peak memory; `--json FILE` writes the same. On a shared machine compare ratios only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo_mega import platform
+from grpo_mega.config.load import compose_config
+from grpo_mega.config.schema import Config
+from grpo_mega.data import CharTokenizer, Data, PromptSource
+from grpo_mega.observe.recorder import Recorder
+from grpo_mega.observe.timer import PhaseTimer
+from grpo_mega.reward.compose import Reward, Term
+from grpo_mega.types import Prompt, Sample
+
+SHAPE = [
+    "model=tiny_dense",
+    "model.layers=4",
+    "model.hidden=128",
+    "model.heads=4",
+    "model.kv_heads=4",
+    "model.ffn_hidden=512",
+    "model.moe.ffn_hidden=256",
+    "model.moe.shared_ffn_hidden=0",
+    "data=chain_sum",
+    "reward=think_answer",
+    "algorithm.prompts_per_step=16",
+    "algorithm.group_size=8",
+    "algorithm.kl_coef=0.04",
+    "rollout.max_new_tokens=64",
+    "rollout.stop=[]",
+    "optimizer.lr=1e-6",
+    "run.name=bench",
+    "run.steps=1",
+]
+
+
+def main() -> None:
+    """Runs the benchmark and prints the table on the main rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5, help="measured steps; the median is shown")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before")
+    parser.add_argument("--vocabulary", type=int, default=128, help="tokens")
+    parser.add_argument("--prompt-tokens", type=int, default=16, help="length of every prompt")
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("overrides", nargs="*", help="configuration overrides")
+    options = parser.parse_args()
+    here = platform.start()
+    platform.join_processes(here)
+    config = compose_config(SHAPE + options.overrides)
+    steps = measure(config, here, options)
+    result = summarize(config, steps, here)
+    if dist.get_rank() == 0:
+        print(table(result))
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+def measure(config: Config, here: platform.Platform, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Phases (name -> wall and CPU seconds, the latter over all ranks) and trained tokens of every measured step."""
+    from grpo_mega.policy.policy import Policy
+    from grpo_mega.policy.topology import join_layout
+    from grpo_mega.rollout.embedded import EmbeddedEngine
+    from grpo_mega.trainer import Trainer
+
+    topology = join_layout(config.layout, config.run.seed)
+    policy = Policy(config.model, config.layout, options.vocabulary, topology, here)
+    policy.initialize(config.run.seed)
+    policy.use_optimizer(config.optimizer)
+    source = PromptSource(lambda k: random_prompt(k, options.prompt_tokens, options.vocabulary), "random")
+    data = Data(CharTokenizer(), source, [], [], None)
+    reward = Reward((Term("accuracy", 1.0, checksum, built_in=False),))
+    engine = EmbeddedEngine(policy, lambda ids: " ".join(map(str, ids)), config.rollout.concurrent_sequences)
+    recorder, timer = Recorder(config.run, Path(), main=False), PhaseTimer()
+    trainer = Trainer(config, policy, engine, data, reward, recorder, timer)
+    steps = []
+    for _ in range(options.warmup + options.steps):
+        before = trainer.tokens["trained"]
+        trainer.train_step()
+        trainer.step += 1
+        phases = {name: list(spent) for name, spent in timer.step_seconds().items()}
+        everyone: list = [None] * topology.world_size
+        dist.all_gather_object(everyone, {name: cpu for name, (_, cpu) in phases.items()})
+        for name, phase in phases.items():
+            phase[1] = sum(rank[name] for rank in everyone)
+        steps.append({"phases": phases, "trained": trainer.tokens["trained"] - before})
+    return steps[options.warmup :]
+
+
+def random_prompt(k: int, length: int, vocabulary: int) -> Prompt:
+    """Prompt k: `length` random tokens."""
+    tokens = random.Random(k).choices(range(vocabulary), k=length)
+    return Prompt(f"random/{k}", tuple(tokens), "", "", "random")
+
+
+def checksum(sample: Sample) -> float:
+    """A reward that differs within nearly every group and costs nothing."""
+    return float(sum(sample.token_ids) % 7)
+
+
+def summarize(config: Config, steps: list[dict[str, Any]], here: platform.Platform) -> dict[str, Any]:
+    """The median step in numbers."""
+
+    def median(of: int, name: str) -> float:
+        return statistics.median(step["phases"][name][of] for step in steps)
+
+    names = list(steps[0]["phases"])
+    wall = statistics.median(sum(w for w, _ in step["phases"].values()) for step in steps)
+    cpu = statistics.median(sum(c for _, c in step["phases"].values()) for step in steps)
+    trained = statistics.median(step["trained"] for step in steps)
+    model = config.model
+    return {
+        "shape": f"{model.layers} layers, hidden {model.hidden}, "
+        + (f"{model.moe.experts} experts top {model.moe.top_k}" if model.moe.experts else f"ffn {model.ffn_hidden}")
+        + f", {config.algorithm.prompts_per_step} prompts x {config.algorithm.group_size} samples x "
+        f"{config.rollout.max_new_tokens} tokens, {dist.get_world_size()} processes",
+        "device": str(here.device),
+        "torch": torch.__version__,
+        "threads_per_process": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "trained_tokens": trained,
+        "seconds": wall,
+        "tokens_per_second": trained / wall,
+        "cpu_seconds": cpu,
+        "cpu_seconds_per_1000_trained_tokens": 1000 * cpu / trained,
+        "phases": {name: {"wall": median(0, name), "cpu": median(1, name)} for name in names},
+        "peak_memory_mb": platform.peak_memory_bytes(here) / 1e6,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for people."""
+    lines = [result["shape"], f"{'phase':>12} {'wall s':>9} {'CPU s':>9} {'share':>7}"]
+    for name, spent in result["phases"].items():
+        lines.append(f"{name:>12} {spent['wall']:9.3f} {spent['cpu']:9.3f} {spent['cpu'] / result['cpu_seconds']:7.1%}")
+    lines += [
+        f"{'step':>12} {result['seconds']:9.3f} {result['cpu_seconds']:9.3f}",
+        f"{result['cpu_seconds_per_1000_trained_tokens']:.3f} CPU seconds per 1,000 trained tokens; "
+        f"{result['tokens_per_second']:,.0f} trained tokens per second; peak memory {result['peak_memory_mb']:,.0f} MB",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
