@@ -20,7 +20,6 @@ from grpo_mega.observe.run_dir import open_run_dir
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform import Platform
 from grpo_mega.policy.policy import Policy
-from grpo_mega.policy.reference import ReferencePolicy
 from grpo_mega.policy.topology import join_layout, leave_layout
 from grpo_mega.reward.compose import build_reward
 from grpo_mega.rollout.embedded import EmbeddedEngine
@@ -53,7 +52,7 @@ def assemble(config: Config, platform: Platform) -> Iterator[Trainer]:
             )
             engine = EmbeddedEngine(policy, data.tokenizer.decode, config.rollout.concurrent_sequences)
         recorder.start([
-            f"{policy.parameters():,} parameters; {_layout(config, topology.dp_size)} on {topology.world_size} processes",
+            f"{policy.parameters():,} parameters on {topology.world_size} processes: {_sizes(config, topology.dp_size)}",
             f"{config.algorithm.prompts_per_step} prompts x {config.algorithm.group_size} samples per step; in {path}",
         ])  # fmt: skip
         trainer = Trainer(config, policy, engine, data, reward, recorder, timer)
@@ -94,6 +93,6 @@ def _first_weights(
         recorder.note(f"cold start: {config.sft.steps} supervised steps, loss {loss:.3f}")
 
 
-def _layout(config: Config, dp: int) -> str:
+def _sizes(config: Config, dp: int) -> str:
     sizes = {"tp": config.layout.tp, "pp": config.layout.pp, "dp": dp, "ep": config.layout.ep, "etp": config.layout.etp}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"

@@ -14,6 +14,7 @@ import traceback
 
 import hydra
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega.config.load import config_dir, load
 from grpo_mega.config.rules import check_layout
@@ -34,7 +35,7 @@ def main(raw: DictConfig) -> None:
         config = load(raw)
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
         train(config)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, OmegaConfBaseException) as error:
         _leave(f"error: {error}", BAD_INPUT)
     except KeyboardInterrupt:
         _leave("interrupted; the same command continues at the newest checkpoint", INTERRUPTED)
@@ -53,7 +54,11 @@ def train(config: Config) -> None:
     from grpo_mega.assemble import assemble
 
     with assemble(config, here) as trainer:
-        trainer.run()
+        try:
+            trainer.run()
+        except (ValueError, FileNotFoundError) as error:
+            # The input was accepted on every rank; what goes wrong now may be seen by one of them alone.
+            raise RuntimeError(f"in step {trainer.step + 1}: {error}") from error
 
 
 def _leave(message: str, code: int) -> None:

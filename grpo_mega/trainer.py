@@ -159,10 +159,9 @@ class Trainer:
         count = len(batch.lengths)
         for epoch in range(algorithm.epochs):
             order = list(range(count))
-            if algorithm.mini_batches > 1:
-                random.Random(f"{self.config.run.seed}/mini-batches/{self.step}/{epoch}").shuffle(order)
+            random.Random(f"{self.config.run.seed}/mini-batches/{self.step}/{epoch}").shuffle(order)
             for part in range(min(algorithm.mini_batches, count)):
-                chosen = batch.select(sorted(order[part :: algorithm.mini_batches])) if algorithm.mini_batches > 1 else batch
+                chosen = batch.select(sorted(order[part :: algorithm.mini_batches]))
                 weight = token_weights(
                     chosen.mask, chosen.cu_seqlens, algorithm.aggregation, self.config.rollout.max_new_tokens
                 )

@@ -52,8 +52,8 @@ def run_ranks(script: Path, world_size: int, arguments: list[str], timeout: floa
             if rank.poll() is None:
                 os.killpg(rank.pid, signal.SIGKILL)
                 rank.wait()
-    failed = [f"rank {i} exited with {r.returncode}:\n{o[-4000:]}" for i, (r, o) in enumerate(zip(ranks, outputs, strict=True)) if r.returncode]
-    assert not failed, "\n".join(failed)
+    for number, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
+        assert rank.returncode == 0, f"rank {number} exited with {rank.returncode}:\n{output[-4000:]}"
     return outputs
 
 

@@ -125,7 +125,11 @@ def main() -> None:
 def make_trainer(options: argparse.Namespace, folder: str) -> TimedTrainer:
     """The trainer, on a model with random weights that is first written to `folder`."""
     # TRL loads policy and reference from a path.
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS)) if options.moe else Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    model = (
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS))
+        if options.moe
+        else Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    )
     model.save_pretrained(folder)
     args = GRPOConfig(
         output_dir=folder,
@@ -185,7 +189,9 @@ def checksum(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """A reward that differs within nearly every group and costs nothing; also checks what is measured."""
     lengths = {len(ids) for ids in completion_ids}
     if len(completion_ids) != PROMPTS * SAMPLES or lengths != {NEW_TOKENS}:
-        raise ValueError(f"expected {PROMPTS * SAMPLES} completions of {NEW_TOKENS} tokens, got {len(completion_ids)}, {lengths}")
+        raise ValueError(
+            f"expected {PROMPTS * SAMPLES} completions of {NEW_TOKENS} tokens, got {len(completion_ids)}, {lengths}"
+        )
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 

@@ -23,6 +23,8 @@ _MAY_CHANGE = frozenset({
     "run.print_every",
     "run.samples_per_step",
     "run.tensorboard",
+    "run.root",
+    "rollout.concurrent_sequences",
 })  # fmt: skip
 
 
@@ -67,7 +69,7 @@ def to_yaml(config: Config) -> str:
 def identity(config: Config) -> dict[str, object]:
     """Dotted name -> value of every field that must not change when a run directory is continued.
 
-    How long the run is, what it reports and keeps, and the layout may change. List items are named by position, for
+    How long the run is, where it lies, what it reports and keeps, and the layout may change. List items are named by position, for
     example `reward.terms[0].weight`; all values fit in JSON.
     """
     leaves = _flat(asdict(config), "")

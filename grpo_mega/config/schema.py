@@ -7,7 +7,6 @@ involve more than one field live in `rules.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from omegaconf import MISSING
 
@@ -123,9 +122,9 @@ class DataConfig:
     max_terms: int = 5
     """chain_sum: most numbers in a sum."""
     validation_size: int = 200
-    """Problems for tuning, disjoint from training and test; permutations of the same digits count as the same."""
+    """Problems for tuning, taken off the training file for jsonl, for chain_sum disjoint from training and test; permutations of the same digits count as the same."""
     test_size: int = 400
-    """Held-out problems for the reported accuracy."""
+    """chain_sum: held-out problems for the reported accuracy."""
     train_path: str | None = None
     """jsonl: file of training problems, one {"prompt": ..., "answer": ...} a line, optional "id" and "task"."""
     test_path: str | None = None
@@ -310,4 +309,3 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     base: BaseConfig = field(default_factory=BaseConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
-    experiment: Any = None

@@ -10,7 +10,7 @@ from grpo_mega.observe.console import Console
 from grpo_mega.observe.metrics import METRICS, MetricsLog, read_metrics
 from grpo_mega.observe.rollout import sample_records
 from grpo_mega.observe.samples import write_samples
-from grpo_mega.observe.summary import write_summary
+from grpo_mega.observe.summary import SUMMARY, write_summary
 from grpo_mega.types import Group
 
 SHOWN_SAMPLES = 2
@@ -38,8 +38,9 @@ class Recorder:
             self.console.note(text)
 
     def open_metrics(self, resume_from_step: int) -> None:
-        """Continues metrics.jsonl behind this step; -1 for a run that begins."""
+        """Continues metrics.jsonl behind this step; -1 for a run that begins. It has no summary until it ends again."""
         if self.console:
+            (self.path / SUMMARY).unlink(missing_ok=True)
             self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step)
 
     def step(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:

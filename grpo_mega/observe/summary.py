@@ -10,6 +10,8 @@ from typing import Any
 
 from grpo_mega.observe.files import write_atomic
 
+SUMMARY = "summary.json"
+
 ORDER = (
     "status",
     "steps",
@@ -42,7 +44,7 @@ def write_summary(run_dir_path: Path, summary: dict[str, Any]) -> None:
             json.dumps(summary[key], allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(f"summary field {key!r} cannot be written as JSON: {error}") from None
-    write_atomic(run_dir_path / "summary.json", json.dumps({key: summary[key] for key in keys}, indent=2) + "\n")
+    write_atomic(run_dir_path / SUMMARY, json.dumps({key: summary[key] for key in keys}, indent=2) + "\n")
 
 
 def versions() -> dict[str, str]:

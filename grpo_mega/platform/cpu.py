@@ -36,7 +36,7 @@ class Substitution:
     after_import: bool = False
 
 
-class NullStream:
+class _NullStream:
     """A CUDA stream or event on a device where everything is synchronous: only a name."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -45,7 +45,7 @@ class NullStream:
 
     def wait_event(self, *_: Any) -> None: ...
 
-    def record_event(self, *_: Any) -> NullStream:
+    def record_event(self, *_: Any) -> _NullStream:
         return self
 
     def record(self, *_: Any) -> None: ...
@@ -58,7 +58,7 @@ class NullStream:
     def synchronize(self) -> None: ...
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, NullStream)
+        return isinstance(other, _NullStream)
 
     def __hash__(self) -> int:
         return 0
@@ -84,7 +84,7 @@ def _factories() -> None:
 
 
 def _tensor_cuda() -> None:
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment,misc]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 
 def _tensor_type() -> None:
@@ -99,21 +99,21 @@ def _tensor_type() -> None:
 
 
 def _streams() -> None:
-    stream = NullStream()
+    stream = _NullStream()
     for name in ("synchronize", "empty_cache"):
         setattr(torch.cuda, name, lambda *_, **__: None)
     for name in ("Stream", "Event"):
-        setattr(torch.cuda, name, NullStream)
+        setattr(torch.cuda, name, _NullStream)
     for name in ("current_stream", "default_stream"):
         setattr(torch.cuda, name, lambda *_, **__: stream)
-    torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,return-value]
-    torch.Tensor.record_stream = lambda self, *_: None  # type: ignore[method-assign,assignment]
+    torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.Tensor.record_stream = lambda self, *_: None  # type: ignore[method-assign]
 
 
 def _rng() -> None:
     torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    torch.cuda.manual_seed = lambda seed: torch.random.default_generator.manual_seed(seed)
+    torch.cuda.manual_seed = lambda seed: torch.random.default_generator.manual_seed(seed)  # type: ignore[assignment]
 
 
 def _eager() -> None:

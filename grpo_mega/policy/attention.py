@@ -79,8 +79,8 @@ class PackedTokens(PackedSeqParams):
 
     def to(self, device: torch.device) -> PackedTokens:
         """The same on another device."""
-        moved = {name: getattr(self, name).to(device) for name in ("positions", "sequence")}
-        return replace(self, **moved, cu_seqlens_q=self.cu_seqlens_q.to(device), cu_seqlens_kv=self.cu_seqlens_kv.to(device))
+        moved = ("positions", "sequence", "cu_seqlens_q", "cu_seqlens_kv")
+        return replace(self, **{name: getattr(self, name).to(device) for name in moved})
 
     @classmethod
     def _make(
@@ -163,7 +163,7 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [T, heads, channels], key and value [T, kv heads, channels] -> [T, heads * value channels]."""
         if not isinstance(packed_seq_params, PackedTokens):
-            raise TypeError("PackedAttention needs packed_seq_params of type PackedTokens; call the model through Policy")
+            raise TypeError("packed_seq_params must be PackedTokens; call the model through Policy")
         packed = packed_seq_params
         tokens = query.shape[0] - packed.padding
         out = (self._decode if packed.decoding else self._causal)(query[:tokens], key[:tokens], value[:tokens], packed)

@@ -27,7 +27,7 @@ class LogProbHead(ColumnParallelLinear):
     vocab_size: int
     tied_weight: Callable[[], torch.Tensor] | None
 
-    def forward(self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:  # type: ignore[override]
+    def forward(self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
         """[T, 1, H] -> ([T, 1, H], None); with sequence parallelism the rows of all ranks are gathered."""
         if self.sequence_parallel:  # the gather's backward reduce-scatters, as Megatron's own output layer does
             return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True), None

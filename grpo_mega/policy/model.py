@@ -34,7 +34,7 @@ def build_model(model: ModelConfig, layout: LayoutConfig, vocab_size: int, platf
     `vocab_size` is the tokenizer's; embedding rows are padded up to a multiple of `model.vocab_multiple`.
     """
     config = transformer_config(model, layout, platform)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=platform.transformer_engine, normalization="RMSNorm")
+    spec = get_gpt_decoder_block_spec(config, platform.transformer_engine, normalization="RMSNorm")
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=_replace(spec, _replacements(spec)),
@@ -54,7 +54,7 @@ def build_model(model: ModelConfig, layout: LayoutConfig, vocab_size: int, platf
         # Megatron splits the optimizer by this mark when experts are spread over ranks; setting it always keeps
         # checkpoints the same shape with and without expert parallelism.
         if ".experts." in name:
-            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.allreduce = False
     return gpt.to(platform.device)
 
 
@@ -99,9 +99,7 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
     if model.moe.experts:
         common |= _moe_options(model.moe, model.layers, platform)
     if model.attention == "gqa":
-        return TransformerConfig(
-            num_query_groups=model.kv_heads, kv_channels=model.hidden // model.heads, **common
-        )
+        return TransformerConfig(num_query_groups=model.kv_heads, kv_channels=model.hidden // model.heads, **common)
     mla = model.mla
     return MLATransformerConfig(
         multi_latent_attention=True,
@@ -136,16 +134,15 @@ def _moe_options(moe: MoEConfig, layers: int, platform: Platform) -> dict[str, A
     )
 
 
-class SequenceParallelNorm:
+class SequenceParallelNorm(torch.nn.RMSNorm):
     """RMSNorm whose weight is marked for Megatron to sum its gradient over tensor parallel ranks.
 
     Megatron's own wrapper of torch's norm refuses sequence parallelism.
     """
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.RMSNorm:  # type: ignore[misc]
-        norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
-        norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def _replacements(spec: Any) -> dict[type, type]:

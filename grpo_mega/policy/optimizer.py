@@ -27,7 +27,7 @@ class GroupStepAdamW(torch.optim.AdamW):
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """One AdamW update of every group."""
         for group in self.param_groups:
             done = torch.tensor(float(group.get("step", 0)))
@@ -36,11 +36,12 @@ class GroupStepAdamW(torch.optim.AdamW):
                 if "exp_avg" not in state:
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
                 state["step"] = done.clone()
-        super().step(closure)
+        loss = super().step(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 del self.state[p]["step"]
             group["step"] = int(group.get("step", 0)) + 1
+        return loss
 
 
 def build_optimizer(
@@ -64,7 +65,15 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
-    return get_megatron_optimizer(options, [model])
+    optimizer = get_megatron_optimizer(options, [model])
+    _start_moments(optimizer)
+    return optimizer
+
+
+def _start_moments(optimizer: MegatronOptimizer) -> None:
+    """Zero moments for every parameter: a checkpoint from before the first update must hold what loading expects."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.init_state_fn(part.optimizer, part.config)
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:

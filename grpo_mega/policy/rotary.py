@@ -5,6 +5,7 @@ Megatron hands `get_rotary_seq_len`'s result to `forward`; these classes pass th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,19 +19,21 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
     table: torch.Tensor
 
-    def get_rotary_seq_len(self, inference_context: Any, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def get_rotary_seq_len(self, inference_context: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """[T] positions, found among Megatron's arguments."""
         packed = next(x for x in (*args, *kwargs.values()) if isinstance(x, PackedTokens))
         return packed.positions
 
-    def forward(self, positions: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, positions: torch.Tensor, **_: Any) -> torch.Tensor:
         """[T] positions -> [T, 1, 1, channels] angles."""
         return self.table.index_select(0, positions)
 
 
 def use_packed_rotary(model: torch.nn.Module, context: int) -> None:
     """Makes every rotary embedding of the model read packed positions below `context`."""
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
         if type(module) is RotaryEmbedding:
-            module.table = module.get_emb(context)
+            table = module.get_emb(context)
             module.__class__ = PackedRotaryEmbedding
+            module.table = table

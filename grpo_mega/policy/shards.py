@@ -19,10 +19,11 @@ from megatron.core.dist_checkpointing.mapping import (
     apply_factories,
     is_main_replica,
 )
+from megatron.core.transformer.module import MegatronModule
 
 
 def shards(
-    module: torch.nn.Module, of: Callable[[torch.Tensor], torch.Tensor | None] = lambda p: p.data
+    module: MegatronModule, of: Callable[[torch.Tensor], torch.Tensor | None] = lambda p: p.data
 ) -> list[ShardedTensor]:
     """This rank's shards, each holding `of(parameter)`: its data, its gradient; None leaves a parameter out."""
     state = module.sharded_state_dict()
@@ -49,7 +50,7 @@ def place(shard: ShardedTensor) -> tuple[int | slice, ...]:
 
 
 @torch.no_grad()
-def initialize(module: torch.nn.Module, seed: int, std: float, layers: int) -> None:
+def initialize(module: MegatronModule, seed: int, std: float, layers: int) -> None:
     """Fills the weights from a normal distribution that depends on seed and key alone, so not on the layout.
 
     Projections back into the residual stream get std / sqrt(2 * layers) (GPT-2), norms 1, balancing biases 0.
@@ -67,7 +68,7 @@ def initialize(module: torch.nn.Module, seed: int, std: float, layers: int) -> N
             shard.data.copy_(whole[place(shard)] * scale)
 
 
-def count_parameters(module: torch.nn.Module) -> int:
+def count_parameters(module: MegatronModule) -> int:
     """Parameters of the whole model, each counted once whatever the layout; every rank must call it."""
     parameters = {id(p) for p in module.parameters()}
     mine = shards(module, lambda p: p.data if id(p) in parameters else None)
@@ -77,21 +78,19 @@ def count_parameters(module: torch.nn.Module) -> int:
 
 
 def gather_whole(
-    module: torch.nn.Module, of: Callable[[torch.Tensor], torch.Tensor | None] = lambda p: p.data
+    module: MegatronModule, of: Callable[[torch.Tensor], torch.Tensor | None] = lambda p: p.data
 ) -> dict[str, torch.Tensor]:
-    """Whole tensors by key, on every rank; what no rank holds is NaN. For comparisons of small models."""
+    """Whole floating-point tensors by key, on every rank; what no rank holds is NaN. For comparing small models."""
     mine = [
         (s.key, tuple(s.global_shape), place(s), s.data.detach().clone())
         for s in shards(module, of)
-        if is_main_replica(s.replica_id)
+        if is_main_replica(s.replica_id) and s.data.is_floating_point()
     ]
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     whole: dict[str, torch.Tensor] = {}
     for key, shape, where, data in (item for rank in everyone for item in rank):
         if key not in whole:
-            whole[key] = torch.full(shape, float("nan"), dtype=data.dtype) if data.is_floating_point() else torch.zeros(
-                shape, dtype=data.dtype
-            )
+            whole[key] = torch.full(shape, float("nan"), dtype=data.dtype)
         whole[key][where] = data
     return whole

@@ -51,7 +51,5 @@ def test_only_nvidias_apex_counts(tmp_path: Path, files: str, expected: str | No
         "assert not {'torch', 'apex'} & set(sys.modules)\n"
         "print(json.dumps(versions()))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout).get("apex") == expected

@@ -106,8 +106,8 @@ def test_run_directory_of_a_live_run_is_refused_and_left_alone(story):
 
 @pytest.mark.parametrize("moment", ["Ctrl-C", "kill -9", "end"])
 def test_each_start_continues_behind_the_newest_checkpoint(story, moment):
-    assert "continuing behind step 2" in story.ends[moment].stdout
-    assert "base model" not in story.ends[moment].stdout
+    assert "continuing behind step 2" in story.ends[moment].stderr
+    assert "base model" not in story.ends[moment].stderr
 
 
 def test_final_checkpoint_is_bit_for_bit_that_of_the_run_in_peace(story, peaceful):
@@ -143,7 +143,7 @@ def test_samples_and_summary_are_those_of_the_run_in_peace(story, peaceful):
 
 
 def test_with_nothing_left_to_do_it_is_completed_at_once(story):
-    assert "disturbed completed: 4 steps" in story.ends["nothing left"].stdout.replace("\n", " ")
+    assert "disturbed completed: 4 steps" in story.ends["nothing left"].stderr.replace("\n", " ")
     before, after = story.contents["end"], story.contents["nothing left"]
     changed = {name for name in before | after if before.get(name) != after.get(name)}
     assert {name.split("/")[0] for name in changed} <= {"logs", "summary.json", "tensorboard", "curves.png"}

@@ -21,8 +21,8 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def test_ends_with_everything_in_place_and_no_process_left(finished):
     assert finished.ended.orphans == []
-    assert "first completed: 3 steps" in finished.ended.stdout.replace("\n", " ")
-    assert str(finished.path) in finished.ended.stdout.replace("\n", "").replace(" ", "")
+    assert "first completed: 3 steps" in finished.ended.stderr.replace("\n", " ")
+    assert str(finished.path) in finished.ended.stderr.replace("\n", "").replace(" ", "")
     top = {p.name for p in finished.path.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "samples", "tensorboard", "logs", "checkpoints", "curves.png"} <= top
     assert not [name for name in finished.contents if name.endswith(".tmp")]
@@ -40,7 +40,9 @@ def test_metrics_have_one_line_per_step_of_finite_numbers(finished):
     for line in finished.metrics:
         assert all(isinstance(value, int | float) and math.isfinite(value) for value in line.values()), line
         assert line["rollout/groups_with_signal"] > 0
-        assert {"reward/own", "policy/loss", "policy/grad_norm", "policy/lr", "time/generate", "time/update"} <= set(line)
+        assert {"reward/own", "policy/loss", "policy/grad_norm", "policy/lr", "time/generate", "time/update"} <= set(
+            line
+        )
     assert ["eval/accuracy" in line for line in finished.metrics] == [False, True, False]
 
 

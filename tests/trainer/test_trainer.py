@@ -71,9 +71,11 @@ def test_patience_ends_after_three_steps_without_signal_with_one_warning(seen):
     assert "look at samples/" in text
 
 
-def test_a_checkpoint_before_the_first_update_can_be_continued(seen):
-    assert seen["resumed_without_update"]["step"] == 1
-    assert seen["resumed_without_update"]["metrics"]["policy/grad_norm"] > 0
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_before_the_first_update_can_be_continued(seen, sharded):
+    found = seen["resumed_without_update"][sharded]
+    assert found["step"] == 1
+    assert found["metrics"]["policy/grad_norm"] > 0
 
 
 def test_a_single_update_is_exactly_on_policy(seen):
@@ -119,4 +121,6 @@ def test_rewards_come_from_the_users_function_in_the_order_of_the_samples(seen):
     assert found["order"] == found["expected_order"]
     assert found["own"] == found["expected_own"]
     assert len(set(found["own"])) > 1
-    assert found["totals"] == pytest.approx([own + 0.5 * f for own, f in zip(found["own"], found["format"], strict=True)])
+    assert found["totals"] == pytest.approx(
+        [own + 0.5 * f for own, f in zip(found["own"], found["format"], strict=True)]
+    )

@@ -134,20 +134,26 @@ def equal_rewards() -> dict[str, Any]:
     return seen
 
 
-def resumed_without_update() -> dict[str, Any]:
-    """A checkpoint taken before the optimizer ever moved can be continued."""
+def resumed_without_update() -> list[dict[str, Any]]:
+    """Checkpoints taken before the optimizer ever moved, plain and sharded, are continued."""
+    return [_resumed(f"resumed_{sharded}", f"optimizer.distributed={sharded}") for sharded in ("false", "true")]
+
+
+def _resumed(name: str, override: str) -> dict[str, Any]:
     trainer_rewards.equal = True
-    with trainer("resumed") as built:
+    with trainer(name, override) as built:
         step(built)
         built.save()
     trainer_rewards.equal = False
-    with trainer("resumed") as built:
+    with trainer(name, override) as built:
         return {"step": built.step, "metrics": step(built)}
 
 
 def on_policy() -> list[dict[str, float]]:
     """Single updates, with warm-up and a reference that is refreshed behind step 2."""
-    with trainer("on_policy", "algorithm.kl_coef=0.1", "algorithm.reference_refresh=2", "optimizer.warmup_steps=4") as built:
+    with trainer(
+        "on_policy", "algorithm.kl_coef=0.1", "algorithm.reference_refresh=2", "optimizer.warmup_steps=4"
+    ) as built:
         return [step(built) for _ in range(3)]
 
 
