@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,7 +59,7 @@ def test_micro_batches_are_filled(lengths: list[int], replicas: int) -> None:
     budget = max(lengths)
     for replica in schedule(lengths, replicas, budget):
         filled = [micro for micro in replica if micro]
-        for earlier, later in zip(filled, filled[1:], strict=False):
+        for earlier, later in pairwise(filled):
             assert sum(lengths[i] for i in earlier) + lengths[later[0]] > budget
 
 

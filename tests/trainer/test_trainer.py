@@ -121,6 +121,5 @@ def test_rewards_come_from_the_users_function_in_the_order_of_the_samples(seen):
     assert found["order"] == found["expected_order"]
     assert found["own"] == found["expected_own"]
     assert len(set(found["own"])) > 1
-    assert found["totals"] == pytest.approx(
-        [own + 0.5 * f for own, f in zip(found["own"], found["format"], strict=True)]
-    )
+    totals = [own + 0.5 * tagged for own, tagged in zip(found["own"], found["format"], strict=True)]
+    assert found["totals"] == pytest.approx(totals)

@@ -151,9 +151,8 @@ def _resumed(name: str, override: str) -> dict[str, Any]:
 
 def on_policy() -> list[dict[str, float]]:
     """Single updates, with warm-up and a reference that is refreshed behind step 2."""
-    with trainer(
-        "on_policy", "algorithm.kl_coef=0.1", "algorithm.reference_refresh=2", "optimizer.warmup_steps=4"
-    ) as built:
+    overrides = ["algorithm.kl_coef=0.1", "algorithm.reference_refresh=2", "optimizer.warmup_steps=4"]
+    with trainer("on_policy", *overrides) as built:
         return [step(built) for _ in range(3)]
 
 

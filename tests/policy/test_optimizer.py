@@ -53,8 +53,10 @@ def test_steps_equal_torch_adamw_bit_for_bit_also_after_loading(chosen: dict, be
         take_step(theirs, step)
         assert_equal_bits(weights(ours), weights(theirs))
 
-    loaded = GroupStepAdamW([{"params": [torch.nn.Parameter(w.clone()) for w in weights(ours)[:2]]},
-                             {"params": [torch.nn.Parameter(w.clone()) for w in weights(ours)[2:]]}], **chosen)  # fmt: skip
+    loaded = GroupStepAdamW(two_groups(), **chosen)
+    with torch.no_grad():
+        for ours_now, copied in zip(weights(ours), weights(loaded), strict=True):
+            copied.copy_(ours_now)
     loaded.load_state_dict(copy.deepcopy(ours.state_dict()))
     assert [group["step"] for group in loaded.param_groups] == [before, before]
     for step in range(before, before + after):

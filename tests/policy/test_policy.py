@@ -1,0 +1,195 @@
+"""One rank: what a batch gives depends on its sequences alone, gradients are those of the loss, nothing is silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from grpo_mega.config.schema import OptimizerConfig
+from grpo_mega.policy.microbatch import ScoredTokens
+from grpo_mega.policy.policy import Gradients, Policy
+from grpo_mega.policy.shards import gather_whole
+from grpo_mega.types import Batch
+
+MakePolicy = Callable[..., Policy]
+MODELS = ["dense", "moe", "latent", "tied"]
+PARITY = 1e-6
+
+
+def token_loss(logprob: torch.Tensor, known: ScoredTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Not linear in the log-prob, and different for every token."""
+    return logprob.exp() * known.advantage + logprob.square() / (1 + known.tokens), {"logprob": logprob.detach()}
+
+
+def full_gradient(policy: Policy) -> torch.Tensor:
+    """Every parameter's gradient in one vector."""
+    return torch.cat([g.flatten() for g in gradients_by_name(policy).values()])
+
+
+def gradients_by_name(policy: Policy) -> dict[str, torch.Tensor]:
+    return gather_whole(policy.gpt, lambda p: getattr(p, "main_grad", None))
+
+
+def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def assert_same(found: Gradients, expected: Gradients) -> None:
+    assert found.metrics.keys() == expected.metrics.keys() == {"loss", "entropy", "logprob"}
+    for name, value in found.metrics.items():
+        assert value == pytest.approx(expected.metrics[name], rel=PARITY)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("budget", [1, 23, 40])
+def test_the_size_of_micro_batches_changes_nothing(
+    model: str, budget: int, make_policy: MakePolicy, batch: Batch
+) -> None:
+    whole, cut = make_policy(model), make_policy(model, micro_batch_tokens=budget)
+    expected, found = whole.gradients(batch, token_loss, 0.8), cut.gradients(batch, token_loss, 0.8)
+    assert_same(found, expected)
+    torch.testing.assert_close(found.logprob, expected.logprob, atol=1e-5, rtol=1e-6)
+    theirs = gradients_by_name(whole)
+    for name, ours in gradients_by_name(cut).items():
+        assert relative_distance(ours, theirs[name]) < PARITY, name
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_order_of_sequences_changes_nothing(model: str, make_policy: MakePolicy, batch: Batch) -> None:
+    order = [4, 8, 0, 2, 7, 1, 6, 3, 5]
+    shuffled = batch.select(order)
+    first, second = (make_policy(model, micro_batch_tokens=30) for _ in range(2))
+    expected, found = first.gradients(batch, token_loss), second.gradients(shuffled, token_loss)
+    assert_same(found, expected)
+    in_order = torch.cat([expected.logprob.split(batch.lengths.tolist())[i] for i in order])
+    torch.testing.assert_close(found.logprob, in_order, atol=1e-5, rtol=1e-6)
+    assert relative_distance(full_gradient(second), full_gradient(first)) < PARITY
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_loss_is_the_weighted_sum_and_the_gradient_its_slope(
+    model: str, make_policy: MakePolicy, batch: Batch
+) -> None:
+    """A short walk along the gradient, too short to change an expert: the loss must rise by its squared length."""
+    policy = make_policy(model, micro_batch_tokens=30)
+    everything = ScoredTokens(batch.tokens, batch.weight, batch.advantage, batch.old_logprob, batch.ref_logprob)
+
+    def loss() -> float:
+        token_losses, _ = token_loss(policy.logprobs(batch, 1.0).double(), everything)
+        return (batch.weight * token_losses).sum().item()
+
+    found = policy.gradients(batch, token_loss)
+    assert found.metrics["loss"] == pytest.approx(loss(), rel=1e-5)
+    slopes = {name: p.main_grad.clone() for name, p in policy.gpt.named_parameters()}
+    squared = sum(g.double().square().sum().item() for g in slopes.values())
+    step = 5e-4 / squared**0.5
+
+    def walk(size: float) -> None:
+        with torch.no_grad():
+            for name, p in policy.gpt.named_parameters():
+                p.add_(slopes[name], alpha=size)
+
+    walk(step)
+    above = loss()
+    walk(-2 * step)
+    assert (above - loss()) / (2 * step) == pytest.approx(squared, rel=1e-2)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_token_knows_only_what_is_before_it_in_its_sequence(
+    model: str, make_policy: MakePolicy, batch: Batch
+) -> None:
+    """From the middle of sequence 6 on, every token is another one; so is every other sequence of the batch."""
+    policy = make_policy(model, micro_batch_tokens=64)
+    start, end = batch.cu_seqlens[6:8].tolist()
+    middle = (start + end) // 2
+    other = (batch.tokens + 1) % policy.head.vocab_size
+    other[start:middle] = batch.tokens[start:middle]
+    before, after = policy.logprobs(batch, 1.0), policy.logprobs(batch.with_(tokens=other), 1.0)
+    torch.testing.assert_close(after[start:middle], before[start:middle], atol=1e-5, rtol=0)
+    assert (after[middle:end] != before[middle:end]).all()
+
+
+def test_log_probs_are_those_of_the_update_and_zero_off_the_mask(make_policy: MakePolicy, batch: Batch) -> None:
+    policy = make_policy("moe", micro_batch_tokens=30)
+    alone = policy.logprobs(batch, 0.7)
+    assert torch.equal(alone, policy.gradients(batch, token_loss, 0.7).logprob)
+    assert (alone[batch.mask] < 0).all()
+    assert not alone[~batch.mask].any()
+
+
+def test_bf16_is_close_to_fp32(make_policy: MakePolicy, batch: Batch) -> None:
+    exact, rounded = make_policy("moe"), make_policy("moe", dtype="bf16")
+    assert {p.dtype for p in rounded.gpt.parameters()} >= {torch.bfloat16}
+    for policy in (rounded, exact):
+        policy.gradients(batch, token_loss)
+    difference = rounded.logprobs(batch, 1.0) - exact.logprobs(batch, 1.0)
+    assert 0 < difference.abs().mean() < 0.05
+    assert relative_distance(full_gradient(rounded), full_gradient(exact)) < 0.2
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("budget", [1, 30, 1000])
+def test_a_loss_that_is_not_finite_names_sequence_and_token(
+    broken: float, budget: int, make_policy: MakePolicy, batch: Batch
+) -> None:
+    place = int(batch.cu_seqlens[6]) + 5
+    marked = batch.with_(old_logprob=torch.zeros_like(batch.weight).index_fill(0, torch.tensor([place]), 1.0))
+
+    def explode(logprob: torch.Tensor, known: ScoredTokens) -> tuple[torch.Tensor, dict]:
+        return torch.where(known.old_logprob == 1.0, broken, logprob), {}
+
+    with pytest.raises(FloatingPointError, match=f"token 5 of sequence 6 of the batch is {broken}"):
+        make_policy("dense", micro_batch_tokens=budget).gradients(marked, explode)
+
+
+def test_a_broken_weight_does_not_pass_in_silence(make_policy: MakePolicy, batch: Batch) -> None:
+    policy = make_policy("dense")
+    with torch.no_grad():
+        policy.head.weight[3, 3] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"token \d+ of sequence \d+ of the batch is nan"):
+        policy.gradients(batch, token_loss)
+
+
+def test_scoring_a_first_token_is_refused(make_policy: MakePolicy, batch: Batch) -> None:
+    mask = batch.mask.clone()
+    mask[batch.cu_seqlens[3]] = True
+    policy = make_policy("dense")
+    for use in (lambda b: policy.gradients(b, token_loss), lambda b: policy.logprobs(b, 1.0)):
+        with pytest.raises(ValueError, match="first token of a sequence"):
+            use(batch.with_(mask=mask))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_of_zero_move_nothing(model: str, make_policy: MakePolicy, batch: Batch) -> None:
+    """Not to the last bit; weights other than zero move every parameter."""
+    policy = make_policy(model, micro_batch_tokens=30)
+    policy.use_optimizer(OptimizerConfig(lr=0.1))
+    before = [p.detach().clone() for p in policy.gpt.parameters()]
+    found = policy.update(batch.with_(weight=torch.zeros_like(batch.weight)), token_loss, lr=0.1)
+    assert found.metrics["grad_norm"] == 0.0
+    assert found.metrics["loss"] == 0.0
+    assert not full_gradient(policy).any()
+    assert all(torch.equal(p, q) for p, q in zip(policy.gpt.parameters(), before, strict=True))
+    policy.update(batch, token_loss, lr=0.1)
+    assert not any(torch.equal(p, q) for p, q in zip(policy.gpt.parameters(), before, strict=True))
+
+
+def test_a_batch_without_a_sequence_gives_no_gradient(make_policy: MakePolicy, batch: Batch) -> None:
+    policy = make_policy("moe")
+    nothing = batch.select([])
+    assert policy.logprobs(nothing, 1.0).shape == (0,)
+    assert policy.gradients(nothing, token_loss).metrics["loss"] == 0.0
+    assert not full_gradient(policy).any()
+
+
+def test_updates_lower_the_loss_and_report_the_norm_before_clipping(make_policy: MakePolicy, batch: Batch) -> None:
+    policy = make_policy("moe", micro_batch_tokens=30)
+    policy.use_optimizer(OptimizerConfig(lr=1.0, clip_grad=1e-3))
+    found = [policy.update(batch, lambda logprob, _: (-logprob, {}), lr=1e-2) for _ in range(5)]
+    losses = [f.metrics["loss"] for f in found]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(f.metrics["grad_norm"] > 0.01 and f.metrics["lr"] == 1e-2 for f in found)
