@@ -59,10 +59,11 @@ $(READY): pyproject.toml
 	    echo "$(PYTHON) cannot make virtual environments. On Debian or Ubuntu:" >&2; \
 	    echo "    apt-get install python3-venv" >&2; \
 	    exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@echo "Setting up $(VENV): torch, megatron-core and the rest; once, a minute or two."
+	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip show --quiet torch 2>/dev/null || { \
 	    command -v nvidia-smi >/dev/null || test -n "$(TORCH_INDEX_URL)" || \
 	        echo "No GPU here: TORCH_INDEX_URL can name an index of smaller CPU builds (see make help)."; \
-	    set -x; $(BIN)/python -m pip install $(if $(TORCH_INDEX_URL),--index-url '$(TORCH_INDEX_URL)') '$(TORCH)'; }
-	$(BIN)/python -m pip install -e '.[dev]'
+	    set -x; $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url '$(TORCH_INDEX_URL)') '$(TORCH)'; }
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	@touch $@

@@ -51,10 +51,7 @@ def assemble(config: Config, platform: Platform) -> Iterator[Trainer]:
                 config.model, config.layout, data.tokenizer.vocab_size, topology, platform, config.optimizer.distributed
             )
             engine = EmbeddedEngine(policy, data.tokenizer.decode, config.rollout.concurrent_sequences)
-        recorder.start([
-            f"{policy.parameters():,} parameters on {topology.world_size} processes: {_sizes(config, topology.dp_size)}",
-            f"{config.algorithm.prompts_per_step} prompts x {config.algorithm.group_size} samples per step; in {path}",
-        ])  # fmt: skip
+        recorder.start(_opening(config, policy))
         trainer = Trainer(config, policy, engine, data, reward, recorder, timer)
         if not trainer.resume():
             _first_weights(config, policy, engine, data, recorder, timer)
@@ -93,6 +90,12 @@ def _first_weights(
         recorder.note(f"cold start: {config.sft.steps} supervised steps, loss {loss:.3f}")
 
 
-def _sizes(config: Config, dp: int) -> str:
-    sizes = {"tp": config.layout.tp, "pp": config.layout.pp, "dp": dp, "ep": config.layout.ep, "etp": config.layout.etp}
-    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+def _opening(config: Config, policy: Policy) -> list[str]:
+    """What is about to run."""
+    layout, topology, algorithm = config.layout, policy.topology, config.algorithm
+    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": topology.dp_size, "ep": layout.ep, "etp": layout.etp}
+    arranged = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    return [
+        f"{policy.parameters():,} parameters on {topology.world_size} processes: {arranged}",
+        f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} samples per step, {config.run.steps} steps",
+    ]

@@ -122,7 +122,8 @@ class DataConfig:
     max_terms: int = 5
     """chain_sum: most numbers in a sum."""
     validation_size: int = 200
-    """Problems for tuning, taken off the training file for jsonl, for chain_sum disjoint from training and test; permutations of the same digits count as the same."""
+    """Problems for tuning: for chain_sum disjoint from training and test, permutations of the same digits included; for
+    jsonl taken off the training file."""
     test_size: int = 400
     """chain_sum: held-out problems for the reported accuracy."""
     train_path: str | None = None
