@@ -19,11 +19,14 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_mega.config.load import config_dir, load
 from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import Config
+from grpo_mega.platform.stop import Stopped
 
 FAILED = 1
 """Exit code after an unexpected error, whose traceback every rank prints."""
 BAD_INPUT = 2
 """Exit code when the configuration, the data or the run directory cannot be used."""
+STOPPED = 75
+"""Exit code after SIGTERM or SIGUSR1, when the step in progress was finished and saved (EX_TEMPFAIL: try again)."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
@@ -39,6 +42,8 @@ def main(raw: DictConfig) -> None:
         _leave(f"error: {error}", BAD_INPUT)
     except KeyboardInterrupt:
         _leave("interrupted; the same command continues at the newest checkpoint", INTERRUPTED)
+    except Stopped as stopped:
+        _leave(str(stopped), STOPPED)
     except Exception:
         traceback.print_exc()
         _leave("failed; the same command continues at the newest checkpoint", FAILED)

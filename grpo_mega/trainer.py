@@ -22,6 +22,7 @@ from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.rollout import average, rollout_metrics
 from grpo_mega.observe.summary import versions
 from grpo_mega.observe.timer import PhaseTimer
+from grpo_mega.platform.stop import Stopped, StopRequest
 from grpo_mega.policy.microbatch import ScoredTokens
 from grpo_mega.policy.optimizer import warmed_up
 from grpo_mega.policy.policy import Gradients, Policy
@@ -67,6 +68,7 @@ class Trainer:
             top_k=config.rollout.top_k,
             seed=config.run.seed,
         )
+        self.stop = StopRequest()
         self.on_policy = config.algorithm.epochs * config.algorithm.mini_batches == 1
         self.step = 0
         self.updates = 0
@@ -83,7 +85,11 @@ class Trainer:
         self.before = self.evaluate("held-out", self.data.test)
 
     def run(self) -> None:
-        """Trains to `run.steps`, measures what was achieved and records it."""
+        """Trains to `run.steps`, measures what was achieved and records it.
+
+        Raises:
+            Stopped: A signal asked for it; the step in progress was finished and saved.
+        """
         run = self.config.run
         self.timer.step_seconds()  # what came before belongs to no step
         while self.step < run.steps:
@@ -92,8 +98,11 @@ class Trainer:
             if run.eval_every and self.step % run.eval_every == 0:
                 metrics |= {f"eval/{name}": x for name, x in self.evaluate("validation", self.data.validation).items()}
             self.recorder.step(self.step, metrics | self.seconds(), groups)
-            if self.step == run.steps or (run.save_every and self.step % run.save_every == 0):
+            asked = self.policy.topology.any_rank(self.stop.received is not None, self.policy.platform.device)
+            if asked or self.step == run.steps or (run.save_every and self.step % run.save_every == 0):
                 self.save()
+            if asked and self.step < run.steps:
+                raise Stopped(f"stopped after step {self.step}, which is saved; the same command continues there")
         self.recorder.finish(self.achieved(self.evaluate("held-out", self.data.test)))
 
     def train_step(self) -> tuple[Metrics, list[Group]]:
@@ -221,11 +230,11 @@ class Trainer:
             folder = self.checkpoints
             checkpoint.save(checkpoint.step_path(folder, self.step), self.policy, self.state_dict(), self.reference)
             if self.policy.topology.is_main:
-                checkpoint.prune(folder, self.config.run.keep_checkpoints)
+                checkpoint.prune(folder, self.config.run.keep_checkpoints, self.config.run.keep_every)
 
     def resume(self) -> bool:
         """Continues at the newest checkpoint of the run directory; False when there is none."""
-        newest = checkpoint.newest(self.checkpoints)
+        newest = checkpoint.newest_whole(self.checkpoints)
         if newest is None:
             return False
         self.policy.use_optimizer(self.config.optimizer)

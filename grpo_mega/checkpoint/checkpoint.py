@@ -1,14 +1,16 @@
 """One checkpoint is one directory that is whole or not there.
 
-    step-000020/  weights/  reference/  state.json
+    step-000020/  weights/  reference/  state.json  manifest.json
 
 `weights` holds model and optimizer, `reference` the reference policy when there is one; both can be read under any
-layout. `state.json` holds what else a run needs to go on. A checkpoint is written under a temporary name and renamed.
+layout. `state.json` holds what else a run needs to go on, `manifest.json` the checksums of all files. A checkpoint is
+written under a temporary name and renamed.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,28 +19,32 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
+from grpo_mega.checkpoint.integrity import MANIFEST, damage, seal
 from grpo_mega.observe.files import sync_folder, write_atomic
 from grpo_mega.policy.policy import Policy
 from grpo_mega.policy.reference import ReferencePolicy
+
+logger = logging.getLogger(__name__)
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 STATE = "state.json"
 
 
 def save(path: Path, policy: Policy, state: dict[str, Any], reference: ReferencePolicy | None = None) -> None:
-    """Writes a checkpoint; called on every rank. `state` is plain JSON, the same on every rank."""
+    """Writes a checkpoint; every rank must call it. `state` is plain JSON, the same on every rank."""
     temporary = path.with_name(f".{path.name}.tmp")
     if policy.topology.is_main:
         shutil.rmtree(temporary, ignore_errors=True)
         for folder in ("weights", *(["reference"] if reference else [])):
             (temporary / folder).mkdir(parents=True)
+        write_atomic(temporary / STATE, json.dumps(state, indent=2))
     dist.barrier()
     dist_checkpointing.save(_weights(policy, is_loading=False), str(temporary / "weights"), content_metadata=METADATA)
     if reference:
         with reference.in_place():
             dist_checkpointing.save(_model(policy), str(temporary / "reference"), content_metadata=METADATA)
+    seal(temporary)
     if policy.topology.is_main:
-        write_atomic(temporary / STATE, json.dumps(state, indent=2))
         if path.exists():
             shutil.rmtree(path)
         temporary.rename(path)
@@ -50,11 +56,11 @@ def load(path: Path, policy: Policy, reference: ReferencePolicy | None = None) -
     """Reads a checkpoint into policy, optimizer (when the policy has one) and reference; returns its state.
 
     Raises:
-        FileNotFoundError: There is no whole checkpoint at `path`.
+        FileNotFoundError: There is no checkpoint at `path`.
         ValueError: It holds no reference policy although one is wanted.
     """
     if not (path / STATE).is_file():
-        raise FileNotFoundError(f"{path} holds no whole checkpoint (no {STATE})")
+        raise FileNotFoundError(f"{path} holds no checkpoint (no {STATE})")
     loaded = dist_checkpointing.load(_weights(policy, is_loading=True), str(path / "weights"))
     policy.gpt.load_state_dict(loaded["model"], strict=True)
     if policy.optimizer is not None:
@@ -66,32 +72,42 @@ def load(path: Path, policy: Policy, reference: ReferencePolicy | None = None) -
         with reference.in_place():
             loaded = dist_checkpointing.load(_model(policy), str(path / "reference"))
             policy.gpt.load_state_dict(loaded["model"], strict=True)
-    return read_state(path)
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """The state a checkpoint was saved with."""
     return json.loads((path / STATE).read_text())
 
 
 def load_weights(path: Path, policy: Policy) -> dict[str, Any]:
-    """Reads only the model's weights, for a run that starts from them; the optimizer starts anew.
+    """Reads only the model's weights into a policy without optimizer, for a run that starts from them.
 
     Raises:
-        FileNotFoundError: There is no whole checkpoint at `path`.
+        FileNotFoundError: There is no checkpoint at `path`.
+        ValueError: The checkpoint is damaged.
     """
-    optimizer, policy.optimizer = policy.optimizer, None
-    try:
-        return load(path, policy)
-    finally:
-        policy.optimizer = optimizer
-        if optimizer is not None:
-            optimizer.reload_model_params()
+    assert policy.optimizer is None, "an optimizer made before would keep the old master weights"
+    if (path / STATE).is_file() and (problem := damage(path)):
+        raise ValueError(f"the checkpoint {path} is damaged: {problem}; delete it or name another one")
+    return load(path, policy)
 
 
-def newest(folder: Path) -> Path | None:
-    """The whole checkpoint of the latest step in a folder of checkpoints."""
-    return max((p for p in folder.glob("step-*") if (p / STATE).is_file()), default=None)
+def newest_whole(folder: Path) -> Path | None:
+    """The checkpoint of the latest step that is whole, or None when none was ever finished; every rank must call it.
+
+    A damaged one is left alone, with a warning that names it and the one that is used instead.
+
+    Raises:
+        ValueError: There are finished checkpoints, but all of them are damaged.
+    """
+    damaged: dict[Path, str] = {}
+    for path in reversed(_by_step(folder)):
+        problem = damage(path)
+        if problem is None:
+            for other, why in damaged.items():
+                logger.warning("the checkpoint %s is damaged (%s); using %s instead", other, why, path)
+            return path
+        damaged[path] = problem
+    if any((path / MANIFEST).exists() for path in damaged):
+        found = "; ".join(f"{path}: {why}" for path, why in damaged.items())
+        raise ValueError(f"every checkpoint is damaged: {found}. Restore one, or delete {folder} to start anew")
+    return None
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -99,10 +115,24 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` checkpoints; called on the main rank."""
-    for path in sorted(p for p in folder.glob("step-*") if (p / STATE).is_file())[:-keep]:
-        shutil.rmtree(path)
+def prune(folder: Path, keep: int, keep_every: int) -> None:
+    """Deletes all but the newest `keep` checkpoints and every one whose step is a multiple of `keep_every` (0: none).
+
+    Called on the main rank.
+    """
+    for path in _by_step(folder)[:-keep]:
+        if not (keep_every and _step(path) % keep_every == 0):
+            # Without its manifest a checkpoint counts as never finished, however far the deletion gets.
+            (path / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(path)
+
+
+def _by_step(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _model(policy: Policy) -> dict[str, Any]:

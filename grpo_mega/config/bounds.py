@@ -27,7 +27,8 @@ RANGES: dict[str, tuple[str, ...]] = {
         "model.moe.aux_loss_coef", "model.moe.groups", "model.moe.group_top_k", "algorithm.kl_coef",
         "algorithm.reference_refresh", "rollout.top_k", "optimizer.warmup_steps", "optimizer.weight_decay",
         "optimizer.clip_grad", "base.warmup_steps", "base.decay_steps", "base.weight_decay", "base.gate_from",
-        "sft.steps", "sft.warmup_steps", "run.seed", "run.eval_every", "run.save_every", "run.samples_per_step",
+        "sft.steps", "sft.warmup_steps", "run.seed", "run.eval_every", "run.save_every", "run.keep_every",
+        "run.samples_per_step",
     ),
     "(0, inf)": (
         "model.norm_eps", "model.init_std", "model.moe.scaling", "algorithm.clip_high", "rollout.temperature",

@@ -20,6 +20,7 @@ _MAY_CHANGE = frozenset({
     "run.eval_every",
     "run.save_every",
     "run.keep_checkpoints",
+    "run.keep_every",
     "run.print_every",
     "run.samples_per_step",
     "run.tensorboard",

@@ -286,6 +286,8 @@ class RunConfig:
     """Steps between checkpoints; 0 saves only the last step."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept."""
+    keep_every: int = 0
+    """Checkpoints of steps divisible by this are kept for good; 0 for none."""
     print_every: int = 10
     """Steps between rows of the console table."""
     samples_per_step: int = 4

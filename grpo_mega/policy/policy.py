@@ -109,6 +109,9 @@ class Policy:
             FloatingPointError: The loss of a token with a weight is not finite; names the sequence and the token.
         """
         self.model.zero_grad_buffer()
+        if self.optimizer is not None:
+            # An update leaves p.grad behind, an alias of the buffer: the next gradient would count twice.
+            self.optimizer.zero_grad()
         micros = self._micro_batches(batch)
         # Megatron divides by the number of micro-batches and averages over replicas; the weights are global already.
         scale = len(micros) * self.topology.dp_size
@@ -135,7 +138,6 @@ class Policy:
     def update(self, batch: Batch, token_loss: TokenLoss, lr: float, temperature: float = 1.0) -> Gradients:
         """One optimizer update; "grad_norm" (before clipping) and "lr" join the metrics."""
         assert self.optimizer is not None, "call use_optimizer before update"
-        self.optimizer.zero_grad()
         found = self.gradients(batch, token_loss, temperature)
         set_learning_rate(self.optimizer, lr)
         _, grad_norm, _ = self.optimizer.step()

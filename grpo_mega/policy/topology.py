@@ -87,6 +87,18 @@ class Topology:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
         return bool(flag.item())
 
+    def main_says(self, value: bool) -> bool:
+        """The main rank's value, on all ranks: for what may look different to each, such as a shared folder."""
+        said = [value]
+        dist.broadcast_object_list(said, src=0)
+        return said[0]
+
+    def any_rank(self, value: bool, device: torch.device) -> bool:
+        """Whether `value` holds on any rank."""
+        flag = torch.tensor([value], dtype=torch.int32, device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
     def spread(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
         """One result per item, in order, on all ranks; each data parallel replica works on its share of the items."""
         if self.dp_size == 1:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-
-import torch.distributed as dist
 
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.config.schema import BaseConfig, Config, OptimizerConfig
@@ -47,18 +46,22 @@ def load_or_train_base(
         RuntimeError: The gate was not passed within `base.max_steps`.
     """
     path = base_path(config)
-    cached = (path / checkpoint.STATE).is_file()
-    dist.barrier()  # every rank has looked before any rank can write
-    if cached:
+    if policy.topology.main_says(path.is_dir()):
         checkpoint.load_weights(path, policy)
         return
     assert data.chain_sum is not None, "rules.py refuses base.train without data.task=chain_sum"
     policy.initialize(config.run.seed)
     steps = _train(config.base, config.run.seed, policy, engine, data.chain_sum, report)
     policy.optimizer = None
+    mine = path.with_name(f"{path.name}-{config.run.name}")  # another run may be training the same base model
     if policy.topology.is_main:
         path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.save(path, policy, {"steps": steps})
+    checkpoint.save(mine, policy, {"steps": steps})
+    if policy.topology.is_main:
+        if path.is_dir():
+            shutil.rmtree(mine)
+        else:
+            mine.rename(path)
 
 
 def _train(

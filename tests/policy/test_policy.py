@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from grpo_mega.config.schema import OptimizerConfig
+from grpo_mega.config.schema import MoEConfig, OptimizerConfig
 from grpo_mega.policy.microbatch import ScoredTokens
 from grpo_mega.policy.policy import Gradients, Policy
 from grpo_mega.policy.shards import gather_whole
@@ -175,6 +175,21 @@ def test_weights_of_zero_move_nothing(model: str, make_policy: MakePolicy, batch
     assert all(torch.equal(p, q) for p, q in zip(policy.gpt.parameters(), before, strict=True))
     policy.update(batch, token_loss, lr=0.1)
     assert not any(torch.equal(p, q) for p, q in zip(policy.gpt.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("model", ["dense", "latent"])
+def test_no_gradient_is_left_over(model: str, make_policy: MakePolicy, batch: Batch) -> None:
+    """Updates with a learning rate of 0 and bare gradients, in any order, find the same gradient every time."""
+    policy = make_policy(model, micro_batch_tokens=30, **({} if model == "dense" else {"moe": MoEConfig()}))
+    policy.use_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0))
+    policy.gradients(batch, token_loss)
+    expected = full_gradient(policy).clone()
+    for update in (False, True, True, False, True):
+        if update:
+            policy.update(batch, token_loss, lr=0.0)
+        else:
+            policy.gradients(batch, token_loss)
+        assert torch.equal(full_gradient(policy), expected)
 
 
 def test_a_batch_without_a_sequence_gives_no_gradient(make_policy: MakePolicy, batch: Batch) -> None:

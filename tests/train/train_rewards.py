@@ -9,13 +9,14 @@ from pathlib import Path
 from grpo_mega.types import Sample
 
 HOLD = "GRPO_MEGA_TEST_HOLD"
-"""VERSION:FILE makes rank 0 write FILE and stand still when it scores the first sample of this policy version."""
+"""VERSION:FILE makes rank 0 write FILE when it scores the first sample of this policy version, and wait for a signal."""
 
 
 def varied(sample: Sample) -> float:
     """Some number that differs between samples; holds the run where the test wants to catch it."""
     version, _, file = os.environ.get(HOLD, "").partition(":")
-    if file and sample.policy_version == int(version) and os.environ["RANK"] == "0":
+    catch = file and sample.policy_version == int(version) and os.environ["RANK"] == "0"
+    if catch and not Path(file).exists():
         Path(file).touch()
         signal.pause()
     return sum(sample.token_ids) % 7 / 7
