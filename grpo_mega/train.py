@@ -8,6 +8,7 @@ Starting the same command again continues the run at its newest checkpoint.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import traceback
@@ -67,7 +68,12 @@ def train(config: Config) -> None:
 
 
 def _leave(message: str, code: int) -> None:
-    """Ends this rank at once, without waiting for ranks that may hang in a collective; torchrun ends those."""
+    """Ends this rank and its helpers at once, without waiting for ranks that may hang in a collective.
+
+    torchrun ends those.
+    """
+    for helper in multiprocessing.active_children():
+        helper.kill()
     if os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr)
     sys.stderr.flush()

@@ -21,6 +21,7 @@ from megatron.core import dist_checkpointing
 
 from grpo_mega.checkpoint.integrity import MANIFEST, damage, seal
 from grpo_mega.observe.files import sync_folder, write_atomic
+from grpo_mega.platform.stop import shielded_children
 from grpo_mega.policy.policy import Policy
 from grpo_mega.policy.reference import ReferencePolicy
 
@@ -39,10 +40,13 @@ def save(path: Path, policy: Policy, state: dict[str, Any], reference: Reference
             (temporary / folder).mkdir(parents=True)
         write_atomic(temporary / STATE, json.dumps(state, indent=2))
     dist.barrier()
-    dist_checkpointing.save(_weights(policy, is_loading=False), str(temporary / "weights"), content_metadata=METADATA)
-    if reference:
-        with reference.in_place():
-            dist_checkpointing.save(_model(policy), str(temporary / "reference"), content_metadata=METADATA)
+    with shielded_children():
+        dist_checkpointing.save(
+            _weights(policy, is_loading=False), str(temporary / "weights"), content_metadata=METADATA
+        )
+        if reference:
+            with reference.in_place():
+                dist_checkpointing.save(_model(policy), str(temporary / "reference"), content_metadata=METADATA)
     seal(temporary)
     if policy.topology.is_main:
         if path.exists():

@@ -9,7 +9,7 @@ from pathlib import Path
 from grpo_mega.types import Sample
 
 HOLD = "GRPO_MEGA_TEST_HOLD"
-"""VERSION:FILE makes rank 0 write FILE when it scores the first sample of this policy version, and wait for a signal."""
+"""VERSION:FILE makes rank 0 write FILE at the first sample of this policy version, then wait for a signal."""
 
 
 def varied(sample: Sample) -> float:
