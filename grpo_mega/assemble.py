@@ -1,9 +1,8 @@
-"""Puts a run together: process groups, run directory, data, policy, engine, reward, and where the weights come from."""
+"""Puts a run together: process groups, run directory, policy, engine, and where the weights come from."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.config.load import identity, to_yaml
 from grpo_mega.config.schema import Config
-from grpo_mega.data import Data, build_data
+from grpo_mega.data import Data
 from grpo_mega.observe.logs import setup_rank_logging
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.run_dir import open_run_dir
@@ -21,22 +20,23 @@ from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform import Platform
 from grpo_mega.policy.policy import Policy
 from grpo_mega.policy.topology import join_layout, leave_layout
-from grpo_mega.reward.compose import build_reward
+from grpo_mega.reward.compose import Reward
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
-from grpo_mega.stages.base import load_or_train_base
+from grpo_mega.stages.base import base_path, load_or_train_base
 from grpo_mega.stages.supervised import cold_start
 from grpo_mega.trainer import Trainer
 
 
 @contextmanager
-def assemble(config: Config, platform: Platform) -> Iterator[Trainer]:
+def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> Iterator[Trainer]:
     """A trainer that stands where the run directory says, ready to `run`.
 
     Raises:
-        ValueError: The data, a reward or the run directory cannot be used.
+        ValueError: The layout, the run directory or its checkpoints cannot be used.
     """
-    data, reward = build_data(config), build_reward(config.reward)
+    if config.run.init_from and not (Path(config.run.init_from) / checkpoint.STATE).is_file():
+        raise FileNotFoundError(f"run.init_from={config.run.init_from} holds no checkpoint (no {checkpoint.STATE})")
     path = Path(config.run.root) / config.run.name
     main = dist.get_rank() == 0
     run_dir = open_run_dir(path, to_yaml(config), identity=identity(config)) if main else None
@@ -69,15 +69,19 @@ def _first_weights(
 ) -> None:
     """Gives the policy the weights that reinforcement learning starts from."""
     if config.base.train:
-        recorder.note("base model: a plain language model on worked arithmetic, until it can calculate")
-        began = time.perf_counter()
+        path = base_path(config)
+        if path.is_dir():
+            recorder.note(f"base model: from {path}")
+        else:
+            recorder.note(
+                f"base model: a plain language model on worked arithmetic, until it can calculate; goes to {path}"
+            )
 
         def at_gate(step: int, metrics: dict[str, float]) -> None:
             recorder.evaluation(step, "base model", metrics)
 
         with timer("base"):
             load_or_train_base(config, policy, engine, data, at_gate)
-        recorder.note(f"base model ready after {time.perf_counter() - began:.0f} s")
     elif config.run.init_from:
         checkpoint.load_weights(Path(config.run.init_from), policy)
     else:

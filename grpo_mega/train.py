@@ -8,19 +8,26 @@ Starting the same command again continues the run at its newest checkpoint.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import signal
 import sys
+import time
 import traceback
 
 import hydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_mega import platform
 from grpo_mega.config.load import config_dir, load
 from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import Config
+from grpo_mega.data import build_data
 from grpo_mega.platform.stop import Stopped
+from grpo_mega.reward.compose import build_reward
 
 FAILED = 1
 """Exit code after an unexpected error, whose traceback every rank prints."""
@@ -30,6 +37,8 @@ STOPPED = 75
 """Exit code after SIGTERM or SIGUSR1, when the step in progress was finished and saved (EX_TEMPFAIL: try again)."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
+SECONDS_FOR_RANK_0 = 10
+"""How long other ranks wait for rank 0 to report bad input."""
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
@@ -40,31 +49,48 @@ def main(raw: DictConfig) -> None:
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
         train(config)
     except (ValueError, FileNotFoundError, OmegaConfBaseException) as error:
-        _leave(f"error: {error}", BAD_INPUT)
+        _refuse(f"error: {error}")
     except KeyboardInterrupt:
-        _leave("interrupted; the same command continues at the newest checkpoint", INTERRUPTED)
+        _leave(
+            "interrupted; the same command continues at the newest checkpoint, or starts over if there is none yet",
+            INTERRUPTED,
+        )
     except Stopped as stopped:
         _leave(str(stopped), STOPPED)
     except Exception:
+        logging.getLogger("uncaught").critical("this rank ends", exc_info=True)
         traceback.print_exc()
         _leave("failed; the same command continues at the newest checkpoint", FAILED)
 
 
 def train(config: Config) -> None:
     """Runs one experiment to its end."""
-    from grpo_mega import platform
-
+    data, reward = build_data(config), build_reward(config.reward)
     here = platform.start()
     platform.join_processes(here)
     # Megatron may only be imported now that the platform is prepared.
     from grpo_mega.assemble import assemble
 
-    with assemble(config, here) as trainer:
+    with assemble(config, here, data, reward) as trainer:
         try:
             trainer.run()
         except (ValueError, FileNotFoundError) as error:
             # The input was accepted on every rank; what goes wrong now may be seen by one of them alone.
             raise RuntimeError(f"in step {trainer.step + 1}: {error}") from error
+
+
+def _refuse(message: str) -> None:
+    """Ends this rank over bad input. Usually all ranks find the same, so rank 0 speaks for them.
+
+    A rank that left before rank 0 had spoken would make torchrun end rank 0 in silence: the others wait, until
+    torchrun ends them because rank 0 left. A rank that nobody ends is the only one that knows, and speaks itself.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(SECONDS_FOR_RANK_0)
+        print(f"rank {rank}: {message}", file=sys.stderr)
+    _leave(message, BAD_INPUT)
 
 
 def _leave(message: str, code: int) -> None:
@@ -80,5 +106,17 @@ def _leave(message: str, code: int) -> None:
     os._exit(code)
 
 
+def run() -> None:
+    """Reports what hydra refuses as everything else is reported."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, do not print
+    try:
+        main()
+    except HydraException as error:
+        cause = f" ({str(error.__cause__).splitlines()[0]})" if error.__cause__ else ""
+        _refuse(
+            f"error: {str(error).splitlines()[0]}{cause}; fields are in grpo_mega/config/schema.py, options in configs/"
+        )
+
+
 if __name__ == "__main__":
-    main()
+    run()

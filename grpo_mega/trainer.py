@@ -68,13 +68,13 @@ class Trainer:
             top_k=config.rollout.top_k,
             seed=config.run.seed,
         )
-        self.stop = StopRequest()
         self.on_policy = config.algorithm.epochs * config.algorithm.mini_batches == 1
         self.step = 0
         self.updates = 0
         self.steps_without_signal = 0
         self.tokens = {"generated": 0, "trained": 0}
         self.before: Metrics = {}
+        self.earlier_seconds: Metrics = {}
 
     def begin(self) -> None:
         """Starts reinforcement learning at the policy's present weights."""
@@ -90,15 +90,18 @@ class Trainer:
         Raises:
             Stopped: A signal asked for it; the step in progress was finished and saved.
         """
-        run = self.config.run
+        run, refresh = self.config.run, self.config.algorithm.reference_refresh
+        stop = StopRequest()
         self.timer.step_seconds()  # what came before belongs to no step
         while self.step < run.steps:
             metrics, groups = self.train_step()
             self.step += 1
+            if self.reference and refresh and self.step % refresh == 0:
+                self.reference.refresh()
             if run.eval_every and self.step % run.eval_every == 0:
                 metrics |= {f"eval/{name}": x for name, x in self.evaluate("validation", self.data.validation).items()}
             self.recorder.step(self.step, metrics | self.seconds(), groups)
-            asked = self.policy.topology.any_rank(self.stop.received is not None, self.policy.platform.device)
+            asked = self.policy.topology.any_rank(stop.received is not None, self.policy.platform.device)
             if asked or self.step == run.steps or (run.save_every and self.step % run.save_every == 0):
                 self.save()
             if asked and self.step < run.steps:
@@ -127,15 +130,13 @@ class Trainer:
         with self.timer("update"):
             updates = [self.update(mini_batch) for mini_batch in self.mini_batches(batch)]
         self.tokens["trained"] += int(batch.mask.sum()) * algorithm.epochs
-        if self.reference and algorithm.reference_refresh and (self.step + 1) % algorithm.reference_refresh == 0:
-            self.reference.refresh()
         scored = updates[0].logprob if self.on_policy else batch.old_logprob
         mismatch = rollout_mismatch(scored[batch.mask], batch.rollout_logprob[batch.mask])
         return metrics | _named("policy", _mean(updates)) | _named("mismatch", mismatch), groups
 
     def score(self, samples: Sequence[Sample]) -> list[Group]:
         """The samples with their rewards, group by group."""
-        scored = self.policy.topology.spread(samples, lambda mine: self.reward.score(list(mine)))
+        scored = self.score_all(samples)
         size = self.config.algorithm.group_size
         groups = []
         for i in range(0, len(samples), size):
@@ -143,6 +144,10 @@ class Trainer:
             components = {name: tuple(t[name] for t in terms) for name in terms[0]}
             groups.append(Group(tuple(samples[i : i + size]), totals, components))
         return groups
+
+    def score_all(self, samples: Sequence[Sample]) -> list[tuple[float, dict[str, float]]]:
+        """Total reward and terms of every sample; each sample is scored by one rank alone, for all."""
+        return self.policy.topology.spread_over_ranks(samples, lambda mine: self.reward.score(list(mine)))
 
     def make_batch(self, groups: list[Group]) -> Batch | None:
         """Packs the groups that carry a signal, with their advantages; None when there is none.
@@ -202,7 +207,7 @@ class Trainer:
         """Accuracy, format rate and length of one sampled answer per prompt; also reported."""
         with self.timer("evaluate"):
             samples = self.engine.generate(prompts, 1, self.sampling, version=self.step)
-            scored = self.policy.topology.spread(samples, lambda mine: self.reward.score(list(mine)))
+            scored = self.score_all(samples)
         terms = {name: average(t[name] for _, t in scored) for name in scored[0][1]}
         metrics = {"accuracy": terms.pop(self.config.reward.success), **terms}
         metrics["length"] = average(len(s.token_ids) for s in samples)
@@ -222,7 +227,15 @@ class Trainer:
     def seconds(self) -> Metrics:
         """Wall seconds of the step by phase, and in total."""
         phases = {f"time/{name}": spent.wall for name, spent in self.timer.step_seconds().items()}
-        return {**phases, "time/step": sum(phases.values()) - phases.get("time/evaluate", 0.0)}
+        # Measured once per step; the checkpoint's time is that of the one before this step.
+        apart = phases.get("time/evaluate", 0.0) + phases.get("time/checkpoint", 0.0)
+        return {**phases, "time/step": sum(phases.values()) - apart}
+
+    def total_seconds(self) -> Metrics:
+        """Wall seconds of the whole run by phase, over all its starts."""
+        now = {name: spent.wall for name, spent in self.timer.totals().items()}
+        names = [*self.earlier_seconds, *(name for name in now if name not in self.earlier_seconds)]
+        return {name: round(self.earlier_seconds.get(name, 0.0) + now.get(name, 0.0), 2) for name in names}
 
     def save(self) -> None:
         """Writes a checkpoint of the whole run and deletes the oldest ones."""
@@ -230,7 +243,7 @@ class Trainer:
             folder = self.checkpoints
             checkpoint.save(checkpoint.step_path(folder, self.step), self.policy, self.state_dict(), self.reference)
             if self.policy.topology.is_main:
-                checkpoint.prune(folder, self.config.run.keep_checkpoints, self.config.run.keep_every)
+                checkpoint.prune(folder, self.step, self.config.run.keep_checkpoints, self.config.run.keep_every)
 
     def resume(self) -> bool:
         """Continues at the newest checkpoint of the run directory; False when there is none."""
@@ -256,6 +269,7 @@ class Trainer:
             "steps_without_signal": self.steps_without_signal,
             "tokens": self.tokens,
             "before": self.before,
+            "seconds": self.total_seconds(),
             "data": self.data.train.state_dict(),
         }
 
@@ -264,6 +278,7 @@ class Trainer:
         self.step, self.updates = state["step"], state["updates"]
         self.steps_without_signal = state["steps_without_signal"]
         self.tokens, self.before = state["tokens"], state["before"]
+        self.earlier_seconds = state["seconds"]
         self.data.train.load_state_dict(state["data"])
 
     def achieved(self, after: Metrics) -> dict[str, Any]:
@@ -276,7 +291,7 @@ class Trainer:
             **{f"{names.get(k, k)}_{when}": x for when, metrics in moments.items() for k, x in metrics.items()},
             "tokens_trained": self.tokens["trained"],
             "tokens_generated": self.tokens["generated"],
-            "seconds": {name: round(spent.wall, 2) for name, spent in self.timer.totals().items()},
+            "seconds": self.total_seconds(),
             "layout": asdict(self.config.layout) | {"dp": self.policy.topology.dp_size},
             "world_size": self.policy.topology.world_size,
             "parameters": self.policy.parameters(),

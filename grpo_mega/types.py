@@ -43,7 +43,7 @@ class Sample:
         logprobs: Natural-log probability of each token under the full temperature-scaled softmax, before top-k and
             top-p; same length as `token_ids`.
         finish_reason: "stop" (a stop token was sampled) or "length" (`max_new_tokens` or the context ran out).
-        policy_version: Number of optimizer rollouts the sampling weights had seen.
+        policy_version: GRPO steps the sampling weights had seen.
         text: `token_ids` decoded, special tokens kept.
     """
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import random
 import statistics
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config
+from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import Config
 from grpo_mega.data import CharTokenizer, Data, PromptSource
 from grpo_mega.observe.recorder import Recorder
@@ -58,16 +61,19 @@ SHAPE = [
 def main() -> None:
     """Runs the benchmark and prints the table on the main rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5, help="measured steps; the median is shown")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before")
-    parser.add_argument("--vocabulary", type=int, default=128, help="tokens")
-    parser.add_argument("--prompt-tokens", type=int, default=16, help="length of every prompt")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps, 5 by default; the median is shown")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before these, 2 by default")
+    parser.add_argument("--vocabulary", type=int, default=128, help="number of tokens, 128 by default")
+    parser.add_argument("--prompt-tokens", type=int, default=16, help="length of every prompt, 16 by default")
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("overrides", nargs="*", help="configuration overrides")
     options = parser.parse_args()
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore")
     here = platform.start()
     platform.join_processes(here)
     config = compose_config(SHAPE + options.overrides)
+    check_layout(config, dist.get_world_size())
     steps = measure(config, here, options)
     result = summarize(config, steps, here)
     if dist.get_rank() == 0:
@@ -85,7 +91,7 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     from grpo_mega.trainer import Trainer
 
     topology = join_layout(config.layout, config.run.seed)
-    policy = Policy(config.model, config.layout, options.vocabulary, topology, here)
+    policy = Policy(config.model, config.layout, options.vocabulary, topology, here, config.optimizer.distributed)
     policy.initialize(config.run.seed)
     policy.use_optimizer(config.optimizer)
     source = PromptSource(lambda k: random_prompt(k, options.prompt_tokens, options.vocabulary), "random")

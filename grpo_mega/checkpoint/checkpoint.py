@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from grpo_mega.checkpoint.integrity import MANIFEST, damage, seal
+from grpo_mega.checkpoint.integrity import MANIFEST, damage, main_says, seal
 from grpo_mega.observe.files import sync_folder, write_atomic
 from grpo_mega.platform.stop import shielded_children
 from grpo_mega.policy.policy import Policy
@@ -87,7 +87,7 @@ def load_weights(path: Path, policy: Policy) -> dict[str, Any]:
         ValueError: The checkpoint is damaged.
     """
     assert policy.optimizer is None, "an optimizer made before would keep the old master weights"
-    if (path / STATE).is_file() and (problem := damage(path)):
+    if problem := damage(path) if main_says((path / STATE).is_file) else None:
         raise ValueError(f"the checkpoint {path} is damaged: {problem}; delete it or name another one")
     return load(path, policy)
 
@@ -101,14 +101,14 @@ def newest_whole(folder: Path) -> Path | None:
         ValueError: There are finished checkpoints, but all of them are damaged.
     """
     damaged: dict[Path, str] = {}
-    for path in reversed(_by_step(folder)):
+    for path in reversed(main_says(lambda: _by_step(folder))):
         problem = damage(path)
         if problem is None:
             for other, why in damaged.items():
                 logger.warning("the checkpoint %s is damaged (%s); using %s instead", other, why, path)
             return path
         damaged[path] = problem
-    if any((path / MANIFEST).exists() for path in damaged):
+    if main_says(lambda: any((path / MANIFEST).exists() for path in damaged)):
         found = "; ".join(f"{path}: {why}" for path, why in damaged.items())
         raise ValueError(f"every checkpoint is damaged: {found}. Restore one, or delete {folder} to start anew")
     return None
@@ -119,20 +119,23 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
-def prune(folder: Path, keep: int, keep_every: int) -> None:
-    """Deletes all but the newest `keep` checkpoints and every one whose step is a multiple of `keep_every` (0: none).
+def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
+    """Deletes what is not to be kept once the checkpoint of `step` is written; called on the main rank.
 
-    Called on the main rank.
+    Kept are the newest `keep` and every one whose step is a multiple of `keep_every` (0: none). Checkpoints of later
+    steps are damaged ones that the run fell back from.
     """
-    for path in _by_step(folder)[:-keep]:
-        if not (keep_every and _step(path) % keep_every == 0):
-            # Without its manifest a checkpoint counts as never finished, however far the deletion gets.
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
+    present = _by_step(folder)
+    past = [path for path in present if _step(path) <= step]
+    old = [path for path in past[:-keep] if not (keep_every and _step(path) % keep_every == 0)]
+    for path in old + present[len(past) :]:
+        # Without its manifest a checkpoint counts as never finished, however far the deletion gets.
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path)
 
 
 def _by_step(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"), key=_step)
+    return sorted((p for p in folder.glob("step-*") if p.name[5:].isdigit()), key=_step)
 
 
 def _step(path: Path) -> int:

@@ -1,17 +1,22 @@
 """Checksums of a checkpoint's files: what was written is what is read, or it is not used.
 
-The files are shared out over the ranks, so that a large checkpoint is read by all of them at once.
+The files are shared out over the ranks, so that a large checkpoint is read by all of them at once. Which files there
+are is the main rank's to say: on a shared file system the others may see an older state.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from grpo_mega.observe.files import write_atomic
+
+Answer = TypeVar("Answer")
 
 MANIFEST = "manifest.json"
 """{file: [bytes, SHA-256]} of every other file of the checkpoint."""
@@ -20,7 +25,8 @@ MANIFEST = "manifest.json"
 def seal(path: Path) -> None:
     """Writes the manifest of a checkpoint whose files are all written; every rank must call it."""
     dist.barrier()  # all ranks have written theirs
-    sums = _checksums(path, sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()))
+    names = main_says(lambda: sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()))
+    sums = _checksums(path, names)
     if dist.get_rank() == 0:
         write_atomic(path / MANIFEST, json.dumps(sums, indent=1))
     dist.barrier()
@@ -28,12 +34,9 @@ def seal(path: Path) -> None:
 
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None when it is whole; every rank must call it and gets the same answer."""
-    try:
-        sealed: dict[str, list] = json.loads((path / MANIFEST).read_text())
-    except FileNotFoundError:
-        return f"it has no {MANIFEST}, so it was never finished"
-    except ValueError as error:
-        return f"its {MANIFEST} is not JSON: {error}"
+    sealed = main_says(lambda: _manifest(path))
+    if isinstance(sealed, str):
+        return sealed
     found = _checksums(path, sorted(sealed))
     for name, (size, digest) in sealed.items():
         if name not in found:
@@ -43,6 +46,23 @@ def damage(path: Path) -> str | None:
         if found[name][1] != digest:
             return f"{name} differs from what was written (SHA-256)"
     return None
+
+
+def main_says(ask: Callable[[], Answer]) -> Answer:
+    """What `ask` answers on the main rank, on all ranks."""
+    said = [ask() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]  # type: ignore[return-value]
+
+
+def _manifest(path: Path) -> dict[str, list] | str:
+    """The manifest, or what is wrong with it."""
+    try:
+        return json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}, so it was never finished"
+    except ValueError as error:
+        return f"its {MANIFEST} is not JSON: {error}"
 
 
 def _checksums(path: Path, names: list[str]) -> dict[str, list]:

@@ -38,6 +38,7 @@ _ORDERED = (
     ("model.context", 0, "layout.micro_batch_tokens", None),
     ("rollout.max_new_tokens", 1, "model.context", None),
     ("data.min_terms", 0, "data.max_terms", None),
+    ("algorithm.group_size", 0, "rollout.concurrent_sequences", None),
     ("model.moe.top_k", 0, "model.moe.experts", "model.moe.experts"),
     ("model.moe.first_dense", 1, "model.layers", "model.moe.experts"),
     ("model.moe.group_top_k", 0, "model.moe.groups", "model.moe.groups"),

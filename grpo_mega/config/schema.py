@@ -151,7 +151,7 @@ class RewardConfig:
     terms: list[RewardTerm] = MISSING
     """The total reward is the sum of weight * term."""
     success: str = "accuracy"
-    """The term whose value 1 counts as solved in accuracy metrics."""
+    """The term whose mean is reported as accuracy."""
 
 
 @dataclass

@@ -72,6 +72,8 @@ class Recorder:
         self.console.finish(summary, self.path)
 
     def close(self) -> None:
-        """Leaves the terminal clean, whatever happened."""
+        """Leaves the terminal clean and the files complete, whatever happened."""
         if self.console:
             self.console.close()
+        if self.metrics:
+            self.metrics.close()

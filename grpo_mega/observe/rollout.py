@@ -15,7 +15,7 @@ def average(values: Iterable[float]) -> float:
 
 
 def rollout_metrics(groups: list[Group], success: str) -> dict[str, float]:
-    """Rewards, lengths and how many groups carry a signal; `success` names the term that counts as accuracy."""
+    """Rewards, lengths and how many groups carry a signal; `success` names the term reported as accuracy."""
     samples = [sample for group in groups for sample in group.samples]
     terms = {name: average(x for g in groups for x in g.components[name]) for name in groups[0].components}
     return {

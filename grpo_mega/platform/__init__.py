@@ -38,6 +38,8 @@ def start() -> Platform:
     """Chooses the platform and prepares torch for it. Call once, before megatron.core is imported."""
     # Optional accelerators are reported once, in summary.json and by tools; not by every module of Megatron.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*(not installed|Falling back)")
+    # Megatron's tensor parallelism relies on kernels being launched in the order they were queued; CUDA reads it once.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -46,7 +48,7 @@ def start() -> Platform:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.use_deterministic_algorithms(True)
     # Filling fresh memory with NaN only helps to find reads of it, and costs two percent of a step.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return Platform(torch.device("cpu"), "gloo", transformer_engine=False)
 
 
@@ -54,8 +56,6 @@ def join_processes(platform: Platform, timeout_seconds: int = 600) -> None:
     """Joins the job torchrun started; a lone process without torchrun becomes a job of one."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(name, value)
-    # Megatron's tensor parallelism relies on kernels being launched in the order they were queued.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group(platform.backend, timeout=timedelta(seconds=timeout_seconds))
 
 

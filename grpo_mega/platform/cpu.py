@@ -2,8 +2,8 @@
 
 megatron-core names CUDA in a few dozen places although most of its arithmetic runs anywhere. Each substitution below
 answers one of those places and says why it is needed; tests/platform leaves them out one at a time and shows what
-breaks. `install()` does nothing when CUDA is present. This is the one module of the project that replaces anything in
-another library.
+breaks. `install()` does nothing when CUDA is present. Besides this module only `policy/optimizer.py` replaces anything
+in another library: the class of Megatron's Adam, where Transformer Engine and Apex are absent.
 """
 
 from __future__ import annotations

@@ -47,7 +47,11 @@ class GroupStepAdamW(torch.optim.AdamW):
 def build_optimizer(
     config: OptimizerConfig, model: DistributedDataParallel, dtype: torch.dtype, distributed: bool
 ) -> MegatronOptimizer:
-    """Megatron's optimizer over this rank's parameters; `distributed` shards its state over the replicas."""
+    """Megatron's optimizer over this rank's parameters; `distributed` shards its state over the replicas.
+
+    Weight decay spares norms and biases. Where neither Transformer Engine nor Apex is installed, Megatron's fallback to
+    torch's AdamW is replaced by `GroupStepAdamW`: it has no argument for the class to use.
+    """
     if megatron_optimizer.USING_PYTORCH_OPTIMIZER:  # neither Transformer Engine nor Apex is installed
         megatron_optimizer.Adam = GroupStepAdamW
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
@@ -66,6 +70,9 @@ def build_optimizer(
         use_distributed_optimizer=distributed,
     )
     optimizer = get_megatron_optimizer(options, [model])
+    for group in optimizer.param_groups:
+        # Megatron marks norms and biases with wd_mult 0, but leaves it to its own scheduler to obey that.
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
     _start_moments(optimizer)
     return optimizer
 

@@ -65,6 +65,7 @@ class Policy:
         self.gpt = build_model(model, layout, vocab_size, platform)
         self.gpt.config.finalize_model_grads_func = finalize_model_grads
         wrapped = Float16Module(self.gpt.config, self.gpt) if model.dtype == "bf16" else self.gpt
+        _keep_balancing_in_fp32(self.gpt)
         self._distributed_optimizer = distributed_optimizer
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, check_for_nan_in_grad=True, use_distributed_optimizer=distributed_optimizer
@@ -87,6 +88,7 @@ class Policy:
 
     def use_optimizer(self, config: OptimizerConfig) -> None:
         """Starts a fresh optimizer; the one before, with its moments, is dropped."""
+        self.optimizer = self.gpt.config.grad_scale_func = None  # let go before the new one takes its memory
         dtype = DTYPES[self._config.dtype]
         self.optimizer = build_optimizer(config, self.model, dtype, self._distributed_optimizer)
         self.gpt.config.grad_scale_func = self.optimizer.scale_loss
@@ -106,7 +108,7 @@ class Policy:
         """Forward and backward of sum(weight * token_loss) over the whole batch.
 
         Raises:
-            FloatingPointError: The loss of a token with a weight is not finite; names the sequence and the token.
+            FloatingPointError: The loss of a scored token is not finite; names the sequence and the token.
         """
         self.model.zero_grad_buffer()
         if self.optimizer is not None:
@@ -176,6 +178,15 @@ class Policy:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+
+def _keep_balancing_in_fp32(gpt: torch.nn.Module) -> None:
+    """Undoes the bf16 conversion of what balances the experts: bf16 cannot count past 256."""
+    for module in gpt.modules():
+        for name in ("expert_bias", "local_tokens_per_expert"):
+            buffer = getattr(module, name, None)
+            if buffer is not None:
+                buffer.data = buffer.data.float()
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:

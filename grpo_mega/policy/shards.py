@@ -82,7 +82,7 @@ def gather_whole(
 ) -> dict[str, torch.Tensor]:
     """Whole floating-point tensors by key, on every rank; what no rank holds is NaN. For comparing small models."""
     mine = [
-        (s.key, tuple(s.global_shape), place(s), s.data.detach().clone())
+        (s.key, tuple(s.global_shape), place(s), s.data.detach().cpu().clone())
         for s in shards(module, of)
         if is_main_replica(s.replica_id) and s.data.is_floating_point()
     ]

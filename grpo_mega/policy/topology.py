@@ -23,21 +23,18 @@ class Topology:
     Attributes:
         rank: Global rank.
         world_size: Number of processes.
-        tp_rank, tp_size: Place in the tensor parallel group.
+        tp_size: Ranks that share one layer.
         pp_rank, pp_size: Pipeline stage.
         dp_rank, dp_size: Data parallel replica.
-        ep_size: Ranks that share one set of experts.
     """
 
     rank: int
     world_size: int
-    tp_rank: int
     tp_size: int
     pp_rank: int
     pp_size: int
     dp_rank: int
     dp_size: int
-    ep_size: int
 
     @property
     def is_last_stage(self) -> bool:
@@ -81,17 +78,12 @@ class Topology:
 
     def any_expert_peer(self, value: bool, device: torch.device) -> bool:
         """Whether `value` holds on any rank that takes part in this rank's expert exchanges."""
-        if self.ep_size == 1:
+        group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        if group.size() == 1:
             return value
         flag = torch.tensor([value], dtype=torch.int32, device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
         return bool(flag.item())
-
-    def main_says(self, value: bool) -> bool:
-        """The main rank's value, on all ranks: for what may look different to each, such as a shared folder."""
-        said = [value]
-        dist.broadcast_object_list(said, src=0)
-        return said[0]
 
     def any_rank(self, value: bool, device: torch.device) -> bool:
         """Whether `value` holds on any rank."""
@@ -100,7 +92,10 @@ class Topology:
         return bool(flag.item())
 
     def spread(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
-        """One result per item, in order, on all ranks; each data parallel replica works on its share of the items."""
+        """One result per item, in order, on all ranks; each data parallel replica works on its share of the items.
+
+        The ranks of one replica must come to the same results.
+        """
         if self.dp_size == 1:
             return work(items)
         shares: list = [None] * self.dp_size
@@ -108,9 +103,24 @@ class Topology:
         dist.all_gather_object(shares, mine, group=parallel_state.get_data_parallel_group())
         return [shares[i % self.dp_size][i // self.dp_size] for i in range(len(items))]
 
+    def spread_over_ranks(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
+        """One result per item, in order, on all ranks; each item is worked on by one rank, for all."""
+        shares: list = [None] * self.world_size
+        dist.all_gather_object(shares, work(items[self.rank :: self.world_size]))
+        return [shares[i % self.world_size][i // self.world_size] for i in range(len(items))]
+
 
 def join_layout(layout: LayoutConfig, seed: int) -> Topology:
-    """Makes Megatron's process groups and seeds its random number trackers."""
+    """Makes Megatron's process groups and seeds its random number trackers.
+
+    Raises:
+        ValueError: The layout gathers unequal numbers of tokens per expert, which gloo cannot.
+    """
+    if dist.get_backend() == "gloo" and layout.etp > 1 and (layout.ep > 1 or layout.etp > layout.tp):
+        raise ValueError(
+            f"layout.etp={layout.etp} with layout.ep={layout.ep} and layout.tp={layout.tp} needs NCCL: on a CPU use "
+            "layout.etp=1, or layout.etp=layout.tp with layout.ep=1"
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -121,13 +131,11 @@ def join_layout(layout: LayoutConfig, seed: int) -> Topology:
     return Topology(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=layout.tp,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=layout.pp,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
-        ep_size=layout.ep,
     )
 
 

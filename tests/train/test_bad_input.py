@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
-from train_jobs import SMALL, Job, contents, half_written, rewarded_by
+from train_jobs import REPOSITORY, SMALL, Job, contents, half_written, rewarded_by
 
 REFUSED = [
     (2, ["layout=tp2_pp2"], ["world size 2", "layout.tp=2 * layout.pp=2", "start 4 processes"]),
@@ -31,11 +32,26 @@ def test_configuration_is_refused(tmp_path, ranks, overrides, words):
     assert not (tmp_path / "runs").exists()
 
 
-def test_reason_is_printed_by_one_rank(tmp_path):
-    ended = Job(tmp_path, [*SMALL, "algorithm.group_size=1"], ranks=2).finish()
-    assert ended.code != 0
-    assert ended.orphans == []
+SLOW_START = """
+import os, time
+if os.environ.get("RANK") == "0":
+    time.sleep(4)
+"""
+"""A sitecustomize.py: Python runs it before anything else."""
+
+
+def test_reason_is_printed_once_even_when_rank_0_finds_it_last(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_START)
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    ended = Job(tmp_path, [*SMALL, "algorithm.group_size=1"], ranks=2, environment=path).finish()
+    assert_refused(ended, ["algorithm.group_size=1: choose"])
     assert ended.stderr.count("algorithm.group_size=1: choose") == 1
+
+
+def test_rank_that_alone_finds_bad_input_says_so(tmp_path):
+    rank = {"RANK": "1", "WORLD_SIZE": "2"}  # and no other rank there
+    ended = Job(tmp_path, [*SMALL, "algorithm.group_size=1"], environment=rank).finish()
+    assert_refused(ended, ["rank 1: error:", "algorithm.group_size=1: choose"])
 
 
 @pytest.fixture(scope="module")

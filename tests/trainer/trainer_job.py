@@ -20,6 +20,8 @@ from grpo_mega.config.load import compose_config
 here = platform.start()
 
 from grpo_mega.assemble import assemble  # noqa: E402
+from grpo_mega.data import build_data  # noqa: E402
+from grpo_mega.reward.compose import build_reward  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.trainer import Trainer  # noqa: E402
 from grpo_mega.types import Batch, Group  # noqa: E402
@@ -48,7 +50,7 @@ def trainer(name: str, *overrides: str) -> Iterator[Trainer]:
     os.environ["MASTER_PORT"] = "0"  # any free one, for each job of this process
     platform.join_processes(here)
     config = compose_config([*SMALL, f"run.root={root}", f"run.name={name}", *overrides])
-    with assemble(config, here) as built:
+    with assemble(config, here, build_data(config), build_reward(config.reward)) as built:
         yield built
 
 
