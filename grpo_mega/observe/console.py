@@ -8,6 +8,7 @@ The table looks like this; columns without a metric are left out, and so are tho
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import textwrap
@@ -224,7 +225,9 @@ def _shorten(text: str, width: int) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss."""
+    """Seconds as m:ss or h:mm:ss; dashes when they are not finite."""
+    if not math.isfinite(seconds):
+        return "-:--"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

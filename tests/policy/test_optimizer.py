@@ -93,3 +93,16 @@ def test_warm_up_is_linear_and_then_constant(lr: float, warmup: int, update: int
 @given(st.floats(1e-8, 1.0), st.integers(0, 1000))
 def test_no_warm_up(lr: float, update: int) -> None:
     assert warmed_up(lr, 0, update) == lr
+
+
+@pytest.mark.parametrize("model", ["moe", "tied"])
+def test_weight_decay_spares_norms_and_nothing_else(make_policy: Callable[..., Policy], model: str) -> None:
+    policy = make_policy(model)
+    policy.use_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.5))
+    before = {name: p.detach().clone() for name, p in policy.gpt.named_parameters()}
+    policy.model.zero_grad_buffer()  # without gradients Adam moves nothing: what moves has decayed
+    set_learning_rate(policy.optimizer, 0.1)
+    policy.optimizer.step()
+    for name, p in policy.gpt.named_parameters():
+        expected = before[name] if p.dim() == 1 else before[name] * (1 - 0.1 * 0.5)
+        torch.testing.assert_close(p.detach(), expected, msg=name)

@@ -102,3 +102,20 @@ def test_curves_are_a_picture_and_tensorboard_has_events(finished):
 def test_base_model_was_cached_whole(finished):
     (base,) = (finished.root / "runs" / "base-models").iterdir()
     assert Path(base, "state.json").is_file()
+
+
+def test_each_sample_is_scored_once_for_all_ranks(finished):
+    overrides = [
+        *SMALL,
+        "layout=tp2",
+        rewarded_by("which_rank"),
+        "run.name=scored-once",
+        "run.steps=2",
+        "run.eval_every=0",
+    ]
+    ended = Job(finished.root, overrides, ranks=2).finish()
+    assert ended.code == 0, ended
+    lines = read_metrics(finished.root / "runs" / "scored-once" / "metrics.jsonl")
+    # Both tensor parallel ranks trained on the same rewards: half of them from either.
+    assert [line["reward/own"] for line in lines] == [0.5, 0.5]
+    assert all(line["policy/grad_norm"] > 0 for line in lines)

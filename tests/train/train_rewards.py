@@ -32,3 +32,8 @@ def raises(sample: Sample) -> float:
 def not_a_number(sample: Sample) -> float:
     """Returns nonsense in the second step, on the last rank alone."""
     return float("nan") if sample.policy_version == 1 and os.environ["RANK"] == "1" else varied(sample)
+
+
+def which_rank(_: Sample) -> float:
+    """Differs between the ranks that score, as a judge with a random answer would."""
+    return float(os.environ["RANK"])
