@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 import yaml
+from train_jobs import SMALL, Job, rewarded_by
 
 from grpo_mega.config.load import compose_config, to_yaml
+from grpo_mega.observe.metrics import read_metrics
 
 SUMMARY = {
     "status", "steps", "held_out_accuracy_before", "held_out_accuracy_after", "format_rate_before",
@@ -105,14 +107,7 @@ def test_base_model_was_cached_whole(finished):
 
 
 def test_each_sample_is_scored_once_for_all_ranks(finished):
-    overrides = [
-        *SMALL,
-        "layout=tp2",
-        rewarded_by("which_rank"),
-        "run.name=scored-once",
-        "run.steps=2",
-        "run.eval_every=0",
-    ]
+    overrides = [*SMALL, "layout=tp2", rewarded_by("which_rank"), "run.name=scored-once", "run.steps=2"]
     ended = Job(finished.root, overrides, ranks=2).finish()
     assert ended.code == 0, ended
     lines = read_metrics(finished.root / "runs" / "scored-once" / "metrics.jsonl")

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ here = platform.start()
 
 from grpo_mega.assemble import assemble  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
+from grpo_mega.observe.metrics import read_metrics  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.trainer import Trainer  # noqa: E402
@@ -153,9 +155,10 @@ def _resumed(name: str, override: str) -> dict[str, Any]:
 
 def on_policy() -> list[dict[str, float]]:
     """Single updates, with warm-up and a reference that is refreshed behind step 2."""
-    overrides = ["algorithm.kl_coef=0.1", "algorithm.reference_refresh=2", "optimizer.warmup_steps=4"]
+    overrides = ["algorithm.kl_coef=0.1", "algorithm.reference_refresh=2", "optimizer.warmup_steps=4", "run.steps=3"]
     with trainer("on_policy", *overrides) as built:
-        return [step(built) for _ in range(3)]
+        built.run()
+    return read_metrics(Path(root) / "on_policy" / "metrics.jsonl")
 
 
 def two_epochs() -> dict[str, Any]:
