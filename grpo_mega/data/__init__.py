@@ -43,6 +43,12 @@ def _chain_sum(config: Config, tokenizer: CharTokenizer) -> Data:
     task = ChainSum(tokenizer, data.min_terms, data.max_terms, data.validation_size, data.test_size)
     # Every length is among the held-out problems, so these stand for the endless training stream too.
     _check_room(task.validation + task.test, config.model.context)
+    longest = task.longest_document()
+    if (config.base.train or config.sft.steps) and longest > config.model.context:
+        raise ValueError(
+            f"sums of data.max_terms={data.max_terms} have worked documents of up to {longest} tokens and model.context "
+            f"is {config.model.context}: raise model.context or lower data.max_terms"
+        )
     identity = (
         f"chain_sum seed={seed} terms={data.min_terms}..{data.max_terms} "
         f"held_out={data.validation_size}+{data.test_size}"

@@ -110,6 +110,11 @@ class ChainSum:
         """The n base documents of one training step."""
         return [self.base_document(random.Random(f"{seed}/document/{step}/{i}"), tagged, direct) for i in range(n)]
 
+    def longest_document(self) -> int:
+        """Tokens of the longest base document or demonstration there can be."""
+        terms = (9,) * self.lengths[-1]
+        return len(self.tokenizer.encode(_question(terms) + _tagged(terms, 1)))
+
     def sft_trace(self, rng: random.Random) -> Trace:
         """One demonstration in the answer format, of mixed quality."""
         terms = self._draw(rng)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RunConfig
 from grpo_mega.data import build_data
 
@@ -85,3 +86,10 @@ def test_jsonl_prompt_that_fills_the_context(tmp_path: Path):
 def test_unknown_names(field: str, value: str):
     with pytest.raises(ValueError, match=f"data.{field} is '{value}'"):
         build_data(config(**{"task": "chain_sum", field: value}))
+
+
+def test_documents_that_do_not_fit_the_context_are_refused():
+    overrides = ["experiment=tiny", "data.max_terms=12", "rollout.max_new_tokens=100"]
+    with pytest.raises(ValueError, match=r"data\.max_terms=12 have worked documents of up to \d+ tokens"):
+        build_data(compose_config(overrides))
+    build_data(compose_config([*overrides, "base=none"]))

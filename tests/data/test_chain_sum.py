@@ -220,3 +220,10 @@ def test_senseless_sizes_are_named(arguments: tuple[int, int, int, int], field: 
 def test_long_sums_need_no_enumeration():
     task = ChainSum(TOKENIZER, 2, 40, validation_size=50, test_size=50)
     assert len({digits(p) for p in task.validation + task.test}) == 100
+
+
+def test_no_document_is_longer_than_the_longest():
+    task = ChainSum(CharTokenizer(), 3, 5, 20, 20)
+    documents = task.documents(0, 0, 500, tagged=0.9, direct=0.0)
+    traces = [prompt + completion for prompt, completion in task.sft_traces(0, 0, 500)]
+    assert max(map(len, documents + traces)) <= task.longest_document() <= 64
