@@ -46,7 +46,7 @@ def _chain_sum(config: Config, tokenizer: CharTokenizer) -> Data:
     longest = task.longest_document()
     if (config.base.train or config.sft.steps) and longest > config.model.context:
         raise ValueError(
-            f"sums of data.max_terms={data.max_terms} have worked documents of up to {longest} tokens and model.context "
+            f"sums of data.max_terms={data.max_terms} have worked documents of up to {longest} tokens; model.context "
             f"is {config.model.context}: raise model.context or lower data.max_terms"
         )
     identity = (

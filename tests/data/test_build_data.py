@@ -89,7 +89,7 @@ def test_unknown_names(field: str, value: str):
 
 
 def test_documents_that_do_not_fit_the_context_are_refused():
-    overrides = ["experiment=tiny", "data.max_terms=12", "rollout.max_new_tokens=100"]
-    with pytest.raises(ValueError, match=r"data\.max_terms=12 have worked documents of up to \d+ tokens"):
+    overrides = ["experiment=tiny", "data.max_terms=14", "rollout.max_new_tokens=100"]
+    with pytest.raises(ValueError, match=r"data\.max_terms=14 have worked documents of up to \d+ tokens"):
         build_data(compose_config(overrides))
     build_data(compose_config([*overrides, "base=none"]))
