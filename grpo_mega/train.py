@@ -17,7 +17,7 @@ import time
 import traceback
 
 import hydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -111,6 +111,8 @@ def run() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, do not print
     try:
         main()
+    except MissingConfigException as error:
+        _refuse(f"error: {' '.join(str(error).partition('Config search path')[0].split())}")
     except HydraException as error:
         cause = f" ({str(error.__cause__).splitlines()[0]})" if error.__cause__ else ""
         _refuse(

@@ -19,7 +19,7 @@ REFUSED = [
     (0, ["layout=single", "algorithm.group_size=many"], ["algorithm.group_size", "'many'", "Integer"]),
     (0, ["optimizer.learning_rate=1"], ["optimizer.learning_rate"]),
     (0, ["+optimizer.learning_rate=1"], ["optimizer.learning_rate"]),
-    (0, ["experiment=tinny"], ["experiment/tinny", "configs/"]),
+    (0, ["experiment=tinny"], ["experiment/tinny", "tiny_dense tiny_sft"]),
     (0, ["layout=single", "rollout.max_new_tokens=128"], ["rollout.max_new_tokens=128", "model.context=128"]),
 ]
 """Ranks (0: without torchrun), overrides, and what the message must contain; seen before any process group is made."""
