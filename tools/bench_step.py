@@ -52,6 +52,7 @@ SHAPE = [
     "algorithm.kl_coef=0.04",
     "rollout.max_new_tokens=64",
     "rollout.stop=[]",
+    "layout.micro_batch_tokens=5200",
     "optimizer.lr=1e-6",
     "run.name=bench",
     "run.steps=1",
