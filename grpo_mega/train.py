@@ -26,7 +26,7 @@ from grpo_mega.config.load import config_dir, load
 from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import Config
 from grpo_mega.data import build_data
-from grpo_mega.platform.stop import Stopped
+from grpo_mega.platform.stop import SIGNALS, Stopped
 from grpo_mega.reward.compose import build_reward
 
 FAILED = 1
@@ -66,6 +66,8 @@ def main(raw: DictConfig) -> None:
 def train(config: Config) -> None:
     """Runs one experiment to its end."""
     data, reward = build_data(config), build_reward(config.reward)
+    for number in SIGNALS:  # until the trainer takes them over, there is nothing to save
+        signal.signal(number, lambda *_: _leave("stopped before the first step", STOPPED))
     here = platform.start()
     platform.join_processes(here)
     # Megatron may only be imported now that the platform is prepared.

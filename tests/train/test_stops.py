@@ -101,3 +101,16 @@ def test_when_every_checkpoint_is_damaged_nothing_is_thrown_away(finished, peace
     assert ended.code == 2, ended
     assert "every checkpoint is damaged" in ended.stderr
     assert (path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_signal_before_the_first_step_ends_the_run_and_its_helpers_at_once(finished):
+    held = finished.root / "held-early"
+    # Policy version 0 is held by the evaluation that comes before the first step, when the base model is saved already.
+    overrides = [*OVERRIDES, "run.name=early", "run.seed=1"]
+    job = Job(finished.root, overrides, environment={HOLD: f"0:{held}"})
+    job.wait_until_there(held)
+    job.process.terminate()
+    ended = job.finish()
+    assert ended.code == 75, ended
+    assert "stopped before the first step" in ended.stderr
+    assert not ended.orphans
