@@ -50,14 +50,14 @@ def test_a_signal_saves_the_step_in_progress_and_the_run_goes_on_from_there(fini
 def test_torchrun_passes_the_signal_on_and_all_ranks_agree(finished):
     held = finished.root / "held-torchrun"
     overrides = [*OVERRIDES, "layout=ep2", "run.name=torchrun"]
-    job = Job(finished.root, overrides, ranks=2, environment={HOLD: f"0:{held}"})
+    job = Job(finished.root, overrides, ranks=2, environment={HOLD: f"1:{held}"})
     job.wait_until_there(held)
     job.process.terminate()
     ended = job.finish()
     assert ended.code != 0
     assert not ended.orphans
-    assert "stopped after step 1" in ended.stderr
-    assert (finished.root / "runs" / "torchrun" / "checkpoints" / "step-000001" / "manifest.json").is_file()
+    assert "stopped after step 2" in ended.stderr
+    assert (finished.root / "runs" / "torchrun" / "checkpoints" / "step-000002" / "manifest.json").is_file()
 
 
 def truncated(file: Path) -> None:
