@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 import torch.nn.functional as F
 
-from grpo_mega.policy.attention import PackedTokens
+from grpo_mega.policy.packed import PackedTokens
 from grpo_mega.policy.schedule import schedule
 from grpo_mega.policy.topology import Topology
 from grpo_mega.types import Batch

@@ -23,6 +23,7 @@ from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig
 from grpo_mega.platform import Platform
 from grpo_mega.policy.attention import PackedAttention
 from grpo_mega.policy.head import use_logprob_head
+from grpo_mega.policy.layers import RMSNorm, use_plain_layers
 from grpo_mega.policy.rotary import use_packed_rotary
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -37,18 +38,18 @@ def build_model(model: ModelConfig, layout: LayoutConfig, vocab_size: int, platf
     spec = get_gpt_decoder_block_spec(config, platform.transformer_engine, normalization="RMSNorm")
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=_replace(spec, _replacements(spec)),
+        transformer_layer_spec=_replace(spec, _replacements(spec, model)),
         vocab_size=-(-vocab_size // model.vocab_multiple) * model.vocab_multiple,
         max_sequence_length=model.context,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
         share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type="rope",
-        rotary_base=model.rope_base,
+        position_embedding_type="none",  # rotary positions are applied within the attention
     )
     use_packed_rotary(gpt, model.context)
     use_logprob_head(gpt, vocab_size)
+    use_plain_layers(gpt)
     _sum_latent_key_gradient(gpt)
     for name, parameter in gpt.named_parameters():
         # Megatron splits the optimizer by this mark when experts are spread over ranks; setting it always keeps
@@ -134,24 +135,15 @@ def _moe_options(moe: MoEConfig, layers: int, platform: Platform) -> dict[str, A
     )
 
 
-class SequenceParallelNorm(torch.nn.RMSNorm):
-    """RMSNorm whose weight is marked for Megatron to sum its gradient over tensor parallel ranks.
-
-    Megatron's own wrapper of torch's norm refuses sequence parallelism.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-def _replacements(spec: Any) -> dict[type, type]:
+def _replacements(spec: Any, model: ModelConfig) -> dict[type, Any]:
     attention = spec.layer_specs[0].submodules.self_attention.submodules.core_attention
     attention = attention.module if isinstance(attention, ModuleSpec) else attention
-    return {WrappedTorchNorm: SequenceParallelNorm, DotProductAttention: PackedAttention, attention: PackedAttention}
+    # Megatron's latent attention rotates by itself.
+    packed = ModuleSpec(PackedAttention, {"rope_base": None if model.attention == "mla" else model.rope_base})
+    return {WrappedTorchNorm: RMSNorm, DotProductAttention: packed, attention: packed}
 
 
-def _replace(spec: Any, replacements: dict[type, type]) -> Any:
+def _replace(spec: Any, replacements: dict[type, Any]) -> Any:
     """Swaps module classes anywhere inside a Megatron layer or block spec."""
     if isinstance(spec, ModuleSpec) or (dataclasses.is_dataclass(spec) and not isinstance(spec, type)):
         fields = {f.name: _replace(getattr(spec, f.name), replacements) for f in dataclasses.fields(spec)}

@@ -1,6 +1,7 @@
-"""Rotary frequencies for packed tokens: gathered at each token's own position, so that no layer loops over sequences.
+"""Rotary positions (RoPE: Su et al., 2021) of packed tokens: each token turns by its own place in its sequence.
 
-Megatron hands `get_rotary_seq_len`'s result to `forward`; these classes pass the positions along that way.
+`rotate` serves grouped-query attention, from within the core attention. Latent attention rotates inside Megatron's own
+module, before keys meet the core: there, `use_packed_rotary` makes Megatron gather the angles by position.
 """
 
 from __future__ import annotations
@@ -11,11 +12,48 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from grpo_mega.policy.attention import PackedTokens
+from grpo_mega.policy.packed import PackedTokens
+
+
+def cos_sin(positions: torch.Tensor, channels: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T] positions -> cosine and sine [T, 1, channels / 2] of every angle, for `rotate`."""
+    frequencies = base ** -(torch.arange(0, channels, 2, dtype=torch.float32, device=positions.device) / channels)
+    angles = (positions[:, None].float() * frequencies)[:, None]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """[T, heads, channels], channel i paired with channel i + channels / 2 as in Megatron and in Llama's weights."""
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """(a, b) -> (a cos - b sin, b cos + a sin); the gradient turns back. Written in place, without concatenation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, direction=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _turned(grad, *ctx.saved_tensors, direction=-1), None, None
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    turned = torch.empty_like(x)
+    (a, b), (turned_a, turned_b) = x.chunk(2, -1), turned.chunk(2, -1)
+    torch.mul(a, cos, out=turned_a).addcmul_(b, sin, value=-direction)
+    torch.mul(b, cos, out=turned_b).addcmul_(a, sin, value=direction)
+    return turned
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """RoPE (Su et al., 2021) whose rows follow `PackedTokens.positions`."""
+    """RoPE whose rows follow `PackedTokens.positions`.
+
+    Megatron hands `get_rotary_seq_len`'s result to `forward`; the positions travel along that way.
+    """
 
     table: torch.Tensor
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from grpo_mega.policy.attention import KVCache, PackedTokens
+from grpo_mega.policy.packed import KVCache, PackedTokens
 from grpo_mega.policy.policy import Policy
 from grpo_mega.rollout.engine import SamplingParams
 from grpo_mega.rollout.sampling import gumbel_noise, prompt_key, sample_tokens

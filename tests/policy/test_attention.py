@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from grpo_mega.policy.attention import KVCache, PackedAttention, PackedTokens
+from grpo_mega.policy.attention import PackedAttention
+from grpo_mega.policy.packed import KVCache, PackedTokens
 
 KV_HEADS, CHANNELS, VALUE_CHANNELS = 2, 8, 6
 SCALE = 0.3

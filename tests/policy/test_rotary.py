@@ -9,30 +9,37 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from grpo_mega.policy.attention import KVCache, PackedTokens
-from grpo_mega.policy.rotary import use_packed_rotary
+from grpo_mega.policy.packed import KVCache, PackedTokens
+from grpo_mega.policy.rotary import cos_sin, rotate, use_packed_rotary
 from grpo_mega.policy.topology import Topology
 
 HEADS, CHANNELS, CONTEXT = 2, 8, 16
 CONFIG = TransformerConfig(num_layers=1, hidden_size=HEADS * CHANNELS, num_attention_heads=HEADS)
 
 
-def rotary(packed: bool) -> RotaryEmbedding:
-    embedding = RotaryEmbedding(CHANNELS, rotary_percent=1.0, rotary_base=100)
-    if packed:
-        use_packed_rotary(embedding, CONTEXT)
-    return embedding
+BASE = 100
 
 
-def rotated(x: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
-    embedding = rotary(packed=True)
+def megatron_rotary() -> RotaryEmbedding:
+    return RotaryEmbedding(CHANNELS, rotary_percent=1.0, rotary_base=BASE)
+
+
+def by_rotate(x: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+    """As grouped-query attention does it."""
+    return rotate(x, *cos_sin(packed.positions, CHANNELS, BASE))
+
+
+def by_megatron(x: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+    """As latent attention does it."""
+    embedding = megatron_rotary()
+    use_packed_rotary(embedding, CONTEXT)
     angles = embedding(embedding.get_rotary_seq_len(None, None, x, CONFIG, packed))
     return apply_rotary_pos_emb(x, angles, CONFIG, cu_seqlens=packed.cu_seqlens_q)
 
 
 def alone(x: torch.Tensor) -> torch.Tensor:
     """[L, heads, channels] of one sequence, through Megatron as it is."""
-    return apply_rotary_pos_emb(x[:, None], rotary(packed=False)(len(x)), CONFIG)[:, 0]
+    return apply_rotary_pos_emb(x[:, None], megatron_rotary()(len(x)), CONFIG)[:, 0]
 
 
 @settings(deadline=None, max_examples=30)
@@ -42,7 +49,8 @@ def test_whole_sequences(topology: Topology, lengths: list[int], multiple: int) 
     x = torch.randn(sum(lengths) + packed.padding, HEADS, CHANNELS, generator=torch.Generator().manual_seed(2))
     real = x[: sum(lengths)]
     expected = torch.cat([alone(sequence) for sequence in real.split(lengths)])
-    torch.testing.assert_close(rotated(x, packed)[: len(real)], expected, atol=0, rtol=0)
+    torch.testing.assert_close(by_megatron(x, packed)[: len(real)], expected, atol=0, rtol=0)
+    torch.testing.assert_close(by_rotate(x, packed)[: len(real)], expected, atol=1e-6, rtol=1e-6)
 
 
 @settings(deadline=None, max_examples=30)
@@ -53,4 +61,11 @@ def test_one_token_each(topology: Topology, positions: list[int], multiple: int)
     x = torch.stack([sequence[p] for sequence, p in zip(sequences, positions, strict=True)])
     x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, packed.padding))
     expected = torch.stack([alone(sequence)[p] for sequence, p in zip(sequences, positions, strict=True)])
-    torch.testing.assert_close(rotated(x, packed)[: len(positions)], expected, atol=0, rtol=0)
+    torch.testing.assert_close(by_megatron(x, packed)[: len(positions)], expected, atol=0, rtol=0)
+    torch.testing.assert_close(by_rotate(x, packed)[: len(positions)], expected, atol=1e-6, rtol=1e-6)
+
+
+def test_gradient_of_rotate() -> None:
+    x = torch.randn(5, HEADS, CHANNELS, dtype=torch.float64, requires_grad=True)
+    cos, sin = (angles.double() for angles in cos_sin(torch.arange(5), CHANNELS, BASE))
+    assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), x)

@@ -1,0 +1,113 @@
+"""Megatron's layers where Transformer Engine's fused ones are absent: the same parameters, fewer passes over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Root mean square norm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + eps) * weight over the last axis.
+
+    The weight is marked for Megatron to sum its gradient over tensor parallel ranks; Megatron's own wrapper of torch's
+    norm refuses sequence parallelism.
+    """
+
+    eps: float
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., H]."""
+        if x.dtype is torch.float32 and not x.is_cuda:  # where torch has no fused norm, only a chain of operations
+            return _RMSNorm.apply(x, self.weight, self.eps)
+        return super().forward(x)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """With r = 1 / sqrt(mean(x^2) + eps): d x = r * g * w - x * r^3 / H * sum(g * w * x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        scale = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        weighted = grad * weight
+        along = torch.linalg.vecdot(weighted, x)[..., None] * scale.pow(3) / x.shape[-1]
+        # Sums, not matrix products: those round a row by how many others there are, and lose a digit over many rows.
+        grad_weight = (grad * x).mul_(scale).flatten(0, -2).sum(0)
+        return weighted.mul_(scale).addcmul_(x, along, value=-1), grad_weight, None
+
+
+class GatedMLP(MLP):
+    """Megatron's MLP with SwiGLU (Shazeer, 2020): fc2(silu(a) * b), a and b the halves of fc1(x)."""
+
+    def forward(self, x: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any) -> Any:
+        """[..., H] and, for an expert, its weight for every token [...] -> ([..., H], None)."""
+        inner = _SwiGLU.apply(self.linear_fc1(x)[0])
+        if per_token_scale is not None:
+            inner = (inner * per_token_scale[..., None]).to(inner.dtype)
+        return self.linear_fc2(inner)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps only its input, and writes both halves of the gradient where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, ab: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(ab)
+        a, b = ab.chunk(2, -1)
+        return F.silu(a).mul_(b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (ab,) = ctx.saved_tensors
+        a, b = ab.chunk(2, -1)
+        grad_ab = torch.empty_like(ab)
+        grad_a, grad_b = grad_ab.chunk(2, -1)
+        torch.mul(F.silu(a), grad, out=grad_b)
+        torch.ops.aten.silu_backward.grad_input(grad * b, a, grad_input=grad_a)
+        return grad_ab
+
+
+class _Whole:
+    """The forward pass of a linear layer that no other rank shares: a matrix product and nothing else."""
+
+    weight: torch.Tensor
+
+    def forward(self, x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
+        """[..., inputs] -> ([..., outputs], None)."""
+        return F.linear(x, self.weight), None
+
+
+class WholeColumnLinear(_Whole, ColumnParallelLinear):
+    """Megatron's column parallel layer on a tensor parallel group of one."""
+
+
+class WholeRowLinear(_Whole, RowParallelLinear):
+    """Megatron's row parallel layer on a tensor parallel group of one."""
+
+
+def use_plain_layers(model: torch.nn.Module) -> None:
+    """Swaps the classes of Megatron's own MLPs and undivided linear layers; parameters and checkpoint keys stay."""
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        if type(module) is MLP:
+            module.__class__ = GatedMLP
+        elif type(module) is ColumnParallelLinear and module.tp_group.size() == 1:
+            module.__class__ = WholeColumnLinear
+        elif type(module) is RowParallelLinear and module.tp_group.size() == 1:
+            module.__class__ = WholeRowLinear
