@@ -86,6 +86,8 @@ class Batch:
     Attributes:
         tokens: [T] int64.
         cu_seqlens: [N + 1] int64, start of every sequence in `tokens`, and T.
+        prompts: [N] int64; sequences of the same number begin with the same tokens, which may be computed once.
+        prompt_lengths: [N] int64, how many tokens those are; 0 where nothing is shared.
         mask: [T] bool, True on completion tokens.
         weight: [T] float32, mask / denominator over the *global* batch; loss = sum(weight * token_loss).
         advantage: [T] float32.
@@ -96,6 +98,8 @@ class Batch:
 
     tokens: torch.Tensor
     cu_seqlens: torch.Tensor
+    prompts: torch.Tensor
+    prompt_lengths: torch.Tensor
     mask: torch.Tensor
     weight: torch.Tensor
     advantage: torch.Tensor
@@ -118,7 +122,12 @@ class Batch:
         rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in sequences]) if sequences else torch.arange(0)
         lengths = torch.tensor([0, *(starts[i + 1] - starts[i] for i in sequences)])
         per_token = ("tokens", "mask", "weight", "advantage", "rollout_logprob", "old_logprob", "ref_logprob")
-        return Batch(cu_seqlens=lengths.cumsum(0), **{name: getattr(self, name)[rows] for name in per_token})
+        return Batch(
+            cu_seqlens=lengths.cumsum(0),
+            prompts=self.prompts[sequences],
+            prompt_lengths=self.prompt_lengths[sequences],
+            **{name: getattr(self, name)[rows] for name in per_token},
+        )
 
 
 def pack_tokens(sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> Batch:
@@ -129,12 +138,16 @@ def pack_tokens(sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> Ba
     sequence = torch.repeat_interleave(lengths[1:])
     mask = torch.arange(len(tokens)) >= (cu_seqlens[:-1] + torch.tensor(starts))[sequence]
     zeros = torch.zeros(len(tokens))
-    return Batch(tokens, cu_seqlens, mask, zeros, zeros, zeros, zeros, zeros)
+    apart = torch.arange(len(sequences))
+    return Batch(tokens, cu_seqlens, apart, torch.zeros_like(apart), mask, zeros, zeros, zeros, zeros, zeros)
 
 
 def pack(samples: Sequence[Sample]) -> Batch:
-    """Packs samples: completions are masked in and carry their rollout log-probs."""
-    batch = pack_tokens([s.prompt.token_ids + s.token_ids for s in samples], [len(s.prompt.token_ids) for s in samples])
+    """Packs samples: completions are masked in and carry their rollout log-probs; prompts may be shared."""
+    lengths = [len(s.prompt.token_ids) for s in samples]
+    batch = pack_tokens([s.prompt.token_ids + s.token_ids for s in samples], lengths)
     rollout = torch.zeros(len(batch.tokens))
     rollout[batch.mask] = torch.tensor([x for s in samples for x in s.logprobs])
-    return batch.with_(rollout_logprob=rollout)
+    number = {tokens: i for i, tokens in enumerate(dict.fromkeys(s.prompt.token_ids for s in samples))}
+    prompts = torch.tensor([number[s.prompt.token_ids] for s in samples], dtype=torch.int64)
+    return batch.with_(rollout_logprob=rollout, prompts=prompts, prompt_lengths=torch.tensor(lengths))

@@ -18,33 +18,41 @@ from grpo_mega.policy.packed import KVCache, PackedTokens
 from grpo_mega.policy.rotary import cos_sin, rotate
 
 
-class _Scatter(torch.autograd.Function):
-    """rows[index] = x into zeros; the index has no duplicates, so the gradient is a plain gather."""
+class _Spread(torch.autograd.Function):
+    """The row of tokens as a table [N * longest]; a token that several sequences share is repeated.
+
+    Cells behind the end of a sequence hold some token: no query that counts sees them, so no gradient comes back.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
-        ctx.save_for_backward(index)
-        return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, index, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (index,) = ctx.saved_tensors
-        return grad.index_select(0, index), None, None
-
-
-class _Gather(torch.autograd.Function):
-    """x[index]; the index has no duplicates, so the gradient is a copy where autograd's own would accumulate."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(index)
-        ctx.rows = x.shape[0]
-        return x.index_select(0, index)
+    def forward(ctx: Any, x: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+        ctx.packed = packed
+        cells = packed.rows.new_zeros(packed.sequences * packed.longest)
+        return x.index_select(0, cells.index_copy_(0, packed.cells, packed.rows))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (index,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad.contiguous()), None
+        packed = ctx.packed
+        total = grad.index_select(0, packed.cells[packed.owners])
+        if len(packed.rows) > len(packed.owners):
+            others = torch.ones_like(packed.rows, dtype=torch.bool)
+            others[packed.owners] = False
+            total.index_add_(0, packed.rows[others], grad.index_select(0, packed.cells[others]))
+        return total, None
+
+
+class _Collect(torch.autograd.Function):
+    """From the table back to the row of tokens; a cell is read once, so the gradient is a copy into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+        ctx.packed, ctx.cells = packed, x.shape[0]
+        return x.index_select(0, packed.cells[packed.owners])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        cells = ctx.packed.cells[ctx.packed.owners]
+        return grad.new_zeros(ctx.cells, *grad.shape[1:]).index_copy_(0, cells, grad.contiguous()), None
 
 
 class PackedAttention(MegatronModule):
@@ -94,15 +102,13 @@ class PackedAttention(MegatronModule):
         n, longest = packed.sequences, packed.longest
         if n == 0:
             return query.new_zeros(0, query.shape[1], value.shape[2])
-        index = packed.sequence * longest + packed.positions[: len(packed.sequence)]
         # [N * longest, heads, channels] -> [N, heads, longest, channels]
-        q, k, v = (_Scatter.apply(x, index, n * longest).unflatten(0, (n, longest)).transpose(1, 2)
-                   for x in (query, key, value))  # fmt: skip
+        q, k, v = (_Spread.apply(x, packed).unflatten(0, (n, longest)).transpose(1, 2) for x in (query, key, value))
         if packed.cache is not None:
             self._fill(packed.cache, k, v)
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
-        return _Gather.apply(out.transpose(1, 2).flatten(0, 1), index)
+        return _Collect.apply(out.transpose(1, 2).flatten(0, 1), packed)
 
     def _fill(self, cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
         for store, x in ((cache.keys, key), (cache.values, value)):
@@ -117,8 +123,8 @@ class PackedAttention(MegatronModule):
             return query.new_zeros(0, query.shape[1], value.shape[2])
         keys, values = packed.cache.keys[self.layer_number], packed.cache.values[self.layer_number]
         positions = packed.positions[: packed.sequences]
-        keys[packed.sequence, :, positions] = key
-        values[packed.sequence, :, positions] = value
+        keys[packed.rows, :, positions] = key
+        values[packed.rows, :, positions] = value
         k, v = (_repeat_heads(x[:, :, : packed.longest], query.shape[1]) for x in (keys, values))
         # [N, 1, 1, longest]: a token sees its sequence up to and including itself
         seen = torch.arange(packed.longest, device=query.device) <= positions[:, None, None, None]

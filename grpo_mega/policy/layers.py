@@ -64,21 +64,22 @@ class GatedMLP(MLP):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps only its input, and writes both halves of the gradient where they belong."""
+    """silu(a) * b; writes both halves of the gradient where they belong, without concatenation."""
 
     @staticmethod
     def forward(ctx: Any, ab: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(ab)
         a, b = ab.chunk(2, -1)
-        return F.silu(a).mul_(b)
+        gate = F.silu(a)
+        ctx.save_for_backward(ab, gate)
+        return gate * b
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (ab,) = ctx.saved_tensors
+        ab, gate = ctx.saved_tensors
         a, b = ab.chunk(2, -1)
         grad_ab = torch.empty_like(ab)
         grad_a, grad_b = grad_ab.chunk(2, -1)
-        torch.mul(F.silu(a), grad, out=grad_b)
+        torch.mul(gate, grad, out=grad_b)
         torch.ops.aten.silu_backward.grad_input(grad * b, a, grad_input=grad_a)
         return grad_ab
 

@@ -52,21 +52,25 @@ def micro_batches(batch: Batch, topology: Topology, budget: int, device: torch.d
     starts = batch.cu_seqlens[:-1]
     if batch.mask[starts].any():
         raise ValueError("mask marks the first token of a sequence, which nothing predicts; set it to False")
-    mine = schedule(batch.lengths.tolist(), topology.dp_size, budget)[topology.dp_rank]
-    return [_micro_batch(batch, sequences, topology.tp_size, device) for sequences in mine]
+    plan = schedule(
+        batch.lengths.tolist(), batch.prompts.tolist(), batch.prompt_lengths.tolist(), topology.dp_size, budget
+    )
+    return [_micro_batch(batch, sequences, topology.tp_size, device) for sequences in plan[topology.dp_rank]]
 
 
 def _micro_batch(batch: Batch, sequences: list[int], multiple: int, device: torch.device) -> MicroBatch:
     chosen = torch.tensor(sequences, dtype=torch.int64)
     lengths, starts = batch.lengths[chosen], batch.cu_seqlens[chosen]
-    packed = PackedTokens.of_lengths(lengths, multiple)
-    place = starts[packed.sequence] + packed.positions[: len(packed.sequence)]  # of each token in the global batch
-    rows = batch.mask[place].nonzero()[:, 0]
-    index = place[rows]
+    packed = PackedTokens.of_sequences(
+        lengths, multiple, prompts=batch.prompts[chosen], prompt_lengths=batch.prompt_lengths[chosen]
+    )
+    places = torch.cat([torch.arange(0), *map(torch.arange, starts, starts + lengths)])  # [E] in the global batch
+    scored = batch.mask[places].nonzero()[:, 0]
+    index = places[scored]
     return MicroBatch(
-        tokens=F.pad(batch.tokens[place], (0, packed.padding))[None].to(device),
+        tokens=F.pad(batch.tokens[places[packed.owners]], (0, packed.padding))[None].to(device),
         packed=packed.to(device),
-        rows=(rows - 1).to(device),
+        rows=packed.rows[scored - 1].to(device),
         index=index.to(device),
         scored=ScoredTokens(**{f.name: getattr(batch, f.name)[index].to(device) for f in fields(ScoredTokens)}),
     )

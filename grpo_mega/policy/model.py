@@ -25,6 +25,7 @@ from grpo_mega.policy.attention import PackedAttention
 from grpo_mega.policy.head import use_logprob_head
 from grpo_mega.policy.layers import RMSNorm, use_plain_layers
 from grpo_mega.policy.rotary import use_packed_rotary
+from grpo_mega.policy.router import use_packed_router
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -50,6 +51,7 @@ def build_model(model: ModelConfig, layout: LayoutConfig, vocab_size: int, platf
     use_packed_rotary(gpt, model.context)
     use_logprob_head(gpt, vocab_size)
     use_plain_layers(gpt)
+    use_packed_router(gpt)
     _sum_latent_key_gradient(gpt)
     for name, parameter in gpt.named_parameters():
         # Megatron splits the optimizer by this mark when experts are spread over ranks; setting it always keeps

@@ -34,11 +34,16 @@ class KVCache:
 class PackedTokens(PackedSeqParams):
     """How a flat row of T tokens splits into sequences; what `packed_seq_params` carries through Megatron.
 
-    The last `padding` tokens belong to no sequence: they make T divisible by the tensor parallel size.
+    The tokens that several sequences begin with, such as the prompt of a group, can lie in the row once: what a token
+    computes depends on the tokens before it alone. So the N sequences have E tokens in all, and the row U <= E. The
+    last T - U tokens of the row belong to no sequence: they make T divisible by the tensor parallel size.
 
     Attributes:
         positions: [T] place of each token in its sequence.
-        sequence: [T - padding] sequence each token belongs to, ascending.
+        rows: [E] row of every token of every sequence, sequence by sequence.
+        owners: [U] which of the E tokens a row stands for; the first of those that share it.
+        cells: [E] where every token lies in a table of [N, longest].
+        copies: [T] float32, how many of the E tokens a row stands for; 0 for padding.
         sequences: Number of sequences, N.
         longest: Most tokens of one sequence.
         cache: Where keys and values are kept while generating.
@@ -47,40 +52,80 @@ class PackedTokens(PackedSeqParams):
     """
 
     positions: torch.Tensor = None  # type: ignore[assignment]
-    sequence: torch.Tensor = None  # type: ignore[assignment]
+    rows: torch.Tensor = None  # type: ignore[assignment]
+    owners: torch.Tensor = None  # type: ignore[assignment]
+    cells: torch.Tensor = None  # type: ignore[assignment]
+    copies: torch.Tensor = None  # type: ignore[assignment]
     sequences: int = 0
     longest: int = 0
-    padding: int = 0
     cache: KVCache | None = None
     decoding: bool = False
     angles: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def of_lengths(cls, lengths: torch.Tensor, multiple: int, cache: KVCache | None = None) -> PackedTokens:
-        """Whole sequences of these lengths ([N]), padded to a multiple of `multiple` tokens."""
-        tokens, longest = int(lengths.sum()), int(lengths.max()) if len(lengths) else 0
+    def of_sequences(
+        cls,
+        lengths: torch.Tensor,
+        multiple: int,
+        cache: KVCache | None = None,
+        prompts: torch.Tensor | None = None,
+        prompt_lengths: torch.Tensor | None = None,
+    ) -> PackedTokens:
+        """Whole sequences, padded to a multiple of `multiple` tokens.
+
+        Args:
+            lengths: [N] tokens of each sequence.
+            multiple: T is a multiple of it.
+            cache: Where to leave keys and values.
+            prompts: [N] sequences of the same number begin with the same tokens; None when nothing is shared.
+            prompt_lengths: [N] how many tokens those are.
+        """
+        longest = int(lengths.max()) if len(lengths) else 0
         sequence = torch.repeat_interleave(lengths)
         starts = lengths.cumsum(0) - lengths
-        positions = torch.arange(tokens, device=lengths.device) - starts[sequence]
-        return cls._make(positions, sequence, len(lengths), longest, multiple, cache, decoding=False)
+        tokens = torch.arange(len(sequence), device=lengths.device)
+        positions = tokens - starts[sequence]
+        owner = tokens
+        if prompts is not None and prompt_lengths is not None and len(lengths):
+            first = (prompts[:, None] == prompts).int().argmax(-1)  # [N] the first sequence with the same prompt
+            owner = torch.where(positions < prompt_lengths[sequence], starts[first][sequence] + positions, tokens)
+        owners, rows = owner.unique(return_inverse=True)
+        return cls._make(
+            positions[owners],
+            rows,
+            owners,
+            sequence * longest + positions,
+            len(lengths),
+            longest,
+            multiple,
+            cache,
+            False,
+        )
 
     @classmethod
     def one_each(cls, positions: torch.Tensor, multiple: int, cache: KVCache) -> PackedTokens:
         """A decoding step: one token per cached sequence, at these positions ([N])."""
-        sequence = torch.arange(len(positions), device=positions.device)
+        rows = torch.arange(len(positions), device=positions.device)
         longest = int(positions.max()) + 1 if len(positions) else 0
-        return cls._make(positions, sequence, len(positions), longest, multiple, cache, decoding=True)
+        return cls._make(positions, rows, rows, rows, len(positions), longest, multiple, cache, True)
+
+    @property
+    def padding(self) -> int:
+        """Tokens at the end that belong to no sequence, T - U."""
+        return len(self.positions) - len(self.owners)
 
     def to(self, device: torch.device) -> PackedTokens:
         """The same on another device."""
-        moved = ("positions", "sequence", "cu_seqlens_q", "cu_seqlens_kv")
+        moved = ("positions", "rows", "owners", "cells", "copies", "cu_seqlens_q", "cu_seqlens_kv")
         return replace(self, **{name: getattr(self, name).to(device) for name in moved})
 
     @classmethod
     def _make(
         cls,
         positions: torch.Tensor,
-        sequence: torch.Tensor,
+        rows: torch.Tensor,
+        owners: torch.Tensor,
+        cells: torch.Tensor,
         sequences: int,
         longest: int,
         multiple: int,
@@ -99,10 +144,12 @@ class PackedTokens(PackedSeqParams):
             max_seqlen_q=len(positions),
             max_seqlen_kv=len(positions),
             positions=positions,
-            sequence=sequence,
+            rows=rows,
+            owners=owners,
+            cells=cells,
+            copies=torch.bincount(rows, minlength=len(positions)).float(),
             sequences=sequences,
             longest=longest,
-            padding=padding,
             cache=cache,
             decoding=decoding,
         )

@@ -19,11 +19,11 @@ from megatron.core.transformer.module import Float16Module
 
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, OptimizerConfig
 from grpo_mega.platform import Platform
-from grpo_mega.policy.packed import PackedTokens
 from grpo_mega.policy.head import LogProbHead
 from grpo_mega.policy.microbatch import MicroBatch, ScoredTokens, micro_batches
 from grpo_mega.policy.model import DTYPES, build_model
 from grpo_mega.policy.optimizer import build_optimizer, set_learning_rate
+from grpo_mega.policy.packed import PackedTokens
 from grpo_mega.policy.shards import count_parameters, initialize
 from grpo_mega.policy.topology import Topology
 from grpo_mega.types import Batch

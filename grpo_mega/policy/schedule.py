@@ -1,5 +1,7 @@
 """Which sequence is computed on which data parallel rank, and in which micro-batch. Pure Python.
 
+Sequences of one prompt stay together as far as the budget allows, and their prompt is computed, and counted, once.
+
 Invariants, whatever the lengths: every sequence is placed exactly once; every rank has the same number of
 micro-batches, because the ranks meet in collectives; a micro-batch holds at most `budget` tokens unless it is one
 longer sequence alone. A micro-batch may be empty when there are fewer sequences than places.
@@ -7,35 +9,63 @@ longer sequence alone. A micro-batch may be empty when there are fewer sequences
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 
-def schedule(lengths: list[int], replicas: int, budget: int) -> list[list[list[int]]]:
+
+@dataclass
+class _Bin:
+    """Sequences (or bundles of them) placed together, and their tokens."""
+
+    members: list
+    tokens: int
+
+
+def schedule(
+    lengths: list[int], prompts: list[int], prompt_lengths: list[int], replicas: int, budget: int
+) -> list[list[list[int]]]:
     """Sequence numbers by replica and micro-batch.
 
-    The longest sequences are dealt first, each to the replica with the fewest tokens so far (longest processing
-    time first); each replica then fills as few micro-batches as the fullest replica needs.
+    Bundles of sequences with the same prompt are dealt longest first, each to the replica with the fewest tokens so
+    far (longest processing time first); each replica then fills as few micro-batches as the fullest replica needs.
     """
-    by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    shares: list[list[int]] = [[] for _ in range(replicas)]
-    loads = [0] * replicas
-    for i in by_length:
-        replica = min(range(replicas), key=lambda r: (loads[r], r))
-        shares[replica].append(i)
-        loads[replica] += lengths[i]
-    packed = [_fill(share, lengths, budget) for share in shares]
-    count = max(1, *(len(p) for p in packed))
-    return [p + [[] for _ in range(count - len(p))] for p in packed]
+    bundles = _longest_first(_bundles(lengths, prompts, prompt_lengths, budget))
+    shares = [_Bin([], 0) for _ in range(replicas)]
+    for bundle in bundles:
+        share = min(shares, key=lambda s: s.tokens)
+        share.members.append(bundle)
+        share.tokens += bundle.tokens
+    filled = [_first_fit([(b, b.tokens) for b in share.members], 0, budget) for share in shares]
+    count = max(1, *(len(bins) for bins in filled))
+    return [
+        [[i for bundle in micro.members for i in bundle.members] for micro in bins] + [[]] * (count - len(bins))
+        for bins in filled
+    ]
 
 
-def _fill(share: list[int], lengths: list[int], budget: int) -> list[list[int]]:
-    """First fit of one replica's sequences, longest first, into micro-batches of at most `budget` tokens."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for i in share:
-        place = next((b for b, left in enumerate(room) if lengths[i] <= left), None)
+def _bundles(lengths: list[int], prompts: list[int], prompt_lengths: list[int], budget: int) -> list[_Bin]:
+    """Sequences that share a prompt, cut where they exceed the budget."""
+    by_prompt: dict[int, list[int]] = {}
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        by_prompt.setdefault(prompts[i], []).append(i)
+    bundles: list[_Bin] = []
+    for members in by_prompt.values():
+        shared = prompt_lengths[members[0]]
+        bundles += _first_fit([(i, lengths[i] - shared) for i in members], shared, budget)
+    return bundles
+
+
+def _first_fit(items: list[tuple], shared: int, budget: int) -> list[_Bin]:
+    """Items with their tokens, longest first, into bins of at most `budget` tokens, `shared` of them counted once."""
+    bins: list[_Bin] = []
+    for item, tokens in items:
+        place = next((b for b in bins if b.tokens + tokens <= budget), None)
         if place is None:
-            bins.append([i])
-            room.append(budget - lengths[i])
+            bins.append(_Bin([item], shared + tokens))
         else:
-            bins[place].append(i)
-            room[place] -= lengths[i]
+            place.members.append(item)
+            place.tokens += tokens
     return bins
+
+
+def _longest_first(bins: list[_Bin]) -> list[_Bin]:
+    return sorted(bins, key=lambda b: -b.tokens)

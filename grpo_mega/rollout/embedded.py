@@ -109,7 +109,7 @@ class Wave:
         """Fills the cache with each prompt once and repeats it per sample."""
         longest = int(self.prompt_lengths.max()) if len(self.prompts) else 0
         self.cache = KVCache(capacity=min(self.policy.context, longest + self.sampling.max_new_tokens))
-        packed = PackedTokens.of_lengths(self.prompt_lengths, self.policy.topology.tp_size, self.cache)
+        packed = PackedTokens.of_sequences(self.prompt_lengths, self.policy.topology.tp_size, self.cache)
         hidden = self._hidden(self._per_prompt([token for p in self.prompts for token in p.token_ids]), packed)
         repeated = torch.arange(len(self.prompts), device=self.rows.device).repeat_interleave(self.group_size)
         self.cache.keep(repeated)

@@ -94,9 +94,18 @@ def one_step(model: ModelConfig, layout: LayoutConfig) -> dict:
         "metrics": found.metrics,
         "gradients": gather_whole(policy.gpt, lambda p: getattr(p, "main_grad", None)),
         "parameters": policy.parameters(),
+        "expert_bias": expert_biases(policy),
     }
     parallel_state.destroy_model_parallel()
     return result
+
+
+def expert_biases(policy: Policy) -> dict[int, torch.Tensor]:
+    """Layer number -> the balancing bias after the step, which follows the tokens each expert got."""
+    mine = {m.layer_number: m.expert_bias.clone() for m in policy.gpt.modules() if hasattr(m, "expert_bias")}
+    everyone: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    return {layer: bias for biases in everyone for layer, bias in biases.items()}
 
 
 if __name__ == "__main__":

@@ -55,6 +55,11 @@ class TestAgainstOneRank:
         worst = max(whole, key=lambda key: distance[key] / size[key])
         assert distance[worst] / size[worst] < 5e-6, worst
 
+    def test_expert_bias(self, steps, name):
+        mine, whole = steps[name]["expert_bias"], reference(steps, name)["expert_bias"]
+        assert mine.keys() == whole.keys()
+        assert all(torch.equal(mine[layer], whole[layer]) for layer in whole)
+
     def test_parameter_count(self, steps, name):
         assert steps[name]["parameters"] == reference(steps, name)["parameters"]
 

@@ -50,7 +50,7 @@ def test_output_and_gradients_equal_attention_in_each_sequence_alone(
     lengths: list[int], multiple: int, ratio: int, seed: int
 ) -> None:
     tokens = sum(lengths)
-    packed = PackedTokens.of_lengths(torch.tensor(lengths), multiple)
+    packed = PackedTokens.of_sequences(torch.tensor(lengths), multiple)
     real = [x.requires_grad_() for x in random_qkv(tokens, ratio, seed)]
     expected = torch.cat([naive(*parts) for parts in zip(*(x.split(lengths) for x in real), strict=True)])
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed))
@@ -72,6 +72,28 @@ def test_output_and_gradients_equal_attention_in_each_sequence_alone(
 
 
 @settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), min_size=1, max_size=6), multiples, seeds)
+def test_a_shared_prompt_gives_what_its_copies_give(members: list[tuple[int, int]], multiple: int, seed: int) -> None:
+    """Output and gradients with prompts in the row once equal those with a copy of the prompt in every sequence."""
+    prompt_lengths = torch.tensor([[1, 3, 4][prompt] for prompt, _ in members])
+    lengths = prompt_lengths + torch.tensor([completion for _, completion in members])
+    prompts = torch.tensor([prompt for prompt, _ in members])
+    shared = PackedTokens.of_sequences(lengths, multiple, prompts=prompts, prompt_lengths=prompt_lengths)
+    apart = PackedTokens.of_sequences(lengths, 1)
+    assert len(shared.owners) == sum(n for _, n in members) + sum({p: [1, 3, 4][p] for p, _ in members}.values())
+    assert shared.positions[shared.rows].tolist() == apart.positions.tolist()
+    attention = core_attention(KV_HEADS)
+    once = [x.requires_grad_() for x in random_qkv(len(shared.positions), 1, seed)]
+    copied = [x[shared.rows] for x in once]
+    expected = attention(*copied, None, packed_seq_params=apart)
+    out = attention(*once, None, packed_seq_params=shared)[shared.rows]
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed))
+    grads, expected_grads = (torch.autograd.grad(o, once, upstream) for o in (out, expected))
+    torch.testing.assert_close(grads, expected_grads, atol=1e-5, rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=40)
 @given(st.data(), ragged, multiples, head_ratios, seeds)
 def test_decoding_with_a_cache_equals_attention_over_the_whole_history(
     data: st.DataObject, lengths: list[int], multiple: int, ratio: int, seed: int
@@ -84,7 +106,7 @@ def test_decoding_with_a_cache_equals_attention_over_the_whole_history(
     attention = core_attention(KV_HEADS * ratio)
     cache = KVCache(capacity=max(lengths) + steps)
     query, key, value = random_qkv(sum(lengths), ratio, seed)
-    prompts = PackedTokens.of_lengths(torch.tensor(lengths), 1, cache)
+    prompts = PackedTokens.of_sequences(torch.tensor(lengths), 1, cache)
     attention(query, key, value, None, packed_seq_params=prompts)
     histories = list(zip(key.split(lengths), value.split(lengths), strict=True))
     positions = torch.tensor(lengths)
@@ -111,12 +133,14 @@ def test_decoding_with_a_cache_equals_attention_over_the_whole_history(
 
 @given(ragged, st.integers(1, 9))
 def test_whole_sequences_are_described(lengths: list[int], multiple: int) -> None:
-    packed = PackedTokens.of_lengths(torch.tensor(lengths), multiple)
+    packed = PackedTokens.of_sequences(torch.tensor(lengths), multiple)
     total = sum(lengths) + packed.padding
     assert total % multiple == 0
     assert packed.padding < multiple
     assert packed.positions.tolist() == [p for n in lengths for p in range(n)] + [0] * packed.padding
-    assert packed.sequence.tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
+    assert packed.rows.tolist() == packed.owners.tolist() == list(range(sum(lengths)))
+    assert packed.cells.tolist() == [i * max(lengths) + p for i, n in enumerate(lengths) for p in range(n)]
+    assert packed.copies.tolist() == [1] * sum(lengths) + [0] * packed.padding
     assert (packed.sequences, packed.longest) == (len(lengths), max(lengths))
     # Megatron's rotary embedding takes frequencies per token when it sees one sequence of all tokens.
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, total]
@@ -126,7 +150,7 @@ def test_whole_sequences_are_described(lengths: list[int], multiple: int) -> Non
 def test_a_batch_without_a_sequence_is_padding_only(multiple: int) -> None:
     cache = KVCache(capacity=8)
     empty = torch.tensor([], dtype=torch.int64)
-    for packed in (PackedTokens.of_lengths(empty, multiple, cache), PackedTokens.one_each(empty, multiple, cache)):
+    for packed in (PackedTokens.of_sequences(empty, multiple, cache), PackedTokens.one_each(empty, multiple, cache)):
         assert (packed.sequences, packed.longest, packed.padding) == (0, 0, multiple)
         out = core_attention(2 * KV_HEADS)(*random_qkv(multiple, 2, seed=0), None, packed_seq_params=packed)
         assert torch.equal(out, torch.zeros(multiple, 2 * KV_HEADS * VALUE_CHANNELS))
@@ -138,7 +162,7 @@ def test_one_token_each_is_described(positions: list[int], multiple: int, paddin
     packed = PackedTokens.one_each(torch.tensor(positions), multiple, KVCache(capacity=5))
     assert packed.decoding
     assert packed.positions.tolist() == positions + [0] * padding
-    assert packed.sequence.tolist() == list(range(len(positions)))
+    assert packed.rows.tolist() == list(range(len(positions)))
     assert (packed.sequences, packed.longest, packed.padding) == (len(positions), 5, padding)
 
 

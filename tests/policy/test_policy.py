@@ -11,9 +11,10 @@ from grpo_mega.config.schema import MoEConfig, OptimizerConfig
 from grpo_mega.policy.microbatch import ScoredTokens
 from grpo_mega.policy.policy import Gradients, Policy
 from grpo_mega.policy.shards import gather_whole
-from grpo_mega.types import Batch
+from grpo_mega.types import Batch, Prompt, Sample, pack
 
 MakePolicy = Callable[..., Policy]
+VOCABULARY = 21
 MODELS = ["dense", "moe", "latent", "tied"]
 PARITY, WORST = 1e-6, 5e-6  # all gradients together, the worst parameter's; docs/parity.md
 
@@ -55,6 +56,32 @@ def test_the_size_of_micro_batches_changes_nothing(
     theirs = gradients_by_name(whole)
     for name, ours in gradients_by_name(cut).items():
         assert relative_distance(ours, theirs[name]) < WORST, name
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_computing_a_prompt_once_for_its_group_changes_nothing(model: str, make_policy: MakePolicy) -> None:
+    prompts, random = [(4, 5, 6), (7, 8), (4, 5)], torch.Generator().manual_seed(1)
+    members = [prompts[i] for i in (0, 1, 0, 2, 0, 1)]
+    samples = [
+        sample(prompt, tuple(torch.randint(VOCABULARY, (n,), generator=random).tolist()))
+        for prompt, n in zip(members, (3, 5, 1, 4, 6, 2), strict=True)
+    ]
+    shared = pack(samples)
+    shared = shared.with_(weight=shared.mask / 20, advantage=torch.rand(len(shared.tokens), generator=random))
+    apart = shared.with_(prompts=torch.arange(6), prompt_lengths=torch.zeros(6, dtype=torch.int64))
+    once, copied = make_policy(model), make_policy(model)
+    found, expected = once.gradients(shared, token_loss), copied.gradients(apart, token_loss)
+    assert_same(found, expected)
+    torch.testing.assert_close(found.logprob, expected.logprob, atol=1e-5, rtol=1e-6)
+    assert relative_distance(full_gradient(once), full_gradient(copied)) < PARITY
+    # The balancing bias has followed the tokens of every sequence.
+    for name, buffer in once.gpt.named_buffers():
+        assert torch.equal(buffer, copied.gpt.get_buffer(name)), name
+
+
+def sample(prompt: tuple[int, ...], completion: tuple[int, ...]) -> Sample:
+    logprobs = (-1.0,) * len(completion)
+    return Sample(Prompt(str(prompt), prompt, "", "", ""), 0, completion, logprobs, "stop", 0, "")
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -45,7 +45,7 @@ def alone(x: torch.Tensor) -> torch.Tensor:
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(1, CONTEXT), min_size=1, max_size=5), st.integers(1, 4))
 def test_whole_sequences(topology: Topology, lengths: list[int], multiple: int) -> None:
-    packed = PackedTokens.of_lengths(torch.tensor(lengths), multiple)
+    packed = PackedTokens.of_sequences(torch.tensor(lengths), multiple)
     x = torch.randn(sum(lengths) + packed.padding, HEADS, CHANNELS, generator=torch.Generator().manual_seed(2))
     real = x[: sum(lengths)]
     expected = torch.cat([alone(sequence) for sequence in real.split(lengths)])

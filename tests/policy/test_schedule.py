@@ -7,11 +7,18 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.policy.schedule import schedule
+from grpo_mega.policy.schedule import schedule as schedule_groups
 
 lengths_of_sequences = st.lists(st.integers(1, 60), max_size=50)
 replica_counts = st.integers(1, 9)
 budgets = st.integers(1, 100)
+groups = st.lists(st.tuples(st.integers(0, 20), st.lists(st.integers(1, 30), min_size=1, max_size=8)), max_size=8)
+"""Length of the prompt and of its completions, group by group."""
+
+
+def schedule(lengths: list[int], replicas: int, budget: int) -> list[list[list[int]]]:
+    """Of sequences that share nothing."""
+    return schedule_groups(lengths, list(range(len(lengths))), [0] * len(lengths), replicas, budget)
 
 
 @given(lengths_of_sequences, replica_counts, budgets)
@@ -65,3 +72,23 @@ def test_micro_batches_are_filled(lengths: list[int], replicas: int) -> None:
 
 def test_a_worked_example() -> None:
     assert schedule([5, 9, 1, 4, 4], replicas=2, budget=8) == [[[1], [4]], [[0, 2], [3]]]
+
+
+@given(groups, replica_counts, budgets)
+def test_groups_keep_the_budget_with_each_prompt_counted_once(
+    groups: list[tuple[int, list[int]]], replicas: int, budget: int
+) -> None:
+    members = [(group, prompt, n) for group, (prompt, completions) in enumerate(groups) for n in completions]
+    numbers, prompts, lengths = [g for g, _, _ in members], [p for _, p, _ in members], [p + n for _, p, n in members]
+    plan = schedule_groups(lengths, numbers, prompts, replicas, budget)
+    assert sorted(i for replica in plan for micro in replica for i in micro) == list(range(len(members)))
+    assert len({len(replica) for replica in plan}) == 1
+    for micro in (m for replica in plan for m in replica):
+        shared = {members[i][:2] for i in micro}
+        tokens = sum(prompt for _, prompt in shared) + sum(members[i][2] for i in micro)
+        assert tokens <= budget or len(micro) == 1
+
+
+def test_a_group_stays_together() -> None:
+    plan = schedule_groups([12, 14, 13, 11], [0, 1, 0, 1], [10] * 4, replicas=2, budget=20)
+    assert plan == [[[1, 3]], [[2, 0]]]
