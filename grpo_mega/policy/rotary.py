@@ -37,7 +37,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _turned(grad, *ctx.saved_tensors, direction=-1), None, None
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, sin, direction=-1), None, None
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
