@@ -48,7 +48,13 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
     try:
         with timer("setup"):
             policy = Policy(
-                config.model, config.layout, data.tokenizer.vocab_size, topology, platform, config.optimizer.distributed
+                config.model,
+                config.layout,
+                data.tokenizer.vocab_size,
+                topology,
+                platform,
+                distributed_optimizer=config.optimizer.distributed,
+                overlap=config.optimizer.overlap,
             )
             engine = EmbeddedEngine(policy, data.tokenizer.decode, config.rollout.concurrent_sequences)
         recorder.start(_opening(config, policy))

@@ -26,6 +26,7 @@ _MAY_CHANGE = frozenset({
     "run.tensorboard",
     "run.root",
     "rollout.concurrent_sequences",
+    "optimizer.overlap",
 })  # fmt: skip
 
 

@@ -25,7 +25,6 @@ _DIVISIBLE = (
     ("model.kv_heads", "layout.tp", None),
     ("model.ffn_hidden", "layout.tp", None),
     ("model.vocab_multiple", "layout.tp", None),
-    ("model.layers", "layout.pp", None),
     ("model.moe.ffn_hidden", "layout.etp", "model.moe.experts"),
     ("model.moe.shared_ffn_hidden", "layout.tp", "model.moe.experts"),
     ("model.moe.experts", "layout.ep", "model.moe.experts"),
@@ -75,20 +74,21 @@ def check_config(config: Config) -> None:
 def check_layout(config: Config, world_size: int) -> None:
     """Raises a ConfigError when `world_size` processes cannot be arranged in the configured layout.
 
-    Megatron-Core (parallel_state.py) cuts the ranks of a pipeline stage twice: into tp * dp for attention and dense
-    layers, and into etp * ep * expert replicas for routed experts. Every data parallel rank generates whole groups.
+    Megatron-Core (parallel_state.py) cuts the ranks of a pipeline stage twice: into tp * cp * dp for attention and
+    dense layers, and into etp * ep * expert replicas for routed experts. Every replica generates whole groups.
     """
     layout, prompts = config.layout, config.algorithm.prompts_per_step
-    model_size, expert_size = layout.tp * layout.pp, layout.etp * layout.ep
+    model_size, expert_size = layout.tp * layout.cp * layout.pp, layout.etp * layout.ep
     if world_size % model_size:
         _refuse([
-            f"the world size {world_size} is not divisible by layout.tp={layout.tp} * layout.pp={layout.pp}; start "
+            f"the world size {world_size} is not divisible by layout.tp={layout.tp} * layout.cp={layout.cp} * "
+            f"layout.pp={layout.pp}; start "
             f"{_multiples(world_size, model_size)} processes, or choose a product of {_divisors(world_size)}"
         ])  # fmt: skip
     dp, stage = world_size // model_size, world_size // layout.pp
     problems = []
     if stage % expert_size:
-        smallest = layout.pp * math.lcm(layout.tp, expert_size)
+        smallest = layout.pp * math.lcm(layout.tp * layout.cp, expert_size)
         problems.append(
             f"layout.ep={layout.ep} * layout.etp={layout.etp} does not divide the {stage} ranks of a pipeline stage; "
             f"choose a product of {_divisors(stage)}, or start {_multiples(world_size, smallest)} processes"
@@ -96,7 +96,7 @@ def check_layout(config: Config, world_size: int) -> None:
     if prompts % dp:
         problems.append(
             f"algorithm.prompts_per_step={prompts} is not divisible by the data parallel size {dp} (world size "
-            f"{world_size} / (tp {layout.tp} * pp {layout.pp})); choose {_multiples(prompts, dp)}"
+            f"{world_size} / (tp {layout.tp} * cp {layout.cp} * pp {layout.pp})); choose {_multiples(prompts, dp)}"
         )
     _refuse(problems)
 
@@ -179,8 +179,41 @@ def _routing(config: Config) -> Iterator[str]:
         )
 
 
+def _stages_of_pipeline(config: Config) -> Iterator[str]:
+    """Every pipeline stage has the same number of layers, the first and the last apart where they are given."""
+    layout, layers = config.layout, config.model.layers
+    given = {
+        name: size
+        for name, size in (
+            ("layout.first_stage_layers", layout.first_stage_layers),
+            ("layout.last_stage_layers", layout.last_stage_layers),
+        )
+        if size is not None
+    }
+    if layout.pp == 1:
+        given |= {"layout.vpp": layout.vpp} if layout.vpp > 1 else {}
+        for name, size in given.items():
+            yield f"{name}={size} needs pipeline stages; set layout.pp=2 or more, or leave {name} out"
+        return
+    rest, stages = layers - sum(given.values()), layout.pp - len(given)
+    taken = "".join(f" - {name}={size}" for name, size in given.items())
+    if rest < stages or (rest % stages if stages else rest):
+        yield (
+            f"model.layers={layers}{taken} cannot be shared out equally over {stages} pipeline stages (layout.pp="
+            f"{layout.pp}); change layout.pp, layout.first_stage_layers or layout.last_stage_layers"
+        )
+        return
+    for size in {*given.values(), *([rest // stages] if stages else [])}:
+        if size % layout.vpp:
+            yield (
+                f"layout.vpp={layout.vpp} does not divide the {size} layers of a pipeline stage; "
+                f"choose layout.vpp={_divisors(size)}"
+            )
+
+
 def _layout(config: Config) -> Iterator[str]:
     layout, experts = config.layout, config.model.moe.experts
+    yield from _stages_of_pipeline(config)
     if layout.sp and layout.tp == 1:
         yield "layout.sp=true needs tensor parallelism; set layout.tp=2 or more, or layout.sp=false"
     if experts > 0 and layout.tp > 1 and not layout.sp:

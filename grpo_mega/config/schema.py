@@ -93,12 +93,20 @@ class ModelConfig:
 
 @dataclass
 class LayoutConfig:
-    """How the processes share the model. Data parallelism is what is left: world size / (tp * pp)."""
+    """How the processes share the model. Data parallelism is what is left: world size / (tp * cp * pp)."""
 
     tp: int = 1
     """Tensor parallel size."""
     pp: int = 1
     """Pipeline parallel size."""
+    vpp: int = 1
+    """Pieces of the model on every pipeline rank, interleaved (virtual pipeline); needs pp > 1."""
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage; null for as many as every other stage."""
+    last_stage_layers: int | None = None
+    """Layers of the last pipeline stage, which also computes the loss (DeepSeek-V3: fewer); null as above."""
+    cp: int = 1
+    """Context parallel size: ranks that share every sequence."""
     ep: int = 1
     """Expert parallel size: ranks that share one set of experts; etp * ep divides the ranks of a pipeline stage."""
     etp: int = 1
@@ -107,6 +115,8 @@ class LayoutConfig:
     """Sequence parallelism; needs tp > 1, and Megatron requires it for MoE with tp > 1."""
     micro_batch_tokens: int = 16384
     """Most tokens in one micro-batch; a longer sequence gets a micro-batch of its own."""
+    recompute: str = "none"
+    """What the backward pass computes anew instead of remembering: none, selective (attention) or full (layers)."""
 
 
 @dataclass
@@ -222,6 +232,8 @@ class OptimizerConfig:
     """Global gradient norm limit; 0 for none."""
     distributed: bool = False
     """Shard optimizer state over data parallel ranks (Megatron's distributed optimizer)."""
+    overlap: bool = False
+    """Reduce gradients over data parallel ranks while the backward pass goes on."""
 
 
 @dataclass

@@ -116,10 +116,6 @@ def _rng() -> None:
     torch.cuda.manual_seed = lambda seed: torch.random.default_generator.manual_seed(seed)  # type: ignore[assignment]
 
 
-def _eager() -> None:
-    torch.compiler.set_stance("force_eager")
-
-
 def _rng_tracker() -> None:
     from megatron.core.tensor_parallel import random as tracked
 
@@ -186,11 +182,6 @@ SUBSTITUTIONS = (
     ),
     Substitution("streams", "gradient reduction and token dispatch talk to CUDA streams and events", _streams),
     Substitution("rng", "model_parallel_cuda_manual_seed reads and sets the CUDA generator", _rng),
-    Substitution(
-        "eager",
-        "jit_fuser is torch.compile, which needs a C++ compiler and a minute; eager gives the same numbers",
-        _eager,
-    ),
     Substitution(
         "rng_tracker",
         "fork() and add() use the CUDA generator through private helpers. The one that reads it fails; the one that "

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
-from grpo_mega.policy.packed import KVCache, PackedTokens
+from grpo_mega.policy.packed import ContextShard, KVCache, PackedTokens
 from grpo_mega.policy.rotary import cos_sin, rotate
 
 
@@ -55,6 +57,35 @@ class _Collect(torch.autograd.Function):
         return grad.new_zeros(ctx.cells, *grad.shape[1:]).index_copy_(0, cells, grad.contiguous()), None
 
 
+class _Place(torch.autograd.Function):
+    """rows[index] = x into zeros; the index has no duplicates, so the gradient is a plain gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, index, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return grad.index_select(0, index), None, None
+
+
+def _zeros(rows: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, value channels] where there is no sequence.
+
+    They depend on every input: Megatron counts on a gradient, if only zeros, for every parameter of every micro-batch.
+    """
+    return query.new_zeros(rows, query.shape[1], value.shape[2]) + 0 * (query.sum() + key.sum() + value.sum())
+
+
+def _all_rows(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
+    """[T', ...] of every context parallel rank -> [T, ...] in the order of the row; the gradient is summed and cut."""
+    group = parallel_state.get_context_parallel_group()
+    gathered = gather_from_sequence_parallel_region(x.contiguous(), tensor_parallel_output_grad=True, group=group)
+    return gathered.index_select(0, shard.gathered)
+
+
 class PackedAttention(MegatronModule):
     """Core attention of a Megatron layer: causal within each packed sequence, grouped-query and latent attention.
 
@@ -92,16 +123,36 @@ class PackedAttention(MegatronModule):
             if packed.angles is None:  # the same in every layer
                 packed.angles = cos_sin(packed.positions, query.shape[-1], self.rope_base)
             query, key = rotate(query, *packed.angles), rotate(key, *packed.angles)
+        if packed.shard is not None:
+            return self._shared_context(query, key, value, packed, packed.shard).flatten(1)
         tokens = query.shape[0] - packed.padding
         out = (self._decode if packed.decoding else self._causal)(query[:tokens], key[:tokens], value[:tokens], packed)
         return F.pad(out.flatten(1), (0, 0, 0, packed.padding)) if packed.padding else out.flatten(1)
+
+    def _shared_context(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedTokens, shard: ContextShard
+    ) -> torch.Tensor:
+        """Queries of this rank's rows over the keys of all ranks; [T', heads, value channels]."""
+        key, value = (_all_rows(x, shard)[: len(packed.owners)] for x in (key, value))
+        n, rows = packed.sequences, len(query)
+        if n == 0:
+            return _zeros(rows, query, key, value)
+        k, v = (_Spread.apply(x, packed).unflatten(0, (n, packed.longest)).transpose(1, 2) for x in (key, value))
+        q = _Place.apply(query.index_select(0, shard.queries), shard.cells, n * shard.longest)
+        q = q.unflatten(0, (n, shard.longest)).transpose(1, 2)
+        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+        # [N, 1, longest here, longest]: a token sees its sequence up to and including itself
+        seen = torch.arange(packed.longest, device=query.device) <= shard.positions[:, None, :, None]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.softmax_scale)
+        out = out.transpose(1, 2).flatten(0, 1).index_select(0, shard.cells)
+        return _Place.apply(out, shard.queries, rows)
 
     def _causal(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedTokens
     ) -> torch.Tensor:
         n, longest = packed.sequences, packed.longest
         if n == 0:
-            return query.new_zeros(0, query.shape[1], value.shape[2])
+            return _zeros(0, query, key, value)
         # [N * longest, heads, channels] -> [N, heads, longest, channels]
         q, k, v = (_Spread.apply(x, packed).unflatten(0, (n, longest)).transpose(1, 2) for x in (query, key, value))
         if packed.cache is not None:

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig
 from grpo_mega.platform import Platform
 from grpo_mega.policy.attention import PackedAttention
+from grpo_mega.policy.chunks import ModelChunks
 from grpo_mega.policy.head import use_logprob_head
 from grpo_mega.policy.layers import RMSNorm, use_plain_layers
 from grpo_mega.policy.rotary import use_packed_rotary
@@ -30,35 +31,51 @@ from grpo_mega.policy.router import use_packed_router
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_model(model: ModelConfig, layout: LayoutConfig, vocab_size: int, platform: Platform) -> GPTModel:
-    """This rank's part of the model, weights not yet initialised.
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+}
+
+
+def build_model(model: ModelConfig, layout: LayoutConfig, vocab_size: int, platform: Platform) -> ModelChunks:
+    """This rank's pieces of the model, weights not yet initialised.
 
     `vocab_size` is the tokenizer's; embedding rows are padded up to a multiple of `model.vocab_multiple`.
     """
     config = transformer_config(model, layout, platform)
-    spec = get_gpt_decoder_block_spec(config, platform.transformer_engine, normalization="RMSNorm")
+    chunks = ModelChunks([_build_chunk(config, model, vocab_size, platform, i) for i in range(layout.vpp)])
+    for name, parameter in chunks.named_parameters():
+        # Megatron splits the optimizer by this mark when experts are spread over ranks; setting it always keeps
+        # checkpoints the same shape with and without expert parallelism.
+        if ".experts." in name:
+            parameter.allreduce = False
+    return chunks.to(platform.device)
+
+
+def _build_chunk(
+    config: TransformerConfig, model: ModelConfig, vocab_size: int, platform: Platform, chunk: int
+) -> GPTModel:
+    vp_stage = chunk if config.virtual_pipeline_model_parallel_size else None
+    spec = get_gpt_decoder_block_spec(config, platform.transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=_replace(spec, _replacements(spec, model)),
+        transformer_layer_spec=_replace(spec, _replacements(platform, model)),
         vocab_size=-(-vocab_size // model.vocab_multiple) * model.vocab_multiple,
         max_sequence_length=model.context,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
         share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type="none",  # rotary positions are applied within the attention
+        vp_stage=vp_stage,
     )
     use_packed_rotary(gpt, model.context)
     use_logprob_head(gpt, vocab_size)
     use_plain_layers(gpt)
     use_packed_router(gpt)
     _sum_latent_key_gradient(gpt)
-    for name, parameter in gpt.named_parameters():
-        # Megatron splits the optimizer by this mark when experts are spread over ranks; setting it always keeps
-        # checkpoints the same shape with and without expert parallelism.
-        if ".experts." in name:
-            parameter.allreduce = False
-    return gpt.to(platform.device)
+    return gpt
 
 
 def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platform) -> TransformerConfig:
@@ -86,12 +103,19 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         pipeline_model_parallel_size=layout.pp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        context_parallel_size=layout.cp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         sequence_parallel=layout.sp,
+        **_RECOMPUTE[layout.recompute],
         # Packed micro-batches differ in length; Megatron then asks for this dispatcher even of dense models.
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type="alltoall",
-        # gloo has no batched point-to-point operations on CPU tensors.
-        batch_p2p_comm=platform.backend == "nccl",
+        # Interleaved stages send in both directions at once, which Megatron keeps apart only in this mode when the
+        # stage before is also the one behind (pp = 2). gloo has no batched point-to-point operations on CPU tensors.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=platform.backend == "nccl" and layout.vpp == 1,
         # Fused kernels of Megatron need Apex or Transformer Engine.
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
@@ -137,12 +161,15 @@ def _moe_options(moe: MoEConfig, layers: int, platform: Platform) -> dict[str, A
     )
 
 
-def _replacements(spec: Any, model: ModelConfig) -> dict[type, Any]:
-    attention = spec.layer_specs[0].submodules.self_attention.submodules.core_attention
-    attention = attention.module if isinstance(attention, ModuleSpec) else attention
+def _replacements(platform: Platform, model: ModelConfig) -> dict[type, Any]:
     # Megatron's latent attention rotates by itself.
     packed = ModuleSpec(PackedAttention, {"rope_base": None if model.attention == "mla" else model.rope_base})
-    return {WrappedTorchNorm: RMSNorm, DotProductAttention: packed, attention: packed}
+    replaced: dict[type, Any] = {WrappedTorchNorm: RMSNorm, DotProductAttention: packed}
+    if platform.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        replaced[TEDotProductAttention] = packed
+    return replaced
 
 
 def _replace(spec: Any, replacements: dict[type, Any]) -> Any:

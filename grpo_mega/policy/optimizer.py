@@ -45,7 +45,7 @@ class GroupStepAdamW(torch.optim.AdamW):
 
 
 def build_optimizer(
-    config: OptimizerConfig, model: DistributedDataParallel, dtype: torch.dtype, distributed: bool
+    config: OptimizerConfig, model: list[DistributedDataParallel], dtype: torch.dtype, distributed: bool
 ) -> MegatronOptimizer:
     """Megatron's optimizer over this rank's parameters; `distributed` shards its state over the replicas.
 
@@ -69,7 +69,7 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
-    optimizer = get_megatron_optimizer(options, [model])
+    optimizer = get_megatron_optimizer(options, model)
     for group in optimizer.param_groups:
         # Megatron marks norms and biases with wd_mult 0, but leaves it to its own scheduler to obey that.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]

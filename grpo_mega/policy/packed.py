@@ -31,23 +31,71 @@ class KVCache:
 
 
 @dataclass
+class ContextShard:
+    """The rows of a packed row that one context parallel rank holds, and how to compute attention for them.
+
+    Of 2 * size equal parts of the row, a rank holds one from the front and its mirror image from the back: rows near
+    the end of a long sequence see more keys, and each rank gets as many of them.
+
+    Attributes:
+        rows: [T'] rows held here, ascending.
+        gathered: [T] where each row lies when the ranks' rows are put one rank after the other.
+        queries: [n] which of the T' rows belong to a sequence.
+        cells: [n] where they lie in a table of [N, longest].
+        positions: [N, longest] place of each cell's token in its sequence.
+        longest: Most rows of one sequence that are held here.
+    """
+
+    rows: torch.Tensor
+    gathered: torch.Tensor
+    queries: torch.Tensor
+    cells: torch.Tensor
+    positions: torch.Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, packed: PackedTokens, rank: int, size: int) -> ContextShard:
+        """The rows of `rank`; T must be a multiple of 2 * size."""
+        parts = torch.arange(packed.total, device=packed.rows.device).chunk(2 * size)
+        held = [torch.cat([parts[r], parts[2 * size - 1 - r]]) for r in range(size)]
+        rows = held[rank]
+        queries = (rows < len(packed.owners)).nonzero()[:, 0]
+        cells = packed.cells[packed.owners[rows[queries]]]
+        sequence, positions = cells // max(packed.longest, 1), cells % max(packed.longest, 1)
+        counts = torch.bincount(sequence, minlength=packed.sequences)
+        longest = int(counts.max()) if len(counts) else 0
+        starts = counts.cumsum(0) - counts
+        cells = sequence * longest + torch.arange(len(sequence), device=cells.device) - starts[sequence]
+        table = positions.new_zeros(packed.sequences * longest).index_copy_(0, cells, positions)
+        return cls(rows, torch.cat(held).argsort(), queries, cells, table.view(packed.sequences, longest), longest)
+
+    def to(self, device: torch.device) -> ContextShard:
+        """The same on another device."""
+        moved = ("rows", "gathered", "queries", "cells", "positions")
+        return replace(self, **{name: getattr(self, name).to(device) for name in moved})
+
+
+@dataclass
 class PackedTokens(PackedSeqParams):
     """How a flat row of T tokens splits into sequences; what `packed_seq_params` carries through Megatron.
 
     The tokens that several sequences begin with, such as the prompt of a group, can lie in the row once: what a token
     computes depends on the tokens before it alone. So the N sequences have E tokens in all, and the row U <= E. The
-    last T - U tokens of the row belong to no sequence: they make T divisible by the tensor parallel size.
+    last T - U tokens of the row belong to no sequence: they make T divisible by the number of ranks that share it.
+    With context parallelism a rank holds T' of the T rows, otherwise all of them.
 
     Attributes:
-        positions: [T] place of each token in its sequence.
+        positions: [T'] place of each token in its sequence.
+        copies: [T'] float32, how many of the E tokens a row stands for; 0 for padding.
         rows: [E] row of every token of every sequence, sequence by sequence.
         owners: [U] which of the E tokens a row stands for; the first of those that share it.
         cells: [E] where every token lies in a table of [N, longest].
-        copies: [T] float32, how many of the E tokens a row stands for; 0 for padding.
+        total: Rows in all, T.
         sequences: Number of sequences, N.
         longest: Most tokens of one sequence.
         cache: Where keys and values are kept while generating.
         decoding: Whether each sequence brings exactly one token, which sees what the cache holds.
+        shard: Which rows this rank holds; None for all of them.
         angles: Cosine and sine of the rotary angles of all tokens, once a layer has made them.
     """
 
@@ -56,10 +104,12 @@ class PackedTokens(PackedSeqParams):
     owners: torch.Tensor = None  # type: ignore[assignment]
     cells: torch.Tensor = None  # type: ignore[assignment]
     copies: torch.Tensor = None  # type: ignore[assignment]
+    total: int = 0
     sequences: int = 0
     longest: int = 0
     cache: KVCache | None = None
     decoding: bool = False
+    shard: ContextShard | None = None
     angles: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
@@ -111,13 +161,26 @@ class PackedTokens(PackedSeqParams):
 
     @property
     def padding(self) -> int:
-        """Tokens at the end that belong to no sequence, T - U."""
-        return len(self.positions) - len(self.owners)
+        """Tokens at the end of the row that belong to no sequence, T - U."""
+        return self.total - len(self.owners)
+
+    def sharded(self, rank: int, size: int) -> PackedTokens:
+        """The part of a context parallel rank: T' = T / size rows."""
+        if size == 1:
+            return self
+        shard = ContextShard.of(self, rank, size)
+        return replace(self, shard=shard, positions=self.positions[shard.rows], copies=self.copies[shard.rows])
+
+    def counted_by(self, ranks: int) -> PackedTokens:
+        """The same for Megatron's eyes when each of so many context parallel ranks brings a whole row of its own."""
+        whole = self.cu_seqlens_q * ranks
+        return replace(self, **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), whole))
 
     def to(self, device: torch.device) -> PackedTokens:
         """The same on another device."""
         moved = ("positions", "rows", "owners", "cells", "copies", "cu_seqlens_q", "cu_seqlens_kv")
-        return replace(self, **{name: getattr(self, name).to(device) for name in moved})
+        shard = self.shard and self.shard.to(device)
+        return replace(self, shard=shard, **{name: getattr(self, name).to(device) for name in moved})
 
     @classmethod
     def _make(
@@ -135,7 +198,7 @@ class PackedTokens(PackedSeqParams):
         # A batch without a single token still takes part in the collectives of its layout, with padding only.
         padding = -len(positions) % multiple or (0 if len(positions) else multiple)
         positions = F.pad(positions, (0, padding))
-        # Megatron applies rotary frequencies that are given per token when it sees one sequence of all T tokens.
+        # Megatron applies rotary frequencies that are given per token when it sees one sequence of all tokens.
         whole = torch.tensor([0, len(positions)], dtype=torch.int32, device=positions.device)
         return cls(
             qkv_format="thd",
@@ -148,6 +211,7 @@ class PackedTokens(PackedSeqParams):
             owners=owners,
             cells=cells,
             copies=torch.bincount(rows, minlength=len(positions)).float(),
+            total=len(positions),
             sequences=sequences,
             longest=longest,
             cache=cache,

@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -56,6 +58,7 @@ class Policy:
         topology: Topology,
         platform: Platform,
         distributed_optimizer: bool = False,
+        overlap: bool = False,
     ) -> None:
         self.topology = topology
         self.platform = platform
@@ -64,19 +67,18 @@ class Policy:
         self._budget = layout.micro_batch_tokens
         self.gpt = build_model(model, layout, vocab_size, platform)
         self.gpt.config.finalize_model_grads_func = finalize_model_grads
-        wrapped = Float16Module(self.gpt.config, self.gpt) if model.dtype == "bf16" else self.gpt
-        _keep_balancing_in_fp32(self.gpt)
         self._distributed_optimizer = distributed_optimizer
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, check_for_nan_in_grad=True, use_distributed_optimizer=distributed_optimizer
-        )
-        self.model = DistributedDataParallel(self.gpt.config, ddp, wrapped)
+        self.model = [self._data_parallel(chunk, overlap, first=i == 0) for i, chunk in enumerate(self.gpt)]
+        if overlap:  # gradients add up over micro-batches and are reduced in the last one's backward pass
+            no_sync = [chunk.no_sync for chunk in self.model]
+            self.gpt.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        _keep_balancing_in_fp32(self.gpt)
         self.optimizer: MegatronOptimizer | None = None
 
     @property
     def head(self) -> LogProbHead:
         """The output layer; only the last pipeline stage has one."""
-        return self.gpt.output_layer
+        return self.gpt.last.output_layer
 
     def parameters(self) -> int:
         """Parameters of the whole model; every rank must call it."""
@@ -110,7 +112,8 @@ class Policy:
         Raises:
             FloatingPointError: The loss of a scored token is not finite; names the sequence and the token.
         """
-        self.model.zero_grad_buffer()
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
         if self.optimizer is not None:
             # An update leaves p.grad behind, an alias of the buffer: the next gradient would count twice.
             self.optimizer.zero_grad()
@@ -147,15 +150,35 @@ class Policy:
         return found
 
     def hidden_states(self, tokens: torch.Tensor, packed: PackedTokens) -> torch.Tensor | None:
-        """[T', H] last hidden states of packed tokens [T'], on the last pipeline stage; None on the others."""
-        micro = MicroBatch(tokens[None], packed, *[None] * 3)  # type: ignore[arg-type]
-        states: list[torch.Tensor] = []
+        """[T', H] last hidden states of packed tokens [T'], on the last pipeline stage; None on the others.
 
-        def keep(_: MicroBatch, hidden: torch.Tensor, non_loss_data: bool) -> None:
-            states.append(hidden[0])
+        One batch walks through the stages alone, without Megatron's schedule: that one asks for several at once when
+        stages are interleaved, and a decoding step has no others to wait for.
+        """
+        # Every context parallel rank generates sequences of its own; Megatron counts on rows of all of them.
+        packed = packed.counted_by(self.topology.cp_size)
+        stages, hidden = self.topology.pp_size * len(self.model), None
+        for stage in range(stages):
+            chunk, rank = divmod(stage, self.topology.pp_size)
+            if rank == self.topology.pp_rank:
+                if stage > 0:
+                    self.model[chunk].module.set_input_tensor(self._received(packed))
+                hidden = self._forward(self.model[chunk], tokens[None], packed)
+                if stage < stages - 1:
+                    dist.send(hidden.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+        return hidden[0] if hidden is not None and self.topology.is_last_stage else None
 
-        self._forward_backward([micro], keep, forward_only=True)
-        return states[0] if states else None
+    def _received(self, packed: PackedTokens) -> torch.Tensor:
+        """What the stage before sends: [T', 1, H], with sequence parallelism this rank's part of the rows."""
+        config = self.gpt.config
+        rows = len(packed.positions) // (self.topology.tp_size if config.sequence_parallel else 1)
+        shape = (rows, 1, config.hidden_size)
+        hidden = torch.empty(shape, dtype=config.pipeline_dtype, device=self.platform.device)
+        dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
+        return hidden
+
+    def _forward(self, chunk: torch.nn.Module, tokens: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+        return chunk(tokens, packed.positions[None], None, packed_seq_params=packed)
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         return micro_batches(batch, self.topology, self._budget, self.platform.device)
@@ -163,14 +186,13 @@ class Policy:
     def _forward_backward(self, micros: list[MicroBatch], on_last_stage: Callable, forward_only: bool) -> None:
         """Runs Megatron's pipeline schedule; `on_last_stage(micro, hidden [1, T', H], ...)` gets what comes out."""
 
-        def forward(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        def forward(iterator: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             micro = next(iterator)
-            hidden = model(micro.tokens, micro.packed.positions[None], None, packed_seq_params=micro.packed)
-            return hidden, partial(on_last_stage, micro)
+            return self._forward(chunk, micro.tokens, micro.packed), partial(on_last_stage, micro)
 
         get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(micros),
+            data_iterator=[iter(micros) for _ in self.model],
             model=self.model,
             num_microbatches=len(micros),
             seq_length=self.context,
@@ -178,6 +200,18 @@ class Policy:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+    def _data_parallel(self, chunk: torch.nn.Module, overlap: bool, first: bool) -> DistributedDataParallel:
+        """A piece of the model with Megatron's gradient buffers."""
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            check_for_nan_in_grad=True,
+            use_distributed_optimizer=self._distributed_optimizer,
+            overlap_grad_reduce=overlap,
+        )
+        wrapped = Float16Module(self.gpt.config, chunk) if self._config.dtype == "bf16" else chunk
+        # Later pieces' gradients are ready early and need no buckets of their own, as in Megatron's training loop.
+        return DistributedDataParallel(self.gpt.config, config, wrapped, disable_bucketing=not first)
 
 
 def _keep_balancing_in_fp32(gpt: torch.nn.Module) -> None:

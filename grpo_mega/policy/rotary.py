@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from grpo_mega.policy.packed import PackedTokens
@@ -64,8 +65,19 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         return packed.positions
 
     def forward(self, positions: torch.Tensor, **_: Any) -> torch.Tensor:
-        """[T] positions -> [T, 1, 1, channels] angles."""
-        return self.table.index_select(0, positions)
+        """[T'] positions of this rank's rows -> angles [T', 1, 1, channels], as Megatron expects them.
+
+        With context parallelism it is handed the angles of all ranks' rows and takes this rank's two parts out of them;
+        the others are never read.
+        """
+        angles = self.table.index_select(0, positions)
+        group = parallel_state.get_context_parallel_group()
+        if group.size() == 1:
+            return angles
+        front, back = angles.chunk(2)
+        parts = [front] * 2 * group.size()
+        parts[2 * group.size() - 1 - group.rank()] = back
+        return torch.cat(parts)
 
 
 def use_packed_rotary(model: torch.nn.Module, context: int) -> None:

@@ -21,9 +21,14 @@ class _Bin:
 
 
 def schedule(
-    lengths: list[int], prompts: list[int], prompt_lengths: list[int], replicas: int, budget: int
+    lengths: list[int],
+    prompts: list[int],
+    prompt_lengths: list[int],
+    replicas: int,
+    budget: int,
+    multiple: int = 1,
 ) -> list[list[list[int]]]:
-    """Sequence numbers by replica and micro-batch.
+    """Sequence numbers by replica and micro-batch; the number of micro-batches is a multiple of `multiple`.
 
     Bundles of sequences with the same prompt are dealt longest first, each to the replica with the fewest tokens so
     far (longest processing time first); each replica then fills as few micro-batches as the fullest replica needs.
@@ -36,6 +41,7 @@ def schedule(
         share.tokens += bundle.tokens
     filled = [_first_fit([(b, b.tokens) for b in share.members], 0, budget) for share in shares]
     count = max(1, *(len(bins) for bins in filled))
+    count += -count % multiple
     return [
         [[i for bundle in micro.members for i in bundle.members] for micro in bins] + [[]] * (count - len(bins))
         for bins in filled

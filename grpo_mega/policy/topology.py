@@ -25,7 +25,9 @@ class Topology:
         world_size: Number of processes.
         tp_size: Ranks that share one layer.
         pp_rank, pp_size: Pipeline stage.
+        cp_rank, cp_size: Part of every sequence (context parallelism).
         dp_rank, dp_size: Data parallel replica.
+        interleaved: Whether pipeline ranks hold several pieces of the model.
     """
 
     rank: int
@@ -33,8 +35,11 @@ class Topology:
     tp_size: int
     pp_rank: int
     pp_size: int
+    cp_rank: int
+    cp_size: int
     dp_rank: int
     dp_size: int
+    interleaved: bool
 
     @property
     def is_last_stage(self) -> bool:
@@ -46,13 +51,23 @@ class Topology:
         """Whether this process writes what is written once."""
         return self.rank == 0
 
+    @property
+    def row_multiple(self) -> int:
+        """A rank's packed rows must be a multiple of it; rotary embeddings cut a context parallel rank's in half."""
+        return self.tp_size * (2 if self.cp_size > 1 else 1)
+
+    @property
+    def scorers(self) -> int:
+        """Ranks that score tokens of their own, on one pipeline stage, counting a tensor parallel group once."""
+        return self.dp_size * self.cp_size
+
     def sum_over_samples(self, vector: torch.Tensor) -> torch.Tensor:
-        """Adds what the last stage of every data parallel replica contributed; in place, same result on all ranks.
+        """Adds what the last stage of every replica and context parallel rank contributed; in place, on all ranks.
 
         Ranks of the other stages must pass zeros.
         """
-        if self.dp_size > 1:
-            dist.all_reduce(vector, group=parallel_state.get_data_parallel_group())
+        if self.scorers > 1:
+            dist.all_reduce(vector, group=_scorers())
         if self.pp_size > 1:
             dist.all_reduce(vector, group=parallel_state.get_pipeline_model_parallel_group())
         return vector
@@ -60,9 +75,9 @@ class Topology:
     def sum_by_name(self, sums: dict[str, float], device: torch.device) -> dict[str, float]:
         """Adds up the last stages' numbers over the replicas; all ranks get the result, other stages pass nothing."""
         result = [sums]
-        if self.is_last_stage and self.dp_size > 1:
+        if self.is_last_stage and self.scorers > 1:
             values = torch.tensor([sums[name] for name in sorted(sums)], dtype=torch.float64, device=device)
-            dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(values, group=_scorers())
             result = [dict(zip(sorted(sums), values.tolist(), strict=True))]
         if self.pp_size > 1:
             source = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -92,22 +107,27 @@ class Topology:
         return bool(flag.item())
 
     def spread(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
-        """One result per item, in order, on all ranks; each data parallel replica works on its share of the items.
+        """One result per item, in order, on all ranks; each replica works on its share of the items.
 
-        The ranks of one replica must come to the same results.
+        Context parallel ranks count as replicas here: each holds the whole model. The ranks of one replica must come to
+        the same results.
         """
-        if self.dp_size == 1:
+        if self.scorers == 1:
             return work(items)
-        shares: list = [None] * self.dp_size
-        mine = work(items[self.dp_rank :: self.dp_size])
-        dist.all_gather_object(shares, mine, group=parallel_state.get_data_parallel_group())
-        return [shares[i % self.dp_size][i // self.dp_size] for i in range(len(items))]
+        shares: list = [None] * self.scorers
+        mine = work(items[_scorers().rank() :: self.scorers])
+        dist.all_gather_object(shares, mine, group=_scorers())
+        return [shares[i % self.scorers][i // self.scorers] for i in range(len(items))]
 
     def spread_over_ranks(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
         """One result per item, in order, on all ranks; each item is worked on by one rank, for all."""
         shares: list = [None] * self.world_size
         dist.all_gather_object(shares, work(items[self.rank :: self.world_size]))
         return [shares[i % self.world_size][i // self.world_size] for i in range(len(items))]
+
+
+def _scorers() -> dist.ProcessGroup:
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def join_layout(layout: LayoutConfig, seed: int) -> Topology:
@@ -124,6 +144,8 @@ def join_layout(layout: LayoutConfig, seed: int) -> Topology:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )
@@ -134,8 +156,11 @@ def join_layout(layout: LayoutConfig, seed: int) -> Topology:
         tp_size=layout.tp,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=layout.pp,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=layout.cp,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        interleaved=layout.vpp > 1,
     )
 
 

@@ -40,7 +40,7 @@ class EmbeddedEngine:
         topology = self.policy.topology
         per_wave = max(1, self.concurrent_sequences // group_size)
         # Every replica has as many waves as the fullest one, because experts may be spread over replicas.
-        waves = -(-len(prompts) // (per_wave * topology.dp_size))
+        waves = -(-len(prompts) // (per_wave * topology.scorers))
 
         def complete(mine: Sequence[Prompt]) -> list[list[Completion]]:
             done: list[Completion] = []
@@ -109,7 +109,7 @@ class Wave:
         """Fills the cache with each prompt once and repeats it per sample."""
         longest = int(self.prompt_lengths.max()) if len(self.prompts) else 0
         self.cache = KVCache(capacity=min(self.policy.context, longest + self.sampling.max_new_tokens))
-        packed = PackedTokens.of_sequences(self.prompt_lengths, self.policy.topology.tp_size, self.cache)
+        packed = PackedTokens.of_sequences(self.prompt_lengths, self.policy.topology.row_multiple, self.cache)
         hidden = self._hidden(self._per_prompt([token for p in self.prompts for token in p.token_ids]), packed)
         repeated = torch.arange(len(self.prompts), device=self.rows.device).repeat_interleave(self.group_size)
         self.cache.keep(repeated)
@@ -150,7 +150,7 @@ class Wave:
 
     def _decode(self, tokens: torch.Tensor) -> None:
         """Reads one token per cached sequence; one that has ended overwrites its own last place for nothing."""
-        packed = PackedTokens.one_each(self.positions, self.policy.topology.tp_size, self.cache)
+        packed = PackedTokens.one_each(self.positions, self.policy.topology.row_multiple, self.cache)
         self.hidden = self._hidden(tokens, packed)
         self.positions = self.positions + self.alive
 

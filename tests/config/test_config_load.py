@@ -128,7 +128,15 @@ def as_override(value: Any) -> str:
 
 
 def test_every_field_can_be_set_from_the_command_line() -> None:
-    config = compose_config(["experiment=tiny", "algorithm.dual_clip=3.0"])
+    config = compose_config(
+        [
+            "experiment=tiny",
+            "algorithm.dual_clip=3.0",
+            "layout.pp=2",
+            "layout.first_stage_layers=1",
+            "layout.last_stage_layers=1",
+        ]
+    )
     # `experiment` chooses a group and holds nothing.
     wanted = {name: another(name, value) for name, value in leaves(config)}
     raw = compose_raw([f"{name}={as_override(value)}" for name, value in wanted.items()])

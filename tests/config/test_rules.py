@@ -43,7 +43,11 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"layout.tp": 4, "layout.sp": True}, "model.kv_heads=2 is not divisible by layout.tp=4"),
     ({"model.ffn_hidden": 255, "layout.tp": 2, "layout.sp": True}, "model.ffn_hidden=255"),
     ({"model.vocab_multiple": 33, "layout.tp": 2, "layout.sp": True}, "model.vocab_multiple=33"),
-    ({"layout.pp": 3}, "model.layers=2 is not divisible by layout.pp=3"),
+    ({"layout.pp": 3}, "model.layers=2 cannot be shared out equally over 3 pipeline stages (layout.pp=3)"),
+    ({"layout.pp": 2, "layout.last_stage_layers": 2}, "model.layers=2 - layout.last_stage_layers=2 cannot"),
+    ({"layout.last_stage_layers": 1}, "layout.last_stage_layers=1 needs pipeline stages; set layout.pp=2"),
+    ({"layout.vpp": 2}, "layout.vpp=2 needs pipeline stages; set layout.pp=2"),
+    ({"layout.pp": 2, "layout.vpp": 2}, "layout.vpp=2 does not divide the 1 layers of a pipeline stage"),
     ({"model.moe.ffn_hidden": 65, "layout.etp": 2}, "model.moe.ffn_hidden=65 is not divisible by layout.etp=2"),
     ({"model.moe.shared_ffn_hidden": 65, "layout.tp": 2, "layout.sp": True}, "model.moe.shared_ffn_hidden=65"),
     ({"layout.ep": 3}, "model.moe.experts=4 is not divisible by layout.ep=3"),
@@ -208,8 +212,8 @@ def advised(pattern: str, problem: str) -> list[int]:
 @pytest.mark.parametrize(
     ("values", "world_size", "message"),
     [
-        ({"layout.tp": 2, "layout.pp": 2}, 6, "the world size 6 is not divisible by layout.tp=2 * layout.pp=2"),
-        ({"layout.tp": 2, "layout.pp": 2}, 2, "the world size 2 is not divisible by layout.tp=2 * layout.pp=2"),
+        ({"layout.tp": 2, "layout.pp": 2}, 6, "the world size 6 is not divisible by layout.tp=2 * layout.cp=1 * "),
+        ({"layout.tp": 2, "layout.pp": 2}, 2, "the world size 2 is not divisible by layout.tp=2 * layout.cp=1 * "),
         ({"layout.ep": 4}, 2, "layout.ep=4 * layout.etp=1 does not divide the 2 ranks of a pipeline stage"),
         ({"layout.ep": 2, "layout.etp": 2, "layout.tp": 2}, 2, "layout.ep=2 * layout.etp=2 does not divide the 2"),
         ({"layout.ep": 2, "layout.pp": 2}, 2, "layout.ep=2 * layout.etp=1 does not divide the 1 ranks"),

@@ -18,21 +18,29 @@ from megatron.core import parallel_state  # noqa: E402
 
 from grpo_mega.algorithm.objective import grpo_token_loss  # noqa: E402
 from grpo_mega.algorithm.weights import token_weights  # noqa: E402
-from grpo_mega.config.schema import LayoutConfig, MLAConfig, ModelConfig, MoEConfig  # noqa: E402
+from grpo_mega.config.schema import LayoutConfig, MLAConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
 from grpo_mega.policy.policy import Policy  # noqa: E402
 from grpo_mega.policy.shards import gather_whole  # noqa: E402
 from grpo_mega.policy.topology import join_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
-from grpo_mega.types import Prompt, pack  # noqa: E402
+from grpo_mega.types import Prompt, Sample, pack  # noqa: E402
 
 DENSE = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=128, context=64, init_std=0.1)
 MOE = replace(DENSE, moe=MoEConfig(experts=4, top_k=2, ffn_hidden=32, shared_ffn_hidden=32, first_dense=1))
+MLA = MLAConfig(16, 16, 8, 8, 8)
 MODELS = {
     "dense": DENSE,
     "tied": replace(DENSE, tie_embeddings=True, qk_norm=True),
     "moe": MOE,
-    "mla": replace(MOE, attention="mla", kv_heads=4, mla=MLAConfig(16, 16, 8, 8, 8)),
+    "mla": replace(MOE, attention="mla", kv_heads=4, mla=MLA),
+    "deepseek": replace(
+        MOE, layers=4, attention="mla", kv_heads=4, mla=MLA, moe=replace(MOE.moe, groups=2, group_top_k=1)
+    ),
+    "dense_bf16": replace(DENSE, dtype="bf16"),
+    "deepseek_bf16": replace(
+        MOE, layers=4, attention="mla", kv_heads=4, mla=MLA, moe=replace(MOE.moe, groups=2, group_top_k=1), dtype="bf16"
+    ),
 }
 LAYOUTS = {
     "single": LayoutConfig(),
@@ -42,6 +50,23 @@ LAYOUTS = {
     "tp2etp2": LayoutConfig(tp=2, sp=True, etp=2),
     "pp2": LayoutConfig(pp=2),
     "pp2small": LayoutConfig(pp=2, micro_batch_tokens=70),
+    "vpp2": LayoutConfig(pp=2, vpp=2, micro_batch_tokens=150),
+    "pp2uneven": LayoutConfig(pp=2, last_stage_layers=1),
+    "tp2vpp2": LayoutConfig(tp=2, pp=2, vpp=2, sp=True),
+    "cp2": LayoutConfig(cp=2),
+    "cp2small": LayoutConfig(cp=2, micro_batch_tokens=70),
+    "cp2tp2": LayoutConfig(cp=2, tp=2, sp=True),
+    "cp2pp2": LayoutConfig(cp=2, pp=2),
+    "cp2ep2": LayoutConfig(cp=2, ep=2),
+    "cp2dp2": LayoutConfig(cp=2),
+    "cp4": LayoutConfig(cp=4),
+    "dp2zero": LayoutConfig(micro_batch_tokens=100),
+    "ep2zero": LayoutConfig(ep=2, micro_batch_tokens=100),
+    "tp2dp2zero": LayoutConfig(tp=2, sp=True, micro_batch_tokens=100),
+    "vpp2zero": LayoutConfig(pp=2, vpp=2, micro_batch_tokens=100),
+    "recompute": LayoutConfig(recompute="full", micro_batch_tokens=100),
+    "selective": LayoutConfig(recompute="selective"),
+    "tp2recompute": LayoutConfig(tp=2, sp=True, recompute="full"),
     "ep2": LayoutConfig(ep=2),
     "dp2": LayoutConfig(micro_batch_tokens=100),
     "tp2ep2": LayoutConfig(tp=2, sp=True, ep=2),
@@ -50,6 +75,14 @@ LAYOUTS = {
     "ep2pp2": LayoutConfig(ep=2, pp=2),
     "tp2ep4": LayoutConfig(tp=2, sp=True, ep=4),
     "ep2dp4": LayoutConfig(ep=2),
+}
+# A large epsilon keeps Adam's first steps smooth: with a small one they hang on the sign of gradients near 0.
+OPTIMIZER = OptimizerConfig(lr=0.01, eps=0.01, weight_decay=0.1, clip_grad=0.5)
+OPTIMIZERS = {
+    "dp2zero": replace(OPTIMIZER, distributed=True),
+    "ep2zero": replace(OPTIMIZER, distributed=True, overlap=True),
+    "tp2dp2zero": replace(OPTIMIZER, distributed=True, overlap=True),
+    "vpp2zero": replace(OPTIMIZER, distributed=True, overlap=True),
 }
 VOCAB = 26
 SAMPLING = SamplingParams(max_new_tokens=24, stop_ids=(2,), temperature=1.2, top_p=0.95, top_k=20, seed=5)
@@ -63,13 +96,16 @@ def prompts() -> list[Prompt]:
     return [Prompt(f"p{i}", tokens, "", "", "") for i, tokens in enumerate(ids)]
 
 
-def one_step(model: ModelConfig, layout: LayoutConfig) -> dict:
-    """Samples, log-probs, loss and gradients of one step from seeded weights."""
+def one_step(model: ModelConfig, layout: LayoutConfig, optimizer: OptimizerConfig) -> dict:
+    """Samples, log-probs, loss and gradients of one step from seeded weights, and what two updates change."""
     topology = join_layout(layout, seed=0)
-    policy = Policy(model, layout, VOCAB, topology, HERE)
+    policy = Policy(model, layout, VOCAB, topology, HERE, optimizer.distributed, optimizer.overlap)
     policy.initialize(seed=3)
     samples = EmbeddedEngine(policy, str, concurrent_sequences=16).generate(prompts(), 3, SAMPLING, version=7)
     batch = pack(samples)
+    if model.dtype == "bf16":
+        batch = pack(made_up(samples))
+        batch = batch.with_(rollout_logprob=policy.logprobs(batch, SAMPLING.temperature))
     advantage = torch.linspace(-1.5, 1.5, len(samples)).repeat_interleave(batch.lengths)
     weight = token_weights(batch.mask, batch.cu_seqlens, "sequence_mean", 1)
     # The old and reference policies are made up, but the same everywhere: ratios clip and the KL term has a gradient.
@@ -96,8 +132,21 @@ def one_step(model: ModelConfig, layout: LayoutConfig) -> dict:
         "parameters": policy.parameters(),
         "expert_bias": expert_biases(policy),
     }
+    before = gather_whole(policy.gpt)
+    policy.use_optimizer(optimizer)
+    updates = [policy.update(batch, loss, optimizer.lr, SAMPLING.temperature) for _ in range(2)]
+    result["grad_norms"] = [update.metrics["grad_norm"] for update in updates]
+    result["updates"] = {key: whole - before[key] for key, whole in gather_whole(policy.gpt).items()}
     parallel_state.destroy_model_parallel()
     return result
+
+
+def made_up(samples: list[Sample]) -> list[Sample]:
+    """As many samples whose tokens no policy drew: in bf16 a layout's rounding may change what is drawn."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [1 + i % SAMPLING.max_new_tokens for i in range(len(samples))]
+    drawn = [tuple(torch.randint(3, VOCAB, (n,), generator=generator).tolist()) for n in lengths]
+    return [replace(s, token_ids=t, logprobs=(-3.0,) * len(t)) for s, t in zip(samples, drawn, strict=True)]
 
 
 def expert_biases(policy: Policy) -> dict[int, torch.Tensor]:
@@ -112,7 +161,7 @@ if __name__ == "__main__":
     out = Path(sys.argv[1])
     for name in sys.argv[2:]:
         model, layout = name.split(":")
-        step = one_step(MODELS[model], LAYOUTS[layout])
+        step = one_step(MODELS[model], LAYOUTS[layout], OPTIMIZERS.get(layout, OPTIMIZER))
         if torch.distributed.get_rank() == 0:
             torch.save(step, out / f"{name}.pt")
     torch.distributed.destroy_process_group()

@@ -24,7 +24,6 @@ NEEDED_FOR = {
     "tensor_type": ("train", 1, "param.grad.type() == 'torch.cuda.FloatTensor'"),
     "streams": ("train", 1, "torch.cuda.Stream()"),
     "rng": ("train", 1, "= torch.cuda.get_rng_state()"),
-    "eager": ("train", 1, "No working C++ compiler found"),
     "rng_tracker": ("random_streams", 2, "torch.cuda.random.get_rng_state("),
     "te_gemm": ("train", 1, "name 'te_general_gemm' is not defined"),
     "splits_to_host": ("train_expert_parallel", 2, "all_to_all_single(): incompatible function arguments"),

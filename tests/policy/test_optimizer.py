@@ -100,7 +100,7 @@ def test_weight_decay_spares_norms_and_nothing_else(make_policy: Callable[..., P
     policy = make_policy(model)
     policy.use_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.5))
     before = {name: p.detach().clone() for name, p in policy.gpt.named_parameters()}
-    policy.model.zero_grad_buffer()  # without gradients Adam moves nothing: what moves has decayed
+    policy.model[0].zero_grad_buffer()  # without gradients Adam moves nothing: what moves has decayed
     set_learning_rate(policy.optimizer, 0.1)
     policy.optimizer.step()
     for name, p in policy.gpt.named_parameters():
