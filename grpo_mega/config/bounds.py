@@ -25,7 +25,8 @@ RANGES: dict[str, tuple[str, ...]] = {
     "[2, inf)": ("algorithm.group_size", "data.min_terms", "data.max_terms"),
     "[0, inf)": (
         "model.moe.experts", "model.moe.shared_ffn_hidden", "model.moe.first_dense", "model.moe.bias_update_rate",
-        "model.moe.aux_loss_coef", "model.moe.groups", "model.moe.group_top_k", "algorithm.kl_coef",
+        "model.moe.aux_loss_coef", "model.moe.z_loss_coef", "model.moe.groups", "model.moe.group_top_k",
+        "algorithm.kl_coef",
         "algorithm.reference_refresh", "rollout.top_k", "optimizer.warmup_steps", "optimizer.weight_decay",
         "optimizer.clip_grad", "base.warmup_steps", "base.decay_steps", "base.weight_decay", "base.gate_from",
         "sft.steps", "sft.warmup_steps", "run.seed", "run.eval_every", "run.save_every", "run.keep_every",

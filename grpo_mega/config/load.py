@@ -19,6 +19,7 @@ _MAY_CHANGE = frozenset({
     "run.steps",
     "run.eval_every",
     "run.save_every",
+    "run.async_save",
     "run.keep_checkpoints",
     "run.keep_every",
     "run.print_every",

@@ -30,7 +30,9 @@ class MoEConfig:
     bias_update_rate: float = 1e-3
     """Step of the auxiliary-loss-free balancing bias (DeepSeek-V3, section 2.1.2); 0 turns it off. Needs sigmoid."""
     aux_loss_coef: float = 0.0
-    """Coefficient of the Switch load-balancing loss; its value depends on how micro-batches are cut."""
+    """Coefficient of the balance loss within each sequence (DeepSeek-V3, equations 17 to 20: 0.0001)."""
+    z_loss_coef: float = 0.0
+    """Coefficient of the router's z-loss (ST-MoE, equation 5), which keeps its logits small."""
     groups: int = 0
     """Group-limited routing: number of expert groups; 0 for none."""
     group_top_k: int = 0
@@ -296,6 +298,9 @@ class RunConfig:
     """Steps between evaluations on the validation problems; 0 for never. The held-out test runs first and last."""
     save_every: int = 20
     """Steps between checkpoints; 0 saves only the last step."""
+    async_save: bool = False
+    """Write checkpoints while training goes on; one counts when it is complete, a step or more later. Costs memory: the
+    state as it was saved is held until then."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept."""
     keep_every: int = 0

@@ -62,7 +62,12 @@ def micro_batches(batch: Batch, topology: Topology, budget: int, device: torch.d
         budget,
         multiple=topology.pp_size if topology.interleaved else 1,
     )
-    return [_micro_batch(batch, sequences, topology, device) for sequences in plan[topology.dp_rank]]
+    mine = plan[topology.dp_rank]
+    micros = [_micro_batch(batch, sequences, topology, device) for sequences in mine]
+    for micro in micros:
+        micro.packed.batch_sequences, micro.packed.batch_tokens = len(batch.lengths), len(batch.tokens)
+        micro.packed.loss_scale = len(micros) * topology.dp_size
+    return micros
 
 
 def _micro_batch(batch: Batch, sequences: list[int], topology: Topology, device: torch.device) -> MicroBatch:

@@ -96,6 +96,9 @@ class PackedTokens(PackedSeqParams):
         cache: Where keys and values are kept while generating.
         decoding: Whether each sequence brings exactly one token, which sees what the cache holds.
         shard: Which rows this rank holds; None for all of them.
+        batch_sequences, batch_tokens: Of the whole batch that this is a part of.
+        loss_scale: What a loss over the whole batch is multiplied with because Megatron averages over micro-batches
+            and replicas.
         angles: Cosine and sine of the rotary angles of all tokens, once a layer has made them.
     """
 
@@ -110,6 +113,9 @@ class PackedTokens(PackedSeqParams):
     cache: KVCache | None = None
     decoding: bool = False
     shard: ContextShard | None = None
+    batch_sequences: int = 0
+    batch_tokens: int = 0
+    loss_scale: float = 1.0
     angles: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod

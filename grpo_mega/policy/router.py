@@ -1,7 +1,7 @@
 """Megatron's router on packed tokens: what balances the experts counts every token of every sequence, and nothing else.
 
 Padding rows belong to no sequence, and a row that several sequences share stands for a token of each. Counted so, the
-balancing does not depend on the layout, nor on how the batch is cut into micro-batches.
+balancing bias and the auxiliary losses do not depend on the layout, nor on how the batch is cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -18,7 +19,10 @@ from grpo_mega.policy.packed import PackedTokens
 
 
 class PackedRouter(TopKRouter):
-    """Top-k routing with an expert bias (DeepSeek-V3, section 2.1.2)."""
+    """Top-k routing with an expert bias and a sequence-wise balance loss (DeepSeek-V3, section 2.1.2).
+
+    Each rank adds its rows' part of a loss over the whole batch; `packed.loss_scale` undoes Megatron's averages.
+    """
 
     packed: PackedTokens
 
@@ -27,14 +31,53 @@ class PackedRouter(TopKRouter):
         if self.enable_expert_bias and torch.is_grad_enabled():  # not while sampling or scoring
             self.local_tokens_per_expert += self._local_copies() @ routing_map.float()
 
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: Any = None) -> torch.Tensor:
+        """Attaches coefficient * mean of logsumexp(logits)^2 over the batch's tokens (ST-MoE, equation 5)."""
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not torch.is_grad_enabled():
+            return logits
+        loss = (self._local_copies() * logits.logsumexp(-1).square()).sum()
+        return self._attach(logits, coefficient * loss / self.packed.batch_tokens)
+
+    def _apply_seq_aux_loss(
+        self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """Attaches coefficient * mean over the batch's sequences of sum_i f_i P_i (DeepSeek-V3, equations 17 to 20)."""
+        coefficient = self.get_aux_loss_coeff("seq_aux_loss")
+        if coefficient == 0 or self.packed.sequences == 0:
+            return probs
+        rows, sequence = self._local_tokens()
+        lengths = torch.bincount(self.packed.cells // self.packed.longest, minlength=self.packed.sequences)[:, None]
+        chosen = routing_map.new_zeros(self.packed.sequences, routing_map.shape[-1], dtype=torch.float32)
+        chosen.index_add_(0, sequence, routing_map[rows].float())
+        dist.all_reduce(chosen, group=self.tp_cp_group if self.config.sequence_parallel else self.cp_group)
+        # f_i / T of every sequence: how a row's score of expert i counts in sum_i f_i P_i
+        counts = chosen * routing_map.shape[-1] / (self.topk * lengths.square())
+        counts = torch.zeros_like(scores_for_aux_loss).index_add_(0, rows, counts[sequence])
+        return self._attach(probs, coefficient * (counts * scores_for_aux_loss).sum() / self.packed.batch_sequences)
+
+    def _attach(self, activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return MoEAuxLossAutoScaler.apply(activation, loss * self.packed.loss_scale)
+
+    def _local(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of something per row of this context parallel rank, the part of this tensor parallel rank."""
+        if not self.config.sequence_parallel:
+            return rows
+        return rows.chunk(self.tp_group.size())[self.tp_group.rank()]
+
     def _local_copies(self) -> torch.Tensor:
         """[rows of this rank] how many tokens each row stands for."""
-        copies = self.packed.copies
-        if not self.config.sequence_parallel:
-            return copies
-        return copies.chunk(parallel_state.get_tensor_model_parallel_world_size())[
-            parallel_state.get_tensor_model_parallel_rank()
-        ]
+        return self._local(self.packed.copies)
+
+    def _local_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of every token that has its row on this rank: the row here, and its sequence."""
+        packed = self.packed
+        held = packed.shard.rows if packed.shard else torch.arange(packed.total, device=packed.rows.device)
+        held = self._local(held)
+        here = torch.full_like(packed.rows.new_empty(packed.total), -1)
+        here[held] = torch.arange(len(held), device=held.device)
+        rows = here[packed.rows]
+        return rows[rows >= 0], (packed.cells // packed.longest)[rows >= 0]
 
 
 def use_packed_router(model: torch.nn.Module) -> None:

@@ -37,6 +37,7 @@ MODELS = {
     "deepseek": replace(
         MOE, layers=4, attention="mla", kv_heads=4, mla=MLA, moe=replace(MOE.moe, groups=2, group_top_k=1)
     ),
+    "balanced": replace(MOE, moe=replace(MOE.moe, aux_loss_coef=0.5, z_loss_coef=0.05)),
     "dense_bf16": replace(DENSE, dtype="bf16"),
     "deepseek_bf16": replace(
         MOE, layers=4, attention="mla", kv_heads=4, mla=MLA, moe=replace(MOE.moe, groups=2, group_top_k=1), dtype="bf16"

@@ -8,18 +8,19 @@ from ranks import run_ranks
 
 JOB = Path(__file__).with_name("layouts_job.py")
 EXACT = {
-    1: ["dense:small", "moe:small", "mla:small", "moe:recompute", "moe:selective"],
+    1: ["dense:small", "moe:small", "mla:small", "moe:recompute", "moe:selective", "balanced:small"],
     2: [
         *("dense:tp2", "dense:tp2sp", "dense:pp2", "dense:pp2small", "dense:dp2", "dense:cp2", "dense:dp2zero"),
         *("tied:tp2", "tied:pp2", "tied:dp2"),
         *("moe:tp2sp", "moe:tp2etp2", "moe:pp2", "moe:pp2small", "moe:ep2", "moe:dp2", "moe:tp2ep2", "moe:cp2small"),
         *("mla:tp2sp", "mla:pp2", "mla:ep2", "mla:cp2"),
+        *("balanced:tp2sp", "balanced:pp2small", "balanced:ep2", "balanced:cp2small"),
         *("deepseek:pp2uneven", "deepseek:vpp2", "deepseek:ep2zero", "deepseek:tp2recompute"),
     ],
     4: [
         *("dense:tp2pp2", "dense:cp4", "tied:tp2pp2", "mla:tp2pp2", "mla:cp2tp2", "mla:cp2pp2"),
         *("moe:tp2pp2", "moe:tp2dp2", "moe:ep2pp2", "moe:tp2ep4", "moe:ep2dp4", "moe:cp2ep2"),
-        *("deepseek:tp2vpp2", "deepseek:tp2dp2zero", "deepseek:vpp2zero"),
+        *("deepseek:tp2vpp2", "deepseek:tp2dp2zero", "deepseek:vpp2zero", "balanced:cp2tp2"),
     ],
 }
 ROUNDED = {
