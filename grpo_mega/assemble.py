@@ -103,7 +103,8 @@ def _first_weights(
 def _opening(config: Config, policy: Policy) -> list[str]:
     """What is about to run."""
     layout, topology, algorithm = config.layout, policy.topology, config.algorithm
-    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": topology.dp_size, "ep": layout.ep, "etp": layout.etp}
+    names = ("tp", "pp", "vpp", "cp", "ep", "etp")
+    sizes = {"dp": topology.dp_size} | {name: getattr(layout, name) for name in names}
     arranged = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
     return [
         f"{policy.parameters():,} parameters on {topology.world_size} processes: {arranged}",
