@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -146,24 +147,34 @@ class PackedTokens(PackedSeqParams):
             first = (prompts[:, None] == prompts).int().argmax(-1)  # [N] the first sequence with the same prompt
             owner = torch.where(positions < prompt_lengths[sequence], starts[first][sequence] + positions, tokens)
         owners, rows = owner.unique(return_inverse=True)
-        return cls._make(
+        return cls._padded(
             positions[owners],
-            rows,
-            owners,
-            sequence * longest + positions,
-            len(lengths),
-            longest,
+            torch.bincount(rows).float(),
             multiple,
-            cache,
-            False,
+            rows=rows,
+            owners=owners,
+            cells=sequence * longest + positions,
+            sequences=len(lengths),
+            longest=longest,
+            cache=cache,
         )
 
     @classmethod
     def one_each(cls, positions: torch.Tensor, multiple: int, cache: KVCache) -> PackedTokens:
         """A decoding step: one token per cached sequence, at these positions ([N])."""
-        rows = torch.arange(len(positions), device=positions.device)
-        longest = int(positions.max()) + 1 if len(positions) else 0
-        return cls._make(positions, rows, rows, rows, len(positions), longest, multiple, cache, True)
+        each = torch.arange(len(positions), device=positions.device)
+        return cls._padded(
+            positions,
+            torch.ones_like(positions, dtype=torch.float32),
+            multiple,
+            rows=each,
+            owners=each,
+            cells=each,
+            sequences=len(positions),
+            longest=int(positions.max()) + 1 if len(positions) else 0,
+            cache=cache,
+            decoding=True,
+        )
 
     @property
     def padding(self) -> int:
@@ -189,18 +200,7 @@ class PackedTokens(PackedSeqParams):
         return replace(self, shard=shard, **{name: getattr(self, name).to(device) for name in moved})
 
     @classmethod
-    def _make(
-        cls,
-        positions: torch.Tensor,
-        rows: torch.Tensor,
-        owners: torch.Tensor,
-        cells: torch.Tensor,
-        sequences: int,
-        longest: int,
-        multiple: int,
-        cache: KVCache | None,
-        decoding: bool,
-    ) -> PackedTokens:
+    def _padded(cls, positions: torch.Tensor, copies: torch.Tensor, multiple: int, **others: Any) -> PackedTokens:
         # A batch without a single token still takes part in the collectives of its layout, with padding only.
         padding = -len(positions) % multiple or (0 if len(positions) else multiple)
         positions = F.pad(positions, (0, padding))
@@ -213,13 +213,7 @@ class PackedTokens(PackedSeqParams):
             max_seqlen_q=len(positions),
             max_seqlen_kv=len(positions),
             positions=positions,
-            rows=rows,
-            owners=owners,
-            cells=cells,
-            copies=torch.bincount(rows, minlength=len(positions)).float(),
+            copies=F.pad(copies, (0, padding)),
             total=len(positions),
-            sequences=sequences,
-            longest=longest,
-            cache=cache,
-            decoding=decoding,
+            **others,
         )
