@@ -1,0 +1,86 @@
+"""Defects of megatron-core that docs/parity.md lists, each in a few lines; start it with torchrun on two ranks."""
+
+# ruff: noqa: E402  Megatron may only be imported once the platform is prepared.
+
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from grpo_mega import platform
+
+warnings.simplefilter("ignore")
+here = platform.start()
+platform.join_processes(here)
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
+
+rank = dist.get_rank()
+parallel_state.initialize_model_parallel(2)
+tensor_parallel.model_parallel_cuda_manual_seed(0)
+
+
+def say(line: str) -> None:
+    """Prints on the first rank."""
+    if rank == 0:
+        print(line, flush=True)
+
+
+def config(**more) -> TransformerConfig:
+    """A small mixture of experts under TP2 and SP."""
+    shape = dict(num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_experts=4, moe_router_topk=2)
+    return TransformerConfig(
+        **shape, add_bias_linear=False, tensor_model_parallel_size=2, sequence_parallel=True, **more
+    )
+
+
+def router(**more) -> TopKRouter:
+    """Its router, with the same weights every time."""
+    result = TopKRouter(config(**more), get_default_pg_collection()).to(here.device)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(result.weight)
+    result.set_layer_number(1)
+    return result
+
+
+# 1. The latent key: gathered, then used by this rank's heads alone, with gradients 1 and 2.
+x = torch.ones(1, 1, 2, device=here.device, requires_grad=True)
+(tensor_parallel.gather_from_tensor_model_parallel_region(x) * (rank + 1)).sum().backward()
+say(f"1. gradient {x.grad[0, 0, 0]:.0f}, should be 3")
+
+# 2. The auxiliary loss; 4 of 8 tokens per rank, and per token Megatron divides the sum over ranks by 8.
+for per_token in (False, True):
+    module = router(
+        moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1.0, calculate_per_token_loss=per_token
+    )
+    tokens = torch.randn(8, 1, 8, generator=torch.Generator().manual_seed(1)).to(here.device).chunk(2)[rank]
+    (module(tokens)[0].sum() * 0).backward()
+    dist.all_reduce(module.weight.grad)
+    say(f"2. per token {per_token}: |gradient| {module.weight.grad.norm() / (8 if per_token else 1):.6f}")
+
+# 3. No marks without initialisation.
+linear = tensor_parallel.ColumnParallelLinear(
+    8, 8, config=config(perform_initialization=False), init_method=torch.nn.init.zeros_, bias=False
+)
+say(f"3. {getattr(linear.weight, 'tensor_model_parallel', 'no mark')}, should be True")
+
+# 4. Weight decay of a vector.
+module = torch.nn.LayerNorm(8).to(here.device)
+module.config = config()
+ddp = DistributedDataParallel(module.config, DistributedDataParallelConfig(), module)
+optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.1), [ddp])
+say(f"4. {[(g['wd_mult'], g['weight_decay']) for g in optimizer.param_groups]}, should be [(0.0, 0.0)]")
+
+# 5. A padding mask with the balancing bias.
+module = router(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+try:
+    module(torch.randn(8, 1, 8, device=here.device), torch.zeros(8, 1, dtype=torch.bool, device=here.device))
+    say("5. no error")
+except RuntimeError as error:
+    say(f"5. {error}")
+dist.destroy_process_group()

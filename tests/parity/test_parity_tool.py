@@ -1,0 +1,168 @@
+"""tools/parity.py: layouts that agree pass; a wrong normalisation, bad input and a failing run each end in its code."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from ranks import REPOSITORY
+
+TOOL = REPOSITORY / "tools" / "parity.py"
+FORGETS_THE_REPLICAS = f"""
+import sys
+sys.path.insert(0, {str(TOOL.parent)!r})
+import parity
+
+join_processes = parity.platform.join_processes
+
+def and_spoil(here):  # Megatron may be imported from here on
+    join_processes(here)
+    from grpo_mega.policy.policy import Policy
+    gradients = Policy.gradients
+
+    def spoiled(self, batch, token_loss, temperature=1.0):
+        def loss(*known):  # the right loss with the gradient of a scale that forgets the replicas
+            losses, metrics = token_loss(*known)
+            return losses.detach() + (losses - losses.detach()) / self.topology.dp_size, metrics
+        return gradients(self, batch, loss, temperature)
+    Policy.gradients = spoiled
+
+parity.platform.join_processes = and_spoil
+parity.main()
+"""
+
+
+@dataclass
+class Ended:
+    codes: list[int]
+    out: str
+    err: str
+
+    def lines(self, start: str) -> list[str]:
+        return [line for line in self.out.splitlines() if line.startswith(start)]
+
+
+def torchrun(*arguments) -> Ended:
+    """Two ranks; torchrun itself ends with 1 whatever they end with, and reports their codes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    job = subprocess.run(
+        [*command, *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    codes = [0] * 2 if job.returncode == 0 else [int(c) for c in re.findall(r"exitcode\s+: (-?\d+)", job.stderr)]
+    return Ended(codes, job.stdout, job.stderr)
+
+
+def test_every_layout_of_a_correct_trainer_agrees():
+    ended = torchrun(TOOL, "--all", "--steps", "2", "model=tiny_mla_moe", "model.layers=2")
+    assert ended.codes == [0, 0], ended
+    passed = ended.lines("pass ")
+    assert not ended.lines("FAIL")
+    assert ended.out.splitlines()[-1] == f"{len(passed)} layouts agree with one rank, 0 do not"
+    for layout in ("layout=single, dp 2", "tp=2 layout.sp=true, dp 1", "pp=2, dp 1", "ep=2, dp 2", "distributed=true"):
+        assert any(layout in line for line in passed), (layout, ended.out)
+    assert any("layout.ep=8: " in line and "experts=4 is not divisible" in line for line in ended.lines("left out"))
+
+
+def test_a_wrong_normalisation_fails_and_names_the_first_tensor(tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(FORGETS_THE_REPLICAS)
+    ended = torchrun(wrong, "--steps", "1", "model=tiny_dense", "model.layers=2")
+    assert ended.codes == [1, 1], ended
+    assert re.search(r"^gradient, all .* 5\.0e-01 .* FAIL$", ended.out, re.MULTILINE), ended.out
+    assert re.search(r"^loss .* pass$", ended.out, re.MULTILINE), ended.out
+    assert "first tensor that differs: embedding.word_embeddings.weight (gradient of step 1)" in ended.out
+
+
+def test_a_field_that_does_not_exist_is_refused():
+    ended = torchrun(TOOL, "model.nonsense=1")
+    assert ended.codes == [2, 2], ended
+    assert ended.err.count("error: Could not override 'model.nonsense'") == 1, ended.err
+
+
+def test_a_layout_that_does_not_fit_is_refused():
+    job = subprocess.run([sys.executable, TOOL, "layout=tp2_pp2"], capture_output=True, text=True, timeout=100)
+    assert job.returncode == 2, job
+    assert "error: the configuration cannot run" in job.stderr
+    assert "the world size 1 is not divisible" in job.stderr
+
+
+def test_a_run_on_one_process_that_fails_ends_every_rank():
+    ended = torchrun(TOOL, "model=tiny_dense", "model.layers=1", "optimizer.lr=1e30")
+    assert ended.codes == [1, 1], ended
+    assert re.search(r"(RuntimeError|FloatingPointError): .*nan", ended.err), ended.err
+    assert "the run on one process ended with exit code 1; its error is above" in ended.err
+
+
+@pytest.fixture(scope="module")
+def parity():
+    spec = importlib.util.spec_from_file_location("parity", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["parity"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+class TestComparison:
+    @staticmethod
+    def rows(parity, mine):
+        other = {"embedding.a": torch.ones(2), "decoder.layers.0.b": torch.ones(2), "output_layer.c": torch.ones(2)}
+        return parity.tensor_rows("gradient", 1, {**other, **mine}, other, parity.TOLERANCES["fp32"])
+
+    def test_equal_tensors_pass(self, parity):
+        assert all(row.passed for row in self.rows(parity, {}))
+
+    def test_first_and_worst_tensor(self, parity):
+        spoiled = {"output_layer.c": torch.ones(2) * 3, "decoder.layers.0.b": torch.ones(2) * 1.1}
+        together, worst = self.rows(parity, spoiled)
+        assert not together.passed
+        assert (worst.tensor, worst.first) == ("output_layer.c", "decoder.layers.0.b")
+        assert worst.difference == pytest.approx(2)
+
+    def test_a_small_error_of_one_tensor_is_seen_beside_a_large_one(self, parity):
+        other = {"embedding.a": torch.full((4,), 1e6), "output_layer.c": torch.ones(4)}
+        mine = {**other, "output_layer.c": torch.ones(4) * 1.001}
+        together, worst = parity.tensor_rows("gradient", 1, mine, other, parity.TOLERANCES["fp32"])
+        assert together.passed
+        assert not worst.passed
+        assert "output_layer.c" in parity.summary([together, worst])
+
+    @pytest.mark.parametrize("bad", [torch.full((2,), float("nan")), torch.ones(3), torch.tensor([1.0, float("inf")])])
+    def test_what_is_no_number_or_of_another_shape_fails(self, parity, bad):
+        assert [row.passed for row in self.rows(parity, {"decoder.layers.0.b": bad})] == [False, False]
+
+    def test_a_tensor_that_only_one_side_has_fails(self, parity):
+        assert [row.passed for row in self.rows(parity, {"decoder.layers.1.b": torch.ones(2)})] == [False, False]
+
+    def test_tensors_without_a_gradient(self, parity):
+        zero = torch.zeros(2)
+        assert parity.distance(zero, zero) == 0
+        assert parity.distance(zero + 1e-30, zero) == float("inf")
+
+    def test_layers_come_apart_in_the_order_of_the_model(self, parity):
+        tensors = {
+            "output_layer.weight": torch.ones(1),
+            "decoder.layers.10.mlp.router.weight": torch.ones(1),
+            "decoder.layers.10.self_attention.linear_qkv.weight": torch.ones(1),
+            "decoder.layers.mlp.linear_fc1.weight": torch.arange(2),
+            "decoder.final_layernorm.weight": torch.ones(1),
+            "embedding.word_embeddings.weight": torch.ones(1),
+        }
+        apart = parity.by_layer(tensors)
+        assert list(apart) == [
+            "embedding.word_embeddings.weight",
+            "decoder.layers.0.mlp.linear_fc1.weight",
+            "decoder.layers.1.mlp.linear_fc1.weight",
+            "decoder.layers.10.self_attention.linear_qkv.weight",
+            "decoder.layers.10.mlp.router.weight",
+            "decoder.final_layernorm.weight",
+            "output_layer.weight",
+        ]
+        assert apart["decoder.layers.1.mlp.linear_fc1.weight"] == 1

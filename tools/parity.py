@@ -1,0 +1,471 @@
+"""Does a layout train like one process does, here, on this cluster? Run it before a big job.
+
+    torchrun --nproc-per-node 4 tools/parity.py layout=tp2_pp2
+    torchrun --nproc-per-node 2 tools/parity.py layout.tp=2 layout.sp=true model=tiny_mla_moe
+    torchrun --nproc-per-node 4 tools/parity.py --all
+
+The same seeded weights and the same batch (random tokens, sequences of very different lengths, groups that share a
+prompt) go through several optimizer steps, on one process that the first rank starts and on the layout. What both found
+is compared number by number; `--all` does so for every layout of `LAYOUTS` that fits the processes and the model.
+
+Arguments are overrides of the configuration; the defaults are those of `SHAPE` below. Every rank holds the whole
+weights of every step: choose few layers of a big model. Exit code 0: all agree; 1: some do not, and the first tensor
+that differs is named; 2: the configuration cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_mega import platform
+from grpo_mega.algorithm.objective import grpo_token_loss
+from grpo_mega.algorithm.weights import token_weights
+from grpo_mega.config.load import compose_config
+from grpo_mega.config.rules import check_layout
+from grpo_mega.config.schema import Config, LayoutConfig
+from grpo_mega.types import Batch, Prompt, Sample, pack
+
+DIFFERENT = 1
+"""Exit code when a number is off by more than its tolerance, or the run on one process failed."""
+BAD_INPUT = 2
+"""Exit code when the configuration cannot run."""
+VOCABULARY = 100
+"""Tokens; embedding rows are padded above."""
+TORCHRUN = re.compile("RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*")
+"""Variables that would make a process join torchrun's job."""
+
+SHAPE = [
+    "model=tiny_moe",
+    "model.layers=4",
+    "model.init_std=0.05",
+    "data=chain_sum",
+    "reward=think_answer",
+    "algorithm.group_size=4",
+    "algorithm.clip_high=0.28",
+    "algorithm.kl_coef=0.04",
+    "layout.micro_batch_tokens=200",
+    "optimizer.lr=1e-4",
+    "optimizer.eps=1e-6",  # with less, the rounding of a gradient near 0 becomes a step of full size
+    "run.name=parity",
+    "run.steps=1",
+]
+
+LAYOUTS = """
+layout=single
+layout.tp=2
+layout.tp=2 layout.sp=true
+layout.tp=4 layout.sp=true
+layout.pp=2
+layout.pp=4
+layout.pp=2 layout.vpp=2
+layout.cp=2
+layout.ep=2
+layout.ep=4
+layout.tp=2 layout.sp=true layout.etp=2
+layout.tp=2 layout.sp=true layout.pp=2
+layout.tp=2 layout.sp=true layout.pp=2 layout.vpp=2
+layout.tp=2 layout.sp=true layout.cp=2
+layout.tp=2 layout.sp=true layout.ep=2
+layout.tp=2 layout.sp=true layout.ep=4
+layout.pp=2 layout.ep=2
+layout.pp=2 layout.cp=2
+layout.cp=2 layout.ep=2
+layout.tp=2 layout.sp=true layout.pp=2 layout.ep=2
+layout.tp=2 layout.sp=true layout.pp=2 layout.cp=2
+layout.tp=4 layout.sp=true layout.pp=2 layout.ep=4
+layout.tp=8 layout.sp=true
+layout.ep=8
+optimizer.distributed=true
+optimizer.distributed=true layout.tp=2 layout.sp=true
+optimizer.distributed=true layout.ep=2
+""".strip().splitlines()
+"""What `--all` tries; data parallelism is what is left. What the processes or the model cannot hold is left out."""
+
+# fp32: rounding, of sums in another order. A gradient differs by it alone; Adam divides by the gradient's size, so that
+# an update is some ten times further off, and the later steps start from there. Measured over LAYOUTS on a CPU: at most
+# a tenth of these for updates and later steps, half of them for gradients.
+# bf16: a product is off by up to 2^-9, and a token on the edge goes to another expert; TP2 alone changes the gradient
+# of the default model by a tenth. A wrong factor shows, a subtle mistake does not: find that in fp32.
+TOLERANCES = {
+    "fp32": {
+        "gradient, all": (1e-6, 1e-6),
+        "gradient, worst": (5e-6, 5e-6),
+        "log-probs": (1e-5, 1e-4),
+        "expert bias": (0.0, 0.0),
+        "loss": (2e-6, 1e-5),
+        "gradient norm": (2e-6, 1e-5),
+        "update, all": (1e-4, 1e-4),
+        "update, worst": (1e-3, 1e-3),
+    },
+    "bf16": {
+        "gradient, all": (0.2, 0.2),
+        "gradient, worst": (0.4, 0.4),
+        "log-probs": (0.5, 0.5),
+        "expert bias": (4e-3, 1e-2),
+        "loss": (0.02, 0.02),
+        "gradient norm": (0.05, 0.05),
+        "update, all": (0.6, 0.6),
+        "update, worst": (0.8, 0.8),
+    },
+}
+"""By `model.dtype` and quantity: the largest difference that passes in the first step, and in later ones."""
+
+Tensors = dict[str, torch.Tensor]
+Tolerances = dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number that was compared.
+
+    Attributes:
+        quantity, step: What it is, and after which optimizer step, from 1.
+        found, one_rank: The value, the mean log-prob, or the L2 norm.
+        difference: The largest absolute one for log-probs and expert biases, else relative; of tensors in L2 norm.
+        tolerance: The largest difference that passes.
+        tensor: The tensor that it is about, if only one.
+        first: The first tensor in layer order that is further off than the tolerance.
+    """
+
+    quantity: str
+    step: int
+    found: float
+    one_rank: float
+    difference: float
+    tolerance: float
+    tensor: str = ""
+    first: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is a number within the tolerance."""
+        return self.difference <= self.tolerance
+
+
+def main() -> None:
+    """Compares and exits with the code in the module's docstring, the same on every rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps, 3 by default")
+    parser.add_argument("--all", action="store_true", help="every layout that fits, one line each")
+    parser.add_argument("--save", type=Path, help="on one process: write what it finds here, compare with nothing")
+    parser.add_argument("overrides", nargs="*", help="configuration overrides")
+    options = parser.parse_args()
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    here = platform.start()
+    platform.join_processes(here)
+    code = run(options, here)
+    dist.barrier()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, as soon as one rank has left with a code above 0
+    dist.destroy_process_group()
+    sys.exit(code)
+
+
+def run(options: argparse.Namespace, here: platform.Platform) -> int:
+    """The exit code, the same on every rank."""
+    # The same batch must suit one rank and every layout; all of them divide the prompts.
+    prompts = f"algorithm.prompts_per_step={math.lcm(8, dist.get_world_size())}"
+    overrides = options.overrides if options.save else [prompts, *options.overrides]
+    config = accepted(overrides, layout=not (options.all or options.save))
+    if isinstance(config, str):
+        say(f"error: {config}", sys.stderr)
+        return BAD_INPUT
+    if options.save:
+        torch.save(findings(on_one_rank(config), here, options.steps), options.save)
+        return 0
+    reference = run_one_rank(overrides, options.steps)
+    if not reference:
+        return DIFFERENT
+    if not options.all:
+        rows = compare_layout(config, here, options.steps, reference)
+        say(table(rows))
+        return failed(rows)
+    codes = [try_layout(layout, overrides, here, options.steps, reference) for layout in LAYOUTS]
+    say(f"{codes.count(0)} layouts agree with one rank, {codes.count(DIFFERENT)} do not")
+    return max((code for code in codes if code is not None), default=0)
+
+
+def accepted(overrides: list[str], layout: bool) -> Config | str:
+    """The configuration behind `SHAPE` and overrides, or why it, or its layout on these processes, cannot run."""
+    try:
+        config = compose_config(SHAPE + overrides)
+        if layout:
+            check_layout(config, dist.get_world_size())
+    except (ValueError, OmegaConfBaseException) as error:
+        return str(error)
+    except HydraException as error:
+        cause = f" ({str(error.__cause__).splitlines()[0]})" if error.__cause__ else ""
+        return f"{str(error).splitlines()[0]}{cause}; fields are in grpo_mega/config/schema.py, options in configs/"
+    return config
+
+
+def on_one_rank(config: Config) -> Config:
+    """The same training without any parallelism; the batch is still cut into micro-batches of the same budget."""
+    return replace(
+        config,
+        layout=LayoutConfig(micro_batch_tokens=config.layout.micro_batch_tokens),
+        optimizer=replace(config.optimizer, distributed=False, overlap=False),
+    )
+
+
+def run_one_rank(overrides: list[str], steps: int) -> dict[str, Any]:
+    """What this program finds on one process: all of it on the first rank, elsewhere the batch; {} if it failed."""
+    result: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        environment = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "one_rank.pt"
+            command = [sys.executable, __file__, "--save", str(file), "--steps", str(steps), *overrides]
+            code = subprocess.run(command, env=environment).returncode
+            if code == 0:
+                result = torch.load(file)
+            else:
+                say(f"the run on one process ended with exit code {code}; its error is above", sys.stderr)
+    batch = [result.get("batch")]
+    dist.broadcast_object_list(batch)
+    return result or ({"batch": batch[0]} if batch[0] else {})
+
+
+def try_layout(
+    layout: str, overrides: list[str], here: platform.Platform, steps: int, reference: dict[str, Any]
+) -> int | None:
+    """One line of `--all`: 0 or `DIFFERENT`, None where the layout does not fit."""
+    config = accepted([*overrides, *layout.split()], layout=True)
+    if isinstance(config, str):
+        say(f"left out  {layout}: {config.splitlines()[-1].strip(' -').split(';')[0]}")
+        return None
+    rows = compare_layout(config, here, steps, reference)
+    dp = dist.get_world_size() // (config.layout.tp * config.layout.cp * config.layout.pp)
+    say(f"{'FAIL' if failed(rows) else 'pass'}      {layout}, dp {dp}: {summary(rows)}")
+    return failed(rows)
+
+
+def compare_layout(config: Config, here: platform.Platform, steps: int, reference: dict[str, Any]) -> list[Row]:
+    """Every comparison of the layout with one rank, on every rank."""
+    found = findings(config, here, steps, Batch(**reference["batch"]))
+    rows = [compare(found, reference, TOLERANCES[config.model.dtype]) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(rows)
+    assert rows[0] is not None
+    return rows[0]
+
+
+def findings(config: Config, here: platform.Platform, steps: int, batch: Batch | None = None) -> dict[str, Any]:
+    """The batch, the gradients under the initial weights, and of every optimizer step what `step_rows` reads.
+
+    Without a batch one is made up. All tensors are whole, on every rank.
+    """
+    # Megatron may only be imported now that the platform is prepared.
+    from megatron.core import parallel_state
+
+    from grpo_mega.policy.policy import Policy
+    from grpo_mega.policy.topology import join_layout
+
+    topology, optimizer = join_layout(config.layout, config.run.seed), config.optimizer
+    policy = Policy(
+        config.model, config.layout, VOCABULARY, topology, here, optimizer.distributed, overlap=optimizer.overlap
+    )
+    policy.initialize(config.run.seed)
+    policy.use_optimizer(optimizer)
+    batch, loss, temperature = batch or made_up_batch(config, policy), token_loss(config), config.rollout.temperature
+    initial = whole(policy, "data")
+    policy.gradients(batch, loss, temperature)
+    gradients = whole(policy, "main_grad")  # of a pass of their own: the optimizer clips them
+    done = []
+    for _ in range(steps):
+        step = policy.update(batch, loss, optimizer.lr, temperature)
+        weights = whole(policy, "data")
+        done.append({
+            "log-probs": step.logprob[batch.mask],
+            "loss": step.metrics["loss"],
+            "gradient norm": step.metrics["grad_norm"],
+            "update": {key: weights[key].float() - initial[key].float() for key in gradients},
+            "expert bias": torch.cat([torch.zeros(0), *(weights[key] for key in weights if "expert_bias" in key)]),
+        })  # fmt: skip
+    parallel_state.destroy_model_parallel()
+    return {"batch": vars(batch), "gradients": gradients, "steps": done}
+
+
+def made_up_batch(config: Config, policy: Any) -> Batch:
+    """Groups of random tokens that share a prompt, of lengths from 1 to what fits; advantages of both signs.
+
+    Old and reference log-probs lie so far from the policy's that ratios clip and the KL term has a gradient.
+    """
+    draw, context, algorithm = random.Random(config.run.seed), config.model.context, config.algorithm
+    samples = []
+    for p in range(algorithm.prompts_per_step):
+        prompt = Prompt(f"random/{p}", random_tokens(draw, context // 2), "", "", "random")
+        longest = min(config.rollout.max_new_tokens, context - len(prompt.token_ids))
+        for g in range(algorithm.group_size):
+            tokens = random_tokens(draw, longest)
+            samples.append(Sample(prompt, g, tokens, (0.0,) * len(tokens), "length", 0, ""))
+    batch = pack(samples)
+    logprob, shift = policy.logprobs(batch, config.rollout.temperature), torch.sin(torch.arange(len(batch.tokens)))
+    return batch.with_(
+        weight=token_weights(batch.mask, batch.cu_seqlens, algorithm.aggregation, config.rollout.max_new_tokens),
+        advantage=torch.linspace(-1.5, 1.5, len(samples)).repeat_interleave(batch.lengths),
+        old_logprob=logprob + 0.3 * shift,
+        ref_logprob=logprob - 0.2 * shift,
+    )
+
+
+def random_tokens(draw: random.Random, longest: int) -> tuple[int, ...]:
+    """One token or more, at most `longest`."""
+    return tuple(draw.choices(range(VOCABULARY), k=draw.randint(1, longest)))
+
+
+def token_loss(config: Config) -> Callable:
+    """The objective of the configuration, with the old policy in the batch."""
+    names = ("clip_low", "clip_high", "dual_clip", "kl_coef", "kl_estimator")
+    options = {name: getattr(config.algorithm, name) for name in names}
+    return lambda logprob, known: grpo_token_loss(
+        logprob, known.old_logprob, known.ref_logprob, known.advantage, **options
+    )
+
+
+def whole(policy: Any, attribute: str) -> Tensors:
+    """The "data" of all parameters and buffers, or the "main_grad" of all parameters, see `by_layer`."""
+    from grpo_mega.policy.shards import gather_whole
+
+    if attribute == "main_grad":
+        gather_gradients(policy)
+    return by_layer(gather_whole(policy.gpt, lambda p: getattr(p, attribute, None)))
+
+
+def gather_gradients(policy: Any) -> None:
+    """Makes the gradient whole on every replica again: a distributed optimizer leaves each its part of the sum."""
+    for chunk in policy.model:
+        for buffer in (
+            chunk.buffers + chunk.expert_parallel_buffers if chunk.ddp_config.use_distributed_optimizer else []
+        ):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+
+def by_layer(tensors: Tensors) -> Tensors:
+    """Each layer's tensors apart, which checkpoint keys may hold as one, in the order of the model."""
+    apart: Tensors = {}
+    for key, tensor in tensors.items():
+        stacked = re.fullmatch(r"(.*\blayers\.)(?!\d)(.+)", key)
+        apart |= {f"{stacked[1]}{i}.{stacked[2]}": t for i, t in enumerate(tensor)} if stacked else {key: tensor}
+    return dict(sorted(apart.items(), key=lambda item: place_in_model(item[0])))
+
+
+def place_in_model(key: str) -> tuple:
+    """Sorts parameter names: embedding, layers by number, final norm, output layer."""
+    places = ("embedding.", "decoder.layers.", "decoder.", "output_layer.")
+    parts = (".input_layernorm.", ".self_attention.", ".pre_mlp_layernorm.", ".mlp.")
+    place = next((i for i, name in enumerate(places) if key.startswith(name)), len(places))
+    part = next((i for i, name in enumerate(parts) if name in key), len(parts))
+    return place, [int(number) for number in re.findall(r"\blayers\.(\d+)", key)], part, key
+
+
+def compare(found: dict[str, Any], one_rank: dict[str, Any], tolerances: Tolerances) -> list[Row]:
+    """Every quantity of every step; `found` and `one_rank` come from `findings`."""
+    rows = tensor_rows("gradient", 1, found["gradients"], one_rank["gradients"], tolerances)
+    for number, (mine, other) in enumerate(zip(found["steps"], one_rank["steps"], strict=True), start=1):
+        rows += step_rows(number, mine, other, tolerances)
+    return rows
+
+
+def step_rows(step: int, mine: dict[str, Any], other: dict[str, Any], tolerances: Tolerances) -> list[Row]:
+    """The comparisons of one optimizer step."""
+    rows = []
+    for name in ("log-probs", "expert bias"):
+        a, b = mine[name], other[name]
+        if len(b):
+            off = (a - b).abs().max().item() if a.shape == b.shape else math.inf
+            rows.append(Row(name, step, a.mean().item(), b.mean().item(), off, tolerances[name][step > 1]))
+    for name in ("loss", "gradient norm"):
+        a, b = mine[name], other[name]
+        rows.append(Row(name, step, a, b, abs(a - b) / abs(b) if b else abs(a), tolerances[name][step > 1]))
+    return rows + tensor_rows("update", step, mine["update"], other["update"], tolerances)
+
+
+def tensor_rows(name: str, step: int, mine: Tensors, other: Tensors, tolerances: Tolerances) -> list[Row]:
+    """All tensors together, and the one that is furthest off."""
+    off = {key: distance(mine.get(key), other.get(key)) for key in {**other, **mine}}
+    worst = max(off, key=lambda key: off[key])
+    rows = []
+    for quantity, keys in ((f"{name}, all", list(off)), (f"{name}, worst", [worst])):
+        tolerance = tolerances[quantity][step > 1]
+        a, b = flat(mine, keys), flat(other, keys)
+        first = next((key for key in off if not off[key] <= tolerance), "")
+        tensor = worst if keys == [worst] else ""
+        rows.append(Row(quantity, step, a.norm().item(), b.norm().item(), distance(a, b), tolerance, tensor, first))
+    return rows
+
+
+def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """|a - b| / |b| (L2 norms); infinite where one is missing, of another shape or not a number."""
+    if a is None or b is None or a.shape != b.shape:
+        return math.inf
+    off, size = (a.double() - b.double()).norm().item(), b.double().norm().item()
+    if off == 0:
+        return 0.0
+    return off / size if size and math.isfinite(off) else math.inf
+
+
+def flat(tensors: Tensors, keys: list[str]) -> torch.Tensor:
+    """The tensors of these names, those that are there, as one vector in double precision."""
+    there = [tensors[key].flatten().double() for key in keys if key in tensors]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *there])
+
+
+def failed(rows: list[Row]) -> int:
+    """The exit code of these comparisons."""
+    return 0 if all(row.passed for row in rows) else DIFFERENT
+
+
+def table(rows: list[Row]) -> str:
+    """All comparisons for people, and where to look first."""
+    lines = [f"{'quantity':<16}{'step':>5}{'found':>15}{'one rank':>15}{'difference':>12}{'tolerance':>11}"]
+    for r in rows:
+        lines.append(
+            f"{r.quantity:<16}{r.step:>5}{r.found:>15.7g}{r.one_rank:>15.7g}{r.difference:>12.1e}{r.tolerance:>11.0e}"
+            f"  {'pass' if r.passed else 'FAIL'}  {r.tensor}".rstrip()
+        )
+    return "\n".join([*lines, summary(rows)])
+
+
+def summary(rows: list[Row]) -> str:
+    """The comparisons in a line; on failure with the first tensor of the model that differs."""
+    bad = [row for row in rows if not row.passed]
+    if not bad:
+        gradients = [f"{row.difference:.1e}" for row in rows if row.quantity.startswith("gradient, ")]
+        return f"agrees with one rank: all gradients within {gradients[0]}, the worst within {gradients[1]}"
+    where = next((f"{r.first} ({r.quantity.split(',')[0]} of step {r.step})" for r in bad if r.first), "none")
+    return (
+        f"{len(bad)} of {len(rows)} comparisons failed, the first: {bad[0].quantity} of step {bad[0].step}; "
+        f"first tensor that differs: {where}"
+    )
+
+
+def say(line: str, file: Any = None) -> None:
+    """Prints on the first rank."""
+    if dist.get_rank() == 0:
+        print(line, file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main()
