@@ -15,12 +15,12 @@ from grpo_mega.algorithm.advantage import group_advantages
 from grpo_mega.algorithm.mismatch import rollout_mismatch
 from grpo_mega.algorithm.objective import grpo_token_loss
 from grpo_mega.algorithm.weights import token_weights
-from grpo_mega.checkpoint import checkpoint
+from grpo_mega.checkpoint import checkpoint, random_state, unfinished
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.rollout import average, rollout_metrics
-from grpo_mega.observe.summary import versions
+from grpo_mega.observe.summary import versions, warn_of_other_versions
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform.stop import Stopped, StopRequest
 from grpo_mega.policy.microbatch import ScoredTokens
@@ -72,12 +72,15 @@ class Trainer:
         self.step = 0
         self.updates = 0
         self.steps_without_signal = 0
+        self.unfinished: list[Sample] = []
+        self.saving: checkpoint.Saving | None = None
         self.tokens = {"generated": 0, "trained": 0}
         self.before: Metrics = {}
         self.earlier_seconds: Metrics = {}
 
     def begin(self) -> None:
         """Starts reinforcement learning at the policy's present weights."""
+        random_state.reseed(self.config.run.seed, step=0)
         self.policy.use_optimizer(self.config.optimizer)
         if self.reference:
             self.reference.refresh()
@@ -102,8 +105,9 @@ class Trainer:
                 metrics |= {f"eval/{name}": x for name, x in self.evaluate("validation", self.data.validation).items()}
             self.recorder.step(self.step, metrics | self.seconds(), groups)
             asked = self.policy.topology.any_rank(stop.received is not None, self.policy.platform.device)
+            self.finish_saving(wait=False)
             if asked or self.step == run.steps or (run.save_every and self.step % run.save_every == 0):
-                self.save()
+                self.save(wait=asked or self.step == run.steps or not run.async_save)
             if asked and self.step < run.steps:
                 raise Stopped(f"stopped after step {self.step}, which is saved; the same command continues there")
         self.recorder.finish(self.achieved(self.evaluate("held-out", self.data.test)))
@@ -237,13 +241,27 @@ class Trainer:
         names = [*self.earlier_seconds, *(name for name in now if name not in self.earlier_seconds)]
         return {name: round(self.earlier_seconds.get(name, 0.0) + now.get(name, 0.0), 2) for name in names}
 
-    def save(self) -> None:
-        """Writes a checkpoint of the whole run and deletes the oldest ones."""
+    def save(self, wait: bool = True) -> None:
+        """Writes a checkpoint of the whole run; without `wait`, helper processes write it while training goes on."""
+        self.finish_saving()
         with self.timer("checkpoint"):
-            folder = self.checkpoints
-            checkpoint.save(checkpoint.step_path(folder, self.step), self.policy, self.state_dict(), self.reference)
+            path = checkpoint.step_path(self.checkpoints, self.step)
+            self.saving = checkpoint.Saving(path, self.policy, self.state_dict(), self.reference, not wait)
+        if wait:
+            self.finish_saving()
+
+    def finish_saving(self, wait: bool = True) -> None:
+        """Completes the checkpoint that is being written, if there is one, and deletes the oldest ones."""
+        if self.saving is None:
+            return
+        with self.timer("checkpoint"):
+            if not self.saving.finish(wait):
+                return
             if self.policy.topology.is_main:
-                checkpoint.prune(folder, self.step, self.config.run.keep_checkpoints, self.config.run.keep_every)
+                step, run = checkpoint.step_of(self.saving.path), self.config.run
+                checkpoint.prune(self.checkpoints, step, run.keep_checkpoints, run.keep_every)
+                logger.info("the checkpoint %s is complete", self.saving.path)
+            self.saving = None
 
     def resume(self) -> bool:
         """Continues at the newest checkpoint of the run directory; False when there is none."""
@@ -252,6 +270,7 @@ class Trainer:
             return False
         self.policy.use_optimizer(self.config.optimizer)
         self.load_state_dict(checkpoint.load(newest, self.policy, self.reference))
+        random_state.load(newest, self.config.run.seed, self.step)
         self.recorder.note(f"continuing behind step {self.step}, from {newest}")
         self.recorder.open_metrics(resume_from_step=self.step)
         return True
@@ -262,7 +281,7 @@ class Trainer:
         return Path(self.config.run.root) / self.config.run.name / "checkpoints"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run needs to go on besides weights and optimizer. Sampling noise is a function of counters."""
+        """What a run needs to go on besides tensors and generators. Sampling noise is a function of counters."""
         return {
             "step": self.step,
             "updates": self.updates,
@@ -271,6 +290,8 @@ class Trainer:
             "before": self.before,
             "seconds": self.total_seconds(),
             "data": self.data.train.state_dict(),
+            "unfinished": unfinished.to_json(self.unfinished),
+            "versions": versions(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -280,6 +301,8 @@ class Trainer:
         self.tokens, self.before = state["tokens"], state["before"]
         self.earlier_seconds = state["seconds"]
         self.data.train.load_state_dict(state["data"])
+        self.unfinished = unfinished.from_json(state["unfinished"])
+        warn_of_other_versions(state["versions"])
 
     def achieved(self, after: Metrics) -> dict[str, Any]:
         """The fields of summary.json that the loop knows."""

@@ -1,10 +1,10 @@
 """One checkpoint is one directory that is whole or not there.
 
-    step-000020/  weights/  reference/  state.json  manifest.json
+    step-000020/  weights/  reference/  random/  state.json  manifest.json
 
 `weights` holds model and optimizer, `reference` the reference policy when there is one; both can be read under any
-layout. `state.json` holds what else a run needs to go on, `manifest.json` the checksums of all files. A checkpoint is
-written under a temporary name and renamed.
+layout. `random` holds every rank's random number generators, `state.json` what else a run needs to go on,
+`manifest.json` the checksums of all files. A checkpoint is written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_mega.checkpoint.integrity import MANIFEST, damage, main_says, seal
+from grpo_mega.checkpoint import random_state
+from grpo_mega.checkpoint.integrity import MANIFEST, damage, if_all_can, main_says, seal
 from grpo_mega.observe.files import sync_folder, write_atomic
 from grpo_mega.platform.stop import shielded_children
 from grpo_mega.policy.policy import Policy
@@ -31,29 +35,100 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 STATE = "state.json"
 
 
+class CannotSave(RuntimeError):
+    """A checkpoint could not be written: nothing of it is left, and the ones before it are whole."""
+
+
 def save(path: Path, policy: Policy, state: dict[str, Any], reference: ReferencePolicy | None = None) -> None:
-    """Writes a checkpoint; every rank must call it. `state` is plain JSON, the same on every rank."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    if policy.topology.is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for folder in ("weights", *(["reference"] if reference else [])):
-            (temporary / folder).mkdir(parents=True)
-        write_atomic(temporary / STATE, json.dumps(state, indent=2))
-    dist.barrier()
-    with shielded_children():
-        dist_checkpointing.save(
-            _weights(policy, is_loading=False), str(temporary / "weights"), content_metadata=METADATA
-        )
-        if reference:
-            with reference.in_place():
-                dist_checkpointing.save(_model(policy), str(temporary / "reference"), content_metadata=METADATA)
-    seal(temporary)
-    if policy.topology.is_main:
-        if path.exists():
-            shutil.rmtree(path)
-        temporary.rename(path)
-        sync_folder(path.parent)
-    dist.barrier()
+    """Writes a checkpoint; every rank must call it. `state` is plain JSON, the same on every rank.
+
+    Raises:
+        CannotSave: The disk is full or failed, on any rank; raised on every rank that is still alive.
+    """
+    Saving(path, policy, state, reference, background=False).finish()
+
+
+class Saving:
+    """A checkpoint being written, in the `background` while training goes on; every rank must make and finish it.
+
+    It holds what was true when this was made: the processes that write are forks, and share no later change. The
+    reference policy, which changes seldom, and everything small is written before the constructor returns. Both
+    methods may raise `CannotSave`, as `save` does.
+    """
+
+    def __init__(
+        self, path: Path, policy: Policy, state: dict[str, Any], reference: ReferencePolicy | None, background: bool
+    ) -> None:
+        self.path = path
+        self.is_main = policy.topology.is_main
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        self._writers = AsyncCallsQueue()
+        with self._nothing_left_on_failure(), shielded_children():
+            if_all_can(lambda: _begin(self._temporary, state, reference) if self.is_main else None)
+            if_all_can(lambda: random_state.save(self._temporary))
+            if reference:
+                with reference.in_place():
+                    dist_checkpointing.save(
+                        _model(policy), str(self._temporary / "reference"), content_metadata=METADATA
+                    )
+            weights = _weights(policy, is_loading=False)
+            _take_hollow(weights)
+            # What only the main rank writes may fail on it alone. It then leaves, and the others with it: their
+            # connection to it breaks. What any rank writes is checked by Megatron, on all of them.
+            written = dist_checkpointing.save(
+                weights, str(self._temporary / "weights"), async_sharded_save=True, content_metadata=METADATA
+            )
+            if background:
+                self._writers.schedule_async_request(written)
+            else:
+                written.execute_sync()
+
+    def finish(self, wait: bool = True) -> bool:
+        """Seals the checkpoint and gives it its name; False when files are still being written and `wait` is false."""
+        with self._nothing_left_on_failure():
+            self._writers.maybe_finalize_async_calls(blocking=wait)
+            if self._writers.get_num_unfinalized_calls():
+                return False
+            seal(self._temporary)
+            if_all_can(lambda: _rename(self._temporary, self.path) if self.is_main else None)
+            return True
+
+    @contextmanager
+    def _nothing_left_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            why = _cause(error, self.path)
+            if self.is_main:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            raise CannotSave(why) from error
+
+
+def _begin(temporary: Path, state: dict[str, Any], reference: ReferencePolicy | None) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    for folder in ("weights", random_state.FOLDER, *(["reference"] if reference else [])):
+        (temporary / folder).mkdir(parents=True)
+    write_atomic(temporary / STATE, json.dumps(state, indent=2))
+
+
+def _rename(temporary: Path, path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+    temporary.rename(path)
+    sync_folder(path.parent)
+
+
+def _cause(error: BaseException, path: Path) -> str:
+    """What went wrong, how much room there is, and what to do."""
+    if isinstance(error, CheckpointException):  # whose own text is a traceback per rank
+        said = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()) or "see rank 0"
+    else:
+        said = f"{type(error).__name__}: {error}"
+    return (
+        f"the checkpoint {path} cannot be written: {said}. {shutil.disk_usage(path.parent).free:,} bytes are free in "
+        f"{path.parent}. Nothing of it is left and earlier checkpoints are whole: make room, or lower "
+        "run.keep_checkpoints, and start the same command again"
+    )
 
 
 def load(path: Path, policy: Policy, reference: ReferencePolicy | None = None) -> dict[str, Any]:
@@ -65,7 +140,10 @@ def load(path: Path, policy: Policy, reference: ReferencePolicy | None = None) -
     """
     if not (path / STATE).is_file():
         raise FileNotFoundError(f"{path} holds no checkpoint (no {STATE})")
-    loaded = dist_checkpointing.load(_weights(policy, is_loading=True), str(path / "weights"))
+    wanted = _weights(policy, is_loading=True)
+    hollow = _take_hollow(wanted)
+    loaded = dist_checkpointing.load(wanted, str(path / "weights"))
+    _put_back(loaded, hollow)
     policy.gpt.load_state_dict(loaded["model"], strict=True)
     if policy.optimizer is not None:
         with torch.no_grad():
@@ -119,6 +197,11 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
+def step_of(path: Path) -> int:
+    """The step whose checkpoint lies there."""
+    return int(path.name.removeprefix("step-"))
+
+
 def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
     """Deletes what is not to be kept once the checkpoint of `step` is written; called on the main rank.
 
@@ -126,8 +209,8 @@ def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
     steps are damaged ones that the run fell back from.
     """
     present = _by_step(folder)
-    past = [path for path in present if _step(path) <= step]
-    old = [path for path in past[:-keep] if not (keep_every and _step(path) % keep_every == 0)]
+    past = [path for path in present if step_of(path) <= step]
+    old = [path for path in past[:-keep] if not (keep_every and step_of(path) % keep_every == 0)]
     for path in old + present[len(past) :]:
         # Without its manifest a checkpoint counts as never finished, however far the deletion gets.
         (path / MANIFEST).unlink(missing_ok=True)
@@ -135,19 +218,42 @@ def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
 
 
 def _by_step(folder: Path) -> list[Path]:
-    return sorted((p for p in folder.glob("step-*") if p.name[5:].isdigit()), key=_step)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+    return sorted((p for p in folder.glob("step-*") if p.name[5:].isdigit()), key=step_of)
 
 
 def _model(policy: Policy) -> dict[str, Any]:
-    return {"model": policy.gpt.sharded_state_dict(metadata=METADATA)}
+    return {"model": policy.gpt.sharded_state_dict(metadata=dict(METADATA))}
 
 
 def _weights(policy: Policy, is_loading: bool) -> dict[str, Any]:
     state = _model(policy)
     if policy.optimizer is not None:
-        state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=METADATA)
+        state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(METADATA))
     return state
+
+
+def _take_hollow(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Takes the containers that hold no leaf out of a nested state, and returns them under the same keys.
+
+    Megatron has one optimizer for dense and one for expert parameters. Where a pipeline stage has no experts, the
+    second one's state is empty: Megatron loses it on loading, but insists on finding it; and, saved by the main rank,
+    it is in the way of the experts of other layouts.
+    """
+    taken = {key: state.pop(key) for key in [*state] if _is_hollow(state[key])}
+    inside = {key: _take_hollow(value) for key, value in state.items() if isinstance(value, dict)}
+    return taken | {key: found for key, found in inside.items() if found}
+
+
+def _is_hollow(value: Any) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    return all(_is_hollow(part) for part in (value.values() if isinstance(value, dict) else value))
+
+
+def _put_back(loaded: dict[Any, Any], hollow: dict[Any, Any]) -> None:
+    """Adds what `_take_hollow` took to what was loaded."""
+    for key, value in hollow.items():
+        if key not in loaded:
+            loaded[key] = value
+        elif isinstance(value, dict):
+            _put_back(loaded[key], value)

@@ -27,9 +27,7 @@ def seal(path: Path) -> None:
     dist.barrier()  # all ranks have written theirs
     names = main_says(lambda: sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()))
     sums = _checksums(path, names)
-    if dist.get_rank() == 0:
-        write_atomic(path / MANIFEST, json.dumps(sums, indent=1))
-    dist.barrier()
+    if_all_can(lambda: write_atomic(path / MANIFEST, json.dumps(sums, indent=1)) if dist.get_rank() == 0 else None)
 
 
 def damage(path: Path) -> str | None:
@@ -53,6 +51,23 @@ def main_says(ask: Callable[[], Answer]) -> Answer:
     said = [ask() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(said, src=0)
     return said[0]  # type: ignore[return-value]
+
+
+def if_all_can(work: Callable[[], None]) -> None:
+    """Does `work` on every rank, and ends only when all have done it.
+
+    Raises:
+        RuntimeError: It failed on some rank; raised on all of them, so that none waits for another. Names the ranks.
+    """
+    try:
+        work()
+        mine = None
+    except Exception as error:  # whatever it is, the others must hear of it
+        mine = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if failed := [problem for problem in everyone if problem]:
+        raise RuntimeError("; ".join(failed))
 
 
 def _manifest(path: Path) -> dict[str, list] | str:

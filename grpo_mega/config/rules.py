@@ -147,8 +147,8 @@ def _model(config: Config) -> Iterator[str]:
             yield f"model.mla.qk_rope_dim={rope_dim}: rotary positions turn channels in pairs; choose {rope_dim + 1}"
     elif model.heads > 0 and model.hidden % (2 * model.heads) == model.heads:
         yield (
-            f"model.hidden={model.hidden} gives heads an odd number of channels, and rotary positions turn channels in "
-            f"pairs; choose {_multiples(model.hidden, 2 * model.heads)}"
+            f"model.hidden={model.hidden} gives model.heads={model.heads} heads an odd number of channels, and rotary "
+            f"positions turn channels in pairs; choose {_multiples(model.hidden, 2 * model.heads)}"
         )
 
 

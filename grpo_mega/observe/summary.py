@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from grpo_mega.observe.files import write_atomic
 
 SUMMARY = "summary.json"
+
+logger = logging.getLogger(__name__)
 
 ORDER = (
     "status",
@@ -28,6 +31,9 @@ ORDER = (
     "versions",
 )
 """What people look for comes first; other keys follow in alphabetical order."""
+
+DECIDING = ("torch", "megatron-core")
+"""Packages whose version decides about the last bit."""
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "sglang")
 
@@ -51,6 +57,18 @@ def versions() -> dict[str, str]:
     """Versions of Python and of those of `PACKAGES` that are installed, without importing them."""
     installed = {name: _version(name) for name in PACKAGES}
     return {"python": platform.python_version()} | {name: found for name, found in installed.items() if found}
+
+
+def warn_of_other_versions(before: dict[str, str]) -> None:
+    """Warns when `before`, what `versions` said once, names other versions of what computes the numbers."""
+    now = versions()
+    for name in DECIDING:
+        if before.get(name) != now.get(name):
+            logger.warning(
+                "this run was saved with %s %s and continues with %s: its numbers may differ in rounding; install %s "
+                "to continue bit for bit",
+                name, before.get(name, "absent"), now.get(name, "absent"), before.get(name, "absent"),
+            )  # fmt: skip
 
 
 def _version(name: str) -> str | None:

@@ -198,6 +198,7 @@ def test_identity_is_flat_and_fits_in_json() -> None:
     [
         "run.steps=99", "run.eval_every=3", "run.save_every=3", "run.keep_checkpoints=9", "run.print_every=1",
         "run.samples_per_step=0", "run.tensorboard=false", "layout=tp2_pp2", "layout.micro_batch_tokens=128",
+        "run.async_save=true", "optimizer.overlap=true",
     ],
 )  # fmt: skip
 def test_a_continued_run_may_change_this(override: str) -> None:

@@ -242,6 +242,7 @@ ANYTHING = st.dictionaries(
     st.sampled_from([
         "model.layers", "model.hidden", "model.heads", "model.kv_heads", "model.context", "model.moe.experts",
         "model.moe.top_k", "model.moe.groups", "model.moe.group_top_k", "layout.tp", "layout.pp", "layout.ep",
+        "layout.cp", "layout.vpp", "layout.first_stage_layers", "layout.last_stage_layers",
         "algorithm.group_size", "algorithm.mini_batches", "rollout.max_new_tokens", "sft.steps", "base.gate_from",
     ]),
     st.integers(-3, 300),

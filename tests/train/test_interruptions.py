@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
-from train_jobs import SMALL, Ended, Job, contents, half_written, rewarded_by
+from train_jobs import SMALL, Ended, Job, contents, half_written, numbers, rewarded_by, saved, without_seconds
 from train_rewards import HOLD
-
-from grpo_mega.observe.metrics import read_metrics
 
 OVERRIDES = [
     *SMALL,
@@ -112,35 +108,20 @@ def test_each_start_continues_behind_the_newest_checkpoint(story, moment):
 
 
 def test_final_checkpoint_is_bit_for_bit_that_of_the_run_in_peace(story, peaceful):
-    def tensors(path):
-        found = contents(path / "checkpoints" / "step-000004")
-        # DCP's index is pickled with an identifier of the save, and the manifest holds its checksum.
-        apart = (".metadata", "manifest.json", "state.json")
-        return {name: digest for name, digest in found.items() if not name.endswith(apart)}
-
-    def state(path):
-        return _without_seconds(path / "checkpoints" / "step-000004" / "state.json")
-
-    assert {name.split("/")[0] for name in tensors(peaceful)} == {"weights", "reference"}
-    assert tensors(story.path) == tensors(peaceful)
-    assert state(story.path) == state(peaceful)
+    expected = saved(peaceful / "checkpoints" / "step-000004")
+    assert {"weights", "reference", "state"} <= {name.split("/")[0] for name in expected}
+    assert saved(story.path / "checkpoints" / "step-000004") == expected
 
 
 def test_metrics_are_those_of_the_run_in_peace(story, peaceful):
-    def lines(path):
-        return [
-            {name: value for name, value in line.items() if not name.startswith("time/")}
-            for line in read_metrics(path / "metrics.jsonl")
-        ]
-
-    assert [line["step"] for line in lines(story.path)] == [1, 2, 3, 4]
-    assert all(line["policy/grad_norm"] > 0 and "policy/kl" in line for line in lines(peaceful))
-    assert lines(story.path) == lines(peaceful)
+    assert [line["step"] for line in numbers(story.path)] == [1, 2, 3, 4]
+    assert all(line["policy/grad_norm"] > 0 and "policy/kl" in line for line in numbers(peaceful))
+    assert numbers(story.path) == numbers(peaceful)
 
 
 def test_samples_and_summary_are_those_of_the_run_in_peace(story, peaceful):
     assert contents(story.path / "samples") == contents(peaceful / "samples")
-    assert _without_seconds(story.path / "summary.json") == _without_seconds(peaceful / "summary.json")
+    assert without_seconds(story.path / "summary.json") == without_seconds(peaceful / "summary.json")
     assert half_written(story.path) == []
 
 
@@ -149,7 +130,3 @@ def test_with_nothing_left_to_do_it_is_completed_at_once(story):
     before, after = story.contents["end"], story.contents["nothing left"]
     changed = {name for name in before | after if before.get(name) != after.get(name)}
     assert {name.split("/")[0] for name in changed} <= {"logs", "summary.json", "tensorboard", "curves.png"}
-
-
-def _without_seconds(file: Path) -> dict[str, Any]:
-    return {name: value for name, value in json.loads(file.read_text()).items() if name != "seconds"}

@@ -7,18 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from train_jobs import SMALL, Job, rewarded_by
+from train_jobs import SMALL, Job, numbers, rewarded_by
 from train_rewards import HOLD
 
-from grpo_mega.observe.metrics import read_metrics
-
 OVERRIDES = [*SMALL, "layout=single", rewarded_by("varied"), "run.steps=4", "run.save_every=2", "run.eval_every=0"]
-
-
-def numbers(path: Path) -> list[dict]:
-    """The metrics of every step, time aside."""
-    lines = read_metrics(path / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
 
 
 @pytest.fixture(scope="module")

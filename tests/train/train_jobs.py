@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -12,8 +13,11 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from grpo_mega.observe.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -45,8 +49,8 @@ def rewarded_by(function: str) -> str:
     return f"reward.terms=[{{name:accuracy}},{{name:format,weight:0.2}},{own}]"
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Polls until `condition` holds.
+def wait_until(condition: Callable[[], object], what: str, pause: float = 0.02) -> None:
+    """Polls until `condition` holds, every `pause` seconds.
 
     Raises:
         TimeoutError: It did not become true in time; says `what`.
@@ -55,7 +59,7 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(what)
-        time.sleep(0.02)
+        time.sleep(pause)
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,10 @@ class Job:
         for member in self.members():
             member.kill()
 
+    def kill_group(self) -> None:
+        """kill -9 to the job's process group, faster than `kill`; `finish` finds what is left."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+
     def finish(self) -> Ended:
         """Waits for the end; a job that hangs, and orphans, are killed."""
         try:
@@ -132,6 +140,25 @@ def contents(folder: Path) -> dict[str, str]:
 def half_written(folder: Path) -> list[str]:
     """Temporary files and folders that were left behind."""
     return [str(p) for p in folder.rglob("*.tmp")]
+
+
+def numbers(path: Path) -> list[dict[str, Any]]:
+    """The metrics of every step of a run, time aside."""
+    lines = read_metrics(path / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
+
+
+def without_seconds(file: Path) -> dict[str, Any]:
+    """A JSON object without the field that differs from run to run."""
+    return {name: value for name, value in json.loads(file.read_text()).items() if name != "seconds"}
+
+
+def saved(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says: its state, and the digest of every file of tensors or generators."""
+    # DCP's index is pickled with an identifier of the save, and the manifest holds its checksum.
+    apart = (".metadata", "manifest.json", "state.json")
+    digests = {name: digest for name, digest in contents(checkpoint).items() if not name.endswith(apart)}
+    return digests | {"state": without_seconds(checkpoint / "state.json")}
 
 
 def _mark(process: psutil.Process) -> str | None:

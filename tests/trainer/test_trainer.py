@@ -78,6 +78,20 @@ def test_a_checkpoint_before_the_first_update_can_be_continued(seen, sharded):
     assert found["metrics"]["policy/grad_norm"] > 0
 
 
+def test_unfinished_samples_and_generators_go_on_where_they_were_saved(seen):
+    found = seen["run_state"]
+    assert found["unfinished"] is True
+    assert found["samples"] == 4
+    assert found["drawn"] == found["expected"]
+
+
+def test_a_state_of_other_libraries_warns_and_names_both_versions(seen):
+    found = seen["run_state"]
+    assert found["same versions"] == 0
+    (warning,) = found["warnings"]
+    assert f"saved with torch 1.0 and continues with {found['torch']}" in warning
+
+
 def test_a_single_update_is_exactly_on_policy(seen):
     for metrics in seen["on_policy"]:
         assert metrics["policy/ratio"] == 1.0

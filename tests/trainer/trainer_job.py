@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -153,6 +154,26 @@ def _resumed(name: str, override: str) -> dict[str, Any]:
         return {"step": built.step, "metrics": step(built)}
 
 
+def run_state() -> dict[str, Any]:
+    """Unfinished samples and generators through a checkpoint, and a state that was saved with other libraries."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    with trainer("run_state") as built:
+        built.unfinished = built.engine.generate(built.data.test[:2], 2, built.sampling, version=0)
+        built.save()
+        saved, expected = built.unfinished, [random.random(), float(torch.rand(()))]
+    with trainer("run_state") as built:
+        seen = {"unfinished": built.unfinished == saved, "samples": len(saved), "expected": expected}
+        seen["drawn"] = [random.random(), float(torch.rand(()))]
+        logging.getLogger("grpo_mega.observe.summary").addHandler(handler)
+        state = built.state_dict()
+        built.load_state_dict(state)
+        seen["same versions"] = len(warnings)
+        built.load_state_dict(state | {"versions": state["versions"] | {"torch": "1.0", "python": "3.0"}})
+    return seen | {"warnings": warnings, "torch": torch.__version__}
+
+
 def on_policy() -> list[dict[str, float]]:
     """Single updates, with warm-up and a reference that is refreshed behind step 2."""
     overrides = ["algorithm.kl_coef=0.1", "algorithm.reference_refresh=2", "optimizer.warmup_steps=4", "run.steps=3"]
@@ -208,5 +229,5 @@ def drawing_and_scoring() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parts = (batches, equal_rewards, resumed_without_update, on_policy, two_epochs, drawing_and_scoring)
+    parts = (batches, equal_rewards, resumed_without_update, run_state, on_policy, two_epochs, drawing_and_scoring)
     print(json.dumps({part.__name__: part() for part in parts}))

@@ -1,0 +1,81 @@
+"""Every random number generator of every rank: saved with a checkpoint, restored where the layout is the same.
+
+Nothing in the product draws from them today, sampling noise is a function of counters; but dropout and user code may.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+FOLDER = "random"
+
+
+def save(checkpoint: Path) -> None:
+    """Writes this rank's generators into the checkpoint, whose folder `random` exists."""
+    torch.save({"layout": _layout(), "generators": _states()}, _file(checkpoint))
+
+
+def load(checkpoint: Path, seed: int, step: int) -> None:
+    """Restores this rank's generators; under another layout than the checkpoint's they are seeded anew."""
+    saved = torch.load(_file(checkpoint), map_location="cpu") if _file(checkpoint).exists() else None
+    if saved and saved["layout"] == _layout():
+        _restore(saved["generators"])
+    else:
+        reseed(seed, step)
+
+
+def reseed(seed: int, step: int) -> None:
+    """Seeds every generator from the run's seed, the step and the rank: those of Megatron as its layout asks for."""
+    number = zlib.crc32(f"{seed}/{step}".encode())
+    tensor_parallel.model_parallel_cuda_manual_seed(number)
+    mine = zlib.crc32(f"{seed}/{step}/{dist.get_rank()}".encode())
+    random.seed(mine)
+    np.random.seed(mine)
+    torch.default_generator.manual_seed(mine)
+
+
+def _file(checkpoint: Path) -> Path:
+    return checkpoint / FOLDER / f"rank-{dist.get_rank():05d}.pt"
+
+
+def _layout() -> list[int]:
+    """What must be equal for a rank's generators to mean the same."""
+    return [
+        dist.get_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    ]
+
+
+def _states() -> dict[str, Any]:
+    numbers = np.random.get_state(legacy=False)
+    assert isinstance(numbers, dict)
+    return {
+        "python": random.getstate(),
+        # As a list, so that reading the file back needs no arbitrary unpickling.
+        "numpy": numbers | {"state": {"key": numbers["state"]["key"].tolist(), "pos": numbers["state"]["pos"]}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    key = np.array(states["numpy"]["state"]["key"], dtype=np.uint32)
+    np.random.set_state(states["numpy"] | {"state": {"key": key, "pos": states["numpy"]["state"]["pos"]}})
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["megatron"])

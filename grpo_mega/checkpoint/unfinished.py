@@ -1,0 +1,24 @@
+"""Samples that were not finished when a checkpoint was written, as plain JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from grpo_mega.types import Prompt, Sample
+
+
+def to_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """One JSON object per sample."""
+    return [asdict(sample) for sample in samples]
+
+
+def from_json(records: Sequence[dict[str, Any]]) -> list[Sample]:
+    """The samples that `to_json` was given, equal in every bit."""
+    return [Sample(**_tuples(record | {"prompt": Prompt(**_tuples(record["prompt"]))})) for record in records]
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

@@ -1,0 +1,101 @@
+"""Trains, saves and continues under one layout after another, in one process group; started by run_ranks.
+
+Usage: layout_change_job.py FOLDER ARGUMENT... ; an argument is either of
+
+    NAME:FROM:TO:LAYOUT:OPTIMIZER   loads FOLDER/NAME-FROM-OPTIMIZER (seeded weights when FROM is 0), saves what it
+                                    loaded under the same name and "-again", trains steps FROM + 1 to TO, saves them
+    compare:A=B,C=D                 prints the distances of these pairs of checkpoints as JSON
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from grpo_mega import platform
+
+HERE = platform.start()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.dist_checkpointing import load_plain_tensors  # noqa: E402
+
+from grpo_mega.checkpoint import checkpoint  # noqa: E402
+from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
+from grpo_mega.policy.policy import Policy  # noqa: E402
+from grpo_mega.policy.topology import join_layout  # noqa: E402
+from grpo_mega.stages.supervised import supervised_update  # noqa: E402
+
+MODEL = ModelConfig(
+    layers=2,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    ffn_hidden=128,
+    context=64,
+    init_std=0.1,
+    moe=MoEConfig(experts=4, top_k=2, ffn_hidden=32, shared_ffn_hidden=32, first_dense=1),
+)
+LAYOUTS = {
+    "single": LayoutConfig(),
+    "tp2pp2": LayoutConfig(tp=2, pp=2, sp=True),
+    "ep2dp2": LayoutConfig(ep=2),
+}
+VOCAB = 26
+
+
+def documents(step: int) -> list[tuple[list[int], int]]:
+    """Eleven token sequences of different lengths: no layout divides them evenly."""
+    generator = torch.Generator().manual_seed(step)
+    return [(torch.randint(3, VOCAB, (9 + i % 5,), generator=generator).tolist(), 1) for i in range(11)]
+
+
+def leg(folder: Path, name: str, start: int, end: int, layout: LayoutConfig, optimizer: str) -> None:
+    """Steps `start` + 1 to `end` of the story `name` under a layout; `optimizer` is plain, distributed or bf16."""
+    model = replace(MODEL, dtype="bf16" if optimizer == "bf16" else "fp32")
+    policy = Policy(
+        model, layout, VOCAB, join_layout(layout, seed=0), HERE, distributed_optimizer=optimizer == "distributed"
+    )
+    policy.initialize(seed=4)
+    # With Adam's own epsilon, the first update of a weight whose gradient is at rounding level has a random sign.
+    policy.use_optimizer(OptimizerConfig(lr=1e-3, eps=1e-5))
+    if start:
+        found = checkpoint.load(folder / f"{name}-{start}-{optimizer}", policy)
+        assert found == {"step": start}
+        checkpoint.save(folder / f"{name}-{start}-{optimizer}-again", policy, found)
+    for step in range(start + 1, end + 1):
+        supervised_update(policy, documents(step), lr=1e-3)
+    checkpoint.save(folder / f"{name}-{end}-{optimizer}", policy, {"step": end})
+    parallel_state.destroy_model_parallel()
+
+
+def tensors(node: dict, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every floating-point tensor of a nested state, by dotted name."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from tensors(value, f"{name}{key}.")
+        elif torch.is_tensor(value) and value.is_floating_point():
+            yield f"{name}{key}", value
+
+
+def distances(first: Path, second: Path) -> dict[str, float]:
+    """Relative L2 distance of every whole tensor, weights and optimizer alike, that two checkpoints hold."""
+    a, b = (dict(tensors(load_plain_tensors(str(path / "weights")))) for path in (first, second))
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    pairs = {key: (a[key].double(), b[key].double()) for key in a}
+    return {key: float((x - y).norm() / x.norm().clamp(min=1e-30)) for key, (x, y) in pairs.items()}
+
+
+if __name__ == "__main__":
+    platform.join_processes(HERE)  # not above: Megatron's helper for saving imports this file again
+    out = Path(sys.argv[1])
+    for argument in sys.argv[2:]:
+        if argument.startswith("compare:"):
+            pairs = [pair.split("=") for pair in argument.split(":")[1].split(",")]
+            print(json.dumps({f"{a}={b}": distances(out / a, out / b) for a, b in pairs}))
+        else:
+            name, start, end, layout, optimizer = argument.split(":")
+            leg(out, name, int(start), int(end), LAYOUTS[layout], optimizer)
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,74 @@
+"""A run that is continued under other layouts stays within the parity tolerance of one that never moved."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from ranks import results, run_ranks
+from train_jobs import Job, contents, numbers
+
+JOB = Path(__file__).with_name("layout_change_job.py")
+OPTIMIZERS = ("plain", "distributed")
+TOLERANCE = 5e-6
+"""Relative L2 distance of any one tensor: that of a single parameter's gradient in tests/parity."""
+
+
+@pytest.fixture(scope="module")
+def distances(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """Two steps each on TP2 x PP2, EP2 x DP2, one rank, and TP2 x PP2 again; and eight steps on one rank."""
+    folder = str(tmp_path_factory.mktemp("layouts"))
+    every = (*OPTIMIZERS, "bf16")
+    run_ranks(JOB, 4, [folder, *(f"moved:{leg}:{o}" for o in every for leg in ("0:2:tp2pp2", "2:4:ep2dp2"))])
+    stayed = [f"stayed:{step - 2}:{step}:single:{o}" for o in OPTIMIZERS for step in (2, 4, 6, 8)]
+    run_ranks(JOB, 1, [folder, *(f"moved:4:6:single:{o}" for o in every), *stayed])
+    pairs = [f"moved-{step}-{o}=moved-{step}-{o}-again" for step in (2, 4, 6) for o in every]
+    pairs += [f"stayed-{step}-{o}=moved-{step}-{o}" for step in (2, 4, 6, 8) for o in OPTIMIZERS]
+    back = [f"moved:6:8:tp2pp2:{o}" for o in every]
+    return results(run_ranks(JOB, 4, [folder, *back, f"compare:{','.join(pairs)}"]))
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "bf16"])
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_weights_and_moments_are_loaded_bit_for_bit(distances, optimizer, step):
+    found = distances[f"moved-{step}-{optimizer}=moved-{step}-{optimizer}-again"]
+    assert any("exp_avg_sq" in name and "experts" in name for name in found)
+    assert set(found.values()) == {0.0}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("step", [2, 4, 6, 8])
+def test_every_tensor_stays_with_the_run_that_never_moved(distances, optimizer, step):
+    found = distances[f"stayed-{step}-{optimizer}=moved-{step}-{optimizer}"]
+    assert any("exp_avg." in name for name in found)
+    assert {name: distance for name, distance in found.items() if distance > TOLERANCE} == {}
+
+
+@pytest.fixture(scope="module")
+def continued(finished) -> dict[str, Path]:
+    """The run of two ranks, continued from its third step on two and on one."""
+    paths = {}
+    for name, ranks in (("ep2", 2), ("single", 0)):
+        paths[name] = finished.path.with_name(f"continued-{name}")
+        shutil.copytree(finished.path, paths[name])
+        # The copy is another run by name only.
+        identity = paths[name] / "run.json"
+        identity.write_text(identity.read_text().replace('"first"', f'"{paths[name].name}"'))
+        overrides = [*finished.overrides, f"layout={name}", f"run.name={paths[name].name}", "run.steps=5"]
+        ended = Job(finished.root, overrides, ranks=ranks).finish()
+        assert ended.code == 0, ended
+        assert "continuing behind step 3" in ended.stderr
+    return paths
+
+
+def test_a_run_directory_is_continued_by_another_number_of_processes(continued):
+    there, here = numbers(continued["ep2"]), numbers(continued["single"])
+    assert [line["step"] for line in here] == [1, 2, 3, 4, 5]
+    assert here[:3] == there[:3]
+    for a, b in zip(here[3:], there[3:], strict=True):
+        assert b["policy/grad_norm"] > 0
+        # Differences at rounding level are known here in absolute terms only: a loss may be 0.
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+    first, second = (contents(path / "samples") for path in continued.values())
+    assert first == second
