@@ -38,7 +38,7 @@ def problems_of(config: Config, world_size: int | None = None) -> list[str]:
 # What is broken -> how the one message begins.
 BROKEN: list[tuple[dict[str, object], str]] = [
     ({"model.hidden": 98}, "model.hidden=98"),
-    ({"model.hidden": 100}, "model.hidden=100 gives heads an odd"),
+    ({"model.hidden": 100}, "model.hidden=100 gives model.heads=4 heads an odd"),
     ({"model.kv_heads": 3}, "model.heads=4 is not divisible by model.kv_heads=3"),
     ({"layout.tp": 4, "layout.sp": True}, "model.kv_heads=2 is not divisible by layout.tp=4"),
     ({"model.ffn_hidden": 255, "layout.tp": 2, "layout.sp": True}, "model.ffn_hidden=255"),
