@@ -75,7 +75,7 @@ def check_layout(config: Config, world_size: int) -> None:
     """Raises a ConfigError when `world_size` processes cannot be arranged in the configured layout.
 
     Megatron-Core (parallel_state.py) cuts the ranks of a pipeline stage twice: into tp * cp * dp for attention and
-    dense layers, and into etp * ep * expert replicas for routed experts. Every replica generates whole groups.
+    dense layers, and into etp * ep * expert replicas for routed experts. Every data parallel rank takes whole prompts.
     """
     layout, prompts = config.layout, config.algorithm.prompts_per_step
     model_size, expert_size = layout.tp * layout.cp * layout.pp, layout.etp * layout.ep
@@ -97,6 +97,11 @@ def check_layout(config: Config, world_size: int) -> None:
         problems.append(
             f"algorithm.prompts_per_step={prompts} is not divisible by the data parallel size {dp} (world size "
             f"{world_size} / (tp {layout.tp} * cp {layout.cp} * pp {layout.pp})); choose {_multiples(prompts, dp)}"
+        )
+    if config.optimizer.overlap and dp * layout.cp == 1:
+        problems.append(
+            "optimizer.overlap=true has no effect without data or context parallelism: a lone replica reduces no "
+            "gradients; drop it, or start more processes"
         )
     _refuse(problems)
 

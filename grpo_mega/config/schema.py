@@ -116,7 +116,7 @@ class LayoutConfig:
     sp: bool = False
     """Sequence parallelism; needs tp > 1, and Megatron requires it for MoE with tp > 1."""
     micro_batch_tokens: int = 16384
-    """Most tokens in one micro-batch, context parallel ranks together; a longer sequence gets one of its own."""
+    """Most tokens in one micro-batch, prompts of a group counted once, context parallel ranks together."""
     recompute: str = "none"
     """What the backward pass computes anew instead of remembering: none, selective (attention) or full (layers)."""
 

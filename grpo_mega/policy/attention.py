@@ -29,17 +29,15 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
         ctx.packed = packed
-        cells = packed.rows.new_zeros(packed.sequences * packed.longest)
-        return x.index_select(0, cells.index_copy_(0, packed.cells, packed.rows))
+        return x.index_select(0, packed.table)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         packed = ctx.packed
-        total = grad.index_select(0, packed.cells[packed.owners])
-        if len(packed.rows) > len(packed.owners):
-            others = torch.ones_like(packed.rows, dtype=torch.bool)
-            others[packed.owners] = False
-            total.index_add_(0, packed.rows[others], grad.index_select(0, packed.cells[others]))
+        total = grad.index_select(0, packed.cells)
+        if len(packed.more_rows):  # summed in float32, however many sequences share a row
+            more = grad.index_select(0, packed.more_cells).float()
+            total = total.float().index_add_(0, packed.more_rows, more).to(grad.dtype)
         return total, None
 
 
@@ -49,12 +47,11 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
         ctx.packed, ctx.cells = packed, x.shape[0]
-        return x.index_select(0, packed.cells[packed.owners])
+        return x.index_select(0, packed.cells)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        cells = ctx.packed.cells[ctx.packed.owners]
-        return grad.new_zeros(ctx.cells, *grad.shape[1:]).index_copy_(0, cells, grad.contiguous()), None
+        return grad.new_zeros(ctx.cells, *grad.shape[1:]).index_copy_(0, ctx.packed.cells, grad.contiguous()), None
 
 
 class _Place(torch.autograd.Function):
@@ -141,9 +138,7 @@ class PackedAttention(MegatronModule):
         q = _Place.apply(query.index_select(0, shard.queries), shard.cells, n * shard.longest)
         q = q.unflatten(0, (n, shard.longest)).transpose(1, 2)
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-        # [N, 1, longest here, longest]: a token sees its sequence up to and including itself
-        seen = torch.arange(packed.longest, device=query.device) <= shard.positions[:, None, :, None]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.softmax_scale)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=shard.seen, scale=self.softmax_scale)
         out = out.transpose(1, 2).flatten(0, 1).index_select(0, shard.cells)
         return _Place.apply(out, shard.queries, rows)
 

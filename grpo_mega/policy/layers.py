@@ -103,7 +103,10 @@ class WholeRowLinear(_Whole, RowParallelLinear):
 
 
 def use_plain_layers(model: torch.nn.Module) -> None:
-    """Swaps the classes of Megatron's own MLPs and undivided linear layers; parameters and checkpoint keys stay."""
+    """Swaps the classes of Megatron's dense MLPs and routed experts, and of its undivided linear layers.
+
+    Parameters and checkpoint keys stay. The shared expert keeps Megatron's forward pass, which overlaps communication.
+    """
     modules: Iterable[Any] = model.modules()
     for module in modules:
         if type(module) is MLP:

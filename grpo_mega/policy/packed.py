@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -43,16 +43,16 @@ class ContextShard:
         gathered: [T] where each row lies when the ranks' rows are put one rank after the other.
         queries: [n] which of the T' rows belong to a sequence.
         cells: [n] where they lie in a table of [N, longest].
-        positions: [N, longest] place of each cell's token in its sequence.
         longest: Most rows of one sequence that are held here.
+        seen: [N, 1, longest, most tokens of a sequence] whether a cell's token sees a key: up to and including itself.
     """
 
     rows: torch.Tensor
     gathered: torch.Tensor
     queries: torch.Tensor
     cells: torch.Tensor
-    positions: torch.Tensor
     longest: int
+    seen: torch.Tensor
 
     @classmethod
     def of(cls, packed: PackedTokens, rank: int, size: int) -> ContextShard:
@@ -61,19 +61,19 @@ class ContextShard:
         held = [torch.cat([parts[r], parts[2 * size - 1 - r]]) for r in range(size)]
         rows = held[rank]
         queries = (rows < len(packed.owners)).nonzero()[:, 0]
-        cells = packed.cells[packed.owners[rows[queries]]]
-        sequence, positions = cells // max(packed.longest, 1), cells % max(packed.longest, 1)
+        owners = packed.owners[rows[queries]]
+        sequence, positions = packed.sequence[owners], packed.positions[rows[queries]]
         counts = torch.bincount(sequence, minlength=packed.sequences)
         longest = int(counts.max()) if len(counts) else 0
         starts = counts.cumsum(0) - counts
-        cells = sequence * longest + torch.arange(len(sequence), device=cells.device) - starts[sequence]
+        cells = sequence * longest + torch.arange(len(sequence), device=rows.device) - starts[sequence]
         table = positions.new_zeros(packed.sequences * longest).index_copy_(0, cells, positions)
-        return cls(rows, torch.cat(held).argsort(), queries, cells, table.view(packed.sequences, longest), longest)
+        seen = torch.arange(packed.longest, device=rows.device) <= table.view(packed.sequences, 1, longest, 1)
+        return cls(rows, torch.cat(held).argsort(), queries, cells, longest, seen)
 
     def to(self, device: torch.device) -> ContextShard:
         """The same on another device."""
-        moved = ("rows", "gathered", "queries", "cells", "positions")
-        return replace(self, **{name: getattr(self, name).to(device) for name in moved})
+        return _moved(self, device)
 
 
 @dataclass
@@ -90,7 +90,11 @@ class PackedTokens(PackedSeqParams):
         copies: [T'] float32, how many of the E tokens a row stands for; 0 for padding.
         rows: [E] row of every token of every sequence, sequence by sequence.
         owners: [U] which of the E tokens a row stands for; the first of those that share it.
-        cells: [E] where every token lies in a table of [N, longest].
+        sequence: [E] number of the sequence each token belongs to.
+        table: [N * longest] row that stands in each cell of a table of [N, longest]. Cells behind the end of a sequence
+            name some row.
+        cells: [U] the cell of the token that a row stands for.
+        more_rows, more_cells: [E - U] the rows that further sequences share, and where those have them.
         total: Rows in all, T.
         sequences: Number of sequences, N.
         longest: Most tokens of one sequence.
@@ -98,15 +102,20 @@ class PackedTokens(PackedSeqParams):
         decoding: Whether each sequence brings exactly one token, which sees what the cache holds.
         shard: Which rows this rank holds; None for all of them.
         batch_sequences, batch_tokens: Of the whole batch that this is a part of.
-        loss_scale: What a loss over the whole batch is multiplied with because Megatron averages over micro-batches
-            and replicas.
+        loss_scale: What a loss over the whole batch is multiplied with, because Megatron averages over micro-batches
+            and replicas although weights are global already.
+        routed: What the router reads of all tokens, once a layer has made it.
         angles: Cosine and sine of the rotary angles of all tokens, once a layer has made them.
     """
 
     positions: torch.Tensor = None  # type: ignore[assignment]
     rows: torch.Tensor = None  # type: ignore[assignment]
     owners: torch.Tensor = None  # type: ignore[assignment]
+    sequence: torch.Tensor = None  # type: ignore[assignment]
+    table: torch.Tensor = None  # type: ignore[assignment]
     cells: torch.Tensor = None  # type: ignore[assignment]
+    more_rows: torch.Tensor = None  # type: ignore[assignment]
+    more_cells: torch.Tensor = None  # type: ignore[assignment]
     copies: torch.Tensor = None  # type: ignore[assignment]
     total: int = 0
     sequences: int = 0
@@ -117,6 +126,7 @@ class PackedTokens(PackedSeqParams):
     batch_sequences: int = 0
     batch_tokens: int = 0
     loss_scale: float = 1.0
+    routed: tuple[torch.Tensor, ...] | None = None
     angles: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
@@ -147,13 +157,19 @@ class PackedTokens(PackedSeqParams):
             first = (prompts[:, None] == prompts).int().argmax(-1)  # [N] the first sequence with the same prompt
             owner = torch.where(positions < prompt_lengths[sequence], starts[first][sequence] + positions, tokens)
         owners, rows = owner.unique(return_inverse=True)
+        cells = sequence * longest + positions
+        again = owner != tokens
         return cls._padded(
             positions[owners],
             torch.bincount(rows).float(),
             multiple,
             rows=rows,
             owners=owners,
-            cells=sequence * longest + positions,
+            sequence=sequence,
+            table=rows.new_zeros(len(lengths) * longest).index_copy_(0, cells, rows),
+            cells=cells[owners],
+            more_rows=rows[again],
+            more_cells=cells[again],
             sequences=len(lengths),
             longest=longest,
             cache=cache,
@@ -161,7 +177,7 @@ class PackedTokens(PackedSeqParams):
 
     @classmethod
     def one_each(cls, positions: torch.Tensor, multiple: int, cache: KVCache) -> PackedTokens:
-        """A decoding step: one token per cached sequence, at these positions ([N])."""
+        """A decoding step: one token per cached sequence, at these positions ([N]); the table is that of one column."""
         each = torch.arange(len(positions), device=positions.device)
         return cls._padded(
             positions,
@@ -169,7 +185,11 @@ class PackedTokens(PackedSeqParams):
             multiple,
             rows=each,
             owners=each,
+            sequence=each,
+            table=each,
             cells=each,
+            more_rows=each[:0],
+            more_cells=each[:0],
             sequences=len(positions),
             longest=int(positions.max()) + 1 if len(positions) else 0,
             cache=cache,
@@ -178,7 +198,7 @@ class PackedTokens(PackedSeqParams):
 
     @property
     def padding(self) -> int:
-        """Tokens at the end of the row that belong to no sequence, T - U."""
+        """Tokens at the end of the whole row that belong to no sequence, T - U."""
         return self.total - len(self.owners)
 
     def sharded(self, rank: int, size: int) -> PackedTokens:
@@ -189,15 +209,13 @@ class PackedTokens(PackedSeqParams):
         return replace(self, shard=shard, positions=self.positions[shard.rows], copies=self.copies[shard.rows])
 
     def counted_by(self, ranks: int) -> PackedTokens:
-        """The same for Megatron's eyes when each of so many context parallel ranks brings a whole row of its own."""
+        """The same with Megatron's count of rows when each of so many context parallel ranks brings a row of its own."""
         whole = self.cu_seqlens_q * ranks
         return replace(self, **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), whole))
 
     def to(self, device: torch.device) -> PackedTokens:
         """The same on another device."""
-        moved = ("positions", "rows", "owners", "cells", "copies", "cu_seqlens_q", "cu_seqlens_kv")
-        shard = self.shard and self.shard.to(device)
-        return replace(self, shard=shard, **{name: getattr(self, name).to(device) for name in moved})
+        return _moved(self, device)
 
     @classmethod
     def _padded(cls, positions: torch.Tensor, copies: torch.Tensor, multiple: int, **others: Any) -> PackedTokens:
@@ -217,3 +235,9 @@ class PackedTokens(PackedSeqParams):
             total=len(positions),
             **others,
         )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A dataclass with its tensors, and those of its shard, on another device."""
+    found = {f.name: getattr(value, f.name) for f in fields(value)}
+    return replace(value, **{name: x.to(device) for name, x in found.items() if hasattr(x, "to")})

@@ -118,8 +118,6 @@ class Policy:
             # An update leaves p.grad behind, an alias of the buffer: the next gradient would count twice.
             self.optimizer.zero_grad()
         micros = self._micro_batches(batch)
-        # Megatron divides by the number of micro-batches and averages over replicas; the weights are global already.
-        scale = len(micros) * self.topology.dp_size
         found = Gradients(torch.zeros(len(batch.tokens), device=self.platform.device))
         sums: dict[str, float] = {}
 
@@ -132,7 +130,7 @@ class Policy:
             per_token = {"tokens": torch.ones_like(entropy), "entropy": entropy, **metrics}
             for name, value in {"loss": total.detach(), **per_token}.items():
                 sums[name] = sums.get(name, 0.0) + value.double().sum().item()
-            return total * scale, {}
+            return total * micro.packed.loss_scale, {}
 
         self._forward_backward(micros, loss, forward_only=False)
         self.topology.sum_over_samples(found.logprob)

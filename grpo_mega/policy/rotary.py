@@ -84,7 +84,9 @@ def use_packed_rotary(model: torch.nn.Module, context: int) -> None:
     """Makes every rotary embedding of the model read packed positions below `context`."""
     modules: Iterable[Any] = model.modules()
     for module in modules:
-        if type(module) is RotaryEmbedding:
+        if isinstance(module, RotaryEmbedding):
+            if type(module) is not RotaryEmbedding:
+                raise TypeError(f"{type(module)} is not supported: its angles would not restart with each sequence")
             table = module.get_emb(context)
             module.__class__ = PackedRotaryEmbedding
             module.table = table

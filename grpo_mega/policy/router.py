@@ -46,8 +46,9 @@ class PackedRouter(TopKRouter):
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if coefficient == 0 or self.packed.sequences == 0:
             return probs
-        rows, sequence = self._local_tokens()
-        lengths = torch.bincount(self.packed.cells // self.packed.longest, minlength=self.packed.sequences)[:, None]
+        if self.packed.routed is None:  # the same in every layer
+            self.packed.routed = self._local_tokens()
+        rows, sequence, lengths = self.packed.routed
         chosen = routing_map.new_zeros(self.packed.sequences, routing_map.shape[-1], dtype=torch.float32)
         chosen.index_add_(0, sequence, routing_map[rows].float())
         dist.all_reduce(chosen, group=self.tp_cp_group if self.config.sequence_parallel else self.cp_group)
@@ -69,15 +70,16 @@ class PackedRouter(TopKRouter):
         """[rows of this rank] how many tokens each row stands for."""
         return self._local(self.packed.copies)
 
-    def _local_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of every token that has its row on this rank: the row here, and its sequence."""
+    def _local_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of every token that has its row on this rank: the row here, and its sequence; [N, 1] length of sequences."""
         packed = self.packed
         held = packed.shard.rows if packed.shard else torch.arange(packed.total, device=packed.rows.device)
         held = self._local(held)
-        here = torch.full_like(packed.rows.new_empty(packed.total), -1)
+        here = packed.rows.new_full((packed.total,), -1)
         here[held] = torch.arange(len(held), device=held.device)
         rows = here[packed.rows]
-        return rows[rows >= 0], (packed.cells // packed.longest)[rows >= 0]
+        lengths = torch.bincount(packed.sequence, minlength=packed.sequences)[:, None]
+        return rows[rows >= 0], packed.sequence[rows >= 0], lengths
 
 
 def use_packed_router(model: torch.nn.Module) -> None:
@@ -85,7 +87,11 @@ def use_packed_router(model: torch.nn.Module) -> None:
     modules: Iterable[Any] = model.modules()
     for module in modules:
         router = getattr(getattr(module, "mlp", None), "router", None)
-        if isinstance(module, TransformerLayer) and type(router) is TopKRouter:
+        if isinstance(module, TransformerLayer) and router is not None:
+            if type(router) is not TopKRouter:
+                raise TypeError(
+                    f"the router of layer {module.layer_number} is {type(router)}, not Megatron's TopKRouter"
+                )
             router.__class__ = PackedRouter
             module.register_forward_pre_hook(_tell_router, with_kwargs=True)
 

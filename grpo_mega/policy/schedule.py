@@ -1,23 +1,49 @@
 """Which sequence is computed on which data parallel rank, and in which micro-batch. Pure Python.
 
-Sequences of one prompt stay together as far as the budget allows, and their prompt is computed, and counted, once.
+Sequences of one prompt stay together as far as the budget and a fair share of the work allow; their prompt then lies in
+the row once. Attention still lays every sequence out in full, in a table as wide as the longest of the micro-batch.
 
 Invariants, whatever the lengths: every sequence is placed exactly once; every rank has the same number of
-micro-batches, because the ranks meet in collectives; a micro-batch holds at most `budget` tokens unless it is one
-longer sequence alone. A micro-batch may be empty when there are fewer sequences than places.
+micro-batches, because the ranks meet in collectives; a micro-batch holds at most `budget` tokens, prompts counted
+once, in a table of at most CELLS * budget cells, unless it is one longer sequence alone. A micro-batch may be empty
+when there are fewer sequences than places.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+CELLS = 4
+"""Cells of the attention's table per token of the budget: a cell holds query, key, value and output of one layer, a
+small part of what a token's row holds."""
+
 
 @dataclass
 class _Bin:
-    """Sequences (or bundles of them) placed together, and their tokens."""
+    """Sequences, or bundles of them, placed together.
+
+    Attributes:
+        members: What is placed.
+        tokens: Rows they need, prompts of a bundle counted once.
+        sequences, longest: Their number, and tokens of the longest.
+    """
 
     members: list
     tokens: int
+    sequences: int
+    longest: int
+
+    def has_room(self, more: _Bin, tokens: int, budget: int) -> bool:
+        """Whether `more`, which needs `tokens` more rows here, fits."""
+        cells = (self.sequences + more.sequences) * max(self.longest, more.longest)
+        return self.tokens + tokens <= budget and cells <= CELLS * budget
+
+    def add(self, more: _Bin, tokens: int) -> None:
+        """Places `more` here too."""
+        self.members += more.members
+        self.tokens += tokens
+        self.sequences += more.sequences
+        self.longest = max(self.longest, more.longest)
 
 
 def schedule(
@@ -33,45 +59,38 @@ def schedule(
     Bundles of sequences with the same prompt are dealt longest first, each to the replica with the fewest tokens so
     far (longest processing time first); each replica then fills as few micro-batches as the fullest replica needs.
     """
-    bundles = _longest_first(_bundles(lengths, prompts, prompt_lengths, budget))
-    shares = [_Bin([], 0) for _ in range(replicas)]
-    for bundle in bundles:
-        share = min(shares, key=lambda s: s.tokens)
-        share.members.append(bundle)
-        share.tokens += bundle.tokens
-    filled = [_first_fit([(b, b.tokens) for b in share.members], 0, budget) for share in shares]
-    count = max(1, *(len(bins) for bins in filled))
+    bundles = _bundles(lengths, prompts, prompt_lengths, budget)
+    fair = -(-sum(bundle.tokens for bundle in bundles) // replicas)
+    if fair < budget:  # otherwise a few large groups would leave replicas without work
+        bundles = _bundles(lengths, prompts, prompt_lengths, fair)
+    shares: list[list[_Bin]] = [[] for _ in range(replicas)]
+    loads = [0] * replicas
+    for bundle in sorted(bundles, key=lambda b: -b.tokens):
+        replica = min(range(replicas), key=lambda r: (loads[r], r))
+        shares[replica].append(bundle)
+        loads[replica] += bundle.tokens
+    packed = [[micro.members for micro in _first_fit(share, 0, budget)] for share in shares]
+    count = max(1, *(len(micros) for micros in packed))
     count += -count % multiple
-    return [
-        [[i for bundle in micro.members for i in bundle.members] for micro in bins] + [[]] * (count - len(bins))
-        for bins in filled
-    ]
+    return [micros + [[] for _ in range(count - len(micros))] for micros in packed]
 
 
-def _bundles(lengths: list[int], prompts: list[int], prompt_lengths: list[int], budget: int) -> list[_Bin]:
-    """Sequences that share a prompt, cut where they exceed the budget."""
-    by_prompt: dict[int, list[int]] = {}
+def _bundles(lengths: list[int], prompts: list[int], prompt_lengths: list[int], limit: int) -> list[_Bin]:
+    """Sequences that share a prompt, cut where they exceed the limit."""
+    by_prompt: dict[int, list[_Bin]] = {}
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        by_prompt.setdefault(prompts[i], []).append(i)
-    bundles: list[_Bin] = []
-    for members in by_prompt.values():
-        shared = prompt_lengths[members[0]]
-        bundles += _first_fit([(i, lengths[i] - shared) for i in members], shared, budget)
-    return bundles
+        by_prompt.setdefault(prompts[i], []).append(_Bin([i], lengths[i], 1, lengths[i]))
+    return [b for group in by_prompt.values() for b in _first_fit(group, prompt_lengths[group[0].members[0]], limit)]
 
 
-def _first_fit(items: list[tuple], shared: int, budget: int) -> list[_Bin]:
-    """Items with their tokens, longest first, into bins of at most `budget` tokens, `shared` of them counted once."""
+def _first_fit(items: list[_Bin], shared: int, limit: int) -> list[_Bin]:
+    """Items, longest first, into bins of at most `limit` tokens; the items of a bin have `shared` tokens in common."""
     bins: list[_Bin] = []
-    for item, tokens in items:
-        place = next((b for b in bins if b.tokens + tokens <= budget), None)
+    for item in items:
+        tokens = item.tokens - shared
+        place = next((b for b in bins if b.has_room(item, tokens, limit)), None)
         if place is None:
-            bins.append(_Bin([item], shared + tokens))
+            bins.append(_Bin([*item.members], item.tokens, item.sequences, item.longest))
         else:
-            place.members.append(item)
-            place.tokens += tokens
+            place.add(item, tokens)
     return bins
-
-
-def _longest_first(bins: list[_Bin]) -> list[_Bin]:
-    return sorted(bins, key=lambda b: -b.tokens)

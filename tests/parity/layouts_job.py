@@ -56,6 +56,8 @@ LAYOUTS = {
     "tp2vpp2": LayoutConfig(tp=2, pp=2, vpp=2, sp=True),
     "cp2": LayoutConfig(cp=2),
     "cp2small": LayoutConfig(cp=2, micro_batch_tokens=70),
+    "cp2one": LayoutConfig(cp=2, micro_batch_tokens=1),
+    "vpp2recompute": LayoutConfig(pp=2, vpp=2, recompute="full", micro_batch_tokens=100),
     "cp2tp2": LayoutConfig(cp=2, tp=2, sp=True),
     "cp2pp2": LayoutConfig(cp=2, pp=2),
     "cp2ep2": LayoutConfig(cp=2, ep=2),
@@ -122,16 +124,18 @@ def one_step(model: ModelConfig, layout: LayoutConfig, optimizer: OptimizerConfi
     def loss(logprob, known):
         return grpo_token_loss(logprob, known.old_logprob, known.ref_logprob, known.advantage, **options)
 
+    loads = watch_experts(policy)
     scored = policy.logprobs(batch, SAMPLING.temperature)
     found = policy.gradients(batch, loss, SAMPLING.temperature)
     result = {
         "tokens": [s.token_ids for s in samples],
         "rollout_logprob": batch.rollout_logprob,
         "logprob": scored,
+        "sequence_tokens": len(batch.tokens),
         "metrics": found.metrics,
         "gradients": gather_whole(policy.gpt, lambda p: getattr(p, "main_grad", None)),
         "parameters": policy.parameters(),
-        "expert_bias": expert_biases(policy),
+        "expert_loads": add_up(loads),
     }
     before = gather_whole(policy.gpt)
     policy.use_optimizer(optimizer)
@@ -150,12 +154,29 @@ def made_up(samples: list[Sample]) -> list[Sample]:
     return [replace(s, token_ids=t, logprobs=(-3.0,) * len(t)) for s, t in zip(samples, drawn, strict=True)]
 
 
-def expert_biases(policy: Policy) -> dict[int, torch.Tensor]:
-    """Layer number -> the balancing bias after the step, which follows the tokens each expert got."""
-    mine = {m.layer_number: m.expert_bias.clone() for m in policy.gpt.modules() if hasattr(m, "expert_bias")}
+def watch_experts(policy: Policy) -> dict[int, torch.Tensor]:
+    """Layer number -> the tokens that this rank counts for each expert in the next backward pass."""
+    finalize, loads = policy.gpt.config.finalize_model_grads_func, {}
+
+    def note_and_finalize(*args, **kwargs):
+        counted = {m.layer_number: m.local_tokens_per_expert.clone() for m in policy.gpt.modules() if is_router(m)}
+        loads.update(counted if not loads else {})
+        return finalize(*args, **kwargs)
+
+    policy.gpt.config.finalize_model_grads_func = note_and_finalize
+    return loads
+
+
+def is_router(module: torch.nn.Module) -> bool:
+    return hasattr(module, "local_tokens_per_expert")
+
+
+def add_up(mine: dict[int, torch.Tensor]) -> dict[int, list[float]]:
+    """Every layer's counts, added up over all ranks."""
     everyone: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
-    return {layer: bias for biases in everyone for layer, bias in biases.items()}
+    layers = sorted({layer for loads in everyone for layer in loads})
+    return {layer: sum(loads[layer] for loads in everyone if layer in loads).tolist() for layer in layers}
 
 
 if __name__ == "__main__":

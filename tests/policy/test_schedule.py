@@ -7,6 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_mega.policy.schedule import CELLS
 from grpo_mega.policy.schedule import schedule as schedule_groups
 
 lengths_of_sequences = st.lists(st.integers(1, 60), max_size=50)
@@ -67,7 +68,9 @@ def test_micro_batches_are_filled(lengths: list[int], replicas: int) -> None:
     for replica in schedule(lengths, replicas, budget):
         filled = [micro for micro in replica if micro]
         for earlier, later in pairwise(filled):
-            assert sum(lengths[i] for i in earlier) + lengths[later[0]] > budget
+            together = [*earlier, later[0]]
+            cells = len(together) * max(lengths[i] for i in together)
+            assert sum(lengths[i] for i in together) > budget or cells > CELLS * budget
 
 
 def test_a_worked_example() -> None:
@@ -86,9 +89,25 @@ def test_groups_keep_the_budget_with_each_prompt_counted_once(
     for micro in (m for replica in plan for m in replica):
         shared = {members[i][:2] for i in micro}
         tokens = sum(prompt for _, prompt in shared) + sum(members[i][2] for i in micro)
-        assert tokens <= budget or len(micro) == 1
+        cells = len(micro) * max((lengths[i] for i in micro), default=0)
+        assert (tokens <= budget and cells <= CELLS * budget) or len(micro) == 1
 
 
 def test_a_group_stays_together() -> None:
     plan = schedule_groups([12, 14, 13, 11], [0, 1, 0, 1], [10] * 4, replicas=2, budget=20)
     assert plan == [[[1, 3]], [[2, 0]]]
+
+
+def test_a_long_prompt_does_not_make_the_table_large() -> None:
+    plan = schedule_groups([8100] * 64, [0] * 64, [8000] * 64, replicas=1, budget=16384)
+    assert [len(micro) for micro in plan[0]] == [8] * 8
+
+
+@given(st.integers(1, 4), st.integers(2, 8), st.integers(1, 3))
+def test_a_few_groups_give_work_to_every_replica(groups: int, replicas: int, per_replica: int) -> None:
+    size = replicas * per_replica
+    numbers = [group for group in range(groups) for _ in range(size)]
+    plan = schedule_groups([100] * len(numbers), numbers, [10] * len(numbers), replicas, budget=16384)
+    counts = [sum(map(len, replica)) for replica in plan]
+    assert max(counts) - min(counts) <= 2 * max(1, len(numbers) // replicas // 2)
+    assert min(counts) > 0

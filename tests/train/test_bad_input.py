@@ -10,7 +10,7 @@ import pytest
 from train_jobs import REPOSITORY, SMALL, Job, contents, half_written, rewarded_by
 
 REFUSED = [
-    (2, ["layout=tp2_pp2"], ["world size 2", "layout.tp=2 * layout.pp=2", "start 4 processes"]),
+    (2, ["layout=tp2_pp2"], ["world size 2", "layout.tp=2 * layout.cp=1 * layout.pp=2", "start 4 processes"]),
     (0, ["layout=tp2"], ["world size 1", "layout.tp=2", "start 2 processes"]),
     (0, ["layout.ep=3"], ["model.moe.experts=4", "layout.ep=3", "layout.ep=2"]),
     (0, ["layout.tp=3", "layout.sp=true"], ["model.heads=4", "layout.tp=3", "layout.tp=2"]),
