@@ -209,7 +209,7 @@ class PackedTokens(PackedSeqParams):
         return replace(self, shard=shard, positions=self.positions[shard.rows], copies=self.copies[shard.rows])
 
     def counted_by(self, ranks: int) -> PackedTokens:
-        """The same with Megatron's count of rows when each of so many context parallel ranks brings a row of its own."""
+        """The same with Megatron's count of rows when so many context parallel ranks bring a row of their own each."""
         whole = self.cu_seqlens_q * ranks
         return replace(self, **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), whole))
 
