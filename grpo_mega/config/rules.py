@@ -142,6 +142,11 @@ def _ordered(config: Config) -> Iterator[str]:
 
 def _model(config: Config) -> Iterator[str]:
     model, rope_dim = config.model, config.model.mla.qk_rope_dim
+    if model.mtp_layers and model.tie_embeddings:
+        yield (
+            f"model.mtp_layers={model.mtp_layers} reads the embedding without gradient, and with "
+            "model.tie_embeddings=true Megatron would give it the output layer's; set one of them off"
+        )
     if model.attention == "mla":
         if model.kv_heads != model.heads:
             yield (

@@ -89,6 +89,10 @@ class ModelConfig:
     """Embedding rows are padded up to a multiple of this; padding is never sampled. Same in every layout."""
     dtype: str = "fp32"
     """fp32 or bf16 (with fp32 master weights)."""
+    mtp_layers: int = 0
+    """Multi-token prediction modules (DeepSeek-V3: 1); 0 for none. They learn to draft the policy's tokens."""
+    mtp_loss_coef: float = 0.1
+    """Coefficient of their loss, the mean over depths and trained tokens; moves nothing but these modules."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 
 class ModelChunks(MegatronModule):
@@ -29,6 +30,7 @@ class ModelChunks(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """{"0": the first piece's tensors, ...}; the keys inside name layers of the whole model."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)  # a stage with a copy of the embedding counts on it
         return {str(i): c.sharded_state_dict(prefix, sharded_offsets, metadata) for i, c in enumerate(self)}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> None:

@@ -33,9 +33,14 @@ class LogProbHead(ColumnParallelLinear):
             return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True), None
         return copy_to_tensor_model_parallel_region(hidden), None
 
-    def shard_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, H] -> float32 logits of this rank's vocabulary shard; padding columns are -inf."""
+    def shard_logits(self, hidden: torch.Tensor, frozen: bool = False) -> torch.Tensor:
+        """[n, H] -> float32 logits of this rank's vocabulary shard; padding columns are -inf.
+
+        A frozen head gives gradients to the hidden states only.
+        """
         weight = self.tied_weight() if self.tied_weight else self.weight
+        if frozen:
+            weight = weight.detach()
         # Megatron hands out a bf16 model's hidden states as float32.
         logits = torch.matmul(hidden.to(weight.dtype), weight.t()).float()
         real = self.vocab_size - parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
@@ -48,10 +53,10 @@ class LogProbHead(ColumnParallelLinear):
         return gather_from_tensor_model_parallel_region(self.shard_logits(hidden))[:, : self.vocab_size]
 
     def logprob(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, frozen: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, H] hidden states, [n] tokens -> [n] log-probs and [n] entropies (entropies without gradient)."""
-        logits = self.shard_logits(hidden)
+        logits = self.shard_logits(hidden, frozen)
         return _VocabParallelLogProb.apply(logits if temperature == 1.0 else logits / temperature, targets)
 
 

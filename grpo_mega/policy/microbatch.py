@@ -25,6 +25,19 @@ class ScoredTokens:
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """Scored tokens that a prediction module predicts from further back; all but those too near the beginning.
+
+    Attributes:
+        rows: [m] rows of T' whose state predicts them.
+        tokens: [m] the tokens.
+    """
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """One forward pass on one rank.
 
@@ -34,6 +47,7 @@ class MicroBatch:
         rows: [n] rows of T' whose hidden state predicts a scored token.
         index: [n] place of each scored token in the global batch.
         scored: The scored tokens.
+        ahead: For each depth of multi-token prediction what its module predicts.
     """
 
     tokens: torch.Tensor
@@ -41,12 +55,16 @@ class MicroBatch:
     rows: torch.Tensor
     index: torch.Tensor
     scored: ScoredTokens
+    ahead: list[Predicted]
 
 
-def micro_batches(batch: Batch, topology: Topology, budget: int, device: torch.device) -> list[MicroBatch]:
+def micro_batches(
+    batch: Batch, topology: Topology, budget: int, device: torch.device, depths: int = 0
+) -> list[MicroBatch]:
     """This rank's micro-batches of at most `budget` tokens; equally many on every data parallel rank.
 
-    Megatron's interleaved schedule wants a multiple of the pipeline size.
+    Megatron's interleaved schedule wants a multiple of the pipeline size. `depths` of multi-token prediction read that
+    many tokens ahead, so the last tokens of a prompt compute something else in every sequence, and are not shared.
 
     Raises:
         ValueError: The first token of a sequence is to be scored; nothing predicts it.
@@ -54,6 +72,7 @@ def micro_batches(batch: Batch, topology: Topology, budget: int, device: torch.d
     starts = batch.cu_seqlens[:-1]
     if batch.mask[starts].any():
         raise ValueError("mask marks the first token of a sequence, which nothing predicts; set it to False")
+    batch = batch.with_(prompt_lengths=(batch.prompt_lengths - depths).clamp(min=0))
     plan = schedule(
         batch.lengths.tolist(),
         batch.prompts.tolist(),
@@ -63,14 +82,16 @@ def micro_batches(batch: Batch, topology: Topology, budget: int, device: torch.d
         multiple=topology.pp_size if topology.interleaved else 1,
     )
     mine = plan[topology.dp_rank]
-    micros = [_micro_batch(batch, sequences, topology, device) for sequences in mine]
+    micros = [_micro_batch(batch, sequences, topology, device, depths) for sequences in mine]
     for micro in micros:
         micro.packed.batch_sequences, micro.packed.batch_tokens = len(batch.lengths), len(batch.tokens)
         micro.packed.loss_scale = len(micros) * topology.dp_size
     return micros
 
 
-def _micro_batch(batch: Batch, sequences: list[int], topology: Topology, device: torch.device) -> MicroBatch:
+def _micro_batch(
+    batch: Batch, sequences: list[int], topology: Topology, device: torch.device, depths: int
+) -> MicroBatch:
     chosen = torch.tensor(sequences, dtype=torch.int64)
     lengths, starts = batch.lengths[chosen], batch.cu_seqlens[chosen]
     packed = PackedTokens.of_sequences(
@@ -80,19 +101,55 @@ def _micro_batch(batch: Batch, sequences: list[int], topology: Topology, device:
         prompt_lengths=batch.prompt_lengths[chosen],
     ).sharded(topology.cp_rank, topology.cp_size)
     places = torch.cat([torch.arange(0), *map(torch.arange, starts, starts + lengths)])  # [E] in the global batch
-    tokens = F.pad(batch.tokens[places[packed.owners]], (0, packed.padding))
+    ends = lengths.cumsum(0)[packed.sequence]  # [E] where the token's sequence ends, among the E
+    tokens = batch.tokens[places]
+    if depths:
+        ahead = [_in_rows(_shifted(tokens, ends, depth), packed) for depth in range(1, depths + 1)]
+        packed.ahead = torch.stack(ahead)
     scored = batch.mask[places].nonzero()[:, 0]
-    rows = packed.rows[scored - 1]
-    if packed.shard is not None:
-        tokens = tokens[packed.shard.rows]
-        here = torch.full((packed.total,), -1)
-        here[packed.shard.rows] = torch.arange(len(packed.shard.rows))
-        scored, rows = scored[here[rows] >= 0], here[rows][here[rows] >= 0]
-    index = places[scored]
+    rows, here = _predicting_rows(scored, 1, packed)
+    index = places[scored[here]]
     return MicroBatch(
-        tokens=tokens[None].to(device),
+        tokens=_in_rows(tokens, packed)[None].to(device),
         packed=packed.to(device),
         rows=rows.to(device),
         index=index.to(device),
         scored=ScoredTokens(**{f.name: getattr(batch, f.name)[index].to(device) for f in fields(ScoredTokens)}),
+        ahead=[_predicted(scored, tokens, depth, packed, device) for depth in range(1, depths + 1)],
     )
+
+
+def _in_rows(values: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+    """[E] something per token -> [T'] per row of this rank, 0 for padding."""
+    values = F.pad(values[packed.owners], (0, packed.padding))
+    return values if packed.shard is None else values[packed.shard.rows]
+
+
+def _shifted(tokens: torch.Tensor, ends: torch.Tensor, distance: int) -> torch.Tensor:
+    """[E] the token that comes `distance` places later in the same sequence, 0 behind its end."""
+    later = torch.arange(len(tokens)) + distance
+    return torch.where(later < ends, tokens[later.clamp(max=len(tokens) - 1)], 0)
+
+
+def _predicting_rows(scored: torch.Tensor, distance: int, packed: PackedTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of this rank that lie `distance` tokens before scored ones ([n] of the E), and which of these those are.
+
+    Left out are tokens without one so far before them in their sequence, and those whose row another rank holds.
+    """
+    inside = scored >= distance
+    inside &= packed.sequence[(scored - distance).clamp(min=0)] == packed.sequence[scored]
+    which = inside.nonzero()[:, 0]
+    rows = packed.rows[scored[which] - distance]
+    if packed.shard is None:
+        return rows, which
+    here = torch.full((packed.total,), -1)
+    here[packed.shard.rows] = torch.arange(len(packed.shard.rows))
+    held = here[rows] >= 0
+    return here[rows][held], which[held]
+
+
+def _predicted(
+    scored: torch.Tensor, tokens: torch.Tensor, depth: int, packed: PackedTokens, device: torch.device
+) -> Predicted:
+    rows, which = _predicting_rows(scored, 1 + depth, packed)
+    return Predicted(rows.to(device), tokens[scored[which]].to(device))

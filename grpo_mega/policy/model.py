@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -25,6 +25,7 @@ from grpo_mega.policy.attention import PackedAttention
 from grpo_mega.policy.chunks import ModelChunks
 from grpo_mega.policy.head import use_logprob_head
 from grpo_mega.policy.layers import RMSNorm, use_plain_layers
+from grpo_mega.policy.mtp import PredictingGPT, use_packed_predictors
 from grpo_mega.policy.rotary import use_packed_rotary
 from grpo_mega.policy.router import use_packed_router
 
@@ -58,9 +59,12 @@ def _build_chunk(
 ) -> GPTModel:
     vp_stage = chunk if config.virtual_pipeline_model_parallel_size else None
     spec = get_gpt_decoder_block_spec(config, platform.transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
-    gpt = GPTModel(
+    spec = _replace(spec, _replacements(platform, model))
+    ahead = get_gpt_mtp_block_spec(config, spec, platform.transformer_engine, vp_stage) if model.mtp_layers else None
+    gpt = (PredictingGPT if model.mtp_layers else GPTModel)(
         config=config,
-        transformer_layer_spec=_replace(spec, _replacements(platform, model)),
+        transformer_layer_spec=spec,
+        mtp_block_spec=_replace(ahead, _replacements(platform, model)),
         vocab_size=-(-vocab_size // model.vocab_multiple) * model.vocab_multiple,
         max_sequence_length=model.context,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -74,6 +78,7 @@ def _build_chunk(
     use_logprob_head(gpt, vocab_size)
     use_plain_layers(gpt)
     use_packed_router(gpt)
+    use_packed_predictors(gpt)
     _sum_latent_key_gradient(gpt)
     return gpt
 
@@ -85,6 +90,7 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         num_layers=model.layers,
         hidden_size=model.hidden,
         num_attention_heads=model.heads,
+        mtp_num_layers=model.mtp_layers or None,
         ffn_hidden_size=model.ffn_hidden,
         qk_layernorm=model.qk_norm,
         layernorm_epsilon=model.norm_eps,

@@ -105,6 +105,7 @@ class PackedTokens(PackedSeqParams):
         loss_scale: What a loss over the whole batch is multiplied with, because Megatron averages over micro-batches
             and replicas although weights are global already.
         routed: What the router reads of all tokens, once a layer has made it.
+        ahead: [depths, T'] the token 1, 2, ... places after each row's, 0 behind the end; for multi-token prediction.
         angles: Cosine and sine of the rotary angles of all tokens, once a layer has made them.
     """
 
@@ -127,6 +128,7 @@ class PackedTokens(PackedSeqParams):
     batch_tokens: int = 0
     loss_scale: float = 1.0
     routed: tuple[torch.Tensor, ...] | None = None
+    ahead: torch.Tensor | None = None
     angles: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod

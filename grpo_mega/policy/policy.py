@@ -40,7 +40,8 @@ class Gradients:
 
     Attributes:
         logprob: [T] log-probs of the scored tokens, 0 elsewhere.
-        metrics: "loss" is sum(weight * token_loss); the others are means over the scored tokens.
+        metrics: "loss" is sum(weight * token_loss); the others are means over the scored tokens. "mtp_loss" is the
+            cross entropy of the prediction modules, where there are any.
     """
 
     logprob: torch.Tensor
@@ -117,7 +118,8 @@ class Policy:
         if self.optimizer is not None:
             # An update leaves p.grad behind, an alias of the buffer: the next gradient would count twice.
             self.optimizer.zero_grad()
-        micros = self._micro_batches(batch)
+        micros = self._micro_batches(batch, self._config.mtp_layers)
+        trained = max(int(batch.mask.sum()), 1)
         found = Gradients(torch.zeros(len(batch.tokens), device=self.platform.device))
         sums: dict[str, float] = {}
 
@@ -127,8 +129,12 @@ class Policy:
             _refuse_non_finite(token_losses, micro, batch)
             found.logprob[micro.index] = logprob.detach()
             total = (micro.scored.weight * token_losses).sum()
-            per_token = {"tokens": torch.ones_like(entropy), "entropy": entropy, **metrics}
-            for name, value in {"loss": total.detach(), **per_token}.items():
+            to_add = {"loss": total.detach(), "tokens": torch.ones_like(entropy), "entropy": entropy, **metrics}
+            if micro.ahead:
+                drafts = self._draft_loss(micro, hidden, temperature)
+                total = total + self._config.mtp_loss_coef * drafts / trained
+                to_add["mtp_loss"] = drafts.detach()
+            for name, value in to_add.items():
                 sums[name] = sums.get(name, 0.0) + value.double().sum().item()
             return total * micro.packed.loss_scale, {}
 
@@ -178,8 +184,16 @@ class Policy:
     def _forward(self, chunk: torch.nn.Module, tokens: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
         return chunk(tokens, packed.positions[None], None, packed_seq_params=packed)
 
-    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        return micro_batches(batch, self.topology, self._budget, self.platform.device)
+    def _draft_loss(self, micro: MicroBatch, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Sum over the micro-batch's scored tokens of -log-prob under the prediction modules, mean over depths."""
+        scored = [
+            self.head.logprob(hidden[depth, ahead.rows], ahead.tokens, temperature, frozen=True)[0].sum()
+            for depth, ahead in enumerate(micro.ahead, start=1)
+        ]
+        return -torch.stack(scored).mean()
+
+    def _micro_batches(self, batch: Batch, depths: int = 0) -> list[MicroBatch]:
+        return micro_batches(batch, self.topology, self._budget, self.platform.device, depths)
 
     def _forward_backward(self, micros: list[MicroBatch], on_last_stage: Callable, forward_only: bool) -> None:
         """Runs Megatron's pipeline schedule; `on_last_stage(micro, hidden [1, T', H], ...)` gets what comes out."""

@@ -70,6 +70,7 @@ BROKEN: list[tuple[dict[str, object], str]] = [
         {"model.moe.groups": 4, "model.moe.group_top_k": 2, "model.moe.top_k": 1},
         "model.moe.top_k=1 is not divisible by model.moe.group_top_k=2",
     ),
+    ({"model.mtp_layers": 1, "model.tie_embeddings": True}, "model.mtp_layers=1 reads the embedding"),
     ({"layout.sp": True}, "layout.sp=true needs tensor parallelism"),
     ({"layout.tp": 2}, "layout.sp=false: Megatron needs"),
     ({"data.min_terms": 6}, "data.min_terms=6"),

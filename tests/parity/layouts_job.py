@@ -37,6 +37,17 @@ MODELS = {
     "deepseek": replace(
         MOE, layers=4, attention="mla", kv_heads=4, mla=MLA, moe=replace(MOE.moe, groups=2, group_top_k=1)
     ),
+    "mtp": replace(
+        MOE,
+        layers=4,
+        attention="mla",
+        kv_heads=4,
+        mla=MLA,
+        mtp_layers=1,
+        mtp_loss_coef=0.1,
+        moe=replace(MOE.moe, groups=2, group_top_k=1, aux_loss_coef=0.1),
+    ),
+    "dense_mtp2": replace(DENSE, mtp_layers=2, mtp_loss_coef=0.5),
     "balanced": replace(MOE, moe=replace(MOE.moe, aux_loss_coef=0.5, z_loss_coef=0.05)),
     "dense_bf16": replace(DENSE, dtype="bf16"),
     "deepseek_bf16": replace(

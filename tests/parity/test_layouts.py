@@ -8,7 +8,7 @@ from ranks import run_ranks
 
 JOB = Path(__file__).with_name("layouts_job.py")
 EXACT = {
-    1: ["dense:small", "moe:small", "mla:small", "moe:recompute", "moe:selective", "balanced:small"],
+    1: ["dense:small", "moe:small", "mla:small", "moe:recompute", "moe:selective", "balanced:small", "mtp:recompute"],
     2: [
         *("dense:tp2", "dense:tp2sp", "dense:pp2", "dense:pp2small", "dense:dp2", "dense:cp2", "dense:dp2zero"),
         *("tied:tp2", "tied:pp2", "tied:dp2"),
@@ -26,11 +26,14 @@ EXACT = {
         *("mla:tp2sp", "mla:pp2", "mla:ep2", "mla:cp2"),
         *("balanced:tp2sp", "balanced:pp2small", "balanced:ep2", "balanced:cp2small"),
         *("deepseek:pp2uneven", "deepseek:vpp2", "deepseek:ep2zero", "deepseek:tp2recompute", "deepseek:vpp2recompute"),
+        *("mtp:tp2sp", "mtp:vpp2", "mtp:ep2zero", "mtp:vpp2recompute"),
+        *("dense_mtp2:tp2", "dense_mtp2:pp2small", "dense_mtp2:cp2small"),
     ],
     4: [
         *("dense:tp2pp2", "dense:cp4", "tied:tp2pp2", "mla:tp2pp2", "mla:cp2tp2", "mla:cp2pp2"),
         *("moe:tp2pp2", "moe:tp2dp2", "moe:ep2pp2", "moe:tp2ep4", "moe:ep2dp4", "moe:cp2ep2"),
         *("deepseek:tp2vpp2", "deepseek:tp2dp2zero", "deepseek:vpp2zero", "balanced:cp2tp2"),
+        *("mtp:tp2vpp2", "mtp:cp2tp2"),
     ],
 }
 ROUNDED = {
@@ -80,9 +83,8 @@ class TestAgainstOneRank:
             pytest.skip("no experts")
         # Every token of every sequence counts for its two experts, and nothing else does.
         tokens = steps[name]["sequence_tokens"]
-        assert [sum(load) for load in steps[name]["expert_loads"].values()] == [2 * tokens] * (
-            3 if "seek" in name else 1
-        )
+        layers = {"deepseek": 3, "mtp": 4}.get(name.split(":")[0], 1)
+        assert [sum(load) for load in steps[name]["expert_loads"].values()] == [2 * tokens] * layers
         assert steps[name]["expert_loads"] == reference(steps, name)["expert_loads"]
 
     def test_parameter_count(self, steps, name):
