@@ -26,6 +26,7 @@ from grpo_mega.policy.microbatch import MicroBatch, ScoredTokens, micro_batches
 from grpo_mega.policy.model import DTYPES, build_model
 from grpo_mega.policy.optimizer import build_optimizer, set_learning_rate
 from grpo_mega.policy.packed import PackedTokens
+from grpo_mega.policy.router import expert_loads, start_counting
 from grpo_mega.policy.shards import count_parameters, initialize
 from grpo_mega.policy.topology import Topology
 from grpo_mega.types import Batch
@@ -40,11 +41,14 @@ class Gradients:
 
     Attributes:
         logprob: [T] log-probs of the scored tokens, 0 elsewhere.
+        expert_loads: Layer number -> tokens that each of its experts got; {} for a dense model.
         metrics: "loss" is sum(weight * token_loss); the others are means over the scored tokens. "mtp_loss" is the
-            cross entropy of the prediction modules, where there are any.
+            cross entropy of the prediction modules, where there are any; "expert_imbalance" how many times the average
+            the busiest expert of any layer got.
     """
 
     logprob: torch.Tensor
+    expert_loads: dict[int, list[float]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -118,6 +122,7 @@ class Policy:
         if self.optimizer is not None:
             # An update leaves p.grad behind, an alias of the buffer: the next gradient would count twice.
             self.optimizer.zero_grad()
+        start_counting(self.gpt)
         micros = self._micro_batches(batch, self._config.mtp_layers)
         trained = max(int(batch.mask.sum()), 1)
         found = Gradients(torch.zeros(len(batch.tokens), device=self.platform.device))
@@ -142,6 +147,9 @@ class Policy:
         self.topology.sum_over_samples(found.logprob)
         found.logprob = found.logprob.cpu()
         found.metrics = _means(self.topology.sum_by_name(sums, self.platform.device))
+        if self._config.moe.experts:
+            found.expert_loads = expert_loads(self.gpt)
+            found.metrics["expert_imbalance"] = max(_imbalance(load) for load in found.expert_loads.values())
         return found
 
     def update(self, batch: Batch, token_loss: TokenLoss, lr: float, temperature: float = 1.0) -> Gradients:
@@ -238,6 +246,11 @@ def _keep_balancing_in_fp32(gpt: torch.nn.Module) -> None:
 def _means(sums: dict[str, float]) -> dict[str, float]:
     tokens, loss = sums.pop("tokens"), sums.pop("loss")
     return {"loss": loss, **{name: value / max(tokens, 1.0) for name, value in sums.items()}}
+
+
+def _imbalance(load: list[float]) -> float:
+    """The busiest expert's tokens over the average expert's, 1 when all are alike."""
+    return max(load) * len(load) / max(sum(load), 1.0)
 
 
 def _refuse_non_finite(token_losses: torch.Tensor, micro: MicroBatch, batch: Batch) -> None:

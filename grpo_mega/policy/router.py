@@ -6,11 +6,12 @@ balancing bias and the auxiliary losses do not depend on the layout, nor on how 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -25,11 +26,17 @@ class PackedRouter(TopKRouter):
     """
 
     packed: PackedTokens
+    load: torch.Tensor
+    """[experts] tokens of this rank's rows that each expert got since `start_counting`, while training."""
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: Any = None) -> None:
         """Adds up tokens per expert; `routing_map` is [rows of this rank, experts]."""
-        if self.enable_expert_bias and torch.is_grad_enabled():  # not while sampling or scoring
-            self.local_tokens_per_expert += self._local_copies() @ routing_map.float()
+        if not torch.is_grad_enabled():  # sampling or scoring
+            return
+        tokens = self._local_copies() @ routing_map.float()
+        self.load += tokens
+        if self.enable_expert_bias:  # Megatron moves the bias by these, and zeroes them
+            self.local_tokens_per_expert += tokens
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: Any = None) -> torch.Tensor:
         """Attaches coefficient * mean of logsumexp(logits)^2 over the batch's tokens (ST-MoE, equation 5)."""
@@ -82,6 +89,31 @@ class PackedRouter(TopKRouter):
         return rows[rows >= 0], packed.sequence[rows >= 0], lengths
 
 
+def start_counting(model: torch.nn.Module) -> None:
+    """Sets every router's `load` to zeros."""
+    for router in _routers(model):
+        router.load = torch.zeros(router.config.num_moe_experts, device=router.weight.device)
+
+
+def expert_loads(model: torch.nn.Module) -> dict[int, list[float]]:
+    """Layer number -> tokens that each expert got since `start_counting`, on all ranks together; for all ranks to call.
+
+    Layers behind the last are multi-token prediction modules.
+    """
+    loads, routers = {}, list(_routers(model))
+    if routers:
+        counted = torch.stack([router.load for router in routers])
+        dist.all_reduce(counted, group=routers[0].tp_dp_cp_group)
+        loads = dict(zip((router.layer_number for router in routers), counted.tolist(), strict=True))
+    stages: list = [None] * parallel_state.get_pipeline_model_parallel_world_size()
+    dist.all_gather_object(stages, loads, group=parallel_state.get_pipeline_model_parallel_group())
+    return {layer: load for stage in stages for layer, load in stage.items()}
+
+
+def _routers(model: torch.nn.Module) -> Iterator[PackedRouter]:
+    return (module for module in model.modules() if isinstance(module, PackedRouter))
+
+
 def use_packed_router(model: torch.nn.Module) -> None:
     """Swaps the class of every router, and tells it before each forward pass which tokens it sees."""
     modules: Iterable[Any] = model.modules()
@@ -94,6 +126,7 @@ def use_packed_router(model: torch.nn.Module) -> None:
                 )
             router.__class__ = PackedRouter
             module.register_forward_pre_hook(_tell_router, with_kwargs=True)
+    start_counting(model)
 
 
 def _tell_router(layer: Any, _: Any, arguments: dict[str, Any]) -> None:

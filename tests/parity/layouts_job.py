@@ -135,7 +135,6 @@ def one_step(model: ModelConfig, layout: LayoutConfig, optimizer: OptimizerConfi
     def loss(logprob, known):
         return grpo_token_loss(logprob, known.old_logprob, known.ref_logprob, known.advantage, **options)
 
-    loads = watch_experts(policy)
     scored = policy.logprobs(batch, SAMPLING.temperature)
     found = policy.gradients(batch, loss, SAMPLING.temperature)
     result = {
@@ -146,7 +145,7 @@ def one_step(model: ModelConfig, layout: LayoutConfig, optimizer: OptimizerConfi
         "metrics": found.metrics,
         "gradients": gather_whole(policy.gpt, lambda p: getattr(p, "main_grad", None)),
         "parameters": policy.parameters(),
-        "expert_loads": add_up(loads),
+        "expert_loads": found.expert_loads,
     }
     before = gather_whole(policy.gpt)
     policy.use_optimizer(optimizer)
@@ -163,31 +162,6 @@ def made_up(samples: list[Sample]) -> list[Sample]:
     lengths = [1 + i % SAMPLING.max_new_tokens for i in range(len(samples))]
     drawn = [tuple(torch.randint(3, VOCAB, (n,), generator=generator).tolist()) for n in lengths]
     return [replace(s, token_ids=t, logprobs=(-3.0,) * len(t)) for s, t in zip(samples, drawn, strict=True)]
-
-
-def watch_experts(policy: Policy) -> dict[int, torch.Tensor]:
-    """Layer number -> the tokens that this rank counts for each expert in the next backward pass."""
-    finalize, loads = policy.gpt.config.finalize_model_grads_func, {}
-
-    def note_and_finalize(*args, **kwargs):
-        counted = {m.layer_number: m.local_tokens_per_expert.clone() for m in policy.gpt.modules() if is_router(m)}
-        loads.update(counted if not loads else {})
-        return finalize(*args, **kwargs)
-
-    policy.gpt.config.finalize_model_grads_func = note_and_finalize
-    return loads
-
-
-def is_router(module: torch.nn.Module) -> bool:
-    return hasattr(module, "local_tokens_per_expert")
-
-
-def add_up(mine: dict[int, torch.Tensor]) -> dict[int, list[float]]:
-    """Every layer's counts, added up over all ranks."""
-    everyone: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine)
-    layers = sorted({layer for loads in everyone for layer in loads})
-    return {layer: sum(loads[layer] for loads in everyone if layer in loads).tolist() for layer in layers}
 
 
 if __name__ == "__main__":

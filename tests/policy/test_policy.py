@@ -38,7 +38,8 @@ def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def assert_same(found: Gradients, expected: Gradients) -> None:
-    assert found.metrics.keys() == expected.metrics.keys() == {"loss", "entropy", "logprob"}
+    assert found.metrics.keys() == expected.metrics.keys()
+    assert found.metrics.keys() - {"expert_imbalance"} == {"loss", "entropy", "logprob"}
     for name, value in found.metrics.items():
         assert value == pytest.approx(expected.metrics[name], rel=PARITY)
 
@@ -236,3 +237,18 @@ def test_updates_lower_the_loss_and_report_the_norm_before_clipping(make_policy:
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.8 * losses[0]
     assert all(f.metrics["grad_norm"] > 0.01 and f.metrics["lr"] == 1e-2 for f in found)
+
+
+@pytest.mark.parametrize("bias_update_rate", [0.0, 1e-3])
+def test_expert_loads_are_of_this_pass_and_count_every_token(
+    bias_update_rate: float, make_policy: MakePolicy, batch: Batch
+) -> None:
+    policy = make_policy("moe", moe=MoEConfig(experts=4, top_k=2, ffn_hidden=16, bias_update_rate=bias_update_rate))
+    policy.gradients(batch, token_loss)
+    policy.logprobs(batch, 1.0)
+    found = policy.gradients(batch, token_loss)
+    assert {layer: sum(load) for layer, load in found.expert_loads.items()} == dict.fromkeys(
+        (1, 2), 2 * len(batch.tokens)
+    )
+    assert found.metrics["expert_imbalance"] == max(max(load) * 4 / sum(load) for load in found.expert_loads.values())
+    assert make_policy("dense").gradients(batch, token_loss).expert_loads == {}

@@ -82,4 +82,5 @@ def test_the_bias_counts_tokens_of_sequences(make_policy: Callable[..., Policy])
     with torch.no_grad():
         ours.routing(logits)
     assert ours.local_tokens_per_expert.sum() == TOP_K * sum(LENGTHS)
+    assert torch.equal(ours.load, ours.local_tokens_per_expert)
     ours.local_tokens_per_expert.zero_()
