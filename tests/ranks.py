@@ -32,7 +32,7 @@ def run_ranks(script: Path, world_size: int, arguments: list[str], timeout: floa
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}",
+        "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels", REPOSITORY / "tests"))),
     }
     ranks = [
         subprocess.Popen(

@@ -1,0 +1,12 @@
+"""GRPO's log-probs and losses, fused, exact, and on a vocabulary that is split over tensor parallel ranks.
+
+Needs only torch; triton where there is a GPU. From logits: `fused_logprob`, `fused_grpo_loss`. From hidden states,
+never holding [tokens, vocabulary]: `linear_logprob`, `linear_grpo_loss`, and `linear_token_loss` for any other loss.
+"""
+
+from grpo_kernels.dispatch import Backend, backend
+from grpo_kernels.linear import linear_logprob, linear_token_loss
+from grpo_kernels.logprob import fused_logprob
+from grpo_kernels.options import GRPOLoss
+
+__all__ = ["Backend", "GRPOLoss", "backend", "fused_logprob", "linear_logprob", "linear_token_loss"]

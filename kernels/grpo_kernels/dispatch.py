@@ -1,0 +1,51 @@
+"""Which implementation of the row operations runs, and why: cuda, then triton, then torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor
+
+MODULES = {"torch": "grpo_kernels.rows", "triton": "grpo_kernels.triton_rows", "cuda": "grpo_kernels.cuda_rows"}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An implementation and the reason for it.
+
+    Attributes:
+        name: "torch", "triton" or "cuda".
+        why: For a person to read.
+    """
+
+    name: str
+    why: str
+
+    @property
+    def operations(self) -> Any:
+        """The module with `row_stats`, `row_gradient_` and `grpo_rows_`."""
+        return import_module(MODULES[self.name])
+
+
+def backend(logits: Tensor, override: str | None = None) -> Backend:
+    """The implementation for logits (or the weight they are made with) like these.
+
+    Args:
+        logits: Any tensor on the device that matters.
+        override: The name of one, taken as it is; None: the best there is.
+
+    Raises:
+        ValueError: `override` is not the name of one.
+    """
+    if override is not None:
+        if override not in MODULES:
+            raise ValueError(f"backend is {override!r}; use one of {', '.join(MODULES)}, or None for the best there is")
+        return Backend(override, "asked for")
+    if not logits.is_cuda:
+        return Backend("torch", f"{logits.device.type} tensors: the kernels need a GPU")
+    if find_spec("triton") is None:
+        return Backend("torch", "triton is not installed")
+    return Backend("triton", "a GPU with triton")

@@ -1,0 +1,93 @@
+"""Log-probs and entropies of given logits, with a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from grpo_kernels import checks
+from grpo_kernels.dispatch import backend as choose_backend
+from grpo_kernels.rows import logprob_and_entropy
+from grpo_kernels.vocab_parallel import Shard, shard_of
+
+
+def fused_logprob(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    rows: Tensor | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature)[ids] and the entropy of softmax(logits / temperature).
+
+    The logits are read once. What is kept for the backward pass is the logits themselves and four floats per row; it
+    writes a gradient as large as they are, 0 in rows that are not listed and in padding.
+
+    Args:
+        logits: [N, >= V] float32, bfloat16 or float16; this rank's part of the vocabulary when `group` is given.
+        ids: [n] int64, GLOBAL token ids.
+        temperature: What the logits are divided by.
+        rows: [n] int64, the rows of `logits` that count, each once; None: all N.
+        vocab_start: Global id of the first column; None: the ranks have equally many columns, in rank order.
+        vocab_size: Number of real tokens of all ranks together; columns behind them are padding, which is never read.
+            None: no column is.
+        group: The tensor parallel ranks that hold the vocabulary, or None. All of them call this with the same rows and
+            get the same bits.
+        backend: "cuda", "triton" or "torch"; None: see `dispatch.backend`.
+
+    Returns:
+        [n] log-probs and [n] entropies, float32, natural logarithms, both differentiable in the logits. A target whose
+        logit is -inf has log-prob -inf; a row of -inf alone has NaN.
+
+    Raises:
+        ValueError, TypeError: An argument is bad; names it.
+    """
+    checks.require_logits(logits)
+    checks.require_group(group)
+    shard = shard_of(logits.shape[1], vocab_start, vocab_size, group)
+    checks.require_shard(shard, logits.shape[1])
+    checks.require_rows(rows, logits)
+    checks.require_ids(ids, len(logits if rows is None else rows), logits.device, shard.vocab_size)
+    checks.require_temperature(temperature)
+    operations = choose_backend(logits, backend).operations
+    return _LogProb.apply(logits, ids - shard.start, rows, shard, 1.0 / temperature, operations)
+
+
+class _LogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        ids: Tensor,
+        rows: Tensor | None,
+        shard: Shard,
+        inv_temperature: float,
+        operations: Any,
+    ) -> tuple[Tensor, Tensor]:
+        stats = operations.row_stats(logits, ids, rows, shard.columns, inv_temperature)
+        stats = shard.merged(stats, inv_temperature)
+        ctx.save_for_backward(logits, ids, rows, stats)
+        ctx.shard, ctx.inv_temperature, ctx.operations = shard, inv_temperature, operations
+        ctx.set_materialize_grads(False)
+        return logprob_and_entropy(stats, inv_temperature)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, ids, rows, stats = ctx.saved_tensors
+        if grad_logprob is None:
+            grad_logprob = torch.zeros_like(stats[:, 0])
+        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        gradients = (grad_logprob.contiguous(), None if grad_entropy is None else grad_entropy.contiguous())
+        ctx.operations.row_gradient_(
+            logits, ids, rows, ctx.shard.columns, ctx.inv_temperature, stats, *gradients, "zero", out=grad
+        )
+        return grad, None, None, None, None, None

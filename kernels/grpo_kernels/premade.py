@@ -1,0 +1,50 @@
+"""Attaches gradients that the forward pass made to the loss they belong to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class PremadeGradients(torch.autograd.Function):
+    """A scalar loss whose gradients with respect to some tensors are there already.
+
+    `apply(loss, promised, gradients, *tensors)` returns the loss; its backward hands out the gradients (None for none)
+    times the incoming factor. They are scaled in place, so it runs once. `promised` is the factor that gradients
+    elsewhere were already multiplied by, or None; another one is an error.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, promised: float | None, gradients: tuple[Tensor | None, ...], *tensors: Tensor
+    ) -> Tensor:
+        """Keeps the gradients."""
+        ctx.promised, ctx.gradients = promised, gradients
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        """Hands them out."""
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of this loss were made once and are given out; compute the loss again")
+        gradients, ctx.gradients = ctx.gradients, None
+        if ctx.promised is not None:
+            _require_promised(factor, ctx.promised)
+        if factor.is_cuda or factor.item() != 1:  # on a GPU, looking would mean waiting
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(factor)
+        return None, None, None, *gradients
+
+
+def _require_promised(factor: Tensor, promised: float) -> None:
+    message = f"the loss was multiplied by another number than grad_scale={promised}, which main_grad already holds"
+    fine = torch.isclose(factor, torch.full_like(factor, promised), rtol=1e-5, atol=0.0)
+    if factor.is_cuda:
+        torch._assert_async(fine, message)
+    elif not fine:
+        raise ValueError(f"{message}: {factor.item()}")

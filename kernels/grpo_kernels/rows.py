@@ -1,0 +1,197 @@
+"""The row operations in plain torch, for any device; on a CPU they work on pieces that stay in the cache.
+
+`triton_rows.py` has the same functions. All of them take
+
+    logits           [N, >= columns] float32, bfloat16 or float16; the row stride may be larger, the last one is 1
+    ids              [n] int64, the target's LOCAL column; outside [0, columns) when another shard holds it
+    rows             [n] int64, the rows that count, each once; None for all N
+    columns          how many leading columns are real; padding behind them is never read
+    inv_temperature  1 / temperature
+
+and compute in float32, a row at a time: NaN in one row stays in that row. Differences are taken in the raw logits and
+scaled afterwards, and the maximum and the logarithm of the sum are kept apart: their sum would round away 2^-24 of the
+maximum, which is all of a log-prob's accuracy when the logits share a large offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.options import GRPOLoss
+from grpo_kernels.token_loss import Tokens, token_losses
+
+FLOOR = -200.0
+"""exp(FLOOR) is 0 in float32: clamping a difference here keeps 0 * -inf, which is NaN, out of the sums."""
+
+
+def row_stats(logits: Tensor, ids: Tensor, rows: Tensor | None, columns: int, inv_temperature: float) -> Tensor:
+    """[n, 4] float32 (m, s, w, t) of every row, with d = (x - m) * inv_temperature for the row's logits x.
+
+    m: the largest logit; s: sum of exp(d); w: sum of exp(d) * d, where x = -inf counts 0; t: the target's logit, -inf
+    when another shard holds it. A row of -inf alone has m = -inf, s = w = 0.
+    """
+    stats = torch.empty(len(ids), 4, dtype=torch.float32, device=logits.device)
+    for piece in _pieces(len(ids), columns, logits.device):
+        x = _read(logits, rows, piece, columns)
+        _piece_stats(x, ids[piece], inv_temperature, stats[piece])
+    return stats
+
+
+def logprob_and_entropy(stats: Tensor, inv_temperature: float) -> tuple[Tensor, Tensor]:
+    """[n] log-prob of the target and [n] entropy, from the statistics of whole rows (merged over all shards)."""
+    m, s, w, t = stats.unbind(-1)
+    log_s = s.log()
+    return (t - m) * inv_temperature - log_s, log_s - w / s
+
+
+def row_gradient_(
+    logits: Tensor,
+    ids: Tensor,
+    rows: Tensor | None,
+    columns: int,
+    inv_temperature: float,
+    stats: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+    others: str,
+    out: Tensor | None = None,
+) -> None:
+    """Overwrites the logits with the gradient of sum(grad_logprob * logprob + grad_entropy * entropy), in place:
+
+        inv_temperature * (grad_logprob * (1[target] - p) - grad_entropy * p * (log p + entropy))
+
+    A row whose gradients are both 0 becomes 0 whatever it holds.
+
+    Args:
+        stats: [n, 4] statistics of the whole rows.
+        grad_logprob: [n] float32.
+        grad_entropy: [n] float32, or None for 0.
+        others: "zero": rows that are not listed and padding columns become 0; "leave": they stay.
+        out: Takes the gradient in place of the logits, which stay; as large as they are, of any of their dtypes.
+    """
+    out = logits if out is None else out
+    for piece in _pieces(len(ids), columns, logits.device):
+        x = _read(logits, rows, piece, columns)
+        entropy_part = None if grad_entropy is None else grad_entropy[piece]
+        grad = _piece_gradient(x, ids[piece], inv_temperature, stats[piece], grad_logprob[piece], entropy_part)
+        _write(out, rows, piece, columns, grad)
+    if others == "zero":
+        _zero_others(out, rows, columns)
+
+
+def grpo_rows_(
+    logits: Tensor,
+    ids: Tensor,
+    rows: Tensor | None,
+    columns: int,
+    inv_temperature: float,
+    old: Tensor | None,
+    ref: Tensor | None,
+    advantage: Tensor,
+    weight: Tensor,
+    options: GRPOLoss,
+    with_gradient: bool,
+    others: str,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Loss of every row and, in place, its gradient; for "ppo" and "cispo", unsharded.
+
+    Args:
+        old: [n] log-probs under the policy the update started from; None: the policy itself, ratio exactly 1.
+        ref: [n] log-probs under the reference policy; None when `options.kl_coef` is 0.
+        advantage: [n].
+        weight: [n]; a row of weight 0 is not read, gets outputs of 0 and a gradient of 0.
+        options: The loss; its `correction` is for the caller to apply, to `advantage` and `weight`.
+        with_gradient: False leaves the logits as they are.
+        others: As for `row_gradient_`.
+        out: As for `row_gradient_`.
+
+    Returns:
+        [n, 5] float32: weighted loss, log-prob, entropy, KL estimate, and 0, 1, 2 or 3 for no clip, low, high, dual.
+    """
+    stats = row_stats(logits, ids, rows, columns, inv_temperature)
+    logprob, entropy = logprob_and_entropy(stats, inv_temperature)
+    found = token_losses(logprob, entropy, Tokens(advantage, weight, old, ref), options)
+    if with_gradient:
+        gradients = (found.grad_logprob, found.grad_entropy)
+        row_gradient_(logits, ids, rows, columns, inv_temperature, stats, *gradients, others, out)
+    outputs = torch.stack([found.loss, logprob, entropy, found.kl, found.clipped.float()], -1)
+    return outputs.masked_fill_((weight == 0)[:, None], 0.0)
+
+
+def _pieces(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
+    """Slices of the rows: 256 KiB of float32 on a CPU, where two of them fit the second-level cache; else 256 MiB."""
+    step = max(1, (2**16 if device.type == "cpu" else 2**26) // max(columns, 1))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _read(logits: Tensor, rows: Tensor | None, piece: slice, columns: int) -> Tensor:
+    real = logits[:, :columns]
+    return real[piece] if rows is None else real.index_select(0, rows[piece])
+
+
+def _write(out: Tensor, rows: Tensor | None, piece: slice, columns: int, values: Tensor) -> None:
+    real = out[:, :columns]
+    if rows is None:
+        real[piece].copy_(values)
+    else:
+        real.index_copy_(0, rows[piece], values.to(out.dtype))
+
+
+def _zero_others(out: Tensor, rows: Tensor | None, columns: int) -> None:
+    out[:, columns:].zero_()
+    if rows is not None:
+        unlisted = torch.ones(len(out), dtype=torch.bool, device=out.device).index_fill_(0, rows, False)
+        out.index_fill_(0, unlisted.nonzero()[:, 0], 0.0)
+
+
+def _piece_stats(x: Tensor, ids: Tensor, inv_temperature: float, out: Tensor) -> None:
+    """Writes (m, s, w, t) of x [r, columns] into `out` [r, 4]."""
+    if x.shape[1] == 0:  # a shard that holds nothing but padding
+        out.copy_(torch.tensor([-torch.inf, 0.0, 0.0, -torch.inf]))
+        return
+    m = x.amax(-1).float()
+    d = _scaled_difference(x, m, inv_temperature)
+    e = d.exp()
+    out[:, 0] = m
+    torch.sum(e, -1, out=out[:, 1])
+    torch.sum(d.mul_(e), -1, out=out[:, 2])
+    here, column = _local(ids, x.shape[1])
+    out[:, 3] = torch.where(here, x.gather(1, column[:, None])[:, 0].float(), -torch.inf)
+
+
+def _piece_gradient(
+    x: Tensor, ids: Tensor, inv_temperature: float, stats: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
+) -> Tensor:
+    """[r, columns] float32 gradient of x; `row_gradient_` has the formula."""
+    m, s, w, _ = stats.unbind(-1)
+    d = _scaled_difference(x, m, inv_temperature)
+    unread = grad_logprob == 0
+    if grad_entropy is None:
+        grad = d.exp_().mul_((grad_logprob * -inv_temperature / s)[:, None])
+    else:  # log p + entropy = d - w / s
+        e = d.exp()
+        factor = d.sub_((w / s)[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprob[:, None])
+        grad = factor.mul_(e).mul_((-inv_temperature / s)[:, None])
+        unread &= grad_entropy == 0
+    if x.shape[1]:
+        here, column = _local(ids, x.shape[1])
+        grad.scatter_add_(1, column[:, None], torch.where(here, grad_logprob * inv_temperature, 0.0)[:, None])
+    return grad.index_fill_(0, unread.nonzero()[:, 0], 0.0)
+
+
+def _scaled_difference(x: Tensor, m: Tensor, inv_temperature: float) -> Tensor:
+    """(x - m) * inv_temperature in float32, at least FLOOR; a row of -inf alone gets FLOOR, not NaN."""
+    d = torch.sub(x.float(), torch.where(m == -torch.inf, 0.0, m)[:, None])
+    if inv_temperature != 1.0:
+        d.mul_(inv_temperature)
+    return d.clamp_(min=FLOOR)
+
+
+def _local(ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Whether this shard holds the target, and its column (0 when it does not)."""
+    here = (ids >= 0) & (ids < columns)
+    return here, torch.where(here, ids, 0)

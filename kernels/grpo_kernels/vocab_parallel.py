@@ -1,0 +1,75 @@
+"""The vocabulary split over tensor parallel ranks: which columns a rank holds, and merging what the ranks found.
+
+Per row, four floats of each rank travel, once, in one all-gather. Every rank merges them in rank order, so all get the
+same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_kernels.rows import FLOOR
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of the vocabulary.
+
+    Attributes:
+        start: Global id of its first column.
+        columns: Number of its leading columns that are real tokens; the rest is padding.
+        vocab_size: Number of real tokens of all ranks together.
+        group: The ranks that hold the vocabulary, or None for this one alone.
+    """
+
+    start: int
+    columns: int
+    vocab_size: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the vocabulary."""
+        return 1 if self.group is None else self.group.size()
+
+    def merged(self, stats: Tensor, inv_temperature: float) -> Tensor:
+        """[n, 4] statistics of this rank's columns -> of whole rows. Every rank of the group must call it."""
+        if self.ranks == 1 or not len(stats):
+            return stats
+        parts = stats.new_empty(self.ranks, *stats.shape)
+        dist.all_gather_into_tensor(parts, stats, group=self.group)
+        return merge_stats(parts.unbind(), inv_temperature)
+
+
+def shard_of(width: int, vocab_start: int | None, vocab_size: int | None, group: dist.ProcessGroup | None) -> Shard:
+    """The shard that lies in `width` columns here.
+
+    Args:
+        width: Columns of this rank, padding included.
+        vocab_start: Global id of the first column; None: all ranks have this width, in rank order.
+        vocab_size: Number of real tokens of all ranks; None: no column of any rank is padding.
+        group: The ranks that share the vocabulary, or None.
+    """
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    start = rank * width if vocab_start is None else vocab_start
+    size = ranks * width if vocab_size is None else vocab_size
+    return Shard(start, min(max(size - start, 0), width), size, group)
+
+
+def merge_stats(parts: Sequence[Tensor], inv_temperature: float) -> Tensor:
+    """[n, 4] statistics (see `row_stats`) of each shard, in order -> [n, 4] of the rows they make up."""
+    maximum = torch.stack([part[:, 0] for part in parts]).amax(0)
+    finite = torch.where(maximum == -torch.inf, 0.0, maximum)
+    s, w = torch.zeros_like(maximum), torch.zeros_like(maximum)
+    for part in parts:
+        shift = ((part[:, 0] - finite) * inv_temperature).clamp_(min=FLOOR)
+        scale = shift.exp()
+        s += part[:, 1] * scale
+        w += (part[:, 2] + shift * part[:, 1]) * scale
+    target = torch.stack([part[:, 3] for part in parts]).amax(0)
+    return torch.stack([maximum, s, w, target], -1)
