@@ -1,7 +1,7 @@
 """The output layer: from hidden states to log-probs, on the rows that carry a loss and nowhere else.
 
-The model's output layer hands its hidden states on unchanged; logits are made here, from the local vocabulary shard,
-for chosen rows only.
+The model's output layer hands its hidden states on unchanged. `grpo_kernels` makes logits of chosen rows, a chunk at a
+time, from the local vocabulary shard; [tokens, vocabulary] never exists.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -19,6 +18,11 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
+
+from grpo_kernels import linear_logits, linear_logprob, linear_token_loss
+
+ScoredLoss = Callable[[torch.Tensor, torch.Tensor, slice], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(log-probs [r], entropies [r], which of the n rows these are) -> (loss of each [r], whatever else is wanted, [r])."""
 
 
 class LogProbHead(ColumnParallelLinear):
@@ -33,71 +37,44 @@ class LogProbHead(ColumnParallelLinear):
             return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True), None
         return copy_to_tensor_model_parallel_region(hidden), None
 
-    def shard_logits(self, hidden: torch.Tensor, frozen: bool = False) -> torch.Tensor:
-        """[n, H] -> float32 logits of this rank's vocabulary shard; padding columns are -inf.
-
-        A frozen head gives gradients to the hidden states only.
-        """
-        weight = self.tied_weight() if self.tied_weight else self.weight
-        if frozen:
-            weight = weight.detach()
-        # Megatron hands out a bf16 model's hidden states as float32.
-        logits = torch.matmul(hidden.to(weight.dtype), weight.t()).float()
-        real = self.vocab_size - parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
-        if real < logits.shape[-1]:
-            logits[:, max(real, 0) :] = float("-inf")
-        return logits
-
     def full_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, H] -> [n, V] float32 logits over the tokenizer's vocabulary, on every tensor parallel rank."""
-        return gather_from_tensor_model_parallel_region(self.shard_logits(hidden))[:, : self.vocab_size]
+        logits = linear_logits(hidden, self._shard())
+        return gather_from_tensor_model_parallel_region(logits)[:, : self.vocab_size]
 
     def logprob(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, frozen: bool = False
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, H] hidden states, [n] tokens -> [n] log-probs and [n] entropies (entropies without gradient)."""
-        logits = self.shard_logits(hidden, frozen)
-        return _VocabParallelLogProb.apply(logits if temperature == 1.0 else logits / temperature, targets)
+        """[n, H] hidden states, [n] tokens -> [n] log-probs and [n] entropies."""
+        return linear_logprob(hidden, self._shard(), targets, temperature=temperature, **self._place())
 
+    def token_loss(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        loss: ScoredLoss,
+        frozen: bool = False,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The sum of `loss` over [n, H] hidden states and their [n] tokens, and what `loss` returned besides, each [n].
 
-class _VocabParallelLogProb(torch.autograd.Function):
-    """log softmax(logits)[target] and the entropy, with the vocabulary split over tensor parallel ranks.
+        Gradients are made with the loss, so the logits are made once. A frozen head gives gradients to the hidden
+        states only.
+        """
+        weight = self._shard().detach() if frozen else self._shard()
+        return linear_token_loss(hidden, weight, targets, loss, temperature=temperature, **self._place())
 
-    d logprob / d logits = onehot(target) - softmax(logits).
-    """
+    def _shard(self) -> torch.Tensor:
+        return self.tied_weight() if self.tied_weight else self.weight
 
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _place(self) -> dict[str, Any]:
+        """Which part of the vocabulary this rank holds; `forward` sums the parts of the hidden states' gradient."""
         group = parallel_state.get_tensor_model_parallel_group()
-        peak = logits.max(-1).values
-        if group.size() > 1:
-            dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
-        shifted = logits - peak[:, None]
-        local = targets - group.rank() * logits.shape[-1]
-        mine = (local >= 0) & (local < logits.shape[-1])
-        local = torch.where(mine, local, 0)
-        probs = shifted.exp()
-        # [3, n]: sum of exponentials, target's shifted logit, sum of exp * shifted (0 where the logit is -inf)
-        parts = torch.stack([
-            probs.sum(-1),
-            torch.where(mine, shifted.gather(-1, local[:, None])[:, 0], 0.0),
-            (probs * shifted.masked_fill(probs == 0, 0.0)).sum(-1),
-        ])  # fmt: skip
-        if group.size() > 1:
-            dist.all_reduce(parts, group=group)
-        total, target, weighted = parts
-        probs /= total[:, None]
-        ctx.save_for_backward(probs, local, mine)
-        entropy = total.log() - weighted / total
-        ctx.mark_non_differentiable(entropy)
-        return target - total.log(), entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        probs, local, mine = ctx.saved_tensors
-        grad_logits = probs * -grad[:, None]
-        grad_logits.scatter_add_(-1, local[:, None], torch.where(mine, grad, 0.0)[:, None])
-        return grad_logits, None
+        return {
+            "vocab_size": self.vocab_size,
+            "group": group if group.size() > 1 else None,
+            "hidden_grad": "partial",
+        }
 
 
 def use_logprob_head(gpt: GPTModel, vocab_size: int) -> None:

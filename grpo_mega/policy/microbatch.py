@@ -23,6 +23,10 @@ class ScoredTokens:
     old_logprob: torch.Tensor
     ref_logprob: torch.Tensor
 
+    def part(self, which: slice) -> ScoredTokens:
+        """Some of them."""
+        return ScoredTokens(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
+
 
 @dataclass(frozen=True)
 class Predicted:

@@ -129,12 +129,15 @@ class Policy:
         sums: dict[str, float] = {}
 
         def loss(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
-            logprob, entropy = self.head.logprob(hidden[0, micro.rows], micro.scored.tokens, temperature)
-            token_losses, metrics = token_loss(logprob, micro.scored)
-            _refuse_non_finite(token_losses, micro, batch)
-            found.logprob[micro.index] = logprob.detach()
-            total = (micro.scored.weight * token_losses).sum()
-            to_add = {"loss": total.detach(), "tokens": torch.ones_like(entropy), "entropy": entropy, **metrics}
+            def of_tokens(logprob: torch.Tensor, entropy: torch.Tensor, part: slice) -> tuple[torch.Tensor, dict]:
+                known, index = micro.scored.part(part), micro.index[part]
+                losses, metrics = token_loss(logprob, known)
+                _refuse_non_finite(losses, index, batch)
+                found.logprob[index] = logprob.detach()
+                return known.weight * losses, {"tokens": torch.ones_like(entropy), "entropy": entropy, **metrics}
+
+            total, to_add = self.head.token_loss(hidden[0, micro.rows], micro.scored.tokens, temperature, of_tokens)
+            to_add["loss"] = total.detach()
             if micro.ahead:
                 drafts = self._draft_loss(micro, hidden, temperature)
                 total = total + self._config.mtp_loss_coef * drafts / trained
@@ -194,11 +197,14 @@ class Policy:
 
     def _draft_loss(self, micro: MicroBatch, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
         """Sum over the micro-batch's scored tokens of -log-prob under the prediction modules, mean over depths."""
-        scored = [
-            self.head.logprob(hidden[depth, ahead.rows], ahead.tokens, temperature, frozen=True)[0].sum()
+
+        losses = [
+            self.head.token_loss(
+                hidden[depth, ahead.rows], ahead.tokens, temperature, lambda logprob, *_: (-logprob, {}), frozen=True
+            )
             for depth, ahead in enumerate(micro.ahead, start=1)
         ]
-        return -torch.stack(scored).mean()
+        return torch.stack([loss for loss, _ in losses]).mean()
 
     def _micro_batches(self, batch: Batch, depths: int = 0) -> list[MicroBatch]:
         return micro_batches(batch, self.topology, self._budget, self.platform.device, depths)
@@ -253,10 +259,11 @@ def _imbalance(load: list[float]) -> float:
     return max(load) * len(load) / max(sum(load), 1.0)
 
 
-def _refuse_non_finite(token_losses: torch.Tensor, micro: MicroBatch, batch: Batch) -> None:
+def _refuse_non_finite(token_losses: torch.Tensor, index: torch.Tensor, batch: Batch) -> None:
+    """`index` says which tokens of the batch these are."""
     bad = ~torch.isfinite(token_losses)
     if bad.any():
-        place = int(micro.index[bad][0])
+        place = int(index[bad][0])
         sequence = int(torch.searchsorted(batch.cu_seqlens, place, right=True)) - 1
         raise FloatingPointError(
             f"the loss of token {place - int(batch.cu_seqlens[sequence])} of sequence {sequence} of the batch is "

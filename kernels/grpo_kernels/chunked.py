@@ -49,11 +49,7 @@ class Head:
     def operands(self, hidden: Tensor, weight: Tensor) -> Operands:
         """What the products are made of: [n, H] rows of all ranks and [columns, H] weight without padding."""
         hidden, weight = hidden.detach().to(weight.dtype), weight.detach()[: self.shard.columns]
-        if self.gathers:
-            hidden = _gathered(hidden, self.shard)
-        if not weight.is_cuda:  # a CPU's product of bfloat16 rounds its sums
-            hidden, weight = hidden.float(), weight.float()
-        return Operands(hidden, weight)
+        return Operands.of(_gathered(hidden, self.shard) if self.gathers else hidden, weight)
 
     def local_stats(self, logits: Tensor, ids: Tensor) -> Tensor:
         """[r, 4] statistics of a chunk's logits and its global ids [r], of this rank's columns."""
@@ -153,6 +149,12 @@ class Operands:
 
     hidden: Tensor
     weight: Tensor
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor) -> Operands:
+        """Hidden states rounded to the weight's dtype; float32 on a CPU, whose product of bfloat16 rounds its sums."""
+        hidden = hidden.to(weight.dtype)
+        return cls(hidden, weight) if weight.is_cuda else cls(hidden.float(), weight.float())
 
     def logits(self, part: slice, dtype: torch.dtype) -> Tensor:
         """[r, columns] logits of some rows."""

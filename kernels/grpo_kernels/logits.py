@@ -1,0 +1,20 @@
+"""The logits themselves, for sampling: the same numbers that the log-probs of the linear functions are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import checks
+from grpo_kernels.chunked import Operands
+
+
+@torch.no_grad()
+def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[n, H] hidden states, [V, H] weight -> [n, V] float32 logits, products summed in float32. No gradient.
+
+    Raises:
+        ValueError, TypeError: An argument is bad; names it.
+    """
+    checks.require_linear(hidden, weight)
+    return Operands.of(hidden, weight).logits(slice(None), torch.float32)
