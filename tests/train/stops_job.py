@@ -5,7 +5,7 @@ Usage: stops_job.py FOLDER TASKS, where TASKS is a JSON list and a task one of
     ["run", OVERRIDES, MOMENTS]    trains in FOLDER, starting once per moment; a moment is "end" or
                                    METHOD:STEP:UPDATES:CALL:RANK, at which RANK alone sends itself SIGTERM: this CALL of
                                    METHOD of Trainer or Policy, when STEP steps are done and UPDATES of the next one
-                                   (-: it has none to do yet). Rank 0 gets another signal while it saves
+                                   (-: it has none to do yet). It gets another signal when it saves
     ["generate", OVERRIDES, RANK]  generates while RANK alone is interrupted from decode step four on, and in peace
 
 Prints a list with one entry per task: how each start ended, or what the ranks saw.
@@ -55,15 +55,11 @@ def start(root: str, overrides: list[str], moment: str) -> str:
     """Runs until the moment, or to the end."""
     with trainer(root, overrides) as built:
         if moment != "end":
-            method, step, updates, call, rank = moment.split(":")
+            method, *place, call, rank = moment.split(":")
             if dist.get_rank() == int(rank):
-                before(
-                    built if hasattr(built, method) else built.policy, method, Signal(built, step, updates, int(call))
-                )
-            if dist.get_rank() == 0:
-                before(
-                    built, "state_dict", lambda: os.kill(os.getpid(), signal.SIGUSR1) if built.stop.asked() else None
-                )
+                owner = built if hasattr(built, method) else built.policy
+                before(owner, method, Signal(built, tuple(place), int(call)))
+                before(built, "state_dict", lambda: built.stop.asked() and os.kill(os.getpid(), signal.SIGUSR1))
         try:
             built.run()
         except Stopped as stopped:
@@ -71,7 +67,7 @@ def start(root: str, overrides: list[str], moment: str) -> str:
         return "completed"
 
 
-def before(thing: Any, method: str, work: Callable[[], None]) -> None:
+def before(thing: Any, method: str, work: Callable[[], Any]) -> None:
     """Has `work` done whenever the method is called."""
     original = getattr(thing, method)
 
@@ -85,8 +81,8 @@ def before(thing: Any, method: str, work: Callable[[], None]) -> None:
 class Signal:
     """Sends SIGTERM to this process at the n-th call that is made at the right place of a run."""
 
-    def __init__(self, trainer: Trainer, step: str, updates: str, call: int) -> None:
-        self.trainer, self.place, self.left = trainer, (step, updates), call
+    def __init__(self, trainer: Trainer, place: tuple[str, ...], call: int) -> None:
+        self.trainer, self.place, self.left = trainer, place, call
 
     def __call__(self) -> None:
         rest = self.trainer.in_progress
