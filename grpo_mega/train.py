@@ -34,7 +34,7 @@ FAILED = 1
 BAD_INPUT = 2
 """Exit code when the configuration, the data or the run directory cannot be used."""
 STOPPED = 75
-"""Exit code after SIGTERM or SIGUSR1, when the step in progress was finished and saved (EX_TEMPFAIL: try again)."""
+"""Exit code after SIGTERM or SIGUSR1, when what was done is saved (EX_TEMPFAIL: try again)."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 SECONDS_FOR_RANK_0 = 10

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,15 @@ from grpo_mega.algorithm.advantage import group_advantages
 from grpo_mega.algorithm.mismatch import rollout_mismatch
 from grpo_mega.algorithm.objective import grpo_token_loss
 from grpo_mega.algorithm.weights import token_weights
-from grpo_mega.checkpoint import checkpoint, random_state, unfinished
+from grpo_mega.checkpoint import checkpoint, random_state, step_in_progress, unfinished
+from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.rollout import average, rollout_metrics
 from grpo_mega.observe.summary import versions, warn_of_other_versions
 from grpo_mega.observe.timer import PhaseTimer
-from grpo_mega.platform.stop import Stopped, StopRequest
+from grpo_mega.platform.stop import Interrupted, Stopped, StopRequest
 from grpo_mega.policy.microbatch import ScoredTokens
 from grpo_mega.policy.optimizer import warmed_up
 from grpo_mega.policy.policy import Gradients, Policy
@@ -69,11 +72,14 @@ class Trainer:
             seed=config.run.seed,
         )
         self.on_policy = config.algorithm.epochs * config.algorithm.mini_batches == 1
+        self.stop = StopRequest()
         self.step = 0
+        self.in_progress: StepInProgress | None = None
         self.updates = 0
         self.steps_without_signal = 0
         self.unfinished: list[Sample] = []
         self.saving: checkpoint.Saving | None = None
+        self.newest: Path | None = None
         self.tokens = {"generated": 0, "trained": 0}
         self.before: Metrics = {}
         self.earlier_seconds: Metrics = {}
@@ -85,58 +91,118 @@ class Trainer:
         if self.reference:
             self.reference.refresh()
         self.recorder.open_metrics(resume_from_step=-1)
-        self.before = self.evaluate("held-out", self.data.test)
+        self.before = self.evaluate("held-out", self.data.test, self.step)
 
     def run(self) -> None:
         """Trains to `run.steps`, measures what was achieved and records it.
 
         Raises:
-            Stopped: A signal asked for it; the step in progress was finished and saved.
+            Stopped: A signal asked for it; what was done is saved, see `grpo_mega.platform.stop`.
         """
-        run, refresh = self.config.run, self.config.algorithm.reference_refresh
-        stop = StopRequest()
+        run = self.config.run
+        self.stop.listen()
         self.timer.step_seconds()  # what came before belongs to no step
-        while self.step < run.steps:
-            metrics, groups = self.train_step()
-            self.step += 1
-            if self.reference and refresh and self.step % refresh == 0:
-                self.reference.refresh()
-            if run.eval_every and self.step % run.eval_every == 0:
-                metrics |= {f"eval/{name}": x for name, x in self.evaluate("validation", self.data.validation).items()}
-            self.recorder.step(self.step, metrics | self.seconds(), groups)
-            asked = self.policy.topology.any_rank(stop.received is not None, self.policy.platform.device)
-            self.finish_saving(wait=False)
-            if asked or self.step == run.steps or (run.save_every and self.step % run.save_every == 0):
-                self.save(wait=asked or self.step == run.steps or not run.async_save)
-            if asked and self.step < run.steps:
-                raise Stopped(f"stopped after step {self.step}, which is saved; the same command continues there")
-        self.recorder.finish(self.achieved(self.evaluate("held-out", self.data.test)))
+        try:
+            while self.step < run.steps:
+                metrics, groups = self.train_step()
+                if run.eval_every and (self.step + 1) % run.eval_every == 0:
+                    found = self.evaluate("validation", self.data.validation, self.step + 1)
+                    metrics |= {f"eval/{name}": value for name, value in found.items()}
+                self.end_step()
+                self.recorder.step(self.step, metrics | self.seconds(), groups)
+                self.finish_saving(wait=False)
+                if self.step == run.steps or (run.save_every and self.step % run.save_every == 0):
+                    self.save(wait=self.step == run.steps or not run.async_save)
+            after = self.evaluate("held-out", self.data.test, self.step)
+        except Interrupted:
+            self.save()
+            raise Stopped(f"stopped {self.place()}; {self.newest} is saved, the same command continues there") from None
+        self.recorder.finish(self.achieved(after))
 
     def train_step(self) -> tuple[Metrics, list[Group]]:
-        """One iteration: questions, groups of answers, rewards, advantages, log-probs, updates."""
+        """One iteration, or the rest of the one in progress: experience, then the updates it is good for.
+
+        Raises:
+            Interrupted: Before the first update, as if the step had not begun; or behind another one.
+        """
+        if self.in_progress is None:
+            with self.nothing_if_interrupted():
+                self.in_progress = self.experience()
+        now = self.in_progress
+        metrics = rollout_metrics(now.groups, self.config.reward.success)
+        if now.batch is None:
+            return metrics, now.groups
+        with self.timer("update"):
+            for mini_batch in islice(self.mini_batches(now.batch), len(now.updates), None):
+                if now.updates:
+                    self.obey()
+                found = self.update(mini_batch)
+                now.updates.append(found.metrics)
+                if self.on_policy:
+                    now.batch = now.batch.with_(old_logprob=found.logprob)
+        mask = now.batch.mask
+        mismatch = rollout_mismatch(now.batch.old_logprob[mask], now.batch.rollout_logprob[mask])
+        return metrics | _named("policy", _mean(now.updates)) | _named("mismatch", mismatch), now.groups
+
+    def experience(self) -> StepInProgress:
+        """What a step is made of before its first update: questions, groups of answers, rewards, advantages, log-probs.
+
+        Raises:
+            Interrupted: A signal arrived in the meantime.
+        """
         algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
         with self.timer("generate"):
             prompts = self.data.train.take(algorithm.prompts_per_step)
-            samples = self.engine.generate(prompts, algorithm.group_size, self.sampling, version=self.step)
+            samples = self.engine.generate(prompts, algorithm.group_size, self.sampling, self.step, self.stop.asked)
+        self.obey()
         with self.timer("reward"):
             groups = self.score(samples)
         batch = self.make_batch(groups)
-        metrics = rollout_metrics(groups, self.config.reward.success)
+        if batch is not None and self.reference:
+            self.obey()
+            with self.timer("logprobs"):
+                batch = batch.with_(ref_logprob=self.reference.logprobs(batch, temperature))
+        if batch is not None and not self.on_policy:
+            self.obey()
+            with self.timer("logprobs"):
+                batch = batch.with_(old_logprob=self.policy.logprobs(batch, temperature))
+        self.obey()
         self.tokens["generated"] += sum(len(s.token_ids) for s in samples)
         self.watch_signal(batch)
-        if batch is None:
-            return metrics, groups
-        with self.timer("logprobs"):
-            if self.reference:
-                batch = batch.with_(ref_logprob=self.reference.logprobs(batch, temperature))
-            if not self.on_policy:
-                batch = batch.with_(old_logprob=self.policy.logprobs(batch, temperature))
-        with self.timer("update"):
-            updates = [self.update(mini_batch) for mini_batch in self.mini_batches(batch)]
-        self.tokens["trained"] += int(batch.mask.sum()) * algorithm.epochs
-        scored = updates[0].logprob if self.on_policy else batch.old_logprob
-        mismatch = rollout_mismatch(scored[batch.mask], batch.rollout_logprob[batch.mask])
-        return metrics | _named("policy", _mean(updates)) | _named("mismatch", mismatch), groups
+        return StepInProgress(groups, batch)
+
+    def end_step(self) -> None:
+        """The step in progress is done."""
+        self.step, self.in_progress = self.step + 1, None
+        refresh = self.config.algorithm.reference_refresh
+        if self.reference and refresh and self.step % refresh == 0:
+            self.reference.refresh()
+
+    def obey(self) -> None:
+        """Raises `Interrupted` on every rank when any of them was asked to stop; every rank must call it."""
+        if self.policy.topology.any_rank(self.stop.asked(), self.policy.platform.device):
+            raise Interrupted
+
+    @contextmanager
+    def nothing_if_interrupted(self) -> Iterator[None]:
+        """Takes back what the body did to the order of prompts and to random generators when it is interrupted."""
+        prompts, generators = self.data.train.state_dict(), random_state.current()
+        try:
+            self.obey()
+            yield
+        except Interrupted:
+            self.data.train.load_state_dict(prompts)
+            random_state.restore(generators)
+            raise
+
+    def place(self) -> str:
+        """Where the run stands, in words."""
+        if self.in_progress:
+            of = self.config.algorithm.epochs * self.parts(self.in_progress.batch)
+            return f"in step {self.step + 1} after {len(self.in_progress.updates)} of {of} updates"
+        if self.step == self.config.run.steps:
+            return f"after step {self.step}, before the result was measured"
+        return f"in step {self.step + 1} before its first update"
 
     def score(self, samples: Sequence[Sample]) -> list[Group]:
         """The samples with their rewards, group by group."""
@@ -174,21 +240,25 @@ class Trainer:
     def mini_batches(self, batch: Batch) -> Iterator[Batch]:
         """The batch cut into `mini_batches` parts, `epochs` times, each with its weights over the whole part."""
         algorithm = self.config.algorithm
-        count = len(batch.lengths)
         for epoch in range(algorithm.epochs):
-            order = list(range(count))
+            order = list(range(len(batch.lengths)))
             random.Random(f"{self.config.run.seed}/mini-batches/{self.step}/{epoch}").shuffle(order)
-            for part in range(min(algorithm.mini_batches, count)):
+            for part in range(self.parts(batch)):
                 chosen = batch.select(sorted(order[part :: algorithm.mini_batches]))
                 weight = token_weights(
                     chosen.mask, chosen.cu_seqlens, algorithm.aggregation, self.config.rollout.max_new_tokens
                 )
                 yield chosen.with_(weight=weight)
 
+    def parts(self, batch: Batch | None) -> int:
+        """How many mini-batches an epoch has; none is empty."""
+        return min(self.config.algorithm.mini_batches, len(batch.lengths) if batch else 0)
+
     def update(self, mini_batch: Batch) -> Gradients:
         """One optimizer update on the GRPO objective."""
         lr = warmed_up(self.config.optimizer.lr, self.config.optimizer.warmup_steps, self.updates)
         self.updates += 1
+        self.tokens["trained"] += int(mini_batch.mask.sum())
         return self.policy.update(mini_batch, self.token_loss, lr, self.config.rollout.temperature)
 
     def token_loss(self, logprob: torch.Tensor, known: ScoredTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -207,15 +277,20 @@ class Trainer:
             kl_estimator=algorithm.kl_estimator,
         )
 
-    def evaluate(self, split: str, prompts: list[Prompt]) -> Metrics:
-        """Accuracy, format rate and length of one sampled answer per prompt; also reported."""
-        with self.timer("evaluate"):
-            samples = self.engine.generate(prompts, 1, self.sampling, version=self.step)
+    def evaluate(self, split: str, prompts: list[Prompt], step: int) -> Metrics:
+        """Accuracy, format rate and length of one sampled answer per prompt behind a step; also reported.
+
+        Raises:
+            Interrupted: A signal arrived in the meantime; it can be done again with the same result.
+        """
+        with self.timer("evaluate"), self.nothing_if_interrupted():
+            samples = self.engine.generate(prompts, 1, self.sampling, step, self.stop.asked)
+            self.obey()
             scored = self.score_all(samples)
         terms = {name: average(t[name] for _, t in scored) for name in scored[0][1]}
         metrics = {"accuracy": terms.pop(self.config.reward.success), **terms}
         metrics["length"] = average(len(s.token_ids) for s in samples)
-        self.recorder.evaluation(self.step, split, metrics)
+        self.recorder.evaluation(step, split, metrics)
         return metrics
 
     def watch_signal(self, batch: Batch | None) -> None:
@@ -242,11 +317,18 @@ class Trainer:
         return {name: round(self.earlier_seconds.get(name, 0.0) + now.get(name, 0.0), 2) for name in names}
 
     def save(self, wait: bool = True) -> None:
-        """Writes a checkpoint of the whole run; without `wait`, helper processes write it while training goes on."""
+        """Writes a checkpoint of the whole run, unless the newest is of this moment.
+
+        Without `wait`, helper processes write it while training goes on.
+        """
         self.finish_saving()
+        path = checkpoint.step_path(self.checkpoints, self.step, self.in_progress)
+        if path == self.newest:
+            return
         with self.timer("checkpoint"):
-            path = checkpoint.step_path(self.checkpoints, self.step)
-            self.saving = checkpoint.Saving(path, self.policy, self.state_dict(), self.reference, not wait)
+            self.saving = checkpoint.Saving(
+                path, self.policy, self.state_dict(), self.reference, not wait, self.in_progress
+            )
         if wait:
             self.finish_saving()
 
@@ -257,11 +339,10 @@ class Trainer:
         with self.timer("checkpoint"):
             if not self.saving.finish(wait):
                 return
+            self.newest, self.saving = self.saving.path, None
             if self.policy.topology.is_main:
-                step, run = checkpoint.step_of(self.saving.path), self.config.run
-                checkpoint.prune(self.checkpoints, step, run.keep_checkpoints, run.keep_every)
-                logger.info("the checkpoint %s is complete", self.saving.path)
-            self.saving = None
+                checkpoint.prune(self.newest, self.config.run.keep_checkpoints, self.config.run.keep_every)
+                logger.info("the checkpoint %s is complete", self.newest)
 
     def resume(self) -> bool:
         """Continues at the newest checkpoint of the run directory; False when there is none."""
@@ -271,7 +352,9 @@ class Trainer:
         self.policy.use_optimizer(self.config.optimizer)
         self.load_state_dict(checkpoint.load(newest, self.policy, self.reference))
         random_state.load(newest, self.config.run.seed, self.step)
-        self.recorder.note(f"continuing behind step {self.step}, from {newest}")
+        self.in_progress, self.newest = step_in_progress.load(newest), newest
+        behind = self.place() if self.in_progress else f"behind step {self.step}"
+        self.recorder.note(f"continuing {behind}, from {newest}")
         self.recorder.open_metrics(resume_from_step=self.step)
         return True
 
@@ -322,9 +405,9 @@ class Trainer:
         }
 
 
-def _mean(updates: Sequence[Gradients]) -> Metrics:
+def _mean(updates: Sequence[Metrics]) -> Metrics:
     """Each metric's mean over the updates of a step."""
-    return {name: average(u.metrics[name] for u in updates) for name in updates[0].metrics}
+    return {name: average(metrics[name] for metrics in updates) for name in updates[0]}
 
 
 def _named(room: str, metrics: Metrics) -> Metrics:

@@ -1,6 +1,7 @@
 """One checkpoint is one directory that is whole or not there.
 
     step-000020/  weights/  reference/  random/  state.json  manifest.json
+    step-000020-updates-0003/  the same and step-in-progress.pt: the first three updates of step 21 are done
 
 `weights` holds model and optimizer, `reference` the reference policy when there is one; both can be read under any
 layout. `random` holds every rank's random number generators, `state.json` what else a run needs to go on,
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +24,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_mega.checkpoint import random_state
+from grpo_mega.checkpoint import random_state, step_in_progress
 from grpo_mega.checkpoint.integrity import MANIFEST, damage, if_all_can, main_says, seal
+from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.observe.files import sync_folder, write_atomic
 from grpo_mega.platform.stop import shielded_children
 from grpo_mega.policy.policy import Policy
@@ -33,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 STATE = "state.json"
+NAME = re.compile(r"step-(\d+)(?:-updates-(\d+))?")
 
 
 class CannotSave(RuntimeError):
@@ -57,14 +61,20 @@ class Saving:
     """
 
     def __init__(
-        self, path: Path, policy: Policy, state: dict[str, Any], reference: ReferencePolicy | None, background: bool
+        self,
+        path: Path,
+        policy: Policy,
+        state: dict[str, Any],
+        reference: ReferencePolicy | None,
+        background: bool,
+        rest: StepInProgress | None = None,
     ) -> None:
         self.path = path
         self.is_main = policy.topology.is_main
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._writers = AsyncCallsQueue()
         with self._nothing_left_on_failure(), shielded_children():
-            if_all_can(lambda: _begin(self._temporary, state, reference) if self.is_main else None)
+            if_all_can(lambda: _begin(self._temporary, state, reference, rest) if self.is_main else None)
             if_all_can(lambda: random_state.save(self._temporary))
             if reference:
                 with reference.in_place():
@@ -104,11 +114,15 @@ class Saving:
             raise CannotSave(why) from error
 
 
-def _begin(temporary: Path, state: dict[str, Any], reference: ReferencePolicy | None) -> None:
+def _begin(
+    temporary: Path, state: dict[str, Any], reference: ReferencePolicy | None, rest: StepInProgress | None
+) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     for folder in ("weights", random_state.FOLDER, *(["reference"] if reference else [])):
         (temporary / folder).mkdir(parents=True)
     write_atomic(temporary / STATE, json.dumps(state, indent=2))
+    if rest:
+        step_in_progress.save(temporary, rest)
 
 
 def _rename(temporary: Path, path: Path) -> None:
@@ -171,7 +185,7 @@ def load_weights(path: Path, policy: Policy) -> dict[str, Any]:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The checkpoint of the latest step that is whole, or None when none was ever finished; every rank must call it.
+    """The latest checkpoint that is whole, or None when none was ever finished; every rank must call it.
 
     A damaged one is left alone, with a warning that names it and the one that is used instead.
 
@@ -192,33 +206,35 @@ def newest_whole(folder: Path) -> Path | None:
     return None
 
 
-def step_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return folder / f"step-{step:06d}"
+def step_path(folder: Path, step: int, rest: StepInProgress | None = None) -> Path:
+    """Where the checkpoint of a step lies; with a `rest`, the one between it and the next."""
+    return folder / (f"step-{step:06d}" + (f"-updates-{len(rest.updates):04d}" if rest else ""))
 
 
-def step_of(path: Path) -> int:
-    """The step whose checkpoint lies there."""
-    return int(path.name.removeprefix("step-"))
+def prune(newest: Path, keep: int, keep_every: int) -> None:
+    """Deletes what is not to be kept once the checkpoint `newest` is written; called on the main rank.
 
-
-def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
-    """Deletes what is not to be kept once the checkpoint of `step` is written; called on the main rank.
-
-    Kept are the newest `keep` and every one whose step is a multiple of `keep_every` (0: none). Checkpoints of later
-    steps are damaged ones that the run fell back from.
+    Kept are it and the newest `keep` between steps, and every one whose step is a multiple of `keep_every` (0: none).
+    Later checkpoints are damaged ones that the run fell back from; earlier ones within a step have served.
     """
-    present = _by_step(folder)
-    past = [path for path in present if step_of(path) <= step]
-    old = [path for path in past[:-keep] if not (keep_every and step_of(path) % keep_every == 0)]
-    for path in old + present[len(past) :]:
+    present = _by_step(newest.parent)
+    steps = [path for path in present if _place(path)[1] < 0 and _place(path) <= _place(newest)]
+    milestones = [path for path in steps if keep_every and _place(path)[0] % keep_every == 0]
+    for path in {*present} - {*milestones, *steps[-keep:], newest}:
         # Without its manifest a checkpoint counts as never finished, however far the deletion gets.
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
 
 
 def _by_step(folder: Path) -> list[Path]:
-    return sorted((p for p in folder.glob("step-*") if p.name[5:].isdigit()), key=step_of)
+    return sorted((p for p in folder.glob("step-*") if NAME.fullmatch(p.name)), key=_place)
+
+
+def _place(path: Path) -> tuple[int, int]:
+    """How far the run had come: steps, and updates of the next one; -1 when that was not begun."""
+    found = NAME.fullmatch(path.name)
+    assert found, path
+    return int(found[1]), int(found[2] or -1)
 
 
 def _model(policy: Policy) -> dict[str, Any]:

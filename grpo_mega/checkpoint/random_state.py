@@ -20,14 +20,14 @@ FOLDER = "random"
 
 def save(checkpoint: Path) -> None:
     """Writes this rank's generators into the checkpoint, whose folder `random` exists."""
-    torch.save({"layout": _layout(), "generators": _states()}, _file(checkpoint))
+    torch.save({"layout": _layout(), "generators": current()}, _file(checkpoint))
 
 
 def load(checkpoint: Path, seed: int, step: int) -> None:
     """Restores this rank's generators; under another layout than the checkpoint's they are seeded anew."""
     saved = torch.load(_file(checkpoint), map_location="cpu") if _file(checkpoint).exists() else None
     if saved and saved["layout"] == _layout():
-        _restore(saved["generators"])
+        restore(saved["generators"])
     else:
         reseed(seed, step)
 
@@ -40,6 +40,31 @@ def reseed(seed: int, step: int) -> None:
     random.seed(mine)
     np.random.seed(mine)
     torch.default_generator.manual_seed(mine)
+
+
+def current() -> dict[str, Any]:
+    """The states of this rank's generators, as `restore` takes them."""
+    numbers = np.random.get_state(legacy=False)
+    assert isinstance(numbers, dict)
+    return {
+        "python": random.getstate(),
+        # As a list, so that reading the file back needs no arbitrary unpickling.
+        "numpy": numbers | {"state": {"key": numbers["state"]["key"].tolist(), "pos": numbers["state"]["pos"]}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore(states: dict[str, Any]) -> None:
+    """Takes this rank's generators back to where `current` found them."""
+    random.setstate(states["python"])
+    key = np.array(states["numpy"]["state"]["key"], dtype=np.uint32)
+    np.random.set_state(states["numpy"] | {"state": {"key": key, "pos": states["numpy"]["state"]["pos"]}})
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["megatron"])
 
 
 def _file(checkpoint: Path) -> Path:
@@ -56,26 +81,3 @@ def _layout() -> list[int]:
         parallel_state.get_expert_model_parallel_world_size(),
         parallel_state.get_expert_tensor_parallel_world_size(),
     ]
-
-
-def _states() -> dict[str, Any]:
-    numbers = np.random.get_state(legacy=False)
-    assert isinstance(numbers, dict)
-    return {
-        "python": random.getstate(),
-        # As a list, so that reading the file back needs no arbitrary unpickling.
-        "numpy": numbers | {"state": {"key": numbers["state"]["key"].tolist(), "pos": numbers["state"]["pos"]}},
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _restore(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    key = np.array(states["numpy"]["state"]["key"], dtype=np.uint32)
-    np.random.set_state(states["numpy"] | {"state": {"key": key, "pos": states["numpy"]["state"]["pos"]}})
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["megatron"])

@@ -1,4 +1,15 @@
-"""Being asked to stop: SIGTERM and SIGUSR1 are noted, and obeyed between two steps, after saving."""
+"""Being asked to stop: SIGTERM and SIGUSR1 are noted and obeyed, after saving, as soon as nothing can be lost by it.
+
+Before the first update of a GRPO step the step is given up: it will be run again, with the same samples. Later the
+update in progress is finished, and the rest of the step is saved with the checkpoint. Between the signal and the end of
+the run lie at most
+
+- in generation, the reading of the prompts of one wave and `rollout.engine.STEPS_BETWEEN_QUESTIONS` decode steps;
+- the rewards of one step, one pass of log-probs or one optimizer update, when the signal falls into one of them;
+- the checkpoint, if that of the state to keep is not written yet.
+
+A signal that reaches one rank alone stops its own replica so soon; the others finish their share of the generation.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +38,10 @@ def shielded_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class Interrupted(Exception):
+    """Work was given up, on every rank, because some rank was asked to stop."""
+
+
 class Stopped(Exception):
     """The run saved a checkpoint and stopped because it was asked to."""
 
@@ -35,10 +50,17 @@ class StopRequest:
     """Whether this process was asked to stop."""
 
     def __init__(self) -> None:
-        """Takes over the signals for the rest of the process."""
+        """Nothing was asked, and no signal is noted before `listen`."""
         self.received: str | None = None
+
+    def listen(self) -> None:
+        """Takes over the signals for the rest of the process; they only leave a note, however many come."""
         for number in SIGNALS:
             signal.signal(number, self._note)
+
+    def asked(self) -> bool:
+        """Whether one of the signals was received."""
+        return self.received is not None
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.received = signal.Signals(number).name

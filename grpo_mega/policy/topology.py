@@ -28,6 +28,8 @@ class Topology:
         cp_rank, cp_size: Part of every sequence (context parallelism).
         dp_rank, dp_size: Data parallel replica.
         interleaved: Whether pipeline ranks hold several pieces of the model.
+        lock_step: The ranks that generate in lock-step with this one: those of its replica, those that share experts
+            with one of them, the replicas of these, and so on.
     """
 
     rank: int
@@ -40,6 +42,7 @@ class Topology:
     dp_rank: int
     dp_size: int
     interleaved: bool
+    lock_step: dist.ProcessGroup
 
     @property
     def is_last_stage(self) -> bool:
@@ -92,19 +95,20 @@ class Topology:
         return tensor
 
     def any_expert_peer(self, value: bool, device: torch.device) -> bool:
-        """Whether `value` holds on any rank that takes part in this rank's expert exchanges."""
-        group = parallel_state.get_expert_tensor_and_model_parallel_group()
-        if group.size() == 1:
+        """`any_in_lock_step` where experts are spread over ranks; elsewhere a replica, all of whose ranks must agree on
+        `value`, goes its own way.
+        """
+        if parallel_state.get_expert_tensor_and_model_parallel_group().size() == 1:
             return value
-        flag = torch.tensor([value], dtype=torch.int32, device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-        return bool(flag.item())
+        return self.any_in_lock_step(value, device)
+
+    def any_in_lock_step(self, value: bool, device: torch.device) -> bool:
+        """Whether `value` holds on any rank that generates in lock-step with this one."""
+        return _any(value, device, self.lock_step)
 
     def any_rank(self, value: bool, device: torch.device) -> bool:
         """Whether `value` holds on any rank."""
-        flag = torch.tensor([value], dtype=torch.int32, device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag.item())
+        return _any(value, device, dist.group.WORLD)
 
     def spread(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
         """One result per item, in order, on all ranks; each replica works on its share of the items.
@@ -128,6 +132,27 @@ class Topology:
 
 def _scorers() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _any(value: bool, device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    flag = torch.tensor([value], dtype=torch.int32, device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    return bool(flag.item())
+
+
+def _lock_step() -> dist.ProcessGroup:
+    """The group `Topology.lock_step`. A replica and an expert group may overlap without one holding the other."""
+    replica = parallel_state.get_model_parallel_group()
+    experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    mine = {*dist.get_process_group_ranks(replica), *dist.get_process_group_ranks(experts)}
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    together: list[set[int]] = []
+    for ranks in everyone:
+        met = [other for other in together if ranks & other]
+        together = [other for other in together if other not in met] + [ranks.union(*met)]
+    group, _ = dist.new_subgroups_by_enumeration([sorted(ranks) for ranks in together])
+    return group
 
 
 def join_layout(layout: LayoutConfig, seed: int) -> Topology:
@@ -161,6 +186,7 @@ def join_layout(layout: LayoutConfig, seed: int) -> Topology:
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         interleaved=layout.vpp > 1,
+        lock_step=_lock_step(),
     )
 
 

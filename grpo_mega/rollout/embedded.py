@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from grpo_mega.platform.stop import Interrupted
 from grpo_mega.policy.packed import KVCache, PackedTokens
 from grpo_mega.policy.policy import Policy
-from grpo_mega.rollout.engine import SamplingParams
+from grpo_mega.rollout.engine import STEPS_BETWEEN_QUESTIONS, SamplingParams
 from grpo_mega.rollout.sampling import gumbel_noise, prompt_key, sample_tokens
 from grpo_mega.types import Prompt, Sample
 
@@ -35,24 +36,39 @@ class EmbeddedEngine:
         self.concurrent_sequences = concurrent_sequences
 
     @torch.no_grad()
-    def generate(self, prompts: list[Prompt], group_size: int, sampling: SamplingParams, version: int) -> list[Sample]:
-        """`group_size` samples of every prompt, prompt by prompt; the same list on every rank."""
+    def generate(
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        sampling: SamplingParams,
+        version: int,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> list[Sample]:
+        """`group_size` samples of every prompt, prompt by prompt; the same list on every rank.
+
+        Raises:
+            Interrupted: `interrupted` held on some rank before its replica had finished.
+        """
         topology = self.policy.topology
         per_wave = max(1, self.concurrent_sequences // group_size)
         # Every replica has as many waves as the fullest one, because experts may be spread over replicas.
         waves = -(-len(prompts) // (per_wave * topology.scorers))
 
-        def complete(mine: Sequence[Prompt]) -> list[list[Completion]]:
+        def complete(mine: Sequence[Prompt]) -> list[list[Completion] | None]:
             done: list[Completion] = []
             for w in range(waves):
                 wave = Wave(self.policy, mine[w * per_wave : (w + 1) * per_wave], group_size, sampling, version)
-                wave.run()
+                if not wave.run(interrupted):
+                    return [None] * len(mine)
                 done += wave.completions()
             return [done[i : i + group_size] for i in range(0, len(done), group_size)]
 
+        groups = [group for group in topology.spread(prompts, complete) if group is not None]
+        if len(groups) < len(prompts):
+            raise Interrupted
         return [
             Sample(prompt, index, tuple(tokens), tuple(logprobs), reason, version, self.decode(tokens))
-            for prompt, group in zip(prompts, topology.spread(prompts, complete), strict=True)
+            for prompt, group in zip(prompts, groups, strict=True)
             for index, (tokens, logprobs, reason) in enumerate(group)
         ]
 
@@ -86,17 +102,26 @@ class Wave:
         self.prompt_lengths = lengths
         self.positions = lengths.repeat_interleave(group_size)  # of the token about to be sampled
 
-    def run(self) -> None:
-        """Generates until every sequence has ended, here and on the ranks that share experts with this one."""
+    def run(self, interrupted: Callable[[], bool] | None) -> bool:
+        """Generates until every sequence has ended, here and on the ranks that share experts with this one.
+
+        False when it was given up because a rank in lock-step is `interrupted`.
+        """
         self._read_prompts()
         for step in range(self.sampling.max_new_tokens):
+            if interrupted and step % STEPS_BETWEEN_QUESTIONS == 0 and self._any_in_lock_step(interrupted()):
+                return False
             tokens, logprobs = self._sample(step)
             self._record(step, tokens, logprobs)
             if not self.policy.topology.any_expert_peer(bool(self.alive.any()), self.rows.device):
-                return
+                break
             if self.alive.sum() < COMPACT_BELOW * len(self.rows):
                 tokens = self._compact(tokens)
             self._decode(tokens)
+        return True
+
+    def _any_in_lock_step(self, value: bool) -> bool:
+        return self.policy.topology.any_in_lock_step(value, self.rows.device)
 
     def completions(self) -> list[Completion]:
         """One per sequence."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from grpo_mega.types import Prompt, Sample
+
+STEPS_BETWEEN_QUESTIONS = 16
+"""An engine asks whether it is interrupted at least every so many decode steps."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,14 @@ class SamplingParams:
 class Engine(Protocol):
     """Generates completions with the current policy."""
 
-    def generate(self, prompts: list[Prompt], group_size: int, sampling: SamplingParams, version: int) -> list[Sample]:
+    def generate(
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        sampling: SamplingParams,
+        version: int,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> list[Sample]:
         """`group_size` samples of every prompt, prompt by prompt; the same list on every rank.
 
         Args:
@@ -44,5 +55,11 @@ class Engine(Protocol):
             group_size: Samples per prompt.
             sampling: How to sample.
             version: Policy version; part of the noise key, and written into the samples.
+            interrupted: Whether this rank wants generation to be given up; ranks may differ. None, on all ranks or on
+                none, when nobody will. Sequences that decode together with one of such a rank are given up within
+                `STEPS_BETWEEN_QUESTIONS` decode steps, others may be finished first.
+
+        Raises:
+            Interrupted: Sequences were given up. Raised on every rank; the engine is ready for the next call.
         """
         ...

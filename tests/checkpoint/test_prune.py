@@ -32,6 +32,28 @@ def test_the_newest_and_the_milestones_stay(tmp_path: Path, present, step, keep,
         path.mkdir()
         (path / MANIFEST).write_text("{}")
     (tmp_path / "step-of-mine").mkdir()
-    prune(tmp_path, step, keep, keep_every)
+    prune(step_path(tmp_path, step), keep, keep_every)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {step_path(tmp_path, other).name for other in kept} | {"step-of-mine"}
+
+
+@pytest.mark.parametrize(
+    ("present", "newest", "keep", "keep_every", "kept"),
+    [
+        # The newest is kept, and beside it as many between steps as after any other save.
+        (["10", "20", "20-updates-0003"], "20-updates-0003", 1, 0, ["20", "20-updates-0003"]),
+        (["10", "20", "20-updates-0003"], "20-updates-0003", 2, 0, ["10", "20", "20-updates-0003"]),
+        # One within a step has served as soon as there is a newer one, and is no milestone.
+        (["20", "20-updates-0003", "20-updates-0012"], "20-updates-0012", 1, 0, ["20", "20-updates-0012"]),
+        (["20", "20-updates-0003", "21"], "21", 2, 0, ["20", "21"]),
+        (["20", "20-updates-0003", "21"], "21", 1, 20, ["20", "21"]),
+        # No update and ten thousand; the run fell back from the latter.
+        (["20", "20-updates-0000"], "20-updates-0000", 1, 0, ["20", "20-updates-0000"]),
+        (["20", "20-updates-9999", "20-updates-10000"], "20-updates-9999", 1, 0, ["20", "20-updates-9999"]),
+    ],
+)
+def test_a_checkpoint_within_a_step_stays_while_it_is_the_newest(tmp_path, present, newest, keep, keep_every, kept):
+    for other in present:
+        (tmp_path / f"step-0000{other}").mkdir()
+    prune(tmp_path / f"step-0000{newest}", keep, keep_every)
+    assert {path.name for path in tmp_path.iterdir()} == {f"step-0000{other}" for other in kept}

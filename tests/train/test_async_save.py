@@ -25,7 +25,7 @@ STEPS = [f"step-{step:06d}" for step in (1, 2, 3, 4, 5)]
 
 @dataclass
 class Story:
-    """A run that saves in the background: stopped in step 3, killed in step 5, then left to finish."""
+    """A run that saves in the background: stopped in step 3, then killed in step 5, then left to finish."""
 
     path: Path
     ends: dict[str, Ended] = field(default_factory=dict)
@@ -68,9 +68,9 @@ def test_training_goes_on_before_a_checkpoint_has_its_name(story):
     assert story.present["before stopped"] == {STEPS[0], f".{STEPS[1]}.tmp"}
 
 
-def test_a_stop_completes_the_checkpoint_in_progress_and_writes_its_own(story):
-    assert "stopped after step 3" in story.ends["stopped"].stderr
-    assert story.present["stopped"] == {*STEPS[:3]}
+def test_a_stop_completes_the_checkpoint_in_progress_and_writes_no_other(story):
+    assert "stopped in step 3 before its first update" in story.ends["stopped"].stderr
+    assert story.present["stopped"] == {*STEPS[:2]}
 
 
 def test_a_kill_leaves_the_checkpoint_before_in_use(story):

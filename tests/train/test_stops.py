@@ -1,16 +1,167 @@
-"""Asked to stop, a run finishes its step and saves; a damaged checkpoint is noticed and the one before it is used."""
+"""Asked to stop, a run stops where nothing is lost; a damaged checkpoint is noticed and the one before it is used."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from train_jobs import SMALL, Job, numbers, rewarded_by
+from ranks import results, run_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from train_jobs import SMALL, Job, contents, half_written, numbers, rewarded_by, saved, without_seconds
 from train_rewards import HOLD
 
-OVERRIDES = [*SMALL, "layout=single", rewarded_by("varied"), "run.steps=4", "run.save_every=2", "run.eval_every=0"]
+from grpo_mega.rollout.engine import STEPS_BETWEEN_QUESTIONS
+
+JOB = Path(__file__).with_name("stops_job.py")
+OVERRIDES = [*SMALL, "layout=single", rewarded_by("lucky"), "run.steps=4", "run.save_every=2", "run.eval_every=0"]
+
+UPDATES = ["algorithm.kl_coef=0.05", "algorithm.epochs=2", "algorithm.mini_batches=2", "rollout.max_new_tokens=24"]
+"""Four updates a step; answers long enough that an engine asks a second time."""
+ALONE = [*UPDATES, rewarded_by("lucky"), "run.steps=4", "run.save_every=1", "run.eval_every=2"]
+ALONE += ["run.keep_checkpoints=9", "run.async_save=true"]
+STOPS = {
+    "hidden_states:0:-:5:1": ("in step 1 before its first update", "step-000000"),  # generation
+    "logprobs:1:-:1:0": ("in step 2 before its first update", "step-000001"),
+    "update:1:1:1:1": ("in step 2 after 2 of 4 updates", "step-000001-updates-0002"),
+    "update:1:2:1:0": ("in step 2 after 3 of 4 updates", "step-000001-updates-0003"),
+    "hidden_states:1:4:5:1": ("in step 2 after 4 of 4 updates", "step-000001-updates-0004"),  # validation
+    "score_all:2:-:1:1": ("in step 3 before its first update", "step-000002"),  # while step 2 is being saved
+    "hidden_states:4:-:5:0": ("after step 4, before the result was measured", "step-000004"),
+}
+"""Where ranks that share experts are stopped, one rank alone being asked -> what is said, what is saved."""
+STOPS_OF_REPLICAS = {
+    "hidden_states:0:-:5:3": ("in step 1 before its first update", "step-000000"),
+    "update:0:1:1:2": ("in step 1 after 2 of 4 updates", "step-000000-updates-0002"),
+    "hidden_states:1:4:5:1": ("in step 2 after 4 of 4 updates", "step-000001-updates-0004"),
+}
+"""The same for two replicas of two stages, for two steps."""
+
+
+@dataclass
+class Asked:
+    """Runs that stopped again and again, beside runs left in peace; how each start ended, and what engines saw."""
+
+    folder: Path
+    ends: dict[str, list[str]]
+    engines: dict[str, dict[str, Any]]
+
+
+def asked(folder: Path, ranks: int, layout: list[str], runs: dict[str, list], engines: dict[str, tuple]) -> Asked:
+    """Runs and engines by name, all in one job: overrides and moments of each run, layout and rank of each engine."""
+    tasks = [["run", [*layout, *own, f"run.name={name}"], moments] for name, (own, moments) in runs.items()]
+    tasks += [["generate", [*ALONE, *own, f"run.name={name}"], rank] for name, (own, rank) in engines.items()]
+    found = results(run_ranks(JOB, ranks, [str(folder), json.dumps(tasks)], timeout=600))
+    return Asked(folder, dict(zip(runs, found, strict=False)), dict(zip(engines, found[len(runs) :], strict=True)))
+
+
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """Two ranks that share experts; the run `moved` waits for another layout."""
+    moved = [*UPDATES, rewarded_by("varied"), "run.steps=2", "run.eval_every=0"]
+    runs = {
+        "peace": (ALONE, ["end"]),
+        "stopped": (ALONE, [*STOPS, "end"]),
+        "moved": (moved, ["update:1:1:1:1"]),
+        "stayed": (moved, ["end"]),
+    }
+    return asked(tmp_path_factory.mktemp("sharing"), 2, ["layout=ep2"], runs, {"ep2": (["layout=ep2"], 1)})
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """Four ranks: two replicas of two stages, and engines under other layouts."""
+    short = [*ALONE, "run.steps=2"]
+    runs = {"peace": (short, ["end"]), "stopped": (short, [*STOPS_OF_REPLICAS, "end"])}
+    engines = {
+        "dp2_pp2": (["layout=pp2"], 3),
+        "ep2_pp2": (["layout=pp2", "layout.ep=2"], 3),
+        "tp2_dp2_ep4": (["layout.tp=2", "layout.sp=true", "layout.ep=4"], 0),
+    }
+    return asked(tmp_path_factory.mktemp("replicas"), 4, ["layout=pp2"], runs, engines)
+
+
+@pytest.fixture(params=[("sharing", STOPS), ("replicas", STOPS_OF_REPLICAS)], ids=["ep2", "dp2_pp2"])
+def story(request: pytest.FixtureRequest) -> tuple[Asked, dict[str, tuple[str, str]]]:
+    name, stops = request.param
+    return request.getfixturevalue(name), stops
+
+
+def test_one_rank_alone_is_enough_to_stop_all_where_they_are(story):
+    told, stops = story
+    *ends, last = told.ends["stopped"]
+    checkpoints = told.folder / "stopped" / "checkpoints"
+    assert ends == [
+        f"stopped {where}; {checkpoints / path} is saved, the same command continues there"
+        for where, path in stops.values()
+    ]
+    assert last == "completed"
+
+
+def test_every_checkpoint_is_that_of_the_run_in_peace(story):
+    told, _ = story
+    names = [path.name for path in (told.folder / "peace" / "checkpoints").iterdir()]
+    assert len(names) >= 2
+    for name in names:
+        expected, found = (saved(told.folder / run / "checkpoints" / name) for run in ("peace", "stopped"))
+        assert any(part.startswith("weights/") for part in expected)
+        assert found == expected
+
+
+def test_numbers_samples_and_summary_are_those_of_the_run_in_peace(story):
+    peace, stopped = (story[0].folder / run for run in ("peace", "stopped"))
+    assert all(line["policy/grad_norm"] > 0 and "policy/kl" in line for line in numbers(peace))
+    assert numbers(stopped) == numbers(peace)
+    assert contents(stopped / "samples") == contents(peace / "samples")
+    assert without_seconds(stopped / "summary.json") == without_seconds(peace / "summary.json")
+
+
+def test_tensorboard_has_each_step_once(story):
+    events = EventAccumulator(str(story[0].folder / "stopped" / "tensorboard"))
+    events.Reload()
+    steps = [event.step for event in events.Scalars("policy/loss")]
+    assert steps == [line["step"] for line in numbers(story[0].folder / "peace")]
+
+
+def test_a_checkpoint_within_a_step_is_deleted_when_it_has_served(story):
+    told, stops = story
+    left = {path.name for path in (told.folder / "stopped" / "checkpoints").iterdir()}
+    assert any("updates" in path for _, path in stops.values())
+    assert left == {path.name for path in (told.folder / "peace" / "checkpoints").iterdir()} | {"step-000000"}
+
+
+def test_what_is_left_of_a_step_is_continued_by_another_number_of_processes(sharing):
+    overrides = [*UPDATES, rewarded_by("varied"), "run.steps=2", "run.eval_every=0", "run.name=moved", "layout=single"]
+    tasks = [["run", overrides, ["end"]]]
+    assert results(run_ranks(JOB, 1, [str(sharing.folder), json.dumps(tasks)])) == [["completed"]]
+    assert "after 2 of 4 updates" in sharing.ends["moved"][0]
+    stayed, moved = (sharing.folder / run for run in ("stayed", "moved"))
+    assert contents(moved / "samples") == contents(stayed / "samples")
+    assert [line["step"] for line in numbers(moved)] == [1, 2]
+    for here, there in zip(numbers(moved), numbers(stayed), strict=True):
+        assert here == pytest.approx(there, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "in_lock_step"),
+    [
+        ("sharing", "ep2", {0, 1}),
+        ("replicas", "dp2_pp2", {1, 3}),
+        ("replicas", "ep2_pp2", {0, 1, 2, 3}),
+        ("replicas", "tp2_dp2_ep4", {0, 1, 2, 3}),
+    ],
+)
+def test_who_decodes_in_lock_step_gives_up_together_and_the_others_finish(request, ranks, layout, in_lock_step):
+    found = request.getfixturevalue(ranks).engines[layout]
+    for rank, (given_up, passes, in_peace) in enumerate(found["ranks"]):
+        assert given_up, "on every rank, whoever was asked"
+        assert in_peace > 1 + STEPS_BETWEEN_QUESTIONS
+        assert passes == (1 + STEPS_BETWEEN_QUESTIONS if rank in in_lock_step else in_peace)
+    assert found["same"], "the next generation is not disturbed"
 
 
 @pytest.fixture(scope="module")
@@ -21,22 +172,23 @@ def peaceful(finished) -> Path:
     return finished.root / "runs" / "in-peace"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_the_step_in_progress_and_the_run_goes_on_from_there(finished, peaceful, number):
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
+def test_a_signal_gives_up_the_step_and_the_run_goes_on_from_the_one_before(finished, peaceful, number, step):
     overrides = [*OVERRIDES, f"run.name={number.name}"]
     held = finished.root / f"held-{number.name}"
-    job = Job(finished.root, overrides, environment={HOLD: f"2:{held}"})
+    job = Job(finished.root, overrides, environment={HOLD: f"{step}:{held}"})
     job.wait_until_there(held)
     job.process.send_signal(number)
     ended = job.finish()
     assert ended.code == 75, ended
-    assert "stopped after step 3" in ended.stderr
+    assert f"stopped in step {step + 1} before its first update" in ended.stderr
     path = finished.root / "runs" / number.name
-    assert (path / "checkpoints" / "step-000003" / "manifest.json").is_file()
+    assert [p.name for p in (path / "checkpoints").iterdir()] == [f"step-{step:06d}"]
     again = Job(finished.root, overrides).finish()
     assert again.code == 0, again
-    assert "continuing behind step 3" in again.stderr
+    assert f"continuing behind step {step}" in again.stderr
     assert numbers(path) == numbers(peaceful)
+    assert saved(path / "checkpoints" / "step-000004") == saved(peaceful / "checkpoints" / "step-000004")
 
 
 def test_torchrun_passes_the_signal_on_and_all_ranks_agree(finished):
@@ -48,8 +200,10 @@ def test_torchrun_passes_the_signal_on_and_all_ranks_agree(finished):
     ended = job.finish()
     assert ended.code != 0
     assert not ended.orphans
-    assert "stopped after step 2" in ended.stderr
-    assert (finished.root / "runs" / "torchrun" / "checkpoints" / "step-000002" / "manifest.json").is_file()
+    assert "stopped in step 2 before its first update" in ended.stderr
+    path = finished.root / "runs" / "torchrun"
+    assert (path / "checkpoints" / "step-000001" / "manifest.json").is_file()
+    assert half_written(path) == []
 
 
 def truncated(file: Path) -> None:

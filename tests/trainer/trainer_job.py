@@ -65,7 +65,7 @@ def generated(built: Trainer, rewards: list[tuple[float, ...]]) -> list[Group]:
 
 def step(built: Trainer) -> dict[str, float]:
     metrics, _ = built.train_step()
-    built.step += 1
+    built.end_step()
     return metrics
 
 

@@ -1,0 +1,118 @@
+"""Runs that ask themselves to stop at known moments, in one process group; started by run_ranks.
+
+Usage: stops_job.py FOLDER TASKS, where TASKS is a JSON list and a task one of
+
+    ["run", OVERRIDES, MOMENTS]    trains in FOLDER, starting once per moment; a moment is "end" or
+                                   METHOD:STEP:UPDATES:CALL:RANK, at which RANK alone sends itself SIGTERM: this CALL of
+                                   METHOD of Trainer or Policy, when STEP steps are done and UPDATES of the next one
+                                   (-: it has none to do yet). It gets another signal when it saves
+    ["generate", OVERRIDES, RANK]  generates while RANK alone is interrupted from decode step four on, and in peace
+
+Prints a list with one entry per task: how each start ended, or what the ranks saw.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from ranks import free_port
+from train_jobs import SMALL
+
+from grpo_mega import platform
+from grpo_mega.config.load import compose_config
+
+HERE = platform.start()
+
+from grpo_mega.assemble import assemble  # noqa: E402
+from grpo_mega.checkpoint.integrity import main_says  # noqa: E402
+from grpo_mega.data import build_data  # noqa: E402
+from grpo_mega.platform.stop import Interrupted, Stopped  # noqa: E402
+from grpo_mega.reward.compose import build_reward  # noqa: E402
+from grpo_mega.trainer import Trainer  # noqa: E402
+
+
+@contextmanager
+def trainer(root: str, overrides: list[str]) -> Iterator[Trainer]:
+    """A trainer with random weights that has begun, or continues in its run directory."""
+    platform.join_processes(HERE)
+    config = compose_config([*SMALL, "base=none", f"run.root={root}", *overrides])
+    with assemble(config, HERE, build_data(config), build_reward(config.reward)) as built:
+        yield built
+        os.environ["MASTER_PORT"] = str(main_says(free_port))
+
+
+def run(root: str, overrides: list[str], moments: list[str]) -> list[str]:
+    """How each start ended."""
+    return [start(root, overrides, moment) for moment in moments]
+
+
+def start(root: str, overrides: list[str], moment: str) -> str:
+    """Runs until the moment, or to the end."""
+    with trainer(root, overrides) as built:
+        if moment != "end":
+            method, *place, call, rank = moment.split(":")
+            if dist.get_rank() == int(rank):
+                owner = built if hasattr(built, method) else built.policy
+                before(owner, method, Signal(built, tuple(place), int(call)))
+                before(built, "state_dict", lambda: built.stop.asked() and os.kill(os.getpid(), signal.SIGUSR1))
+        try:
+            built.run()
+        except Stopped as stopped:
+            return str(stopped)
+        return "completed"
+
+
+def before(thing: Any, method: str, work: Callable[[], Any]) -> None:
+    """Has `work` done whenever the method is called."""
+    original = getattr(thing, method)
+
+    def followed(*arguments: Any, **named: Any) -> Any:
+        work()
+        return original(*arguments, **named)
+
+    setattr(thing, method, followed)
+
+
+class Signal:
+    """Sends SIGTERM to this process at the n-th call that is made at the right place of a run."""
+
+    def __init__(self, trainer: Trainer, place: tuple[str, ...], call: int) -> None:
+        self.trainer, self.place, self.left = trainer, place, call
+
+    def __call__(self) -> None:
+        rest = self.trainer.in_progress
+        self.left -= (str(self.trainer.step), str(len(rest.updates)) if rest else "-") == self.place
+        if self.left == 0:
+            self.left = -1
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def generate(root: str, overrides: list[str], rank: int) -> dict[str, Any]:
+    """[given up, passes before that, passes in peace] of every rank, and whether peace brings the same afterwards."""
+    with trainer(root, overrides) as built:
+        calls = []
+        before(built.policy, "hidden_states", lambda: calls.append(None))
+
+        def samples(interrupted: Callable[[], bool] | None) -> list | None:
+            calls.clear()
+            try:
+                return built.engine.generate(built.data.test, 4, built.sampling, 0, interrupted)
+            except Interrupted:
+                return None
+
+        first = samples(None)
+        in_peace = len(calls)
+        given_up = samples(lambda: dist.get_rank() == rank and len(calls) > 4) is None
+        seen: list = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, (given_up, len(calls), in_peace))
+        return {"ranks": seen, "same": samples(lambda: False) == first is not None}
+
+
+if __name__ == "__main__":
+    tasks = {"run": run, "generate": generate}
+    print(json.dumps([tasks[name](sys.argv[1], *rest) for name, *rest in json.loads(sys.argv[2])]))
