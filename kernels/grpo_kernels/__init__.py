@@ -5,9 +5,22 @@ never holding [tokens, vocabulary]: `linear_logprob`, `linear_grpo_loss`, and `l
 """
 
 from grpo_kernels.dispatch import Backend, backend
-from grpo_kernels.linear import linear_logprob, linear_token_loss
+from grpo_kernels.linear import linear_grpo_loss, linear_logprob, linear_token_loss
 from grpo_kernels.logits import linear_logits
 from grpo_kernels.logprob import fused_logprob
+from grpo_kernels.loss import fused_grpo_loss
+from grpo_kernels.metrics import Metrics
 from grpo_kernels.options import GRPOLoss
 
-__all__ = ["Backend", "GRPOLoss", "backend", "fused_logprob", "linear_logits", "linear_logprob", "linear_token_loss"]
+__all__ = [
+    "Backend",
+    "GRPOLoss",
+    "Metrics",
+    "backend",
+    "fused_grpo_loss",
+    "fused_logprob",
+    "linear_grpo_loss",
+    "linear_logits",
+    "linear_logprob",
+    "linear_token_loss",
+]

@@ -53,8 +53,7 @@ class Head:
 
     def local_stats(self, logits: Tensor, ids: Tensor) -> Tensor:
         """[r, 4] statistics of a chunk's logits and its global ids [r], of this rank's columns."""
-        local = ids - self.shard.start
-        return self.operations.row_stats(logits, local, None, self.shard.columns, self.inv_temperature)
+        return self.operations.row_stats(logits, self._local(ids), None, self.shard.columns, self.inv_temperature)
 
     def merged(self, stats: Tensor) -> Tensor:
         """[r, 4] of this rank's columns -> of whole rows; every rank must call it."""
@@ -78,7 +77,7 @@ class Head:
         out = logits if same else torch.empty_like(logits, dtype=operands.hidden.dtype)
         self.operations.row_gradient_(
             logits,
-            ids - self.shard.start,
+            self._local(ids),
             None,
             self.shard.columns,
             self.inv_temperature,
@@ -100,6 +99,9 @@ class Head:
             return mine
         dist.all_reduce(grad_hidden, group=self.shard.group)
         return grad_hidden
+
+    def _local(self, ids: Tensor) -> Tensor:
+        return ids - self.shard.start if self.shard.start else ids
 
     @property
     def gathers(self) -> bool:

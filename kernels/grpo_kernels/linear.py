@@ -37,7 +37,10 @@ from torch.autograd.function import once_differentiable
 
 from grpo_kernels import checks
 from grpo_kernels.chunked import Gradients, Head, How, Operands, head
+from grpo_kernels.metrics import Metrics, metrics
+from grpo_kernels.options import GRPOLoss
 from grpo_kernels.premade import PremadeGradients
+from grpo_kernels.token_loss import TokenLosses, Tokens, token_losses
 
 PerToken = dict[str, Tensor]
 TokenLoss = Callable[[Tensor, Tensor, slice], tuple[Tensor, PerToken]]
@@ -93,6 +96,54 @@ def linear_token_loss(
     return premade_loss(made, hidden, weight, ids, differentiated(token_loss), main_grad, grad_scale)
 
 
+def linear_grpo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    old_logprob: Tensor | None,
+    ref_logprob: Tensor | None,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    options: GRPOLoss,
+    rollout_logprob: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    main_grad: Tensor | None = None,
+    grad_scale: float = 1.0,
+    **how: Unpack[How],
+) -> tuple[Tensor, Metrics]:
+    """`fused_grpo_loss` from hidden states, with gradients made in the forward pass.
+
+    Under "gspo" the log-probs are made first, in a pass of their own: a token's gradient needs its whole sequence. For
+    the vectors and `options` see `fused_grpo_loss`, for the last two named ones `linear_token_loss`, for the others the
+    module.
+
+    Returns:
+        The scalar float32 loss, whose `backward` runs once, and metrics.
+
+    Raises:
+        ValueError, TypeError: An argument is bad; names it.
+    """
+    made = head(hidden, weight, ids, **how)
+    tokens = Tokens(advantages, weights, old_logprob, ref_logprob, rollout_logprob, cu_seqlens)
+    checks.require_tokens(tokens, options, len(ids), hidden.device)
+    if main_grad is not None:
+        checks.require_main_grad(main_grad, weight, grad_scale)
+    known: TokenLosses | None = None
+    if options.kind == "gspo":
+        with torch.no_grad():
+            logprob, entropy = _LinearLogProb.apply(hidden, weight, ids, made)
+        known = token_losses(logprob, entropy, tokens, options)
+
+    def derivatives(logprob: Tensor, entropy: Tensor, part: slice) -> Derivatives:
+        found = token_losses(logprob, entropy, tokens.part(part), options) if known is None else known.part(part)
+        logged = {"weight": found.weight, "log_ratio": found.log_ratio, "kl": found.kl, "clipped": found.clipped}
+        return found.loss, found.grad_logprob, found.grad_entropy, logged | {"logprob": logprob, "entropy": entropy}
+
+    loss, logged = premade_loss(made, hidden, weight, ids, derivatives, main_grad, grad_scale)
+    return loss, metrics(old=old_logprob, **logged)
+
+
 def premade_loss(
     made: Head,
     hidden: Tensor,
@@ -135,8 +186,9 @@ def _chunk_loss(
     stats = made.merged(made.local_stats(logits, ids))
     losses, by_logprob, by_entropy, extras = derivatives(*made.logprob_and_entropy(stats), part)
     if gradients is not None:
-        by_entropy = None if by_entropy is None else by_entropy * scale
-        gradients.add(operands, part, made.gradient(operands, logits, ids, stats, by_logprob * scale, by_entropy))
+        if scale != 1:
+            by_logprob, by_entropy = by_logprob * scale, None if by_entropy is None else by_entropy * scale
+        gradients.add(operands, part, made.gradient(operands, logits, ids, stats, by_logprob, by_entropy))
     return losses, extras
 
 

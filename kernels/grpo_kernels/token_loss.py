@@ -8,14 +8,15 @@ With ratio rho = exp(logprob - old), advantage A and c = exp(old - rollout) (see
     loss    weight * (policy term * correction + kl_coef * KL(policy || reference) - entropy_coef * entropy)
 
 A log-prob of -inf (the target's logit is -inf) has ratio 0. Under ppo and gspo its policy term is finite; under cispo,
-and with a KL term, its loss is infinite, for the caller to refuse. A NaN in an input is a NaN in that token's loss (in
+and with a KL term, its loss is not, for the caller to refuse. A NaN in an input is a NaN in that token's loss (in
 the losses of its sequence under gspo), unless its weight is 0.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,7 @@ class TokenLosses:
 
     Attributes:
         loss: Weighted loss of each token.
+        weight: Its weight after the correction.
         grad_logprob: Derivative of the sum of the losses with respect to the token's log-prob.
         grad_entropy: The same for its entropy; None when the loss has no entropy term.
         log_ratio: Logarithm of the importance ratio (of the sequence under gspo).
@@ -66,11 +68,18 @@ class TokenLosses:
     """
 
     loss: Tensor
+    weight: Tensor
     grad_logprob: Tensor
     grad_entropy: Tensor | None
     log_ratio: Tensor
     kl: Tensor
     clipped: Tensor
+
+    def part(self, tokens: slice) -> TokenLosses:
+        """Those of some of the tokens."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        cut: dict[str, Any] = {name: value if value is None else value[tokens] for name, value in values.items()}
+        return TokenLosses(**cut)
 
 
 def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: GRPOLoss) -> TokenLosses:
@@ -95,6 +104,7 @@ def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: GRPO
         loss = loss - options.entropy_coef * entropy
     return TokenLosses(
         loss=_zero_unless(counted, loss * weight),
+        weight=weight,
         grad_logprob=grad,
         grad_entropy=-options.entropy_coef * weight if options.entropy_coef else None,
         log_ratio=log_ratio,

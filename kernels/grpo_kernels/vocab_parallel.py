@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.rows import FLOOR
+from grpo_kernels.rows import FLOOR, LOWEST
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Shard:
         """[n, 4] statistics of this rank's columns -> of whole rows. Every rank of the group must call it."""
         if self.ranks == 1 or not len(stats):
             return stats
-        parts = stats.new_empty(self.ranks, *stats.shape)
+        parts = stats.new_empty(self.ranks * len(stats), stats.shape[1])
         dist.all_gather_into_tensor(parts, stats, group=self.group)
-        return merge_stats(parts.unbind(), inv_temperature)
+        return merge_stats(parts.chunk(self.ranks), inv_temperature)
 
 
 def shard_of(width: int, vocab_start: int | None, vocab_size: int | None, group: dist.ProcessGroup | None) -> Shard:
@@ -64,7 +64,7 @@ def shard_of(width: int, vocab_start: int | None, vocab_size: int | None, group:
 def merge_stats(parts: Sequence[Tensor], inv_temperature: float) -> Tensor:
     """[n, 4] statistics (see `row_stats`) of each shard, in order -> [n, 4] of the rows they make up."""
     maximum = torch.stack([part[:, 0] for part in parts]).amax(0)
-    finite = torch.where(maximum == -torch.inf, 0.0, maximum)
+    finite = maximum.clamp(min=LOWEST)
     s, w = torch.zeros_like(maximum), torch.zeros_like(maximum)
     for part in parts:
         shift = ((part[:, 0] - finite) * inv_temperature).clamp_(min=FLOOR)

@@ -1,0 +1,69 @@
+"""What to log about a loss: a few numbers, reduced on the device; nothing here waits for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.token_loss import CLIP_DUAL, CLIP_HIGH, CLIP_LOW
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Over the tokens whose weight is not 0, on this rank; 0-dimensional float32 tensors but for `logprob`.
+
+    Attributes:
+        tokens: How many there are. With 0 the means are 0, the minimum is inf and the maximum -inf.
+        clip_low, clip_high, clip_dual: Fraction whose ratio is beyond that bound (`TokenLosses.clipped`).
+        kl: Mean estimate of KL(policy || reference), in the loss or not; 0 without a reference.
+        kl_old: Mean k3 estimate of KL(old || policy), whose samples the old policy drew.
+        entropy: Mean.
+        ratio, ratio_min, ratio_max: Mean and extremes of the importance ratio, the sequence's under gspo.
+        logprob: [n] log-prob of every token; meaningless where the weight is 0.
+    """
+
+    tokens: Tensor
+    clip_low: Tensor
+    clip_high: Tensor
+    clip_dual: Tensor
+    kl: Tensor
+    kl_old: Tensor
+    entropy: Tensor
+    ratio: Tensor
+    ratio_min: Tensor
+    ratio_max: Tensor
+    logprob: Tensor
+
+
+def metrics(
+    weight: Tensor, logprob: Tensor, entropy: Tensor, old: Tensor | None, log_ratio: Tensor, kl: Tensor, clipped: Tensor
+) -> Metrics:
+    """All arguments are [n], see `TokenLosses`; `old` None means the policy itself."""
+    counted = weight != 0
+    tokens = counted.sum().float()
+    difference = torch.zeros_like(logprob) if old is None else logprob - old
+    ratio = log_ratio.exp()
+
+    def mean(values: Tensor) -> Tensor:
+        return torch.where(counted, values, 0.0).sum() / tokens.clamp(min=1)
+
+    return Metrics(
+        tokens=tokens,
+        clip_low=mean((clipped == CLIP_LOW).float()),
+        clip_high=mean((clipped == CLIP_HIGH).float()),
+        clip_dual=mean((clipped == CLIP_DUAL).float()),
+        kl=mean(kl),
+        kl_old=mean(torch.expm1(difference) - difference),
+        entropy=mean(entropy),
+        ratio=mean(ratio),
+        ratio_min=-_largest(torch.where(counted, -ratio, -torch.inf)),
+        ratio_max=_largest(torch.where(counted, ratio, -torch.inf)),
+        logprob=logprob,
+    )
+
+
+def _largest(values: Tensor) -> Tensor:
+    """-inf when there is no value."""
+    return torch.cat([values, values.new_full((1,), -torch.inf)]).amax()

@@ -1,0 +1,390 @@
+"""The row operations of `rows.py` as Triton kernels; same signatures, same results within rounding.
+
+A program goes through rows, not tiles: what a row gives does not depend on how many there are, and nothing is added up
+atomically. Each lane (the elements of one 16-byte load) keeps its own maximum and sums, so that the loop over a row has
+no barrier and takes one exponential per element and one per load; lanes are merged at the row's end, in a fixed order.
+
+Passes over the logits: `row_stats` reads once. `row_gradient_` reads and writes once. `grpo_rows_` reads, reads again
+and writes; so few rows are under way at a time that the second reading should find them in the L2 cache.
+
+Recompiled only for a dtype, the presence of an argument, and divisibility by 16 of width and stride.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kernels import launch
+from grpo_kernels.options import GRPOLoss
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# 2^FLOOR is 0 in float32; a shift clamped here keeps 0 * -inf, which is NaN, out of the sums.
+FLOOR: tl.constexpr = tl.constexpr(-300.0)
+
+L2_SHARE = 0.75
+"""Part of the L2 cache that the rows under way may fill."""
+STATS_AT_ONCE, GRADIENT_AT_ONCE, GRPO_AT_ONCE = 6, 5, 4
+"""Programs of 8 warps that share a multiprocessor; `registers_for` gives each thread its part."""
+
+
+# ------------------------------------------------------------------------------------------------ one row
+
+
+@triton.jit
+def _add(x, m, s, w, scale, LANES: tl.constexpr, LANE: tl.constexpr):
+    """Adds [LANES * LANE] logits to the lanes' maxima m, sums s and w, each [LANES]; w in units of log 2."""
+    x = tl.reshape(x.to(tl.float32), [LANES, LANE])
+    peak = tl.maximum(m, tl.max(x, 1))
+    base = tl.where(peak == -float("inf"), 0.0, peak)
+    shift = tl.maximum((m - base) * scale, FLOOR)
+    d = (x - base[:, None]) * scale  # subtracted first: exact for logits that are close to each other
+    e = tl.exp2(d)
+    decay = tl.exp2(shift)
+    w = (w + shift * s) * decay + tl.sum(tl.where(e > 0, d * e, 0.0), 1)
+    return peak, s * decay + tl.sum(e, 1), w
+
+
+@triton.jit
+def _row_sums(row, columns, scale, AGAIN: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr):
+    """m, s and w of the `columns` logits at `row`; `rows.row_stats` defines them. AGAIN: they will be read again."""
+    POLICY: tl.constexpr = "evict_last" if AGAIN else "evict_first"
+    LANES: tl.constexpr = BLOCK // LANE
+    offsets = tl.arange(0, BLOCK)
+    m = tl.full([LANES], -float("inf"), tl.float32)
+    s = tl.zeros([LANES], tl.float32)
+    w = tl.zeros([LANES], tl.float32)
+    whole = columns // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):  # without a mask, which would break up the loads
+        x = tl.load(row + start + offsets, eviction_policy=POLICY)
+        m, s, w = _add(x, m, s, w, scale, LANES, LANE)
+    if whole < columns:
+        column = whole + offsets
+        x = tl.load(row + column, mask=column < columns, other=-float("inf"), eviction_policy=POLICY)
+        m, s, w = _add(x, m, s, w, scale, LANES, LANE)
+    peak = tl.max(m, 0)
+    shift = tl.maximum((m - tl.where(peak == -float("inf"), 0.0, peak)) * scale, FLOOR)
+    decay = tl.exp2(shift)
+    return peak, tl.sum(s * decay, 0), tl.sum((w + shift * s) * decay, 0) * LN_2
+
+
+@triton.jit
+def _target(row, target, columns):
+    """The target's raw logit, -inf when it is not among the columns here."""
+    here = (target >= 0) & (target < columns)
+    return tl.load(row + target, mask=here, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _gradient(x, column, target, m, log2_s, entropy, grad_logprob, grad_entropy, scale, ENTROPY: tl.constexpr):
+    log2_p = (x.to(tl.float32) - m) * scale - log2_s
+    p = tl.exp2(log2_p)
+    gradient = tl.where(column == target, grad_logprob, 0.0) - grad_logprob * p
+    if ENTROPY:
+        gradient -= tl.where(p > 0, grad_entropy * p * (log2_p * LN_2 + entropy), 0.0)
+    return gradient
+
+
+@triton.jit
+def _write_gradient(
+    row, out, target, columns, width, m, s, entropy, grad_logprob, grad_entropy, inv_temperature,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradient of the logits at `row` to `out`, which may be the same; 0 from `columns` to `width`."""
+    scale = inv_temperature * LOG2_E
+    log2_s = tl.log2(s)
+    grad_logprob *= inv_temperature
+    grad_entropy *= inv_temperature
+    offsets = tl.arange(0, BLOCK)
+    whole = columns // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        column = start + offsets
+        x = tl.load(row + column, eviction_policy="evict_first")
+        g = _gradient(x, column, target, m, log2_s, entropy, grad_logprob, grad_entropy, scale, ENTROPY)
+        tl.store(out + column, g.to(out.dtype.element_ty))
+    for start in range(whole, width, BLOCK):
+        column = start + offsets
+        x = tl.load(row + column, mask=column < columns, other=-float("inf"))
+        g = _gradient(x, column, target, m, log2_s, entropy, grad_logprob, grad_entropy, scale, ENTROPY)
+        tl.store(out + column, tl.where(column < columns, g, 0.0).to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _write_zeros(out, width, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    zeros = tl.zeros([BLOCK], out.dtype.element_ty)
+    whole = width // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        tl.store(out + start + offsets, zeros)
+    if whole < width:
+        tl.store(out + whole + offsets, zeros, mask=whole + offsets < width)
+
+
+@triton.jit
+def _visit(index, i, MODE: tl.constexpr):
+    """Row and token of the i-th step (`launch.Visit`), both int64."""
+    step = tl.cast(i, tl.int64)
+    if MODE == 0:
+        return step, step
+    if MODE == 1:
+        return tl.load(index + step), step
+    return step, tl.load(index + step)
+
+
+# ------------------------------------------------------------------------------------------------ one token
+
+
+@triton.jit
+def _exp_tail(x):
+    """exp(x) - 1 - x, as x^2 (1/2 + x/6 + ...) where the terms would cancel."""
+    series = 1 / 40320 + x * (1 / 362880 + x * (1 / 3628800))
+    series = 0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040 + x * series)))))
+    return tl.where(tl.abs(x) < 0.5, x * x * series, tl.exp(x) - 1.0 - x)
+
+
+@triton.jit
+def _policy_term(logprob, log_ratio, advantage, log_low, log_high, log_dual, cispo):
+    """Loss, its derivative in the log-prob and which bound binds, as in `token_loss._policy_term`."""
+    falls, rises = advantage < 0, advantage > 0
+    below, above, far = log_ratio < log_low, log_ratio > log_high, log_ratio > log_dual
+    capped = tl.where(above, log_high, log_ratio)
+    if_falling = tl.where(below, log_low, tl.where(far, log_dual, log_ratio))
+    bounded = tl.where(cispo != 0, tl.where(below, log_low, capped), tl.where(falls, if_falling, capped))
+    surrogate = -advantage * tl.exp(bounded)
+    side = tl.where(below, 1.0, tl.where(above, 2.0, 0.0))
+    if_ppo = tl.where(falls, tl.where(below, 1.0, tl.where(far, 3.0, 0.0)), tl.where(rises & above, 2.0, 0.0))
+    clipped = tl.where(cispo != 0, tl.where(falls | rises, side, 0.0), if_ppo)
+    loss = tl.where(cispo != 0, tl.where(advantage == 0, 0.0, surrogate * logprob), surrogate)
+    return loss, tl.where((cispo != 0) | (clipped == 0), surrogate, 0.0), clipped
+
+
+@triton.jit
+def _kl(logprob, ref, kind):
+    """Estimate of KL(policy || reference) and its derivative in the log-prob, as in `token_loss._kl`."""
+    d = logprob - ref
+    k3 = _exp_tail(-d)
+    k3_derivative = tl.where(tl.abs(d) < 0.5, d - k3, 1.0 - tl.exp(-d))
+    estimate = tl.where(kind == 1, d, tl.where(kind == 2, 0.5 * d * d, k3))
+    return estimate, tl.where(kind == 1, 1.0, tl.where(kind == 2, d, k3_derivative))
+
+
+# ------------------------------------------------------------------------------------------------ kernels
+
+
+@triton.jit(do_not_specialize=["count"])
+def stats_kernel(
+    logits, ids, index, out, count, stride, columns, inv_temperature,
+    MODE: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """`rows.row_stats`; row i of `out` [count, 4] for the i-th row."""
+    for i in range(tl.program_id(0), count, tl.num_programs(0)):
+        row, token = _visit(index, i, MODE)
+        pointer = logits + row * stride
+        m, s, w = _row_sums(pointer, columns, inv_temperature * LOG2_E, False, BLOCK, LANE)
+        found = out + token * 4
+        tl.store(found, m)
+        tl.store(found + 1, s)
+        tl.store(found + 2, w)
+        tl.store(found + 3, _target(pointer, tl.load(ids + token), columns))
+
+
+@triton.jit(do_not_specialize=["count"])
+def gradient_kernel(
+    logits, out, ids, index, stats, grad_logprob, grad_entropy,
+    count, stride, out_stride, columns, width, inv_temperature,
+    MODE: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`rows.row_gradient_`."""
+    for i in range(tl.program_id(0), count, tl.num_programs(0)):
+        row, token = _visit(index, i, MODE)
+        g = tl.load(grad_logprob + token, mask=token >= 0, other=0.0)
+        h = tl.load(grad_entropy + token, mask=token >= 0, other=0.0) if ENTROPY else 0.0
+        if (g == 0) & (h == 0):
+            _write_zeros(out + row * out_stride, width, BLOCK)
+        else:
+            found = stats + token * 4
+            m, s, w = tl.load(found), tl.load(found + 1), tl.load(found + 2)
+            _write_gradient(
+                logits + row * stride, out + row * out_stride, tl.load(ids + token), columns, width,
+                m, s, tl.log(s) - w / s, g, h, inv_temperature, ENTROPY, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count", "kl", "cispo"])
+def grpo_kernel(
+    logits, out, ids, index, old, ref, advantage, weight, outputs,
+    count, stride, out_stride, columns, width, inv_temperature,
+    log_low, log_high, log_dual, kl_coef, entropy_coef, kl, cispo,
+    MODE: tl.constexpr, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr, ENTROPY: tl.constexpr,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """`rows.grpo_rows_`; `outputs` is [n, 5], zeros before."""
+    for i in range(tl.program_id(0), count, tl.num_programs(0)):
+        row, token = _visit(index, i, MODE)
+        pointer = logits + row * stride
+        factor = tl.load(weight + token, mask=token >= 0, other=0.0)
+        if factor == 0:
+            if GRADIENT:
+                _write_zeros(out + row * out_stride, width, BLOCK)
+        else:
+            target = tl.load(ids + token)
+            target_logit = _target(pointer, target, columns)
+            m, s, w = _row_sums(pointer, columns, inv_temperature * LOG2_E, GRADIENT, BLOCK, LANE)
+            log_s = tl.log(s)
+            logprob = (target_logit - m) * inv_temperature - log_s
+            entropy = log_s - w / s
+
+            log_ratio = logprob - tl.load(old + token) if HAS_OLD else tl.where(logprob == logprob, 0.0, logprob)
+            loss, g, clipped = _policy_term(
+                logprob, log_ratio, tl.load(advantage + token), log_low, log_high, log_dual, cispo
+            )
+            if HAS_REF:
+                estimate, derivative = _kl(logprob, tl.load(ref + token), kl)
+                loss += tl.where(kl_coef == 0, 0.0, kl_coef * estimate)  # 0 * inf is no loss
+                g += tl.where(kl_coef == 0, 0.0, kl_coef * derivative)
+                tl.store(outputs + token * 5 + 3, estimate)
+            if ENTROPY:
+                loss -= entropy_coef * entropy
+
+            found = outputs + token * 5
+            tl.store(found, loss * factor)
+            tl.store(found + 1, logprob)
+            tl.store(found + 2, entropy)
+            tl.store(found + 4, clipped)
+            if GRADIENT:
+                tl.debug_barrier()  # every thread has read the target's logit before one overwrites it
+                _write_gradient(
+                    pointer, out + row * out_stride, target, columns, width,
+                    m, s, entropy, g * factor, -entropy_coef * factor, inv_temperature, ENTROPY, BLOCK,
+                )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ launches
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kernel is launched.
+
+    Attributes:
+        programs: Number of them; each goes through every `programs`-th row.
+        warps: Threads / 32 of each.
+        registers: Most that a thread gets. Left to itself, the compiler spills, or takes too many.
+        block: Elements that a program handles at a time: two loads of 16 bytes per thread.
+        lane: Elements of one such load.
+    """
+
+    programs: int
+    warps: int
+    registers: int
+    block: int
+    lane: int
+
+
+def shape_of(logits: Tensor, count: int, columns: int, at_once: int, reread: bool) -> Shape:
+    """`at_once` programs of 8 warps per multiprocessor; where rows are read twice, no more than the L2 cache holds."""
+    if not logits.is_cuda:  # the interpreter
+        return _shape(logits, min(count, 8), 8, at_once)
+    device = torch.cuda.get_device_properties(logits.device)
+    bytes_each = device.multi_processor_count * max(columns, 1) * logits.element_size()
+    fitting = int(L2_SHARE * device.L2_cache_size / bytes_each) if reread else at_once
+    if fitting < 2:  # one program alone has to keep its multiprocessor busy
+        return _shape(logits, min(count, device.multi_processor_count), 32, 1)
+    return _shape(logits, min(count, min(fitting, at_once) * device.multi_processor_count), 8, at_once)
+
+
+def _shape(logits: Tensor, programs: int, warps: int, at_once: int) -> Shape:
+    lane = 16 // logits.element_size()
+    return Shape(programs, warps, registers_for(warps, at_once), block=warps * 32 * 2 * lane, lane=lane)
+
+
+def registers_for(warps: int, at_once: int) -> int:
+    """A thread's part of a multiprocessor's 65536 registers, which are handed out in eights."""
+    return 65536 // (at_once * warps * 32) // 8 * 8
+
+
+def row_stats(logits: Tensor, ids: Tensor, rows: Tensor | None, columns: int, inv_temperature: float) -> Tensor:
+    """See `rows.row_stats`."""
+    stats = torch.empty(len(ids), 4, dtype=torch.float32, device=logits.device)
+    if len(ids):
+        index, mode = (ids, launch.EVERY_ROW) if rows is None else (rows, launch.LISTED_ROWS)
+        shape = shape_of(logits, len(ids), columns, STATS_AT_ONCE, reread=False)
+        arguments = (logits, ids, index, stats, len(ids), logits.stride(0), columns, inv_temperature)
+        _launch(stats_kernel, shape, *arguments, MODE=mode, BLOCK=shape.block, LANE=shape.lane)
+    return stats
+
+
+def row_gradient_(
+    logits: Tensor,
+    ids: Tensor,
+    rows: Tensor | None,
+    columns: int,
+    inv_temperature: float,
+    stats: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+    others: str,
+    out: Tensor | None = None,
+) -> None:
+    """See `rows.row_gradient_`."""
+    out = logits if out is None else out
+    visit = launch.visit(out, ids, rows, columns, others)
+    if not visit.count or not visit.width:
+        return
+    shape = shape_of(logits, visit.count, columns, GRADIENT_AT_ONCE, reread=False)
+    entropy = grad_logprob if grad_entropy is None else grad_entropy
+    _launch(
+        gradient_kernel, shape,
+        logits, out, ids, visit.index, stats, grad_logprob, entropy,
+        visit.count, logits.stride(0), out.stride(0), columns, visit.width, inv_temperature,
+        MODE=visit.mode, ENTROPY=grad_entropy is not None, BLOCK=shape.block,
+    )  # fmt: skip
+
+
+def grpo_rows_(
+    logits: Tensor,
+    ids: Tensor,
+    rows: Tensor | None,
+    columns: int,
+    inv_temperature: float,
+    old: Tensor | None,
+    ref: Tensor | None,
+    advantage: Tensor,
+    weight: Tensor,
+    options: GRPOLoss,
+    with_gradient: bool,
+    others: str,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `rows.grpo_rows_`; one launch."""
+    outputs = torch.zeros(len(ids), 5, dtype=torch.float32, device=logits.device)
+    out = logits if out is None else out
+    visit = launch.visit(out, ids, rows, columns, others if with_gradient else "leave")
+    if not visit.count or not visit.width:
+        return outputs
+    shape = shape_of(logits, visit.count, columns, GRPO_AT_ONCE, reread=with_gradient)
+    _launch(
+        grpo_kernel, shape,
+        logits, out, ids, visit.index, advantage if old is None else old, advantage if ref is None else ref,
+        advantage, weight, outputs,
+        visit.count, logits.stride(0), out.stride(0), columns, visit.width, inv_temperature,
+        *astuple(launch.scalars(options)),
+        MODE=visit.mode, HAS_OLD=old is not None, HAS_REF=ref is not None, ENTROPY=options.entropy_coef != 0,
+        GRADIENT=with_gradient, BLOCK=shape.block, LANE=shape.lane,
+    )  # fmt: skip
+    return outputs
+
+
+def _launch(kernel: Any, shape: Shape, *arguments: Any, **constants: Any) -> None:
+    """Runs on the device that holds the tensors, whichever is the current one; vectors may have any stride."""
+    logits, *rest = arguments
+    rest = [value.contiguous() if isinstance(value, Tensor) and value.dim() == 1 else value for value in rest]
+    with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext():
+        kernel[(shape.programs,)](logits, *rest, **constants, num_warps=shape.warps, maxnreg=shape.registers)

@@ -1,0 +1,227 @@
+"""Rows that break kernels, what is right for them in float64, and checks that any implementation has to pass.
+
+`operations` is a module with `row_stats`, `row_gradient_` and `grpo_rows_`, as `grpo_kernels.rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.options import GRPOLoss
+from grpo_kernels.rows import logprob_and_entropy
+from grpo_kernels.token_loss import Tokens, token_losses
+
+INF = float("inf")
+PADDING = 5  # columns behind the real ones
+GAP = 3  # elements between the rows, which nobody may touch
+ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+OPTIONS = {
+    "ppo": GRPOLoss(clip_low=0.2, clip_high=0.28),
+    "ppo, all of it": GRPOLoss(clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl="k3", kl_coef=0.05, entropy_coef=0.01),
+    "k1": GRPOLoss(kl="k1", kl_coef=0.1),
+    "k2": GRPOLoss(kl="k2", kl_coef=0.1, entropy_coef=-0.02),
+    "cispo": GRPOLoss(kind="cispo", clip_low=0.9, clip_high=0.5, kl_coef=0.02),
+}
+
+
+@dataclass
+class Case:
+    """[N, width] logits with a gap between rows, of which `rows` (None: all) count; [n] target columns."""
+
+    logits: Tensor
+    ids: Tensor
+    rows: Tensor | None
+    columns: int
+    temperature: float
+
+    @property
+    def exact(self) -> Exact:
+        listed = self.logits if self.rows is None else self.logits[self.rows]
+        return Exact.of(listed[:, : self.columns].double().cpu(), self.ids.cpu(), self.temperature)
+
+
+@dataclass
+class Exact:
+    """[n, V] log p and p, [n] log-prob of the target and entropy, in float64; a logit of -inf has p = 0."""
+
+    log_p: Tensor
+    p: Tensor
+    logprob: Tensor
+    entropy: Tensor
+    target: Tensor
+    inv_temperature: float
+
+    @classmethod
+    def of(cls, x: Tensor, ids: Tensor, temperature: float) -> Exact:
+        log_p = torch.log_softmax(x / temperature, -1)
+        target = torch.zeros_like(x).scatter_(1, ids[:, None], 1.0)
+        p = log_p.exp()
+        entropy = -torch.where(p > 0, p * log_p, torch.where(p == 0, 0.0, p)).sum(-1)
+        return cls(log_p, p, log_p.gather(1, ids[:, None])[:, 0], entropy, target, 1 / temperature)
+
+    def gradient(self, by_logprob: Tensor, by_entropy: Tensor | None) -> Tensor:
+        grad = by_logprob.double()[:, None] * (self.target - self.p)
+        if by_entropy is not None:
+            spread = torch.where(self.p == 0, 0.0, self.p * (self.log_p + self.entropy[:, None]))
+            grad = grad - by_entropy.double()[:, None] * spread
+        return grad * self.inv_temperature
+
+
+def _first_block(x: Tensor) -> None:
+    x[:, : x.shape[1] // 2 + 1] = -INF
+
+
+def _middle_block(x: Tensor) -> None:
+    x[:, x.shape[1] // 4 : 3 * x.shape[1] // 4] = -INF
+
+
+def _last_block(x: Tensor) -> None:
+    x[:, x.shape[1] // 3 + 1 :] = -INF
+
+
+def _all_but_one(x: Tensor) -> None:
+    kept = x[:, -1].clone()
+    x[:] = -INF
+    x[:, -1] = kept
+
+
+def _lowest(x: Tensor) -> None:
+    x[:, 1::2] = torch.finfo(torch.bfloat16).min
+
+
+ADVERSARIAL: dict[str, Callable[[Tensor], Any]] = {
+    "plain": lambda x: None,
+    "first block -inf": _first_block,
+    "middle block -inf": _middle_block,
+    "last block -inf": _last_block,
+    "all but one -inf": _all_but_one,
+    "lowest finite numbers": _lowest,
+    "all equal": lambda x: x.fill_(3.0),
+    "offset 1e4": lambda x: x.add_(1e4),
+    "offset -1e4": lambda x: x.sub_(1e4),
+    "magnitude 1e4": lambda x: x.mul_(2.5e3),
+}
+
+
+def case(
+    columns: int,
+    change: Callable[[Tensor], Any] = lambda x: None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    listed: bool = False,
+    count: int = 6,
+    temperature: float = 0.9,
+    gap: int = GAP,
+) -> Case:
+    """Random rows of scale 4, changed; targets are finite logits; NaN wherever nobody may read."""
+    generator = torch.Generator().manual_seed(columns)
+    width = columns + PADDING
+    x = torch.randn(count, columns, generator=generator) * 4
+    change(x)
+    x[(x < -1e30).all(1), -1] = 1.0
+    possible = (x > -1e30).float()
+    ids = torch.multinomial(possible, 1, generator=generator)[:, 0]
+    storage = torch.full((count, width + gap), float("nan"), dtype=dtype)
+    storage[:, :columns] = x.to(dtype)
+    rows = None
+    if listed:
+        rows = torch.tensor([4, 1, 2])
+        ids = ids[rows]
+        unlisted = [row for row in range(count) if row not in rows]
+        storage[unlisted] = float("nan")
+        rows = rows.to(device)
+    return Case(storage.to(device)[:, :width], ids.to(device), rows, columns, temperature)
+
+
+def check_stats(operations: Any, c: Case) -> None:
+    """Log-prob and entropy within 1e-5 (and float32's rounding of large ones)."""
+    stats = operations.row_stats(c.logits, c.ids, c.rows, c.columns, 1 / c.temperature)
+    logprob, entropy = logprob_and_entropy(stats, 1 / c.temperature)
+    near(logprob, c.exact.logprob, 1e-5, 3e-7)
+    near(entropy, c.exact.entropy, 1e-5, 3e-7)
+
+
+def check_gradient(operations: Any, c: Case, with_entropy: bool, others: str, out_dtype: torch.dtype | None) -> None:
+    """The gradient, its zeros, what must not be touched; out of place when `out_dtype` is given."""
+    exact, n = c.exact, len(c.ids)
+    by_logprob, by_entropy = torch.linspace(-1, 2, n), torch.linspace(0.5, -0.5, n)
+    by_logprob[1], by_entropy[1] = 0, 0
+    expected = exact.gradient(by_logprob, by_entropy if with_entropy else None)
+    stats = operations.row_stats(c.logits, c.ids, c.rows, c.columns, 1 / c.temperature)
+    _poison(c, 1)
+    before = _storage(c.logits).clone()
+    out = None if out_dtype is None else torch.full_like(_storage(c.logits), 7.0, dtype=out_dtype)
+    out = None if out is None else out[:, : c.logits.shape[1]]
+    device = c.logits.device
+    gradients = (by_logprob.to(device), by_entropy.to(device) if with_entropy else None)
+    operations.row_gradient_(c.logits, c.ids, c.rows, c.columns, 1 / c.temperature, stats, *gradients, others, out)
+    if out is not None:
+        assert torch.equal(_storage(c.logits).cpu().view(torch.uint8), before.cpu().view(torch.uint8))
+    expect_written(c, c.logits if out is None else out, expected, others, poison="nan" if out is None else "7")
+
+
+def check_grpo(operations: Any, c: Case, options: GRPOLoss, old: bool, others: str, gradient: bool) -> None:
+    """All outputs and the gradient, with log-ratios beyond every bound, a masked row of NaN and both signs of A."""
+    exact, n = c.exact, len(c.ids)
+    device = c.logits.device
+    advantage = torch.tensor([1.5, -1.0, 0.0, -2.0, 1.0, -0.5])[:n]
+    weight = torch.tensor([0.3, 0.0, 1.0, 0.5, 0.7, 2.0])[:n]
+    log_ratio = torch.tensor([0.5, 0.1, -0.4, 2.0, -0.1, -0.7])[:n]
+    tokens = Tokens(
+        advantage=_strided(advantage).to(device),
+        weight=_strided(weight).to(device),
+        old=_strided((exact.logprob - log_ratio).float()).to(device) if old else None,
+        ref=_strided((exact.logprob + log_ratio / 3).float()).to(device) if options.kl_coef else None,
+    )
+    doubles = Tokens(*(None if value is None else value.double().cpu() for value in vars(tokens).values()))
+    found = token_losses(exact.logprob, exact.entropy, doubles, options)
+    expected = torch.stack([found.loss, exact.logprob, exact.entropy, found.kl, found.clipped.double()], -1)
+    expected = expected.masked_fill((weight == 0)[:, None], 0.0)
+    _poison(c, 1)
+    outputs = operations.grpo_rows_(
+        c.logits, c.ids, c.rows, c.columns, 1 / c.temperature,
+        tokens.old, tokens.ref, tokens.advantage, tokens.weight, options, gradient, others,
+    )  # fmt: skip
+    near(outputs[:, :4], expected[:, :4], 2e-5, 1e-5)
+    assert torch.equal(outputs[:, 4].cpu().double(), expected[:, 4])
+    if gradient:
+        expected_gradient = exact.gradient(found.grad_logprob, found.grad_entropy)
+        expect_written(c, c.logits, expected_gradient.nan_to_num_(0.0), others, poison="nan")
+
+
+def expect_written(c: Case, found: Tensor, expected: Tensor, others: str, poison: str) -> None:
+    """Listed rows hold the expected gradient; padding and other rows are zero or as they were; gaps as they were."""
+    everything = _storage(found).cpu().double()
+    listed = torch.arange(len(everything)) if c.rows is None else c.rows.cpu()
+    near(everything[listed][:, : c.columns], expected, 1e-6, ROUNDING[found.dtype])
+    unlisted = torch.tensor([row for row in range(len(everything)) if row not in listed], dtype=torch.int64)
+    width = c.columns + PADDING
+    rest = torch.cat([everything[listed][:, c.columns : width].flatten(), everything[unlisted][:, :width].flatten()])
+    untouched = torch.isnan if poison == "nan" else (lambda values: values == 7)
+    assert (rest == 0).all() if others == "zero" else untouched(rest).all()
+    assert untouched(everything[:-1, width:]).all()
+
+
+def near(found: Tensor, expected: Tensor, absolute: float, relative: float) -> None:
+    torch.testing.assert_close(found.cpu().double(), expected.cpu().double(), atol=absolute, rtol=relative)
+
+
+def _strided(vector: Tensor) -> Tensor:
+    """Every other element of a tensor, the rest of which is NaN."""
+    return torch.stack([vector, torch.full_like(vector, float("nan"))], -1)[:, 0]
+
+
+def _poison(c: Case, token: int) -> None:
+    """Fills a row that must not be read with NaN."""
+    c.logits[token if c.rows is None else int(c.rows[token])] = float("nan")
+
+
+def _storage(view: Tensor) -> Tensor:
+    """The view with the gap behind each row."""
+    return view.as_strided((len(view), view.stride(0)), view.stride())
