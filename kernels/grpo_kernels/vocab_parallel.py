@@ -41,9 +41,9 @@ class Shard:
         """[n, 4] statistics of this rank's columns -> of whole rows. Every rank of the group must call it."""
         if self.ranks == 1 or not len(stats):
             return stats
-        parts = stats.new_empty(self.ranks, *stats.shape)
+        parts = stats.new_empty(self.ranks * len(stats), stats.shape[1])
         dist.all_gather_into_tensor(parts, stats, group=self.group)
-        return merge_stats(parts.unbind(), inv_temperature)
+        return merge_stats(parts.chunk(self.ranks), inv_temperature)
 
 
 def shard_of(width: int, vocab_start: int | None, vocab_size: int | None, group: dist.ProcessGroup | None) -> Shard:
