@@ -12,7 +12,7 @@ from grpo_kernels.token_loss import CLIP_DUAL, CLIP_HIGH, CLIP_LOW
 
 @dataclass(frozen=True)
 class Metrics:
-    """Over the tokens whose weight is not 0, on this rank; 0-dimensional float32 tensors but for `logprob`.
+    """Over the tokens whose weight is not 0 after the correction, on this rank; 0-dimensional float32 tensors but for `logprob`.
 
     Attributes:
         tokens: How many there are. With 0 the means are 0, the minimum is inf and the maximum -inf.
@@ -21,7 +21,7 @@ class Metrics:
         kl_old: Mean k3 estimate of KL(old || policy), whose samples the old policy drew.
         entropy: Mean.
         ratio, ratio_min, ratio_max: Mean and extremes of the importance ratio, the sequence's under gspo.
-        logprob: [n] log-prob of every token; meaningless where the weight is 0.
+        logprob: [n] log-prob of every token; 0 where the weight is 0.
     """
 
     tokens: Tensor
@@ -60,7 +60,7 @@ def metrics(
         ratio=mean(ratio),
         ratio_min=-_largest(torch.where(counted, -ratio, -torch.inf)),
         ratio_max=_largest(torch.where(counted, ratio, -torch.inf)),
-        logprob=logprob,
+        logprob=torch.where(counted, logprob, 0.0),
     )
 
 

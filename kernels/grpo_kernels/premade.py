@@ -13,8 +13,8 @@ class PremadeGradients(torch.autograd.Function):
     """A scalar loss whose gradients with respect to some tensors are there already.
 
     `apply(loss, promised, gradients, *tensors)` returns the loss; its backward hands out the gradients (None for none)
-    times the incoming factor. They are scaled in place, so it runs once. `promised` is the factor that gradients
-    elsewhere were already multiplied by, or None; another one is an error.
+    times the incoming factor. They are scaled in place, so it runs once. `promised` is the factor that they, and others
+    elsewhere, were multiplied by beforehand, or None; another one is an error.
     """
 
     @staticmethod
@@ -34,7 +34,7 @@ class PremadeGradients(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if ctx.promised is not None:
             _require_promised(factor, ctx.promised)
-        if factor.is_cuda or factor.item() != 1:  # on a GPU, looking would mean waiting
+        elif factor.is_cuda or factor.item() != 1:  # on a GPU, looking would mean waiting
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(factor)

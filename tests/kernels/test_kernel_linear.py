@@ -1,0 +1,232 @@
+"""Log-probs and losses from hidden states: right, chunked, connected to the graph, and small."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import grpo_kernels
+from grpo_kernels import GRPOLoss
+
+PerToken = dict[str, Tensor]
+PADDING = 3
+
+
+def inputs(count: int, vocab_size: int, size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """[n, H] hidden states and [V + padding, H] weight, both asking for a gradient, and [n] ids."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(count, size, generator=generator)
+    weight = torch.randn(vocab_size + PADDING, size, generator=generator) / math.sqrt(size)
+    weight[vocab_size:] = torch.nan
+    ids = torch.randint(0, vocab_size, (count,), generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), ids
+
+
+def exact(
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """float64 log-probs, entropies, and gradients of sum(a * logprob + b * entropy) without padding."""
+    doubles = [value.detach().double().requires_grad_() for value in (hidden, weight[: len(weight) - PADDING])]
+    log_p = (doubles[0] @ doubles[1].t() / temperature).log_softmax(-1)
+    logprob, entropy = log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    gradients = torch.autograd.grad((logprob * a + entropy * b).sum(), doubles)
+    return logprob.detach(), entropy.detach(), *gradients
+
+
+def weighted(a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor, slice], tuple[Tensor, PerToken]]:
+    """A token loss that is linear in log-prob and entropy."""
+    return lambda logprob, entropy, part: (logprob * a[part] + entropy * b[part], {"p": logprob.exp(), "h": entropy})
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 30),
+    st.integers(1, 50),
+    st.sampled_from([1, 8, 33]),
+    st.sampled_from([1.0, 0.5]),
+    st.sampled_from([1, 7, None]),
+    st.booleans(),
+)
+def test_both_routes_equal_log_softmax(
+    count: int, vocab_size: int, size: int, temperature: float, chunk: int | None, with_entropy: bool
+) -> None:
+    hidden, weight, ids = inputs(count, vocab_size, size)
+    a, b = torch.linspace(-1, 1, count), torch.linspace(1, -2, count) * with_entropy
+    right = exact(hidden, weight, ids, temperature, a, b)
+    how: dict[str, Any] = {"temperature": temperature, "vocab_size": vocab_size, "chunk": chunk}
+    logprob, entropy = grpo_kernels.linear_logprob(hidden, weight, ids, **how)
+    total = (logprob * a).sum() + (entropy * b).sum() * with_entropy
+    recomputed = torch.autograd.grad(total, (hidden, weight))
+    loss, extras = grpo_kernels.linear_token_loss(hidden, weight, ids, weighted(a, b), **how)
+    premade = torch.autograd.grad(loss, (hidden, weight))
+    assert torch.equal(extras["p"], logprob.detach().exp())
+    assert torch.equal(extras["h"], entropy.detach())
+    for found in ((logprob, entropy, *recomputed), (logprob, entropy, *premade)):
+        for value, expected in zip(found, right, strict=True):
+            torch.testing.assert_close(value[: len(expected)].double(), expected, atol=2e-5, rtol=1e-5)
+        assert not found[-1][vocab_size:].any(), "padding has a gradient"
+    assert loss.item() == pytest.approx(float((right[0] * a + right[1] * b).sum()), abs=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 64, 1000])
+def test_no_bit_of_a_log_prob_depends_on_the_chunk(chunk: int) -> None:
+    """With small integers the products are exact, so that any difference is this library's."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randint(-3, 4, (131, 16), generator=generator).float().requires_grad_()
+    weight = torch.randint(-3, 4, (50, 16), generator=generator).float().requires_grad_()
+    ids = torch.randint(0, 50, (131,), generator=generator)
+    options = GRPOLoss(kl_coef=0.1, entropy_coef=0.1)
+    old = torch.randn(131, generator=generator)
+
+    def run(chunk: int) -> list[Tensor]:
+        logprob, entropy = grpo_kernels.linear_logprob(hidden, weight, ids, temperature=0.7, chunk=chunk)
+        vectors = (old - 3, old - 4, old, old.abs())
+        loss, metrics = grpo_kernels.linear_grpo_loss(hidden, weight, ids, *vectors, options=options, chunk=chunk)
+        return [logprob, entropy, loss, *vars(metrics).values()]
+
+    for found, expected in zip(run(chunk), run(131), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("function", ["linear_logprob", "linear_token_loss", "linear_grpo_loss"])
+def test_tokens_times_vocabulary_is_never_there(function: str) -> None:
+    hidden, weight, ids = inputs(2000, 500, 4)
+    ones = torch.ones(2000)
+    with LargestTensor() as seen:
+        if function == "linear_logprob":
+            logprob, entropy = grpo_kernels.linear_logprob(hidden, weight, ids, vocab_size=500, chunk=100)
+            loss = (logprob + entropy).sum()
+        elif function == "linear_token_loss":
+            loss, _ = grpo_kernels.linear_token_loss(
+                hidden, weight, ids, weighted(ones, ones), vocab_size=500, chunk=100
+            )
+        else:
+            loss, _ = grpo_kernels.linear_grpo_loss(
+                hidden, weight, ids, -ones, -ones, ones, ones, options=GRPOLoss(kl_coef=0.1), vocab_size=500, chunk=100
+            )
+        loss.backward()
+    assert seen.elements == 100 * 500
+
+
+class LargestTensor(TorchDispatchMode):
+    """Number of elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        results = result if isinstance(result, tuple | list) else (result,)
+        self.elements = max([self.elements, *(value.numel() for value in results if isinstance(value, Tensor))])
+        return result
+
+
+@pytest.mark.parametrize("count", [0, 5])
+@pytest.mark.parametrize("wanted", ["hidden", "weight"])
+def test_a_gradient_nobody_wants_is_not_made(count: int, wanted: str) -> None:
+    hidden, weight, ids = inputs(count, 9, 4)
+    (weight if wanted == "hidden" else hidden).requires_grad_(False)
+    a = torch.ones(count)
+    loss, _ = grpo_kernels.linear_token_loss(hidden, weight, ids, weighted(a, a), vocab_size=9)
+    logprob, entropy = grpo_kernels.linear_logprob(hidden, weight, ids, vocab_size=9)
+    asked, other = (hidden, weight) if wanted == "hidden" else (weight, hidden)
+    for total in (loss, (logprob + entropy).sum()):
+        total.backward()
+        assert asked.grad is not None
+        assert asked.grad.any() == (count > 0)
+        assert other.grad is None
+        asked.grad = None
+
+
+def test_nothing_is_kept_without_a_gradient() -> None:
+    hidden, weight, ids = inputs(5, 9, 4)
+    with torch.no_grad():
+        logprob, entropy = grpo_kernels.linear_logprob(hidden, weight, ids, vocab_size=9)
+        loss, extras = grpo_kernels.linear_token_loss(
+            hidden, weight, ids, weighted(torch.ones(5), torch.ones(5)), vocab_size=9
+        )
+    assert not any(value.requires_grad for value in (logprob, entropy, loss, *extras.values()))
+    torch.testing.assert_close(loss, (logprob + entropy).sum())
+
+
+@pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16])
+def test_a_bf16_weight_and_the_float32_hidden_states_megatron_hands_out(logits_dtype: torch.dtype) -> None:
+    """Log-probs are those of the rounded hidden states; with float32 logits nothing else is rounded."""
+    hidden, weight, ids = inputs(40, 30, 16)
+    weight = weight.detach().bfloat16().requires_grad_()
+    a, b = torch.linspace(-1, 1, 40), torch.linspace(1, -1, 40)
+    right = exact(hidden.detach().bfloat16(), weight, ids, 1.0, a, b)
+    how: dict[str, Any] = {"vocab_size": 30, "chunk": 7, "logits_dtype": logits_dtype}
+    logprob, entropy = grpo_kernels.linear_logprob(hidden, weight, ids, **how)
+    recomputed = torch.autograd.grad((logprob * a + entropy * b).sum(), (hidden, weight))
+    loss, _ = grpo_kernels.linear_token_loss(hidden, weight, ids, weighted(a, b), **how)
+    near = 1e-5 if logits_dtype == torch.float32 else 0.05
+    torch.testing.assert_close(logprob.double(), right[0], atol=near, rtol=0.0)
+    for by_hidden, by_weight in (recomputed, torch.autograd.grad(loss, (hidden, weight))):
+        assert (by_hidden.dtype, by_weight.dtype) == (torch.float32, torch.bfloat16)
+        torch.testing.assert_close(by_hidden.double(), right[2], atol=near, rtol=near)
+        torch.testing.assert_close(by_weight[:30].double(), right[3], atol=max(near, 0.01), rtol=2**-7)
+
+
+def test_the_weight_s_gradient_goes_straight_into_main_grad() -> None:
+    hidden, weight, ids = inputs(20, 30, 16)
+    a = torch.linspace(-1, 1, 20)
+    loss, _ = grpo_kernels.linear_token_loss(hidden, weight, ids, weighted(a, a), vocab_size=30)
+    by_hidden, by_weight = torch.autograd.grad(loss * 2.5, (hidden, weight))
+    main_grad = torch.ones_like(weight)
+    for _ in range(2):  # two micro-batches
+        loss, _ = grpo_kernels.linear_token_loss(
+            hidden, weight, ids, weighted(a, a), vocab_size=30, main_grad=main_grad, grad_scale=2.5, chunk=6
+        )
+        (loss * 2.5).backward()
+    assert weight.grad is None
+    torch.testing.assert_close(hidden.grad, 2 * by_hidden)
+    torch.testing.assert_close(main_grad, 1 + 2 * by_weight, atol=1e-5, rtol=1e-5)
+
+
+def test_another_factor_than_main_grad_holds_is_refused() -> None:
+    hidden, weight, ids = inputs(5, 9, 4)
+    a = torch.ones(5)
+    loss, _ = grpo_kernels.linear_token_loss(
+        hidden, weight, ids, weighted(a, a), vocab_size=9, main_grad=torch.zeros_like(weight), grad_scale=2.0
+    )
+    with pytest.raises(ValueError, match=r"grad_scale=2\.0.*3\.0"):
+        (loss * 3).backward()
+
+
+def test_a_loss_may_use_only_what_it_likes() -> None:
+    """The entropy alone, a constant, or a number of its own for tokens whose gradient then is 0."""
+    hidden, weight, ids = inputs(6, 9, 4)
+    right = exact(hidden, weight, ids, 1.0, torch.zeros(6), torch.ones(6))
+
+    def gradient(loss: Callable) -> Tensor:
+        total, _ = grpo_kernels.linear_token_loss(
+            hidden, weight, ids, lambda *given: (loss(*given), {}), vocab_size=9, chunk=4
+        )
+        return torch.autograd.grad(total, hidden)[0]
+
+    torch.testing.assert_close(gradient(lambda _, entropy, __: entropy).double(), right[2], atol=1e-6, rtol=1e-5)
+    assert not gradient(lambda logprob, _, __: torch.ones_like(logprob)).any()
+
+
+def test_a_loss_of_the_wrong_shape_is_refused() -> None:
+    hidden, weight, ids = inputs(6, 9, 4)
+    with pytest.raises(ValueError, match=r"token_loss returned losses of shape \[\] for 6 tokens"):
+        grpo_kernels.linear_token_loss(hidden, weight, ids, lambda logprob, _, __: (logprob.sum(), {}), vocab_size=9)
+
+
+def test_broken_hidden_states_break_no_other_row() -> None:
+    hidden, weight, ids = inputs(3, 9, 4)
+    with torch.no_grad():
+        hidden[1] = torch.nan
+    logprob, _ = grpo_kernels.linear_logprob(hidden, weight, ids, vocab_size=9)
+    (by_hidden,) = torch.autograd.grad(logprob[[0, 2]].sum(), hidden)
+    assert logprob.isfinite().tolist() == [True, False, True]
+    assert by_hidden.isfinite().all()
