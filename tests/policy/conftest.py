@@ -45,9 +45,11 @@ def topology() -> Iterator[Topology]:
 def make_policy(topology: Topology) -> MakePolicy:
     """Builds a policy of one of MODELS with the same random weights every time."""
 
-    def make(model: str = "dense", micro_batch_tokens: int = 16384, **changes: Any) -> Policy:
+    def make(
+        model: str = "dense", micro_batch_tokens: int = 16384, vocabulary: int = VOCABULARY, **changes: Any
+    ) -> Policy:
         layout = LayoutConfig(micro_batch_tokens=micro_batch_tokens)
-        policy = Policy(replace(MODELS[model], **changes), layout, VOCABULARY, topology, PLATFORM)
+        policy = Policy(replace(MODELS[model], **changes), layout, vocabulary, topology, PLATFORM)
         policy.initialize(seed=3)
         return policy
 
