@@ -64,11 +64,13 @@ def grpo_rows_(
     """See `rows.grpo_rows_`; `out` is of the logits' dtype, or bfloat16.
 
     Raises:
-        ValueError: These dtypes are not for this kernel.
+        ValueError: The kernel is not for these tensors.
     """
     out = logits if out is None else out
-    if logits.dtype not in TYPES or out.dtype not in {logits.dtype, torch.bfloat16}:
-        raise ValueError(f"logits {logits.dtype} with gradient {out.dtype}: not for backend 'cuda', use 'triton'")
+    if why := why_not(logits.device, logits.dtype, columns):
+        raise ValueError(f"backend 'cuda' cannot be used: {why}")
+    if out.dtype not in {logits.dtype, torch.bfloat16}:
+        raise ValueError(f"backend 'cuda' cannot be used: gradient {out.dtype} of logits {logits.dtype}")
     outputs = torch.zeros(len(ids), 5, dtype=torch.float32, device=logits.device)
     visit = launch.visit(out, ids, rows, columns, others if with_gradient else "leave")
     if not visit.count or not visit.width:

@@ -174,6 +174,9 @@ def test_the_public_functions_agree_with_the_torch_path_and_never_wait_for_the_g
 
 
 def test_dispatch_says_why():
-    chosen = backend(torch.zeros(2, REAL_VOCABULARY, dtype=torch.bfloat16, device="cuda"))
-    assert chosen.name in ("cuda", "triton")
-    assert chosen.why
+    logits = torch.zeros(2, REAL_VOCABULARY, dtype=torch.bfloat16, device="cuda")
+    assert backend(logits).name == "triton"
+    chosen = backend(logits, one_launch=True)
+    hopper = torch.cuda.get_device_capability() >= (9, 0)
+    assert chosen.name == ("cuda" if hopper else "triton"), chosen.why
+    assert "float16" in backend(logits.half(), one_launch=True).why

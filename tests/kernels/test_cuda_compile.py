@@ -44,8 +44,8 @@ def test_at_run_time(dtypes):
 
 def test_what_it_is_not_for_is_said():
     assert "cpu" in cuda_rows.why_not(torch.device("cpu"), torch.float32, 100)
-    logits = torch.zeros(2, 8, dtype=torch.float16)
-    with pytest.raises(ValueError, match="float16"):
+    logits = torch.zeros(2, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="cpu tensors"):
         cuda_rows.grpo_rows_(
             logits, torch.zeros(2, dtype=torch.int64), None, 8, 1.0, None, None, *torch.ones(2, 2), None, True, "zero"
         )
