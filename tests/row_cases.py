@@ -188,18 +188,19 @@ def check_grpo(operations: Any, c: Case, options: GRPOLoss, old: bool, others: s
         c.logits, c.ids, c.rows, c.columns, 1 / c.temperature,
         tokens.old, tokens.ref, tokens.advantage, tokens.weight, options, gradient, others,
     )  # fmt: skip
-    near(outputs[:, :4], expected[:, :4], 2e-5, 1e-5)
+    slack = 5e-7 * float(exact.logprob.abs().max())  # float32 log-probs of -3e4 are 2e-3 apart, and so are their ratios
+    near(outputs[:, :4], expected[:, :4], 2e-5 + slack, 1e-5)
     assert torch.equal(outputs[:, 4].cpu().double(), expected[:, 4])
     if gradient:
         expected_gradient = exact.gradient(found.grad_logprob, found.grad_entropy)
-        expect_written(c, c.logits, expected_gradient.nan_to_num_(0.0), others, poison="nan")
+        expect_written(c, c.logits, expected_gradient.nan_to_num_(0.0), others, "nan", slack)
 
 
-def expect_written(c: Case, found: Tensor, expected: Tensor, others: str, poison: str) -> None:
+def expect_written(c: Case, found: Tensor, expected: Tensor, others: str, poison: str, slack: float = 0) -> None:
     """Listed rows hold the expected gradient; padding and other rows are zero or as they were; gaps as they were."""
     everything = _storage(found).cpu().double()
     listed = torch.arange(len(everything)) if c.rows is None else c.rows.cpu()
-    near(everything[listed][:, : c.columns], expected, 1e-6, ROUNDING[found.dtype])
+    near(everything[listed][:, : c.columns], expected, 1e-6 + slack, ROUNDING[found.dtype])
     unlisted = torch.tensor([row for row in range(len(everything)) if row not in listed], dtype=torch.int64)
     width = c.columns + PADDING
     rest = torch.cat([everything[listed][:, c.columns : width].flatten(), everything[unlisted][:, :width].flatten()])

@@ -30,12 +30,14 @@ class Backend:
         return import_module(MODULES[self.name])
 
 
-def backend(logits: Tensor, override: str | None = None) -> Backend:
+def backend(logits: Tensor, override: str | None = None, one_launch: bool = False) -> Backend:
     """The implementation for logits (or the weight they are made with) like these.
 
     Args:
         logits: Any tensor on the device that matters.
         override: The name of one, taken as it is; None: the best there is.
+        one_launch: Whether loss and gradient are made in one launch, the operation that "cuda" has a kernel of its own
+            for; its others are Triton's.
 
     Raises:
         ValueError: `override` is not the name of one.
@@ -48,4 +50,7 @@ def backend(logits: Tensor, override: str | None = None) -> Backend:
         return Backend("torch", f"{logits.device.type} tensors: the kernels need a GPU")
     if find_spec("triton") is None:
         return Backend("torch", "triton is not installed")
-    return Backend("triton", "a GPU with triton")
+    if not one_launch:
+        return Backend("triton", "a GPU with triton")
+    why_not = import_module(MODULES["cuda"]).why_not(logits.device, logits.dtype, logits.shape[-1])
+    return Backend("triton", f"not cuda: {why_not}") if why_not else Backend("cuda", "rows stay in shared memory")

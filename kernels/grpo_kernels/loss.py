@@ -72,11 +72,12 @@ def fused_grpo_loss(
     tokens = Tokens(advantages, weights, old_logprob, ref_logprob, rollout_logprob, cu_seqlens)
     checks.require_tokens(tokens, options, count, logits.device)
     checks.require_temperature(temperature)
-    operations = choose_backend(logits, backend).operations
+    one_launch = _fits_one_launch(shard, tokens, options)
+    operations = choose_backend(logits, backend, one_launch).operations
     place = (logits.detach(), ids - shard.start, rows, shard.columns, 1.0 / temperature)
     needed = torch.is_grad_enabled() and logits.requires_grad
     with torch.no_grad():
-        if _fits_one_launch(shard, tokens, options):
+        if one_launch:
             losses, found = _in_one_launch(operations, place, tokens, options, needed)
         else:
             losses, found = _from_stats(operations, place, shard, tokens, options, needed)

@@ -1,0 +1,132 @@
+"""`grpo_rows_` as a CUDA kernel that holds a row in the shared memory of eight CTAs: one read, one write.
+
+For float32 and bfloat16 on GPUs of compute capability 9.0 on. The source in `csrc/` is compiled at run time by NVRTC,
+which comes with torch, through `torch.cuda._compile_kernel`: no build step and no host compiler, but a private function
+of torch, so `why_not` tries it before anything depends on it. The other row operations are Triton's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import launch
+from grpo_kernels.options import GRPOLoss
+from grpo_kernels.triton_rows import row_gradient_, row_stats
+
+__all__ = ["grpo_rows_", "row_gradient_", "row_stats", "why_not"]
+
+SOURCES = Path(__file__).with_name("csrc")
+TYPES = {torch.float32: "float", torch.bfloat16: "BFloat16"}
+CTAS, THREADS = 8, 256
+"""Of a cluster, of a CTA; as in `csrc/row_math.cuh`."""
+AT_ONCE = 4
+"""CTAs that a multiprocessor's registers hold."""
+OWN_SHARED_MEMORY = 1024 + 256
+"""Bytes of shared memory that a CTA takes besides its part of a row: the system's, and the kernel's own variables."""
+
+
+def why_not(device: torch.device, dtype: torch.dtype, columns: int) -> str:
+    """Why the kernel cannot take logits like these; empty when it can. Compiles it when nothing else is in the way."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"{device.type} tensors: it is for NVIDIA GPUs"
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return "compute capability below 9.0: no thread block clusters"
+    if dtype not in TYPES:
+        return f"{dtype}: it takes {' and '.join(map(str, TYPES))}"
+    properties = torch.cuda.get_device_properties(device)
+    available = getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
+    if part_bytes(columns, dtype) + OWN_SHARED_MEMORY > available:
+        return f"{columns} columns of {dtype} do not fit the shared memory of {CTAS} CTAs"
+    return _why_not_compiled(_index(device), dtype)
+
+
+def grpo_rows_(
+    logits: Tensor,
+    ids: Tensor,
+    rows: Tensor | None,
+    columns: int,
+    inv_temperature: float,
+    old: Tensor | None,
+    ref: Tensor | None,
+    advantage: Tensor,
+    weight: Tensor,
+    options: GRPOLoss,
+    with_gradient: bool,
+    others: str,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `rows.grpo_rows_`; `out` is of the logits' dtype, or bfloat16.
+
+    Raises:
+        ValueError: The kernel is not for these tensors.
+    """
+    out = logits if out is None else out
+    if why := why_not(logits.device, logits.dtype, columns):
+        raise ValueError(f"backend 'cuda' cannot be used: {why}")
+    if out.dtype not in {logits.dtype, torch.bfloat16}:
+        raise ValueError(f"backend 'cuda' cannot be used: gradient {out.dtype} of logits {logits.dtype}")
+    outputs = torch.zeros(len(ids), 5, dtype=torch.float32, device=logits.device)
+    visit = launch.visit(out, ids, rows, columns, others if with_gradient else "leave")
+    if not visit.count or not visit.width:
+        return outputs
+    vectors = (ids, visit.index, *(advantage if v is None else v for v in (old, ref)), advantage, weight)
+    arguments = [
+        logits, out, *(vector.contiguous() for vector in vectors), outputs,
+        visit.count, logits.stride(0), out.stride(0), columns, visit.width, inv_temperature,
+        *astuple(launch.scalars(options)),
+        visit.mode, int(old is not None), int(ref is not None), int(with_gradient),
+    ]  # fmt: skip
+    with torch.cuda.device(logits.device):
+        kernel = _kernel(_index(logits.device), logits.dtype, out.dtype)
+        bytes_each = part_bytes(columns, logits.dtype)
+        kernel.set_shared_memory_config(bytes_each)
+        grid = CTAS * min(visit.count, _clusters_at_once(logits.device, bytes_each))
+        kernel(grid=(grid, 1, 1), block=(THREADS, 1, 1), args=arguments, shared_mem=bytes_each)
+    return outputs
+
+
+def kernel_source() -> str:
+    """The CUDA source, which includes a header of `SOURCES`."""
+    return (SOURCES / "grpo_rows.cu").read_text()
+
+
+def kernel_name(logits: torch.dtype, out: torch.dtype) -> str:
+    """The kernel of these dtypes, as a C++ expression."""
+    return f"grpo_rows<{TYPES[logits]}, {TYPES[out]}>"
+
+
+@cache
+def _kernel(device: int, logits: torch.dtype, out: torch.dtype) -> Any:
+    with torch.cuda.device(device):
+        return torch.cuda._compile_kernel(kernel_source(), kernel_name(logits, out), cuda_include_dirs=[str(SOURCES)])
+
+
+@cache
+def _why_not_compiled(device: int, dtype: torch.dtype) -> str:
+    try:
+        _kernel(device, dtype, dtype)
+    except Exception as error:  # whatever a private function may do; the reason is passed on
+        return f"torch.cuda._compile_kernel: {type(error).__name__}: {error}"
+    return ""
+
+
+def part_bytes(columns: int, dtype: torch.dtype) -> int:
+    """Shared memory for a CTA's columns; `columns_each` in `csrc/row_math.cuh`."""
+    lane = 16 // dtype.itemsize
+    return (columns + lane - 1 + CTAS * lane - 1) // (CTAS * lane) * 16
+
+
+def _clusters_at_once(device: torch.device, bytes_each: int) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    per_processor = min(AT_ONCE, properties.shared_memory_per_multiprocessor // (bytes_each + OWN_SHARED_MEMORY))
+    return max(1, per_processor * properties.multi_processor_count // CTAS)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

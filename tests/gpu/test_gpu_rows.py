@@ -1,0 +1,182 @@
+"""The kernels on a GPU: the same checks as in the interpreter and on the host, and what only a GPU can show."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import row_cases
+import torch
+
+from grpo_kernels import GRPOLoss, backend, fused_grpo_loss, fused_logprob, linear_logprob
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+REAL_VOCABULARY = 151936
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def operations(request):
+    module = importlib.import_module(f"grpo_kernels.{request.param}_rows")
+    if request.param == "cuda":
+        why = module.why_not(torch.device("cuda"), torch.bfloat16, REAL_VOCABULARY)
+        if why:
+            pytest.skip(why)
+    return module
+
+
+def case(*arguments, **named):
+    return row_cases.case(*arguments, device="cuda", **named)
+
+
+def takes(operations, dtype) -> bool:
+    return dtype != torch.float16 or operations.__name__.endswith("triton_rows")
+
+
+@pytest.mark.parametrize("name", row_cases.ADVERSARIAL)
+@pytest.mark.parametrize("columns", [1, 13, 1000, 4099, REAL_VOCABULARY])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hostile_rows(operations, name, columns, dtype):
+    if not takes(operations, dtype) or (dtype == torch.float16 and "1e4" in name):
+        pytest.skip("not in this dtype")
+    change = row_cases.ADVERSARIAL[name]
+    row_cases.check_stats(operations, case(columns, change, dtype=dtype))
+    row_cases.check_gradient(operations, case(columns, change, dtype=dtype), True, "zero", None)
+    options = row_cases.OPTIONS["ppo, all of it"]
+    row_cases.check_grpo(operations, case(columns, change, dtype=dtype), options, True, "zero", True)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("others", ["zero", "leave"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
+def test_gradient_goes_where_it_should(operations, listed, others, dtype, out_dtype):
+    row_cases.check_gradient(operations, case(4099, dtype=dtype, listed=listed), listed, others, out_dtype)
+
+
+@pytest.mark.parametrize("options", row_cases.OPTIONS)
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("others", ["zero", "leave"])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_loss_of_chosen_rows(operations, options, old, listed, others, gradient):
+    chosen = row_cases.OPTIONS[options]
+    for dtype in filter(lambda dtype: takes(operations, dtype), DTYPES):
+        row_cases.check_grpo(operations, case(4099, dtype=dtype, listed=listed), chosen, old, others, gradient)
+
+
+@pytest.mark.parametrize("gap", range(8))
+def test_rows_that_begin_anywhere_in_16_bytes(operations, gap):
+    options = row_cases.OPTIONS["ppo, all of it"]
+    for dtype in (torch.float32, torch.bfloat16):
+        row_cases.check_grpo(operations, case(4099, dtype=dtype, gap=gap), options, True, "zero", True)
+
+
+def test_the_same_bits_every_time_and_among_any_number_of_rows(operations):
+    """More rows than run at a time, so that clusters and programs go through several."""
+    count, columns = 5000, 32000
+    x = torch.randn(count, columns, device="cuda", dtype=torch.bfloat16) * 4
+    ids = torch.randint(columns, (count,), device="cuda")
+    one, advantage = torch.ones(count, device="cuda"), torch.randn(count, device="cuda")
+    advantage[::7] = 0
+    weight = (torch.rand(count, device="cuda") > 0.2).float()
+    options = GRPOLoss(entropy_coef=0.1)
+
+    def run(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = x[part].clone()
+        vectors = (-one[part], None, advantage[part], weight[part])
+        return operations.grpo_rows_(logits, ids[part], None, columns, 1.0, *vectors, options, True, "zero"), logits
+
+    outputs, gradient = run(slice(None))
+    for part in (slice(None), slice(0, 1), slice(4990, 5000), slice(1000, 2234)):
+        again, gradient_again = run(part)
+        assert torch.equal(outputs[part], again)
+        assert torch.equal(gradient[part], gradient_again)
+    row = operations.row_stats(x, ids, None, columns, 1.0)
+    assert torch.equal(row[4000:4001], operations.row_stats(x[4000:4001], ids[4000:4001], None, columns, 1.0))
+
+
+def test_more_than_2_to_the_31_elements_and_65535_rows(operations):
+    count, columns = 70000, 32768
+    if torch.cuda.mem_get_info()[0] < 3 * count * columns * 2:
+        pytest.skip("needs 14 GB")
+    x = torch.empty(count, columns, device="cuda", dtype=torch.bfloat16).normal_(std=3)
+    ids = torch.randint(columns, (count,), device="cuda")
+    one = torch.ones(count, device="cuda")
+    picked = torch.tensor([0, 65535, 65536, 69999], device="cuda")
+    sample = x[picked].clone()
+    arguments = (None, columns, 1.0, None, None)
+    outputs = operations.grpo_rows_(x, ids, *arguments, one, one, GRPOLoss(), True, "zero")
+    alone = operations.grpo_rows_(sample, ids[picked], *arguments, one[:4], one[:4], GRPOLoss(), True, "zero")
+    assert torch.equal(outputs[picked], alone)
+    assert torch.equal(x[picked], sample)
+
+
+def test_no_number_compiles_a_kernel_again():
+    from grpo_kernels import triton_rows
+
+    def run(count: int, temperature: float, options: GRPOLoss) -> None:
+        logits = torch.randn(count, 4096, device="cuda")
+        ids = torch.zeros(count, dtype=torch.int64, device="cuda")
+        one = torch.ones(count, device="cuda")
+        fused_grpo_loss(logits, ids, one, one, one, one, options=options, temperature=temperature, backend="triton")
+
+    def compiled() -> int:
+        return sum(len(caches[0]) for caches in triton_rows.grpo_kernel.device_caches.values())
+
+    run(5, 1.0, GRPOLoss(kl_coef=0.1))
+    before = compiled()
+    for count, temperature, kl in ((1, 0.5, "k1"), (16, 2.0, "k2"), (17, 1.0, "k3")):
+        run(count, temperature, GRPOLoss(kind="cispo", clip_low=0.5, kl=kl, kl_coef=0.3))
+        run(count, temperature, GRPOLoss(dual_clip=3.0, kl=kl, kl_coef=1.0))
+    assert compiled() == before
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+def test_the_public_functions_agree_with_the_torch_path_and_never_wait_for_the_gpu(name, kind, operations):
+    torch.manual_seed(0)
+    count, columns, hidden = 300, 5003, 64
+    device = {"device": "cuda"}
+    logits = torch.randn(count, columns, **device) * 3
+    ids = torch.randint(columns, (count,), **device)
+    rows = torch.randperm(count, **device)[:200]
+    ids = ids[:200]
+    old, ref, advantage = torch.randn(3, 200, **device) - 8
+    advantage += 8
+    weight = (torch.rand(200, **device) > 0.3) / 200
+    ends = torch.tensor([0, 50, 120, 200], **device) if kind == "gspo" else None
+    options = GRPOLoss(kind=kind, kl_coef=0.1, entropy_coef=0.01)
+    h, w = torch.randn(200, hidden, **device), torch.randn(columns, hidden, **device)
+
+    def run(which: str) -> list[torch.Tensor]:
+        given = logits.clone().requires_grad_()
+        logprob, entropy = fused_logprob(given, ids, rows=rows, temperature=0.8, backend=which)
+        (logprob * advantage + entropy).sum().backward()
+        given_up = logits.clone().requires_grad_()
+        vectors = (old, ref, advantage, weight)
+        loss, metrics = fused_grpo_loss(
+            given_up, ids, *vectors, options=options, rows=rows, cu_seqlens=ends, temperature=0.8, backend=which
+        )
+        loss.backward()
+        of_hidden = linear_logprob(h, w, ids, backend=which)
+        scalars = list(vars(metrics).values())
+        return [logprob, entropy, given.grad, loss, given_up.grad, *of_hidden, *scalars]
+
+    run(name)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = run(name)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for value, expected in zip(found, run("torch"), strict=True):
+        torch.testing.assert_close(value, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_dispatch_says_why():
+    logits = torch.zeros(2, REAL_VOCABULARY, dtype=torch.bfloat16, device="cuda")
+    assert backend(logits).name == "triton"
+    chosen = backend(logits, one_launch=True)
+    hopper = torch.cuda.get_device_capability() >= (9, 0)
+    assert chosen.name == ("cuda" if hopper else "triton"), chosen.why
+    assert "float16" in backend(logits.half(), one_launch=True).why

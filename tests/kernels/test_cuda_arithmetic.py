@@ -1,0 +1,129 @@
+"""The arithmetic of the CUDA kernel, compiled for the host: every thread's work, one thread after the other."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+import row_cases
+import torch
+
+import grpo_kernels
+from grpo_kernels.launch import scalars
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+HEADERS = Path(grpo_kernels.__file__).parent / "csrc"
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class Host:
+    """`grpo_rows_` of the compiled library, for all rows."""
+
+    def __init__(self, library: Path):
+        self.library = ctypes.CDLL(str(library))
+
+    def grpo_rows_(
+        self,
+        logits,
+        ids,
+        rows,
+        columns,
+        inv_temperature,
+        old,
+        ref,
+        advantage,
+        weight,
+        options,
+        gradient,
+        others,
+        out=None,
+    ):
+        assert rows is None
+        assert gradient
+        out = logits if out is None else out
+        outputs = torch.zeros(len(ids), 5)
+        width = logits.shape[1] if others == "zero" else columns
+        held = [v if v is None else v.contiguous() for v in (ids, old, ref, advantage, weight, outputs)]
+        pointers = [ctypes.c_void_p(None if v is None else v.data_ptr()) for v in (logits, out, *held)]
+        sizes = [ctypes.c_int64(size) for size in (len(logits), logits.stride(0), out.stride(0))]
+        numbers = [ctypes.c_float(value) if isinstance(value, float) else value for value in astuple(scalars(options))]
+        function = self.library[f"{DTYPES[logits.dtype]}_{DTYPES[out.dtype]}"]
+        function(*pointers, *sizes, columns, width, ctypes.c_float(inv_temperature), *numbers)
+        return outputs
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory) -> Host:
+    library = tmp_path_factory.mktemp("host") / "grpo_rows_host.so"
+    source = Path(__file__).with_name("grpo_rows_host.cpp")
+    flags = ["-O2", "-std=c++17", "-fno-strict-aliasing", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{HEADERS}"]
+    done = subprocess.run(["g++", *flags, str(source), "-o", str(library)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return Host(library)
+
+
+@pytest.mark.parametrize("name", row_cases.ADVERSARIAL)
+@pytest.mark.parametrize("columns", [1, 13, 4099, 70001])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hostile_rows(host, name, columns, dtype):
+    case = row_cases.case(columns, row_cases.ADVERSARIAL[name], dtype=dtype)
+    row_cases.check_grpo(host, case, row_cases.OPTIONS["ppo, all of it"], True, "zero", True)
+
+
+@pytest.mark.parametrize("options", row_cases.OPTIONS)
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize("others", ["zero", "leave"])
+def test_options(host, options, old, others):
+    row_cases.check_grpo(host, row_cases.case(1000), row_cases.OPTIONS[options], old, others, True)
+
+
+@pytest.mark.parametrize("gap", range(8))
+@pytest.mark.parametrize("columns", [4096, 4099])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_begin_anywhere_in_16_bytes(host, gap, columns, dtype):
+    case = row_cases.case(columns, dtype=dtype, gap=gap)
+    row_cases.check_grpo(host, case, row_cases.OPTIONS["ppo, all of it"], True, "zero", True)
+
+
+def test_a_real_vocabulary(host):
+    case = row_cases.case(151936, dtype=torch.bfloat16)
+    row_cases.check_grpo(host, case, row_cases.OPTIONS["ppo, all of it"], True, "zero", True)
+
+
+@pytest.mark.parametrize("shift", range(4))
+def test_a_bfloat16_gradient_of_float32_logits(host, shift):
+    case = row_cases.case(1000)
+    wide = row_cases.case(1000).logits.clone()
+    in_place = (case.ids, None, 1000, 1 / 0.9, None, None, torch.ones(6), torch.ones(6), row_cases.OPTIONS["ppo"], True)
+    host.grpo_rows_(wide, *in_place, "zero")
+    out = torch.full((6, 1011), 7.0, dtype=torch.bfloat16)[:, shift : shift + 1005]
+    before = case.logits.clone()
+    host.grpo_rows_(case.logits, *in_place, "zero", out=out)
+    assert torch.equal(case.logits[:, :1000], before[:, :1000])
+    assert torch.equal(out, wide.bfloat16())
+
+
+def test_rounding_to_bfloat16_is_torchs(host):
+    """A gradient of +-weight / 2 in two equal columns, for weights that lie between two bfloat16 numbers."""
+    bits = torch.randint(0x3F000000, 0x4F000000, (4096,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    bits[:2048] = (bits[:2048] & ~0xFFFF) | 0x8000  # exactly in the middle
+    weight = bits.view(torch.float32)
+    logits, ones = torch.zeros(4096, 2), torch.ones(4096)
+    out = torch.empty(4096, 2, dtype=torch.bfloat16)
+    options = row_cases.OPTIONS["ppo"]
+    ids = torch.zeros(4096, dtype=torch.int64)
+    host.grpo_rows_(logits, ids, None, 2, 1.0, None, None, ones, weight, options, True, "leave", out=out)
+    assert torch.equal(out[:, 1], (weight / 2).bfloat16())
+    assert torch.equal(out[:, 0], (-weight / 2).bfloat16())
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 57, 64, 4099, 151936])
+def test_python_and_cuda_agree_about_the_launch(host, columns):
+    cuda_rows = pytest.importorskip("grpo_kernels.cuda_rows", reason="triton is not installed", exc_type=ImportError)
+    assert (host.library.ctas(), host.library.threads()) == (cuda_rows.CTAS, cuda_rows.THREADS)
+    for dtype in DTYPES:
+        assert cuda_rows.part_bytes(columns, dtype) == host.library.part_bytes(columns, dtype.itemsize)

@@ -1,0 +1,51 @@
+"""The CUDA kernel compiles for Hopper and Blackwell, with nvcc and as torch does it at run time, without spilling."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+cuda_rows = pytest.importorskip("grpo_kernels.cuda_rows", reason="triton is not installed", exc_type=ImportError)
+KERNELS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_registers_and_spills(architecture, tmp_path):
+    uses = "\n".join(f"void* use_{k} = (void*){cuda_rows.kernel_name(*dtypes)};" for k, dtypes in enumerate(KERNELS))
+    (tmp_path / "kernels.cu").write_text(f'#include "grpo_rows.cu"\n{uses}\n')
+    target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+    flags = ["-std=c++17", target, "-Xptxas", "-v", "-Werror", "all-warnings", "-cubin", f"-I{cuda_rows.SOURCES}"]
+    done = subprocess.run(
+        ["nvcc", *flags, "kernels.cu", "-o", "kernels.cubin"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    registers = [int(found) for found in re.findall(r"Used (\d+) registers", done.stderr)]
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    assert len(registers) == len(KERNELS), done.stderr
+    assert max(registers) * cuda_rows.THREADS * cuda_rows.AT_ONCE <= 65536
+    assert spills == [("0", "0")] * len(KERNELS)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA: no NVRTC either")
+@pytest.mark.parametrize("dtypes", KERNELS)
+def test_at_run_time(dtypes):
+    from torch.cuda._utils import _nvrtc_compile  # what torch.cuda._compile_kernel does before it needs a GPU
+
+    sources = [str(cuda_rows.SOURCES)]
+    binary, name = _nvrtc_compile(cuda_rows.kernel_source(), cuda_rows.kernel_name(*dtypes), "90", sources)
+    assert binary[:4] == b"\x7fELF"
+    assert "grpo_rows" in name
+
+
+def test_what_it_is_not_for_is_said():
+    assert "cpu" in cuda_rows.why_not(torch.device("cpu"), torch.float32, 100)
+    logits = torch.zeros(2, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="cpu tensors"):
+        cuda_rows.grpo_rows_(
+            logits, torch.zeros(2, dtype=torch.int64), None, 8, 1.0, None, None, *torch.ones(2, 2), None, True, "zero"
+        )
