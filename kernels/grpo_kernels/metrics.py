@@ -1,4 +1,4 @@
-"""What to log about a loss: a few numbers, reduced on the device; nothing here waits for it."""
+"""What to log about a loss: a few float32 numbers, reduced on the device; nothing here waits for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_kernels.token_loss import CLIP_DUAL, CLIP_HIGH, CLIP_LOW
 
 @dataclass(frozen=True)
 class Metrics:
-    """Over the tokens whose weight is not 0 after the correction, on this rank; 0-dimensional float32 tensors but for `logprob`.
+    """Over the tokens of this rank whose weight, after the correction, is not 0; all but `logprob` are 0-dimensional.
 
     Attributes:
         tokens: How many there are. With 0 the means are 0, the minimum is inf and the maximum -inf.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from grpo_kernels.dispatch import backend
 
 
 class PremadeGradients(torch.autograd.Function):
@@ -34,11 +37,19 @@ class PremadeGradients(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if ctx.promised is not None:
             _require_promised(factor, ctx.promised)
-        elif factor.is_cuda or factor.item() != 1:  # on a GPU, looking would mean waiting
+        else:
             for gradient in gradients:
                 if gradient is not None:
-                    gradient.mul_(factor)
+                    _scale_(gradient, factor)
         return None, None, None, *gradients
+
+
+def _scale_(gradient: Tensor, factor: Tensor) -> None:
+    """gradient *= factor; nothing when that is 1, which almost every loss comes with."""
+    if backend(gradient).name != "torch":  # on a GPU, looking would mean waiting for it
+        import_module("grpo_kernels.triton_scale").scale_(gradient, factor)
+    elif gradient.is_cuda or factor.item() != 1:
+        gradient.mul_(factor)
 
 
 def _require_promised(factor: Tensor, promised: float) -> None:

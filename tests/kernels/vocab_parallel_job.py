@@ -24,7 +24,7 @@ CU_SEQLENS = torch.tensor([0, 5, 5, 11, 24])
 LOSSES = {
     "ppo": GRPOLoss(dual_clip=2.0, kl_coef=0.1, entropy_coef=0.05),
     "gspo": GRPOLoss(kind="gspo", clip_low=0.02, clip_high=0.03, kl="k2", kl_coef=0.1),
-    "cispo": GRPOLoss(kind="cispo", entropy_coef=0.05, correction="mask", correction_cap=1.2),
+    "cispo": GRPOLoss(kind="cispo", entropy_coef=0.05, correction="mask", correction_cap=1.1),
 }
 
 
