@@ -222,6 +222,7 @@ def _by_step(folder: Path) -> list[Path]:
 
 
 def _model(policy: Policy) -> dict[str, Any]:
+    policy.gather_parameters()  # to be read whole, or to be replaced without a gather still under way
     return {"model": policy.gpt.sharded_state_dict(metadata=dict(METADATA))}
 
 
