@@ -97,6 +97,10 @@ layout.ep=8
 optimizer.distributed=true
 optimizer.distributed=true layout.tp=2 layout.sp=true
 optimizer.distributed=true layout.ep=2
+optimizer.distributed=true optimizer.overlap=true
+optimizer.distributed=true optimizer.overlap=true layout.tp=2 layout.sp=true
+optimizer.distributed=true optimizer.overlap=true layout.pp=2 layout.vpp=2
+optimizer.distributed=true optimizer.overlap=true layout.ep=2
 """.strip().splitlines()
 """What `--all` tries; data parallelism is what is left. What the processes or the model cannot hold is left out."""
 
@@ -286,13 +290,13 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
     policy.initialize(config.run.seed)
     policy.use_optimizer(optimizer)
     batch, loss, temperature = batch or made_up_batch(config, policy), token_loss(config), config.rollout.temperature
-    initial = whole(policy, "data")
+    initial = by_layer(policy.whole_weights())
     policy.gradients(batch, loss, temperature)
-    gradients = whole(policy, "main_grad")  # of a pass of their own: the optimizer clips them
+    gradients = by_layer(policy.whole_gradients())  # of a pass of their own: the optimizer clips them
     done = []
     for _ in range(steps):
         step = policy.update(batch, loss, optimizer.lr, temperature)
-        weights = whole(policy, "data")
+        weights = by_layer(policy.whole_weights())
         done.append({
             "log-probs": step.logprob[batch.mask],
             "loss": step.metrics["loss"],
@@ -339,27 +343,6 @@ def token_loss(config: Config) -> Callable:
     return lambda logprob, known: grpo_token_loss(
         logprob, known.old_logprob, known.ref_logprob, known.advantage, **options
     )
-
-
-def whole(policy: Any, attribute: str) -> Tensors:
-    """The "data" of all parameters and buffers, or the "main_grad" of all parameters, see `by_layer`."""
-    from grpo_mega.policy.shards import gather_whole
-
-    if attribute == "main_grad":
-        gather_gradients(policy)
-    return by_layer(gather_whole(policy.gpt, lambda p: getattr(p, attribute, None)))
-
-
-def gather_gradients(policy: Any) -> None:
-    """Makes the gradient whole on every replica again: a distributed optimizer leaves each its part of the sum."""
-    for chunk in policy.model:
-        for buffer in (
-            chunk.buffers + chunk.expert_parallel_buffers if chunk.ddp_config.use_distributed_optimizer else []
-        ):
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
 
 def by_layer(tensors: Tensors) -> Tensors:

@@ -238,6 +238,7 @@ def _place(path: Path) -> tuple[int, int]:
 
 
 def _model(policy: Policy) -> dict[str, Any]:
+    policy.gather_parameters()  # to be read whole, or to be replaced without a gather still under way
     return {"model": policy.gpt.sharded_state_dict(metadata=dict(METADATA))}
 
 

@@ -239,7 +239,8 @@ class OptimizerConfig:
     distributed: bool = False
     """Shard optimizer state over data parallel ranks (Megatron's distributed optimizer)."""
     overlap: bool = False
-    """Reduce gradients over data parallel ranks while the backward pass goes on."""
+    """Reduce gradients over data parallel ranks while the backward pass goes on; with `distributed`, also gather the
+    updated parameters while the next forward pass goes on."""
 
 
 @dataclass

@@ -26,8 +26,9 @@ from grpo_mega.policy.microbatch import MicroBatch, ScoredTokens, micro_batches
 from grpo_mega.policy.model import DTYPES, build_model
 from grpo_mega.policy.optimizer import build_optimizer, set_learning_rate
 from grpo_mega.policy.packed import PackedTokens
+from grpo_mega.policy.replicas import count_padding, gather_gradients, gather_parameters
 from grpo_mega.policy.router import expert_loads, start_counting
-from grpo_mega.policy.shards import count_parameters, initialize
+from grpo_mega.policy.shards import count_parameters, gather_whole, initialize
 from grpo_mega.policy.topology import Topology
 from grpo_mega.types import Batch
 
@@ -53,7 +54,14 @@ class Gradients:
 
 
 class Policy:
-    """This rank's part of a Megatron model, with its optimizer."""
+    """This rank's part of a Megatron model, with its optimizer.
+
+    Attributes:
+        bucket_size: How many parameters travel together when communication overlaps, about; None for Megatron's
+            choice, 40 million or more.
+    """
+
+    bucket_size: int | None = None
 
     def __init__(
         self,
@@ -92,6 +100,24 @@ class Policy:
     def initialize(self, seed: int) -> None:
         """Random weights, the same in every layout."""
         initialize(self.gpt, seed, self._config.init_std, self._config.layers)
+
+    def gather_parameters(self) -> None:
+        """Makes the parameters whole on every replica; every rank must call it.
+
+        With a distributed optimizer and overlap, an update leaves that to the next forward pass. What reads or replaces
+        parameters outside of one calls this first.
+        """
+        gather_parameters(self.model)
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer of the whole model, see `gather_whole`; every rank must call it."""
+        self.gather_parameters()
+        return gather_whole(self.gpt)
+
+    def whole_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradient of every parameter of the whole model, as `gradients` left it; every rank must call it."""
+        gather_gradients(self.model)
+        return gather_whole(self.gpt, lambda p: getattr(p, "main_grad", None))
 
     def use_optimizer(self, config: OptimizerConfig) -> None:
         """Starts a fresh optimizer; the one before, with its moments, is dropped."""
@@ -234,10 +260,14 @@ class Policy:
             check_for_nan_in_grad=True,
             use_distributed_optimizer=self._distributed_optimizer,
             overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap and self._distributed_optimizer,
+            bucket_size=self.bucket_size,
         )
         wrapped = Float16Module(self.gpt.config, chunk) if self._config.dtype == "bf16" else chunk
         # Later pieces' gradients are ready early and need no buckets of their own, as in Megatron's training loop.
-        return DistributedDataParallel(self.gpt.config, config, wrapped, disable_bucketing=not first)
+        parallel = DistributedDataParallel(self.gpt.config, config, wrapped, disable_bucketing=not first)
+        count_padding(parallel)
+        return parallel
 
 
 def _keep_balancing_in_fp32(gpt: torch.nn.Module) -> None:

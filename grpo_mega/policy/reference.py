@@ -19,11 +19,13 @@ class ReferencePolicy:
         """Starts as the policy is now."""
         self.policy = policy
         self._live = [t for _, t in chain(policy.gpt.named_parameters(), policy.gpt.named_buffers())]
+        policy.gather_parameters()
         self._held = [t.detach().clone() for t in self._live]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Becomes a copy of the policy as it is now (DeepSeek-R1 does so every 400 steps)."""
+        self.policy.gather_parameters()
         for held, live in zip(self._held, self._live, strict=True):
             held.copy_(live)
 
@@ -43,6 +45,7 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        self.policy.gather_parameters()
         for held, live in zip(self._held, self._live, strict=True):
             kept = live.clone()
             live.copy_(held)

@@ -20,7 +20,6 @@ from grpo_mega.algorithm.objective import grpo_token_loss  # noqa: E402
 from grpo_mega.algorithm.weights import token_weights  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, MLAConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
 from grpo_mega.policy.policy import Policy  # noqa: E402
-from grpo_mega.policy.shards import gather_whole  # noqa: E402
 from grpo_mega.policy.topology import join_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
@@ -78,6 +77,8 @@ LAYOUTS = {
     "ep2zero": LayoutConfig(ep=2, micro_batch_tokens=100),
     "tp2dp2zero": LayoutConfig(tp=2, sp=True, micro_batch_tokens=100),
     "vpp2zero": LayoutConfig(pp=2, vpp=2, micro_batch_tokens=100),
+    "pp2dp2zero": LayoutConfig(pp=2, micro_batch_tokens=100),
+    "cp2zero": LayoutConfig(cp=2),
     "recompute": LayoutConfig(recompute="full", micro_batch_tokens=100),
     "selective": LayoutConfig(recompute="selective"),
     "tp2recompute": LayoutConfig(tp=2, sp=True, recompute="full"),
@@ -97,9 +98,17 @@ OPTIMIZERS = {
     "ep2zero": replace(OPTIMIZER, distributed=True, overlap=True),
     "tp2dp2zero": replace(OPTIMIZER, distributed=True, overlap=True),
     "vpp2zero": replace(OPTIMIZER, distributed=True, overlap=True),
+    "pp2dp2zero": replace(OPTIMIZER, distributed=True, overlap=True),
+    "cp2zero": replace(OPTIMIZER, distributed=True, overlap=True),
 }
 VOCAB = 26
 SAMPLING = SamplingParams(max_new_tokens=24, stop_ids=(2,), temperature=1.2, top_p=0.95, top_k=20, seed=5)
+
+
+class SmallBuckets(Policy):
+    """Megatron's own buckets would hold any of these models."""
+
+    bucket_size = 10_000
 
 
 def prompts() -> list[Prompt]:
@@ -113,9 +122,10 @@ def prompts() -> list[Prompt]:
 def one_step(model: ModelConfig, layout: LayoutConfig, optimizer: OptimizerConfig) -> dict:
     """Samples, log-probs, loss and gradients of one step from seeded weights, and what two updates change."""
     topology = join_layout(layout, seed=0)
-    policy = Policy(model, layout, VOCAB, topology, HERE, optimizer.distributed, optimizer.overlap)
+    policy = SmallBuckets(model, layout, VOCAB, topology, HERE, optimizer.distributed, optimizer.overlap)
     policy.initialize(seed=3)
-    samples = EmbeddedEngine(policy, str, concurrent_sequences=16).generate(prompts(), 3, SAMPLING, version=7)
+    engine = EmbeddedEngine(policy, str, concurrent_sequences=16)
+    samples = engine.generate(prompts(), 3, SAMPLING, version=7)
     batch = pack(samples)
     if model.dtype == "bf16":
         batch = pack(made_up(samples))
@@ -143,15 +153,17 @@ def one_step(model: ModelConfig, layout: LayoutConfig, optimizer: OptimizerConfi
         "logprob": scored,
         "sequence_tokens": len(batch.tokens),
         "metrics": found.metrics,
-        "gradients": gather_whole(policy.gpt, lambda p: getattr(p, "main_grad", None)),
+        "gradients": policy.whole_gradients(),
         "parameters": policy.parameters(),
         "expert_loads": found.expert_loads,
     }
-    before = gather_whole(policy.gpt)
+    before = policy.whole_weights()
     policy.use_optimizer(optimizer)
     updates = [policy.update(batch, loss, optimizer.lr, SAMPLING.temperature) for _ in range(2)]
     result["grad_norms"] = [update.metrics["grad_norm"] for update in updates]
-    result["updates"] = {key: whole - before[key] for key, whole in gather_whole(policy.gpt).items()}
+    after = engine.generate(prompts()[:4], 1, SAMPLING, version=8)  # before anything else looks at the new weights
+    result["after"] = {s.token_ids: s.logprobs for s in after}
+    result["updates"] = {key: whole - before[key] for key, whole in policy.whole_weights().items()}
     parallel_state.destroy_model_parallel()
     return result
 
