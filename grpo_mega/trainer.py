@@ -150,7 +150,7 @@ class Trainer:
         Raises:
             Interrupted: A signal arrived in the meantime.
         """
-        algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
+        algorithm = self.config.algorithm
         with self.timer("generate"):
             prompts = self.data.train.take(algorithm.prompts_per_step)
             samples = self.engine.generate(prompts, algorithm.group_size, self.sampling, self.step, self.stop.asked)
@@ -158,18 +158,23 @@ class Trainer:
         with self.timer("reward"):
             groups = self.score(samples)
         batch = self.make_batch(groups)
-        if batch is not None and self.reference:
-            self.obey()
+        if batch is not None:
             with self.timer("logprobs"):
-                batch = batch.with_(ref_logprob=self.reference.logprobs(batch, temperature))
-        if batch is not None and not self.on_policy:
-            self.obey()
-            with self.timer("logprobs"):
-                batch = batch.with_(old_logprob=self.policy.logprobs(batch, temperature))
+                batch = self.with_logprobs(batch)
         self.obey()
         self.tokens["generated"] += sum(len(s.token_ids) for s in samples)
         self.watch_signal(batch)
         return StepInProgress(groups, batch)
+
+    def with_logprobs(self, batch: Batch) -> Batch:
+        """The batch with the log-probs its updates need; a signal is obeyed before each pass."""
+        if self.reference:
+            self.obey()
+            batch = batch.with_(ref_logprob=self.reference.logprobs(batch, self.config.rollout.temperature))
+        if not self.on_policy:
+            self.obey()
+            batch = batch.with_(old_logprob=self.policy.logprobs(batch, self.config.rollout.temperature))
+        return batch
 
     def end_step(self) -> None:
         """The step in progress is done."""
