@@ -10,7 +10,7 @@ from torch import Tensor
 
 import grpo_kernels
 from grpo_kernels import GRPOLoss
-from grpo_kernels.triton_scale import scale_
+from grpo_kernels.triton_scale import PROGRAMS, scale_
 
 N, V = 6, 13
 OPTIONS = [
@@ -69,9 +69,10 @@ def test_log_probs_are_those_of_the_torch_path() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factor", [1.0, -2.0])
-def test_scaling(dtype: torch.dtype, factor: float) -> None:
-    storage = randn(3, 5000).to(dtype)
+@pytest.mark.parametrize(("rows", "columns"), [(2, 5000), (PROGRAMS + 5, 3)])
+def test_scaling(dtype: torch.dtype, factor: float, rows: int, columns: int) -> None:
+    storage = randn(rows, columns + 2).to(dtype)
     expected = storage.clone()
-    expected[:, :4990] *= factor
-    scale_(storage[:, :4990], torch.tensor(factor))
+    expected[:, :columns] *= factor
+    scale_(storage[:, :columns], torch.tensor(factor))
     assert torch.equal(storage, expected)
