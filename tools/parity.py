@@ -114,6 +114,7 @@ TOLERANCES = {
         "gradient, all": (1e-6, 1e-6),
         "gradient, worst": (5e-6, 5e-6),
         "log-probs": (1e-5, 1e-4),
+        "expert load": (0.0, 0.0),
         "expert bias": (0.0, 0.0),
         "loss": (2e-6, 1e-5),
         "gradient norm": (2e-6, 1e-5),
@@ -124,6 +125,7 @@ TOLERANCES = {
         "gradient, all": (0.2, 0.2),
         "gradient, worst": (0.4, 0.4),
         "log-probs": (0.5, 0.5),
+        "expert load": (0.05, 0.05),
         "expert bias": (4e-3, 1e-2),
         "loss": (0.02, 0.02),
         "gradient norm": (0.05, 0.05),
@@ -143,8 +145,10 @@ class Row:
 
     Attributes:
         quantity, step: What it is, and after which optimizer step, from 1.
-        found, one_rank: The value, the mean log-prob, or the L2 norm.
-        difference: The largest absolute one for log-probs and expert biases, else relative; of tensors in L2 norm.
+        found, one_rank: The value; the mean of log-probs, of each expert's share of its layer's tokens, of biases; the
+            L2 norm of other tensors.
+        difference: The largest absolute one for log-probs, experts' shares and biases, else relative; of tensors in L2
+            norm.
         tolerance: The largest difference that passes.
         tensor: The tensor that it is about, if only one.
         first: The first tensor in layer order that is further off than the tolerance.
@@ -302,6 +306,7 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
             "loss": step.metrics["loss"],
             "gradient norm": step.metrics["grad_norm"],
             "update": {key: weights[key].float() - initial[key].float() for key in gradients},
+            "expert load": torch.cat([torch.zeros(0), *(torch.tensor(x) / sum(x) for x in step.expert_loads.values())]),
             "expert bias": torch.cat([torch.zeros(0), *(weights[key] for key in weights if "expert_bias" in key)]),
         })  # fmt: skip
     parallel_state.destroy_model_parallel()
@@ -374,7 +379,7 @@ def compare(found: dict[str, Any], one_rank: dict[str, Any], tolerances: Toleran
 def step_rows(step: int, mine: dict[str, Any], other: dict[str, Any], tolerances: Tolerances) -> list[Row]:
     """The comparisons of one optimizer step."""
     rows = []
-    for name in ("log-probs", "expert bias"):
+    for name in ("log-probs", "expert load", "expert bias"):
         a, b = mine[name], other[name]
         if len(b):
             off = (a - b).abs().max().item() if a.shape == b.shape else math.inf

@@ -31,7 +31,7 @@ def gather_parameters(model: list[DistributedDataParallel]) -> None:
 
 
 def gather_gradients(model: list[DistributedDataParallel]) -> None:
-    """Makes the reduced gradients of the last backward pass whole, to compare them; an update reads its part only."""
+    """Makes the reduced gradients of the last backward pass whole, for comparing; an update reads its part only."""
     for chunk in model:
         sharded = chunk.ddp_config.use_distributed_optimizer
         for buffer in chunk.buffers + chunk.expert_parallel_buffers if sharded else []:

@@ -107,7 +107,7 @@ def expert_loads(model: torch.nn.Module) -> dict[int, list[float]]:
         loads = dict(zip((router.layer_number for router in routers), counted.tolist(), strict=True))
     stages: list = [None] * parallel_state.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(stages, loads, group=parallel_state.get_pipeline_model_parallel_group())
-    return {layer: load for stage in stages for layer, load in stage.items()}
+    return dict(sorted(item for stage in stages for item in stage.items()))
 
 
 def _routers(model: torch.nn.Module) -> Iterator[PackedRouter]:

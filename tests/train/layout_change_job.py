@@ -29,7 +29,7 @@ from grpo_mega.policy.topology import join_layout  # noqa: E402
 from grpo_mega.stages.supervised import supervised_update  # noqa: E402
 
 MODEL = ModelConfig(
-    layers=2,
+    layers=4,
     hidden=64,
     heads=4,
     kv_heads=2,
@@ -42,8 +42,16 @@ LAYOUTS = {
     "single": LayoutConfig(),
     "tp2pp2": LayoutConfig(tp=2, pp=2, sp=True),
     "ep2dp2": LayoutConfig(ep=2),
+    "vpp2": LayoutConfig(pp=2, vpp=2),
+    "cp2": LayoutConfig(cp=2),
 }
 VOCAB = 26
+
+
+class SmallBuckets(Policy):
+    """Megatron's own buckets would hold the whole model."""
+
+    bucket_size = 10_000
 
 
 def documents(step: int) -> list[tuple[list[int], int]]:
@@ -54,10 +62,8 @@ def documents(step: int) -> list[tuple[list[int], int]]:
 
 def leg(folder: Path, name: str, start: int, end: int, layout: LayoutConfig, optimizer: str) -> None:
     """Steps `start` + 1 to `end` of the story `name` under a layout; `optimizer` is plain, distributed or bf16."""
-    model = replace(MODEL, dtype="bf16" if optimizer == "bf16" else "fp32")
-    policy = Policy(
-        model, layout, VOCAB, join_layout(layout, seed=0), HERE, distributed_optimizer=optimizer == "distributed"
-    )
+    model, sharded = replace(MODEL, dtype="bf16" if optimizer == "bf16" else "fp32"), optimizer == "distributed"
+    policy = SmallBuckets(model, layout, VOCAB, join_layout(layout, seed=0), HERE, sharded, overlap=sharded)
     policy.initialize(seed=4)
     # With Adam's own epsilon, the first update of a weight whose gradient is at rounding level has a random sign.
     policy.use_optimizer(OptimizerConfig(lr=1e-3, eps=1e-5))

@@ -17,7 +17,10 @@ TOLERANCE = 5e-6
 
 @pytest.fixture(scope="module")
 def distances(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Two steps each on TP2 x PP2, EP2 x DP2, one rank, and TP2 x PP2 again; and eight steps on one rank."""
+    """Two steps each on TP2 x PP2, EP2 x DP2, one rank, and TP2 x PP2 again; and eight steps on one rank.
+
+    Another story leaves behind step 2 for interleaved stages and context parallelism, and comes back to TP2 x PP2.
+    """
     folder = str(tmp_path_factory.mktemp("layouts"))
     every = (*OPTIMIZERS, "bf16")
     run_ranks(JOB, 4, [folder, *(f"moved:{leg}:{o}" for o in every for leg in ("0:2:tp2pp2", "2:4:ep2dp2"))])
@@ -25,22 +28,31 @@ def distances(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, f
     run_ranks(JOB, 1, [folder, *(f"moved:4:6:single:{o}" for o in every), *stayed])
     pairs = [f"moved-{step}-{o}=moved-{step}-{o}-again" for step in (2, 4, 6) for o in every]
     pairs += [f"stayed-{step}-{o}=moved-{step}-{o}" for step in (2, 4, 6, 8) for o in OPTIMIZERS]
+    for o in OPTIMIZERS:
+        shutil.copytree(f"{folder}/moved-2-{o}", f"{folder}/wound-2-{o}")
+    pairs += [f"wound-{step}-{o}=wound-{step}-{o}-again" for step in (2, 4, 6) for o in OPTIMIZERS]
+    pairs += [f"stayed-{step}-{o}=wound-{step}-{o}" for step in (4, 6, 8) for o in OPTIMIZERS]
     back = [f"moved:6:8:tp2pp2:{o}" for o in every]
+    back += [f"wound:{leg}:{o}" for leg in ("2:4:vpp2", "4:6:cp2", "6:8:tp2pp2") for o in OPTIMIZERS]
     return results(run_ranks(JOB, 4, [folder, *back, f"compare:{','.join(pairs)}"]))
 
 
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "bf16"])
+@pytest.mark.parametrize(
+    ("story", "optimizer"), [*(("moved", o) for o in (*OPTIMIZERS, "bf16")), *(("wound", o) for o in OPTIMIZERS)]
+)
 @pytest.mark.parametrize("step", [2, 4, 6])
-def test_weights_and_moments_are_loaded_bit_for_bit(distances, optimizer, step):
-    found = distances[f"moved-{step}-{optimizer}=moved-{step}-{optimizer}-again"]
+def test_weights_and_moments_are_loaded_bit_for_bit(distances, story, optimizer, step):
+    found = distances[f"{story}-{step}-{optimizer}={story}-{step}-{optimizer}-again"]
     assert any("exp_avg_sq" in name and "experts" in name for name in found)
     assert set(found.values()) == {0.0}
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("step", [2, 4, 6, 8])
-def test_every_tensor_stays_with_the_run_that_never_moved(distances, optimizer, step):
-    found = distances[f"stayed-{step}-{optimizer}=moved-{step}-{optimizer}"]
+@pytest.mark.parametrize(
+    ("story", "step"), [*(("moved", step) for step in (2, 4, 6, 8)), *(("wound", step) for step in (4, 6, 8))]
+)
+def test_every_tensor_stays_with_the_run_that_never_moved(distances, story, optimizer, step):
+    found = distances[f"stayed-{step}-{optimizer}={story}-{step}-{optimizer}"]
     assert any("exp_avg." in name for name in found)
     assert {name: distance for name, distance in found.items() if distance > TOLERANCE} == {}
 
