@@ -13,7 +13,6 @@ from torch import Tensor
 
 from grpo_kernels.options import GRPOLoss
 from grpo_kernels.token_loss import Tokens
-from grpo_kernels.vocab_parallel import Shard
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -104,14 +103,6 @@ def require_group(group: dist.ProcessGroup | None) -> None:
         raise TypeError(f"group is {group!r}; pass a torch.distributed.ProcessGroup that this rank is a member of")
     if not dist.is_initialized() or group.rank() < 0:
         raise ValueError("group is not initialised on this rank; call torch.distributed.init_process_group first")
-
-
-def require_shard(shard: Shard, width: int) -> None:
-    """A vocabulary that the ranks' columns can hold."""
-    if shard.start < 0:
-        raise ValueError(f"vocab_start is {shard.start}; it is the global id of the first column here")
-    if shard.vocab_size < 1 or (shard.ranks == 1 and not shard.start and shard.vocab_size > width):
-        raise ValueError(f"vocab_size is {shard.vocab_size}; {width} columns hold 1 to {width} tokens")
 
 
 def require_one_of(name: str, value: object, known: tuple[object, ...]) -> None:

@@ -53,7 +53,6 @@ def fused_logprob(
     checks.require_logits(logits)
     checks.require_group(group)
     shard = shard_of(logits.shape[1], vocab_start, vocab_size, group)
-    checks.require_shard(shard, logits.shape[1])
     checks.require_rows(rows, logits)
     checks.require_ids(ids, len(logits if rows is None else rows), logits.device, shard.vocab_size)
     checks.require_temperature(temperature)

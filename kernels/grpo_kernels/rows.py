@@ -78,9 +78,11 @@ def row_gradient_(
     out = logits if out is None else out
     for piece in _pieces(len(ids), columns, logits.device):
         x = _read(logits, rows, piece, columns)
-        entropy_part = None if grad_entropy is None else grad_entropy[piece]
-        grad = _piece_gradient(x, ids[piece], inv_temperature, stats[piece], grad_logprob[piece], entropy_part)
-        _write(out, rows, piece, columns, grad)
+        into = out[piece, :columns] if rows is None and out.dtype == torch.float32 else None
+        by_entropy = None if grad_entropy is None else grad_entropy[piece]
+        grad = _piece_gradient(x, ids[piece], inv_temperature, stats[piece], grad_logprob[piece], by_entropy, into)
+        if into is None:
+            _write(out, rows, piece, columns, grad)
     if others == "zero":
         _zero_others(out, rows, columns)
 
@@ -167,11 +169,17 @@ def _piece_stats(x: Tensor, ids: Tensor, inv_temperature: float, out: Tensor) ->
 
 
 def _piece_gradient(
-    x: Tensor, ids: Tensor, inv_temperature: float, stats: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
+    x: Tensor,
+    ids: Tensor,
+    inv_temperature: float,
+    stats: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+    into: Tensor | None,
 ) -> Tensor:
-    """[r, columns] float32 gradient of x; `row_gradient_` has the formula."""
+    """[r, columns] float32 gradient of x, made in `into` when that is given; `row_gradient_` has the formula."""
     m, s, w, _ = stats.unbind(-1)
-    d = _scaled_difference(x, m, inv_temperature)
+    d = _scaled_difference(x, m, inv_temperature, into)
     unread = grad_logprob == 0
     if grad_entropy is None:
         grad = d.exp_().mul_((grad_logprob * -inv_temperature / s)[:, None])
@@ -187,9 +195,9 @@ def _piece_gradient(
     return grad.index_fill_(0, for_nothing, 0.0) if len(for_nothing) else grad
 
 
-def _scaled_difference(x: Tensor, m: Tensor, inv_temperature: float) -> Tensor:
+def _scaled_difference(x: Tensor, m: Tensor, inv_temperature: float, into: Tensor | None = None) -> Tensor:
     """(x - m) * inv_temperature in float32, at least FLOOR; a row of -inf alone gets FLOOR, not NaN."""
-    d = torch.sub(x.float(), m.clamp(min=LOWEST)[:, None])
+    d = torch.sub(x.float(), m.clamp(min=LOWEST)[:, None], out=into)
     if inv_temperature != 1.0:
         d.mul_(inv_temperature)
     return d.clamp_(min=FLOOR)

@@ -54,10 +54,17 @@ def shard_of(width: int, vocab_start: int | None, vocab_size: int | None, group:
         vocab_start: Global id of the first column; None: all ranks have this width, in rank order.
         vocab_size: Number of real tokens of all ranks; None: no column of any rank is padding.
         group: The ranks that share the vocabulary, or None.
+
+    Raises:
+        ValueError: The columns cannot hold such a vocabulary; names the argument.
     """
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     start = rank * width if vocab_start is None else vocab_start
     size = ranks * width if vocab_size is None else vocab_size
+    if start < 0 or (ranks == 1 and start > 0):
+        raise ValueError(f"vocab_start is {start}; it is the global id of the first column here, 0 on the only rank")
+    if size < 1 or (size > ranks * width and (ranks == 1 or vocab_start is None)):
+        raise ValueError(f"vocab_size is {size}; {ranks} x {width} columns hold 1 to {ranks * width} tokens")
     return Shard(start, min(max(size - start, 0), width), size, group)
 
 

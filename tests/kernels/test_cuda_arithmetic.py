@@ -60,7 +60,18 @@ class Host:
 def host(tmp_path_factory) -> Host:
     library = tmp_path_factory.mktemp("host") / "grpo_rows_host.so"
     source = Path(__file__).with_name("grpo_rows_host.cpp")
-    flags = ["-O2", "-std=c++17", "-fno-strict-aliasing", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{HEADERS}"]
+    flags = [
+        "-O2",
+        "-std=c++17",
+        "-fno-strict-aliasing",
+        "-fsanitize=alignment",
+        "-fsanitize-undefined-trap-on-error",
+        "-Wall",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        f"-I{HEADERS}",
+    ]
     done = subprocess.run(["g++", *flags, str(source), "-o", str(library)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return Host(library)

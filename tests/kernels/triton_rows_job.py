@@ -136,3 +136,14 @@ def test_no_rows_and_no_columns():
     padding = torch.full((2, 4), torch.nan)  # a shard that holds nothing but padding
     stats = triton_rows.row_stats(padding, torch.tensor([-3, 7]), None, 0, 1.0)
     assert stats.tolist() == [[-torch.inf, 0.0, 0.0, -torch.inf]] * 2
+
+
+def test_padding_gets_no_gradient_even_where_another_shard_s_target_would_lie():
+    logits = torch.zeros(2, 8)
+    logits[:, 5:] = torch.nan
+    ids, one = torch.tensor([6, -1]), torch.ones(2)
+    stats = triton_rows.row_stats(logits, ids, None, 5, 1.0)
+    assert stats[:, 3].tolist() == [-torch.inf] * 2
+    triton_rows.row_gradient_(logits, ids, None, 5, 1.0, stats, one, one, "zero")
+    row_cases.near(logits[:, :5], torch.full((2, 5), -0.2), 1e-6, 0)
+    assert (logits[:, 5:] == 0).all()

@@ -5,6 +5,7 @@
 #ifdef __CUDACC__
 #define INLINE __device__ __forceinline__
 #else
+#include <cassert>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -259,6 +260,7 @@ INLINE void load(const Part<T>& part, T* slots, int thread) {
                    "l"(part.row + column)
                    : "memory");
 #else
+      assert(aligned(part.row + column, 16));
       memcpy(to, part.row + column, 16);
 #endif
     } else {

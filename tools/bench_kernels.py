@@ -1,0 +1,429 @@
+"""Measures the kernels beside every rival that is installed, and checks everybody's numbers against float64.
+
+    python tools/bench_kernels.py --json kernels.json --plot kernels.png
+    python tools/bench_kernels.py --rows 16384 151936 --linear 16384 151936 4096 --dtype float32
+    python tools/bench_kernels.py --check                  # only verifies this project's kernels; exit code 1 if wrong
+    TRITON_INTERPRET=1 python tools/bench_kernels.py --traps    # who gets what wrong, Triton kernels too, without a GPU
+
+Rivals are Liger, TRL, flash-linear-attention, cut-cross-entropy, Megatron's cross entropies, torch and torch.compile:
+`kernel_contenders.py`. The copy and matrix-product ceilings of this machine come first; a contender's time is then
+given as a multiple of the floor, the time those ceilings allow: one reading of the logits for log-probs; one reading
+and one writing for a loss with its gradient; 6 N V H operations for a linear loss. Shapes are those of real models;
+smaller vocabularies are the shards of tensor parallelism. Without a GPU, small sizes run on the CPU.
+
+Each repetition gets fresh logits, copied outside the measured time. Memory is the peak above what was there before.
+"Error" is the worst log-prob error and the relative (L2) error of the gradient in rows spread over the batch. The table
+of traps shows who gives what on rows that occur in practice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernel_contenders import RIVALS, Contender, Problem, Result, options, own
+from torch import Tensor
+
+import grpo_kernels
+from grpo_kernels import reference
+
+GPU_ROWS = [
+    (4096, 128256), (16384, 151936), (32768, 129280), (65536, 151936),
+    (16384, 151936 // 2), (16384, 151936 // 4), (16384, 151936 // 8),
+]  # fmt: skip
+GPU_LINEAR = [(8192, 128256, 2048), (16384, 151936, 4096), (32768, 129280, 7168), (16384, 151936 // 8, 4096)]
+CPU_ROWS, CPU_LINEAR = [(512, 4096), (64, 32000)], [(512, 8192, 128)]
+SAMPLE = 64  # rows compared with float64
+WRONG = 1e-3  # a log-prob error, or a relative gradient error of float32 logits, that is a defect and not rounding
+
+
+@dataclass
+class Line:
+    """One contender's result; times in milliseconds, memory in MiB."""
+
+    operation: str
+    shape: list[int]
+    name: str
+    milliseconds: float | None = None
+    over_floor: float | None = None
+    peak: float | None = None
+    logprob_error: float | None = None
+    gradient_error: float | None = None
+    failed: str = ""
+
+
+@dataclass
+class Ceilings:
+    """What the machine does at best: bytes per second of a copy (read + written), operations per second of products."""
+
+    copy: float
+    product: float
+
+
+def main() -> int:
+    """Runs what the arguments ask for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="verify this project's kernels, measure nothing")
+    parser.add_argument("--traps", action="store_true", help="only the table of traps")
+    parser.add_argument("--rows", type=int, nargs=2, action="append", metavar=("N", "V"), help="a shape of logits")
+    parser.add_argument(
+        "--linear", type=int, nargs=3, action="append", metavar=("N", "V", "H"), help="of hidden states"
+    )
+    parser.add_argument(
+        "--dtype", default=None, choices=["float32", "bfloat16"], help="bfloat16 on a GPU, else float32"
+    )
+    parser.add_argument("--repeat", type=int, default=10, help="repetitions, of which the median counts (10)")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--plot", type=Path, help="draw them here")
+    chosen = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backends = available(device)
+    print(f"{machine(device)}, torch {torch.__version__}; grpo_kernels paths: {', '.join(backends)}")
+    if device.type == "cpu":
+        print("No GPU here: small sizes on the CPU, which say nothing about a GPU.")
+    ours = [contender for backend in backends for contender in own(backend)]
+    if chosen.check:
+        return check(ours, device)
+    missing = sorted({c.library for c in RIVALS if not installed(c.library)})
+    print(f"not installed: {', '.join(missing) or 'nothing'}")
+    triton_runs = device.type == "cuda" or interpreted()
+    field = ours + [c for c in RIVALS if c.library not in missing and (triton_runs or not c.needs_gpu)]
+    if chosen.traps:
+        print(format_traps(table_of_traps(field, device)))
+        return 0
+    dtype = getattr(torch, chosen.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    ceilings = measure_ceilings(device, dtype)
+    print(f"copy {ceilings.copy / 1e9:.0f} GB/s, matrix product {ceilings.product / 1e12:.2f} TFLOP/s in {dtype}")
+    lines = []
+    for shape in shapes(chosen, device):
+        for line in measure_shape(field, shape, dtype, device, ceilings, chosen.repeat):
+            print(describe(line), flush=True)
+            lines.append(line)
+    traps = table_of_traps(field, device)
+    print(format_traps(traps))
+    result = {
+        "machine": machine(device), "torch": torch.__version__, "dtype": str(dtype), "ceilings": asdict(ceilings),
+        "missing": missing, "lines": [asdict(line) for line in lines], "traps": traps,
+    }  # fmt: skip
+    if chosen.json:
+        chosen.json.write_text(json.dumps(result, indent=2) + "\n")
+    if chosen.plot:
+        plot(lines, machine(device), chosen.plot)
+    return 0
+
+
+def available(device: torch.device) -> list[str]:
+    """The paths of grpo_kernels that run here."""
+    if device.type == "cpu":
+        return ["torch", "triton"] if interpreted() else ["torch"]
+    best = grpo_kernels.backend(torch.zeros(1, 1024, device=device), one_launch=True)
+    print(f"best path for a loss: {best.name} ({best.why})")
+    return {"cuda": ["cuda", "triton", "torch"], "triton": ["triton", "torch"], "torch": ["torch"]}[best.name]
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs its kernels on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def installed(library: str) -> bool:
+    """Whether it could be imported."""
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def machine(device: torch.device) -> str:
+    """A name for the device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def shapes(chosen: argparse.Namespace, device: torch.device) -> list[tuple[int, ...]]:
+    """(N, V) and (N, V, H) to measure."""
+    if chosen.rows or chosen.linear:
+        return [tuple(shape) for shape in (chosen.rows or []) + (chosen.linear or [])]
+    return GPU_ROWS + GPU_LINEAR if device.type == "cuda" else CPU_ROWS + CPU_LINEAR
+
+
+# ------------------------------------------------------------------------------------------------ problems
+
+
+def make_problem(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Problem:
+    """Random tokens; log-probs before the update and of the reference near the present ones, so that ratios clip."""
+    torch.manual_seed(0)
+    count, columns, *rest = shape
+    sequences = 16 if count % 16 == 0 and count >= 64 else 1
+    logits = hidden = matrix = None
+    if rest:
+        hidden = torch.randn(count, rest[0], device=device, dtype=dtype)
+        matrix = torch.randn(columns, rest[0], device=device, dtype=dtype) * (4 / rest[0] ** 0.5)
+    else:
+        logits = torch.empty(count, columns, device=device, dtype=dtype).normal_(std=4)
+    ids = torch.randint(columns, (count,), device=device)
+    present = present_logprobs(logits, hidden, matrix, ids)
+    old, ref = (present + 0.2 * torch.randn(count, device=device) for _ in range(2))
+    advantage = torch.randn(sequences, device=device).repeat_interleave(count // sequences)
+    weight = torch.ones(count, device=device)
+    weight.view(sequences, -1)[:, -1] = 0
+    return Problem(logits, hidden, matrix, ids, old, ref, advantage, weight / weight.sum(), sequences)
+
+
+@torch.no_grad()
+def present_logprobs(logits: Tensor | None, hidden: Tensor | None, matrix: Tensor | None, ids: Tensor) -> Tensor:
+    """[N]."""
+    if logits is not None:
+        return grpo_kernels.fused_logprob(logits, ids)[0]
+    return grpo_kernels.linear_logprob(hidden, matrix, ids)[0]
+
+
+def errors(p: Problem, operation: str, found: Result) -> tuple[float | None, float | None]:
+    """(worst log-prob error, relative gradient error) in a sample of the rows that count."""
+    counted = (p.weight != 0).nonzero()[:, 0]
+    rows = counted[torch.linspace(0, len(counted) - 1, min(SAMPLE, len(counted))).long()]
+    linear = p.logits is None
+    logits = (p.hidden[rows].double() @ p.matrix.double().t() if linear else p.logits[rows]).cpu()
+    ids, old, ref, advantage, weight = (v[rows].cpu() for v in (p.ids, p.old, p.ref, p.advantage, p.weight))
+    of = replace(options(operation), kind="ppo")
+    past = (old, ref) if of.kl_coef else (None, None)
+    exact = reference.grpo_loss(logits, ids, *past, advantage, weight, options=of)
+    logprob_error = gradient_error = None
+    if found.logprob is not None:
+        logprob_error = float((found.logprob[rows].cpu().double() - exact.logprob).abs().max())
+    if found.gradient is not None and operation != "gspo":  # that one needs whole sequences
+        expected = exact.gradient.to(p.ids.device) @ p.matrix.double() if linear else exact.gradient
+        difference = found.gradient[rows].double().to(expected.device) - expected
+        gradient_error = float(difference.norm() / expected.norm())
+    return logprob_error, gradient_error
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """The best of several copies and of several products."""
+    size = 2**32 if device.type == "cuda" else 2**28
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    copy = min(seconds(lambda: target.copy_(source), device) for _ in range(10))
+    side = 8192 if device.type == "cuda" else 1024
+    a, b = torch.randn(2, side, side, device=device).to(dtype)
+    product = min(seconds(lambda: torch.mm(a, b), device) for _ in range(10))
+    return Ceilings(2 * size / copy, 2 * side**3 / product)
+
+
+def seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """One run's time on the device; CPU seconds where that is a CPU, which others may be using too."""
+    if device.type == "cpu":
+        begin = time.process_time()
+        run()
+        return time.process_time() - begin
+    begin_event, end_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin_event.record()
+    run()
+    end_event.record()
+    end_event.synchronize()
+    return begin_event.elapsed_time(end_event) / 1e3
+
+
+def measure_shape(
+    field: list[Contender],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    ceilings: Ceilings,
+    repeat: int,
+) -> Iterator[Line]:
+    """Everybody who can do something with this shape, operation by operation."""
+    problem = make_problem(shape, dtype, device)
+    linear = len(shape) == 3
+    for operation in sorted({c.operation for c in field if c.operation.startswith("linear") == linear}):
+        for contender in field:
+            if contender.operation == operation:
+                yield measure(contender, problem, shape, ceilings, repeat)
+
+
+def measure(contender: Contender, problem: Problem, shape: tuple[int, ...], ceilings: Ceilings, repeat: int) -> Line:
+    """Errors and peak memory of the first run, the median time of the later ones; a failure is noted."""
+    line = Line(contender.operation, list(shape), contender.name)
+    device = problem.ids.device
+    try:
+        line.peak, found = peak_of(contender, problem)
+        line.logprob_error, line.gradient_error = errors(problem, contender.operation, found)
+        del found
+        times = []
+        for _ in range(repeat):
+            fresh = problem.fresh()
+            times.append(seconds(lambda: contender.run(fresh), device))  # noqa: B023
+        line.milliseconds = statistics.median(times) * 1e3
+        line.over_floor = statistics.median(times) / floor(contender.operation, problem, shape, ceilings)
+    except Exception as error:  # other people's code: whatever it raises is a result
+        line.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
+    gc.collect()
+    return line
+
+
+def peak_of(contender: Contender, problem: Problem) -> tuple[float | None, Result]:
+    """MiB above what was allocated when it began, without a first run that compiles; None on a CPU."""
+    if problem.ids.device.type == "cpu":
+        return None, contender.run(problem.fresh())
+    contender.run(problem.fresh())
+    torch.cuda.synchronize()
+    fresh = problem.fresh()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = contender.run(fresh)
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20, found
+
+
+def floor(operation: str, problem: Problem, shape: tuple[int, ...], ceilings: Ceilings) -> float:
+    """Seconds that no implementation can beat."""
+    if operation.startswith("linear"):
+        return 6 * shape[0] * shape[1] * shape[2] / ceilings.product
+    passes = 1 if operation == "logprob" else 2
+    return passes * problem.logits.numel() * problem.logits.element_size() / ceilings.copy
+
+
+def describe(line: Line) -> str:
+    """A row of the table."""
+    shape = " x ".join(map(str, line.shape))
+    start = f"{line.operation:17s} {shape:22s} {line.name:29s}"
+    if line.failed:
+        return f"{start} failed: {line.failed}"
+    peak = "" if line.peak is None else f"{line.peak:9.0f} MiB"
+    found = [("log-prob", line.logprob_error), ("gradient", line.gradient_error)]
+    error = ", ".join(f"{name} error {value:.1e}" for name, value in found if value is not None)
+    return f"{start} {line.milliseconds:10.3f} ms {line.over_floor:7.2f} x floor {peak}  {error}"
+
+
+def plot(lines: list[Line], where: str, file: Path) -> None:
+    """Bars of time over the floor, a panel per operation and shape."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    panels: dict[str, list[Line]] = {}
+    for line in lines:
+        if line.milliseconds is not None:
+            panels.setdefault(f"{line.operation}, {' x '.join(map(str, line.shape))}", []).append(line)
+    figure, axes = pyplot.subplots(len(panels), squeeze=False, figsize=(9, 1.2 + 1.6 * len(panels)))
+    for axis, (title, drawn) in zip(axes[:, 0], panels.items(), strict=True):
+        colours = ["tab:blue" if line.name.startswith("grpo_kernels") else "tab:gray" for line in drawn]
+        axis.barh([line.name for line in drawn], [line.over_floor for line in drawn], color=colours)
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_title(f"{title}: time / floor", fontsize=9)
+        axis.invert_yaxis()
+    figure.suptitle(where)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+# ------------------------------------------------------------------------------------------------ traps
+
+TRAPS: dict[str, tuple[tuple[int, int], torch.dtype, Callable[[Tensor], Any]]] = {
+    "float32 logits": ((32, 8192), torch.float32, lambda x: x),
+    "bfloat16 logits": ((32, 8192), torch.bfloat16, lambda x: x),
+    "first half -inf (masks, top-k replay)": ((32, 8192), torch.float32, lambda x: x[:, :4096].fill_(-torch.inf)),
+    "every logit below -104": ((32, 8192), torch.float32, lambda x: x.sub_(200)),
+    "1500 columns, offset -20": ((32, 1500), torch.float32, lambda x: x.sub_(20)),
+    "offset -1e4": ((32, 8192), torch.float32, lambda x: x.sub_(1e4)),
+    "NaN in a row that does not count": ((32, 8192), torch.float32, lambda x: x[-1].fill_(torch.nan)),
+}
+if not interpreted():  # which would take very long
+    TRAPS["70000 tokens in one sequence"] = ((70000, 64), torch.float32, lambda x: x)
+
+
+def table_of_traps(field: list[Contender], device: torch.device) -> dict[str, dict[str, str]]:
+    """trap -> contender -> what happened."""
+    asked = [c for c in field if c.operation in ("logprob", "ppo", "on-policy")]
+    return {
+        trap: {f"{c.name}, {c.operation}": caught(c, trapped(trap, c.operation, device)) for c in asked}
+        for trap in TRAPS
+    }
+
+
+def trapped(trap: str, operation: str, device: torch.device) -> Problem:
+    """The problem of a trap; targets are finite logits."""
+    shape, dtype, change = TRAPS[trap]
+    problem = make_problem(shape, dtype, device)
+    change(problem.logits)
+    problem.ids[:] = problem.logits.nan_to_num(nan=0.0).argmax(-1)
+    problem.old[:] = problem.ref[:] = torch.nan_to_num(present_logprobs(problem.logits, None, None, problem.ids))
+    return replace(problem, sequences=1, advantage=torch.ones_like(problem.advantage)) if shape[0] > 65535 else problem
+
+
+def caught(contender: Contender, problem: Problem) -> str:
+    """ "ok", or what is wrong."""
+    try:
+        found = contender.run(problem.fresh())
+        values = errors(problem, contender.operation, found)
+    except Exception as error:  # as in `measure`
+        return f"fails: {type(error).__name__}"
+    wrong = [value for value in values if value is not None and not value <= limit(problem, contender)]
+    masked = found.gradient is not None and bool(found.gradient[problem.weight == 0].isnan().any())
+    if any(value != value for value in wrong) or masked:
+        return "NaN"
+    return f"error {max(wrong):.1e}" if wrong else "ok"
+
+
+def limit(problem: Problem, contender: Contender) -> float:
+    """Gradients of bfloat16 logits are rounded; nothing else has an excuse."""
+    return 5e-3 if problem.logits.dtype == torch.bfloat16 and contender.operation != "logprob" else WRONG
+
+
+def format_traps(traps: dict[str, dict[str, str]]) -> str:
+    """Who got what wrong."""
+    lines = ["traps:"]
+    for trap, outcomes in traps.items():
+        bad = [f"{name}: {outcome}" for name, outcome in outcomes.items() if outcome != "ok"]
+        lines.append(f"  {trap:38s} {'; '.join(bad) or 'everybody right'}")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------ --check
+
+
+def check(ours: list[Contender], device: torch.device) -> int:
+    """0 when every kernel of this project is right on every trap and on a linear problem."""
+    traps = table_of_traps(ours, device)
+    print(format_traps(traps))
+    bad = [
+        f"{trap}: {name}: {said}" for trap, all_said in traps.items() for name, said in all_said.items() if said != "ok"
+    ]
+    for shape in ((64, 4099), (64, 4099, 128)):
+        for dtype in (torch.float32, torch.bfloat16):
+            problem = make_problem(shape, dtype, device)
+            for contender in ours:
+                if contender.operation.startswith("linear") == (len(shape) == 3):
+                    bad += wrong(contender, problem)
+    print("\n".join(f"WRONG  {line}" for line in bad) or "all right")
+    return 1 if bad else 0
+
+
+def wrong(contender: Contender, problem: Problem) -> list[str]:
+    """What is beyond rounding."""
+    dtype = (problem.hidden if problem.logits is None else problem.logits).dtype
+    logprob_error, gradient_error = errors(problem, contender.operation, contender.run(problem.fresh()))
+    limits = [(logprob_error, 1e-5), (gradient_error, 5e-3 if dtype == torch.bfloat16 else 1e-5)]
+    return [
+        f"{contender.name}, {contender.operation}, {dtype}: error {value:.1e}, limit {most:.0e}"
+        for value, most in limits
+        if value is not None and not value <= most
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
