@@ -3,7 +3,8 @@
 Usage: layout_change_job.py FOLDER ARGUMENT... ; an argument is either of
 
     NAME:FROM:TO:LAYOUT:OPTIMIZER   loads FOLDER/NAME-FROM-OPTIMIZER (seeded weights when FROM is 0), saves what it
-                                    loaded under the same name and "-again", trains steps FROM + 1 to TO, saves them
+                                    loaded under the same name and "-again", trains steps FROM + 1 to TO, saves every
+                                    second one
     compare:A=B,C=D                 prints the distances of these pairs of checkpoints as JSON
 """
 
@@ -73,7 +74,8 @@ def leg(folder: Path, name: str, start: int, end: int, layout: LayoutConfig, opt
         checkpoint.save(folder / f"{name}-{start}-{optimizer}-again", policy, found)
     for step in range(start + 1, end + 1):
         supervised_update(policy, documents(step), lr=1e-3)
-    checkpoint.save(folder / f"{name}-{end}-{optimizer}", policy, {"step": end})
+        if step % 2 == 0:
+            checkpoint.save(folder / f"{name}-{step}-{optimizer}", policy, {"step": step})
     parallel_state.destroy_model_parallel()
 
 
