@@ -13,6 +13,7 @@ OVERRIDES = [
     *SMALL,
     rewarded_by("varied"),
     "optimizer.distributed=true",
+    "optimizer.overlap=true",
     "algorithm.kl_coef=0.05",
     "algorithm.reference_refresh=2",
     "run.steps=5",
