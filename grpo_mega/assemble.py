@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo_mega.checkpoint import checkpoint
+from grpo_mega.checkpoint.huggingface import directory as huggingface
 from grpo_mega.config.load import identity, to_yaml
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data
@@ -35,8 +36,7 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
     Raises:
         ValueError: The layout, the run directory or its checkpoints cannot be used.
     """
-    if config.run.init_from and not (Path(config.run.init_from) / checkpoint.STATE).is_file():
-        raise FileNotFoundError(f"run.init_from={config.run.init_from} holds no checkpoint (no {checkpoint.STATE})")
+    _check_origin(config.run.init_from)
     path = Path(config.run.root) / config.run.name
     main = dist.get_rank() == 0
     run_dir = open_run_dir(path, to_yaml(config), identity=identity(config)) if main else None
@@ -70,6 +70,16 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
             run_dir.close()
 
 
+def _check_origin(init_from: str | None) -> None:
+    if init_from is None or huggingface.is_model(Path(init_from)):
+        return
+    if not (Path(init_from) / checkpoint.STATE).is_file():
+        raise FileNotFoundError(
+            f"run.init_from={init_from} holds no checkpoint (no {checkpoint.STATE}), and no Hugging Face model (no "
+            f"{huggingface.CONFIG})"
+        )
+
+
 def _first_weights(
     config: Config, policy: Policy, engine: Engine, data: Data, recorder: Recorder, timer: PhaseTimer
 ) -> None:
@@ -89,7 +99,8 @@ def _first_weights(
         with timer("base"):
             load_or_train_base(config, policy, engine, data, at_gate)
     elif config.run.init_from:
-        checkpoint.load_weights(Path(config.run.init_from), policy)
+        origin = Path(config.run.init_from)
+        (huggingface if huggingface.is_model(origin) else checkpoint).load_weights(origin, policy)
     else:
         logging.getLogger(__name__).warning("starting from random weights: base.train is false and run.init_from null")
         policy.initialize(config.run.seed)

@@ -13,8 +13,8 @@ from grpo_mega.config.schema import Config
 
 RANGES: dict[str, tuple[str, ...]] = {
     "[1, inf)": (
-        "model.layers", "model.hidden", "model.heads", "model.kv_heads", "model.ffn_hidden", "model.context",
-        "model.rope_base", "model.vocab_multiple", "model.moe.top_k", "model.moe.ffn_hidden",
+        "model.layers", "model.hidden", "model.heads", "model.kv_heads", "model.head_dim", "model.ffn_hidden",
+        "model.context", "model.rope_base", "model.vocab_multiple", "model.moe.top_k", "model.moe.ffn_hidden",
         "model.mla.q_lora_rank", "model.mla.kv_lora_rank", "model.mla.qk_head_dim", "model.mla.qk_rope_dim",
         "model.mla.v_head_dim", "layout.tp", "layout.pp", "layout.cp", "layout.vpp",
         "layout.first_stage_layers", "layout.last_stage_layers", "layout.ep", "layout.etp", "layout.micro_batch_tokens",

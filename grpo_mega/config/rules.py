@@ -19,7 +19,6 @@ from grpo_mega.config.schema import Config
 # (field, what it must be divisible by, field that must be set for the rule to count)
 # The expert that every token visits is split like a dense layer, by tp; only routed experts are split by etp.
 _DIVISIBLE = (
-    ("model.hidden", "model.heads", None),
     ("model.heads", "model.kv_heads", None),
     ("model.heads", "layout.tp", None),
     ("model.kv_heads", "layout.tp", None),
@@ -121,13 +120,19 @@ def _get(config: Config, name: str) -> int:
 
 def _divisible(config: Config) -> Iterator[str]:
     for name, by, when in _DIVISIBLE:
-        value, divisor = _get(config, name), _get(config, by)
-        counts = (when is None or _get(config, when)) and value > 0 and divisor > 0
-        if counts and value % divisor:
-            yield (
-                f"{name}={value} is not divisible by {by}={divisor}; choose {name}={_multiples(value, divisor)}, "
-                f"or {by}={max(d for d in range(1, divisor) if value % d == 0)}"
-            )
+        if when is None or _get(config, when):
+            yield from _indivisible(config, name, by)
+    if config.model.head_dim is None:
+        yield from _indivisible(config, "model.hidden", "model.heads")
+
+
+def _indivisible(config: Config, name: str, by: str) -> Iterator[str]:
+    value, divisor = _get(config, name), _get(config, by)
+    if value > 0 and divisor > 0 and value % divisor:
+        yield (
+            f"{name}={value} is not divisible by {by}={divisor}; choose {name}={_multiples(value, divisor)}, "
+            f"or {by}={max(d for d in range(1, divisor) if value % d == 0)}"
+        )
 
 
 def _ordered(config: Config) -> Iterator[str]:
@@ -153,8 +158,18 @@ def _model(config: Config) -> Iterator[str]:
                 f"model.kv_heads={model.kv_heads} has no effect with model.attention=mla, where every head has keys of "
                 f"its own; set model.kv_heads={model.heads}"
             )
+        if model.head_dim is not None:
+            yield (
+                f"model.head_dim={model.head_dim} has no effect with model.attention=mla; leave it null and set the "
+                "sizes in model.mla"
+            )
         if rope_dim % 2:
             yield f"model.mla.qk_rope_dim={rope_dim}: rotary positions turn channels in pairs; choose {rope_dim + 1}"
+    elif model.head_dim is not None:
+        if model.head_dim % 2:
+            yield (
+                f"model.head_dim={model.head_dim}: rotary positions turn channels in pairs; choose {model.head_dim + 1}"
+            )
     elif model.heads > 0 and model.hidden % (2 * model.heads) == model.heads:
         yield (
             f"model.hidden={model.hidden} gives model.heads={model.heads} heads an odd number of channels, and rotary "

@@ -69,6 +69,8 @@ class ModelConfig:
     """Attention heads."""
     kv_heads: int = MISSING
     """Key-value heads (grouped-query attention); equal to `heads` for plain multi-head attention."""
+    head_dim: int | None = None
+    """Channels per head of grouped-query attention (Qwen3: 128); null for hidden / heads."""
     ffn_hidden: int = MISSING
     """Hidden size of a dense SwiGLU feed-forward layer."""
     context: int = MISSING
@@ -317,7 +319,8 @@ class RunConfig:
     tensorboard: bool = True
     """Write TensorBoard event files."""
     init_from: str | None = None
-    """Checkpoint directory to start from when `base.train` is false; null starts from random weights."""
+    """Directory to start from when `base.train` is false: a checkpoint, or a Hugging Face model (Qwen3, Qwen3-MoE,
+    DeepSeek-V3) of the same shape; null starts from random weights."""
 
 
 @dataclass

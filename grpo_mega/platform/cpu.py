@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 
@@ -79,6 +80,9 @@ def _factories() -> None:
 
         return wrapper
 
+    # `with torch.device(...)` knows factories by identity, from its first use on; it shall know torch's own, which the
+    # wrappers call. Otherwise it would pass them by, and whoever builds on the meta device gets something else.
+    _device_constructors()
     for name in ("zeros", "ones", "tensor", "empty", "full", "arange"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
 

@@ -65,7 +65,7 @@ def _build_chunk(
         config=config,
         transformer_layer_spec=spec,
         mtp_block_spec=_replace(ahead, _replacements(platform, model)),
-        vocab_size=-(-vocab_size // model.vocab_multiple) * model.vocab_multiple,
+        vocab_size=padded_vocabulary(model, vocab_size),
         max_sequence_length=model.context,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -81,6 +81,16 @@ def _build_chunk(
     use_packed_predictors(gpt)
     _sum_latent_key_gradient(gpt)
     return gpt
+
+
+def padded_vocabulary(model: ModelConfig, vocab_size: int) -> int:
+    """Rows of the embedding: the tokenizer's vocabulary, rounded up."""
+    return -(-vocab_size // model.vocab_multiple) * model.vocab_multiple
+
+
+def head_channels(model: ModelConfig) -> int:
+    """Channels per head of grouped-query attention."""
+    return model.head_dim or model.hidden // model.heads
 
 
 def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platform) -> TransformerConfig:
@@ -132,7 +142,7 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
     if model.moe.experts:
         common |= _moe_options(model.moe, model.layers, platform)
     if model.attention == "gqa":
-        return TransformerConfig(num_query_groups=model.kv_heads, kv_channels=model.hidden // model.heads, **common)
+        return TransformerConfig(num_query_groups=model.kv_heads, kv_channels=head_channels(model), **common)
     mla = model.mla
     return MLATransformerConfig(
         multi_latent_attention=True,

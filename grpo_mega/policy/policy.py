@@ -76,6 +76,7 @@ class Policy:
         self.topology = topology
         self.platform = platform
         self.context = model.context
+        self.vocab_size = vocab_size
         self._config = model
         self._budget = layout.micro_batch_tokens
         self.gpt = build_model(model, layout, vocab_size, platform)
@@ -92,6 +93,11 @@ class Policy:
     def head(self) -> LogProbHead:
         """The output layer; only the last pipeline stage has one."""
         return self.gpt.last.output_layer
+
+    @property
+    def architecture(self) -> ModelConfig:
+        """What the model is built from."""
+        return self._config
 
     def parameters(self) -> int:
         """Parameters of the whole model; every rank must call it."""

@@ -7,6 +7,7 @@ the same whole tensors.
 from __future__ import annotations
 
 import dataclasses
+import re
 import zlib
 from collections.abc import Callable
 
@@ -20,6 +21,9 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.transformer.module import MegatronModule
+
+Box = tuple[tuple[int, int], ...]
+"""First and last (excluded) index along every axis."""
 
 
 def shards(
@@ -47,6 +51,31 @@ def place(shard: ShardedTensor) -> tuple[int | slice, ...]:
     leading = shard.prepend_axis_num
     offset = shard.global_offset
     return (*offset[:leading], *(slice(o, o + n) for o, n in zip(offset[leading:], shard.data.shape, strict=True)))
+
+
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Norms that Transformer Engine fuses with the layer behind; without it Megatron has the same keys, for some models."""
+
+
+def named_box(shard: ShardedTensor) -> tuple[str, Box]:
+    """The name of the tensor that a shard is part of, one for each layer and each expert, and where it lies there.
+
+    Keys themselves depend on the model and on Megatron's layers: they hold alike layers as one tensor, and the experts
+    of a layer.
+    """
+    leading, name = [*shard.global_offset[: shard.prepend_axis_num]], shard.key
+    if re.search(r"\blayers\.(?!\d)", name):
+        name = name.replace("layers.", f"layers.{leading.pop(0)}.", 1)
+    if leading:
+        name = name.replace(".experts.experts.", f".experts.{leading.pop(0)}.")
+    for fused, plain in _FUSED_NORMS.items():
+        name = name.replace(fused, plain)
+    return name, tuple((s.start, s.stop) for s in place(shard) if isinstance(s, slice))
 
 
 @torch.no_grad()

@@ -1,0 +1,202 @@
+"""Hugging Face model directories: config.json, safetensors and their index, read and written under any layout.
+
+Reading checks all names, shapes, dtypes and the configuration before a weight changes; each rank then reads the parts
+that it holds. A directory is written under a temporary name and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as safetensors_bytes
+
+from grpo_mega.checkpoint.huggingface.families import differences, hf_config
+from grpo_mega.checkpoint.huggingface.names import Entry, copies, entries
+from grpo_mega.checkpoint.integrity import if_all_can, main_says
+from grpo_mega.colocation.weight_stream import Bucket, held_parts, hf_buckets
+from grpo_mega.observe.files import sync_folder, write_atomic
+from grpo_mega.policy.policy import Policy
+
+CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""Of weights that can be read: as config.json calls them, and as safetensors does."""
+
+
+class _Unusable(Exception):
+    """Why a directory cannot be read."""
+
+
+def is_model(path: Path) -> bool:
+    """Whether this is a Hugging Face model directory, whole or not."""
+    return (path / CONFIG).is_file()
+
+
+@torch.no_grad()
+def load_weights(path: Path, policy: Policy) -> None:
+    """Reads a model directory into a policy without optimizer, rounding to `model.dtype`; every rank must call it.
+
+    Raises:
+        ValueError: The directory is not of this model, or not whole; names the first file, tensor or field.
+    """
+    assert policy.optimizer is None, "an optimizer made before would keep the old master weights"
+    found = entries(policy.architecture, policy.vocab_size)
+    files, problem = main_says(lambda: _examined(path, policy, found))
+    if problem:
+        raise ValueError(f"{path} cannot be loaded: {problem}")
+    held = held_parts(policy, found)
+    mine = defaultdict(list)
+    for entry in found:
+        if entry.key in held:
+            mine[files[entry.name]].append(entry)
+    for parts in held.values():
+        for part in parts.values():
+            part.zero_()  # rows of the embedding behind the vocabulary stay so
+    for file, tensors in mine.items():
+        with safe_open(path / file, "pt") as content:
+            for entry in tensors:
+                stored = content.get_slice(entry.name)
+                for box, part in held[entry.key].items():
+                    for source, target in entry.overlap(box):
+                        part[source] = stored[target].to(part)
+
+
+def save(path: Path, policy: Policy, byte_budget: int = 4 * 2**30) -> None:
+    """Writes the policy as a model directory, files of at most `byte_budget` bytes; every rank must call it.
+
+    Main memory on the first rank: two files.
+
+    Raises:
+        ValueError: No supported family describes the model, or `path` exists.
+        RuntimeError: The disk is full or failed; nothing is left at `path`.
+    """
+    config = hf_config(policy.architecture, policy.vocab_size)
+    if main_says(path.exists):
+        raise ValueError(f"{path} exists; name another directory, or remove it")
+    temporary, main = path.with_name(f".{path.name}.tmp"), policy.topology.is_main
+    try:
+        if_all_can(lambda: _begin(temporary) if main else None)
+        names: list[list[str]] = []
+        total = 0
+        for bucket in hf_buckets(policy, byte_budget):
+            if_all_can(lambda: _write(_part(temporary, len(names)), bucket) if main else None)  # noqa: B023
+            names.append([name for name, _ in bucket])
+            total += sum(tensor.nbytes for _, tensor in bucket)
+        if_all_can(lambda: _finish(temporary, path, names, total, config) if main else None)
+    finally:
+        if main:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _begin(temporary: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"part-{number}"
+
+
+def _write(file: Path, bucket: Bucket) -> None:
+    write_atomic(file, safetensors_bytes({name: tensor.cpu() for name, tensor in bucket}, {"format": "pt"}))
+
+
+def _finish(temporary: Path, path: Path, names: list[list[str]], total: int, config: dict[str, Any]) -> None:
+    """Gives the files, which are counted now, their names, writes what describes them, and renames the directory."""
+    where: dict[str, str] = {}
+    for number, inside in enumerate(names):
+        file = f"model-{number + 1:05d}-of-{len(names):05d}.safetensors"
+        _part(temporary, number).rename(temporary / file)
+        where |= dict.fromkeys(inside, file)
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    write_atomic(temporary / INDEX, json.dumps(index, indent=1))
+    write_atomic(temporary / CONFIG, json.dumps(config, indent=1))
+    temporary.rename(path)
+    sync_folder(path.parent)
+
+
+def _examined(path: Path, policy: Policy, found: list[Entry]) -> tuple[dict[str, str], str | None]:
+    """{name of a tensor: its file}, or what is wrong with the directory."""
+    try:
+        config = _json(path / CONFIG)
+        unlike = differences(config, policy.architecture, policy.vocab_size)
+        if unlike:
+            raise _Unusable(f"{CONFIG} is of another model than the configuration: {'; '.join(unlike)}")
+        files = _files(path)
+        _check_tensors(path, files, found, copies(policy.architecture), _declared(config))
+        return files, None
+    except (_Unusable, OSError) as error:
+        return {}, str(error)
+
+
+def _declared(config: dict[str, Any]) -> str | None:
+    """The dtype that config.json gives, in safetensors' words; None when it gives none.
+
+    Raises:
+        _Unusable: Weights of this dtype cannot be read.
+    """
+    name = config.get("dtype") or config.get("torch_dtype")  # transformers 5; before
+    if name is not None and name not in DTYPES:
+        raise _Unusable(f"{CONFIG}: weights in {name} cannot be read; convert them to one of {', '.join(DTYPES)}")
+    return DTYPES[name] if name else None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise _Unusable(f"{file.name} is not JSON: {error}") from error
+
+
+def _files(path: Path) -> dict[str, str]:
+    """{name of a tensor: its file} as the index has it, or as the only file has it."""
+    if (path / INDEX).is_file():
+        return _json(path / INDEX)["weight_map"]
+    return dict.fromkeys(_headers(path / ONE_FILE), ONE_FILE)
+
+
+def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
+    """{name: (shape, dtype)} of the tensors in a file."""
+    try:
+        with safe_open(file, "pt") as content:
+            slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
+            return {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise _Unusable(f"{file.name}: {error}") from error
+
+
+def _check_tensors(
+    path: Path, files: dict[str, str], found: list[Entry], twice: dict[str, str], declared: str | None
+) -> None:
+    """Names, shapes and dtypes of all tensors, and that what is stored twice is twice the same."""
+    inside = {file: _headers(path / file) for file in sorted(set(files.values()))}
+    wanted = {entry.name: entry for entry in found}
+    _none("missing", wanted.keys() - files.keys())
+    _none("not of this model", {*files, *chain(*inside.values())} - wanted.keys() - twice.keys())
+    _none(f"not in the file that {INDEX} names", {name for name, file in files.items() if name not in inside[file]})
+    for entry in found:
+        shape, dtype = inside[files[entry.name]][entry.name]
+        if tuple(shape) != entry.shape:
+            raise _Unusable(f"{entry.name} is {tuple(shape)}, and the configured model's is {entry.shape}")
+        declared = declared or dtype
+        if dtype != declared and not (entry.dtype is torch.float32 and dtype == "F32"):
+            raise _Unusable(f"{entry.name} is {dtype}, and the others, or {CONFIG}, say {declared}")
+    for copy in twice.keys() & files.keys():
+        if not torch.equal(*(_tensor(path / files[name], name) for name in (copy, twice[copy]))):
+            raise _Unusable(f"{copy} differs from {twice[copy]}, with which the configured model shares it")
+
+
+def _none(what: str, names: set[str]) -> None:
+    if names:
+        raise _Unusable(f"{len(names)} tensors are {what}, the first: {min(names)}")
+
+
+def _tensor(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, "pt") as content:
+        return content.get_tensor(name)

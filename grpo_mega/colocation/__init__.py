@@ -1,0 +1,1 @@
+"""One set of GPUs for training and generation: what passes between the two."""

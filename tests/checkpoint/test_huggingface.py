@@ -1,0 +1,267 @@
+"""Policies and Hugging Face models of the same weights: the same names, shapes, bits and logits, under any layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+
+from grpo_mega.platform import start
+
+start()  # before megatron.core is imported
+
+from huggingface_models import LAYOUTS, MODELS, QWEN3, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
+
+from grpo_mega.checkpoint.huggingface.families import hf_config  # noqa: E402
+
+JOB = Path(__file__).with_name("huggingface_job.py")
+ONE_FILE = "model.safetensors"
+
+
+def transformers_model(model_config: Any) -> Any:
+    """The transformers model with random weights, none of them at the value it starts with."""
+    transformers = pytest.importorskip("transformers")
+    config = hf_config(model_config, VOCAB)
+    torch.manual_seed(4)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config), dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            spread = torch.randn(tensor.shape) * 0.25
+            tensor.copy_(1 + spread if "norm" in name else spread)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    return {name: transformers_model(model) for name, model in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(VOCAB, (sum(SEQUENCES),), generator=torch.Generator().manual_seed(2))
+
+
+def changed_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    def break_it(path: Path) -> None:
+        found = load_file(path / ONE_FILE)
+        found[name] = change(found[name])
+        save_file(found, path / ONE_FILE, {"format": "pt"})
+
+    return break_it
+
+
+def renamed_tensor(old: str, new: str | None) -> Callable[[Path], None]:
+    def break_it(path: Path) -> None:
+        found = load_file(path / ONE_FILE)
+        tensor = found.pop(old)
+        if new:
+            found[new] = tensor
+        save_file(found, path / ONE_FILE, {"format": "pt"})
+
+    return break_it
+
+
+def changed_config(**values: Any) -> Callable[[Path], None]:
+    def break_it(path: Path) -> None:
+        file = path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return break_it
+
+
+def cut_short(path: Path) -> None:
+    file = path / ONE_FILE
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def no_json(path: Path) -> None:
+    (path / "config.json").write_text("{")
+
+
+Q_PROJ = "model.layers.2.self_attn.q_proj.weight"
+EXPERT = "model.layers.3.mlp.experts.5.up_proj.weight"
+# Directory, and how it is broken -> what is said.
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "qwen3-missing": (renamed_tensor(Q_PROJ, None), f"1 tensors are missing, the first: {Q_PROJ}"),
+    "qwen3-renamed": (renamed_tensor(Q_PROJ, "model.layers.2.attn.q.weight"), f"missing, the first: {Q_PROJ}"),
+    "qwen3-unknown": (renamed_tensor("lm_head.weight", "lm_head.bias"), "missing, the first: lm_head.weight"),
+    "qwen3-shape": (changed_tensor(Q_PROJ, lambda t: t[:-1].clone()), f"{Q_PROJ} is (47, 32), and "),
+    "qwen3-turned": (changed_tensor(Q_PROJ, lambda t: t.T.contiguous()), f"{Q_PROJ} is (32, 48), and "),
+    "qwen3-dtype": (changed_tensor(Q_PROJ, lambda t: t.half()), f"{Q_PROJ} is F16, and "),
+    "qwen3-integers": (changed_tensor(Q_PROJ, lambda t: t.int()), f"{Q_PROJ} is I32, and "),
+    "qwen3-short": (cut_short, f"{ONE_FILE}: "),
+    "qwen3-no_json": (no_json, "config.json is not JSON"),
+    "qwen3-no_weights": (lambda path: (path / ONE_FILE).unlink(), ONE_FILE),
+    "qwen3-theta": (changed_config(rope_parameters={"rope_theta": 1e4, "rope_type": "default"}), "rope_theta is 1000"),
+    "qwen3-yarn": (changed_config(rope_parameters={"rope_theta": 1e6, "rope_type": "yarn"}), "rope_type is yarn"),
+    "qwen3-window": (changed_config(use_sliding_window=True), "use_sliding_window is True, not False"),
+    "qwen3-short_context": (changed_config(max_position_embeddings=31), "max_position_embeddings is 31, below"),
+    "qwen3-quantised": (changed_config(quantization_config={"quant_method": "fp8"}), "quantization_config is {'quant"),
+    "qwen3-other_dtype": (changed_config(dtype="float8_e4m3fn"), "weights in float8_e4m3fn cannot be read"),
+    "qwen3-other_family": (changed_config(model_type="llama"), "model_type is llama, not qwen3"),
+    "qwen3_moe-expert": (renamed_tensor(EXPERT, None), f"missing, the first: {EXPERT}"),
+    "qwen3_moe-not_normalised": (changed_config(norm_topk_prob=False), "norm_topk_prob is False, not True"),
+    "deepseek_v3-rotary": (changed_config(rope_interleave=False), "rope_interleave is False, not True"),
+    "qwen3_tied-head": (renamed_tensor("model.norm.weight", "model.norm.bias"), "the first: model.norm.weight"),
+}
+
+
+def bad_head(path: Path) -> None:
+    found = load_file(path / ONE_FILE)
+    found["lm_head.weight"] = found["model.embed_tokens.weight"] + 1
+    save_file(found, path / ONE_FILE, {"format": "pt"})
+
+
+BAD["qwen3_tied-other_head"] = (bad_head, "lm_head.weight differs from model.embed_tokens.weight")
+BAD["qwen3-extra"] = (
+    lambda path: save_file(load_file(path / ONE_FILE) | {"x": torch.ones(1)}, path / ONE_FILE, {"format": "pt"}),
+    "1 tensors are not of this model, the first: x",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(models: dict[str, Any], tokens: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything the jobs read, and what the job of one rank wrote."""
+    folder = tmp_path_factory.mktemp("huggingface")
+    torch.save(tokens, folder / "tokens.pt")
+    for name, model in models.items():
+        # One of several files with an index, the others of one.
+        model.save_pretrained(folder / name, max_shard_size="30KB" if name == "qwen3_moe_first_dense" else "1GB")
+    for name, (break_it, _) in BAD.items():
+        shutil.copytree(folder / name.split("-")[0], folder / "bad" / name)
+        break_it(folder / "bad" / name)
+    run_ranks(JOB, 1, [str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "report-1-0.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def reports(folder: Path) -> list[dict[Any, Any]]:
+    """Of the four ranks."""
+    run_ranks(JOB, 4, [str(folder)])
+    return [torch.load(folder / f"report-4-{rank}.pt", weights_only=False) for rank in range(4)]
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a directory, by name."""
+    return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def flat(buckets: list[list[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    names = [name for bucket in buckets for name, _ in bucket]
+    assert len(names) == len(set(names))
+    return {name: tensor for bucket in buckets for name, tensor in bucket}
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_and_shapes_are_those_of_transformers(name: str, report: dict[str, Any], folder: Path) -> None:
+    assert report["shapes"][name] == {key: tuple(tensor.shape) for key, tensor in stored(folder / name).items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(
+    name: str, report: dict[str, Any], models: dict[str, Any], tokens: torch.Tensor
+) -> None:
+    with torch.no_grad():
+        expected = torch.cat([models[name](part[None]).logits[0] for part in tokens.split(SEQUENCES)])
+    assert expected.std() > 0.5
+    assert (report["logits"][name] - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_was_read_is_streamed_bit_for_bit_in_buckets_within_the_budget(
+    name: str, report: dict[str, Any], folder: Path
+) -> None:
+    expected = stored(folder / name)
+    for budget, buckets in report["buckets"][name].items():
+        assert_same_bits(flat(buckets), expected)
+        for bucket in buckets:
+            assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= budget
+    one_each, some, all_at_once = report["buckets"][name].values()
+    assert len(one_each) == len(expected)
+    assert len(expected) > len(some) > len(all_at_once) == (2 if MODELS[name].moe.experts else 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_opens_what_is_written(
+    name: str, report: dict[str, Any], models: dict[str, Any], folder: Path
+) -> None:
+    import transformers
+
+    path = folder / "out" / name
+    assert len([*path.glob("*.safetensors")]) > 1
+    assert not [*path.parent.glob(".*")]
+    opened, said = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same_bits(opened.state_dict(), models[name].state_dict())
+    with torch.no_grad():
+        ids = torch.arange(VOCAB)[None]
+        torch.testing.assert_close(opened(ids).logits, models[name](ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_weights_are_rounded_to_the_precision_of_the_model(report: dict[str, Any], folder: Path) -> None:
+    """All but the balancing bias, which is trained in fp32."""
+    expected = {
+        name: tensor if name.endswith("bias") else tensor.bfloat16()
+        for name, tensor in stored(folder / "deepseek_v3").items()
+    }
+    assert_same_bits(dict(report["rounded"]), expected)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_directory_of_another_model_is_refused_by_name(name: str, report: dict[str, Any], folder: Path) -> None:
+    said = report["bad"][name]
+    assert said is not None, "it was read"
+    assert said.startswith(f"{folder / 'bad' / name} cannot be loaded: ")
+    assert BAD[name][1] in said
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_streams_the_same_bits_on_every_rank(
+    layout: str, reports: list[dict[Any, Any]], folder: Path
+) -> None:
+    names = {name for name, other in reports[0] if other == layout}
+    assert names >= {"qwen3_moe", "deepseek_v3", "mtp"}
+    for name in names:
+        expected = stored(folder / name)
+        order = [key for key, _ in reports[0][name, layout]["all"][0]]
+        for report in reports:
+            found = report[name, layout]
+            assert_same_bits(flat(found["all"]), expected)
+            assert [key for key, _ in found["all"][0]] == order
+            assert found["traffic"]["bytes"] == sum(tensor.nbytes for tensor in expected.values())
+            assert found["traffic"]["tensors"] == len(expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_gets_the_experts_that_it_asks_for(layout: str, reports: list[dict[Any, Any]], folder: Path) -> None:
+    for name in ("qwen3_moe", "deepseek_v3"):
+        expected = stored(folder / name)
+        for rank, report in enumerate(reports):
+            for asked, numbers in (("mine", range(2 * rank, 2 * rank + 2)), ("uneven", range(rank, 2 * rank))):
+                mine = {
+                    key: tensor
+                    for key, tensor in expected.items()
+                    if ".experts." not in key or int(key.split(".experts.")[1].split(".")[0]) in numbers
+                }
+                assert_same_bits(flat(report[name, layout][asked]), mine)
