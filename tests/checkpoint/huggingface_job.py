@@ -17,7 +17,7 @@ HERE = platform.start()
 platform.join_processes(HERE)
 
 import torch.distributed as dist  # noqa: E402
-from huggingface_models import LAYOUTS, MODELS, QWEN3, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
+from huggingface_models import LAYOUTS, MODELS, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
 from grpo_mega.checkpoint.huggingface import directory  # noqa: E402
