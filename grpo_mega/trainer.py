@@ -103,7 +103,7 @@ class Trainer:
         self.stop.listen()
         self.timer.step_seconds()  # what came before belongs to no step
         try:
-            while self.step < run.steps:
+            while self.step < run.steps or self.in_progress:  # a step that was begun is finished
                 metrics, groups = self.train_step()
                 if run.eval_every and (self.step + 1) % run.eval_every == 0:
                     found = self.evaluate("validation", self.data.validation, self.step + 1)
@@ -111,8 +111,9 @@ class Trainer:
                 self.end_step()
                 self.recorder.step(self.step, metrics | self.seconds(), groups)
                 self.finish_saving(wait=False)
-                if self.step == run.steps or (run.save_every and self.step % run.save_every == 0):
-                    self.save(wait=self.step == run.steps or not run.async_save)
+                last = self.step >= run.steps
+                if last or (run.save_every and self.step % run.save_every == 0):
+                    self.save(wait=last or not run.async_save)
             after = self.evaluate("held-out", self.data.test, self.step)
         except Interrupted:
             self.save()

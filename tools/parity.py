@@ -114,8 +114,8 @@ TOLERANCES = {
         "gradient, all": (1e-6, 1e-6),
         "gradient, worst": (5e-6, 5e-6),
         "log-probs": (1e-5, 1e-4),
-        "expert load": (0.0, 0.0),
-        "expert bias": (0.0, 0.0),
+        "expert load": (0.0, 5e-3),  # later, a token on the edge between two experts may go to the other one
+        "expert bias": (0.0, 4e-3),
         "loss": (2e-6, 1e-5),
         "gradient norm": (2e-6, 1e-5),
         "update, all": (1e-4, 1e-4),

@@ -94,7 +94,8 @@ class ModelConfig:
     mtp_layers: int = 0
     """Multi-token prediction modules (DeepSeek-V3: 1); 0 for none. They learn to draft the policy's tokens."""
     mtp_loss_coef: float = 0.1
-    """Coefficient of their loss, the mean over depths and trained tokens; moves nothing but these modules."""
+    """Coefficient of their loss, the mean over depths and trained tokens; it moves nothing but these modules, which the
+    gradient norm leaves out."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
 

@@ -51,6 +51,10 @@ def build_model(model: ModelConfig, layout: LayoutConfig, vocab_size: int, platf
         # checkpoints the same shape with and without expert parallelism.
         if ".experts." in name:
             parameter.allreduce = False
+        # Megatron leaves parameters with this mark out of the gradient norm. What the prediction modules learn must not
+        # change how far the policy moves, and they move with it: its clip factor is theirs.
+        if ".mtp." in name:
+            parameter.shared = True
     return chunks.to(platform.device)
 
 

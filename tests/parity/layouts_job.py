@@ -33,6 +33,7 @@ MODELS = {
     "tied": replace(DENSE, tie_embeddings=True, qk_norm=True),
     "moe": MOE,
     "mla": replace(MOE, attention="mla", kv_heads=4, mla=MLA),
+    "padded": replace(MOE, attention="mla", kv_heads=4, mla=MLA, vocab_multiple=64),
     "deepseek": replace(
         MOE, layers=4, attention="mla", kv_heads=4, mla=MLA, moe=replace(MOE.moe, groups=2, group_top_k=1)
     ),
@@ -58,6 +59,7 @@ LAYOUTS = {
     "small": LayoutConfig(micro_batch_tokens=70),
     "tp2": LayoutConfig(tp=2),
     "tp2sp": LayoutConfig(tp=2, sp=True),
+    "tp4sp": LayoutConfig(tp=4, sp=True),
     "tp2etp2": LayoutConfig(tp=2, sp=True, etp=2),
     "pp2": LayoutConfig(pp=2),
     "pp2small": LayoutConfig(pp=2, micro_batch_tokens=70),

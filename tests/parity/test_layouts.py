@@ -32,7 +32,7 @@ EXACT = {
             "moe:cp2small",
             "moe:cp2one",
         ),
-        *("mla:tp2sp", "mla:pp2", "mla:ep2", "mla:cp2"),
+        *("padded:tp2sp", "mla:tp2sp", "mla:pp2", "mla:ep2", "mla:cp2"),
         *("balanced:tp2sp", "balanced:pp2small", "balanced:ep2", "balanced:cp2small"),
         *("deepseek:pp2uneven", "deepseek:vpp2", "deepseek:ep2zero", "deepseek:tp2recompute", "deepseek:vpp2recompute"),
         *("mtp:tp2sp", "mtp:vpp2", "mtp:ep2zero", "mtp:vpp2recompute"),
@@ -40,6 +40,7 @@ EXACT = {
     ],
     4: [
         *("dense:tp2pp2", "dense:cp4", "tied:tp2pp2", "tied:pp2dp2zero", "mla:tp2pp2", "mla:cp2tp2", "mla:cp2pp2"),
+        "padded:tp4sp",
         *("moe:tp2pp2", "moe:tp2dp2", "moe:ep2pp2", "moe:tp2ep4", "moe:ep2dp4", "moe:cp2ep2"),
         *("deepseek:tp2vpp2", "deepseek:tp2dp2zero", "deepseek:vpp2zero", "balanced:cp2tp2"),
         *("mtp:tp2vpp2", "mtp:cp2tp2"),

@@ -100,6 +100,21 @@ def test_learning_to_draft_leaves_the_policy_bit_for_bit(make_policy: MakePolicy
     assert all(name.startswith("mtp.") for name in moved)
 
 
+def test_the_policy_moves_bit_for_bit_as_without_although_gradients_are_clipped(
+    make_policy: MakePolicy, batch: Batch
+) -> None:
+    apart = batch.with_(prompt_lengths=torch.zeros_like(batch.prompt_lengths))
+    plain, drafting = make_policy("latent"), make_policy("latent", mtp_layers=1, mtp_loss_coef=100.0)
+    for policy in (plain, drafting):
+        policy.use_optimizer(OptimizerConfig(lr=0.01, eps=0.1, clip_grad=0.01))
+    for _ in range(3):
+        norms = [policy.update(apart, policy_loss, lr=0.01).metrics["grad_norm"] for policy in (plain, drafting)]
+        assert norms[0] == norms[1] > 0.01
+    moved = gather_whole(drafting.gpt)
+    for name, whole in gather_whole(plain.gpt).items():
+        assert torch.equal(moved[name], whole), name
+
+
 def test_the_loss_is_scaled_by_its_coefficient(make_policy: MakePolicy, batch: Batch) -> None:
     once, twice = (make_policy("dense", mtp_layers=1, mtp_loss_coef=coefficient) for coefficient in (0.25, 0.5))
     for policy in (once, twice):

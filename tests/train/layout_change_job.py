@@ -37,6 +37,7 @@ MODEL = ModelConfig(
     ffn_hidden=128,
     context=64,
     init_std=0.1,
+    mtp_layers=1,
     moe=MoEConfig(experts=4, top_k=2, ffn_hidden=32, shared_ffn_hidden=32, first_dense=1),
 )
 LAYOUTS = {
