@@ -14,11 +14,15 @@ here = platform.start()
 platform.join_processes(here)
 
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
+
+from grpo_mega.config import schema
+from grpo_mega.policy.optimizer import build_optimizer
 
 rank = dist.get_rank()
 parallel_state.initialize_model_parallel(2)
@@ -83,4 +87,15 @@ try:
     say("5. no error")
 except RuntimeError as error:
     say(f"5. {error}")
+
+# 6. What a checkpoint would hold of two weights of 1 in buckets of their own, the first one padded.
+weights = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False, device=here.device) for _ in range(2)))
+for weight in weights.parameters():
+    torch.nn.init.ones_(weight)
+buckets = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=64)
+ddp = DistributedDataParallel(config(), buckets, weights)
+optimizer = build_optimizer(schema.OptimizerConfig(lr=1e-3), [ddp], torch.float32, distributed=True)
+shards = {name: ShardedTensor.from_rank_offsets(name, weight) for name, weight in weights.named_parameters()}
+state = optimizer.sharded_state_dict(shards, metadata={"distrib_optim_sharding_type": "fully_reshardable"})
+say(f"6. {[part['param'].data.mean().item() for part in state['param_state'].values()]}, should be [1.0, 1.0]")
 dist.destroy_process_group()
