@@ -214,7 +214,9 @@ def _gathered(hidden: Tensor, shard: Shard) -> Tensor:
 
 
 def _default_chunk(columns: int, weight: Tensor) -> int:
-    """On a CPU logits of 2 MiB. On a GPU 4096 rows, for with fewer, reading and writing the weight's gradient costs more than
-    the memory is worth; fewer where logits and their gradient would need over 2.5 GB (6 bytes each in bfloat16).
+    """On a CPU, what makes logits of 2 MiB.
+
+    On a GPU 4096: with fewer rows, reading and writing the weight's gradient costs more than the memory is worth. Fewer
+    where logits and their gradient would need more than 2.5 GB (6 bytes each in bfloat16).
     """
     return min(4096, int(2.5e9) // (6 * columns)) if weight.is_cuda else max(16, 2**19 // columns)
