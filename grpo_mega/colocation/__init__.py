@@ -1,0 +1,1 @@
+"""Trainer and engine share devices in turns: whose turn it is, who holds which memory, how the trainer leaves."""
