@@ -210,7 +210,7 @@ class Lease:
         """The owner's process is gone, and its memory and work with it: the device is free, whatever the state was."""
         if owner is not self.owner:
             raise self._illegal(f"forfeit the {owner.value}'s lease")
-        lost = self._in_flight()
+        lost, self._work = self._in_flight(), {}
         self._enter(State.FREE, f"the {owner.value} forfeits the device ({why}); lost: {lost}")
 
     def post_mortem(self) -> dict[str, Any]:
