@@ -1,1 +1,1 @@
-"""One set of GPUs for training and generation: what passes between the two."""
+"""Trainer and engine share devices in turns: whose turn it is, who holds which memory, and the weights that pass over."""

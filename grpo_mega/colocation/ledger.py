@@ -1,0 +1,187 @@
+"""Who holds how much memory in each phase, measured; a device is handed over only when the memory has come back.
+
+On a GPU the driver says what each process holds (NVML) and torch's allocator what it has in use and in reserve;
+elsewhere it is the resident memory of each process. Engines have been seen to answer "released" before the memory is
+free, or to keep some of it every time: what they answer is not evidence, what is measured is.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+Meter = Callable[[], dict[str, int]]
+"""Measures now: {holder: bytes}."""
+
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the ledger: {holder: bytes} at a moment that `phase` names."""
+
+    phase: str
+    held: dict[str, int]
+
+
+class MemoryNotReturned(RuntimeError):
+    """Less memory came back than had to; the message says who keeps how much, and holds the ledger's last lines."""
+
+
+class Ledger:
+    """The measured memory of the last phases."""
+
+    def __init__(self, meter: Meter, remembered: int = 40) -> None:
+        """`meter` measures; the last `remembered` lines are kept."""
+        self._meter = meter
+        self.entries: deque[Entry] = deque(maxlen=remembered)
+
+    def mark(self, phase: str) -> Entry:
+        """Measures and remembers."""
+        entry = Entry(phase, self._meter())
+        self.entries.append(entry)
+        return entry
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures at the beginning and at the end, also when the phase fails."""
+        self.mark(f"{name}: begin")
+        try:
+            yield
+        finally:
+            self.mark(f"{name}: end")
+
+    @contextmanager
+    def release(self, name: str, due: Mapping[str, int], tolerance: int, patience: float = 0.0) -> Iterator[None]:
+        """What happens inside gives memory back; leaving refuses when it did not come.
+
+        Args:
+            name: Of the phase, for the ledger and the error.
+            due: {holder: bytes} that each holder must have less of afterwards.
+            tolerance: Bytes by which each of them may fall short.
+            patience: Seconds to go on measuring before the refusal: drivers and other processes free memory late.
+
+        Raises:
+            MemoryNotReturned: A holder kept more than the tolerance of what was due.
+            KeyError: `due` names somebody who is not measured.
+        """
+        before = self.mark(f"{name}: begin")
+        unknown = due.keys() - before.held.keys()
+        if unknown:
+            raise KeyError(f"{', '.join(sorted(unknown))}: not measured; measured are {', '.join(before.held)}")
+        yield
+        give_up = time.monotonic() + patience
+        while _missing(before, self._meter(), due, tolerance) and time.monotonic() < give_up:
+            time.sleep(POLL_SECONDS)
+        after = self.mark(f"{name}: end")
+        missing = _missing(before, after.held, due, tolerance)
+        if missing:
+            raise MemoryNotReturned(_refusal(name, missing, due, tolerance) + "\n" + self.table())
+
+    def table(self) -> str:
+        """The remembered lines, in MiB: a row for each phase, a column for each holder."""
+        holders = list(dict.fromkeys(holder for entry in self.entries for holder in entry.held))
+        rows = [["MiB", *holders]]
+        rows += [[e.phase, *(_mib(e.held[h]) if h in e.held else "-" for h in holders)] for e in self.entries]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(_aligned(row, widths) for row in rows)
+
+
+def _missing(before: Entry, now: Mapping[str, int], due: Mapping[str, int], tolerance: int) -> dict[str, int]:
+    """{holder: bytes that did not come back}, of the holders that fall short by more than the tolerance."""
+    short = {holder: wanted - (before.held[holder] - now.get(holder, 0)) for holder, wanted in due.items()}
+    return {holder: lacking for holder, lacking in short.items() if lacking > tolerance}
+
+
+def _refusal(name: str, missing: Mapping[str, int], due: Mapping[str, int], tolerance: int) -> str:
+    kept = "; ".join(f"{h} keeps {_mib(n)} of the {_mib(due[h])} MiB that were due" for h, n in missing.items())
+    return (
+        f"{name}: {kept} (tolerance {_mib(tolerance)} MiB). The device is not handed over: look for tensors, "
+        "captured graphs or requests that are still alive, or restart the holder. Measured:"
+    )
+
+
+def _mib(number: int) -> str:
+    return f"{number / 2**20:,.1f}"
+
+
+def _aligned(row: list[str], widths: list[int]) -> str:
+    first, *rest = widths
+    return "  ".join([row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], rest, strict=True))])
+
+
+def meter(device: torch.device, processes: Mapping[str, Collection[int]]) -> Meter:
+    """The best there is for this device; `processes` says which process ids a holder has, and may change meanwhile.
+
+    On CUDA, {holder: bytes of the device its processes hold}, "device": all that is in use, and "allocated" and
+    "reserved" by torch in this process. Elsewhere {holder: resident bytes of its processes}.
+    """
+    if device.type == "cuda":
+        return lambda: device_memory(device, processes) | allocator(device)
+    return lambda: resident_memory(processes)
+
+
+def resident_memory(processes: Mapping[str, Collection[int]]) -> dict[str, int]:
+    """{holder: bytes of main memory its processes hold}.
+
+    Raises:
+        ProcessLookupError: One of the processes is gone.
+    """
+
+    def resident(holder: str, process: int) -> int:
+        try:
+            return psutil.Process(process).memory_info().rss
+        except psutil.NoSuchProcess:
+            raise ProcessLookupError(
+                f"process {process} of {holder} is gone, and its memory with it; see {holder}'s log"
+            ) from None
+
+    return {holder: sum(resident(holder, p) for p in members) for holder, members in processes.items()}
+
+
+def allocator(device: torch.device) -> dict[str, int]:
+    """What torch has in use and keeps in reserve on a CUDA device, in this process."""
+    return {"allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
+
+
+def device_memory(device: torch.device, processes: Mapping[str, Collection[int]]) -> dict[str, int]:
+    """{holder: bytes of the device its processes hold, "device": bytes in use by anybody}, from the driver.
+
+    A process that the driver does not list holds nothing.
+
+    Raises:
+        RuntimeError: The driver cannot be asked, or does not say what a process holds.
+    """
+    nvml = _nvml()
+    handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    used = {p.pid: p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    held = {holder: [used.get(p, 0) for p in members] for holder, members in processes.items()}
+    if any(None in numbers for numbers in held.values()):
+        raise RuntimeError(
+            "the driver does not say how much device memory each process holds, as under MIG or WDDM: give no "
+            "processes to the ledger's meter, and let what is due come from `device`"
+        )
+    everybody = nvml.nvmlDeviceGetMemoryInfo(handle).used
+    return {holder: sum(numbers) for holder, numbers in held.items()} | {"device": everybody}
+
+
+@functools.cache
+def _nvml() -> Any:
+    """The driver's management library, started."""
+    try:
+        import pynvml
+    except ImportError:
+        raise RuntimeError("memory on a GPU is measured with NVML: pip install nvidia-ml-py") from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise RuntimeError(f"NVML does not start ({error}): is the NVIDIA driver installed?") from None
+    return pynvml

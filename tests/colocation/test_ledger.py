@@ -1,0 +1,168 @@
+"""The ledger: real memory of real processes, and a hand-over refused when some of it did not come back."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_mega.colocation.ledger import Ledger, MemoryNotReturned, device_memory, meter, resident_memory
+
+MIB = 2**20
+# Each piece lies in a mapping of its own, which goes back to the system at once; the rest of the process is far smaller
+# than the tolerance.
+PIECE, TOLERANCE = 256 * MIB, 64 * MIB
+CPU = torch.device("cpu")
+
+
+def piece() -> torch.Tensor:
+    return torch.ones(PIECE, dtype=torch.uint8)
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger(meter(CPU, {"trainer": [os.getpid()]}))
+
+
+def test_memory_that_comes_back_is_handed_over(ledger: Ledger) -> None:
+    held = [piece(), piece()]
+    with ledger.release("trainer leaves", {"trainer": 2 * PIECE}, TOLERANCE):
+        held.clear()
+    begin, end = (entry.held["trainer"] for entry in ledger.entries)
+    assert begin - end >= 2 * PIECE - TOLERANCE
+
+
+def test_a_tensor_that_somebody_kept_is_refused_with_the_whole_table(ledger: Ledger) -> None:
+    with ledger.phase("train"):
+        held = [piece(), piece()]
+    leak = held[0]
+    with (
+        pytest.raises(MemoryNotReturned) as refused,
+        ledger.release("trainer leaves", {"trainer": 2 * PIECE}, TOLERANCE),
+    ):
+        held.clear()
+    assert leak is not None
+    kept = float(re.search(r"trainer leaves: trainer keeps ([\d.]+) of the 512.0 MiB", str(refused.value))[1])
+    assert kept == pytest.approx(256, abs=64)
+    assert "tolerance 64.0 MiB" in str(refused.value)
+    assert str(refused.value).endswith(ledger.table())
+    for phase in ("train: begin", "train: end", "trainer leaves: begin", "trainer leaves: end"):
+        assert re.search(rf"^{phase} +[\d,.]+$", str(refused.value), re.MULTILINE)
+
+
+ENGINE = f"""
+held = [b"x" * {PIECE}, b"y" * {PIECE}]
+print("up", flush=True)
+while held:
+    assert input() == "release"
+    held.pop()
+    print("released", flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def engine() -> Iterator[subprocess.Popen]:
+    """Another process that holds two pieces and gives one of them back each time it is told to."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stdout.readline() == "up\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def tell(engine: subprocess.Popen) -> None:
+    engine.stdin.write("release\n")
+    assert engine.stdout.readline() == "released\n"
+
+
+def test_an_engine_that_says_released_and_keeps_half(engine: subprocess.Popen) -> None:
+    ledger = Ledger(meter(CPU, {"trainer": [os.getpid()], "engine": [engine.pid]}))
+    with (
+        pytest.raises(MemoryNotReturned, match=r"engine keeps .* of the 512.0 MiB that were due"),
+        ledger.release("engine sleeps", {"engine": 2 * PIECE}, TOLERANCE),
+    ):
+        tell(engine)
+    with ledger.release("engine sleeps again", {"engine": PIECE}, TOLERANCE):
+        tell(engine)
+
+
+def test_an_engine_that_has_died_is_named(engine: subprocess.Popen) -> None:
+    engine.kill()
+    engine.wait()
+    with pytest.raises(ProcessLookupError, match=rf"process {engine.pid} of engine is gone"):
+        resident_memory({"trainer": [os.getpid()], "engine": [engine.pid]})
+
+
+def test_a_restarted_engine_is_measured_under_its_new_process(engine: subprocess.Popen) -> None:
+    processes = {"engine": [os.getpid()]}
+    measure = meter(CPU, processes)
+    measure()
+    processes["engine"] = [engine.pid]
+    assert measure() == {"engine": pytest.approx(2 * PIECE, abs=TOLERANCE)}
+
+
+def test_memory_that_comes_back_late_is_waited_for() -> None:
+    readings = iter([900, 900, 900, 100, 100])  # at the beginning, and at each look afterwards
+    ledger = Ledger(lambda: {"engine": next(readings)})
+    with ledger.release("sleep", {"engine": 800}, tolerance=0, patience=60):
+        pass
+    assert [entry.held["engine"] for entry in ledger.entries] == [900, 100]
+
+
+def test_somebody_who_is_not_measured_is_refused_before_anything_is_released(ledger: Ledger) -> None:
+    ran = False
+    with (
+        pytest.raises(KeyError, match="engine: not measured; measured are trainer"),
+        ledger.release("engine sleeps", {"engine": 1}, TOLERANCE),
+    ):
+        ran = True
+    assert not ran
+
+
+@given(before=st.integers(0, 1000), after=st.integers(0, 1000), due=st.integers(0, 1000), tolerance=st.integers(0, 100))
+def test_refused_exactly_when_more_than_the_tolerance_is_missing(
+    before: int, after: int, due: int, tolerance: int
+) -> None:
+    level = before
+    ledger = Ledger(lambda: {"a": level, "b": 7})
+    try:
+        with ledger.release("x", {"a": due}, tolerance):
+            level = after
+        refused = False
+    except MemoryNotReturned:
+        refused = True
+    assert refused == (before - after < due - tolerance)
+
+
+def test_a_phase_that_fails_is_measured_at_its_end(ledger: Ledger) -> None:
+    with pytest.raises(KeyboardInterrupt), ledger.phase("train"):
+        raise KeyboardInterrupt
+    assert [entry.phase for entry in ledger.entries] == ["train: begin", "train: end"]
+
+
+def test_the_table_shows_every_holder_and_forgets_old_phases() -> None:
+    readings = iter([{"a": 3 * MIB}, {"a": 5 * MIB}, {"a": 0, "engine": 2000 * MIB}])
+    ledger = Ledger(lambda: next(readings), remembered=2)
+    for phase in ("first", "second", "a long third"):
+        ledger.mark(phase)
+    assert ledger.table().splitlines() == [
+        "MiB             a   engine",
+        "second        5.0        -",
+        "a long third  0.0  2,000.0",
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_driver_the_error_says_what_is_missing() -> None:
+    with pytest.raises(RuntimeError, match=r"pip install nvidia-ml-py|is the NVIDIA driver installed"):
+        device_memory(CPU, {})
