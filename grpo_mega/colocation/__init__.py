@@ -1,1 +1,1 @@
-"""Trainer and engine share devices in turns: whose turn it is, who holds which memory, and the weights that pass over."""
+"""Trainer and engine share devices in turns: whose turn it is, who holds which memory, which weights pass over."""

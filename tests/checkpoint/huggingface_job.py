@@ -1,12 +1,13 @@
 """Hugging Face directories into the policy and out of it again; started by run_ranks.
 
 Usage: huggingface_job.py FOLDER. On one rank: FOLDER/MODEL is read, its logits on FOLDER/tokens.pt are computed, it is
-written to FOLDER/out/MODEL; every directory of FOLDER/bad is tried. On four ranks: every layout reads and streams.
-Writes FOLDER/report-WORLD_SIZE-RANK.pt.
+written to FOLDER/out/MODEL; every directory of FOLDER/bad is tried; a model that looks ahead is written to FOLDER/mtp.
+On four ranks: every layout reads and streams. Writes FOLDER/report-WORLD_SIZE-RANK.pt.
 """
 
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,15 +44,29 @@ def logits(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:
         return policy.head.full_logits(policy.hidden_states(tokens, packed))
 
 
-def refusal(path: Path, policy: Policy) -> str | None:
+def logits_ahead(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:
+    """Of the multi-token prediction module."""
+    packed = PackedTokens.of_sequences(torch.tensor(SEQUENCES), 1)
+    packed.ahead = torch.cat([part.roll(-1) for part in tokens.split(SEQUENCES)])[None]
+    hidden = policy.gpt.last(tokens[None], packed.positions[None], None, packed_seq_params=packed)
+    return policy.head.full_logits(hidden[1]).detach()
+
+
+def said(work: Callable[[], object]) -> str:
+    """The error that `work` ends with."""
+    try:
+        work()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def refusal(path: Path, policy: Policy) -> str:
     """What is said about a directory; nothing of the policy may have changed."""
     before = [p.detach().clone() for p in policy.gpt.parameters()]
-    try:
-        directory.load_weights(path, policy)
-    except ValueError as error:
-        assert all(torch.equal(p, q) for p, q in zip(policy.gpt.parameters(), before, strict=True))
-        return str(error)
-    return None
+    error = said(lambda: directory.load_weights(path, policy))
+    unchanged = all(torch.equal(p, q) for p, q in zip(policy.gpt.parameters(), before, strict=True))
+    return error if unchanged else "weights changed"
 
 
 def one_rank(folder: Path) -> dict:
@@ -72,12 +87,26 @@ def one_rank(folder: Path) -> dict:
         model = MODELS[path.name.split("-")[0]]
         report["bad"][path.name] = refusal(path, policy_of(model, LayoutConfig(), topology))
     ahead = policy_of(WITH_MTP, LayoutConfig(), topology)
+    with torch.no_grad():  # norms other than 1, which would hide that two of them changed places
+        for parameter in ahead.gpt.parameters():
+            parameter.add_(0.25 * torch.randn(parameter.shape))
     directory.save(folder / "mtp", ahead)
+    report["ahead"] = logits_ahead(ahead, tokens)
+    report["refused"] = [
+        said(lambda: directory.save(folder / "mtp", ahead)),
+        said(lambda: directory.save(folder / "tokens.pt" / "x", ahead)),
+    ]
     return report
+
+
+def stream(policy: Policy, experts_of: range | None = None) -> tuple[list, Traffic]:
+    traffic = Traffic()
+    return [*hf_buckets(policy, 5000, experts_of, traffic)], traffic
 
 
 def four_ranks(folder: Path) -> dict:
     report: dict = {}
+    rank = dist.get_rank()
     for layout_name, layout in LAYOUTS.items():
         topology = join_layout(layout, seed=0)
         for name, model in {**MODELS, "mtp": WITH_MTP}.items():
@@ -85,17 +114,20 @@ def four_ranks(folder: Path) -> dict:
                 continue
             policy = policy_of(model, layout, topology)
             directory.load_weights(folder / name, policy)
-            traffic = Traffic()
-            found = {"all": [*hf_buckets(policy, 5000, traffic=traffic)], "traffic": asdict(traffic)}
-            if model.moe.experts:
-                each = Traffic()
-                mine = range(dist.get_rank() * 2, dist.get_rank() * 2 + 2)
-                found["mine"] = [*hf_buckets(policy, 5000, experts_of=mine, traffic=each)]
-                found["uneven"] = [*hf_buckets(policy, 5000, experts_of=range(dist.get_rank(), 2 * dist.get_rank()))]
-                found["mine_traffic"] = asdict(each)
-            report[name, layout_name] = found
+            report[name, layout_name] = {
+                "all": stream(policy),
+                "mine": stream(policy, range(2 * rank, 2 * rank + 2)) if model.moe.experts else None,
+                "uneven": stream(policy, range(rank, 2 * rank)) if model.moe.experts else None,
+            }
         if layout_name == "tp2_pp2":
             directory.save(folder / "out" / "tp2_pp2", policy, byte_budget=30000)
+            report["refused"] = [
+                said(lambda: [*hf_buckets(policy, 0)]),  # noqa: B023
+                said(lambda: [*hf_buckets(policy, 1000 + (rank == 2))]),  # noqa: B023
+                said(lambda: [*hf_buckets(policy, 1000, range(9) if rank == 3 else None)]),  # noqa: B023
+                said(lambda: directory.load_weights(folder / "bad" / "qwen3-missing", policy)),  # noqa: B023
+                said(lambda: directory.save(folder / "tokens.pt" / "x", policy)),  # noqa: B023
+            ]
         parallel_state.destroy_model_parallel()
     return report
 

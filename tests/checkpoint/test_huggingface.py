@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,11 @@ from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
 
+<<<<<<< HEAD
 from huggingface_models import LAYOUTS, MODELS, SEQUENCES, VOCAB  # noqa: E402
+=======
+from huggingface_models import LAYOUTS, MODELS, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
+>>>>>>> names
 
 from grpo_mega.checkpoint.huggingface.families import hf_config  # noqa: E402
 
@@ -166,6 +172,20 @@ def flat(buckets: list[list[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tenso
     return {name: tensor for bucket in buckets for name, tensor in bucket}
 
 
+def size_of(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def expert_of(name: str) -> int | None:
+    """The routed expert that a tensor belongs to."""
+    number = re.search(r"\.experts\.(\d+)\.", name)
+    return int(number[1]) if number else None
+
+
+def of_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if expert_of(name) is not None}
+
+
 def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
@@ -231,26 +251,50 @@ def test_weights_are_rounded_to_the_precision_of_the_model(report: dict[str, Any
 @pytest.mark.parametrize("name", BAD)
 def test_a_directory_of_another_model_is_refused_by_name(name: str, report: dict[str, Any], folder: Path) -> None:
     said = report["bad"][name]
-    assert said is not None, "it was read"
     assert said.startswith(f"{folder / 'bad' / name} cannot be loaded: ")
     assert BAD[name][1] in said
+
+
+def test_modules_that_look_ahead_are_those_of_transformers(
+    report: dict[str, Any], folder: Path, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+    from transformers import modeling_layers
+
+    if not hasattr(modeling_layers, "MtpModel"):
+        pytest.skip("this transformers has no multi-token prediction")
+    # It knows these modules by the layer number of the released model, 61.
+    pattern = rf"model\.layers\.{WITH_MTP.layers}\..*"
+    monkeypatch.setattr(transformers.DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [pattern])
+    main = transformers.AutoModelForCausalLM.from_pretrained(folder / "mtp", attn_implementation="eager")
+    ahead = modeling_layers.MtpModel.from_pretrained(main)
+    expected = []
+    with torch.no_grad():
+        for part in tokens.split(SEQUENCES):
+            hidden, positions = main.model(part[None]).last_hidden_state, torch.arange(len(part))[None]
+            mask = torch.full((1, 1, len(part), len(part)), float("-inf")).triu(1)
+            embedded = main.model.embed_tokens(part.roll(-1))[None]
+            angles = main.model.rotary_emb(hidden, positions)
+            expected.append(main.lm_head(ahead.layers[0](embedded, hidden, angles, mask, positions, None))[0])
+    logits = torch.cat(expected)
+    assert logits.std() > 0.5
+    assert (report["ahead"] - logits).abs().max() < 1e-5 * logits.abs().max()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_streams_the_same_bits_on_every_rank(
     layout: str, reports: list[dict[Any, Any]], folder: Path
 ) -> None:
-    names = {name for name, other in reports[0] if other == layout}
+    names = {key[0] for key in reports[0] if key[1] == layout}
     assert names >= {"qwen3_moe", "deepseek_v3", "mtp"}
     for name in names:
         expected = stored(folder / name)
-        order = [key for key, _ in reports[0][name, layout]["all"][0]]
-        for report in reports:
-            found = report[name, layout]
-            assert_same_bits(flat(found["all"]), expected)
-            assert [key for key, _ in found["all"][0]] == order
-            assert found["traffic"]["bytes"] == sum(tensor.nbytes for tensor in expected.values())
-            assert found["traffic"]["tensors"] == len(expected)
+        streams = [report[name, layout]["all"] for report in reports]
+        for buckets, traffic in streams:
+            assert_same_bits(flat(buckets), expected)
+            assert list(flat(buckets)) == list(flat(streams[0][0]))
+            assert traffic.tensors == len(expected)
+            assert traffic.bytes == size_of(expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -259,9 +303,65 @@ def test_a_rank_gets_the_experts_that_it_asks_for(layout: str, reports: list[dic
         expected = stored(folder / name)
         for rank, report in enumerate(reports):
             for asked, numbers in (("mine", range(2 * rank, 2 * rank + 2)), ("uneven", range(rank, 2 * rank))):
-                mine = {
-                    key: tensor
-                    for key, tensor in expected.items()
-                    if ".experts." not in key or int(key.split(".experts.")[1].split(".")[0]) in numbers
-                }
-                assert_same_bits(flat(report[name, layout][asked]), mine)
+                mine = {key: tensor for key, tensor in expected.items() if expert_of(key) in (None, *numbers)}
+                assert_same_bits(flat(report[name, layout][asked][0]), mine)
+
+
+def test_experts_that_nobody_else_asks_for_do_not_travel(reports: list[dict[Any, Any]], folder: Path) -> None:
+    """Of eight experts every rank holds two under EP4, and asks for these."""
+    expected = stored(folder / "deepseek_v3")
+    routed = size_of(of_experts(expected))
+    for report in reports:
+        everything, mine = (report["deepseek_v3", "tp2_ep4"][asked][1] for asked in ("all", "mine"))
+        assert everything.received_bytes - mine.received_bytes == routed * 3 // 4
+        assert everything.sent_bytes - mine.sent_bytes == routed // 4
+        assert everything.bytes - mine.bytes == routed * 3 // 4
+
+
+def test_parameters_with_a_copy_travel_once(reports: list[dict[Any, Any]], folder: Path) -> None:
+    """TP2 x PP2 is one replica, but with ETP1 two sets of experts: its ranks send the one once, the other twice."""
+    for name in ("qwen3_tied", "mtp"):
+        sent = sum(report[name, "tp2_pp2"]["all"][1].sent_bytes for report in reports)
+        expected = stored(folder / name)
+        assert sent == size_of(expected) + size_of(of_experts(expected))
+
+
+def test_a_directory_is_written_under_a_layout(reports: list[dict[Any, Any]], folder: Path) -> None:
+    assert_same_bits(stored(folder / "out" / "tp2_pp2"), stored(folder / "mtp"))
+
+
+def test_bad_arguments_end_all_ranks(report: dict[str, Any], reports: list[dict[Any, Any]], folder: Path) -> None:
+    there, not_a_folder = report["refused"]
+    assert there == f"{folder / 'mtp'} exists; name another directory, or remove it"
+    assert not_a_folder.startswith("rank 0: NotADirectoryError:")
+    for nothing, differing, experts, missing, unwritten in (report["refused"] for report in reports):
+        assert nothing.startswith("byte_budget=0 on rank 0; choose")
+        assert differing.startswith("byte_budget=100")
+        assert experts == "experts_of=range(0, 9) on rank 3, but the model has 8 experts"
+        assert "config.json is of another model" in missing
+        assert unwritten.startswith("rank 0: NotADirectoryError:")
+
+
+# What no family can express -> the field that is named.
+UNKNOWN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("qwen3", {"qk_norm": False}, {}, "Qwen3ForCausalLM, the closest Hugging Face model, cannot express model.qk_norm"),
+    ("qwen3", {"mtp_layers": 1}, {}, "model.mtp_layers=1"),
+    ("qwen3_moe", {}, {"score": "sigmoid"}, "Qwen3MoeForCausalLM, the closest .* model.moe.score=sigmoid"),
+    ("qwen3_moe", {}, {"shared_ffn_hidden": 16}, "model.moe.shared_ffn_hidden=16"),
+    ("qwen3_moe", {}, {"groups": 2, "group_top_k": 1}, "model.moe.groups=2"),
+    ("qwen3_moe", {}, {"scaling": 2.5}, "model.moe.scaling=2.5"),
+    ("deepseek_v3", {"qk_norm": False}, {}, "DeepseekV3ForCausalLM, the closest .* model.qk_norm=false"),
+    ("deepseek_v3", {"norm_eps": 1e-5}, {}, "model.norm_eps=1e-05"),
+    ("deepseek_v3", {}, {"experts": 0}, "model.moe.experts=0"),
+    ("deepseek_v3", {}, {"bias_update_rate": 0.0}, "model.moe.bias_update_rate=0"),
+    ("deepseek_v3", {}, {"shared_ffn_hidden": 0}, "model.moe.shared_ffn_hidden=0"),
+    ("deepseek_v3", {}, {"shared_ffn_hidden": 24}, "model.moe.shared_ffn_hidden=24"),
+    ("deepseek_v3", {}, {"group_top_k": 1}, "model.moe.group_top_k=1"),
+]
+
+
+@pytest.mark.parametrize(("name", "model", "moe", "message"), UNKNOWN, ids=[message for *_, message in UNKNOWN])
+def test_a_model_of_no_family_is_refused(name: str, model: dict[str, Any], moe: dict[str, Any], message: str) -> None:
+    known = MODELS[name]
+    with pytest.raises(ValueError, match=message):
+        hf_config(replace(known, **model, moe=replace(known.moe, **moe)), VOCAB)

@@ -132,6 +132,7 @@ def test_every_field_can_be_set_from_the_command_line() -> None:
         [
             "experiment=tiny",
             "algorithm.dual_clip=3.0",
+            "model.head_dim=24",
             "layout.pp=2",
             "layout.first_stage_layers=1",
             "layout.last_stage_layers=1",

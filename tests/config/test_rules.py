@@ -53,6 +53,8 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"layout.ep": 3}, "model.moe.experts=4 is not divisible by layout.ep=3"),
     ({"model.attention": "mla"}, "model.kv_heads=2 has no effect"),
     ({"model.attention": "mla", "model.kv_heads": 4, "model.mla.qk_rope_dim": 7}, "model.mla.qk_rope_dim=7"),
+    ({"model.attention": "mla", "model.kv_heads": 4, "model.head_dim": 24}, "model.head_dim=24 has no effect"),
+    ({"model.head_dim": 25}, "model.head_dim=25: rotary positions turn channels in pairs; choose 26"),
     ({"layout.micro_batch_tokens": 127}, "model.context=128 must be at most layout.micro_batch_tokens=127"),
     ({"model.moe.top_k": 5}, "model.moe.top_k=5"),
     ({"model.moe.first_dense": 2}, "model.moe.first_dense=2"),
@@ -113,6 +115,10 @@ def test_a_broken_rule_is_the_only_problem_and_names_its_field(values: dict[str,
 def test_the_configurations_that_the_cases_start_from_are_accepted() -> None:
     assert problems_of(TINY) == []
     assert problems_of(DENSE) == []
+
+
+def test_heads_of_a_given_size_need_not_divide_the_hidden_size() -> None:
+    assert problems_of(with_values(TINY, {"model.hidden": 98, "model.head_dim": 24})) == []
 
 
 def test_expert_rules_leave_a_dense_model_alone() -> None:

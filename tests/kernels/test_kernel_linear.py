@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from largest_tensor import LargestTensor
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels
 from grpo_kernels import GRPOLoss
@@ -114,18 +114,6 @@ def test_tokens_times_vocabulary_is_never_there(function: str) -> None:
             )
         loss.backward()
     assert seen.elements == 100 * 500
-
-
-class LargestTensor(TorchDispatchMode):
-    """Number of elements of the largest tensor that any operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        results = result if isinstance(result, tuple | list) else (result,)
-        self.elements = max([self.elements, *(value.numel() for value in results if isinstance(value, Tensor))])
-        return result
 
 
 @pytest.mark.parametrize("count", [0, 5])

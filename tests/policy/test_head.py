@@ -8,8 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from largest_tensor import LargestTensor
 
 from grpo_mega.policy.head import LogProbHead
 from grpo_mega.policy.policy import Policy
@@ -103,18 +102,6 @@ def test_gradients_of_hidden_states_and_of_the_weight_that_is_used(
     expected = torch.autograd.grad(logits.log_softmax(-1)[torch.arange(5), targets].sum(), exact)
     for grad, expected_grad in zip(found, expected, strict=True):
         torch.testing.assert_close(grad.double(), expected_grad, atol=1e-5, rtol=1e-5)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the most elements that any operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        result = operation(*arguments, **(options or {}))
-        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        self.elements = max([self.elements, *(x.numel() for x in tensors)])
-        return result
 
 
 def test_logits_of_all_tokens_never_exist(make_policy: Callable[..., Policy]) -> None:
