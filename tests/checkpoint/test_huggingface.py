@@ -19,11 +19,7 @@ from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
 
-<<<<<<< HEAD
-from huggingface_models import LAYOUTS, MODELS, SEQUENCES, VOCAB  # noqa: E402
-=======
 from huggingface_models import LAYOUTS, MODELS, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
->>>>>>> names
 
 from grpo_mega.checkpoint.huggingface.families import hf_config  # noqa: E402
 
