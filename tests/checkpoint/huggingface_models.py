@@ -41,6 +41,7 @@ LAYOUTS = {
     "pp2_vpp2_dp2": LayoutConfig(pp=2, vpp=2),
     "ep2_pp2": LayoutConfig(pp=2, ep=2),
     "tp2_ep4": LayoutConfig(tp=2, sp=True, ep=4),
+    "cp2_ep4": LayoutConfig(cp=2, ep=4),
     "tp2_etp2_dp2": LayoutConfig(tp=2, sp=True, etp=2),
 }
 """Of four ranks."""

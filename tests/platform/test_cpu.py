@@ -96,5 +96,13 @@ def test_install_twice_is_a_no_op(outcomes: dict[str, Outcome]) -> None:
     assert outcomes[""][0]["install_again"] == {"installed": False, "replaced": []}
 
 
+def test_factories_still_follow_a_device_context() -> None:
+    """As transformers builds its models."""
+    cpu.install()
+    with torch.device("meta"):
+        made = [torch.zeros(2), torch.ones(2), torch.tensor(2), torch.empty(2), torch.full((2,), 1), torch.arange(2)]
+    assert {tensor.device.type for tensor in made} == {"meta"}
+
+
 def test_nothing_is_replaced_where_cuda_is_present() -> None:
     run_ranks(HERE / "torch_contents.py", 1, [])

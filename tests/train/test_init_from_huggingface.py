@@ -1,0 +1,59 @@
+"""A run starts from the weights of a Hugging Face directory, or says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from train_jobs import SMALL, Job, rewarded_by
+
+from grpo_mega.platform import start
+
+start()  # before megatron.core is imported
+
+from grpo_mega.checkpoint.huggingface.families import hf_config  # noqa: E402
+from grpo_mega.checkpoint.huggingface.names import entries  # noqa: E402
+from grpo_mega.config.load import compose_config  # noqa: E402
+from grpo_mega.data.tokenizer import CharTokenizer  # noqa: E402
+from grpo_mega.observe.metrics import read_metrics  # noqa: E402
+
+OVERRIDES = [
+    *(o for o in SMALL if not o.startswith("base.")),
+    "experiment=tiny_dense",
+    "layout=single",
+    "base=none",
+    "model.qk_norm=true",
+    "run.name=from_huggingface",
+    "run.steps=1",
+]
+
+
+@pytest.fixture(scope="module")
+def even_handed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose output layer is zeros: it finds every token equally likely, unlike one with random weights."""
+    folder = tmp_path_factory.mktemp("even_handed")
+    vocabulary = CharTokenizer().vocab_size
+    model = compose_config(OVERRIDES).model
+    tensors = {e.name: 0.1 * torch.randn(e.shape) * (e.name != "lm_head.weight") for e in entries(model, vocabulary)}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(hf_config(model, vocabulary)))
+    return folder
+
+
+def test_a_run_starts_from_its_weights(tmp_path: Path, even_handed: Path) -> None:
+    ended = Job(tmp_path, [*OVERRIDES, rewarded_by("varied"), f"run.init_from={even_handed}"]).finish()
+    assert ended.code == 0, ended.stderr
+    (first,) = read_metrics(tmp_path / "runs" / "from_huggingface" / "metrics.jsonl")
+    assert first["policy/entropy"] == pytest.approx(math.log(CharTokenizer().vocab_size), rel=1e-5)
+
+
+def test_another_model_is_refused(tmp_path: Path, even_handed: Path) -> None:
+    ended = Job(tmp_path, [*OVERRIDES, f"run.init_from={even_handed}", "model.ffn_hidden=128"]).finish()
+    assert ended.code != 0
+    assert "Traceback" not in ended.stderr
+    assert f"{even_handed} cannot be loaded: config.json is of another model" in ended.stderr
+    assert "intermediate_size is 256, not 128" in ended.stderr
