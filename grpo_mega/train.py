@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega import platform
 from grpo_mega.config.load import config_dir, load
-from grpo_mega.config.rules import check_layout
+from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import Config
 from grpo_mega.data import build_data
 from grpo_mega.platform.stop import SIGNALS, Stopped
@@ -69,6 +69,7 @@ def train(config: Config) -> None:
     for number in SIGNALS:  # until the trainer takes them over, there is nothing to save
         signal.signal(number, lambda *_: _leave("stopped before the first step", STOPPED))
     here = platform.start()
+    check_backend(config, here.backend)
     platform.join_processes(here)
     # Megatron may only be imported now that the platform is prepared.
     from grpo_mega.assemble import assemble

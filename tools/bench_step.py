@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config
-from grpo_mega.config.rules import check_layout
+from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import Config
 from grpo_mega.data import CharTokenizer, Data, PromptSource
 from grpo_mega.observe.recorder import Recorder
@@ -75,6 +75,7 @@ def main() -> None:
     platform.join_processes(here)
     config = compose_config(SHAPE + options.overrides)
     check_layout(config, dist.get_world_size())
+    check_backend(config, dist.get_backend())
     steps = measure(config, here, options)
     result = summarize(config, steps, here)
     if dist.get_rank() == 0:

@@ -40,7 +40,7 @@ from grpo_mega import platform
 from grpo_mega.algorithm.objective import grpo_token_loss
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.config.load import compose_config
-from grpo_mega.config.rules import check_layout
+from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import Config, LayoutConfig
 from grpo_mega.types import Batch, Prompt, Sample, pack
 
@@ -218,6 +218,7 @@ def accepted(overrides: list[str], layout: bool) -> Config | str:
         config = compose_config(SHAPE + overrides)
         if layout:
             check_layout(config, dist.get_world_size())
+            check_backend(config, dist.get_backend())
     except (ValueError, OmegaConfBaseException) as error:
         return str(error)
     except HydraException as error:

@@ -1,6 +1,7 @@
 """Rules that a configuration must keep before anything is built; every violation names the field and the way out.
 
-`check_config` needs the configuration only, `check_layout` also the number of processes.
+`check_config` needs the configuration only, `check_layout` also the number of processes, `check_backend` what they
+communicate with.
 """
 
 from __future__ import annotations
@@ -103,6 +104,16 @@ def check_layout(config: Config, world_size: int) -> None:
             "gradients; drop it, or start more processes"
         )
     _refuse(problems)
+
+
+def check_backend(config: Config, backend: str) -> None:
+    """Raises a ConfigError when the layout gathers unequal numbers of tokens per expert and `backend` is gloo."""
+    layout = config.layout
+    if backend == "gloo" and layout.etp > 1 and (layout.ep > 1 or layout.etp > layout.tp):
+        _refuse([
+            f"layout.etp={layout.etp} with layout.ep={layout.ep} and layout.tp={layout.tp} needs NCCL: on a CPU use "
+            "layout.etp=1, or layout.etp=layout.tp with layout.ep=1"
+        ])  # fmt: skip
 
 
 def _refuse(problems: list[str]) -> None:

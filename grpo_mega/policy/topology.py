@@ -156,16 +156,7 @@ def _lock_step() -> dist.ProcessGroup:
 
 
 def join_layout(layout: LayoutConfig, seed: int) -> Topology:
-    """Makes Megatron's process groups and seeds its random number trackers.
-
-    Raises:
-        ValueError: The layout gathers unequal numbers of tokens per expert, which gloo cannot.
-    """
-    if dist.get_backend() == "gloo" and layout.etp > 1 and (layout.ep > 1 or layout.etp > layout.tp):
-        raise ValueError(
-            f"layout.etp={layout.etp} with layout.ep={layout.ep} and layout.tp={layout.tp} needs NCCL: on a CPU use "
-            "layout.etp=1, or layout.etp=layout.tp with layout.ep=1"
-        )
+    """Makes Megatron's process groups and seeds its random number trackers."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.config.load import compose_config
-from grpo_mega.config.rules import ConfigError, check_config, check_layout
+from grpo_mega.config.rules import ConfigError, check_backend, check_config, check_layout
 from grpo_mega.config.schema import Config, RewardTerm
 
 TINY = compose_config(["experiment=tiny", "layout=single"])
@@ -230,6 +230,25 @@ def advised(pattern: str, problem: str) -> list[int]:
 def test_a_layout_that_does_not_fit_is_named(values: dict[str, object], world_size: int, message: str) -> None:
     (problem,) = problems_of(with_values(TINY, values), world_size)
     assert problem.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("values", "fits"),
+    [
+        ({"layout.tp": 2, "layout.etp": 2}, True),
+        ({"layout.ep": 2}, True),
+        ({"layout.tp": 2, "layout.etp": 2, "layout.ep": 2}, False),
+        ({"layout.etp": 2}, False),
+    ],
+)
+def test_gloo_cannot_gather_unequal_numbers_of_tokens(values: dict[str, object], fits: bool) -> None:
+    config = with_values(TINY, {"layout.ep": 1} | values)
+    check_backend(config, "nccl")
+    if fits:
+        check_backend(config, "gloo")
+    else:
+        with pytest.raises(ConfigError, match=r"layout\.etp=2 with .* needs NCCL: on a CPU use layout\.etp=1"):
+            check_backend(config, "gloo")
 
 
 def test_experts_may_be_spread_over_tensor_parallel_ranks() -> None:
