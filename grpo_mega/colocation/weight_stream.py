@@ -128,13 +128,13 @@ def _of(found: list[Entry], numbers: range | None) -> list[Entry]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What a shard contributes to a tensor: `source` of the shard is `target` of the tensor; the ranks that hold it."""
+    """What a shard contributes to a tensor: `source` of the shard is `target` of the tensor; who sends it."""
 
     entry: Entry
     box: Box
     source: Slices
     target: Slices
-    holders: list[int]
+    holder: int
 
     @property
     def shape(self) -> torch.Size:
@@ -156,20 +156,20 @@ class _Sharing:
         self.entries = [entry for entry in found if (entry.expert is not None) == routed]
         self._group, self._me, self._held = group, group.rank(), held
         self._device, self._traffic = device, traffic
-        self._holders: dict[str, dict[Box, list[int]]] = {entry.key: {} for entry in self.entries}
+        self._holder: dict[str, dict[Box, int]] = {entry.key: {} for entry in self.entries}
         everyone: list = [None] * group.size()
-        mine = [(key, box) for key in held.keys() & self._holders.keys() for box in held[key]]
+        mine = [(key, box) for key in held.keys() & self._holder.keys() for box in held[key]]
         dist.all_gather_object(everyone, mine, group=group)
         for rank, parts in enumerate(everyone):
             for key, box in parts:
-                self._holders[key].setdefault(box, []).append(rank)
+                self._holder[key].setdefault(box, rank)  # of several that hold it, the first
 
     def give_to_all(self, bucket: list[Entry]) -> Bucket:
-        """A bucket on every rank: each broadcasts the parts that no lower rank has, one message per dtype."""
+        """A bucket on every rank: each broadcasts the parts that it is to send, one message per dtype."""
         whole = self._empty(bucket)
         messages: dict[tuple[int, torch.dtype], list[_Piece]] = defaultdict(list)
         for piece in self._pieces(bucket):
-            messages[piece.holders[0], piece.entry.dtype].append(piece)
+            messages[piece.holder, piece.entry.dtype].append(piece)
         for (sender, dtype), pieces in messages.items():
             mine = sender == self._me
             message = self._packed(pieces, dtype) if mine else self._space(pieces, dtype)
@@ -182,8 +182,8 @@ class _Sharing:
         """A bucket of its own for every rank, in one exchange; parts that a rank has itself do not travel."""
         ranks, me, dtype = range(len(buckets)), self._me, self.entries[0].dtype
         wanted = [[*self._pieces(bucket)] for bucket in buckets]
-        there = [[p for p in wanted[rank] if _sender(p, rank) == me] for rank in ranks]
-        here = [[p for p in wanted[me] if _sender(p, me) == rank] for rank in ranks]
+        there = [[p for p in wanted[rank] if p.holder == me] for rank in ranks]
+        here = [[p for p in wanted[me] if p.holder == rank] for rank in ranks]
         outgoing, incoming = self._packed(chain(*there), dtype), self._space(chain(*here), dtype)
         sizes_here, sizes_there = ([sum(p.shape.numel() for p in pieces) for pieces in x] for x in (here, there))
         dist.all_to_all_single(incoming, outgoing, sizes_here, sizes_there, group=self._group)
@@ -201,8 +201,8 @@ class _Sharing:
         """
         for entry in bucket:
             pieces = [
-                _Piece(entry, box, source, target, holders)
-                for box, holders in self._holders[entry.key].items()
+                _Piece(entry, box, source, target, holder)
+                for box, holder in self._holder[entry.key].items()
                 for source, target in entry.overlap(box)
             ]
             if sum(piece.shape.numel() for piece in pieces) != torch.Size(entry.shape).numel():
@@ -232,7 +232,3 @@ class _Sharing:
         self._traffic.tensors += len(whole)
         self._traffic.bytes += sum(tensor.nbytes for tensor in whole.values())
         return [*whole.items()]
-
-
-def _sender(piece: _Piece, receiver: int) -> int:
-    return receiver if receiver in piece.holders else piece.holders[0]

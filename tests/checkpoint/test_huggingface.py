@@ -24,7 +24,7 @@ from huggingface_models import LAYOUTS, MODELS, SEQUENCES, VOCAB, WITH_MTP  # no
 from grpo_mega.checkpoint.huggingface.families import hf_config  # noqa: E402
 
 JOB = Path(__file__).with_name("huggingface_job.py")
-ONE_FILE = "model.safetensors"
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def transformers_model(model_config: Any) -> Any:
@@ -85,8 +85,15 @@ def cut_short(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def no_json(path: Path) -> None:
-    (path / "config.json").write_text("{")
+def written(file: str, content: str) -> Callable[[Path], None]:
+    return lambda path: (path / file).write_text(content) and None
+
+
+def wrong_place_in_the_index(path: Path) -> None:
+    index = json.loads((path / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    index["weight_map"]["model.norm.weight"] = files[index["weight_map"]["model.norm.weight"] == files[0]]
+    (path / INDEX).write_text(json.dumps(index))
 
 
 Q_PROJ = "model.layers.2.self_attn.q_proj.weight"
@@ -101,7 +108,11 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "qwen3-dtype": (changed_tensor(Q_PROJ, lambda t: t.half()), f"{Q_PROJ} is F16, and "),
     "qwen3-integers": (changed_tensor(Q_PROJ, lambda t: t.int()), f"{Q_PROJ} is I32, and "),
     "qwen3-short": (cut_short, f"{ONE_FILE}: "),
-    "qwen3-no_json": (no_json, "config.json is not JSON"),
+    "qwen3-no_json": (written("config.json", "{"), "config.json is not JSON"),
+    "qwen3-no_object": (written("config.json", "[1]"), "config.json holds no JSON object"),
+    "qwen3-no_number": (changed_config(max_position_embeddings=None), "TypeError: "),
+    "qwen3_moe_first_dense-index": (written(INDEX, "{}"), f"{INDEX} holds no weight_map"),
+    "qwen3_moe_first_dense-place": (wrong_place_in_the_index, f"not in the file that {INDEX} names, the first: model."),
     "qwen3-no_weights": (lambda path: (path / ONE_FILE).unlink(), ONE_FILE),
     "qwen3-theta": (changed_config(rope_parameters={"rope_theta": 1e4, "rope_type": "default"}), "rope_theta is 1000"),
     "qwen3-yarn": (changed_config(rope_parameters={"rope_theta": 1e6, "rope_type": "yarn"}), "rope_type is yarn"),

@@ -131,8 +131,10 @@ def _examined(path: Path, policy: Policy, found: list[Entry]) -> tuple[dict[str,
         files = _files(path)
         _check_tensors(path, files, found, copies(policy.architecture), _declared(config))
         return files, None
-    except (_Unusable, OSError) as error:
+    except _Unusable as error:
         return {}, str(error)
+    except Exception as error:  # whatever is wrong with a file, the other ranks must hear of it
+        return {}, f"{type(error).__name__}: {error}"
 
 
 def _declared(config: dict[str, Any]) -> str | None:
@@ -149,15 +151,21 @@ def _declared(config: dict[str, Any]) -> str | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text())
+        found = json.loads(file.read_text())
     except ValueError as error:
         raise _Unusable(f"{file.name} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise _Unusable(f"{file.name} holds no JSON object")
+    return found
 
 
 def _files(path: Path) -> dict[str, str]:
     """{name of a tensor: its file} as the index has it, or as the only file has it."""
     if (path / INDEX).is_file():
-        return _json(path / INDEX)["weight_map"]
+        where = _json(path / INDEX).get("weight_map")
+        if not isinstance(where, dict):
+            raise _Unusable(f"{INDEX} holds no weight_map")
+        return where
     return dict.fromkeys(_headers(path / ONE_FILE), ONE_FILE)
 
 
