@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
+from grpo_mega.policy.chunks import ModelChunks
 from grpo_mega.policy.policy import Policy
 from grpo_mega.policy.reference import ReferencePolicy
 
@@ -62,8 +63,7 @@ class TrainerMemory:
         policy = self._policy
         storages = self._storages()
         _refuse_fixed(storages)
-        if policy.optimizer is not None:
-            policy.optimizer.zero_grad()  # an update leaves aliases and copies of the gradients behind
+        _drop_activations(policy.gpt)
         torch.cuda.synchronize()  # does nothing on a CPU (platform/cpu.py)
         self._freed = [*chain(*storages.values())]
         # Nothing is freed before everything is copied: a host with too little memory changes nothing.
@@ -126,7 +126,7 @@ class _StandIn:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise Offloaded(
-            f"the policy is offloaded, and its {name} was asked for: the engine has the device. "
+            f"the policy is offloaded, and somebody asks for its {name}: the engine has the device. "
             "Call TrainerMemory.onload first"
         )
 
@@ -138,6 +138,16 @@ class _StandIn:
 
     def __getitem__(self, _: int) -> NoReturn:
         self.__getattr__("model")
+
+
+def _drop_activations(gpt: ModelChunks) -> None:
+    """Lets go of what modules still hold of the last micro-batch; the next one replaces it anyway."""
+    for chunk in gpt:
+        chunk.set_input_tensor(None)  # what the pipeline stage before has sent
+    for module in gpt.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if dispatcher is not None:  # [tokens, experts] each
+            dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer | None) -> Iterator[torch.Tensor]:
