@@ -69,13 +69,13 @@ class TrainerMemory:
         # Nothing is freed before everything is copied: a host with too little memory changes nothing.
         self._host = {s._cdata: self._copied(s) for s in self._freed}
         torch.cuda.synchronize()
-        for storage in self._freed:
-            storage.resize_(0)
-        for chunk in policy.model:
-            chunk.offload_grad_buffers()  # and empties torch's cache
         self._real = policy.gpt, policy.model, policy.optimizer
         stand_in: Any = _StandIn()
         policy.gpt = policy.model = policy.optimizer = stand_in
+        for storage in self._freed:
+            storage.resize_(0)
+        for chunk in self._real[1]:
+            chunk.offload_grad_buffers()  # and empties torch's cache
 
     def onload(self) -> None:
         """Brings everything back in place; when the device had too little memory it can be called again.
