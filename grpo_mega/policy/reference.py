@@ -13,20 +13,24 @@ from grpo_mega.types import Batch
 
 
 class ReferencePolicy:
-    """The weights (and routing biases) a policy had at its last refresh, held beside it."""
+    """The weights (and routing biases) a policy had at its last refresh, `held` beside it."""
 
     def __init__(self, policy: Policy) -> None:
         """Starts as the policy is now."""
         self.policy = policy
-        self._live = [t for _, t in chain(policy.gpt.named_parameters(), policy.gpt.named_buffers())]
         policy.gather_parameters()
-        self._held = [t.detach().clone() for t in self._live]
+        self.held = [t.detach().clone() for t in self._live]
+
+    @property
+    def _live(self) -> list[torch.Tensor]:
+        """The policy's own; asked of it each time, because while it is off the device there are none."""
+        return [*chain(self.policy.gpt.parameters(), self.policy.gpt.buffers())]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Becomes a copy of the policy as it is now (DeepSeek-R1 does so every 400 steps)."""
         self.policy.gather_parameters()
-        for held, live in zip(self._held, self._live, strict=True):
+        for held, live in zip(self.held, self._live, strict=True):
             held.copy_(live)
 
     def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
@@ -46,7 +50,7 @@ class ReferencePolicy:
     @torch.no_grad()
     def _exchange(self) -> None:
         self.policy.gather_parameters()
-        for held, live in zip(self._held, self._live, strict=True):
+        for held, live in zip(self.held, self._live, strict=True):
             kept = live.clone()
             live.copy_(held)
             held.copy_(kept)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -166,3 +167,21 @@ def test_the_table_shows_every_holder_and_forgets_old_phases() -> None:
 def test_without_a_driver_the_error_says_what_is_missing() -> None:
     with pytest.raises(RuntimeError, match=r"pip install nvidia-ml-py|is the NVIDIA driver installed"):
         device_memory(CPU, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_a_tensor_that_somebody_kept_is_refused() -> None:
+    device = torch.device("cuda", 0)
+    ledger = Ledger(meter(device, {"trainer": [os.getpid()]}))
+    due = dict.fromkeys(("allocated", "reserved", "device"), 2 * PIECE)
+    for leaks in (False, True):
+        held = [torch.ones(PIECE, dtype=torch.uint8, device=device) for _ in range(2)]
+        leak = held[0] if leaks else None
+        with (
+            pytest.raises(MemoryNotReturned, match="device keeps") if leaks else nullcontext(),
+            ledger.release("trainer leaves", due, TOLERANCE, patience=5),
+        ):
+            held.clear()
+            torch.cuda.empty_cache()
+        del leak

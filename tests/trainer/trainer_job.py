@@ -82,7 +82,7 @@ def digest(built: Trainer) -> str:
         assert tensors, "there are no moments to compare"
         for tensor in tensors:
             found.update(tensor.numpy().tobytes())
-    for model in (built.policy.gpt.state_dict(), dict(enumerate(built.reference._held))):
+    for model in (built.policy.gpt.state_dict(), dict(enumerate(built.reference.held))):
         for tensor in model.values():
             if torch.is_tensor(tensor):
                 found.update(tensor.detach().numpy().tobytes())

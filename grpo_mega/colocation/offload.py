@@ -1,0 +1,174 @@
+"""The trainer leaves the device and comes back in place: weights, gradients, optimizer and reference policy.
+
+What lies on the device is a set of storages, and everything else is a view of them: always the gradients of Megatron's
+gradient buffers, and with the distributed optimizer the parameters of its parameter buffers. A storage is copied to the
+host, shrunk to nothing, and later grown and filled again, so every view stays a view. Megatron's own helpers are
+used where they do that, for gradients: for parameters they cover the distributed optimizer only, and for the optimizer
+they make new tensors, which cuts it off from the buffers.
+
+What process groups (NCCL) and CUDA itself hold stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+
+from grpo_mega.policy.chunks import ModelChunks
+from grpo_mega.policy.policy import Policy
+from grpo_mega.policy.reference import ReferencePolicy
+
+
+class Offloaded(RuntimeError):
+    """The policy was used while its memory is on the host."""
+
+
+class TrainerMemory:
+    """Takes a policy and its reference off the device and brings them back, bit for bit.
+
+    The host memory of one trip is kept for the next, because pinning it is slow.
+    """
+
+    def __init__(self, policy: Policy, reference: ReferencePolicy | None = None) -> None:
+        self._policy = policy
+        self._reference = reference
+        self._real: tuple[Any, Any, Any] | None = None
+        self._freed: list[torch.UntypedStorage] = []
+        self._host: dict[int, torch.Tensor] = {}
+
+    def held(self) -> dict[str, int]:
+        """Bytes on the device of "weights", "optimizer", "reference" and "gradients"; all 0 while offloaded."""
+        if self._real:
+            return dict.fromkeys(("weights", "optimizer", "reference", "gradients"), 0)
+        held = {kind: sum(s.nbytes() for s in storages) for kind, storages in self._storages().items()}
+        buffers = (b for chunk in self._policy.model for b in chunk.buffers + chunk.expert_parallel_buffers)
+        return held | {"gradients": sum(buffer.grad_data.nbytes for buffer in buffers)}
+
+    def offload(self) -> None:
+        """Moves everything to the host, between two updates.
+
+        Gradients are dropped: the last update has used them, and the next one begins with zeros. Until `onload`,
+        whoever uses the policy, or the reference, gets an error.
+
+        Raises:
+            Offloaded: It is there already.
+            RuntimeError: Some of the memory is not torch's to free. Everything is still on the device.
+        """
+        if self._real:
+            raise Offloaded("the trainer is offloaded already: call onload before offload")
+        policy = self._policy
+        storages = self._storages()
+        _refuse_fixed(storages)
+        _drop_activations(policy.gpt)
+        torch.cuda.synchronize()  # does nothing on a CPU (platform/cpu.py)
+        self._freed = [*chain(*storages.values())]
+        # Nothing is freed before everything is copied: a host with too little memory changes nothing.
+        self._host = {s._cdata: self._copied(s) for s in self._freed}
+        torch.cuda.synchronize()
+        self._real = policy.gpt, policy.model, policy.optimizer
+        stand_in: Any = _StandIn()
+        policy.gpt = policy.model = policy.optimizer = stand_in
+        for storage in self._freed:
+            storage.resize_(0)
+        for chunk in self._real[1]:
+            chunk.offload_grad_buffers()  # and empties torch's cache
+
+    def onload(self) -> None:
+        """Brings everything back in place; when the device had too little memory it can be called again.
+
+        Raises:
+            RuntimeError: Nothing is offloaded.
+        """
+        if not self._real:
+            raise RuntimeError("the trainer is on the device: call offload before onload")
+        for storage in self._freed:
+            host = self._host[storage._cdata]
+            storage.resize_(host.nbytes)
+            _as_bytes(storage).copy_(host, non_blocking=True)
+        gpt, model, optimizer = self._real
+        for chunk in model:
+            chunk.restore_grad_buffers()  # with zeros; and waits for the copies
+        self._policy.gpt, self._policy.model, self._policy.optimizer = gpt, model, optimizer
+        self._real, self._freed = None, []
+
+    def _storages(self) -> dict[str, list[torch.UntypedStorage]]:
+        """What has to be kept, by kind, each storage once: many tensors are views of the same."""
+        gpt, device = self._policy.gpt, self._policy.platform.device
+        kinds: dict[str, Iterable[torch.Tensor]] = {
+            "weights": chain(gpt.parameters(), gpt.buffers()),
+            "optimizer": _optimizer_tensors(self._policy.optimizer),
+            "reference": self._reference.held if self._reference else (),
+        }
+        seen: set[int] = set()
+        found: dict[str, list[torch.UntypedStorage]] = {kind: [] for kind in kinds}
+        for kind, tensors in kinds.items():
+            for storage in (t.untyped_storage() for t in tensors if t.device == device):
+                if storage.nbytes() and storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    found[kind].append(storage)
+        return found
+
+    def _copied(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The storage's bytes, on their way to the host."""
+        host = self._host.get(storage._cdata)
+        if host is None or host.nbytes != storage.nbytes():
+            pin = storage.device.type == "cuda"
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
+        return host.copy_(_as_bytes(storage), non_blocking=True)
+
+
+class _StandIn:
+    """In place of a policy's model and optimizer while they are away: touching freed memory would end the process."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise Offloaded(
+            f"the policy is offloaded, and somebody asks for its {name}: the engine has the device. "
+            "Call TrainerMemory.onload first"
+        )
+
+    def __iter__(self) -> NoReturn:
+        self.__getattr__("model")
+
+    def __len__(self) -> NoReturn:
+        self.__getattr__("model")
+
+    def __getitem__(self, _: int) -> NoReturn:
+        self.__getattr__("model")
+
+
+def _drop_activations(gpt: ModelChunks) -> None:
+    """Lets go of what modules still hold of the last micro-batch; the next one replaces it anyway."""
+    for chunk in gpt:
+        chunk.set_input_tensor(None)  # what the pipeline stage before has sent
+    for module in gpt.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if dispatcher is not None:  # [tokens, experts] each
+            dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
+
+
+def _optimizer_tensors(optimizer: MegatronOptimizer | None) -> Iterator[torch.Tensor]:
+    """Main parameters and moments; without mixed precision the former are the model's own or views of them."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer] if optimizer else []):
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value))
+
+
+def _refuse_fixed(storages: dict[str, list[torch.UntypedStorage]]) -> None:
+    for kind, members in storages.items():
+        fixed = sum(s.nbytes() for s in members if not s.resizable())
+        if fixed:
+            raise RuntimeError(
+                f"{fixed:,} bytes of the trainer's {kind} cannot be freed, because they belong to another library "
+                "(numpy, a mapped file): put copies in their place. Nothing was offloaded"
+            )
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """[bytes] all of a storage, whatever is in it; without the version counters of the tensors that view it."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

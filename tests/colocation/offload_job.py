@@ -1,0 +1,231 @@
+"""Trains with and without leaving the device in between, in one process group; started by run_ranks.
+
+Usage: offload_job.py FOLDER ; every rank prints what it found in each case, as JSON on its last line.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo_mega import platform
+
+HERE = platform.start()
+
+from megatron.core import parallel_state  # noqa: E402
+
+from grpo_mega.checkpoint import checkpoint  # noqa: E402
+from grpo_mega.colocation.offload import TrainerMemory  # noqa: E402
+from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
+from grpo_mega.policy.packed import PackedTokens  # noqa: E402
+from grpo_mega.policy.policy import Policy  # noqa: E402
+from grpo_mega.policy.reference import ReferencePolicy  # noqa: E402
+from grpo_mega.policy.topology import Topology, join_layout  # noqa: E402
+from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
+from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
+from grpo_mega.types import Batch, Prompt, pack_tokens  # noqa: E402
+
+DENSE = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=128, context=32, init_std=0.1)
+TIED = replace(DENSE, tie_embeddings=True)
+MOE = replace(DENSE, moe=MoEConfig(experts=4, ffn_hidden=32, shared_ffn_hidden=32))
+PLAIN = OptimizerConfig(lr=0.01, weight_decay=0.1)
+SHARDED = replace(PLAIN, distributed=True, overlap=True)
+ALONE, EP2, PP2 = LayoutConfig(), LayoutConfig(ep=2), LayoutConfig(pp=2)
+VOCAB = 26
+BIG_VOCAB = 200_000
+UPDATES = 3
+RESUMED = "ep2 bf16 distributed"
+
+
+@dataclass(frozen=True)
+class Case:
+    model: ModelConfig
+    layout: LayoutConfig
+    optimizer: OptimizerConfig
+
+    def policy(self, topology: Topology, vocabulary: int = VOCAB) -> Policy:
+        wanted = self.optimizer
+        policy = Policy(self.model, self.layout, vocabulary, topology, HERE, wanted.distributed, wanted.overlap)
+        policy.initialize(seed=3)
+        policy.use_optimizer(wanted)
+        return policy
+
+
+CASES = {
+    "plain": Case(DENSE, ALONE, PLAIN),
+    "distributed": Case(DENSE, ALONE, SHARDED),
+    "bf16": Case(replace(DENSE, dtype="bf16"), ALONE, PLAIN),
+    "bf16 distributed": Case(replace(DENSE, dtype="bf16"), ALONE, SHARDED),
+    "ep2": Case(MOE, EP2, PLAIN),
+    "ep2 bf16 distributed": Case(replace(MOE, dtype="bf16"), EP2, SHARDED),
+    "pp2 tied": Case(TIED, PP2, PLAIN),
+}
+
+
+def batch_of(seed: int) -> Batch:
+    random = torch.Generator().manual_seed(seed)
+    lengths = [7, 20, 2, 11, 5, 5, 16, 3, 9]
+    tokens = [torch.randint(VOCAB, (n,), generator=random).tolist() for n in lengths]
+    packed = pack_tokens(tokens, [1, 6, 1, 4, 2, 4, 1, 2, 8])
+    return packed.with_(weight=torch.rand(sum(lengths), generator=random) * packed.mask / 50)
+
+
+def update(policy: Policy, number: int) -> dict[str, float]:
+    return policy.update(batch_of(number), lambda logprob, _: (-logprob, {}), lr=0.01).metrics
+
+
+def state(policy: Policy, reference: ReferencePolicy | None) -> list[torch.Tensor]:
+    """Copies of every number that training goes on from."""
+    tensors = [*policy.gpt.parameters(), *policy.gpt.buffers(), *(reference.held if reference else ())]
+    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        for group in part.optimizer.param_groups:
+            for p in group["params"]:
+                tensors += [p, *part.optimizer.state[p].values()]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def train(policy: Policy, reference: ReferencePolicy, between: Callable[[int], None]) -> list[Any]:
+    """All that is seen in some updates, with `between` after each of them."""
+    seen: list[Any] = []
+    for number in range(UPDATES):
+        seen.append(torch.tensor([*update(policy, number).values()]))
+        between(number)
+        seen += [reference.logprobs(batch_of(9), 0.9), policy.logprobs(batch_of(9), 0.9)]
+        if number == 0:
+            reference.refresh()
+    return seen
+
+
+def bytes_in_tensors() -> int:
+    """Of all storages that any tensor of this process has, but for those of uint8: the copies on the host."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+    storages = [t.untyped_storage() for t in tensors if t.dtype is not torch.uint8]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def leaves_and_comes_back(name: str, case: Case, topology: Topology, folder: Path) -> dict[str, Any]:
+    """Of two policies that start alike one trains in peace, the other leaves the device after every update."""
+    in_peace = case.policy(topology)
+    kept = ReferencePolicy(in_peace)
+    expected = [*train(in_peace, kept, lambda _: None), *state(in_peace, kept)]
+
+    before = bytes_in_tensors()
+    policy = case.policy(topology)
+    reference = ReferencePolicy(policy)
+    memory = TrainerMemory(policy, reference)
+    found: dict[str, Any] = {"held": [], "away": []}
+
+    def leave(number: int) -> None:
+        if number == 1 and name == RESUMED:  # its tensors come from a checkpoint
+            checkpoint.save(folder / name, policy, {})
+            checkpoint.load(folder / name, policy)
+        found["held"].append(memory.held())
+        if number == 0:
+            found["taken"] = bytes_in_tensors() - before
+        memory.offload()
+        found["away"].append(memory.held())
+        if number == 0:
+            found["left"] = bytes_in_tensors() - before
+        if number == 1 and name == RESUMED:
+            found["refused"] = uses(policy, reference, memory, folder)
+        memory.onload()
+
+    seen = train(policy, reference, leave)
+    return found | {"same": same([*seen, *state(policy, reference)], expected), "compared": len(expected)}
+
+
+def uses(policy: Policy, reference: ReferencePolicy, memory: TrainerMemory, folder: Path) -> dict[str, str]:
+    """What each way to use an offloaded policy is answered with."""
+    engine = EmbeddedEngine(policy, str, concurrent_sequences=8)
+    sampling = SamplingParams(max_new_tokens=4, stop_ids=(2,))
+    packed = PackedTokens.of_sequences(torch.tensor([3]), policy.topology.row_multiple)
+    tokens = torch.zeros(len(packed.positions), dtype=torch.int64)
+    calls: dict[str, Callable[[], Any]] = {
+        "logprobs": lambda: policy.logprobs(batch_of(1), 1.0),
+        "update": lambda: update(policy, 1),
+        "hidden_states": lambda: policy.hidden_states(tokens, packed),
+        "parameters": policy.parameters,
+        "initialize": lambda: policy.initialize(3),
+        "use_optimizer": lambda: policy.use_optimizer(PLAIN),
+        "reference": lambda: reference.logprobs(batch_of(1), 1.0),
+        "refresh": reference.refresh,
+        "new reference": lambda: ReferencePolicy(policy),
+        "generate": lambda: engine.generate([Prompt("p", (3, 4), "", "", "")], 2, sampling, version=1),
+        "save": lambda: checkpoint.save(folder / "refused", policy, {}, reference),
+        "offload": memory.offload,
+    }
+    return {name: answer(call) for name, call in calls.items()}
+
+
+def answer(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def device_without_room(topology: Topology) -> dict[str, Any]:
+    """Coming back fails half-way, as the engine has the memory, and succeeds later."""
+    policy = CASES["plain"].policy(topology, BIG_VOCAB)
+    update(policy, 0)
+    memory, expected = TrainerMemory(policy), state(policy, None)
+    memory.offload()
+    _, no_limit = limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 70 * 2**20, no_limit))
+    refused = answer(memory.onload)
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    used = answer(lambda: policy.logprobs(batch_of(0), 1.0))
+    partly = sum(p.untyped_storage().nbytes() > 0 for p in memory._real[0].parameters())
+    memory.onload()
+    found = {"refused": refused, "used": used, "partly": partly, "same": same(state(policy, None), expected)}
+    return found | {"again": answer(memory.onload)}
+
+
+def memory_of_another_library(topology: Topology) -> dict[str, Any]:
+    """A weight that cannot be freed is refused, and the policy goes on as if nobody had asked."""
+    twin, policy = (CASES["plain"].policy(topology) for _ in range(2))
+    weight = next(iter(policy.gpt.parameters()))
+    weight.data = torch.from_numpy(weight.data.numpy().copy())
+    memory, held = TrainerMemory(policy), TrainerMemory(twin).held()
+    refused = answer(memory.offload)
+    for trained in (policy, twin):
+        update(trained, 0)
+    same_still = same(state(policy, None), state(twin, None))
+    return {"refused": refused, "same": same_still, "kept": memory.held() == held, "bytes": weight.nbytes}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    platform.join_processes(HERE)
+    found: dict[str, Any] = {}
+    for layout in (ALONE, EP2, PP2):
+        topology = join_layout(layout, seed=0)
+        for name, case in CASES.items():
+            if case.layout == layout:
+                found[name] = leaves_and_comes_back(name, case, topology, folder)
+        if layout == ALONE:
+            found["no room"] = device_without_room(topology)
+            found["fixed"] = memory_of_another_library(topology)
+        parallel_state.destroy_model_parallel()
+    print("\n" + json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

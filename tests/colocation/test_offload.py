@@ -1,0 +1,91 @@
+"""The trainer leaves the device and comes back: nothing of it stays there, and training cannot tell the difference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+
+JOB = Path(__file__).with_name("offload_job.py")
+LAYOUTS = ["plain", "distributed", "bf16", "bf16 distributed", "ep2", "ep2 bf16 distributed", "pp2 tied"]
+KINDS = {"weights", "optimizer", "reference", "gradients"}
+RANKS = (0, 1)
+# Bytes of positions and other vectors of the last micro-batch; one of its activations, [78, 64] of fp32, is more.
+SMALL = 12_000
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found in each case."""
+    outputs = run_ranks(JOB, len(RANKS), [str(tmp_path_factory.mktemp("offload"))], timeout=600)
+    return [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("name", LAYOUTS)
+class TestLayout:
+    """Three updates, with the reference refreshed in between, leaving and coming back after each."""
+
+    def test_training_is_the_same_bit_for_bit(self, found: list[dict], name: str, rank: int) -> None:
+        case = found[rank][name]
+        assert case["same"]
+        assert case["compared"] > 30
+
+    def test_nothing_stays(self, found: list[dict], name: str, rank: int) -> None:
+        case = found[rank][name]
+        held = sum(case["held"][0].values())
+        assert held > 50 * SMALL
+        assert held <= case["taken"]
+        assert 0 <= case["left"] < SMALL
+
+    def test_what_is_held_is_counted_by_kind(self, found: list[dict], name: str, rank: int) -> None:
+        case = found[rank][name]
+        assert len(case["held"]) == 3
+        assert all(held == case["held"][0] for held in case["held"])
+        assert case["held"][0].keys() == KINDS
+        assert all(case["held"][0].values())
+        assert case["away"] == [dict.fromkeys(KINDS, 0)] * 3
+
+
+def test_bytes_by_kind_are_those_of_the_precisions(found: list[dict]) -> None:
+    for name, dense_bytes in (("plain", 4), ("bf16", 2)):
+        held = found[0][name]["held"][0]
+        parameters = held["weights"] / dense_bytes
+        assert held["reference"] == held["weights"]
+        assert held["gradients"] == 4 * parameters
+        assert held["optimizer"] == (8 if name == "plain" else 12) * parameters
+    for name, whole in (("distributed", "plain"), ("bf16 distributed", "bf16")):
+        shards = sum(rank[name]["held"][0]["optimizer"] for rank in found)
+        assert shards == pytest.approx(found[0][whole]["held"][0]["optimizer"], rel=0.01)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_every_use_of_an_offloaded_policy_is_a_clear_error(found: list[dict], rank: int) -> None:
+    refused = found[rank]["ep2 bf16 distributed"]["refused"]
+    assert len(refused) == 12
+    assert refused.pop("offload") == "Offloaded: the trainer is offloaded already: call onload before offload"
+    assert refused["save"].startswith("CannotSave")
+    for name, said in refused.items():
+        assert "Offloaded: the policy is offloaded, and somebody asks for its " in said, name
+        assert "Call TrainerMemory.onload first" in said, name
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_coming_back_to_a_device_without_room_can_be_tried_again(found: list[dict], rank: int) -> None:
+    case = found[rank]["no room"]
+    assert "can't allocate memory" in case["refused"]
+    assert case["partly"] > 0
+    assert case["used"].startswith("Offloaded")
+    assert case["same"]
+    assert case["again"] == "RuntimeError: the trainer is on the device: call offload before onload"
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_memory_that_cannot_be_freed_is_refused_and_nothing_is_offloaded(found: list[dict], rank: int) -> None:
+    case = found[rank]["fixed"]
+    assert f"{case['bytes']:,} bytes of the trainer's weights cannot be freed" in case["refused"]
+    assert case["same"]
+    assert case["kept"]
