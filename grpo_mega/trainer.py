@@ -206,7 +206,7 @@ class Trainer:
         if self.in_progress:
             of = self.config.algorithm.epochs * self.parts(self.in_progress.batch)
             return f"in step {self.step + 1} after {len(self.in_progress.updates)} of {of} updates"
-        if self.step == self.config.run.steps:
+        if self.step >= self.config.run.steps:
             return f"after step {self.step}, before the result was measured"
         return f"in step {self.step + 1} before its first update"
 

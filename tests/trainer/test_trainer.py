@@ -121,6 +121,12 @@ def test_second_epoch_is_measured_against_the_policy_before_the_first(seen):
     assert found["trained"] == 2 * found["completion_tokens"]
 
 
+def test_a_step_that_was_begun_is_finished_although_fewer_are_wanted_now(seen):
+    found = seen["begun"]
+    assert found["where"] == "in step 2 after 1 of 2 updates"
+    assert (found["steps"], found["updates"], found["left"]) == (2, 4, False)
+
+
 def test_samples_do_not_depend_on_how_many_are_drawn_at_once(seen):
     tokens, logprobs = seen["drawing_and_scoring"]["tokens"], seen["drawing_and_scoring"]["logprobs"]
     assert len({len(row) for row in tokens["512"]}) > 1, "sequences of several lengths leave the cache at several times"

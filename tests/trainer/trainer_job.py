@@ -18,6 +18,7 @@ import trainer_rewards
 
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config
+from grpo_mega.platform.stop import Interrupted
 
 here = platform.start()
 
@@ -205,6 +206,27 @@ def two_epochs() -> dict[str, Any]:
         }
 
 
+def begun() -> dict[str, Any]:
+    """A run that was stopped between the updates of its second step, started again as one of a single step."""
+    with trainer("begun", "algorithm.epochs=2") as built:
+        step(built)
+        update = built.update
+
+        def stopped(mini_batch: Batch) -> Any:
+            built.stop.received = "SIGTERM"
+            return update(mini_batch)
+
+        built.update = stopped  # type: ignore[method-assign]
+        try:
+            step(built)
+        except Interrupted:
+            built.save()
+    with trainer("begun", "algorithm.epochs=2", "run.steps=1") as built:
+        where = built.place()
+        built.run()
+        return {"where": where, "steps": built.step, "updates": built.updates, "left": built.in_progress is not None}
+
+
 def drawing_and_scoring() -> dict[str, Any]:
     """The same prompts in waves of several sizes, and what the reward made of the samples."""
     with trainer("drawing") as built:
@@ -229,5 +251,14 @@ def drawing_and_scoring() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parts = (batches, equal_rewards, resumed_without_update, run_state, on_policy, two_epochs, drawing_and_scoring)
+    parts = (
+        batches,
+        equal_rewards,
+        resumed_without_update,
+        run_state,
+        on_policy,
+        two_epochs,
+        begun,
+        drawing_and_scoring,
+    )
     print(json.dumps({part.__name__: part() for part in parts}))
