@@ -15,7 +15,6 @@ import torch
 
 from grpo_mega.algorithm.advantage import group_advantages
 from grpo_mega.algorithm.mismatch import rollout_mismatch
-from grpo_mega.algorithm.objective import grpo_token_loss
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.checkpoint import checkpoint, random_state, step_in_progress, unfinished
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
@@ -26,7 +25,7 @@ from grpo_mega.observe.rollout import average, rollout_metrics
 from grpo_mega.observe.summary import versions, warn_of_other_versions
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform.stop import Interrupted, Stopped, StopRequest
-from grpo_mega.policy.microbatch import ScoredTokens
+from grpo_mega.policy.losses import grpo_loss
 from grpo_mega.policy.optimizer import warmed_up
 from grpo_mega.policy.policy import Gradients, Policy
 from grpo_mega.policy.reference import ReferencePolicy
@@ -71,7 +70,9 @@ class Trainer:
             top_k=config.rollout.top_k,
             seed=config.run.seed,
         )
+        # With a single update per rollout the old policy is the policy itself.
         self.on_policy = config.algorithm.epochs * config.algorithm.mini_batches == 1
+        self.loss = grpo_loss(config.algorithm, self.on_policy)
         self.stop = StopRequest()
         self.step = 0
         self.in_progress: StepInProgress | None = None
@@ -265,23 +266,7 @@ class Trainer:
         lr = warmed_up(self.config.optimizer.lr, self.config.optimizer.warmup_steps, self.updates)
         self.updates += 1
         self.tokens["trained"] += int(mini_batch.mask.sum())
-        return self.policy.update(mini_batch, self.token_loss, lr, self.config.rollout.temperature)
-
-    def token_loss(self, logprob: torch.Tensor, known: ScoredTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The GRPO loss of every token."""
-        algorithm = self.config.algorithm
-        return grpo_token_loss(
-            logprob,
-            # With a single update per rollout the old policy is the policy itself.
-            logprob.detach() if self.on_policy else known.old_logprob,
-            known.ref_logprob,
-            known.advantage,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            kl_coef=algorithm.kl_coef,
-            kl_estimator=algorithm.kl_estimator,
-        )
+        return self.policy.update(mini_batch, self.loss, lr, self.config.rollout.temperature)
 
     def evaluate(self, split: str, prompts: list[Prompt], step: int) -> Metrics:
         """Accuracy, format rate and length of one sampled answer per prompt behind a step; also reported.

@@ -26,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega import platform
-from grpo_mega.algorithm.objective import grpo_token_loss
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_backend, check_layout
@@ -285,6 +283,7 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
     # Megatron may only be imported now that the platform is prepared.
     from megatron.core import parallel_state
 
+    from grpo_mega.policy.losses import grpo_loss
     from grpo_mega.policy.policy import Policy
     from grpo_mega.policy.topology import join_layout
 
@@ -294,7 +293,8 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
     )
     policy.initialize(config.run.seed)
     policy.use_optimizer(optimizer)
-    batch, loss, temperature = batch or made_up_batch(config, policy), token_loss(config), config.rollout.temperature
+    batch, temperature = batch or made_up_batch(config, policy), config.rollout.temperature
+    loss = grpo_loss(config.algorithm, on_policy=False)
     initial = by_layer(policy.whole_weights())
     policy.gradients(batch, loss, temperature)
     gradients = by_layer(policy.whole_gradients())  # of a pass of their own: the optimizer clips them
@@ -340,15 +340,6 @@ def made_up_batch(config: Config, policy: Any) -> Batch:
 def random_tokens(draw: random.Random, longest: int) -> tuple[int, ...]:
     """One token or more, at most `longest`."""
     return tuple(draw.choices(range(VOCABULARY), k=draw.randint(1, longest)))
-
-
-def token_loss(config: Config) -> Callable:
-    """The objective of the configuration, with the old policy in the batch."""
-    names = ("clip_low", "clip_high", "dual_clip", "kl_coef", "kl_estimator")
-    options = {name: getattr(config.algorithm, name) for name in names}
-    return lambda logprob, known: grpo_token_loss(
-        logprob, known.old_logprob, known.ref_logprob, known.advantage, **options
-    )
 
 
 def by_layer(tensors: Tensors) -> Tensors:

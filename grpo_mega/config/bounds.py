@@ -33,9 +33,10 @@ RANGES: dict[str, tuple[str, ...]] = {
     ),
     "(0, inf)": (
         "model.norm_eps", "model.init_std", "model.mtp_loss_coef", "model.moe.scaling", "algorithm.clip_high",
-        "rollout.temperature", "optimizer.lr", "optimizer.eps", "base.lr", "sft.lr",
+        "algorithm.correction_cap", "rollout.temperature", "optimizer.lr", "optimizer.eps", "base.lr", "sft.lr",
     ),
     "(1, inf)": ("algorithm.dual_clip",),
+    "[-1, 1]": ("algorithm.entropy_coef",),
     "(0, 1)": ("algorithm.clip_low",),
     "(0, 1]": ("rollout.top_p",),
     "[0, 1)": ("optimizer.beta1", "optimizer.beta2"),
@@ -51,6 +52,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.task": ("chain_sum", "jsonl"),
     "data.tokenizer": ("chars",),
     "algorithm.advantage_std": ("sample", "population", "none"),
+    "algorithm.objective": ("ppo", "gspo", "cispo"),
+    "algorithm.correction": ("none", "truncate", "mask"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "algorithm.aggregation": ("sequence_mean", "token_mean", "constant"),
 }

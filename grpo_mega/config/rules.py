@@ -296,6 +296,8 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"algorithm.mini_batches={algorithm.mini_batches} exceeds the {samples} samples of a step "
             f"(prompts_per_step * group_size); lower it to {samples}"
         )
+    if algorithm.objective == "cispo" and algorithm.dual_clip is not None:
+        yield f"algorithm.dual_clip={algorithm.dual_clip} has no effect on algorithm.objective=cispo; set it to null"
     if algorithm.reference_refresh > 0 and algorithm.kl_coef == 0:
         yield (
             f"algorithm.reference_refresh={algorithm.reference_refresh} has no effect without a KL term; "

@@ -183,12 +183,23 @@ class AlgorithmConfig:
     """G, samples per prompt; at least 2."""
     advantage_std: str = "sample"
     """Divide group-centred rewards by the group's standard deviation: sample, population, or none (Dr. GRPO)."""
+    objective: str = "ppo"
+    """ppo: the token's importance ratio is clipped (GRPO, DAPO); gspo: the sequence's (arXiv 2507.18071); cispo: the
+    clipped ratio is a constant factor of the log-prob (MiniMax-M1, arXiv 2506.13585)."""
     clip_low: float = 0.2
     """Ratio is clipped from below at 1 - clip_low."""
     clip_high: float = 0.2
     """Ratio is clipped from above at 1 + clip_high (DAPO: 0.28)."""
     dual_clip: float | None = None
     """Upper bound c > 1 on the loss of negative advantages (dual-clip PPO); null for none."""
+    entropy_coef: float = 0.0
+    """The loss falls by this times the entropy of each token's distribution."""
+    correction: str = "none"
+    """What to do about the ratio c of the trainer's to the engine's probability of a token (truncated importance
+    sampling): none; truncate: the policy term is multiplied by min(c, correction_cap); mask: it is multiplied by c, and
+    a token whose c is above the cap does not count."""
+    correction_cap: float = 2.0
+    """See `correction`."""
     kl_coef: float = 0.0
     """Coefficient of the KL term to the reference policy; 0 keeps no reference."""
     kl_estimator: str = "k3"

@@ -20,9 +20,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from grpo_kernels import linear_logits, linear_logprob, linear_token_loss
-
-ScoredLoss = Callable[[torch.Tensor, torch.Tensor, slice], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(log-probs [r], entropies [r], which of the n rows these are) -> (loss of each [r], whatever else is wanted, [r])."""
+from grpo_mega.policy.losses import Loss, LossFound
+from grpo_mega.policy.microbatch import ScoredTokens
 
 
 class LogProbHead(ColumnParallelLinear):
@@ -48,21 +47,22 @@ class LogProbHead(ColumnParallelLinear):
         """[n, H] hidden states, [n] tokens -> [n] log-probs and [n] entropies."""
         return linear_logprob(hidden, self._shard(), targets, temperature=temperature, **self._place())
 
-    def token_loss(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: float,
-        loss: ScoredLoss,
-        frozen: bool = False,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The sum of `loss` over [n, H] hidden states and their [n] tokens, and what `loss` returned besides, each [n].
+    def loss(
+        self, loss: Loss, hidden: torch.Tensor, scored: ScoredTokens, temperature: float, grad_scale: float
+    ) -> LossFound:
+        """The loss of [n, H] hidden states; gradients are made with it, so the logits are made once.
 
-        Gradients are made with the loss, so the logits are made once. A frozen head gives gradients to the hidden
-        states only.
+        The weight's gradient is added in float32 to Megatron's buffer, for a loss that is multiplied by `grad_scale`
+        before its backward pass.
         """
-        weight = self._shard().detach() if frozen else self._shard()
-        return linear_token_loss(hidden, weight, targets, loss, temperature=temperature, **self._place())
+        weight: Any = self._shard()
+        how = self._place() | {"temperature": temperature, "main_grad": weight.main_grad, "grad_scale": grad_scale}
+        return loss(hidden, added_to_main_grad(weight), scored, **how)
+
+    def draft_loss(self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Sum of -log-prob of [n] tokens from [n, H] hidden states, which alone get a gradient."""
+        weight, how = self._shard().detach(), self._place() | {"temperature": temperature}
+        return linear_token_loss(hidden, weight, tokens, lambda logprob, *_: (-logprob, {}), **how)[0]
 
     def _shard(self) -> torch.Tensor:
         return self.tied_weight() if self.tied_weight else self.weight
@@ -84,3 +84,28 @@ def use_logprob_head(gpt: GPTModel, vocab_size: int) -> None:
         gpt.output_layer.vocab_size = vocab_size
         tied = gpt.share_embeddings_and_output_weights
         gpt.output_layer.tied_weight = gpt.shared_embedding_or_output_weight if tied else None
+
+
+def added_to_main_grad(weight: torch.Tensor) -> torch.Tensor:
+    """The weight, for a function that adds its gradient to `weight.main_grad` itself and gives autograd none."""
+    return _AddedToMainGrad.apply(weight)
+
+
+class _AddedToMainGrad(torch.autograd.Function):
+    """Tells Megatron's data parallelism, as its own layers do, that a gradient is in its buffer already.
+
+    It wants some gradient all the same when reduction overlaps with the backward pass. What it gets is ignored, but
+    when `zero_out_wgrad` says that an embedding on this stage adds the gradient of its own use to it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor | None) -> torch.Tensor:
+        weight = ctx.weight
+        weight.grad_added_to_main_grad = True
+        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

@@ -15,17 +15,37 @@ from grpo_mega.types import Batch
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """What a token loss may read about the n tokens it scores; every field is [n], see `Batch`."""
+    """What a loss may read about the n tokens it scores; every field but the last is [n], see `Batch`.
+
+    Attributes:
+        cu_seqlens: [B + 1] where the scored tokens of each sequence of the micro-batch begin, and n; None for a part.
+    """
 
     tokens: torch.Tensor
     weight: torch.Tensor
     advantage: torch.Tensor
+    rollout_logprob: torch.Tensor
     old_logprob: torch.Tensor
     ref_logprob: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: Batch, index: torch.Tensor, cu_seqlens: torch.Tensor | None) -> ScoredTokens:
+        """Those at [n] places of the batch."""
+        return cls(**{name: getattr(batch, name)[index] for name in _per_token()}, cu_seqlens=cu_seqlens)
 
     def part(self, which: slice) -> ScoredTokens:
         """Some of them."""
-        return ScoredTokens(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
+        return ScoredTokens(**{name: getattr(self, name)[which] for name in _per_token()})
+
+    def to(self, device: torch.device) -> ScoredTokens:
+        """The same on a device."""
+        ends = self.cu_seqlens if self.cu_seqlens is None else self.cu_seqlens.to(device)
+        return ScoredTokens(**{name: getattr(self, name).to(device) for name in _per_token()}, cu_seqlens=ends)
+
+
+def _per_token() -> list[str]:
+    return [f.name for f in fields(ScoredTokens) if f.name != "cu_seqlens"]
 
 
 @dataclass(frozen=True)
@@ -113,12 +133,13 @@ def _micro_batch(
     scored = batch.mask[places].nonzero()[:, 0]
     rows, here = _predicting_rows(scored, 1, packed)
     index = places[scored[here]]
+    per_sequence = packed.sequence[scored[here]].bincount(minlength=len(sequences))
     return MicroBatch(
         tokens=_in_rows(tokens, packed)[None].to(device),
         packed=packed.to(device),
         rows=rows.to(device),
         index=index.to(device),
-        scored=ScoredTokens(**{f.name: getattr(batch, f.name)[index].to(device) for f in fields(ScoredTokens)}),
+        scored=ScoredTokens.of(batch, index, F.pad(per_sequence.cumsum(0), (1, 0))).to(device),
         ahead=[_predicted(scored, tokens, depth, packed, device) for depth in range(1, depths + 1)],
     )
 

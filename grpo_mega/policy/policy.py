@@ -7,7 +7,7 @@ are whole again on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,8 @@ from megatron.core.transformer.module import Float16Module
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, OptimizerConfig
 from grpo_mega.platform import Platform
 from grpo_mega.policy.head import LogProbHead
-from grpo_mega.policy.microbatch import MicroBatch, ScoredTokens, micro_batches
+from grpo_mega.policy.losses import Loss
+from grpo_mega.policy.microbatch import MicroBatch, micro_batches
 from grpo_mega.policy.model import DTYPES, build_model
 from grpo_mega.policy.optimizer import build_optimizer, set_learning_rate
 from grpo_mega.policy.packed import PackedTokens
@@ -32,9 +33,6 @@ from grpo_mega.policy.shards import count_parameters, gather_whole, initialize
 from grpo_mega.policy.topology import Topology
 from grpo_mega.types import Batch
 
-TokenLoss = Callable[[torch.Tensor, ScoredTokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(log-probs [n], what is known about the tokens) -> (loss of each token [n], per-token metrics {name: [n]})."""
-
 
 @dataclass
 class Gradients:
@@ -43,14 +41,14 @@ class Gradients:
     Attributes:
         logprob: [T] log-probs of the scored tokens, 0 elsewhere.
         expert_loads: Layer number -> tokens that each of its experts got; {} for a dense model.
-        metrics: "loss" is sum(weight * token_loss); the others are means over the scored tokens. "mtp_loss" is the
+        metrics: "loss" is sum(weight * token loss); the others are means over the tokens that count. "mtp_loss" is the
             cross entropy of the prediction modules, where there are any; "expert_imbalance" how many times the average
             the busiest expert of any layer got.
     """
 
     logprob: torch.Tensor
-    expert_loads: dict[int, list[float]] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
+    expert_loads: dict[int, list[float]]
+    metrics: dict[str, float]
 
 
 class Policy:
@@ -143,8 +141,8 @@ class Policy:
             self._forward_backward(self._micro_batches(batch), score, forward_only=True)
         return self.topology.sum_over_samples(result).cpu()
 
-    def gradients(self, batch: Batch, token_loss: TokenLoss, temperature: float = 1.0) -> Gradients:
-        """Forward and backward of sum(weight * token_loss) over the whole batch.
+    def gradients(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> Gradients:
+        """Forward and backward of the loss over the whole batch.
 
         Raises:
             FloatingPointError: The loss of a scored token is not finite; names the sequence and the token.
@@ -157,40 +155,36 @@ class Policy:
         start_counting(self.gpt)
         micros = self._micro_batches(batch, self._config.mtp_layers)
         trained = max(int(batch.mask.sum()), 1)
-        found = Gradients(torch.zeros(len(batch.tokens), device=self.platform.device))
-        sums: dict[str, float] = {}
+        logprob = torch.zeros(len(batch.tokens), device=self.platform.device)
+        sums: dict[str, torch.Tensor] = {}
 
-        def loss(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
-            def of_tokens(logprob: torch.Tensor, entropy: torch.Tensor, part: slice) -> tuple[torch.Tensor, dict]:
-                known, index = micro.scored.part(part), micro.index[part]
-                losses, metrics = token_loss(logprob, known)
-                _refuse_non_finite(losses, index, batch)
-                found.logprob[index] = logprob.detach()
-                return known.weight * losses, {"tokens": torch.ones_like(entropy), "entropy": entropy, **metrics}
-
-            total, to_add = self.head.token_loss(hidden[0, micro.rows], micro.scored.tokens, temperature, of_tokens)
-            to_add["loss"] = total.detach()
+        def of_micro_batch(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, dict]:
+            # Megatron averages over micro-batches and adds up over context parallel ranks.
+            grad_scale = micro.packed.loss_scale * self.topology.cp_size / len(micros)
+            found = self.head.loss(loss, hidden[0, micro.rows], micro.scored, temperature, grad_scale)
+            _refuse_non_finite(found.losses, micro.index, batch)
+            logprob[micro.index] = found.logprob
+            total, to_add = found.total, found.sums | {"loss": found.total.detach()}
             if micro.ahead:
                 drafts = self._draft_loss(micro, hidden, temperature)
                 total = total + self._config.mtp_loss_coef * drafts / trained
                 to_add["mtp_loss"] = drafts.detach()
-            for name, value in to_add.items():
-                sums[name] = sums.get(name, 0.0) + value.double().sum().item()
+            for name, value in to_add.items():  # nothing here waits for a GPU
+                sums[name] = sums.get(name, 0.0) + value.double()
             return total * micro.packed.loss_scale, {}
 
-        self._forward_backward(micros, loss, forward_only=False)
-        self.topology.sum_over_samples(found.logprob)
-        found.logprob = found.logprob.cpu()
-        found.metrics = _means(self.topology.sum_by_name(sums, self.platform.device))
-        if self._config.moe.experts:
-            found.expert_loads = expert_loads(self.gpt)
-            found.metrics["expert_imbalance"] = max(_imbalance(load) for load in found.expert_loads.values())
-        return found
+        self._forward_backward(micros, of_micro_batch, forward_only=False)
+        self.topology.sum_over_samples(logprob)
+        metrics = _means(self.topology.sum_by_name(sums))
+        loads = expert_loads(self.gpt) if self._config.moe.experts else {}
+        if loads:
+            metrics["expert_imbalance"] = max(_imbalance(load) for load in loads.values())
+        return Gradients(logprob.cpu(), loads, metrics)
 
-    def update(self, batch: Batch, token_loss: TokenLoss, lr: float, temperature: float = 1.0) -> Gradients:
+    def update(self, batch: Batch, loss: Loss, lr: float, temperature: float = 1.0) -> Gradients:
         """One optimizer update; "grad_norm" (before clipping) and "lr" join the metrics."""
         assert self.optimizer is not None, "call use_optimizer before update"
-        found = self.gradients(batch, token_loss, temperature)
+        found = self.gradients(batch, loss, temperature)
         set_learning_rate(self.optimizer, lr)
         _, grad_norm, _ = self.optimizer.step()
         found.metrics |= {"grad_norm": float(grad_norm), "lr": lr}
@@ -229,14 +223,11 @@ class Policy:
 
     def _draft_loss(self, micro: MicroBatch, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
         """Sum over the micro-batch's scored tokens of -log-prob under the prediction modules, mean over depths."""
-
         losses = [
-            self.head.token_loss(
-                hidden[depth, ahead.rows], ahead.tokens, temperature, lambda logprob, *_: (-logprob, {}), frozen=True
-            )
+            self.head.draft_loss(hidden[depth, ahead.rows], ahead.tokens, temperature)
             for depth, ahead in enumerate(micro.ahead, start=1)
         ]
-        return torch.stack([loss for loss, _ in losses]).mean()
+        return torch.stack(losses).mean()
 
     def _micro_batches(self, batch: Batch, depths: int = 0) -> list[MicroBatch]:
         return micro_batches(batch, self.topology, self._budget, self.platform.device, depths)
@@ -295,14 +286,14 @@ def _imbalance(load: list[float]) -> float:
     return max(load) * len(load) / max(sum(load), 1.0)
 
 
-def _refuse_non_finite(token_losses: torch.Tensor, index: torch.Tensor, batch: Batch) -> None:
-    """`index` says which tokens of the batch these are."""
-    bad = ~torch.isfinite(token_losses)
+def _refuse_non_finite(losses: torch.Tensor, index: torch.Tensor, batch: Batch) -> None:
+    """`index` says which tokens of the batch these are. A GPU is waited for, once per micro-batch."""
+    bad = ~torch.isfinite(losses)
     if bad.any():
         place = int(index[bad][0])
         sequence = int(torch.searchsorted(batch.cu_seqlens, place, right=True)) - 1
         raise FloatingPointError(
             f"the loss of token {place - int(batch.cu_seqlens[sequence])} of sequence {sequence} of the batch is "
-            f"{token_losses[bad][0].item()}; look at its log-probs and advantage, and lower the learning rate if the "
+            f"{losses[bad][0].item()}; look at its log-probs and advantage, and lower the learning rate if the "
             "policy diverged"
         )

@@ -75,12 +75,13 @@ class Topology:
             dist.all_reduce(vector, group=parallel_state.get_pipeline_model_parallel_group())
         return vector
 
-    def sum_by_name(self, sums: dict[str, float], device: torch.device) -> dict[str, float]:
-        """Adds up the last stages' numbers over the replicas; all ranks get the result, other stages pass nothing."""
-        result = [sums]
-        if self.is_last_stage and self.scorers > 1:
-            values = torch.tensor([sums[name] for name in sorted(sums)], dtype=torch.float64, device=device)
-            dist.all_reduce(values, group=_scorers())
+    def sum_by_name(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Adds up the last stages' scalars over the replicas; all ranks get the result, other stages pass nothing."""
+        result: list[dict[str, float]] = [{}]
+        if self.is_last_stage:
+            values = torch.stack([sums[name] for name in sorted(sums)]).double()
+            if self.scorers > 1:
+                dist.all_reduce(values, group=_scorers())
             result = [dict(zip(sorted(sums), values.tolist(), strict=True))]
         if self.pp_size > 1:
             source = parallel_state.get_pipeline_model_parallel_last_rank()

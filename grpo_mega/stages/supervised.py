@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.config.schema import Config, OptimizerConfig
 from grpo_mega.data.chain_sum import ChainSum
-from grpo_mega.policy.microbatch import ScoredTokens
+from grpo_mega.policy.losses import negative_log_likelihood
 from grpo_mega.policy.optimizer import warmed_up
 from grpo_mega.policy.policy import Gradients, Policy
 from grpo_mega.types import Batch, pack_tokens
 
 Row = tuple[list[int], int]
 """Token ids, and how many of them come before the first one that is learned."""
-
-
-def negative_log_likelihood(logprob: torch.Tensor, _: ScoredTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The token loss of language modelling and supervised fine-tuning."""
-    return -logprob, {}
 
 
 def supervised_update(policy: Policy, rows: list[Row], lr: float) -> Gradients:

@@ -85,6 +85,8 @@ def require_tokens(tokens: Tokens, options: GRPOLoss, count: int, device: torch.
         raise ValueError(f"rollout_logprob is None, and options.correction is {options.correction!r}; pass it")
     if (options.kind == "gspo") != (tokens.cu_seqlens is not None):
         raise ValueError("cu_seqlens goes with options.kind gspo, whose ratio is the sequence's, and with no other")
+    if tokens.sequence_group is not None and options.kind != "gspo":
+        raise ValueError("sequence_group goes with options.kind gspo, whose ratio is the sequence's, and with no other")
     if tokens.cu_seqlens is not None:
         _require_sequences(tokens.cu_seqlens, count, device)
 
@@ -95,14 +97,14 @@ def require_temperature(temperature: float) -> None:
         raise ValueError(f"temperature is {temperature}; use a number between 1e-6 and 1e6")
 
 
-def require_group(group: dist.ProcessGroup | None) -> None:
+def require_group(group: dist.ProcessGroup | None, name: str = "group") -> None:
     """A process group that this rank belongs to, or None."""
     if group is None:
         return
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group is {group!r}; pass a torch.distributed.ProcessGroup that this rank is a member of")
+        raise TypeError(f"{name} is {group!r}; pass a torch.distributed.ProcessGroup that this rank is a member of")
     if not dist.is_initialized() or group.rank() < 0:
-        raise ValueError("group is not initialised on this rank; call torch.distributed.init_process_group first")
+        raise ValueError(f"{name} is not initialised on this rank; call torch.distributed.init_process_group first")
 
 
 def require_one_of(name: str, value: object, known: tuple[object, ...]) -> None:

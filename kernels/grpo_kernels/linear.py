@@ -8,10 +8,11 @@ The logits of a chunk exist while it is worked on; [tokens, vocabulary] never do
                      Rows behind the real vocabulary are padding: never read, gradient 0.
     ids              [n] int64, GLOBAL token ids.
     temperature      what the logits are divided by.
-    chunk            rows per chunk; None: 4096 on a GPU, what fits the cache on a CPU.
+    chunk            rows per chunk, rounded up to whole blocks of 2048 on a GPU, of 64 on a CPU; None: one block on a
+                     GPU, what fits the cache on a CPU. No bit of a result depends on it.
     logits_dtype     of the logits inside a chunk. Products are summed in float32, which float32 logits keep; bfloat16
                      rounds them: less memory traffic, and log-probs that are off by 0.02.
-    vocab_start, vocab_size, group, backend
+    vocab_size, group, backend
                      as for `fused_logprob`.
     hidden_grad      with a group, a rank's part of the vocabulary gives a part of the gradient of `hidden`:
                      "all_reduce"      every rank holds all of `hidden`, and gets the sum over the ranks;
@@ -32,11 +33,12 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grpo_kernels import checks
-from grpo_kernels.chunked import Gradients, Head, How, Operands, head
+from grpo_kernels.chunked import Gradients, Head, How, Operands, counted, head
 from grpo_kernels.metrics import Metrics, metrics
 from grpo_kernels.options import GRPOLoss
 from grpo_kernels.premade import PremadeGradients
@@ -79,8 +81,8 @@ def linear_token_loss(
     Args:
         token_loss: Called for one chunk of rows after the other, in order (once with no row when n is 0). Each loss it
             returns must come from that token's log-prob and entropy alone; autograd differentiates it in these.
-        main_grad: [V, H] float32 accumulator that the weight's gradient is added to in the forward pass; autograd then
-            gets none for the weight. None: autograd gets it.
+        main_grad: [V, H] float32 accumulator (Megatron's) that the weight's gradient is added to in the forward pass;
+            autograd then gets none for the weight. None: autograd gets it.
         grad_scale: With `main_grad`, the number that the loss is going to be multiplied by before `backward`; another
             one is an error there.
 
@@ -108,6 +110,7 @@ def linear_grpo_loss(
     options: GRPOLoss,
     rollout_logprob: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    sequence_group: dist.ProcessGroup | None = None,
     main_grad: Tensor | None = None,
     grad_scale: float = 1.0,
     **how: Unpack[How],
@@ -115,8 +118,12 @@ def linear_grpo_loss(
     """`fused_grpo_loss` from hidden states, with gradients made in the forward pass.
 
     Under "gspo" the log-probs are made first, in a pass of their own: a token's gradient needs its whole sequence. For
-    the vectors and `options` see `fused_grpo_loss`, for the last two named ones `linear_token_loss`, for the others the
-    module.
+    the vectors and `options` see `fused_grpo_loss`, for `main_grad` and `grad_scale` `linear_token_loss`, for the
+    others the module.
+
+    Args:
+        sequence_group: Under "gspo", the ranks that each hold some tokens of every sequence (context parallelism), or
+            None. Their `cu_seqlens` count the tokens each has; all of them call this.
 
     Returns:
         The scalar float32 loss, whose `backward` runs once, and metrics.
@@ -125,7 +132,8 @@ def linear_grpo_loss(
         ValueError, TypeError: An argument is bad; names it.
     """
     made = head(hidden, weight, ids, **how)
-    tokens = Tokens(advantages, weights, old_logprob, ref_logprob, rollout_logprob, cu_seqlens)
+    checks.require_group(sequence_group, "sequence_group")
+    tokens = Tokens(advantages, weights, old_logprob, ref_logprob, rollout_logprob, cu_seqlens, sequence_group)
     checks.require_tokens(tokens, options, len(ids), hidden.device)
     if main_grad is not None:
         checks.require_main_grad(main_grad, weight, grad_scale)
@@ -137,11 +145,11 @@ def linear_grpo_loss(
 
     def derivatives(logprob: Tensor, entropy: Tensor, part: slice) -> Derivatives:
         found = token_losses(logprob, entropy, tokens.part(part), options) if known is None else known.part(part)
-        logged = {"weight": found.weight, "log_ratio": found.log_ratio, "kl": found.kl, "clipped": found.clipped}
+        logged = {name: getattr(found, name) for name in ("loss", "weight", "log_ratio", "kl", "clipped")}
         return found.loss, found.grad_logprob, found.grad_entropy, logged | {"logprob": logprob, "entropy": entropy}
 
     loss, logged = premade_loss(made, hidden, weight, ids, derivatives, main_grad, grad_scale)
-    return loss, metrics(old=old_logprob, **logged)
+    return loss, metrics(given=weights, old=old_logprob, **logged)
 
 
 def premade_loss(
@@ -188,7 +196,8 @@ def _chunk_loss(
     if gradients is not None:
         if scale != 1:
             by_logprob, by_entropy = by_logprob * scale, None if by_entropy is None else by_entropy * scale
-        gradients.add(operands, part, made.gradient(operands, logits, ids, stats, by_logprob, by_entropy))
+        grad_logits = made.gradient(operands, logits, ids, stats, by_logprob, by_entropy)
+        gradients.add(operands, part, grad_logits, counted(by_logprob, by_entropy))
     return losses, extras
 
 
@@ -238,5 +247,5 @@ class _LinearLogProb(torch.autograd.Function):
             logits = operands.logits(part, ctx.made.logits_dtype)
             entropy_part = None if by_entropy is None else by_entropy[part]
             grad = ctx.made.gradient(operands, logits, ids[part], stats[part], by_logprob[part], entropy_part)
-            gradients.add(operands, part, grad)
+            gradients.add(operands, part, grad, counted(by_logprob[part], entropy_part))
         return ctx.made.reduced(gradients.hidden), gradients.weight, None, None

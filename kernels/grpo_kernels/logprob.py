@@ -21,7 +21,6 @@ def fused_logprob(
     *,
     temperature: float = 1.0,
     rows: Tensor | None = None,
-    vocab_start: int | None = None,
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     backend: str | None = None,
@@ -36,9 +35,8 @@ def fused_logprob(
         ids: [n] int64, GLOBAL token ids.
         temperature: What the logits are divided by.
         rows: [n] int64, the rows of `logits` that count, each once; None: all N.
-        vocab_start: Global id of the first column; None: the ranks have equally many columns, in rank order.
         vocab_size: Number of real tokens of all ranks together; columns behind them are padding, which is never read.
-            None: no column is.
+            None: no column is. The ranks have equally many columns, in rank order.
         group: The tensor parallel ranks that hold the vocabulary, or None. All of them call this with the same rows and
             get the same bits.
         backend: "cuda", "triton" or "torch"; None: see `dispatch.backend`.
@@ -52,7 +50,7 @@ def fused_logprob(
     """
     checks.require_logits(logits)
     checks.require_group(group)
-    shard = shard_of(logits.shape[1], vocab_start, vocab_size, group)
+    shard = shard_of(logits.shape[1], vocab_size, group)
     checks.require_rows(rows, logits)
     checks.require_ids(ids, len(logits if rows is None else rows), logits.device, shard.vocab_size)
     checks.require_temperature(temperature)

@@ -31,7 +31,6 @@ def fused_grpo_loss(
     rows: Tensor | None = None,
     rollout_logprob: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    vocab_start: int | None = None,
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     backend: str | None = None,
@@ -64,7 +63,7 @@ def fused_grpo_loss(
     """
     checks.require_logits(logits)
     checks.require_group(group)
-    shard = shard_of(logits.shape[1], vocab_start, vocab_size, group)
+    shard = shard_of(logits.shape[1], vocab_size, group)
     checks.require_rows(rows, logits)
     count = len(logits if rows is None else rows)
     checks.require_ids(ids, count, logits.device, shard.vocab_size)
@@ -89,8 +88,11 @@ Place = tuple[Tensor, Tensor, Tensor | None, int, float]
 
 
 def _fits_one_launch(shard: Shard, tokens: Tokens, options: GRPOLoss) -> bool:
-    """Whether a row's loss is known from that row here, and its correction beforehand."""
-    corrected_first = options.correction == "none" or tokens.old is not None
+    """Whether a row's loss is known from that row here, and its correction beforehand.
+
+    A token that the correction masks has a log-prob to report all the same.
+    """
+    corrected_first = options.correction == "none" or (options.correction == "truncate" and tokens.old is not None)
     return shard.ranks == 1 and options.kind != "gspo" and corrected_first
 
 
@@ -104,7 +106,17 @@ def _in_one_launch(
     outputs = operations.grpo_rows_(*place, tokens.old, tokens.ref, advantage, weight, options, needed, "zero")
     losses, logprob, entropy, kl, clipped = outputs.unbind(-1)
     log_ratio = torch.zeros_like(logprob) if tokens.old is None else logprob - tokens.old
-    return losses, metrics(weight, logprob, entropy, tokens.old, log_ratio, kl, clipped)
+    return losses, metrics(
+        given=tokens.weight,
+        weight=weight,
+        loss=losses,
+        logprob=logprob,
+        entropy=entropy,
+        old=tokens.old,
+        log_ratio=log_ratio,
+        kl=kl,
+        clipped=clipped,
+    )
 
 
 def _from_stats(
@@ -117,5 +129,5 @@ def _from_stats(
     found = token_losses(logprob, entropy, tokens, options)
     if needed:
         operations.row_gradient_(*place, stats, found.grad_logprob, found.grad_entropy, "zero")
-    logged = (found.weight, logprob, entropy, tokens.old, found.log_ratio, found.kl, found.clipped)
-    return found.loss, metrics(*logged)
+    logged = {name: getattr(found, name) for name in ("loss", "weight", "log_ratio", "kl", "clipped")}
+    return found.loss, metrics(given=tokens.weight, logprob=logprob, entropy=entropy, old=tokens.old, **logged)

@@ -12,7 +12,7 @@ from grpo_kernels.token_loss import CLIP_DUAL, CLIP_HIGH, CLIP_LOW
 
 @dataclass(frozen=True)
 class Metrics:
-    """Over the tokens of this rank whose weight, after the correction, is not 0; all but `logprob` are 0-dimensional.
+    """Over this rank's tokens whose weight, after the correction, is not 0; all but the last two are 0-dimensional.
 
     Attributes:
         tokens: How many there are. With 0 the means are 0, the minimum is inf and the maximum -inf.
@@ -21,7 +21,8 @@ class Metrics:
         kl_old: Mean k3 estimate of KL(old || policy), whose samples the old policy drew.
         entropy: Mean.
         ratio, ratio_min, ratio_max: Mean and extremes of the importance ratio, the sequence's under gspo.
-        logprob: [n] log-prob of every token; 0 where the weight is 0.
+        loss: [n] weighted loss of every token, for finding one that is not finite.
+        logprob: [n] log-prob of every token; 0 where the weight, before the correction, is 0.
     """
 
     tokens: Tensor
@@ -34,20 +35,30 @@ class Metrics:
     ratio: Tensor
     ratio_min: Tensor
     ratio_max: Tensor
+    loss: Tensor
     logprob: Tensor
 
 
 def metrics(
-    weight: Tensor, logprob: Tensor, entropy: Tensor, old: Tensor | None, log_ratio: Tensor, kl: Tensor, clipped: Tensor
+    *,
+    given: Tensor,
+    weight: Tensor,
+    loss: Tensor,
+    logprob: Tensor,
+    entropy: Tensor,
+    old: Tensor | None,
+    log_ratio: Tensor,
+    kl: Tensor,
+    clipped: Tensor,
 ) -> Metrics:
-    """All arguments are [n], see `TokenLosses`; `old` None means the policy itself."""
+    """All arguments are [n]: the weights as `given`, what `TokenLosses` has; `old` None means the policy itself."""
     counted = weight != 0
     tokens = counted.sum().float()
     difference = torch.zeros_like(logprob) if old is None else logprob - old
     ratio = log_ratio.exp()
 
     def mean(values: Tensor) -> Tensor:
-        return torch.where(counted, values, 0.0).sum() / tokens.clamp(min=1)
+        return (torch.where(counted, values, 0.0).sum(dtype=torch.float64) / tokens.clamp(min=1)).float()
 
     return Metrics(
         tokens=tokens,
@@ -60,7 +71,8 @@ def metrics(
         ratio=mean(ratio),
         ratio_min=-_largest(torch.where(counted, -ratio, -torch.inf)),
         ratio_max=_largest(torch.where(counted, ratio, -torch.inf)),
-        logprob=torch.where(counted, logprob, 0.0),
+        loss=loss,
+        logprob=torch.where(given != 0, logprob, 0.0),
     )
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.options import GRPOLoss
@@ -37,6 +38,7 @@ class Tokens:
         ref: Log-prob under the reference policy; None when the loss has no KL term.
         rollout: Log-prob as the engine sampled it; None when the loss has no correction.
         cu_seqlens: [B + 1] ends of the sequences among the n tokens, beginning with 0; for gspo.
+        sequence_group: The ranks that hold tokens of the same B sequences, or None for this one alone; for gspo.
     """
 
     advantage: Tensor
@@ -45,11 +47,14 @@ class Tokens:
     ref: Tensor | None = None
     rollout: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    sequence_group: dist.ProcessGroup | None = None
 
     def part(self, tokens: slice) -> Tokens:
         """Some of the tokens; sequences are not cut, so `cu_seqlens` is dropped."""
-        optional = (vector if vector is None else vector[tokens] for vector in (self.old, self.ref, self.rollout))
-        return Tokens(self.advantage[tokens], self.weight[tokens], *optional)
+        old, ref, rollout = (
+            vector if vector is None else vector[tokens] for vector in (self.old, self.ref, self.rollout)
+        )
+        return Tokens(self.advantage[tokens], self.weight[tokens], old, ref, rollout)
 
 
 @dataclass
@@ -89,11 +94,11 @@ def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: GRPO
     counted = weight != 0
     log_ratio = torch.where(logprob.isnan(), logprob, 0.0) if tokens.old is None else logprob - old
     if options.kind == "gspo":
-        log_ratio = _sequence_mean(log_ratio, counted, tokens.cu_seqlens)
+        log_ratio = _sequence_mean(log_ratio, counted, tokens)
     loss, grad, clipped = _policy_term(logprob, log_ratio, advantage, options)
     grad = _zero_unless(counted, grad * weight)
     if options.kind == "gspo":
-        grad = _sequence_mean(grad, counted, tokens.cu_seqlens)
+        grad = _sequence_mean(grad, counted, tokens)
     kl = torch.zeros_like(logprob)
     if tokens.ref is not None:
         kl, grad_kl = _kl(logprob, tokens.ref, options.kl)
@@ -164,19 +169,19 @@ def _kl(logprob: Tensor, ref: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
     return growth + difference, -growth
 
 
-def _sequence_mean(values: Tensor, counted: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _sequence_mean(values: Tensor, counted: Tensor, tokens: Tokens) -> Tensor:
     """[n] sum over the counted tokens of each token's sequence, divided by their number.
 
     It is its own transpose: derivatives with respect to the result become those with respect to the values.
     """
+    cu_seqlens = tokens.cu_seqlens
     assert cu_seqlens is not None, "checks.py asks for it"
-    sums = _segment_sums(_zero_unless(counted, values), cu_seqlens)
-    means = sums / _segment_sums(counted.to(values.dtype), cu_seqlens).clamp(min=1)
+    both = torch.stack([_zero_unless(counted, values), counted.to(values.dtype)], -1)
+    sums = torch.segment_reduce(both, "sum", offsets=cu_seqlens, initial=0)  # [B, 2]
+    if tokens.sequence_group is not None:
+        dist.all_reduce(sums, group=tokens.sequence_group)
+    means = sums[:, 0] / sums[:, 1].clamp(min=1)
     return _zero_unless(counted, means.repeat_interleave(cu_seqlens.diff(), output_size=len(values)))
-
-
-def _segment_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return torch.segment_reduce(values, "sum", offsets=cu_seqlens, initial=0)
 
 
 def _zero_unless(counted: Tensor, values: Tensor) -> Tensor:

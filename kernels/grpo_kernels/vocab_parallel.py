@@ -46,12 +46,11 @@ class Shard:
         return merge_stats(parts.chunk(self.ranks), inv_temperature)
 
 
-def shard_of(width: int, vocab_start: int | None, vocab_size: int | None, group: dist.ProcessGroup | None) -> Shard:
-    """The shard that lies in `width` columns here.
+def shard_of(width: int, vocab_size: int | None, group: dist.ProcessGroup | None) -> Shard:
+    """The shard that lies in `width` columns here; all ranks have this width, in rank order.
 
     Args:
         width: Columns of this rank, padding included.
-        vocab_start: Global id of the first column; None: all ranks have this width, in rank order.
         vocab_size: Number of real tokens of all ranks; None: no column of any rank is padding.
         group: The ranks that share the vocabulary, or None.
 
@@ -59,12 +58,10 @@ def shard_of(width: int, vocab_start: int | None, vocab_size: int | None, group:
         ValueError: The columns cannot hold such a vocabulary; names the argument.
     """
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-    start = rank * width if vocab_start is None else vocab_start
     size = ranks * width if vocab_size is None else vocab_size
-    if start < 0 or (ranks == 1 and start > 0):
-        raise ValueError(f"vocab_start is {start}; it is the global id of the first column here, 0 on the only rank")
-    if size < 1 or (size > ranks * width and (ranks == 1 or vocab_start is None)):
+    if not 1 <= size <= ranks * width:
         raise ValueError(f"vocab_size is {size}; {ranks} x {width} columns hold 1 to {ranks * width} tokens")
+    start = rank * width
     return Shard(start, min(max(size - start, 0), width), size, group)
 
 

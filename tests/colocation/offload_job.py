@@ -26,6 +26,7 @@ from megatron.core import parallel_state  # noqa: E402
 from grpo_mega.checkpoint import checkpoint  # noqa: E402
 from grpo_mega.colocation.offload import TrainerMemory  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
+from grpo_mega.policy.losses import negative_log_likelihood  # noqa: E402
 from grpo_mega.policy.packed import PackedTokens  # noqa: E402
 from grpo_mega.policy.policy import Policy  # noqa: E402
 from grpo_mega.policy.reference import ReferencePolicy  # noqa: E402
@@ -80,7 +81,7 @@ def batch_of(seed: int) -> Batch:
 
 
 def update(policy: Policy, number: int) -> dict[str, float]:
-    return policy.update(batch_of(number), lambda logprob, _: (-logprob, {}), lr=0.01).metrics
+    return policy.update(batch_of(number), negative_log_likelihood, lr=0.01).metrics
 
 
 def state(policy: Policy, reference: ReferencePolicy | None) -> list[torch.Tensor]:

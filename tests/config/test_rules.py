@@ -94,6 +94,8 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"algorithm.group_size": 1}, "algorithm.group_size=1"),
     ({"algorithm.mini_batches": 257}, "algorithm.mini_batches=257"),
     ({"algorithm.reference_refresh": 400}, "algorithm.reference_refresh=400"),
+    ({"algorithm.objective": "cispo", "algorithm.dual_clip": 3.0}, "algorithm.dual_clip=3.0 has no effect"),
+    ({"algorithm.objective": "reinforce"}, "algorithm.objective=reinforce: choose one of ppo, gspo, cispo"),
     ({"rollout.temperature": 0.0}, "rollout.temperature=0.0"),
     ({"rollout.max_new_tokens": 128}, "rollout.max_new_tokens=128 must be below model.context=128"),
     ({"run.init_from": "checkpoints/9"}, "run.init_from=checkpoints/9 contradicts"),

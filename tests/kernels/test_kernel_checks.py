@@ -31,8 +31,6 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": 9}, r"ids has a token outside \[0, 9\)"),
     ({"vocab_size": 0}, "vocab_size is 0; 1 x 10 columns hold 1 to 10 tokens"),
     ({"vocab_size": 11}, "vocab_size is 11; 1 x 10 columns hold 1 to 10 tokens"),
-    ({"vocab_start": -1}, "vocab_start is -1"),
-    ({"vocab_start": 1}, "vocab_start is 1; .* 0 on the only rank"),
     ({"temperature": 0.0}, "temperature is 0.0; use a number between"),
     ({"temperature": float("nan")}, "temperature is nan; use a number between"),
     ({"temperature": -1.0}, r"temperature is -1\.0; use a number between"),

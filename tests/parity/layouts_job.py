@@ -16,9 +16,16 @@ platform.join_processes(HERE)
 
 from megatron.core import parallel_state  # noqa: E402
 
-from grpo_mega.algorithm.objective import grpo_token_loss  # noqa: E402
 from grpo_mega.algorithm.weights import token_weights  # noqa: E402
-from grpo_mega.config.schema import LayoutConfig, MLAConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
+from grpo_mega.config.schema import (  # noqa: E402
+    AlgorithmConfig,
+    LayoutConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+)
+from grpo_mega.policy.losses import grpo_loss  # noqa: E402
 from grpo_mega.policy.policy import Policy  # noqa: E402
 from grpo_mega.policy.topology import join_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
@@ -49,6 +56,8 @@ MODELS = {
     ),
     "dense_mtp2": replace(DENSE, mtp_layers=2, mtp_loss_coef=0.5),
     "balanced": replace(MOE, moe=replace(MOE.moe, aux_loss_coef=0.5, z_loss_coef=0.05)),
+    "dense_gspo": DENSE,
+    "dense_cispo": DENSE,
     "dense_bf16": replace(DENSE, dtype="bf16"),
     "deepseek_bf16": replace(
         MOE, layers=4, attention="mla", kv_heads=4, mla=MLA, moe=replace(MOE.moe, groups=2, group_top_k=1), dtype="bf16"
@@ -103,6 +112,11 @@ OPTIMIZERS = {
     "pp2dp2zero": replace(OPTIMIZER, distributed=True, overlap=True),
     "cp2zero": replace(OPTIMIZER, distributed=True, overlap=True),
 }
+OBJECTIVE = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl_coef=0.1)
+OBJECTIVES = {
+    "dense_gspo": AlgorithmConfig(objective="gspo", clip_low=0.01, clip_high=0.02, entropy_coef=0.1),
+    "dense_cispo": AlgorithmConfig(objective="cispo", kl_coef=0.1, correction="mask", correction_cap=1.1),
+}
 VOCAB = 26
 SAMPLING = SamplingParams(max_new_tokens=24, stop_ids=(2,), temperature=1.2, top_p=0.95, top_k=20, seed=5)
 
@@ -121,7 +135,7 @@ def prompts() -> list[Prompt]:
     return [Prompt(f"p{i}", tokens, "", "", "") for i, tokens in enumerate(ids)]
 
 
-def one_step(model: ModelConfig, layout: LayoutConfig, optimizer: OptimizerConfig) -> dict:
+def one_step(model: ModelConfig, layout: LayoutConfig, optimizer: OptimizerConfig, objective: AlgorithmConfig) -> dict:
     """Samples, log-probs, loss and gradients of one step from seeded weights, and what two updates change."""
     topology = join_layout(layout, seed=0)
     policy = SmallBuckets(model, layout, VOCAB, topology, HERE, optimizer.distributed, optimizer.overlap)
@@ -142,11 +156,7 @@ def one_step(model: ModelConfig, layout: LayoutConfig, optimizer: OptimizerConfi
         old_logprob=batch.rollout_logprob + 0.3 * shift,
         ref_logprob=batch.rollout_logprob - 0.2 * shift,
     )
-    options = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "kl_coef": 0.1, "kl_estimator": "k3"}
-
-    def loss(logprob, known):
-        return grpo_token_loss(logprob, known.old_logprob, known.ref_logprob, known.advantage, **options)
-
+    loss = grpo_loss(objective, on_policy=False)
     scored = policy.logprobs(batch, SAMPLING.temperature)
     found = policy.gradients(batch, loss, SAMPLING.temperature)
     result = {
@@ -182,7 +192,8 @@ if __name__ == "__main__":
     out = Path(sys.argv[1])
     for name in sys.argv[2:]:
         model, layout = name.split(":")
-        step = one_step(MODELS[model], LAYOUTS[layout], OPTIMIZERS.get(layout, OPTIMIZER))
+        optimizer, objective = OPTIMIZERS.get(layout, OPTIMIZER), OBJECTIVES.get(model, OBJECTIVE)
+        step = one_step(MODELS[model], LAYOUTS[layout], optimizer, objective)
         if torch.distributed.get_rank() == 0:
             torch.save(step, out / f"{name}.pt")
     torch.distributed.destroy_process_group()

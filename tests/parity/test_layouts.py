@@ -8,7 +8,16 @@ from ranks import run_ranks
 
 JOB = Path(__file__).with_name("layouts_job.py")
 EXACT = {
-    1: ["dense:small", "moe:small", "mla:small", "moe:recompute", "moe:selective", "balanced:small", "mtp:recompute"],
+    1: [
+        "dense:small",
+        "dense_gspo:small",
+        "moe:small",
+        "mla:small",
+        "moe:recompute",
+        "moe:selective",
+        "balanced:small",
+        "mtp:recompute",
+    ],
     2: [
         *(
             "dense:tp2",
@@ -21,6 +30,7 @@ EXACT = {
             "dense:cp2zero",
         ),
         *("tied:tp2", "tied:pp2", "tied:dp2"),
+        *("dense_gspo:tp2sp", "dense_gspo:pp2small", "dense_gspo:cp2", "dense_cispo:cp2small", "dense_cispo:dp2zero"),
         *(
             "moe:tp2sp",
             "moe:tp2etp2",

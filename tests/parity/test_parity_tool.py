@@ -21,15 +21,15 @@ join_processes = parity.platform.join_processes
 
 def and_spoil(here):  # Megatron may be imported from here on
     join_processes(here)
-    from grpo_mega.policy.policy import Policy
-    gradients = Policy.gradients
+    from grpo_mega.policy import policy
+    micro_batches = policy.micro_batches
 
-    def spoiled(self, batch, token_loss, temperature=1.0):
-        def loss(*known):  # the right loss with the gradient of a scale that forgets the replicas
-            losses, metrics = token_loss(*known)
-            return losses.detach() + (losses - losses.detach()) / self.topology.dp_size, metrics
-        return gradients(self, batch, loss, temperature)
-    Policy.gradients = spoiled
+    def spoiled(batch, topology, *others):
+        micros = micro_batches(batch, topology, *others)
+        for micro in micros:
+            micro.packed.loss_scale /= topology.dp_size
+        return micros
+    policy.micro_batches = spoiled
 
 parity.platform.join_processes = and_spoil
 parity.main()

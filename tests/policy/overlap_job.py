@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing import load_plain_tensors  # noqa: E402
 
 from grpo_mega.checkpoint import checkpoint  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
+from grpo_mega.policy.losses import negative_log_likelihood  # noqa: E402
 from grpo_mega.policy.policy import Policy  # noqa: E402
 from grpo_mega.policy.reference import ReferencePolicy  # noqa: E402
 from grpo_mega.policy.topology import Topology, join_layout  # noqa: E402
@@ -64,7 +65,7 @@ def batch(number: int):
 
 
 def update(policy: Policy, number: int) -> None:
-    policy.update(batch(number), lambda logprob, _: (-logprob, {}), lr=OPTIMIZER.lr)
+    policy.update(batch(number), negative_log_likelihood, lr=OPTIMIZER.lr)
 
 
 def whole(policy: Policy, _: Path) -> Iterator[Tensors]:
@@ -74,7 +75,7 @@ def whole(policy: Policy, _: Path) -> Iterator[Tensors]:
 
 def next_gradients(policy: Policy, _: Path) -> Iterator[Tensors]:
     """The whole gradient of a pass, and the weights that it leaves alone."""
-    policy.gradients(batch(3), lambda logprob, _: (-logprob, {}))
+    policy.gradients(batch(3), negative_log_likelihood)
     yield policy.whole_gradients()
     yield policy.whole_weights()
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from largest_tensor import LargestTensor
 
 from grpo_mega.policy.head import LogProbHead
+from grpo_mega.policy.losses import negative_log_likelihood
 from grpo_mega.policy.policy import Policy
 from grpo_mega.types import pack_tokens
 
@@ -109,7 +110,7 @@ def test_logits_of_all_tokens_never_exist(make_policy: Callable[..., Policy]) ->
     batch = pack_tokens([range(20)] * (tokens // 20), [1] * (tokens // 20))
     policy = make_policy("dense", vocabulary=vocabulary)
     with LargestTensor() as training:
-        policy.gradients(batch, lambda logprob, known: (-logprob, {}))
+        policy.gradients(batch, negative_log_likelihood)
     with LargestTensor() as scoring:
         policy.logprobs(batch, 1.0)
     assert max(training.elements, scoring.elements) < tokens * vocabulary / 20

@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from grpo_mega.config.schema import OptimizerConfig
+from grpo_mega.policy.losses import token_wise
 from grpo_mega.policy.microbatch import ScoredTokens
 from grpo_mega.policy.mtp import PackedPredictor
 from grpo_mega.policy.packed import PackedTokens
@@ -34,6 +35,7 @@ def batch() -> Batch:
     return packed.with_(weight=packed.mask / 20, advantage=torch.rand(len(packed.tokens), generator=random))
 
 
+@token_wise
 def policy_loss(logprob: torch.Tensor, known: ScoredTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return logprob.exp() * known.advantage, {}
 

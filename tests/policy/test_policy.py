@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from grpo_mega.config.schema import MoEConfig, OptimizerConfig
+from grpo_mega.policy.losses import negative_log_likelihood, token_wise
 from grpo_mega.policy.microbatch import ScoredTokens
 from grpo_mega.policy.policy import Gradients, Policy
 from grpo_mega.policy.shards import gather_whole
@@ -21,7 +22,10 @@ PARITY, WORST = 1e-6, 5e-6  # all gradients together, the worst parameter's; doc
 
 def token_loss(logprob: torch.Tensor, known: ScoredTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Not linear in the log-prob, and different for every token."""
-    return logprob.exp() * known.advantage + logprob.square() / (1 + known.tokens), {"logprob": logprob.detach()}
+    return logprob.exp() * known.advantage + logprob.square() / (1 + known.tokens), {"confidence": logprob.detach()}
+
+
+LOSS = token_wise(token_loss)
 
 
 def full_gradient(policy: Policy) -> torch.Tensor:
@@ -39,7 +43,7 @@ def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def assert_same(found: Gradients, expected: Gradients) -> None:
     assert found.metrics.keys() == expected.metrics.keys()
-    assert found.metrics.keys() - {"expert_imbalance"} == {"loss", "entropy", "logprob"}
+    assert found.metrics.keys() - {"expert_imbalance"} == {"loss", "entropy", "confidence"}
     for name, value in found.metrics.items():
         assert value == pytest.approx(expected.metrics[name], rel=PARITY)
 
@@ -50,7 +54,7 @@ def test_the_size_of_micro_batches_changes_nothing(
     model: str, budget: int, make_policy: MakePolicy, batch: Batch
 ) -> None:
     whole, cut = make_policy(model), make_policy(model, micro_batch_tokens=budget)
-    expected, found = whole.gradients(batch, token_loss, 0.8), cut.gradients(batch, token_loss, 0.8)
+    expected, found = whole.gradients(batch, LOSS, 0.8), cut.gradients(batch, LOSS, 0.8)
     assert_same(found, expected)
     torch.testing.assert_close(found.logprob, expected.logprob, atol=1e-5, rtol=1e-6)
     assert relative_distance(full_gradient(cut), full_gradient(whole)) < PARITY
@@ -71,7 +75,7 @@ def test_computing_a_prompt_once_for_its_group_changes_nothing(model: str, make_
     shared = shared.with_(weight=shared.mask / 20, advantage=torch.rand(len(shared.tokens), generator=random))
     apart = shared.with_(prompts=torch.arange(6), prompt_lengths=torch.zeros(6, dtype=torch.int64))
     once, copied = make_policy(model), make_policy(model)
-    found, expected = once.gradients(shared, token_loss), copied.gradients(apart, token_loss)
+    found, expected = once.gradients(shared, LOSS), copied.gradients(apart, LOSS)
     assert_same(found, expected)
     torch.testing.assert_close(found.logprob, expected.logprob, atol=1e-5, rtol=1e-6)
     assert relative_distance(full_gradient(once), full_gradient(copied)) < PARITY
@@ -90,7 +94,7 @@ def test_the_order_of_sequences_changes_nothing(model: str, make_policy: MakePol
     order = [4, 8, 0, 2, 7, 1, 6, 3, 5]
     shuffled = batch.select(order)
     first, second = (make_policy(model, micro_batch_tokens=30) for _ in range(2))
-    expected, found = first.gradients(batch, token_loss), second.gradients(shuffled, token_loss)
+    expected, found = first.gradients(batch, LOSS), second.gradients(shuffled, LOSS)
     assert_same(found, expected)
     in_order = torch.cat([expected.logprob.split(batch.lengths.tolist())[i] for i in order])
     torch.testing.assert_close(found.logprob, in_order, atol=1e-5, rtol=1e-6)
@@ -103,13 +107,13 @@ def test_the_loss_is_the_weighted_sum_and_the_gradient_its_slope(
 ) -> None:
     """A short walk along the gradient, too short to change an expert: the loss must rise by its squared length."""
     policy = make_policy(model, micro_batch_tokens=30)
-    everything = ScoredTokens(batch.tokens, batch.weight, batch.advantage, batch.old_logprob, batch.ref_logprob)
+    everything = ScoredTokens.of(batch, torch.arange(len(batch.tokens)), None)
 
     def loss() -> float:
         token_losses, _ = token_loss(policy.logprobs(batch, 1.0).double(), everything)
         return (batch.weight * token_losses).sum().item()
 
-    found = policy.gradients(batch, token_loss)
+    found = policy.gradients(batch, LOSS)
     assert found.metrics["loss"] == pytest.approx(loss(), rel=1e-5)
     slopes = {name: p.main_grad.clone() for name, p in policy.gpt.named_parameters()}
     squared = sum(g.double().square().sum().item() for g in slopes.values())
@@ -144,7 +148,7 @@ def test_a_token_knows_only_what_is_before_it_in_its_sequence(
 def test_log_probs_are_those_of_the_update_and_zero_off_the_mask(make_policy: MakePolicy, batch: Batch) -> None:
     policy = make_policy("moe", micro_batch_tokens=30)
     alone = policy.logprobs(batch, 0.7)
-    assert torch.equal(alone, policy.gradients(batch, token_loss, 0.7).logprob)
+    assert torch.equal(alone, policy.gradients(batch, LOSS, 0.7).logprob)
     assert (alone[batch.mask] < 0).all()
     assert not alone[~batch.mask].any()
 
@@ -153,10 +157,18 @@ def test_bf16_is_close_to_fp32(make_policy: MakePolicy, batch: Batch) -> None:
     exact, rounded = make_policy("moe"), make_policy("moe", dtype="bf16")
     assert {p.dtype for p in rounded.gpt.parameters()} >= {torch.bfloat16}
     for policy in (rounded, exact):
-        policy.gradients(batch, token_loss)
+        policy.gradients(batch, LOSS)
     difference = rounded.logprobs(batch, 1.0) - exact.logprobs(batch, 1.0)
     assert 0 < difference.abs().mean() < 0.05
     assert relative_distance(full_gradient(rounded), full_gradient(exact)) < 0.2
+
+
+def test_the_output_layer_s_gradient_is_not_rounded_to_bf16(make_policy: MakePolicy, batch: Batch) -> None:
+    policy = make_policy("dense", dtype="bf16")
+    policy.gradients(batch, LOSS)
+    gradient = policy.head.weight.main_grad
+    assert gradient.any()
+    assert (gradient != gradient.bfloat16()).any()
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
@@ -171,7 +183,7 @@ def test_a_loss_that_is_not_finite_names_sequence_and_token(
         return torch.where(known.old_logprob == 1.0, broken, logprob), {}
 
     with pytest.raises(FloatingPointError, match=f"token 5 of sequence 6 of the batch is {broken}"):
-        make_policy("dense", micro_batch_tokens=budget).gradients(marked, explode)
+        make_policy("dense", micro_batch_tokens=budget).gradients(marked, token_wise(explode))
 
 
 def test_a_broken_weight_does_not_pass_in_silence(make_policy: MakePolicy, batch: Batch) -> None:
@@ -179,14 +191,14 @@ def test_a_broken_weight_does_not_pass_in_silence(make_policy: MakePolicy, batch
     with torch.no_grad():
         policy.head.weight[3, 3] = float("nan")
     with pytest.raises(FloatingPointError, match=r"token \d+ of sequence \d+ of the batch is nan"):
-        policy.gradients(batch, token_loss)
+        policy.gradients(batch, LOSS)
 
 
 def test_scoring_a_first_token_is_refused(make_policy: MakePolicy, batch: Batch) -> None:
     mask = batch.mask.clone()
     mask[batch.cu_seqlens[3]] = True
     policy = make_policy("dense")
-    for use in (lambda b: policy.gradients(b, token_loss), lambda b: policy.logprobs(b, 1.0)):
+    for use in (lambda b: policy.gradients(b, LOSS), lambda b: policy.logprobs(b, 1.0)):
         with pytest.raises(ValueError, match="first token of a sequence"):
             use(batch.with_(mask=mask))
 
@@ -197,12 +209,12 @@ def test_weights_of_zero_move_nothing(model: str, make_policy: MakePolicy, batch
     policy = make_policy(model, micro_batch_tokens=30)
     policy.use_optimizer(OptimizerConfig(lr=0.1))
     before = [p.detach().clone() for p in policy.gpt.parameters()]
-    found = policy.update(batch.with_(weight=torch.zeros_like(batch.weight)), token_loss, lr=0.1)
+    found = policy.update(batch.with_(weight=torch.zeros_like(batch.weight)), LOSS, lr=0.1)
     assert found.metrics["grad_norm"] == 0.0
     assert found.metrics["loss"] == 0.0
     assert not full_gradient(policy).any()
     assert all(torch.equal(p, q) for p, q in zip(policy.gpt.parameters(), before, strict=True))
-    policy.update(batch, token_loss, lr=0.1)
+    policy.update(batch, LOSS, lr=0.1)
     assert not any(torch.equal(p, q) for p, q in zip(policy.gpt.parameters(), before, strict=True))
 
 
@@ -211,13 +223,13 @@ def test_no_gradient_is_left_over(model: str, make_policy: MakePolicy, batch: Ba
     """Updates with a learning rate of 0 and bare gradients, in any order, find the same gradient every time."""
     policy = make_policy(model, micro_batch_tokens=30, **({} if model == "dense" else {"moe": MoEConfig()}))
     policy.use_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0))
-    policy.gradients(batch, token_loss)
+    policy.gradients(batch, LOSS)
     expected = full_gradient(policy).clone()
     for update in (False, True, True, False, True):
         if update:
-            policy.update(batch, token_loss, lr=0.0)
+            policy.update(batch, LOSS, lr=0.0)
         else:
-            policy.gradients(batch, token_loss)
+            policy.gradients(batch, LOSS)
         assert torch.equal(full_gradient(policy), expected)
 
 
@@ -225,14 +237,14 @@ def test_a_batch_without_a_sequence_gives_no_gradient(make_policy: MakePolicy, b
     policy = make_policy("moe")
     nothing = batch.select([])
     assert policy.logprobs(nothing, 1.0).shape == (0,)
-    assert policy.gradients(nothing, token_loss).metrics["loss"] == 0.0
+    assert policy.gradients(nothing, LOSS).metrics["loss"] == 0.0
     assert not full_gradient(policy).any()
 
 
 def test_updates_lower_the_loss_and_report_the_norm_before_clipping(make_policy: MakePolicy, batch: Batch) -> None:
     policy = make_policy("moe", micro_batch_tokens=30)
     policy.use_optimizer(OptimizerConfig(lr=1.0, clip_grad=1e-3))
-    found = [policy.update(batch, lambda logprob, _: (-logprob, {}), lr=1e-2) for _ in range(5)]
+    found = [policy.update(batch, negative_log_likelihood, lr=1e-2) for _ in range(5)]
     losses = [f.metrics["loss"] for f in found]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.8 * losses[0]
@@ -244,11 +256,11 @@ def test_expert_loads_are_of_this_pass_and_count_every_token(
     bias_update_rate: float, make_policy: MakePolicy, batch: Batch
 ) -> None:
     policy = make_policy("moe", moe=MoEConfig(experts=4, top_k=2, ffn_hidden=16, bias_update_rate=bias_update_rate))
-    policy.gradients(batch, token_loss)
+    policy.gradients(batch, LOSS)
     policy.logprobs(batch, 1.0)
-    found = policy.gradients(batch, token_loss)
+    found = policy.gradients(batch, LOSS)
     assert {layer: sum(load) for layer, load in found.expert_loads.items()} == dict.fromkeys(
         (1, 2), 2 * len(batch.tokens)
     )
     assert found.metrics["expert_imbalance"] == max(max(load) * 4 / sum(load) for load in found.expert_loads.values())
-    assert make_policy("dense").gradients(batch, token_loss).expert_loads == {}
+    assert make_policy("dense").gradients(batch, LOSS).expert_loads == {}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from grpo_mega.config.schema import OptimizerConfig
+from grpo_mega.policy.losses import negative_log_likelihood
 from grpo_mega.policy.policy import Policy
 from grpo_mega.policy.reference import ReferencePolicy
 from grpo_mega.types import Batch
@@ -49,7 +50,7 @@ def assert_state(policy: Policy, expected: dict[str, torch.Tensor]) -> None:
 def learn(policy: Policy, batch: Batch) -> None:
     """Moves every weight."""
     before = state(policy)
-    policy.update(batch, lambda logprob, _: (-logprob, {}), lr=0.05)
+    policy.update(batch, negative_log_likelihood, lr=0.05)
     assert not any(torch.equal(p, before[name]) for name, p in policy.gpt.named_parameters())
 
 

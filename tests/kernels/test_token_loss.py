@@ -1,0 +1,103 @@
+"""The loss of a token as people read the papers: which bound binds, what an estimate means."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from grpo_kernels import GRPOLoss
+from grpo_kernels.token_loss import TokenLosses, Tokens, token_losses
+
+POLICY, OTHER = torch.log_softmax(torch.tensor([[2.0, 0.0, -1.0, 0.5], [0.0, 1.0, 0.0, 0.5]]).double(), dim=-1)
+
+
+def found(logprob: Tensor, advantage: Tensor, options: GRPOLoss, **known: Tensor) -> TokenLosses:
+    return token_losses(
+        logprob, torch.zeros_like(logprob), Tokens(advantage, torch.ones_like(logprob), **known), options
+    )
+
+
+@given(
+    log_ratio=st.floats(-3, 3),
+    advantage=st.floats(-5, 5),
+    low=st.floats(0, 0.9),
+    high=st.floats(0, 2),
+    dual_clip=st.none() | st.floats(1.01, 5),
+)
+def test_a_clip_is_reported_exactly_where_the_gradient_stops(
+    log_ratio: float, advantage: float, low: float, high: float, dual_clip: float | None
+) -> None:
+    x, a = torch.tensor([log_ratio], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
+    token = found(x, a, GRPOLoss(clip_low=low, clip_high=high, dual_clip=dual_clip), old=torch.zeros_like(a))
+    loss, gradient = token.loss.item(), token.grad_logprob.item()
+    if advantage == 0:
+        assert token.clipped.item() == 0
+        assert gradient == 0
+    elif token.clipped.item():
+        assert gradient == 0
+    else:
+        assert gradient == loss != 0
+    if dual_clip is not None and advantage < 0:
+        assert loss <= dual_clip * -advantage * (1 + 1e-12)
+    if dual_clip is None:  # clipping is pessimistic: it never lowers the loss
+        assert loss >= -advantage * math.exp(log_ratio) - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "clipped"),
+    [
+        (1.5, 1.0, True),
+        (1.1, 1.0, False),
+        (0.1, 1.0, False),
+        (9.0, 0.0, False),
+        (0.1, 0.0, False),
+        (0.5, -1.0, True),
+        (0.9, -1.0, False),
+        (2.0, -1.0, False),
+        (4.0, -1.0, True),
+    ],
+)
+def test_which_bound_binds(ratio: float, advantage: float, clipped: bool) -> None:
+    options = GRPOLoss(clip_high=0.28, dual_clip=3.0)
+    token = found(torch.tensor([math.log(ratio)]), torch.tensor([advantage]), options, old=torch.zeros(1))
+    assert (token.clipped != 0).tolist() == [clipped]
+    assert token.log_ratio.exp().item() == pytest.approx(ratio, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "cispo"])
+def test_the_first_update_is_exactly_the_policy_gradient(kind: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logprob, advantage = -torch.rand(100, generator=generator), torch.randn(100, generator=generator)
+    token = found(logprob, advantage, GRPOLoss(kind=kind))
+    assert torch.equal(token.grad_logprob, -advantage)
+    assert not token.clipped.any()
+    assert not token.log_ratio.any()
+
+
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_without_advantage_nothing_moves_even_when_the_ratio_overflows(dual_clip: float | None) -> None:
+    logprob, old = torch.tensor([-0.1, -5.0, -1.0, -0.01]), torch.tensor([-0.1, -1.0, -3.0, -500.0])
+    token = found(logprob, torch.zeros(4), GRPOLoss(dual_clip=dual_clip), old=old)
+    assert not token.loss.any()
+    assert not token.grad_logprob.any()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_kl_estimates_are_unbiased_over_tokens_the_policy_sampled(estimator: str) -> None:
+    token = found(POLICY, torch.zeros_like(POLICY), GRPOLoss(kl=estimator), ref=OTHER)
+    kl = torch.nn.functional.kl_div(OTHER, POLICY, log_target=True, reduction="sum")
+    torch.testing.assert_close((POLICY.exp() * token.kl).sum(), kl)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("position", range(4))
+def test_nan_in_any_input_is_nan_in_that_token_s_loss_only(position: int, advantage: float) -> None:
+    logprob, old, ref, advantages = vectors = [torch.full((3,), x) for x in (-1.0, -1.5, -2.0, advantage)]
+    vectors[position][1] = math.nan
+    token = found(logprob, advantages, GRPOLoss(dual_clip=3.0, kl_coef=0.1), old=old, ref=ref)
+    assert token.loss.isnan().tolist() == [False, True, False]
