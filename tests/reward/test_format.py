@@ -1,4 +1,4 @@
-"""The strict think-answer format."""
+"""The think-answer format: nothing before, between or behind the two pairs of tags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ def sample(text: str, finish_reason: str = "stop") -> Sample:
     return Sample(prompt, 0, (2,), (0.0,), finish_reason, 0, text)
 
 
-@pytest.mark.parametrize("text", [GOOD, GOOD + "<eos>", "<think>\na\n</think><answer>b\n</answer><eos>"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        GOOD,
+        GOOD + "<eos>",
+        "<think>\na\n</think><answer>b\n</answer><eos>",
+        " <think> 3+5=8 </think>\n<answer> 8 </answer> <|im_end|>",
+        "<think>If x < 3 and y > 2, or a <b> c</think><answer>x<3</answer><｜end▁of▁sentence｜>",
+    ],
+)
 def test_accepted(text: str):
     assert think_answer_format(sample(text)) == 1.0
 
@@ -31,15 +40,15 @@ def test_accepted(text: str):
         "<think> </think><answer>8</answer><eos>",
         "<think>3+5=8</think><answer></answer><eos>",
         "<think>3+5=8</think><answer>\n</answer><eos>",
-        "<think>3+5=8</think> <answer>8</answer><eos>",
-        " " + GOOD,
-        GOOD + "\n",
+        "The answer: " + GOOD,
+        GOOD + " I am sure.",
         GOOD + "<eos><eos>",
-        GOOD + "<pad>",
+        GOOD + "<pad><eos>",
+        GOOD + "</think>",
+        GOOD + "<|im_end|> 8",
         GOOD + GOOD,
         "<think>3+5=8<answer>8</answer></think><answer>8</answer><eos>",
         "<think><think>3+5=8</think></think><answer>8</answer><eos>",
-        "<think>3+5=8</think><answer>8<eos></answer>",
         "<think>3+5=8</think><answer>8</answer><answer>8</answer><eos>",
         "<answer>8</answer><think>3+5=8</think><eos>",
         "<THINK>3+5=8</THINK><answer>8</answer><eos>",
