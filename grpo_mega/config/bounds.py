@@ -50,7 +50,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.moe.score": ("sigmoid", "softmax"),
     "layout.recompute": ("none", "selective", "full"),
     "data.task": ("chain_sum", "jsonl"),
-    "data.tokenizer": ("chars",),
     "algorithm.advantage_std": ("sample", "population", "none"),
     "algorithm.objective": ("ppo", "gspo", "cispo"),
     "algorithm.correction": ("none", "truncate", "mask"),

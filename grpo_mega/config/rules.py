@@ -266,6 +266,12 @@ def _data(config: Config) -> Iterator[str]:
             yield f"{name} is not set, and data.task=jsonl reads it; give {name}=FILE.jsonl"
         if data.task == "chain_sum" and path is not None:
             yield f"{name}={path} has no effect with data.task=chain_sum; drop it, or choose data=jsonl"
+    if data.task == "chain_sum" and data.tokenizer != "chars":
+        yield f"data.tokenizer={data.tokenizer} has no effect with data.task=chain_sum; set it to chars"
+    if data.tokenizer == "chars" and data.template != "{prompt}":
+        yield f"data.template={data.template!r} has no effect with data.tokenizer=chars; drop it"
+    elif data.template != "chat" and "{prompt}" not in data.template:
+        yield f"data.template={data.template!r} has no place for the problem; write {{prompt}} there, or choose chat"
 
 
 def _reward(config: Config) -> Iterator[str]:

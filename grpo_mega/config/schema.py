@@ -135,7 +135,10 @@ class DataConfig:
     task: str = MISSING
     """chain_sum (generated) or jsonl."""
     tokenizer: str = "chars"
-    """chars (built in)."""
+    """chars (built in: digits, operators and tags), or a directory with a Hugging Face tokenizer."""
+    template: str = "{prompt}"
+    """What a Hugging Face model is given for a problem: a text in which {prompt} stands for it (the token that texts
+    begin with is added), or chat for the tokenizer's chat template."""
     min_terms: int = 3
     """chain_sum: fewest numbers in a sum."""
     max_terms: int = 5

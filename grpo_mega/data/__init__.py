@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from grpo_mega.config.schema import Config
 from grpo_mega.data.chain_sum import SPLIT_SEED, ChainSum
+from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.jsonl import load_jsonl
 from grpo_mega.data.source import PromptSource, shuffled_epochs
-from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.data.tokenizer import CharTokenizer, Tokenizer
 from grpo_mega.types import Prompt
 
 
@@ -18,7 +19,7 @@ from grpo_mega.types import Prompt
 class Data:
     """Everything a run reads."""
 
-    tokenizer: CharTokenizer
+    tokenizer: Tokenizer
     train: PromptSource
     validation: list[Prompt]
     test: list[Prompt]
@@ -28,12 +29,11 @@ class Data:
 
 def build_data(config: Config) -> Data:
     """The data of a run. Raises ValueError or FileNotFoundError that names the field, or the file and line."""
-    if config.data.tokenizer != "chars":
-        raise ValueError(f"data.tokenizer is {config.data.tokenizer!r}; only 'chars' exists")
-    tokenizer = CharTokenizer()
     if config.data.task == "chain_sum":
-        return _chain_sum(config, tokenizer)
+        return _chain_sum(config, CharTokenizer())
     if config.data.task == "jsonl":
+        name = config.data.tokenizer
+        tokenizer = CharTokenizer() if name == "chars" else HuggingFaceTokenizer(name, config.data.template)
         return _jsonl(config, tokenizer)
     raise ValueError(f"data.task is {config.data.task!r}; it must be chain_sum or jsonl")
 
@@ -57,7 +57,7 @@ def _chain_sum(config: Config, tokenizer: CharTokenizer) -> Data:
     return Data(tokenizer, train, task.validation, task.test, task)
 
 
-def _jsonl(config: Config, tokenizer: CharTokenizer) -> Data:
+def _jsonl(config: Config, tokenizer: Tokenizer) -> Data:
     data, seed = config.data, config.run.seed
     if data.train_path is None or data.test_path is None:
         raise ValueError("data.task=jsonl needs both data.train_path and data.test_path")

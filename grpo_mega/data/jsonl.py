@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.types import Prompt
 
 
-def load_jsonl(path: str | Path, tokenizer: CharTokenizer) -> list[Prompt]:
+def load_jsonl(path: str | Path, tokenizer: Tokenizer) -> list[Prompt]:
     """Reads one {"prompt": str, "answer": str or int} a line; "id" and "task" are optional, other fields are ignored.
 
-    `<bos>` is put in front of a prompt that does not begin with it. A problem without an id is called FILE/LINE.
+    The tokenizer says how the policy is asked. A problem without an id is called FILE/LINE.
     Raises ValueError that names file, line and field, and FileNotFoundError when there is no such file.
     """
     path = Path(path)
@@ -32,12 +32,10 @@ def load_jsonl(path: str | Path, tokenizer: CharTokenizer) -> list[Prompt]:
     return list(prompts.values())
 
 
-def _parse(line: bytes, where: str, default_id: str, tokenizer: CharTokenizer) -> Prompt:
+def _parse(line: bytes, where: str, default_id: str, tokenizer: Tokenizer) -> Prompt:
     """One line of the file as a prompt."""
     record = _record(line, where)
-    text = _text(record, "prompt", where)
-    if not text.startswith("<bos>"):
-        text = "<bos>" + text
+    text = tokenizer.prompt(_text(record, "prompt", where))
     try:
         token_ids = tuple(tokenizer.encode(text))
     except ValueError as error:

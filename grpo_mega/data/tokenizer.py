@@ -1,16 +1,43 @@
-"""A character tokenizer for tasks that a toy model learns in a minute: digits, operators and the answer tags."""
+"""What a tokenizer offers, and the characters' own, for tasks that a toy model learns in a minute."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Protocol
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<think>", "</think>", "<answer>", "</answer>")
 _CHARACTERS = "0123456789+-*=:; ?\n"
 
 
+class Tokenizer(Protocol):
+    """Text to token ids and back.
+
+    Attributes:
+        vocab_size: Number of tokens.
+    """
+
+    vocab_size: int
+
+    def prompt(self, problem: str) -> str:
+        """The text that the policy reads when it is given a problem, special tokens included."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, none added. Raises ValueError when there are none for it."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, special tokens kept."""
+        ...
+
+    def token_id(self, token: str) -> int:
+        """The id of one token, such as `<eos>`. Raises ValueError when there is no such token."""
+        ...
+
+
 class CharTokenizer:
-    """One token per special tag or character; `encode` and `decode` are exact inverses."""
+    """One token per tag or character (digits and operators); `encode` and `decode` are exact inverses."""
 
     pad_id = 0
     bos_id = 1
@@ -22,6 +49,10 @@ class CharTokenizer:
         self.vocab_size = len(self.tokens)
         self._ids = {token: i for i, token in enumerate(self.tokens)}
         self._split = re.compile("|".join(map(re.escape, _SPECIAL)) + "|.", re.DOTALL)
+
+    def prompt(self, problem: str) -> str:
+        """The problem behind `<bos>`, unless it begins with it."""
+        return problem if problem.startswith("<bos>") else "<bos>" + problem
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Raises ValueError at the first character that is neither in the vocabulary nor a tag."""

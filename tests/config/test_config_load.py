@@ -27,6 +27,8 @@ LAYOUTS = {"single": 1, "dp2": 2, "tp2": 2, "pp2": 2, "ep2": 2, "tp2_pp2": 4}
 EXPERIMENTS = ("tiny", "tiny_dense", "tiny_sft")
 NEEDS = {
     "data/jsonl": ["base=none", "data.train_path=train.jsonl", "data.test_path=test.jsonl"],
+    "data/r1zero": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
+    "data/chat": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
     "model/tiny_dense": ["layout=single"],
 }
 """What else the command line has to say for an option to make sense with experiment=tiny."""

@@ -18,6 +18,13 @@ TINY = compose_config(["experiment=tiny", "layout=single"])
 DENSE = compose_config(["experiment=tiny_dense"])
 
 
+def test_a_template_without_a_place_for_the_problem() -> None:
+    files = {"data.train_path": "a.jsonl", "data.test_path": "b.jsonl", "base.train": False}
+    values = {"data.task": "jsonl", "data.tokenizer": "models/x", "data.template": "Answer!", **files}
+    (problem,) = problems_of(with_values(TINY, values))
+    assert problem.startswith("data.template='Answer!' has no place for the problem")
+
+
 def with_values(config: Config, values: dict[str, object]) -> Config:
     config = deepcopy(config)
     for name, value in values.items():
@@ -91,6 +98,8 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"reward.terms": [RewardTerm("a b")], "reward.success": "a b"}, "reward.terms[0].name='a b'"),
     ({"reward.terms": [RewardTerm("accuracy", float("nan"))]}, "reward.terms[0].weight=nan"),
     ({"reward.terms": [RewardTerm("accuracy", 1.0, "my.module.f")]}, "reward.terms[0].function='my.module.f'"),
+    ({"data.tokenizer": "models/x"}, "data.tokenizer=models/x has no effect with data.task=chain_sum"),
+    ({"data.template": "chat"}, "data.template='chat' has no effect with data.tokenizer=chars"),
     ({"algorithm.group_size": 1}, "algorithm.group_size=1"),
     ({"algorithm.mini_batches": 257}, "algorithm.mini_batches=257"),
     ({"algorithm.reference_refresh": 400}, "algorithm.reference_refresh=400"),

@@ -22,7 +22,7 @@ def sample(text: str, finish_reason: str = "stop") -> Sample:
         GOOD + "<eos>",
         "<think>\na\n</think><answer>b\n</answer><eos>",
         " <think> 3+5=8 </think>\n<answer> 8 </answer> <|im_end|>",
-        "<think>If x < 3 and y > 2, or a <b> c</think><answer>x<3</answer><｜end▁of▁sentence｜>",
+        "<think>If x < 3 and y > 2, or a <b> c</think><answer>x<3</answer><\uff5cend\u2581of\u2581sentence\uff5c>",
     ],
 )
 def test_accepted(text: str):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_tokenizer import write_tokenizer
 from safetensors.torch import save_file
 from train_jobs import SMALL, Job, rewarded_by
 
@@ -49,6 +50,26 @@ def test_a_run_starts_from_its_weights(tmp_path: Path, even_handed: Path) -> Non
     assert ended.code == 0, ended.stderr
     (first,) = read_metrics(tmp_path / "runs" / "from_huggingface" / "metrics.jsonl")
     assert first["policy/entropy"] == pytest.approx(math.log(CharTokenizer().vocab_size), rel=1e-5)
+
+
+def test_a_run_on_its_tokenizer_and_chat_template(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer", with_bos=False)
+    problems = [json.dumps({"prompt": f"What is {i} + 5?", "answer": i + 5}) + "\n" for i in range(20)]
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(problems))
+    files = [f"data.{name}_path={tmp_path}/{name}.jsonl" for name in ("train", "test")]
+    named = [o for o in OVERRIDES if not o.startswith(("data.", "model.qk_norm", "run.name"))]
+    ended = Job(
+        tmp_path,
+        [
+            *(*named, "data=chat", *files, f"data.tokenizer={tmp_path}/tokenizer", "data.validation_size=4"),
+            *("rollout.stop=['<|im_end|>']", "run.name=chat", rewarded_by("varied")),
+        ],
+    ).finish()
+    assert ended.code == 0, ended.stderr
+    (samples,) = (tmp_path / "runs" / "chat" / "samples").iterdir()
+    for line in samples.read_text().splitlines():
+        assert json.loads(line)["prompt"].startswith("<|im_start|>user\nWhat is ")
 
 
 def test_another_model_is_refused(tmp_path: Path, even_handed: Path) -> None:
