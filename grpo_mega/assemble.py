@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.checkpoint.huggingface import directory as huggingface
 from grpo_mega.config.load import identity, to_yaml
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.data import Data
+from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.observe.logs import setup_rank_logging
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.run_dir import open_run_dir
@@ -50,13 +52,13 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
             policy = Policy(
                 config.model,
                 config.layout,
-                data.tokenizer.vocab_size,
+                _vocabulary(config.model, data.tokenizer),
                 topology,
                 platform,
                 distributed_optimizer=config.optimizer.distributed,
                 overlap=config.optimizer.overlap,
             )
-            engine = EmbeddedEngine(policy, data.tokenizer.decode, config.rollout.concurrent_sequences)
+            engine = EmbeddedEngine(policy, partial(_text, data.tokenizer), config.rollout.concurrent_sequences)
         recorder.start(_opening(config, policy))
         trainer = Trainer(config, policy, engine, data, reward, recorder, timer)
         if not trainer.resume():
@@ -68,6 +70,23 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
         recorder.close()
         if run_dir:
             run_dir.close()
+
+
+def _vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> int:
+    """Tokens that the model scores and samples."""
+    if model.vocab_size is None:
+        return tokenizer.vocab_size
+    if model.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={model.vocab_size} is below the tokenizer's {tokenizer.vocab_size} tokens; raise it, or "
+            "leave it null"
+        )
+    return model.vocab_size
+
+
+def _text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
+    """What the tokens say; those that only the model knows say nothing, as with Hugging Face's tokenizers."""
+    return tokenizer.decode(i for i in ids if i < tokenizer.vocab_size)
 
 
 def _check_origin(init_from: str | None) -> None:

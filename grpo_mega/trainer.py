@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Trainer:
         self.reward = reward
         self.recorder = recorder
         self.timer = timer
-        self.sampling = SamplingParams(
+        self.first_sampling = SamplingParams(
             max_new_tokens=config.rollout.max_new_tokens,
             stop_ids=tuple(data.tokenizer.token_id(token) for token in config.rollout.stop),
             temperature=config.rollout.temperature,
@@ -84,6 +84,13 @@ class Trainer:
         self.tokens = {"generated": 0, "trained": 0}
         self.before: Metrics = {}
         self.earlier_seconds: Metrics = {}
+
+    def sampling(self, step: int) -> SamplingParams:
+        """How completions of a step are sampled: from `rollout.longer_from_step` on they may be longer."""
+        longer, since = self.config.rollout.longer_max_new_tokens, self.config.rollout.longer_from_step
+        if longer is None or since is None or step < since:
+            return self.first_sampling
+        return replace(self.first_sampling, max_new_tokens=longer)
 
     def begin(self) -> None:
         """Starts reinforcement learning at the policy's present weights."""
@@ -155,7 +162,9 @@ class Trainer:
         algorithm = self.config.algorithm
         with self.timer("generate"):
             prompts = self.data.train.take(algorithm.prompts_per_step)
-            samples = self.engine.generate(prompts, algorithm.group_size, self.sampling, self.step, self.stop.asked)
+            samples = self.engine.generate(
+                prompts, algorithm.group_size, self.sampling(self.step), self.step, self.stop.asked
+            )
         self.obey()
         with self.timer("reward"):
             groups = self.score(samples)
@@ -246,15 +255,13 @@ class Trainer:
 
     def mini_batches(self, batch: Batch) -> Iterator[Batch]:
         """The batch cut into `mini_batches` parts, `epochs` times, each with its weights over the whole part."""
-        algorithm = self.config.algorithm
+        algorithm, longest = self.config.algorithm, self.sampling(self.step).max_new_tokens
         for epoch in range(algorithm.epochs):
             order = list(range(len(batch.lengths)))
             random.Random(f"{self.config.run.seed}/mini-batches/{self.step}/{epoch}").shuffle(order)
             for part in range(self.parts(batch)):
                 chosen = batch.select(sorted(order[part :: algorithm.mini_batches]))
-                weight = token_weights(
-                    chosen.mask, chosen.cu_seqlens, algorithm.aggregation, self.config.rollout.max_new_tokens
-                )
+                weight = token_weights(chosen.mask, chosen.cu_seqlens, algorithm.aggregation, longest)
                 yield chosen.with_(weight=weight)
 
     def parts(self, batch: Batch | None) -> int:
@@ -275,7 +282,7 @@ class Trainer:
             Interrupted: A signal arrived in the meantime; it can be done again with the same result.
         """
         with self.timer("evaluate"), self.nothing_if_interrupted():
-            samples = self.engine.generate(prompts, 1, self.sampling, step, self.stop.asked)
+            samples = self.engine.generate(prompts, 1, self.sampling(step), step, self.stop.asked)
             self.obey()
             scored = self.score_all(samples)
         terms = {name: average(t[name] for _, t in scored) for name in scored[0][1]}

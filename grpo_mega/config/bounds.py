@@ -14,13 +14,16 @@ from grpo_mega.config.schema import Config
 RANGES: dict[str, tuple[str, ...]] = {
     "[1, inf)": (
         "model.layers", "model.hidden", "model.heads", "model.kv_heads", "model.head_dim", "model.ffn_hidden",
-        "model.context", "model.rope_base", "model.vocab_multiple", "model.moe.top_k", "model.moe.ffn_hidden",
+        "model.context", "model.rope_base", "model.vocab_size", "model.vocab_multiple",
+        "model.yarn.factor", "model.yarn.original_context", "model.moe.top_k", "model.moe.ffn_hidden",
         "model.mla.q_lora_rank", "model.mla.kv_lora_rank", "model.mla.qk_head_dim", "model.mla.qk_rope_dim",
         "model.mla.v_head_dim", "layout.tp", "layout.pp", "layout.cp", "layout.vpp",
         "layout.first_stage_layers", "layout.last_stage_layers", "layout.ep", "layout.etp", "layout.micro_batch_tokens",
         "data.validation_size", "data.test_size", "algorithm.prompts_per_step", "algorithm.epochs",
-        "algorithm.mini_batches", "rollout.max_new_tokens", "rollout.concurrent_sequences", "base.max_steps",
+        "algorithm.mini_batches", "rollout.max_new_tokens",
+        "rollout.longer_from_step", "rollout.longer_max_new_tokens", "rollout.concurrent_sequences", "base.max_steps",
         "base.batch_size", "base.gate_every", "sft.batch_size", "run.steps", "run.keep_checkpoints", "run.print_every",
+        "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu_memory_mib",
     ),
     "[2, inf)": ("algorithm.group_size", "data.min_terms", "data.max_terms"),
     "[0, inf)": (
@@ -32,7 +35,8 @@ RANGES: dict[str, tuple[str, ...]] = {
         "run.eval_every", "run.save_every", "run.keep_every", "run.samples_per_step",
     ),
     "(0, inf)": (
-        "model.norm_eps", "model.init_std", "model.mtp_loss_coef", "model.moe.scaling", "algorithm.clip_high",
+        "model.norm_eps", "model.init_std", "model.yarn.beta_fast", "model.yarn.beta_slow", "model.yarn.mscale",
+        "model.mtp_loss_coef", "model.moe.scaling", "algorithm.clip_high",
         "algorithm.correction_cap", "rollout.temperature", "optimizer.lr", "optimizer.eps", "base.lr", "sft.lr",
     ),
     "(1, inf)": ("algorithm.dual_clip",),

@@ -15,7 +15,7 @@ from operator import attrgetter
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_mega.config.bounds import field_problems
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, LayoutConfig
 
 # (field, what it must be divisible by, field that must be set for the rule to count)
 # The expert that every token visits is split like a dense layer, by tp; only routed experts are split by etp.
@@ -36,11 +36,14 @@ _DIVISIBLE = (
 _ORDERED = (
     ("model.context", 0, "layout.micro_batch_tokens", None),
     ("rollout.max_new_tokens", 1, "model.context", None),
+    ("rollout.longer_max_new_tokens", 1, "model.context", "rollout.longer_max_new_tokens"),
+    ("rollout.max_new_tokens", 1, "rollout.longer_max_new_tokens", "rollout.longer_max_new_tokens"),
     ("data.min_terms", 0, "data.max_terms", None),
     ("algorithm.group_size", 0, "rollout.concurrent_sequences", None),
     ("model.moe.top_k", 0, "model.moe.experts", "model.moe.experts"),
     ("model.moe.first_dense", 1, "model.layers", "model.moe.experts"),
     ("model.moe.group_top_k", 0, "model.moe.groups", "model.moe.groups"),
+    ("model.yarn.beta_slow", 0, "model.yarn.beta_fast", None),
     ("base.gate_from", 0, "base.max_steps", "base.train"),
     ("sft.warmup_steps", 1, "sft.steps", "sft.steps"),
 )
@@ -67,7 +70,7 @@ def check_complete(config: Config | DictConfig) -> None:
 def check_config(config: Config) -> None:
     """Raises one ConfigError that lists every rule the configuration violates, or first every field nobody set."""
     check_complete(config)
-    rules = (_divisible, _ordered, _model, _routing, _layout, _data, _reward, _algorithm, _stages, _run)
+    rules = (_divisible, _ordered, _model, _routing, _layout, _data, _reward, _algorithm, _rollout, _stages, _run)
     _refuse([*field_problems(config), *(problem for rule in rules for problem in rule(config))])
 
 
@@ -88,7 +91,7 @@ def check_layout(config: Config, world_size: int) -> None:
     dp, stage = world_size // model_size, world_size // layout.pp
     problems = []
     if stage % expert_size:
-        smallest = layout.pp * math.lcm(layout.tp * layout.cp, expert_size)
+        smallest = fewest_processes(layout)
         problems.append(
             f"layout.ep={layout.ep} * layout.etp={layout.etp} does not divide the {stage} ranks of a pipeline stage; "
             f"choose a product of {_divisors(stage)}, or start {_multiples(world_size, smallest)} processes"
@@ -104,6 +107,11 @@ def check_layout(config: Config, world_size: int) -> None:
             "gradients; drop it, or start more processes"
         )
     _refuse(problems)
+
+
+def fewest_processes(layout: LayoutConfig) -> int:
+    """Processes of the smallest job that has this layout."""
+    return layout.pp * math.lcm(layout.tp * layout.cp, layout.etp * layout.ep)
 
 
 def check_backend(config: Config, backend: str) -> None:
@@ -163,6 +171,11 @@ def _model(config: Config) -> Iterator[str]:
             f"model.mtp_layers={model.mtp_layers} reads the embedding without gradient, and with "
             "model.tie_embeddings=true Megatron would give it the output layer's; set one of them off"
         )
+    if model.yarn.factor > 1 and model.attention != "mla":
+        yield (
+            f"model.yarn.factor={model.yarn.factor} is for latent attention; set model.attention=mla, or "
+            "model.yarn.factor=1"
+        )
     if model.attention == "mla":
         if model.kv_heads != model.heads:
             yield (
@@ -196,6 +209,11 @@ def _routing(config: Config) -> Iterator[str]:
         yield (
             f"model.moe.bias_update_rate={moe.bias_update_rate} needs sigmoid scores; "
             "set model.moe.score=sigmoid or model.moe.bias_update_rate=0"
+        )
+    if moe.frozen_bias and (moe.bias_update_rate > 0 or moe.score != "sigmoid"):
+        yield (
+            f"model.moe.frozen_bias=true needs model.moe.score=sigmoid and model.moe.bias_update_rate=0, not "
+            f"{moe.score} and {moe.bias_update_rate}; set these, or model.moe.frozen_bias=false"
         )
     if moe.top_k == 1 and moe.score == "softmax":
         yield (
@@ -308,6 +326,15 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.reference_refresh={algorithm.reference_refresh} has no effect without a KL term; "
             "set algorithm.kl_coef above 0, or algorithm.reference_refresh=0"
+        )
+
+
+def _rollout(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if (rollout.longer_from_step is None) != (rollout.longer_max_new_tokens is None):
+        yield (
+            f"rollout.longer_from_step={rollout.longer_from_step} and rollout.longer_max_new_tokens="
+            f"{rollout.longer_max_new_tokens} go together; give both, or leave both null"
         )
 
 

@@ -29,6 +29,8 @@ class MoEConfig:
     """Router scores: sigmoid (DeepSeek-V3) or softmax."""
     bias_update_rate: float = 1e-3
     """Step of the auxiliary-loss-free balancing bias (DeepSeek-V3, section 2.1.2); 0 turns it off. Needs sigmoid."""
+    frozen_bias: bool = False
+    """Keep the balancing bias as it was loaded; needs bias_update_rate=0."""
     aux_loss_coef: float = 0.0
     """Coefficient of the balance loss within each sequence (DeepSeek-V3, equations 17 to 20: 0.0001)."""
     z_loss_coef: float = 0.0
@@ -45,8 +47,8 @@ class MoEConfig:
 class MLAConfig:
     """Multi-head latent attention (DeepSeek-V2, section 2.1); read when `model.attention` is mla."""
 
-    q_lora_rank: int = 32
-    """Rank of the compressed query."""
+    q_lora_rank: int | None = 32
+    """Rank of the compressed query; null for queries that are not compressed (Moonlight)."""
     kv_lora_rank: int = 16
     """Rank of the compressed key and value."""
     qk_head_dim: int = 16
@@ -55,6 +57,22 @@ class MLAConfig:
     """Query and key channels per head that carry the rotary position."""
     v_head_dim: int = 16
     """Value channels per head."""
+
+
+@dataclass
+class YarnConfig:
+    """YaRN (Peng et al., 2023): rotary positions stretched over a longer context; for latent attention."""
+
+    factor: float = 1.0
+    """How many times longer the context has become (DeepSeek-V3: 40); 1 for plain rotary positions."""
+    original_context: int = 4096
+    """Context of pre-training, in tokens."""
+    beta_fast: float = 32.0
+    """Channels that turn more often than this within the original context keep their frequency."""
+    beta_slow: float = 1.0
+    """Channels that turn less often than this are slowed down by `factor`; those in between by less."""
+    mscale: float = 1.0
+    """Attention logits are multiplied by (0.1 * mscale * ln(factor) + 1)^2; `mscale_all_dim` in DeepSeek's files."""
 
 
 @dataclass
@@ -87,6 +105,9 @@ class ModelConfig:
     """Epsilon of RMSNorm."""
     init_std: float = 0.02
     """Standard deviation of the initial weights."""
+    vocab_size: int | None = None
+    """Tokens that the embedding and the output layer know, where those are more than the tokenizer's (released models);
+    null for the tokenizer's."""
     vocab_multiple: int = 32
     """Embedding rows are padded up to a multiple of this; padding is never sampled. Same in every layout."""
     dtype: str = "fp32"
@@ -98,6 +119,7 @@ class ModelConfig:
     gradient norm leaves out."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
+    yarn: YarnConfig = field(default_factory=YarnConfig)
 
 
 @dataclass
@@ -223,6 +245,10 @@ class RolloutConfig:
 
     max_new_tokens: int = 48
     """Longest completion."""
+    longer_from_step: int | None = None
+    """Step from which on completions may have `longer_max_new_tokens` (DeepSeek-R1-Zero); null for never."""
+    longer_max_new_tokens: int | None = None
+    """Longest completion from then on."""
     temperature: float = 1.0
     """Logits are divided by it before sampling and in every training log-prob."""
     top_p: float = 1.0
@@ -339,6 +365,18 @@ class RunConfig:
 
 
 @dataclass
+class ClusterConfig:
+    """The machines that an experiment is meant for: what the planner plans for. Training takes what torchrun starts."""
+
+    nodes: int | None = None
+    """Machines; null for the fewest processes that fit the layout."""
+    gpus_per_node: int = 8
+    """GPUs of one machine."""
+    gpu_memory_mib: int | None = None
+    """Memory of one GPU in MiB, as nvidia-smi shows it (H100: 81559, H200: 143771); null gives no verdict."""
+
+
+@dataclass
 class Config:
     """The whole configuration of a run."""
 
@@ -352,3 +390,4 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     base: BaseConfig = field(default_factory=BaseConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

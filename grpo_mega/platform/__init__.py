@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from grpo_mega.platform import cpu
 
+META = torch.device("meta")
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -50,6 +52,25 @@ def start() -> Platform:
     # Filling fresh memory with NaN only helps to find reads of it, and costs two percent of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return Platform(torch.device("cpu"), "gloo", transformer_engine=False)
+
+
+def start_planning() -> None:
+    """Prepares torch for models that have shapes and take no memory; call it instead of `start`, once.
+
+    Raises:
+        RuntimeError: A GPU is visible, and Megatron would allocate there.
+    """
+    if start().backend != "gloo":
+        raise RuntimeError("planning needs no GPU and must not see one; set CUDA_VISIBLE_DEVICES= before torch starts")
+    torch.cuda.current_device = lambda: META  # type: ignore[assignment,return-value]
+
+
+def pretend_rank(rank: int, world_size: int) -> Platform:
+    """Becomes one of `world_size` processes, the others of which do not exist, to build what it would hold."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # nothing public pretends
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    return Platform(META, "fake", transformer_engine=False)
 
 
 def join_processes(platform: Platform, timeout_seconds: int = 600) -> None:

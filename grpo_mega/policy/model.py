@@ -15,11 +15,12 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig
+from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, YarnConfig
 from grpo_mega.platform import Platform
 from grpo_mega.policy.attention import PackedAttention
 from grpo_mega.policy.chunks import ModelChunks
@@ -31,6 +32,8 @@ from grpo_mega.policy.router import use_packed_router
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
+LATENT_NORM_EPS = 1e-6
+"""Of the norms within latent attention, whatever `model.norm_eps` says, as in DeepSeek's own code."""
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -83,6 +86,7 @@ def _build_chunk(
     use_plain_layers(gpt)
     use_packed_router(gpt)
     use_packed_predictors(gpt)
+    _set_latent_norms(gpt)
     _sum_latent_key_gradient(gpt)
     return gpt
 
@@ -90,6 +94,11 @@ def _build_chunk(
 def padded_vocabulary(model: ModelConfig, vocab_size: int) -> int:
     """Rows of the embedding: the tokenizer's vocabulary, rounded up."""
     return -(-vocab_size // model.vocab_multiple) * model.vocab_multiple
+
+
+def has_balancing_bias(moe: MoEConfig) -> bool:
+    """Whether the routers choose experts by score plus bias."""
+    return moe.bias_update_rate > 0 or moe.frozen_bias
 
 
 def head_channels(model: ModelConfig) -> int:
@@ -155,9 +164,24 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         qk_head_dim=mla.qk_head_dim,
         qk_pos_emb_head_dim=mla.qk_rope_dim,
         v_head_dim=mla.v_head_dim,
-        rope_type="rope",
         rotary_base=model.rope_base,
+        **_yarn_options(model.yarn),
         **common,
+    )
+
+
+def _yarn_options(yarn: YarnConfig) -> dict[str, Any]:
+    if yarn.factor == 1:
+        return dict(rope_type="rope")
+    return dict(
+        rope_type="yarn",
+        rotary_scaling_factor=yarn.factor,
+        original_max_position_embeddings=yarn.original_context,
+        beta_fast=yarn.beta_fast,
+        beta_slow=yarn.beta_slow,
+        # Megatron multiplies sines and cosines by the ratio of the two, and logits by the square of the second.
+        mscale=yarn.mscale,
+        mscale_all_dim=yarn.mscale,
     )
 
 
@@ -169,7 +193,7 @@ def _moe_options(moe: MoEConfig, layers: int, platform: Platform) -> dict[str, A
         moe_shared_expert_intermediate_size=moe.shared_ffn_hidden or None,
         moe_layer_freq=[0] * moe.first_dense + [1] * (layers - moe.first_dense),
         moe_router_score_function=moe.score,
-        moe_router_enable_expert_bias=moe.bias_update_rate > 0,
+        moe_router_enable_expert_bias=has_balancing_bias(moe),
         moe_router_bias_update_rate=moe.bias_update_rate,
         moe_router_load_balancing_type="seq_aux_loss" if moe.aux_loss_coef else "none",
         moe_aux_loss_coeff=moe.aux_loss_coef,
@@ -213,6 +237,14 @@ class _ContiguousGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad.contiguous()
+
+
+def _set_latent_norms(gpt: GPTModel) -> None:
+    for module in gpt.modules():
+        for name in ("q_layernorm", "kv_layernorm") if isinstance(module, MultiLatentAttention) else ():
+            norm: Any = getattr(module, name, None)
+            if hasattr(norm, "eps"):
+                norm.eps = LATENT_NORM_EPS
 
 
 def _sum_latent_key_gradient(gpt: GPTModel) -> None:

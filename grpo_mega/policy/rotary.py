@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from grpo_mega.policy.packed import PackedTokens
 
@@ -80,13 +81,31 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         return torch.cat(parts)
 
 
+class PackedYarnEmbedding(PackedRotaryEmbedding):
+    """The same with YaRN's frequencies. Megatron also expects a factor on sine and cosine, which is always 1 here."""
+
+    def forward(self, positions: torch.Tensor, **arguments: Any) -> Any:
+        """[T'] positions of this rank's rows -> angles [T', 1, 1, channels] and the factor."""
+        return super().forward(positions, **arguments), 1.0
+
+
 def use_packed_rotary(model: torch.nn.Module, context: int) -> None:
-    """Makes every rotary embedding of the model read packed positions below `context`."""
+    """Makes every rotary embedding of the model, all of one kind, read packed positions below `context`."""
+    table = None
     modules: Iterable[Any] = model.modules()
     for module in modules:
         if isinstance(module, RotaryEmbedding):
-            if type(module) is not RotaryEmbedding:
+            if type(module) not in _PACKED:
                 raise TypeError(f"{type(module)} is not supported: its angles would not restart with each sequence")
-            table = module.get_emb(context)
-            module.__class__ = PackedRotaryEmbedding
+            table = _angles(module, context) if table is None else table
+            module.__class__ = _PACKED[type(module)]
             module.table = table
+
+
+_PACKED = {RotaryEmbedding: PackedRotaryEmbedding, YarnRotaryEmbedding: PackedYarnEmbedding}
+
+
+def _angles(module: Any, context: int) -> torch.Tensor:
+    """[context, 1, 1, channels] as Megatron makes them; YaRN comes with a factor."""
+    angles = module.get_emb(context)
+    return angles[0] if isinstance(angles, tuple) else angles

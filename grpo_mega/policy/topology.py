@@ -156,8 +156,8 @@ def _lock_step() -> dist.ProcessGroup:
     return group
 
 
-def join_layout(layout: LayoutConfig, seed: int) -> Topology:
-    """Makes Megatron's process groups and seeds its random number trackers."""
+def make_groups(layout: LayoutConfig, seed: int, pretended: bool = False) -> None:
+    """Makes Megatron's process groups, pretended ones among pretended ranks, and seeds its random number trackers."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -165,8 +165,14 @@ def join_layout(layout: LayoutConfig, seed: int) -> Topology:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        create_gloo_process_groups=not pretended,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def join_layout(layout: LayoutConfig, seed: int) -> Topology:
+    """Makes the layout's process groups, see `make_groups`, and says where this process stands."""
+    make_groups(layout, seed)
     return Topology(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from grpo_mega.config.schema import LayoutConfig, MLAConfig, ModelConfig, MoEConfig
+from grpo_mega.config.schema import LayoutConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 
 VOCAB = 37
 """Below the 64 rows that it is padded to."""
@@ -26,13 +26,27 @@ DEEPSEEK = replace(
     moe=MoEConfig(experts=8, top_k=4, ffn_hidden=16, shared_ffn_hidden=32, first_dense=1, groups=4, group_top_k=2,
                   scaling=2.5),
 )  # fmt: skip
+UNGROUPED = replace(DEEPSEEK.moe, groups=0, group_top_k=0, top_k=3)
 MODELS = {
+    "llama": replace(QWEN3, qk_norm=False, norm_eps=1e-5),
     "qwen3": QWEN3,
     "qwen3_tied": replace(QWEN3, tie_embeddings=True),
     "qwen3_moe": replace(QWEN3, moe=EXPERTS),
     "qwen3_moe_first_dense": replace(QWEN3, moe=replace(EXPERTS, first_dense=1)),
     "deepseek_v3": DEEPSEEK,
-    "deepseek_v3_ungrouped": replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, groups=0, group_top_k=0, top_k=3)),
+    "deepseek_v3_ungrouped": replace(DEEPSEEK, moe=UNGROUPED),
+    # Of four frequencies one stays, one is slowed down and two are in between.
+    "deepseek_v3_yarn": replace(
+        DEEPSEEK,
+        rope_base=100,
+        yarn=YarnConfig(factor=4, original_context=8, beta_fast=1, beta_slow=0.05, mscale=0.8),
+    ),
+    "moonlight": replace(
+        DEEPSEEK,
+        norm_eps=1e-2,  # far from that of the norms within its attention
+        mla=replace(DEEPSEEK.mla, q_lora_rank=None),
+        moe=replace(UNGROUPED, bias_update_rate=0.0, frozen_bias=True),
+    ),
 }
 WITH_MTP = replace(DEEPSEEK, mtp_layers=1)
 

@@ -96,6 +96,10 @@ def wrong_place_in_the_index(path: Path) -> None:
     (path / INDEX).write_text(json.dumps(index))
 
 
+YARN = {
+    "rope_theta": 100.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 1.0,
+    "beta_slow": 0.05, "mscale": 0.8, "mscale_all_dim": 0.8,
+}  # fmt: skip
 Q_PROJ = "model.layers.2.self_attn.q_proj.weight"
 EXPERT = "model.layers.3.mlp.experts.5.up_proj.weight"
 # Directory, and how it is broken -> what is said.
@@ -123,6 +127,24 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "qwen3-other_family": (changed_config(model_type="llama"), "model_type is llama, not qwen3"),
     "qwen3_moe-expert": (renamed_tensor(EXPERT, None), f"missing, the first: {EXPERT}"),
     "qwen3_moe-not_normalised": (changed_config(norm_topk_prob=False), "norm_topk_prob is False, not True"),
+    "deepseek_v3-yarn": (changed_config(rope_scaling=YARN, rope_parameters=None), "rope_type is yarn, not default"),
+    "deepseek_v3_yarn-plain": (changed_config(rope_parameters={"rope_theta": 1e2}), "rope_type is default, not yarn"),
+    "deepseek_v3_yarn-factor": (changed_config(rope_parameters=YARN | {"factor": 8.0}), "rope factor is 8.0, not 4.0"),
+    "deepseek_v3_yarn-start": (
+        changed_config(rope_parameters=YARN | {"original_max_position_embeddings": 9}),
+        "rope original_max_position_embeddings is 9, not 8",
+    ),
+    "deepseek_v3_yarn-slow": (
+        changed_config(rope_parameters={k: v for k, v in YARN.items() if k != "beta_slow"}),
+        "rope beta_slow is 1.0, not 0.05",
+    ),
+    "deepseek_v3_yarn-scale": (changed_config(rope_parameters=YARN | {"mscale": 1.0}), "rope mscale is 1.0, not 0.8"),
+    "deepseek_v3_yarn-attention": (
+        changed_config(rope_parameters=YARN | {"attention_factor": 1.1}),
+        "rope attention_factor is 1.1, not None",
+    ),
+    "llama-bias": (changed_config(mlp_bias=True), "mlp_bias is True, not False"),
+    "llama-head": (changed_config(head_dim=None), "head_dim is 8, not 12"),
     "deepseek_v3-rotary": (changed_config(rope_interleave=False), "rope_interleave is False, not True"),
     "qwen3_tied-head": (renamed_tensor("model.norm.weight", "model.norm.bias"), "the first: model.norm.weight"),
 }
@@ -351,14 +373,13 @@ def test_bad_arguments_end_all_ranks(report: dict[str, Any], reports: list[dict[
 
 # What no family can express -> the field that is named.
 UNKNOWN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("qwen3", {"qk_norm": False}, {}, "Qwen3ForCausalLM, the closest Hugging Face model, cannot express model.qk_norm"),
-    ("qwen3", {"mtp_layers": 1}, {}, "model.mtp_layers=1"),
+    ("qwen3", {"mtp_layers": 1}, {}, "Qwen3ForCausalLM, the closest Hugging Face model, cannot express model.mtp_lay"),
+    ("qwen3_moe", {"qk_norm": False}, {}, "model.qk_norm=false"),
     ("qwen3_moe", {}, {"score": "sigmoid"}, "Qwen3MoeForCausalLM, the closest .* model.moe.score=sigmoid"),
     ("qwen3_moe", {}, {"shared_ffn_hidden": 16}, "model.moe.shared_ffn_hidden=16"),
     ("qwen3_moe", {}, {"groups": 2, "group_top_k": 1}, "model.moe.groups=2"),
     ("qwen3_moe", {}, {"scaling": 2.5}, "model.moe.scaling=2.5"),
     ("deepseek_v3", {"qk_norm": False}, {}, "DeepseekV3ForCausalLM, the closest .* model.qk_norm=false"),
-    ("deepseek_v3", {"norm_eps": 1e-5}, {}, "model.norm_eps=1e-05"),
     ("deepseek_v3", {}, {"experts": 0}, "model.moe.experts=0"),
     ("deepseek_v3", {}, {"bias_update_rate": 0.0}, "model.moe.bias_update_rate=0"),
     ("deepseek_v3", {}, {"shared_ffn_hidden": 0}, "model.moe.shared_ffn_hidden=0"),

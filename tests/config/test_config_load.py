@@ -25,11 +25,26 @@ from grpo_mega.config.schema import Config, ModelConfig, RewardTerm
 OPTIONS = sorted(path.relative_to(config_dir()).with_suffix("").as_posix() for path in config_dir().glob("*/*.yaml"))
 LAYOUTS = {"single": 1, "dp2": 2, "tp2": 2, "pp2": 2, "ep2": 2, "tp2_pp2": 4}
 EXPERIMENTS = ("tiny", "tiny_dense", "tiny_sft")
+LARGE = {
+    "r1zero_671b": 512,
+    "r1zero_671b_h200": 256,
+    "qwen3_30b_a3b": 16,
+    "moonlight_16b": 8,
+    "deepseekmath_7b": 8,
+}
+"""Experiments of models that need GPUs, and how many of them."""
 NEEDS = {
     "data/jsonl": ["base=none", "data.train_path=train.jsonl", "data.test_path=test.jsonl"],
+    "data/boxed": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
     "data/r1zero": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
     "data/chat": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
     "model/tiny_dense": ["layout=single"],
+    "model/deepseek_v3": ["layout.micro_batch_tokens=163840"],
+    "model/qwen3_30b_a3b": ["layout.micro_batch_tokens=40960"],
+    "model/deepseekmath_7b": ["layout=single"],
+    "layout/tp4_pp4_cp4_ep64": ["model=deepseek_v3", "model.context=67584"],
+    "layout/tp4_ep8": ["model=moonlight_16b_a3b"],
+    "layout/tp2_ep8": ["model=moonlight_16b_a3b"],
 }
 """What else the command line has to say for an option to make sense with experiment=tiny."""
 
@@ -90,11 +105,42 @@ def test_the_tiny_experiment_runs_in_every_layout(layout: str) -> None:
     check_layout(compose_config(["experiment=tiny", f"layout={layout}"]), LAYOUTS[layout])
 
 
+@pytest.mark.parametrize("experiment", LARGE)
+def test_a_large_experiment_fits_the_gpus_it_names(experiment: str) -> None:
+    config = compose_config([f"experiment={experiment}"])
+    assert config.cluster.nodes
+    assert config.cluster.nodes * config.cluster.gpus_per_node == LARGE[experiment]
+    check_layout(config, LARGE[experiment])
+    assert config.run.name == experiment
+    with pytest.raises(ConfigError, match="world size"):
+        check_layout(config, 3)
+
+
 def test_all_experiments_and_layouts_are_covered_above() -> None:
     assert {option for option in OPTIONS if option.startswith("experiment/")} == {
-        f"experiment/{e}" for e in EXPERIMENTS
+        f"experiment/{e}" for e in (*EXPERIMENTS, *LARGE)
     }
-    assert {option for option in OPTIONS if option.startswith("layout/")} == {f"layout/{name}" for name in LAYOUTS}
+    large = {"tp4_pp4_cp4_ep64", "tp4_ep8", "tp2_ep8"}  # too many ranks for tiny
+    assert {option for option in OPTIONS if option.startswith("layout/")} == {
+        f"layout/{name}" for name in (*LAYOUTS, *large)
+    }
+
+
+def test_r1_zero_is_what_deepseek_published() -> None:
+    """Nature 645, 633: 8,192 outputs per rollout, an update on 32 questions x 16 outputs, 10,400 updates."""
+    for name in ("r1zero_671b", "r1zero_671b_h200"):
+        config = compose_config([f"experiment={name}"])
+        algorithm, rollout = config.algorithm, config.rollout
+        outputs = algorithm.prompts_per_step * algorithm.group_size
+        assert (outputs, outputs // algorithm.mini_batches, algorithm.epochs) == (8192, 32 * 16, 1)
+        assert config.run.steps * algorithm.mini_batches == 10_400
+        assert algorithm.reference_refresh * algorithm.mini_batches == 400
+        assert rollout.longer_from_step
+        assert rollout.longer_from_step * algorithm.mini_batches == 8192
+        assert (rollout.max_new_tokens, rollout.longer_max_new_tokens) == (32_768, 65_536)
+        assert (config.optimizer.lr, algorithm.kl_coef, algorithm.kl_estimator) == (3e-6, 0.001, "k3")
+        assert (rollout.temperature, rollout.top_p, rollout.top_k) == (1.0, 1.0, 0)
+        assert {term.name: term.weight for term in config.reward.terms} == {"accuracy": 1.0, "format": 1.0}
 
 
 def test_the_cold_start_experiment_keeps_the_answer_format_out_of_the_base_model() -> None:
@@ -135,6 +181,11 @@ def test_every_field_can_be_set_from_the_command_line() -> None:
             "experiment=tiny",
             "algorithm.dual_clip=3.0",
             "model.head_dim=24",
+            "model.vocab_size=30",
+            "rollout.longer_from_step=3",
+            "rollout.longer_max_new_tokens=64",
+            "cluster.nodes=1",
+            "cluster.gpu_memory_mib=1000",
             "layout.pp=2",
             "layout.first_stage_layers=1",
             "layout.last_stage_layers=1",
@@ -201,7 +252,7 @@ def test_identity_is_flat_and_fits_in_json() -> None:
     [
         "run.steps=99", "run.eval_every=3", "run.save_every=3", "run.keep_checkpoints=9", "run.print_every=1",
         "run.samples_per_step=0", "run.tensorboard=false", "layout=tp2_pp2", "layout.micro_batch_tokens=128",
-        "run.async_save=true", "optimizer.overlap=true",
+        "run.async_save=true", "optimizer.overlap=true", "cluster.nodes=3",
     ],
 )  # fmt: skip
 def test_a_continued_run_may_change_this(override: str) -> None:

@@ -101,7 +101,7 @@ def generate(root: str, overrides: list[str], rank: int) -> dict[str, Any]:
         def samples(interrupted: Callable[[], bool] | None) -> list | None:
             calls.clear()
             try:
-                return built.engine.generate(built.data.test, 4, built.sampling, 0, interrupted)
+                return built.engine.generate(built.data.test, 4, built.sampling(0), 0, interrupted)
             except Interrupted:
                 return None
 

@@ -143,3 +143,19 @@ def test_rewards_come_from_the_users_function_in_the_order_of_the_samples(seen):
     assert len(set(found["own"])) > 1
     totals = [own + 0.5 * tagged for own, tagged in zip(found["own"], found["format"], strict=True)]
     assert found["totals"] == pytest.approx(totals)
+
+
+def test_completions_become_longer_in_the_step_that_was_asked_for(seen):
+    found = seen["longer"]
+    assert found["lengths"] == [[12], [20]], "nothing stops these"
+    assert found["evaluated"] == [12, 20]
+    assert found["denominators"] == pytest.approx([4 * 12, 4 * 20]), "of the constant aggregation"
+
+
+def test_a_model_may_know_more_tokens_than_the_tokenizer(seen):
+    found = seen["longer"]
+    known = len(found["tokens"])
+    assert any(token >= known for ids, _ in found["samples"] for token in ids)
+    for ids, text in found["samples"]:
+        assert text == "".join(found["tokens"][token] for token in ids if token < known)
+    assert found["refused"].startswith(f"model.vocab_size=25 is below the tokenizer's {known}")

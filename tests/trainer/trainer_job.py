@@ -25,6 +25,7 @@ here = platform.start()
 from grpo_mega.assemble import assemble  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
 from grpo_mega.observe.metrics import read_metrics  # noqa: E402
+from grpo_mega.policy.topology import leave_layout  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.trainer import Trainer  # noqa: E402
@@ -60,7 +61,7 @@ def trainer(name: str, *overrides: str) -> Iterator[Trainer]:
 
 def generated(built: Trainer, rewards: list[tuple[float, ...]]) -> list[Group]:
     """Real groups with given rewards."""
-    samples = built.engine.generate(built.data.test[: len(rewards)], 4, built.sampling, version=0)
+    samples = built.engine.generate(built.data.test[: len(rewards)], 4, built.sampling(0), version=0)
     return [Group(tuple(samples[4 * i : 4 * i + 4]), r) for i, r in enumerate(rewards)]
 
 
@@ -161,7 +162,7 @@ def run_state() -> dict[str, Any]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     with trainer("run_state") as built:
-        built.unfinished = built.engine.generate(built.data.test[:2], 2, built.sampling, version=0)
+        built.unfinished = built.engine.generate(built.data.test[:2], 2, built.sampling(0), version=0)
         built.save()
         saved, expected = built.unfinished, [random.random(), float(torch.rand(()))]
     with trainer("run_state") as built:
@@ -234,8 +235,8 @@ def drawing_and_scoring() -> dict[str, Any]:
         drawn = {}
         for concurrent in (512, 8, 1):
             engine = EmbeddedEngine(built.policy, decode, concurrent)
-            drawn[concurrent] = engine.generate(prompts, 4, built.sampling, version=3)
-        again = built.engine.generate(prompts, 4, built.sampling, version=4)
+            drawn[concurrent] = engine.generate(prompts, 4, built.sampling(0), version=3)
+        again = built.engine.generate(prompts, 4, built.sampling(0), version=4)
         groups = built.score(drawn[512])
         return {
             "tokens": {c: [s.token_ids for s in samples] for c, samples in drawn.items()},
@@ -250,6 +251,30 @@ def drawing_and_scoring() -> dict[str, Any]:
         }
 
 
+def longer() -> dict[str, Any]:
+    """Steps before and after completions may be longer, by a model that knows more tokens than the tokenizer."""
+    more = ["rollout.longer_from_step=1", "rollout.longer_max_new_tokens=20", "rollout.stop=[]", "model.vocab_size=64"]
+    with trainer("longer", *more, "algorithm.aggregation=constant") as built:
+        batch = built.make_batch(generated(built, [(1, 0, 1, 0)]))
+        seen: dict[str, Any] = {"lengths": [], "denominators": [], "evaluated": [], "samples": []}
+        for _ in range(2):
+            (part,) = built.mini_batches(batch)
+            seen["denominators"].append(1 / part.weight.max().item())
+            seen["evaluated"].append(built.evaluate("validation", built.data.validation, built.step)["length"])
+            _, groups = built.train_step()
+            samples = [s for group in groups for s in group.samples]
+            seen["lengths"].append(sorted({len(s.token_ids) for s in samples}))
+            seen["samples"] += [[s.token_ids, s.text] for s in samples]
+            built.end_step()
+        seen["tokens"] = built.data.tokenizer.tokens
+    try:
+        trainer("too_few", "model.vocab_size=25").__enter__()
+    except ValueError as error:
+        seen["refused"] = str(error)
+        leave_layout()
+    return seen
+
+
 if __name__ == "__main__":
     parts = (
         batches,
@@ -260,5 +285,6 @@ if __name__ == "__main__":
         two_epochs,
         begun,
         drawing_and_scoring,
+        longer,
     )
     print(json.dumps({part.__name__: part() for part in parts}))

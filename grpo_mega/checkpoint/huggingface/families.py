@@ -1,14 +1,15 @@
-"""Which Hugging Face model a configuration is, and its config.json: Qwen3, Qwen3-MoE and DeepSeek-V3."""
+"""Which Hugging Face model a configuration is, and its config.json: Llama, Qwen3, Qwen3-MoE and DeepSeek-V3."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_mega.config.schema import ModelConfig
-from grpo_mega.policy.model import head_channels
+from grpo_mega.config.schema import ModelConfig, YarnConfig
+from grpo_mega.policy.model import has_balancing_bias, head_channels
 
 ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -18,6 +19,7 @@ ARCHITECTURES = {
 ASSUMED: dict[str, Any] = {
     "attention_bias": False,
     "decoder_sparse_step": 1,
+    "mlp_bias": False,
     "mlp_only_layers": [],
     "moe_layer_freq": 1,
     "num_nextn_predict_layers": 0,
@@ -29,6 +31,9 @@ ASSUMED: dict[str, Any] = {
     "use_sliding_window": False,
 }
 """What a config.json means that does not say."""
+
+YARN_ASSUMED: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""What YaRN's settings mean that do not say."""
 
 RENAMED = {
     "n_routed_experts": "num_local_experts",
@@ -44,7 +49,8 @@ def family(model: ModelConfig) -> str:
     Raises:
         ValueError: There is none; names the fields that stand in the way.
     """
-    name = "deepseek_v3" if model.attention == "mla" else "qwen3_moe" if model.moe.experts else "qwen3"
+    dense = "qwen3" if model.qk_norm else "llama"
+    name = "deepseek_v3" if model.attention == "mla" else "qwen3_moe" if model.moe.experts else dense
     if problems := [*_obstacles(model, name)]:
         raise ValueError(f"{ARCHITECTURES[name]}, the closest Hugging Face model, cannot express {'; '.join(problems)}")
     return name
@@ -53,7 +59,7 @@ def family(model: ModelConfig) -> str:
 def _obstacles(model: ModelConfig, name: str) -> Iterator[str]:
     """Fields with a value that the family has no room for, and the values that it has."""
     moe = model.moe
-    if not model.qk_norm:
+    if not model.qk_norm and name != "llama":
         yield "model.qk_norm=false (it always has these norms: set true)"
     if name != "deepseek_v3":
         if model.mtp_layers:
@@ -66,13 +72,14 @@ def _obstacles(model: ModelConfig, name: str) -> Iterator[str]:
         if moe.experts and moe.scaling != 1:
             yield f"model.moe.scaling={moe.scaling} (set 1)"
         return
-    if model.norm_eps != 1e-6:
-        yield f"model.norm_eps={model.norm_eps} (norms within its attention have 1e-6)"
     if not moe.experts:
         yield "model.moe.experts=0 (set above 0)"
         return
-    if moe.bias_update_rate == 0:
-        yield f"model.moe.score={moe.score} with model.moe.bias_update_rate=0 (its router has a bias: set above 0)"
+    if not has_balancing_bias(moe):
+        yield (
+            f"model.moe.score={moe.score} with model.moe.bias_update_rate=0 (its router has a bias: set above 0, or "
+            "model.moe.frozen_bias=true)"
+        )
     if not moe.shared_ffn_hidden or moe.shared_ffn_hidden % moe.ffn_hidden:
         yield (
             f"model.moe.shared_ffn_hidden={moe.shared_ffn_hidden} (choose a multiple of model.moe.ffn_hidden="
@@ -92,7 +99,7 @@ def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         ValueError: No supported family describes the model, see `family`.
     """
     name = family(model)
-    own = {"qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "deepseek_v3": _deepseek_v3}[name]
+    own = {"llama": _llama, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "deepseek_v3": _deepseek_v3}[name]
     return {
         "architectures": [ARCHITECTURES[name]],
         "model_type": name,
@@ -106,13 +113,29 @@ def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "max_position_embeddings": model.context,
         "rms_norm_eps": model.norm_eps,
         "rope_theta": float(model.rope_base),
-        "rope_scaling": None,
+        "rope_scaling": _yarn(model.yarn) if model.yarn.factor > 1 else None,
         "tie_word_embeddings": model.tie_embeddings,
         "attention_bias": False,
         "initializer_range": model.init_std,
         "torch_dtype": {"fp32": "float32", "bf16": "bfloat16"}[model.dtype],
         **own(model),
     }
+
+
+def _yarn(yarn: YarnConfig) -> dict[str, Any]:
+    return {
+        "type": "yarn",
+        "factor": float(yarn.factor),
+        "original_max_position_embeddings": yarn.original_context,
+        "beta_fast": float(yarn.beta_fast),
+        "beta_slow": float(yarn.beta_slow),
+        "mscale": float(yarn.mscale),
+        "mscale_all_dim": float(yarn.mscale),
+    }
+
+
+def _llama(model: ModelConfig) -> dict[str, Any]:
+    return {"head_dim": head_channels(model), "mlp_bias": False}
 
 
 def _qwen3(model: ModelConfig) -> dict[str, Any]:
@@ -168,9 +191,7 @@ def differences(found: dict[str, Any], model: ModelConfig, vocab_size: int) -> l
         "torch_dtype",
     )
     unlike = {key: (_said(found, key), value) for key, value in wanted.items() if key not in free}
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}  # transformers 5; before
-    unlike["rope_theta"] = (rope.get("rope_theta", found.get("rope_theta")), wanted["rope_theta"])
-    unlike["rope_type"] = (rope.get("rope_type", rope.get("type", "default")), "default")
+    unlike |= _rope_differences(found, wanted)
     problems = [f"{key} is {theirs}, not {ours}" for key, (theirs, ours) in unlike.items() if theirs != ours]
     longest = found.get("max_position_embeddings", 0)
     if longest < model.context:
@@ -178,5 +199,22 @@ def differences(found: dict[str, Any], model: ModelConfig, vocab_size: int) -> l
     return problems
 
 
+def _rope_differences(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{what: (theirs, ours)} of all that rotary positions depend on."""
+    theirs = found.get("rope_parameters") or found.get("rope_scaling") or {}  # transformers 5; before
+    ours = wanted["rope_scaling"] or {}
+    pairs = {
+        "rope_theta": (theirs.get("rope_theta", found.get("rope_theta")), wanted["rope_theta"]),
+        "rope_type": (theirs.get("rope_type", theirs.get("type", "default")), ours.get("type", "default")),
+    }
+    if "yarn" == pairs["rope_type"][0] == pairs["rope_type"][1]:
+        settings = {key: value for key, value in ours.items() if key != "type"} | {"truncate": True}
+        settings["attention_factor"] = None  # which would replace what follows from factor and mscale
+        pairs |= {f"rope {key}": (theirs.get(key, YARN_ASSUMED.get(key)), value) for key, value in settings.items()}
+    return pairs
+
+
 def _said(found: dict[str, Any], key: str) -> Any:
+    if key == "head_dim" and found.get("head_dim") is None and found.get("model_type") == "llama":
+        return found.get("hidden_size", 0) // (found.get("num_attention_heads") or 1)
     return found.get(key, found.get(RENAMED.get(key, key), ASSUMED.get(key)))

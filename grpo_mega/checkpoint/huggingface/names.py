@@ -14,7 +14,7 @@ import torch
 
 from grpo_mega.checkpoint.huggingface.families import family
 from grpo_mega.config.schema import ModelConfig
-from grpo_mega.policy.model import DTYPES, head_channels, padded_vocabulary
+from grpo_mega.policy.model import DTYPES, has_balancing_bias, head_channels, padded_vocabulary
 from grpo_mega.policy.shards import Box
 
 Slices = tuple[slice, ...]
@@ -127,16 +127,21 @@ def _grouped_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry
     yield _entry("k_proj.weight", "linear_qkv.weight", kv, dtype, Rows(fused, queries, queries + channels))
     yield _entry("v_proj.weight", "linear_qkv.weight", kv, dtype, Rows(fused, queries + channels, fused))
     yield _entry("o_proj.weight", "linear_proj.weight", (hidden, model.heads * channels), dtype)
-    yield _entry("q_norm.weight", "q_layernorm.weight", (channels,), dtype)
-    yield _entry("k_norm.weight", "k_layernorm.weight", (channels,), dtype)
+    if model.qk_norm:
+        yield _entry("q_norm.weight", "q_layernorm.weight", (channels,), dtype)
+        yield _entry("k_norm.weight", "k_layernorm.weight", (channels,), dtype)
 
 
 def _latent_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
     hidden, heads, mla = model.hidden, model.heads, model.mla
     q_rank, kv_rank, rope = mla.q_lora_rank, mla.kv_lora_rank, mla.qk_rope_dim
-    yield _entry("q_a_proj.weight", "linear_q_down_proj.weight", (q_rank, hidden), dtype)
-    yield _entry("q_a_layernorm.weight", "q_layernorm.weight", (q_rank,), dtype)
-    yield _entry("q_b_proj.weight", "linear_q_up_proj.weight", (heads * (mla.qk_head_dim + rope), q_rank), dtype)
+    queries = heads * (mla.qk_head_dim + rope)
+    if q_rank is None:
+        yield _entry("q_proj.weight", "linear_q_proj.weight", (queries, hidden), dtype)
+    else:
+        yield _entry("q_a_proj.weight", "linear_q_down_proj.weight", (q_rank, hidden), dtype)
+        yield _entry("q_a_layernorm.weight", "q_layernorm.weight", (q_rank,), dtype)
+        yield _entry("q_b_proj.weight", "linear_q_up_proj.weight", (queries, q_rank), dtype)
     yield _entry("kv_a_proj_with_mqa.weight", "linear_kv_down_proj.weight", (kv_rank + rope, hidden), dtype)
     yield _entry("kv_a_layernorm.weight", "kv_layernorm.weight", (kv_rank,), dtype)
     up = (heads * (mla.qk_head_dim + mla.v_head_dim), kv_rank)
@@ -154,7 +159,7 @@ def _gated(hidden: int, inner: int, dtype: torch.dtype) -> Iterator[Entry]:
 def _experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
     moe = model.moe
     yield _entry("gate.weight", "router.weight", (moe.experts, model.hidden), dtype)
-    if moe.bias_update_rate > 0:  # which is balanced in fp32 whatever the model's precision
+    if has_balancing_bias(moe):  # which is balanced in fp32 whatever the model's precision
         yield _entry("gate.e_score_correction_bias", "router.expert_bias", (moe.experts,), torch.float32)
     for number in range(moe.experts):
         one = _inside(_gated(model.hidden, moe.ffn_hidden, dtype), f"experts.{number}.", f"experts.{number}.")

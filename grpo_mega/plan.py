@@ -1,0 +1,44 @@
+"""What a run will take on every GPU, before anybody queues: parameters and bytes of a rank of every pipeline stage."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from grpo_mega.config.rules import check_layout, fewest_processes
+from grpo_mega.config.schema import Config
+from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.policy.inventory import take_stock, total
+from grpo_mega.policy.memory import MAY_BE_PLANNED, memory, static
+
+
+def plan(config: Config) -> dict[str, Any]:
+    """What a run takes, in parameters and bytes, all of it JSON; call `platform.start_planning` first.
+
+    Raises:
+        ConfigError: The GPUs cannot be arranged in the layout.
+    """
+    cluster, layout = config.cluster, config.layout
+    gpus = cluster.nodes * cluster.gpus_per_node if cluster.nodes else fewest_processes(layout)
+    check_layout(config, gpus)
+    vocab_size = config.model.vocab_size or CharTokenizer().vocab_size
+    stages = take_stock(config.model, layout, vocab_size, gpus)
+    parameters, ahead = total(stages)
+    found = [memory(config, stage, number, vocab_size) for number, stage in enumerate(stages)]
+    totals = [sum(lines.values()) for lines in found]
+    capacity = cluster.gpu_memory_mib * 2**20 if cluster.gpu_memory_mib else None
+    limit = MAY_BE_PLANNED * capacity if capacity else None
+    return {
+        "experiment": config.run.name,
+        "parameters": parameters,
+        "prediction_parameters": ahead,
+        "gpus": gpus,
+        "layout": asdict(layout) | {"dp": gpus // (layout.tp * layout.pp * layout.cp)},
+        "stages": [{key: value for key, value in asdict(stage).items() if key != "whole"} for stage in stages],
+        "memory": found,
+        "static": [sum(static(config, stage).values()) for stage in stages],
+        "total": totals,
+        "capacity": capacity,
+        "limit": limit,
+        "fits": max(totals) <= limit if limit else None,
+    }

@@ -1,0 +1,126 @@
+"""How many bytes of a GPU training takes: exact for weights, gradients and optimizer, estimated for the rest.
+
+The estimate assumes attention that never holds its matrix of scores, and sequence parallelism where there is tensor
+parallelism. Lines of the result add up to the peak of the trainer's turn on the device.
+"""
+
+from __future__ import annotations
+
+from grpo_mega.config.schema import Config, ModelConfig, MoEConfig
+from grpo_mega.policy.inventory import Stage
+from grpo_mega.policy.model import head_channels
+
+MAY_BE_PLANNED = 0.92
+"""Share of a GPU's memory; the rest is lost to fragments."""
+FIXED = 8e9
+"""CUDA context, workspaces of cuBLAS and Transformer Engine, buffers of NCCL."""
+ENGINE_ASLEEP = 4e9
+"""What an inference engine keeps while the trainer has the device."""
+IMBALANCE = 1.5
+"""Tokens of the busiest rank's experts over the average."""
+OUTPUT_ROWS = 4096
+"""Rows whose logits exist at once (grpo_kernels' choice on a GPU)."""
+
+
+def memory(config: Config, stage: Stage, number: int, vocab_size: int) -> dict[str, float]:
+    """{what: bytes} on a GPU of pipeline stage `number`."""
+    held = static(config, stage)
+    if config.algorithm.kl_coef:  # weights of the reference policy lie on the device too
+        held["reference policy"] = held["weights"]
+    return held | {
+        "activations kept": kept(config, stage, number),
+        "one layer's work": 2 * max(layer_bytes(config, stage)) * _tokens(config),
+        "keys and values of all context ranks": _gathered(config),
+        "output layer": _output(config, vocab_size) if number == config.layout.pp - 1 else 0.0,
+        "libraries": FIXED,
+        "engine, asleep": ENGINE_ASLEEP,
+    }
+
+
+def static(config: Config, stage: Stage) -> dict[str, float]:
+    """Bytes that training holds from step to step.
+
+    Gradients are fp32. Adam has two fp32 moments, and an fp32 master copy of weights that are not fp32; the distributed
+    optimizer spreads all of these over the ranks that hold the same weights.
+    """
+    width = 2 if config.model.dtype == "bf16" else 4
+    state = 8 if width == 4 else 12
+    sharded = config.optimizer.distributed
+    parts = ((stage.dense, stage.replicas), (stage.experts, stage.expert_replicas))
+    parameters = stage.dense + stage.experts
+    return {
+        "weights": float(width * parameters),
+        "gradients": 4.0 * parameters,
+        "optimizer": sum(state * count / (replicas if sharded else 1) for count, replicas in parts),
+    }
+
+
+def kept(config: Config, stage: Stage, number: int) -> float:
+    """Bytes of activations that wait for their backward pass.
+
+    With full recomputation that is each layer's input, otherwise everything the backward pass reads. Early stages hold
+    more micro-batches (Narayanan et al., 2021: 1F1B, and interleaved).
+    """
+    layout = config.layout
+    in_flight = float(layout.pp - number)
+    if layout.vpp > 1:
+        in_flight = (2 * (layout.pp - number - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
+    each = 2.0 * config.model.hidden / _split(config) if layout.recompute == "full" else max(layer_bytes(config, stage))
+    return in_flight * (stage.layers + stage.predictors) * each * _tokens(config)
+
+
+def layer_bytes(config: Config, stage: Stage) -> list[float]:
+    """Bytes per token that the backward pass of a layer reads, in bf16, for every kind of layer on this stage."""
+    model = config.model
+    attention = 8 * model.hidden + (_latent(model) if model.attention == "mla" else _grouped(model))
+    kinds = []
+    if stage.moe_layers or stage.predictors:
+        kinds.append(_experts(model, model.moe))
+    if stage.layers > stage.moe_layers:
+        kinds.append(6.0 * model.ffn_hidden)
+    return [(attention + kind) / _split(config) * (1 if model.dtype == "bf16" else 2) for kind in kinds]
+
+
+def _experts(model: ModelConfig, moe: MoEConfig) -> float:
+    routed = IMBALANCE * moe.top_k * (2 * model.hidden + 6 * moe.ffn_hidden)
+    return routed + 6 * moe.shared_ffn_hidden + 8 * moe.experts
+
+
+def _grouped(model: ModelConfig) -> float:
+    """Queries, keys and values before and after rotation, the output, and fp32 sums of the softmax."""
+    return 2 * head_channels(model) * (3 * model.heads + 3 * model.kv_heads) + 4 * model.heads
+
+
+def _latent(model: ModelConfig) -> float:
+    mla = model.mla
+    down = 4 * (mla.q_lora_rank or 0) + 4 * mla.kv_lora_rank + 2 * mla.qk_rope_dim
+    channels = 2 * (mla.qk_head_dim + mla.qk_rope_dim) + mla.qk_head_dim + 2 * mla.v_head_dim
+    return down + 2 * model.heads * channels + 4 * model.heads
+
+
+def _gathered(config: Config) -> float:
+    """Under context parallelism: keys and values of one layer for the whole row, their gradients, and the mask."""
+    model, layout = config.model, config.layout
+    if layout.cp == 1:
+        return 0.0
+    mla, channels = model.mla, 2 * head_channels(model)
+    if model.attention == "mla":
+        channels = mla.qk_head_dim + mla.qk_rope_dim + mla.v_head_dim
+    row = layout.micro_batch_tokens
+    return 4.0 * model.kv_heads / layout.tp * channels * row + _tokens(config) * row
+
+
+def _output(config: Config, vocab_size: int) -> float:
+    """fp32 logits and their gradient for some rows, and the gradient of the output layer's weight."""
+    columns = vocab_size / config.layout.tp
+    return OUTPUT_ROWS * columns * 6 + 4 * columns * config.model.hidden
+
+
+def _tokens(config: Config) -> float:
+    """Tokens of a micro-batch that a rank works on."""
+    return config.layout.micro_batch_tokens / config.layout.cp
+
+
+def _split(config: Config) -> int:
+    """Ranks that share the activations of a token."""
+    return config.layout.tp if config.layout.sp else 1

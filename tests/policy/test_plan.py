@@ -1,0 +1,177 @@
+"""The planner's figures against arithmetic on the published architectures, written anew here, and its command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import REPOSITORY, results, run_ranks
+
+H100, H200 = 81_559 * 2**20, 143_771 * 2**20
+V3_HIDDEN, V3_VOCAB, V3_EXPERT = 7168, 129_280, 3 * 7168 * 2048
+V3_DOWN = 7168 * 1536 + 1536 + 7168 * (512 + 64) + 512  # projections that every tensor parallel rank holds, their norms
+V3_HEADS = 1536 * 128 * (128 + 64) + 512 * 128 * (128 + 128) + 128 * 128 * 7168  # the rest of attention
+V3_NORMS, V3_ROUTER, V3_BIAS = 2 * 7168, 256 * 7168, 256
+
+
+def v3_layer(dense: bool, tp: int) -> int:
+    """Parameters on one rank of a layer of DeepSeek-V3, routed experts and the router's bias left out."""
+    feed_forward = 3 * 7168 * 18_432 // tp if dense else V3_ROUTER + V3_EXPERT // tp
+    return V3_DOWN + V3_HEADS // tp + V3_NORMS + feed_forward
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Any]:
+    return results(run_ranks(Path(__file__).with_name("plan_job.py"), 1, []))
+
+
+@pytest.mark.parametrize(
+    ("experiment", "parameters"),
+    [
+        ("r1zero_671b", 671_026_419_200),
+        ("r1zero_671b_h200", 671_026_419_200),
+        ("qwen3_30b_a3b", 30_532_122_624),
+        ("moonlight_16b", 15_960_110_208),
+        ("deepseekmath_7b", 6_910_365_696),
+    ],
+)
+def test_models_have_as_many_parameters_as_the_published_ones(
+    experiment: str, parameters: int, plans: dict[str, Any]
+) -> None:
+    assert plans[experiment]["parameters"] == parameters
+
+
+def test_deepseek_v3_is_the_sum_of_its_parts(plans: dict[str, Any]) -> None:
+    routed, ends = 58 * 256 * V3_EXPERT, 2 * V3_VOCAB * V3_HIDDEN + V3_HIDDEN
+    layers = 3 * v3_layer(True, 1) + 58 * (v3_layer(False, 1) + V3_BIAS)
+    ahead = v3_layer(False, 1) + V3_BIAS + 256 * V3_EXPERT + 2 * V3_HIDDEN**2 + 3 * V3_HIDDEN
+    for name in ("r1zero_671b", "r1zero_671b_h200"):
+        assert plans[name]["parameters"] == ends + layers + routed == 671_026_419_200
+        assert plans[name]["prediction_parameters"] == ahead == 11_610_068_224
+
+
+@pytest.mark.parametrize(("name", "dp", "edp"), [("r1zero_671b", 8, 2), ("r1zero_671b_h200", 4, 1)])
+def test_every_stage_of_r1_zero_holds_its_layers(name: str, dp: int, edp: int, plans: dict[str, Any]) -> None:
+    stages = plans[name]["stages"]
+    embedding = V3_VOCAB * V3_HIDDEN // 4
+    ahead = v3_layer(False, 4) + V3_HIDDEN * 2 * V3_HIDDEN // 4 + 3 * V3_HIDDEN
+    assert [stage["layers"] for stage in stages] == [16, 16, 16, 13]
+    assert [stage["moe_layers"] for stage in stages] == [13, 16, 16, 13]
+    assert [stage["predictors"] for stage in stages] == [0, 0, 0, 1]
+    assert [stage["dense"] for stage in stages] == [
+        embedding + 3 * v3_layer(True, 4) + 13 * v3_layer(False, 4),
+        16 * v3_layer(False, 4),
+        16 * v3_layer(False, 4),
+        # The prediction module reads the embedding, of which the last stage has a copy.
+        13 * v3_layer(False, 4) + V3_HIDDEN + ahead + 2 * embedding,
+    ]
+    assert [stage["experts"] for stage in stages] == [4 * layers * V3_EXPERT for layers in (13, 16, 16, 14)]
+    assert all((stage["replicas"], stage["expert_replicas"]) == (4 * dp, edp) for stage in stages)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "in_all"), [("r1zero_671b", 17.3, 41.1), ("r1zero_671b_h200", 34.6, 58.4)]
+)
+def test_static_bytes_of_r1_zero(name: str, optimizer: float, in_all: float, plans: dict[str, Any]) -> None:
+    """bf16 weights, fp32 gradients, 12 bytes of Adam over all that hold the same weights; the second stage has most."""
+    stage, lines = plans[name]["stages"][1], plans[name]["memory"][1]
+    assert lines["weights"] == lines["reference policy"] == 2 * (stage["dense"] + stage["experts"])
+    assert lines["gradients"] == 2 * lines["weights"]
+    assert (lines["weights"] + lines["gradients"]) / 1e9 == pytest.approx(23.7, abs=0.1)
+    by_hand = 12 * stage["dense"] / stage["replicas"] + 12 * stage["experts"] / stage["expert_replicas"]
+    assert lines["optimizer"] == by_hand == pytest.approx(optimizer * 1e9, rel=0.005)
+    assert plans[name]["static"][1] == max(plans[name]["static"]) == pytest.approx(in_all * 1e9, rel=0.005)
+
+
+def test_activations_of_r1_zero_with_16384_tokens_on_a_gpu(plans: dict[str, Any]) -> None:
+    memory, tokens = plans["r1zero_16k"]["memory"], 16_384
+    layers = (16, 16, 16, 14)
+    for number, lines in enumerate(memory):  # a layer's input for every micro-batch on its way, split over 4 ranks
+        assert lines["activations kept"] == (4 - number) * layers[number] * 2 * V3_HIDDEN * tokens / 4
+        saved_forced_balance = 490_112  # bytes per token and layer without tensor parallelism
+        saved = saved_forced_balance + 0.5 * 8 * (2 * V3_HIDDEN + 6 * 2048)
+        assert lines["one layer's work"] == pytest.approx(2 * saved / 4 * tokens)
+    assert memory[1]["activations kept"] / 1e9 == pytest.approx(2.8, abs=0.05)
+    assert memory[0]["activations kept"] / 1e9 == pytest.approx(3.8, abs=0.1)
+    assert memory[1]["one layer's work"] / 1e9 == pytest.approx(4.9, abs=0.05)
+    assert [lines["output layer"] > 0 for lines in memory] == [False, False, False, True]
+
+
+def test_layers_in_flight_of_interleaved_stages(plans: dict[str, Any]) -> None:
+    """PP4 x VPP2 of 48 layers: 2 * 3 + 4 + 1 chunks of 6 layers on the first rank, 2 fewer on each that follows."""
+    tokens, hidden, tp = 20_480, 2048, 4
+    kept = [lines["activations kept"] for lines in plans["qwen3_interleaved"]["memory"]]
+    assert kept == [chunks * 6 * 2 * hidden * tokens / tp for chunks in (11, 9, 7, 5)]
+
+
+def test_what_fits_and_what_does_not(plans: dict[str, Any]) -> None:
+    fits = {name: found["fits"] for name, found in plans.items() if not name.startswith("tiny")}
+    assert fits.pop("qwen3_one_node") is False, "with its optimizer on the GPUs it needs a second machine"
+    assert all(fits.values())
+    assert plans["tiny"]["fits"] is None
+    assert (plans["r1zero_671b"]["capacity"], plans["r1zero_671b_h200"]["capacity"]) == (H100, H200)
+    for found in plans.values():
+        assert found["total"] == [pytest.approx(sum(lines.values())) for lines in found["memory"]]
+        if found["capacity"]:
+            assert found["fits"] == (max(found["total"]) <= 0.92 * found["capacity"])
+    one, two = (plans[name]["memory"][0] for name in ("qwen3_one_node", "qwen3_30b_a3b"))
+    assert plans["qwen3_one_node"]["static"][0] / 1e9 == pytest.approx(70.0, abs=0.1)
+    assert one["optimizer"] == 2 * two["optimizer"]
+
+
+def test_a_layout_changes_what_a_rank_holds_and_not_the_model(plans: dict[str, Any]) -> None:
+    biases, layers_2, layers_4 = 4, 247_008, 487_776
+    for name, parameters in [("tiny", layers_2), ("tiny_whole", layers_2), ("tiny_ep4", layers_2),
+                             ("tiny_tp2_pp2", layers_2), ("tiny_pp2_vpp2_cp2", layers_4),
+                             ("tiny_whole_4_layers", layers_4)]:  # fmt: skip
+        assert plans[name]["parameters"] == parameters + biases * (2 if parameters == layers_2 else 4)
+    whole = plans["tiny_whole"]["stages"][0]
+    assert whole["dense"] + whole["experts"] == layers_2
+    assert plans["tiny_ep4"]["stages"][0]["experts"] * 4 == whole["experts"]
+    assert [s["layers"] for s in plans["tiny_pp2_vpp2_cp2"]["stages"]] == [2, 2]
+    assert [s["replicas"] for s in plans["tiny_pp2_vpp2_cp2"]["stages"]] == [2, 2]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels")))
+    return subprocess.run(
+        [sys.executable, str(REPOSITORY / "tools" / "plan.py"), *arguments],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_command_prints_a_plan_and_a_verdict() -> None:
+    done = command("r1zero_671b")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "r1zero_671b: 671,026,419,200 parameters, and 11,610,068,224 of prediction modules" in done.stdout
+    assert "512 GPUs: tp 4 x pp 4 x cp 4 x dp 8; experts ep 64 x etp 1" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("fits: stage 1 takes ")
+
+
+def test_the_command_says_what_does_not_fit(plans: dict[str, Any]) -> None:
+    done = command("qwen3_30b_a3b", "cluster.nodes=1", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout) == plans["qwen3_one_node"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["qwen3_30b_a3b", "layout.ep=24"], "model.moe.experts=128 is not divisible by layout.ep=24"),
+        (["qwen3_30b_a3b", "cluster.gpus_per_node=7"], "the world size 14 is not divisible by layout.tp=4"),
+        (["r1zero_700b"], "Could not find 'experiment/r1zero_700b'"),
+    ],
+)
+def test_settings_that_cannot_run_are_refused(arguments: list[str], message: str) -> None:
+    done = command(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
