@@ -18,7 +18,7 @@ HERE = platform.start()
 platform.join_processes(HERE)
 
 import torch.distributed as dist  # noqa: E402
-from huggingface_models import LAYOUTS, MODELS, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
+from huggingface_models import IN_FP8, LAYOUTS, MODELS, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
 from grpo_mega.checkpoint.huggingface import directory  # noqa: E402
@@ -84,7 +84,7 @@ def one_rank(folder: Path) -> dict:
     directory.load_weights(folder / "deepseek_v3", rounded)
     report["rounded"] = [pair for bucket in hf_buckets(rounded, 10**9) for pair in bucket]
     for path in sorted((folder / "bad").iterdir()):
-        model = MODELS[path.name.split("-")[0]]
+        model = {**MODELS, "fp8": IN_FP8}[path.name.split("-")[0]]
         report["bad"][path.name] = refusal(path, policy_of(model, LayoutConfig(), topology))
     ahead = policy_of(WITH_MTP, LayoutConfig(), topology)
     with torch.no_grad():  # norms other than 1, which would hide that two of them changed places
@@ -105,7 +105,7 @@ def stream(policy: Policy, experts_of: range | None = None) -> tuple[list, Traff
 
 
 def four_ranks(folder: Path) -> dict:
-    report: dict = {}
+    report: dict = {"fp8": {}}
     rank = dist.get_rank()
     for layout_name, layout in LAYOUTS.items():
         topology = join_layout(layout, seed=0)
@@ -128,6 +128,9 @@ def four_ranks(folder: Path) -> dict:
                 said(lambda: directory.load_weights(folder / "bad" / "qwen3-missing", policy)),  # noqa: B023
                 said(lambda: directory.save(folder / "tokens.pt" / "x", policy)),  # noqa: B023
             ]
+        policy = policy_of(IN_FP8, layout, topology)
+        directory.load_weights(folder / "fp8", policy)
+        report["fp8"][layout_name] = stream(policy)
         parallel_state.destroy_model_parallel()
     return report
 

@@ -49,6 +49,13 @@ MODELS = {
     ),
 }
 WITH_MTP = replace(DEEPSEEK, mtp_layers=1)
+IN_FP8 = replace(
+    DEEPSEEK,
+    hidden=160,
+    ffn_hidden=144,
+    mla=MLAConfig(q_lora_rank=136, kv_lora_rank=20, qk_head_dim=40, qk_rope_dim=8, v_head_dim=36),
+)
+"""Several blocks of 128 each way in most weights, which shards cut anywhere."""
 
 LAYOUTS = {
     "tp2_pp2": LayoutConfig(tp=2, pp=2, sp=True),

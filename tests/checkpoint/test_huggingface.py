@@ -19,9 +19,11 @@ from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
 
-from huggingface_models import LAYOUTS, MODELS, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
+from huggingface_models import IN_FP8, LAYOUTS, MODELS, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
 
+from grpo_mega.checkpoint.huggingface import fp8  # noqa: E402
 from grpo_mega.checkpoint.huggingface.families import hf_config  # noqa: E402
+from grpo_mega.checkpoint.huggingface.names import entries  # noqa: E402
 
 JOB = Path(__file__).with_name("huggingface_job.py")
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -150,6 +152,21 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+DOWN = "model.layers.0.mlp.down_proj.weight"
+BAD |= {
+    "fp8-no_scale": (renamed_tensor(DOWN + "_scale_inv", None), f"missing, the first: {DOWN}_scale_inv"),
+    "fp8-scale": (
+        changed_tensor(DOWN + "_scale_inv", lambda t: t[:1].clone()),
+        f"{DOWN}_scale_inv is (1, 2) F32, and must be (2, 2) F32",
+    ),
+    "fp8-not_said": (changed_config(quantization_config=None), "not of this model, the first: model.layers.0."),
+    "fp8-other_blocks": (
+        changed_config(quantization_config=fp8.CONFIG | {"weight_block_size": [1, 128]}),
+        "quantization_config is {'quant",
+    ),
+}
+
+
 def bad_head(path: Path) -> None:
     found = load_file(path / ONE_FILE)
     found["lm_head.weight"] = found["model.embed_tokens.weight"] + 1
@@ -163,6 +180,23 @@ BAD["qwen3-extra"] = (
 )
 
 
+def write_in_fp8(path: Path) -> None:
+    """A model as DeepSeek-V3 is released: projections in fp8, everything else in bf16 or fp32."""
+    path.mkdir()
+    tensors = {}
+    torch.manual_seed(5)
+    for entry in entries(IN_FP8, VOCAB):
+        tensors[entry.name] = torch.randn(entry.shape).to(
+            torch.float32 if entry.name.endswith("bias") else torch.bfloat16
+        )
+        if re.search(r"_proj(_with_mqa)?\.weight$", entry.name):
+            tensors[entry.name], tensors[entry.name + fp8.SCALE] = fp8.quantised(tensors[entry.name])
+    save_file(tensors, path / ONE_FILE, {"format": "pt"})
+    config = hf_config(IN_FP8, VOCAB) | {"quantization_config": fp8.CONFIG, "torch_dtype": "bfloat16"}
+    config.pop("dtype", None)
+    (path / "config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture(scope="module")
 def folder(models: dict[str, Any], tokens: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything the jobs read, and what the job of one rank wrote."""
@@ -171,6 +205,7 @@ def folder(models: dict[str, Any], tokens: torch.Tensor, tmp_path_factory: pytes
     for name, model in models.items():
         # One of several files with an index, the others of one.
         model.save_pretrained(folder / name, max_shard_size="30KB" if name == "qwen3_moe_first_dense" else "1GB")
+    write_in_fp8(folder / "fp8")
     for name, (break_it, _) in BAD.items():
         shutil.copytree(folder / name.split("-")[0], folder / "bad" / name)
         break_it(folder / "bad" / name)
@@ -393,3 +428,18 @@ def test_a_model_of_no_family_is_refused(name: str, model: dict[str, Any], moe: 
     known = MODELS[name]
     with pytest.raises(ValueError, match=message):
         hf_config(replace(known, **model, moe=replace(known.moe, **moe)), VOCAB)
+
+
+def test_weights_in_fp8_are_multiplied_by_the_scale_of_their_block(folder: Path, reports: list[dict[Any, Any]]) -> None:
+    """Under every layout, where a shard may begin inside a block."""
+    content = stored(folder / "fp8")
+    expected = {name: tensor.float() for name, tensor in content.items() if not name.endswith(fp8.SCALE)}
+    for name in expected:
+        if name + fp8.SCALE in content:
+            scale = content[name + fp8.SCALE]
+            rows, columns = expected[name].shape
+            blown_up = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+            expected[name] = expected[name] * blown_up
+    for of_rank in reports:
+        for buckets, _ in of_rank["fp8"].values():
+            assert_same_bits(flat(buckets), expected)

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 
+from grpo_mega.checkpoint.huggingface import fp8
 from grpo_mega.checkpoint.huggingface.families import differences, hf_config
 from grpo_mega.checkpoint.huggingface.names import Entry, copies, entries
 from grpo_mega.checkpoint.integrity import if_all_can, main_says
@@ -62,9 +63,13 @@ def load_weights(path: Path, policy: Policy) -> None:
         with safe_open(path / file, "pt") as content:
             for entry in tensors:
                 stored = content.get_slice(entry.name)
+                scale = _scale(path, files, entry.name) if stored.get_dtype() == "F8_E4M3" else None
                 for box, part in held[entry.key].items():
                     for source, target in entry.overlap(box):
-                        part[source] = stored[target].to(part)
+                        values = stored[target]
+                        if scale is not None:
+                            values = fp8.dequantised(values, scale, target)
+                        part[source] = values.to(part)
 
 
 def save(path: Path, policy: Policy, byte_budget: int = 4 * 2**30) -> None:
@@ -129,7 +134,8 @@ def _examined(path: Path, policy: Policy, found: list[Entry]) -> tuple[dict[str,
         if unlike:
             raise _Unusable(f"{CONFIG} is of another model than the configuration: {'; '.join(unlike)}")
         files = _files(path)
-        _check_tensors(path, files, found, copies(policy.architecture), _declared(config))
+        quantised = fp8.is_fp8(config.get("quantization_config"))
+        _check_tensors(path, files, found, copies(policy.architecture), _declared(config), quantised)
         return files, None
     except _Unusable as error:
         return {}, str(error)
@@ -180,18 +186,28 @@ def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
 
 
 def _check_tensors(
-    path: Path, files: dict[str, str], found: list[Entry], twice: dict[str, str], declared: str | None
+    path: Path,
+    files: dict[str, str],
+    found: list[Entry],
+    twice: dict[str, str],
+    declared: str | None,
+    quantised: bool,
 ) -> None:
     """Names, shapes and dtypes of all tensors, and that what is stored twice is twice the same."""
     inside = {file: _headers(path / file) for file in sorted(set(files.values()))}
-    wanted = {entry.name: entry for entry in found}
-    _none("missing", wanted.keys() - files.keys())
-    _none("not of this model", {*files, *chain(*inside.values())} - wanted.keys() - twice.keys())
+    in_fp8 = {name for of_file in inside.values() for name, (_, dtype) in of_file.items() if dtype == "F8_E4M3"}
+    scales = {name + fp8.SCALE for name in in_fp8} if quantised else set()
+    wanted = {*scales, *(entry.name for entry in found)}
+    _none("missing", wanted - files.keys())
+    _none("not of this model", {*files, *chain(*inside.values())} - wanted - twice.keys())
     _none(f"not in the file that {INDEX} names", {name for name, file in files.items() if name not in inside[file]})
     for entry in found:
         shape, dtype = inside[files[entry.name]][entry.name]
         if tuple(shape) != entry.shape:
             raise _Unusable(f"{entry.name} is {tuple(shape)}, and the configured model's is {entry.shape}")
+        if quantised and entry.name in in_fp8:
+            _check_scale(entry, *inside[files[entry.name + fp8.SCALE]][entry.name + fp8.SCALE])
+            continue
         declared = declared or dtype
         if dtype != declared and not (entry.dtype is torch.float32 and dtype == "F32"):
             raise _Unusable(f"{entry.name} is {dtype}, and the others, or {CONFIG}, say {declared}")
@@ -200,9 +216,19 @@ def _check_tensors(
             raise _Unusable(f"{copy} differs from {twice[copy]}, with which the configured model shares it")
 
 
+def _check_scale(entry: Entry, shape: list[int], dtype: str) -> None:
+    expected = fp8.scale_shape(entry.shape)
+    if (tuple(shape), dtype) != (expected, "F32"):
+        raise _Unusable(f"{entry.name}{fp8.SCALE} is {tuple(shape)} {dtype}, and must be {expected} F32")
+
+
 def _none(what: str, names: set[str]) -> None:
     if names:
         raise _Unusable(f"{len(names)} tensors are {what}, the first: {min(names)}")
+
+
+def _scale(path: Path, files: dict[str, str], name: str) -> torch.Tensor:
+    return _tensor(path / files[name + fp8.SCALE], name + fp8.SCALE)
 
 
 def _tensor(file: Path, name: str) -> torch.Tensor:

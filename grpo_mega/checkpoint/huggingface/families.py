@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from grpo_mega.checkpoint.huggingface.fp8 import is_fp8
 from grpo_mega.config.schema import ModelConfig, YarnConfig
 from grpo_mega.policy.model import has_balancing_bias, head_channels
 
@@ -190,6 +191,8 @@ def differences(found: dict[str, Any], model: ModelConfig, vocab_size: int) -> l
         "rope_scaling",
         "torch_dtype",
     )
+    if is_fp8(found.get("quantization_config")):
+        found = found | {"quantization_config": None}  # it is of the file, not of the model
     unlike = {key: (_said(found, key), value) for key, value in wanted.items() if key not in free}
     unlike |= _rope_differences(found, wanted)
     problems = [f"{key} is {theirs}, not {ours}" for key, (theirs, ours) in unlike.items() if theirs != ours]
