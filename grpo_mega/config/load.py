@@ -30,6 +30,8 @@ _MAY_CHANGE = frozenset({
     "optimizer.overlap",
 })  # fmt: skip
 
+_FREE = ("layout.", "rollout.sglang.")
+
 
 def config_dir() -> Path:
     """The folder of hydra groups, beside the package.
@@ -73,11 +75,11 @@ def identity(config: Config) -> dict[str, object]:
     """Dotted name -> value of every field that must not change when a run directory is continued.
 
     How long the run is, where it lies, what it reports and keeps, and what changes numbers by rounding at most (the
-    layout, how generation and reduction are cut) may change. List items are named by position, for example
-    `reward.terms[0].weight`; all values fit in JSON.
+    layout, how generation and reduction are cut, how engines are run) may change. List items are named by position, for
+    example `reward.terms[0].weight`; all values fit in JSON.
     """
     leaves = _flat(asdict(config), "")
-    return {name: value for name, value in leaves if name not in _MAY_CHANGE and not name.startswith("layout.")}
+    return {name: value for name, value in leaves if name not in _MAY_CHANGE and not name.startswith(_FREE)}
 
 
 def _flat(node: object, name: str) -> list[tuple[str, object]]:

@@ -15,7 +15,7 @@ from operator import attrgetter
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_mega.config.bounds import field_problems
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, SGLangConfig
 
 # (field, what it must be divisible by, field that must be set for the rule to count)
 # The expert that every token visits is split like a dense layer, by tp; only routed experts are split by etp.
@@ -67,7 +67,7 @@ def check_complete(config: Config | DictConfig) -> None:
 def check_config(config: Config) -> None:
     """Raises one ConfigError that lists every rule the configuration violates, or first every field nobody set."""
     check_complete(config)
-    rules = (_divisible, _ordered, _model, _routing, _layout, _data, _reward, _algorithm, _stages, _run)
+    rules = (_divisible, _ordered, _model, _routing, _layout, _data, _reward, _algorithm, _rollout, _stages, _run)
     _refuse([*field_problems(config), *(problem for rule in rules for problem in rule(config))])
 
 
@@ -97,6 +97,11 @@ def check_layout(config: Config, world_size: int) -> None:
         problems.append(
             f"algorithm.prompts_per_step={prompts} is not divisible by the data parallel size {dp} (world size "
             f"{world_size} / (tp {layout.tp} * cp {layout.cp} * pp {layout.pp})); choose {_multiples(prompts, dp)}"
+        )
+    if config.rollout.engine == "sglang" and world_size % config.rollout.sglang.tp:
+        problems.append(
+            f"rollout.sglang.tp={config.rollout.sglang.tp} does not divide the {world_size} processes; choose "
+            f"{_divisors(world_size)}"
         )
     if config.optimizer.overlap and dp * layout.cp == 1:
         problems.append(
@@ -301,6 +306,18 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"algorithm.reference_refresh={algorithm.reference_refresh} has no effect without a KL term; "
             "set algorithm.kl_coef above 0, or algorithm.reference_refresh=0"
         )
+
+
+def _rollout(config: Config) -> Iterator[str]:
+    sglang = config.rollout.sglang
+    if config.rollout.engine != "sglang":
+        for name, default in vars(SGLangConfig()).items():
+            if getattr(sglang, name) != default:
+                yield f"rollout.sglang.{name} has no effect with rollout.engine={config.rollout.engine}; drop it"
+        return
+    for name in ("model_path", "load_format", "skip_tokenizer_init", "tp_size", "dtype"):
+        if name in sglang.arguments:
+            yield f"rollout.sglang.arguments.{name} follows from the model and rollout.sglang.tp; drop it"
 
 
 def _stages(config: Config) -> Iterator[str]:
