@@ -10,14 +10,21 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SGLANG_VENV := .venv-sglang
+SGLANG_READY := $(SGLANG_VENV)/.ready
+SGLANG_SHIM := $(CURDIR)/tests/sglang/cpu_shim
+# On both sides of 0.5.21, which changed how weights are pushed.
+SGLANG := 0.5.23
+SGLANG_BEFORE := 0.5.20
 
 define HELP
 make train    teach a small model to reason, here and now; everything lies in runs/$(EXPERIMENT) then
 make test     run the whole test suite
+make test-sglang   test generation in SGLang $(SGLANG) and $(SGLANG_BEFORE) on a CPU, in $(SGLANG_VENV): 3 GB, minutes
 make lint     check style and types
-make clean    remove $(VENV) and caches; runs/ stays
+make clean    remove virtual environments and caches; runs/ stays
 
-Each makes $(VENV) when it is missing or older than pyproject.toml. Variables (value now):
+The others make $(VENV) when it is missing or older than pyproject.toml. Variables (value now):
 
   PYTHON            what $(VENV) is made with, 3.11 or newer ($(PYTHON))
   TORCH             what pip installs when $(VENV) has no torch; name another build or a wheel's path ($(TORCH))
@@ -29,7 +36,7 @@ Each makes $(VENV) when it is missing or older than pyproject.toml. Variables (v
                     make test: further pytest options, such as '-k advantage'
 endef
 
-.PHONY: help train test lint clean
+.PHONY: help train test test-sglang lint clean
 
 help:
 	@: $(info $(HELP))
@@ -40,13 +47,17 @@ train: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
+test-sglang: $(SGLANG_READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_VENV)/before:$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml
@@ -66,4 +77,16 @@ $(READY): pyproject.toml
 	        echo "No GPU here: TORCH_INDEX_URL can name an index of smaller CPU builds (see make help)."; \
 	    set -x; $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url '$(TORCH_INDEX_URL)') '$(TORCH)'; }
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+
+# SGLang asks for CUDA libraries that have no use on a CPU: it comes without its dependencies, requirements.txt has the rest.
+$(SGLANG_READY): pyproject.toml tests/sglang/requirements.txt tests/sglang/constraints.txt
+	@echo "Setting up $(SGLANG_VENV): SGLang and what it imports; once, some minutes."
+	@$(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_VENV)/bin/python -m pip show --quiet torch 2>/dev/null || { \
+	    set -x; \
+	    $(SGLANG_VENV)/bin/python -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url '$(TORCH_INDEX_URL)') '$(TORCH)'; }
+	$(SGLANG_VENV)/bin/python -m pip install --quiet -c tests/sglang/constraints.txt -r tests/sglang/requirements.txt -e .
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==$(SGLANG) triton==3.9.0 torchvision==0.28.0
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(SGLANG_VENV)/before sglang==$(SGLANG_BEFORE)
 	@touch $@

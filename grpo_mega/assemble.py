@@ -26,6 +26,7 @@ from grpo_mega.policy.topology import join_layout, leave_layout
 from grpo_mega.reward.compose import Reward
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
+from grpo_mega.rollout.sglang_engine import SGLangEngine
 from grpo_mega.stages.base import base_path, load_or_train_base
 from grpo_mega.stages.supervised import cold_start
 from grpo_mega.trainer import Trainer
@@ -47,26 +48,32 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
     topology = join_layout(config.layout, config.run.seed)
     recorder = Recorder(config.run, path, main)
     timer = PhaseTimer()
+    decode, vocabulary = partial(_text, data.tokenizer), _vocabulary(config.model, data.tokenizer)
+    sglang: SGLangEngine | None = None
     try:
         with timer("setup"):
+            if config.rollout.engine == "sglang":  # before the policy: it wants to see how much memory is free
+                sglang = SGLangEngine(config, vocabulary, platform, decode, path)
             policy = Policy(
                 config.model,
                 config.layout,
-                _vocabulary(config.model, data.tokenizer),
+                vocabulary,
                 topology,
                 platform,
                 distributed_optimizer=config.optimizer.distributed,
                 overlap=config.optimizer.overlap,
             )
-            engine = EmbeddedEngine(policy, partial(_text, data.tokenizer), config.rollout.concurrent_sequences)
+            embedded = EmbeddedEngine(policy, decode, config.rollout.concurrent_sequences)
         recorder.start(_opening(config, policy))
-        trainer = Trainer(config, policy, engine, data, reward, recorder, timer)
+        trainer = Trainer(config, policy, sglang or embedded, data, reward, recorder, timer)
         if not trainer.resume():
-            _first_weights(config, policy, engine, data, recorder, timer)
+            _first_weights(config, policy, embedded, data, recorder, timer)
             trainer.begin()
         yield trainer
         leave_layout()
     finally:
+        if sglang:
+            sglang.close()
         recorder.close()
         if run_dir:
             run_dir.close()

@@ -18,6 +18,7 @@ from grpo_mega.algorithm.mismatch import rollout_mismatch
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.checkpoint import checkpoint, random_state, step_in_progress, unfinished
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
+from grpo_mega.colocation.turns import Turns
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data
 from grpo_mega.observe.recorder import Recorder
@@ -31,6 +32,7 @@ from grpo_mega.policy.policy import Gradients, Policy
 from grpo_mega.policy.reference import ReferencePolicy
 from grpo_mega.reward.compose import Reward
 from grpo_mega.rollout.engine import Engine, SamplingParams
+from grpo_mega.rollout.sglang_engine import SGLangEngine
 from grpo_mega.types import Batch, Group, Prompt, Sample, pack
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ Metrics = dict[str, float]
 
 PATIENCE = 3
 """Steps in a row without any signal before a warning."""
+ROUNDING = {"fp32": 1e-4, "bf16": 0.05}
+"""Mean difference of log-probs between engine and trainer, in nats, that rounding explains; by `model.dtype`."""
 
 
 class Trainer:
@@ -58,6 +62,10 @@ class Trainer:
         self.policy = policy
         self.reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
         self.engine = engine
+        self.turns: Turns | None = None
+        if isinstance(engine, SGLangEngine):
+            self.turns = Turns(policy, self.reference, engine, config.rollout.sglang, timer)
+        self.mismatch_watched = False
         self.data = data
         self.reward = reward
         self.recorder = recorder
@@ -117,6 +125,8 @@ class Trainer:
                     found = self.evaluate("validation", self.data.validation, self.step + 1)
                     metrics |= {f"eval/{name}": value for name, value in found.items()}
                 self.end_step()
+                if self.turns:
+                    metrics |= self.turns.metrics()
                 self.recorder.step(self.step, metrics | self.seconds(), groups)
                 self.finish_saving(wait=False)
                 last = self.step >= run.steps
@@ -151,6 +161,7 @@ class Trainer:
                     now.batch = now.batch.with_(old_logprob=found.logprob)
         mask = now.batch.mask
         mismatch = rollout_mismatch(now.batch.old_logprob[mask], now.batch.rollout_logprob[mask])
+        self.watch_mismatch(mismatch)
         return metrics | _named("policy", _mean(now.updates)) | _named("mismatch", mismatch), now.groups
 
     def experience(self) -> StepInProgress:
@@ -160,11 +171,8 @@ class Trainer:
             Interrupted: A signal arrived in the meantime.
         """
         algorithm = self.config.algorithm
-        with self.timer("generate"):
-            prompts = self.data.train.take(algorithm.prompts_per_step)
-            samples = self.engine.generate(
-                prompts, algorithm.group_size, self.sampling(self.step), self.step, self.stop.asked
-            )
+        prompts = self.data.train.take(algorithm.prompts_per_step)
+        samples = self.generate("generate", prompts, algorithm.group_size, self.step)
         self.obey()
         with self.timer("reward"):
             groups = self.score(samples)
@@ -281,15 +289,44 @@ class Trainer:
         Raises:
             Interrupted: A signal arrived in the meantime; it can be done again with the same result.
         """
-        with self.timer("evaluate"), self.nothing_if_interrupted():
-            samples = self.engine.generate(prompts, 1, self.sampling(step), step, self.stop.asked)
+        with self.nothing_if_interrupted():
+            samples = self.generate("evaluate", prompts, 1, step)
             self.obey()
-            scored = self.score_all(samples)
+            with self.timer("evaluate"):
+                scored = self.score_all(samples)
         terms = {name: average(t[name] for _, t in scored) for name in scored[0][1]}
         metrics = {"accuracy": terms.pop(self.config.reward.success), **terms}
         metrics["length"] = average(len(s.token_ids) for s in samples)
         self.recorder.evaluation(step, split, metrics)
         return metrics
+
+    def generate(self, phase: str, prompts: list[Prompt], group_size: int, version: int) -> list[Sample]:
+        """Samples of the policy, as a phase of the step; an engine with weights of its own gets them before.
+
+        Raises:
+            Interrupted: A signal arrived in the meantime.
+        """
+
+        def work() -> list[Sample]:
+            return self.engine.generate(prompts, group_size, self.sampling(version), version, self.stop.asked)
+
+        if self.turns:
+            return self.turns.generate(version, phase, work)
+        with self.timer(phase):
+            return work()
+
+    def watch_mismatch(self, mismatch: Metrics) -> None:
+        """Warns when, in the first step behind a start, the engine's log-probs are not those of its own weights."""
+        allowed = ROUNDING[self.config.model.dtype]
+        if not self.mismatch_watched and not mismatch["mean_abs"] <= allowed:
+            logger.warning(
+                "the engine's log-probs differ from the trainer's by %.2g on average and %.2g at most, although both "
+                "have the same weights; rounding explains %g: compare their kernels, dtypes and sampling settings",
+                mismatch["mean_abs"],
+                mismatch["max_abs"],
+                allowed,
+            )
+        self.mismatch_watched = True
 
     def watch_signal(self, batch: Batch | None) -> None:
         """Warns when step after step no group had two different rewards: nothing is being learned."""

@@ -42,7 +42,8 @@ class Sample:
         token_ids: Sampled tokens, the stop token included when there is one.
         logprobs: Natural-log probability of each token under the full temperature-scaled softmax, before top-k and
             top-p; same length as `token_ids`.
-        finish_reason: "stop" (a stop token was sampled) or "length" (`max_new_tokens` or the context ran out).
+        finish_reason: "stop" (a stop token was sampled), "length" (`max_new_tokens` or the context ran out) or "abort"
+            (its generation was ended early).
         policy_version: GRPO steps the sampling weights had seen.
         text: `token_ids` decoded, special tokens kept.
     """

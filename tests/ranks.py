@@ -27,12 +27,13 @@ def run_ranks(script: Path, world_size: int, arguments: list[str], timeout: floa
     Raises:
         AssertionError: A rank failed or the job hung; carries the output of the ranks. All ranks are ended.
     """
+    before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     common = os.environ | {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels", REPOSITORY / "tests"))),
+        "PYTHONPATH": os.pathsep.join(map(str, (*before, REPOSITORY, REPOSITORY / "kernels", REPOSITORY / "tests"))),
     }
     ranks = [
         subprocess.Popen(

@@ -20,9 +20,9 @@ def rollout_mismatch(logprob: Tensor, rollout_logprob: Tensor) -> dict[str, floa
         rollout_logprob: [n] as the engine sampled them.
 
     Returns:
-        With d = logprob - rollout_logprob and w = exp(d): "mean_abs", "max_abs" and "p99_abs" (nearest rank) of d,
-        "mean_ratio" of w, and "effective_sample_size" = (sum w)^2 / (n * sum w^2), 1 when the two agree. Empty when
-        n is 0.
+        With d = logprob - rollout_logprob and w = exp(d): "mean_abs", "max_abs", "p50_abs", "p90_abs" and "p99_abs"
+        (nearest rank) of |d|, "mean_ratio" of w, and "effective_sample_size" = (sum w)^2 / (n * sum w^2), 1 when the
+        two agree. Empty when n is 0.
 
     Raises:
         ValueError: The arguments are not vectors of one length.
@@ -38,7 +38,8 @@ def rollout_mismatch(logprob: Tensor, rollout_logprob: Tensor) -> dict[str, floa
     values = {
         "mean_abs": distance.mean(),
         "max_abs": distance.max(),
-        "p99_abs": distance.kthvalue(math.ceil(0.99 * n)).values,  # torch.quantile refuses more than 2^24 values
+        # torch.quantile refuses more than 2^24 values.
+        **{f"p{p}_abs": distance.kthvalue(math.ceil(p / 100 * n)).values for p in (50, 90, 99)},
         "mean_ratio": ratio.mean(),
         "effective_sample_size": ratio.sum().square() / (n * ratio.square().sum()),
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -38,44 +38,65 @@ class TrainerMemory:
         self._reference = reference
         self._real: tuple[Any, Any, Any] | None = None
         self._freed: list[torch.UntypedStorage] = []
+        self._staying: list[torch.UntypedStorage] = []
         self._host: dict[int, torch.Tensor] = {}
 
     def held(self) -> dict[str, int]:
-        """Bytes on the device of "weights", "optimizer", "reference" and "gradients"; all 0 while offloaded."""
+        """Bytes on the device of "weights", "optimizer", "reference" and "gradients"; 0 for what is offloaded."""
         if self._real:
-            return dict.fromkeys(("weights", "optimizer", "reference", "gradients"), 0)
+            nothing = dict.fromkeys(("weights", "optimizer", "reference", "gradients"), 0)
+            return nothing | {"weights": sum(s.nbytes() for s in self._staying)}
         held = {kind: sum(s.nbytes() for s in storages) for kind, storages in self._storages().items()}
         buffers = (b for chunk in self._policy.model for b in chunk.buffers + chunk.expert_parallel_buffers)
         return held | {"gradients": sum(buffer.grad_data.nbytes for buffer in buffers)}
 
-    def offload(self) -> None:
-        """Moves everything to the host, between two updates.
+    @property
+    def away(self) -> bool:
+        """Whether anything is on the host."""
+        return self._real is not None
+
+    def offload(self, keep_weights: bool = False) -> None:
+        """Moves everything to the host, between two updates; with `keep_weights` all but the weights, or then the rest.
 
         Gradients are dropped: the last update has used them, and the next one begins with zeros. Until `onload`,
-        whoever uses the policy, or the reference, gets an error.
+        whoever uses what is away gets an error.
 
         Raises:
             Offloaded: It is there already.
-            RuntimeError: Some of the memory is not torch's to free. Everything is still on the device.
+            RuntimeError: Some of the memory is not torch's to free. Everything is still where it was.
         """
-        if self._real:
+        policy, stand_in = self._policy, _StandIn()
+        if self._real and (keep_weights or not self._staying):
             raise Offloaded("the trainer is offloaded already: call onload before offload")
-        policy = self._policy
+        if self._real:
+            self._free(self._staying)
+            self._staying = []
+            policy.gpt = policy.model = cast(Any, stand_in)
+            return
         storages = self._storages()
         _refuse_fixed(storages)
         _drop_activations(policy.gpt)
-        torch.cuda.synchronize()  # does nothing on a CPU (platform/cpu.py)
-        self._freed = [*chain(*storages.values())]
-        # Nothing is freed before everything is copied: a host with too little memory changes nothing.
-        self._host = {s._cdata: self._copied(s) for s in self._freed}
-        torch.cuda.synchronize()
-        self._real = policy.gpt, policy.model, policy.optimizer
-        stand_in: Any = _StandIn()
-        policy.gpt = policy.model = policy.optimizer = stand_in
-        for storage in self._freed:
-            storage.resize_(0)
+        self._host = {
+            key: host for key, host in self._host.items() if key in {s._cdata for s in chain(*storages.values())}
+        }
+        staying = storages.pop("weights") if keep_weights else []
+        self._free([*chain(*storages.values())])
+        self._real, self._staying = (policy.gpt, policy.model, policy.optimizer), staying
+        policy.optimizer = cast(Any, stand_in)
+        if not keep_weights:
+            policy.gpt = policy.model = cast(Any, stand_in)
         for chunk in self._real[1]:
             chunk.offload_grad_buffers()  # and empties torch's cache
+
+    def _free(self, storages: list[torch.UntypedStorage]) -> None:
+        torch.cuda.synchronize()  # does nothing on a CPU (platform/cpu.py)
+        # Nothing is freed before everything is copied: a host with too little memory changes nothing.
+        self._host |= {s._cdata: self._copied(s) for s in storages}
+        torch.cuda.synchronize()
+        for storage in storages:
+            storage.resize_(0)
+        self._freed += storages
+        torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Brings everything back in place; when the device had too little memory it can be called again.
@@ -93,7 +114,7 @@ class TrainerMemory:
         for chunk in model:
             chunk.restore_grad_buffers()  # with zeros; and waits for the copies
         self._policy.gpt, self._policy.model, self._policy.optimizer = gpt, model, optimizer
-        self._real, self._freed = None, []
+        self._real, self._freed, self._staying = None, [], []
 
     def _storages(self) -> dict[str, list[torch.UntypedStorage]]:
         """What has to be kept, by kind, each storage once: many tensors are views of the same."""

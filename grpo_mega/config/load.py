@@ -29,7 +29,7 @@ _MAY_CHANGE = frozenset({
     "rollout.concurrent_sequences",
     "optimizer.overlap",
 })  # fmt: skip
-_MAY_CHANGE_WHOLE = ("layout.", "cluster.")
+_MAY_CHANGE_WHOLE = ("layout.", "cluster.", "rollout.sglang.")
 
 
 def config_dir() -> Path:
@@ -74,8 +74,8 @@ def identity(config: Config) -> dict[str, object]:
     """Dotted name -> value of every field that must not change when a run directory is continued.
 
     How long the run is, where it lies, what it reports and keeps, and what changes numbers by rounding at most (the
-    layout, the machines, how generation and reduction are cut) may change. List items are named by position, for
-    example `reward.terms[0].weight`; all values fit in JSON.
+    layout, the machines, how generation and reduction are cut, how engines are run) may change. List items are named by
+    position, for example `reward.terms[0].weight`; all values fit in JSON.
     """
     leaves = _flat(asdict(config), "")
     return {name: value for name, value in leaves if name not in _MAY_CHANGE and not name.startswith(_MAY_CHANGE_WHOLE)}

@@ -15,7 +15,7 @@ from operator import attrgetter
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_mega.config.bounds import field_problems
-from grpo_mega.config.schema import Config, LayoutConfig
+from grpo_mega.config.schema import Config, LayoutConfig, SGLangConfig
 
 # (field, what it must be divisible by, field that must be set for the rule to count)
 # The expert that every token visits is split like a dense layer, by tp; only routed experts are split by etp.
@@ -100,6 +100,11 @@ def check_layout(config: Config, world_size: int) -> None:
         problems.append(
             f"algorithm.prompts_per_step={prompts} is not divisible by the data parallel size {dp} (world size "
             f"{world_size} / (tp {layout.tp} * cp {layout.cp} * pp {layout.pp})); choose {_multiples(prompts, dp)}"
+        )
+    if config.rollout.engine == "sglang" and world_size % config.rollout.sglang.tp:
+        problems.append(
+            f"rollout.sglang.tp={config.rollout.sglang.tp} does not divide the {world_size} processes; choose "
+            f"{_divisors(world_size)}"
         )
     if config.optimizer.overlap and dp * layout.cp == 1:
         problems.append(
@@ -336,6 +341,15 @@ def _rollout(config: Config) -> Iterator[str]:
             f"rollout.longer_from_step={rollout.longer_from_step} and rollout.longer_max_new_tokens="
             f"{rollout.longer_max_new_tokens} go together; give both, or leave both null"
         )
+    sglang = rollout.sglang
+    if rollout.engine != "sglang":
+        for name, default in vars(SGLangConfig()).items():
+            if getattr(sglang, name) != default:
+                yield f"rollout.sglang.{name} has no effect with rollout.engine={rollout.engine}; drop it"
+        return
+    for name in ("model_path", "load_format", "skip_tokenizer_init", "tp_size", "dtype"):
+        if name in sglang.arguments:
+            yield f"rollout.sglang.arguments.{name} follows from the model and rollout.sglang.tp; drop it"
 
 
 def _stages(config: Config) -> Iterator[str]:

@@ -7,6 +7,7 @@ involve more than one field live in `rules.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -240,8 +241,34 @@ class AlgorithmConfig:
 
 
 @dataclass
+class SGLangConfig:
+    """SGLang engines; read when `rollout.engine` is sglang."""
+
+    tp: int = 1
+    """Tensor parallel size of an engine; so many consecutive ranks of a node share one, and all their prompts."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Further server arguments, by the names of SGLang's ServerArgs, such as
+    +rollout.sglang.arguments.mem_fraction_static=0.6; those that the installed release does not know are refused."""
+    bucket_bytes: int = 536870912
+    """Most bytes of weights that are pushed at once; each rank holds two such buckets meanwhile."""
+    verify_every: int = 20
+    """The engines' log-probs of a sequence are compared with the trainer's after the first push and every so many."""
+    restarts: int = 3
+    """How often lost engines are started anew before the run gives up."""
+    start_seconds: float = 900.0
+    """Until an engine must be up."""
+    answer_seconds: float = 300.0
+    """Until an engine must have answered a request other than to generate; then it counts as lost."""
+    silence_seconds: float = 1800.0
+    """Longest time in which a generating engine finishes no sample; then it counts as lost."""
+
+
+@dataclass
 class RolloutConfig:
     """How completions are sampled."""
+
+    engine: str = "embedded"
+    """embedded (samples from the training weights, no copy of them) or sglang."""
 
     max_new_tokens: int = 48
     """Longest completion."""
@@ -258,7 +285,8 @@ class RolloutConfig:
     stop: list[str] = field(default_factory=lambda: ["<eos>"])
     """Tokens that end a completion."""
     concurrent_sequences: int = 512
-    """Sequences a data parallel replica generates at once; bounds the key-value cache."""
+    """Sequences a data parallel replica of the embedded engine generates at once; bounds the key-value cache."""
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
 
 @dataclass

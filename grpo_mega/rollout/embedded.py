@@ -7,17 +7,20 @@ room for the others. Under pipeline parallelism the last stage samples and tells
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.nn.functional as F
 
+from grpo_mega.checkpoint.huggingface.names import Entry, entries
+from grpo_mega.colocation.weight_stream import held_parts
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.policy.packed import KVCache, PackedTokens
 from grpo_mega.policy.policy import Policy
+from grpo_mega.rollout.contract import Contract, EngineError, Spec
 from grpo_mega.rollout.engine import STEPS_BETWEEN_QUESTIONS, SamplingParams
 from grpo_mega.rollout.sampling import gumbel_noise, prompt_key, sample_tokens
-from grpo_mega.types import Prompt, Sample
+from grpo_mega.types import Prompt, Sample, pack_tokens
 
 Completion = tuple[list[int], list[float], str]
 """Token ids, log-probs, finish reason."""
@@ -27,13 +30,23 @@ COMPACT_BELOW = 0.75
 
 
 class EmbeddedEngine:
-    """Generates with the policy's own weights; see `Engine` for `generate`."""
+    """Generates with the policy's own weights; see `Engine`.
+
+    A push is compared with these weights and copies nothing; before the first one every version may be asked for.
+    """
 
     def __init__(self, policy: Policy, decode: Callable[[Sequence[int]], str], concurrent_sequences: int) -> None:
         """`decode` turns token ids into text; at most `concurrent_sequences` are generated at once per replica."""
         self.policy = policy
         self.decode = decode
         self.concurrent_sequences = concurrent_sequences
+        self._contract = Contract(lambda: {e.name: Spec(e.shape, e.dtype) for e in self._entries()}, has_weights=True)
+        self._aborted = False
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the last push; None before the first one, or behind a release."""
+        return self._contract.version
 
     @torch.no_grad()
     def generate(
@@ -49,6 +62,18 @@ class EmbeddedEngine:
         Raises:
             Interrupted: `interrupted` held on some rank before its replica had finished.
         """
+        with self._contract.generating(version):
+            self._aborted = False
+            return self._generate(prompts, group_size, sampling, version, interrupted)
+
+    def _generate(
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        sampling: SamplingParams,
+        version: int,
+        interrupted: Callable[[], bool] | None,
+    ) -> list[Sample]:
         topology = self.policy.topology
         per_wave = max(1, self.concurrent_sequences // group_size)
         # Every replica has as many waves as the fullest one, because experts may be spread over replicas.
@@ -58,7 +83,7 @@ class EmbeddedEngine:
             done: list[Completion] = []
             for w in range(waves):
                 wave = Wave(self.policy, mine[w * per_wave : (w + 1) * per_wave], group_size, sampling, version)
-                if not wave.run(interrupted):
+                if not wave.run(interrupted, lambda: self._aborted):
                     return [None] * len(mine)
                 done += wave.completions()
             return [done[i : i + group_size] for i in range(0, len(done), group_size)]
@@ -71,6 +96,55 @@ class EmbeddedEngine:
             for prompt, group in zip(prompts, groups, strict=True)
             for index, (tokens, logprobs, reason) in enumerate(group)
         ]
+
+    def scores(self, token_ids: Sequence[int]) -> list[list[float]]:
+        """Log-prob of every token but the first, in a list of one."""
+        with self._contract.generating(version=None):
+            return [self.policy.logprobs(pack_tokens([token_ids], [1]), temperature=1.0)[1:].tolist()]
+
+    def begin_update(self) -> None:
+        """Opens a session of pushes."""
+        self._contract.begin_update()
+
+    def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Compares the tensors with the parts of them that this rank trains.
+
+        Raises:
+            EngineError: See `Engine`; or a tensor differs from the one that is trained.
+        """
+        self._contract.push(bucket)
+        held, tensors = held_parts(self.policy, self._entries()), dict(bucket)
+        for entry in self._entries():
+            for box, part in held.get(entry.key, {}).items() if entry.name in tensors else ():
+                for source, target in entry.overlap(box):
+                    if not torch.equal(part[source], tensors[entry.name][target]):
+                        raise EngineError(f"push: {entry.name} differs from the tensor that is trained; is it stale?")
+
+    def end_update(self, version: int) -> None:
+        """Closes the session."""
+        self._contract.end_update(version)
+
+    def release(self, tags: Collection[str]) -> None:
+        """Notes it: the engine has no memory of its own outside of `generate`."""
+        self._contract.release(tags)
+
+    def resume(self, tags: Collection[str]) -> None:
+        """Notes it."""
+        self._contract.resume(tags)
+
+    def flush(self) -> None:
+        """Does nothing: no cache outlives `generate`."""
+        self._contract.idle("flush")
+
+    def abort(self) -> None:
+        """Ends the generation in progress; see `Engine`."""
+        self._aborted = True
+
+    def close(self) -> None:
+        """Does nothing: there are no processes to end."""
+
+    def _entries(self) -> list[Entry]:
+        return entries(self.policy.architecture, self.policy.vocab_size)
 
 
 class Wave:
@@ -102,15 +176,18 @@ class Wave:
         self.prompt_lengths = lengths
         self.positions = lengths.repeat_interleave(group_size)  # of the token about to be sampled
 
-    def run(self, interrupted: Callable[[], bool] | None) -> bool:
+    def run(self, interrupted: Callable[[], bool] | None, aborted: Callable[[], bool]) -> bool:
         """Generates until every sequence has ended, here and on the ranks that share experts with this one.
 
-        False when it was given up because a rank in lock-step is `interrupted`.
+        A rank in lock-step that is `aborted` ends it early. False when one is `interrupted`, and it was given up.
         """
         self._read_prompts()
         for step in range(self.sampling.max_new_tokens):
-            if interrupted and step % STEPS_BETWEEN_QUESTIONS == 0 and self._any_in_lock_step(interrupted()):
-                return False
+            if step % STEPS_BETWEEN_QUESTIONS == 0:
+                if interrupted and self._any_in_lock_step(interrupted()):
+                    return False
+                if self._any_in_lock_step(aborted()):
+                    break
             tokens, logprobs = self._sample(step)
             self._record(step, tokens, logprobs)
             if not self.policy.topology.any_expert_peer(bool(self.alive.any()), self.rows.device):
@@ -125,10 +202,11 @@ class Wave:
 
     def completions(self) -> list[Completion]:
         """One per sequence."""
-        finished = zip(
-            self.tokens.tolist(), self.logprobs.tolist(), self.counts.tolist(), self.stopped.tolist(), strict=True
-        )
-        return [(tokens[:n], logprobs[:n], "stop" if stop else "length") for tokens, logprobs, n, stop in finished]
+        rows = (self.tokens, self.logprobs, self.counts, self.limits, self.stopped)
+        return [
+            (tokens[:n], logprobs[:n], "stop" if stop else "length" if n == limit else "abort")
+            for tokens, logprobs, n, limit, stop in zip(*(row.tolist() for row in rows), strict=True)
+        ]
 
     def _read_prompts(self) -> None:
         """Fills the cache with each prompt once and repeats it per sample."""

@@ -1,10 +1,16 @@
-"""What every engine offers: completions of prompts, with the log-probs they were sampled with."""
+"""What every engine offers: completions of prompts, with the log-probs they were sampled with, from weights it gets.
+
+`contract.py` says which calls are legal when; two implementations obey it, `embedded.py` and `sglang_engine.py`, and
+one suite of tests runs on both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
+
+import torch
 
 from grpo_mega.types import Prompt, Sample
 
@@ -38,7 +44,15 @@ class SamplingParams:
 
 
 class Engine(Protocol):
-    """Generates completions with the current policy."""
+    """Generates completions with the policy; every rank must make every call, `abort` aside.
+
+    All methods raise `contract.EngineError` when what is asked is not legal now, and then nothing has changed.
+    """
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the weights that the engine has; None when they were not pushed, or are gone."""
+        ...
 
     def generate(
         self,
@@ -54,7 +68,8 @@ class Engine(Protocol):
             prompts: The same on every rank.
             group_size: Samples per prompt.
             sampling: How to sample.
-            version: Policy version; part of the noise key, and written into the samples.
+            version: Policy version, which must be that of the weights; part of the noise key, and written into the
+                samples.
             interrupted: Whether this rank wants generation to be given up; ranks may differ. None, on all ranks or on
                 none, when nobody will. Sequences that decode together with one of such a rank are given up within
                 `STEPS_BETWEEN_QUESTIONS` decode steps, others may be finished first.
@@ -62,4 +77,52 @@ class Engine(Protocol):
         Raises:
             Interrupted: Sequences were given up. Raised on every rank; the engine is ready for the next call.
         """
+        ...
+
+    def scores(self, token_ids: Sequence[int]) -> list[list[float]]:
+        """Log-prob of every token but the first given those before it, at temperature 1; one list for each engine."""
+        ...
+
+    def begin_update(self) -> None:
+        """Opens a session in which all weights are replaced."""
+        ...
+
+    def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Replaces some weights: pairs (Hugging Face name, whole tensor), the same on every rank.
+
+        Raises:
+            EngineError: No session is open, or a tensor is unknown, was pushed before, or has another shape or dtype
+                than the model's; names it.
+        """
+        ...
+
+    def end_update(self, version: int) -> None:
+        """Closes the session: these were all weights of this policy version.
+
+        Raises:
+            EngineError: A tensor is missing, or the version is older than that before.
+        """
+        ...
+
+    def release(self, tags: Collection[str]) -> None:
+        """Gives memory back, `contract.TAGS` says which; released weights must be pushed again after `resume`."""
+        ...
+
+    def resume(self, tags: Collection[str]) -> None:
+        """Takes released memory again."""
+        ...
+
+    def flush(self) -> None:
+        """Forgets what is cached of earlier prompts."""
+        ...
+
+    def abort(self) -> None:
+        """Ends the generation in progress, if there is one: what is unfinished comes back with the reason "abort".
+
+        For one rank alone, from `interrupted` or another thread; the sequences that decode together with its own end.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the engine and its processes."""
         ...

@@ -163,7 +163,7 @@ def another(name: str, value: Any) -> Any:
         return [{"name": "mine", "weight": 2.5, "function": "a.b:c"}]
     if isinstance(value, bool):
         return not value
-    return {int: 7_777, float: 0.123, list: ["x", "y"]}.get(type(value), "other")
+    return {int: 7_777, float: 0.123, list: ["x", "y"], dict: {"page_size": 1}}.get(type(value), "other")
 
 
 def as_override(value: Any) -> str:
@@ -193,7 +193,8 @@ def test_every_field_can_be_set_from_the_command_line() -> None:
     )
     # `experiment` chooses a group and holds nothing.
     wanted = {name: another(name, value) for name, value in leaves(config)}
-    raw = compose_raw([f"{name}={as_override(value)}" for name, value in wanted.items()])
+    # A dict holds names that the schema does not know: they are added.
+    raw = compose_raw([f"{'+' * isinstance(value, dict)}{name}={as_override(value)}" for name, value in wanted.items()])
     plain = OmegaConf.create(OmegaConf.to_container(raw))
     assert {name: OmegaConf.select(plain, name) for name in wanted} == wanted
 

@@ -1,0 +1,147 @@
+"""Trainer and engine take turns on the devices: the trainer leaves, weights pass over, the engine generates and leaves.
+
+On a GPU the order keeps the peak low: what only training needs leaves first, the engine takes memory for its weights
+and they are pushed, then the trainer's leave too, and only now the engine takes memory for its cache. On a CPU both
+stay where they are; book is kept of whose turn it is, and of what everybody holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from grpo_mega.colocation.lease import Lease, Owner, State, Timeouts
+from grpo_mega.colocation.ledger import Ledger, meter
+from grpo_mega.colocation.offload import TrainerMemory
+from grpo_mega.colocation.weight_sync import WeightSync
+from grpo_mega.config.schema import SGLangConfig
+from grpo_mega.observe.timer import PhaseTimer
+from grpo_mega.policy.policy import Policy
+from grpo_mega.policy.reference import ReferencePolicy
+from grpo_mega.rollout.contract import TAGS, EngineRestarted
+from grpo_mega.rollout.sglang_engine import SGLangEngine
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+TOLERANCE = 512 * 2**20
+"""Bytes of a device that a process may keep of what it has to give back."""
+PATIENCE = 30.0
+"""Seconds until memory that was freed must be seen to be free."""
+
+
+class Turns:
+    """Whose turn it is on this rank's device, and what happens between two turns."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        reference: ReferencePolicy | None,
+        engine: SGLangEngine,
+        config: SGLangConfig,
+        timer: PhaseTimer,
+    ) -> None:
+        """It is the trainer's turn."""
+        device = policy.platform.device
+        self._engine, self._timer = engine, timer
+        self._weights = WeightSync(policy, engine, config.bucket_bytes, config.verify_every)
+        self._memory = TrainerMemory(policy, reference) if device.type == "cuda" else None
+        self.ledger = Ledger(lambda: meter(device, {"trainer": [os.getpid()], "engine": engine.pids()})())
+        self.lease = Lease(Timeouts(), time.monotonic)
+        self.lease.to(State.TRAINER_ACQUIRING)
+        self.lease.to(State.TRAINING)
+
+    def generate(self, version: int, phase: str, work: Callable[[], Result]) -> Result:
+        """Has the engine do `work` with the weights of `version`, as the timer's `phase`; then the trainer is back.
+
+        What the change of turns takes is the phase "sync". An engine that is lost meanwhile gets new weights, and
+        `work` is done again.
+        """
+        while True:
+            try:
+                with self._timer("sync"):
+                    self._to_engine(version)
+                with self._timer(phase):
+                    return self._in_turn(work)
+            except EngineRestarted as lost:
+                logger.warning("%s\nit was started anew and goes on with what is unfinished", lost)
+                self.lease.forfeit(Owner.ENGINE, "it was lost")
+            finally:
+                with self._timer("sync"):
+                    self._to_trainer()
+
+    def metrics(self) -> dict[str, float]:
+        """What was moved since the last call, for the log."""
+        return {"sync/bytes": self._weights.take_traffic().bytes}
+
+    def post_mortem(self) -> dict[str, Any]:
+        """Who had the device, what happened before, and who held how much memory."""
+        return self.lease.post_mortem() | {"memory": self.ledger.table().splitlines()}
+
+    def _in_turn(self, work: Callable[[], Result]) -> Result:
+        ticket = self.lease.begin("generation")
+        try:
+            return work()
+        finally:
+            self.lease.end(ticket)
+
+    def _to_engine(self, version: int) -> None:
+        self.ledger.mark("trainer's turn ends")
+        self.lease.ask_release()
+        self._leave(keep_weights=True)
+        self.lease.to(State.FREE)
+        self.lease.to(State.ENGINE_RESUMING_WEIGHTS)
+        if self._memory:
+            self._engine.resume(["weights"])
+        self.lease.to(State.ENGINE_LOADING)
+        expected = self._load(version)
+        self._leave(keep_weights=False)
+        self.lease.to(State.ENGINE_RESUMING_CACHE)
+        if self._memory:
+            self._engine.resume(["kv_cache", "cuda_graph"])
+        self.lease.to(State.GENERATING)
+        if expected:
+            self._weights.verify(expected)
+
+    def _load(self, version: int) -> list[float] | None:
+        """Pushes the weights unless the engine has them; what it is to be verified with, if it is."""
+        if self._engine.version == version:
+            return None
+        self._weights.send(version)
+        return self._weights.expected()
+
+    def _leave(self, keep_weights: bool) -> None:
+        """The trainer, or the rest of it, leaves the device."""
+        if self._memory is None:
+            return
+        held = self._memory.held()
+        due = sum(size for kind, size in held.items() if not (keep_weights and kind == "weights"))
+        with self.ledger.release("trainer leaves", {"allocated": due}, TOLERANCE, PATIENCE):
+            self._memory.offload(keep_weights)
+
+    def _to_trainer(self) -> None:
+        """From wherever the round was broken off."""
+        if self.lease.state is State.TRAINING:
+            return
+        self.ledger.mark("engine's turn ends")
+        if self.lease.owner is Owner.ENGINE:
+            self._engine_leaves()
+        if self.lease.state is State.TRAINER_RELEASING:
+            self.lease.to(State.FREE)
+        self.lease.to(State.TRAINER_ACQUIRING)
+        if self._memory and self._memory.away:
+            self._memory.onload()
+        self.lease.to(State.TRAINING)
+
+    def _engine_leaves(self) -> None:
+        if self.lease.state is not State.GENERATING:
+            self.lease.forfeit(Owner.ENGINE, "it failed before it could generate")
+            return
+        self.lease.ask_release()
+        if self._memory:
+            self._engine.release([*TAGS])
+        self.lease.to(State.FREE)

@@ -1,0 +1,163 @@
+"""What every engine holds its caller to, whatever it generates with: which weights it has, and what may be asked when.
+
+Nothing happens here but bookkeeping. An engine tells its contract what it was asked for before it does it, so that all
+engines refuse the same things with the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import NamedTuple
+
+import torch
+
+TAGS = ("weights", "kv_cache", "cuda_graph")
+"""What an engine's memory is for; each can be released and resumed by itself."""
+
+
+class Spec(NamedTuple):
+    """What a weight must be like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class EngineError(RuntimeError):
+    """An engine was asked for something that it cannot do now, or failed to do it."""
+
+
+class EngineRestarted(EngineError):
+    """An engine was lost and started anew; all engines of the job wait for weights.
+
+    Push them, then ask again for the same generation: samples that were finished are kept.
+    """
+
+
+class Contract:
+    """The state of one engine, the same on every rank."""
+
+    def __init__(self, expected: Callable[[], Mapping[str, Spec]], has_weights: bool) -> None:
+        """`expected` names the weights; `has_weights`: it can generate before any of them was pushed."""
+        self._pushed: int | None = None
+        self._expected = expected
+        self._ready = has_weights
+        self._due: dict[str, Spec] | None = None
+        self._released: set[str] = set()
+        self._generating = False
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the weights that the engine has; None when they were not pushed, or are gone."""
+        return self._pushed if self._ready else None
+
+    def begin_update(self) -> None:
+        """A session of pushes begins; until it has ended nothing can be generated."""
+        self._refuse_while_generating("begin_update")
+        if self._due is not None:
+            raise EngineError("begin_update: a weight update is open already; end it with end_update")
+        if "weights" in self._released:
+            raise EngineError("begin_update: the memory of the weights is released; resume(['weights']) first")
+        self._due, self._ready = dict(self._expected()), False
+
+    def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """These weights are about to be pushed; refuses all of them when one is wrong."""
+        due = self._session("push")
+        names = [name for name, _ in bucket]
+        for name, tensor in bucket:
+            if name not in due:
+                raise EngineError(f"push: {self._unknown(name)}")
+            if names.count(name) > 1:
+                raise EngineError(f"push: {name} is in the bucket more than once")
+            found = Spec(tuple(tensor.shape), tensor.dtype)
+            if found != due[name]:
+                raise EngineError(f"push: {name} is {_words(found)}, and the model's is {_words(due[name])}")
+        for name in names:
+            del due[name]
+
+    def end_update(self, version: int) -> None:
+        """The session ends: the engine has all weights of this policy version."""
+        due = self._session("end_update")
+        if due:
+            raise EngineError(f"end_update: {len(due)} tensors were not pushed, the first: {next(iter(due))}")
+        if self._pushed is not None and version < self._pushed:
+            raise EngineError(f"end_update: version {version} is stale, version {self._pushed} was pushed before")
+        self._pushed, self._due, self._ready = version, None, True
+
+    @property
+    def released(self) -> frozenset[str]:
+        """The tags whose memory is released."""
+        return frozenset(self._released)
+
+    def start_anew(self, released: Collection[str]) -> None:
+        """The engine is a new one, or as good as new: without weights, and with this memory released."""
+        self._due, self._ready, self._released = None, False, {*released}
+
+    @contextmanager
+    def generating(self, version: int | None) -> Iterator[None]:
+        """The body generates, or scores, with the weights of `version`; None for those that there are."""
+        self._refuse_while_generating("generate")
+        if self._due is not None:
+            raise EngineError("generate: a weight update is open; end it with end_update")
+        if self._released:
+            raise EngineError(f"generate: the memory of {_listed(self._released)} is released; resume it first")
+        if not self._ready:
+            raise EngineError("generate: the engine has no weights, or undefined ones; push all of them first")
+        if None not in (version, self.version) and version != self.version:
+            raise EngineError(f"generate: asked for version {version}, and the engine has version {self.version}")
+        self._generating = True
+        try:
+            yield
+        finally:
+            self._generating = False
+
+    def release(self, tags: Collection[str]) -> None:
+        """Memory is about to be given back; weights are undefined afterwards."""
+        self._refuse_while_generating("release")
+        self._refuse_tags("release", tags, self._released, "is released already")
+        if self._due is not None:
+            raise EngineError("release: a weight update is open; end it with end_update")
+        self._released |= {*tags}
+        if "weights" in tags:
+            self._ready = False
+
+    def resume(self, tags: Collection[str]) -> None:
+        """Memory is about to be taken again."""
+        self._refuse_tags("resume", tags, {*TAGS} - self._released, "was not released")
+        self._released -= {*tags}
+
+    def idle(self, what: str) -> None:
+        """Refuses `what` while something is generated."""
+        self._refuse_while_generating(what)
+
+    def _session(self, what: str) -> dict[str, Spec]:
+        if self._due is None:
+            raise EngineError(f"{what}: no weight update is open; call begin_update first")
+        return self._due
+
+    def _refuse_while_generating(self, what: str) -> None:
+        if self._generating:
+            raise EngineError(f"{what}: the engine is generating; wait for its samples, or abort() first")
+
+    def _refuse_tags(self, what: str, tags: Collection[str], wrong: Collection[str], why: str) -> None:
+        for tag in tags:
+            if tag not in TAGS:
+                raise EngineError(f"{what}: {tag!r} is no kind of memory; choose among {', '.join(TAGS)}")
+            if tag in wrong:
+                raise EngineError(f"{what}: the memory of {tag} {why}")
+
+    def _unknown(self, name: str) -> str:
+        expected = self._expected()
+        if name in expected:
+            return f"{name} was pushed in this update before"
+        close = get_close_matches(name, expected, n=1)
+        return f"the model has no tensor {name}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _words(spec: Spec) -> str:
+    return f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
+
+
+def _listed(tags: Collection[str]) -> str:
+    return " and ".join(tag for tag in TAGS if tag in tags)

@@ -1,0 +1,325 @@
+"""Generation in SGLang engines: each serves a group of ranks, and together they share out the prompts.
+
+`rollout.sglang.tp` consecutive ranks, on one node, form a group; their first rank owns the engine's process
+(`sglang_process.py`) and talks to it, the others take part in the collectives only. All ranks stay together: what one
+engine refuses, or that it was lost, is raised on every rank.
+
+The log-probs that SGLang returns are those under the softmax of logits / temperature before top-k and top-p, as
+`Sample` wants them; SGLANG_RETURN_ORIGINAL_LOGPROB would change that and is turned off. SGLang cannot take our noise: a
+sample comes again only with the server argument enable_deterministic_inference, on the same hardware and release.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
+
+from grpo_mega.checkpoint.huggingface.families import hf_config
+from grpo_mega.checkpoint.huggingface.names import entries
+from grpo_mega.config.schema import Config, ModelConfig
+from grpo_mega.observe.files import write_atomic
+from grpo_mega.platform import Platform
+from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted, Spec
+from grpo_mega.rollout.engine import SamplingParams
+from grpo_mega.rollout.sampling import prompt_key
+from grpo_mega.rollout.sglang_generation import Completion, Generation, Share, run_together
+from grpo_mega.rollout.sglang_process import EngineLost, EngineProcess
+from grpo_mega.types import Prompt, Sample
+
+Result = TypeVar("Result")
+
+SECONDS_BETWEEN_QUESTIONS = 0.25
+"""How often the ranks ask each other, while their engines generate, whether to go on."""
+FOREVER = timedelta(days=7)
+"""Of collectives that wait for engines, whose own limits are in `rollout.sglang`."""
+DEVICE = 6
+"""Place of the device among the arguments of torch's `rebuild_cuda_tensor`."""
+ROOM = 8
+"""Positions that SGLang keeps free behind the longest sequence."""
+
+ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+ON_CUDA = {"enable_memory_saver": True}
+ON_CPU = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 32768,
+}
+"""Server arguments that `rollout.sglang.arguments` can replace."""
+
+
+class SGLangEngine:
+    """SGLang engines of a whole job; see `Engine`."""
+
+    def __init__(
+        self, config: Config, vocab_size: int, platform: Platform, decode: Callable[[Sequence[int]], str], path: Path
+    ) -> None:
+        """Starts the engines, without weights; on a GPU their memory is released at once.
+
+        Args:
+            config: The run's configuration.
+            vocab_size: The tokenizer's.
+            platform: Where the trainer computes.
+            decode: Turns token ids into text.
+            path: The run directory: the engines' logs go into its logs/, what they start from into engine-N/.
+
+        Raises:
+            ValueError: No Hugging Face model describes this one, or ranks of several nodes would share an engine.
+            EngineError: An engine did not start.
+        """
+        self._config, self._platform, self._decode, self._path = config.rollout.sglang, platform, decode, path
+        expected = {e.name: Spec(e.shape, e.dtype) for e in entries(config.model, vocab_size)}
+        self._contract = Contract(lambda: expected, has_weights=False)
+        self._context = config.model.context
+        _refuse_groups_over_nodes(self._config.tp)
+        self._number, place = divmod(dist.get_rank(), self._config.tp)
+        self._engines = dist.get_world_size() // self._config.tp
+        self._owner = place == 0
+        self._everyone = dist.new_group(backend="gloo", timeout=FOREVER)
+        self._groups = [self._ranks_of(number) for number in range(self._engines)]
+        self._group = dist.new_subgroups_by_enumeration(self._groups, timeout=FOREVER, backend="gloo")[0]
+        self._arguments = self._server_arguments(config, vocab_size)
+        self._process: EngineProcess | None = None
+        self._restarts = 0
+        self._at_rest = TAGS if platform.device.type == "cuda" else ()
+        self._share = Share()
+        self._aborted = False
+        self._on_owners(self._start)
+        self._contract.start_anew(self._at_rest)
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the weights that the engines have; None before the first push, or when they are gone."""
+        return self._contract.version
+
+    def pids(self) -> list[int]:
+        """The processes of the engine that this rank owns."""
+        return self._process.facts["pids"] if self._process else []
+
+    def generate(
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        sampling: SamplingParams,
+        version: int,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> list[Sample]:
+        """`group_size` samples of every prompt, prompt by prompt; the same list on every rank.
+
+        Raises:
+            Interrupted: `interrupted` held on some rank; all requests were aborted.
+            EngineRestarted: An engine was lost; push, and ask for the same again. What was finished is kept.
+            EngineError: It was lost too often, or failed otherwise.
+        """
+        with self._contract.generating(version):
+            self._aborted = False
+            share = self._share_of(prompts, group_size, sampling, version)
+            generation = Generation(
+                self._process,
+                share,
+                lambda place: self._request(prompts[place // group_size], place % group_size, sampling, version),
+                self._config.silence_seconds,
+                self._config.answer_seconds,
+            )
+            run_together(generation, self._any_rank, interrupted, lambda: self._aborted, SECONDS_BETWEEN_QUESTIONS)
+        everyone = self._gathered(share.finished, generation.failure)
+        self._share = Share()
+        finished = {place: completion for share in everyone for place, completion in share.items()}
+        return [
+            self._sample(prompt, index, version, finished[number * group_size + index])
+            for number, prompt in enumerate(prompts)
+            for index in range(group_size)
+        ]
+
+    def scores(self, token_ids: Sequence[int]) -> list[list[float]]:
+        """Log-prob of every token but the first, as each of the engines sees it."""
+        with self._contract.generating(version=None):
+            found = self._on_owners(lambda: self._ask("score", token_ids=[*token_ids]))
+        return [logprobs for logprobs in found if logprobs is not None]
+
+    def begin_update(self) -> None:
+        """Opens a session in which all weights are replaced."""
+        self._contract.begin_update()
+        self._on_owners(lambda: self._ask("begin_update"))
+
+    def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Replaces some weights; the tensors may be dropped afterwards."""
+        self._contract.push(bucket)
+        flat = torch.cat([tensor.detach().flatten().view(torch.uint8) for _, tensor in bucket])
+        parts: list = [None] * self._config.tp
+        dist.all_gather_object(parts, _shared(flat), group=self._group)
+        described = [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in bucket]
+        self._on_owners(lambda: self._ask("push", parts=parts, tensors=described))
+
+    def end_update(self, version: int) -> None:
+        """Closes the session; what was cached with the old weights is forgotten."""
+        self._contract.end_update(version)
+        self._on_owners(lambda: self._ask("end_update"))
+
+    def release(self, tags: Collection[str]) -> None:
+        """Gives memory back; without the server argument enable_memory_saver SGLang keeps it."""
+        self._contract.release(tags)
+        self._on_owners(lambda: self._ask("release", tags=[*tags]))
+
+    def resume(self, tags: Collection[str]) -> None:
+        """Takes released memory again."""
+        self._contract.resume(tags)
+        self._on_owners(lambda: self._ask("resume", tags=[*tags]))
+
+    def flush(self) -> None:
+        """Empties the engines' prefix caches."""
+        self._contract.idle("flush")
+        self._on_owners(lambda: self._ask("flush"))
+
+    def abort(self) -> None:
+        """Ends the generation in progress; see `Engine`."""
+        self._aborted = True
+
+    def close(self) -> None:
+        """Ends the engine that this rank owns; ranks may call it whenever they like."""
+        if self._process:
+            self._process.end()
+            self._process = None
+
+    def _ranks_of(self, number: int) -> list[int]:
+        return [*range(number * self._config.tp, (number + 1) * self._config.tp)]
+
+    def _server_arguments(self, config: Config, vocab_size: int) -> dict[str, Any]:
+        """What the engine is started with: what follows from the run, and what the user adds or replaces."""
+        return {
+            "model_path": str(self._write_model(config.model, vocab_size)) if self._owner else None,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "skip_server_warmup": True,
+            "dtype": {"fp32": "float32", "bf16": "bfloat16"}[config.model.dtype],
+            "tp_size": self._config.tp,
+            "base_gpu_id": self._platform.device.index or 0,
+            "random_seed": config.run.seed * self._engines + self._number,
+            "log_level": "warning",
+            **(ON_CUDA if self._platform.device.type == "cuda" else ON_CPU),
+            **self._config.arguments,
+        }
+
+    def _write_model(self, model: ModelConfig, vocab_size: int) -> Path:
+        """A Hugging Face directory without weights. Only the stop tokens that we name end a completion."""
+        folder = self._path / f"engine-{self._number}"
+        folder.mkdir(exist_ok=True)
+        silent = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": model.context + ROOM}
+        write_atomic(folder / "config.json", json.dumps(hf_config(model, vocab_size) | silent, indent=1))
+        return folder
+
+    def _start(self) -> None:
+        """Starts the engine that this rank owns."""
+        first, *_, last = [*self._groups[self._number], self._groups[self._number][-1]]
+        self._process = EngineProcess(
+            f"the SGLang engine of rank{f's {first} to {last}' if last > first else f' {first}'}",
+            self._arguments,
+            self._path / "logs" / f"engine-{self._number}.log",
+            ENVIRONMENT | ({"SGLANG_USE_CPU_ENGINE": "1"} if self._platform.device.type == "cpu" else {}),
+            self._config.start_seconds,
+        )
+        if self._at_rest:
+            self._ask("release", tags=[*self._at_rest])
+
+    def _leave(self) -> None:
+        """Releases what the engine still holds."""
+        if held := [tag for tag in self._at_rest if tag not in self._contract.released]:
+            self._ask("release", tags=held)
+
+    def _ask(self, method: str, **arguments: Any) -> Any:
+        assert self._process, "the engine is closed"
+        return self._process.ask(method, self._config.answer_seconds, **arguments)
+
+    def _on_owners(self, work: Callable[[], Result]) -> list[Result | None]:
+        """What `work` came to on every rank that owns an engine, None elsewhere; fails on all ranks when one fails."""
+        result, failure = None, None
+        if self._owner:
+            try:
+                result = work()
+            except EngineError as error:
+                failure = error
+        return self._gathered(result, failure)
+
+    def _gathered(self, mine: Result, failure: EngineError | None) -> list[Result]:
+        """What every rank has, unless something went wrong on one of them."""
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (mine, failure), group=self._everyone)
+        self._raise_on_all([failure for _, failure in everyone])
+        return [found for found, _ in everyone]
+
+    def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of the flags hold on any rank."""
+        state = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(state, dist.ReduceOp.MAX, group=self._everyone)
+        return [*map(bool, state.tolist())]
+
+    def _raise_on_all(self, failures: Sequence[EngineError | None]) -> None:
+        """Raises what went wrong, on every rank alike; engines that were lost are started anew before."""
+        found = [failure for failure in failures if failure]
+        if not found:
+            return
+        message = "\n".join(map(str, found))
+        if not all(isinstance(failure, EngineLost) for failure in found):
+            raise EngineError(message)
+        self._restarts += 1
+        if self._restarts > self._config.restarts:
+            raise EngineError(f"{message}\nit was lost more than rollout.sglang.restarts={self._config.restarts} times")
+        mine = failures[dist.get_rank()]
+        self._on_owners(self._start if mine else self._leave)
+        self._contract.start_anew(self._at_rest)
+        raise EngineRestarted(message)
+
+    def _share_of(self, prompts: list[Prompt], group_size: int, sampling: SamplingParams, version: int) -> Share:
+        """This rank's share, with what is finished of it when the same was asked for before."""
+        asked = ([p.id for p in prompts], group_size, sampling, version)
+        if self._share.of != asked:
+            mine = [i for i in range(len(prompts)) if i % self._engines == self._number] if self._owner else []
+            self._share = Share(asked, [i * group_size + sample for i in mine for sample in range(group_size)])
+        return self._share
+
+    def _request(self, prompt: Prompt, index: int, sampling: SamplingParams, version: int) -> dict[str, Any]:
+        """SGLang's arguments for one sample."""
+        parameters = {
+            "max_new_tokens": min(sampling.max_new_tokens, self._context - len(prompt.token_ids)),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "stop_token_ids": [*sampling.stop_ids],
+            # Read in SGLang's deterministic mode only, which would make all samples of a prompt the same without it.
+            "sampling_seed": prompt_key(f"{sampling.seed} {version} {prompt.id} {index}") & 0x7FFFFFFF,
+        }
+        return {"input_ids": [*prompt.token_ids], "sampling_params": parameters}
+
+    def _sample(self, prompt: Prompt, index: int, version: int, completion: Completion) -> Sample:
+        tokens, logprobs, reason = completion
+        return Sample(prompt, index, tuple(tokens), tuple(logprobs), reason, version, self._decode(tokens))
+
+
+def _refuse_groups_over_nodes(tp: int) -> None:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    if here % tp:
+        raise ValueError(
+            f"rollout.sglang.tp={tp} does not divide the {here} processes of a node; an engine has to stay on one node"
+        )
+
+
+def _shared(flat: torch.Tensor) -> Any:
+    """A [bytes] tensor for another process: its bytes, or on CUDA a handle that its engine opens.
+
+    The memory must not be used again before the engine has answered. A device is named by its UUID, because the engine
+    may number devices otherwise; SGLang's processes understand that (sglang.srt.utils.patch_torch).
+    """
+    if flat.device.type == "cpu":
+        return flat.numpy().tobytes()
+    rebuild, arguments = reduce_tensor(flat)
+    uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
+    return rebuild, (*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :])

@@ -1,0 +1,226 @@
+"""The process that an SGLang engine lives in; `sglang_process.py` starts it, and says why it is one of its own.
+
+    python -m grpo_mega.rollout.sglang_host FILE_DESCRIPTOR
+
+Reads requests (method, arguments) from the connection and answers each with ("answer", value) or ("error", text);
+while it generates, ("sample", ...) comes for every finished sample, and "abort" is heard. The first message holds
+the server arguments. Nothing of the trainer is imported here.
+
+Releases on both sides of SGLang 0.5.21 are served: from then on weights are pushed between `begin_weight_update` and
+`end_weight_update`, before that there are no such methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from difflib import get_close_matches
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from typing import Any
+
+SECONDS_BETWEEN_LOOKS = 1.0
+"""How long after the trainer's death the engine may live."""
+SECONDS_BETWEEN_POLLS = 0.1
+"""How long "abort" may wait to be heard."""
+
+
+class Refused(Exception):
+    """What was asked cannot be done; the engine is as it was."""
+
+
+class Host:
+    """An engine, and what it can be asked for: the public methods are what requests name."""
+
+    def __init__(self, connection: Connection, arguments: dict[str, Any]) -> None:
+        from sglang.srt.entrypoints.engine import Engine  # slow, and after the watch over the parent has begun
+
+        _check(arguments)
+        self._connection = connection
+        self._engine = Engine(**arguments)
+        self._aborting = False
+
+    def facts(self) -> dict[str, Any]:
+        """The release of SGLang, and the processes that hold memory."""
+        return {"version": version("sglang"), "pids": [os.getpid(), *_children(os.getpid())]}
+
+    def generate(self, requests: list[dict[str, Any]]) -> None:
+        """Sends ("sample", number of the request, token ids, log-probs, reason) as each request ends."""
+        self._engine.loop.run_until_complete(self._generate(requests))
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Log-prob of every token but the first."""
+        found = self._engine.generate(
+            input_ids=token_ids,
+            sampling_params={"max_new_tokens": 1, "temperature": 1.0},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        return [logprob for logprob, *_ in found["meta_info"]["input_token_logprobs"][1:]]
+
+    def begin_update(self) -> None:
+        """Opens a session where this release of SGLang has them."""
+        if hasattr(self._engine, "begin_weight_update"):
+            _succeeded(self._engine.begin_weight_update())
+
+    def push(self, parts: list[Any], tensors: list[tuple[str, tuple[int, ...], str]]) -> None:
+        """Replaces weights.
+
+        Args:
+            parts: For each rank of the engine all of the bytes, or where they lie: what torch's `reduce_tensor` made of
+                a [bytes] tensor.
+            tensors: Name, shape and dtype of each, in the order of the bytes.
+        """
+        import torch
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+        described, behind = [], 0
+        for name, shape, kind in tensors:
+            dtype = getattr(torch, kind)
+            size = math.prod(shape) * dtype.itemsize
+            described.append(FlattenedTensorMetadata(name, torch.Size(shape), dtype, behind, behind + size, size))
+            behind += size
+        payloads = [
+            MultiprocessingSerializer.serialize({"flattened_tensor": _tensor(part), "metadata": described})
+            for part in parts
+        ]
+        # The KV cache of the old weights goes with `end_update`, once and not with every bucket.
+        _succeeded(self._engine.update_weights_from_tensor(payloads, "flattened_bucket", flush_cache=False))
+
+    def end_update(self) -> None:
+        """Closes the session; what the old weights had cached is forgotten."""
+        if hasattr(self._engine, "end_weight_update"):
+            _succeeded(self._engine.end_weight_update())
+        self.flush()
+
+    def flush(self) -> None:
+        """Empties the KV cache, as soon as the engine has nothing to do; SGLang refuses before."""
+        while not self._engine.flush_cache().success:
+            time.sleep(0.05)
+
+    def release(self, tags: list[str]) -> None:
+        """Gives memory back. SGLang ends itself, and us, when it is asked while it has something to do."""
+        self.flush()
+        _succeeded(self._engine.release_memory_occupation(tags=tags))
+
+    def resume(self, tags: list[str]) -> None:
+        """Takes memory again."""
+        _succeeded(self._engine.resume_memory_occupation(tags=tags))
+
+    async def _generate(self, requests: list[dict[str, Any]]) -> None:
+        self._aborting = False
+        listening = asyncio.ensure_future(self._listen())
+        try:
+            await asyncio.gather(*(self._complete(number, request) for number, request in enumerate(requests)))
+        finally:
+            listening.cancel()
+
+    async def _complete(self, number: int, request: dict[str, Any]) -> None:
+        found = await self._engine.async_generate(**request, return_logprob=True)
+        meta = found["meta_info"]
+        reason = meta["finish_reason"]
+        if reason["type"] == "abort" and not self._aborting:
+            raise Refused(f"request {number} was not generated: {reason.get('message', reason)}")
+        logprobs = [logprob for logprob, *_ in meta.get("output_token_logprobs") or ()]
+        self._connection.send(("sample", number, found.get("output_ids", []), logprobs, reason["type"]))
+
+    async def _listen(self) -> None:
+        """Waits for "abort", which is all that can come now.
+
+        SGLang aborts what its scheduler knows of; requests on their way there need another call.
+        """
+        # Not loop.add_reader: uvloop would make reading from the connection fail when nothing is there.
+        while not self._connection.poll():
+            await asyncio.sleep(SECONDS_BETWEEN_POLLS)
+        self._connection.recv()
+        self._aborting = True
+        while True:
+            self._engine.tokenizer_manager.abort_request(abort_all=True)
+            await asyncio.sleep(SECONDS_BETWEEN_POLLS)
+
+
+class _Elsewhere:
+    """Pickles as the tensor that another process shares, without opening it here."""
+
+    def __init__(self, rebuild: Any, arguments: tuple[Any, ...]) -> None:
+        self._reduced = rebuild, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self._reduced
+
+
+def _tensor(part: Any) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else _Elsewhere(*part)
+
+
+def _check(arguments: dict[str, Any]) -> None:
+    """Refuses server arguments that the installed release does not have."""
+    from sglang.srt.server_args import ServerArgs
+
+    known = inspect.signature(ServerArgs).parameters
+    for name in arguments:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            raise Refused(
+                f"rollout.sglang.arguments.{name}: SGLang {version('sglang')} has no such server argument"
+                + (f"; did you mean {close[0]}?" if close else "")
+            )
+
+
+def _succeeded(result: Any) -> None:
+    """SGLang reports failures in what it returns: (success, message), or nothing when there is nothing to say."""
+    success, message = result if isinstance(result, tuple) else (result is None, str(result))
+    if not success:
+        raise Refused(message)
+
+
+def _children(process: int) -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(process).children(recursive=True)]
+
+
+def _end_with(parent: int) -> None:
+    """Ends the whole process group when the trainer is gone, however it ended."""
+    while os.getppid() == parent:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    os.killpg(0, signal.SIGKILL)
+
+
+def serve(connection: Connection) -> None:
+    """Answers requests until the connection is closed."""
+    host: Host | None = None
+    while True:
+        method, arguments = connection.recv()
+        try:
+            if host is None:
+                host = Host(connection, arguments)
+                connection.send(("answer", host.facts()))
+            elif method != "abort":  # of a generation that had just ended
+                connection.send(("answer", getattr(host, method)(**arguments)))
+        except Refused as error:
+            connection.send(("error", f"{method}: {error}"))
+        except (Exception, SystemExit) as error:
+            connection.send(("error", f"{method}: {type(error).__name__}: {error}"))
+
+
+def main() -> None:
+    """The entry point."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    try:
+        serve(Connection(int(sys.argv[1])))
+    except EOFError:
+        os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""What both engines promise, as checks of one engine; `engine_contract_job.py` makes it and calls them.
+
+Checks depend on each other in one thing only: each leaves an engine that can generate.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from grpo_mega.colocation.weight_stream import hf_buckets
+from grpo_mega.platform.stop import Interrupted
+from grpo_mega.policy.policy import Policy
+from grpo_mega.rollout.contract import EngineError
+from grpo_mega.rollout.engine import Engine, SamplingParams
+from grpo_mega.types import Prompt, pack
+
+STOP = 2
+BUDGET = 20_000
+LONG = 90
+"""Tokens of a completion that takes several questions whether to go on."""
+
+
+@dataclass
+class Bench:
+    """An engine, the policy whose weights it gets, and what both are tried with."""
+
+    engine: Engine
+    policy: Policy
+    prompts: list[Prompt]
+    version: int = 0
+
+    def buckets(self) -> list[list[tuple[str, torch.Tensor]]]:
+        return [*hf_buckets(self.policy, BUDGET)]
+
+    def push_all(self) -> None:
+        self.version += 1
+        self.engine.begin_update()
+        for bucket in self.buckets():
+            self.engine.push(bucket)
+        self.engine.end_update(self.version)
+
+    def samples(self, sampling: SamplingParams, **arguments):
+        return self.engine.generate(self.prompts, 3, sampling, self.version, **arguments)
+
+    def distance(self, samples, temperature: float) -> float:
+        """How far the engine's log-probs are from the policy's, at most."""
+        batch = pack(samples)
+        mine = self.policy.logprobs(batch, temperature)
+        return (mine - batch.rollout_logprob)[batch.mask].abs().max().item()
+
+
+def sampling(**changes) -> SamplingParams:
+    return replace(SamplingParams(max_new_tokens=20, stop_ids=(STOP,)), **changes)
+
+
+def refused(work: Callable[[], object], *words: str) -> None:
+    """`work` is refused, with all of these words."""
+    with pytest.raises(EngineError) as raised:
+        work()
+    missing = [word for word in words if word not in str(raised.value)]
+    assert not missing, f"{missing} not in: {raised.value}"
+
+
+def move(policy: Policy) -> None:
+    """Other weights, as training would leave them."""
+    with torch.no_grad():
+        for parameter in policy.gpt.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+
+
+def check_samples_are_complete_and_in_order(bench: Bench) -> None:
+    samples = bench.samples(sampling())
+    assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in bench.prompts for i in range(3)]
+    for s in samples:
+        assert len(s.token_ids) == len(s.logprobs) > 0
+        assert s.policy_version == bench.version
+        assert (STOP in s.token_ids) == (s.finish_reason == "stop")
+        assert s.token_ids[-1] == STOP or len(s.token_ids) == 20
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
+    assert len({s.token_ids for s in samples}) > len(samples) // 2
+
+
+def check_log_probs_are_the_policys(bench: Bench) -> None:
+    for changes in (
+        {},
+        {"temperature": 0.6},
+        {"temperature": 1.4, "top_k": 3},
+        {"temperature": 0.8, "top_p": 0.5},
+        {"top_k": 5, "top_p": 0.7},
+    ):
+        how = sampling(**changes)
+        distance = bench.distance(bench.samples(how), how.temperature)
+        assert distance < 1e-4, f"{changes}: {distance}"
+
+
+def check_top_k_cuts_off(bench: Bench) -> None:
+    samples = bench.samples(sampling(top_k=1))
+    assert len({(s.prompt.id, s.token_ids) for s in samples}) == len(bench.prompts)
+
+
+def check_greedy_takes_the_likeliest(bench: Bench) -> None:
+    greedy = bench.samples(sampling().greedy())
+    assert len({(s.prompt.id, s.token_ids) for s in greedy}) == len(bench.prompts)
+    assert bench.distance(greedy, 1.0) < 1e-4
+
+
+def check_the_context_is_the_limit(bench: Bench) -> None:
+    longest = bench.samples(sampling(max_new_tokens=10**6, stop_ids=()))
+    assert {len(s.prompt.token_ids) + len(s.token_ids) for s in longest} == {bench.policy.context}
+    assert {s.finish_reason for s in longest} == {"length"}
+
+
+def check_scores_are_the_policys(bench: Bench) -> None:
+    ids = [1, 5, 9, 3, 3, 20]
+    sample = replace(bench.samples(sampling())[0], token_ids=tuple(ids[1:]), logprobs=(0.0,) * 5)
+    sample = replace(sample, prompt=replace(sample.prompt, token_ids=(ids[0],)))
+    expected = bench.policy.logprobs(pack([sample]), 1.0)[1:]
+    found = bench.engine.scores(ids)
+    assert found
+    for scores in found:
+        assert (torch.tensor(scores) - expected).abs().max() < 1e-4
+
+
+def check_pushed_weights_are_used(bench: Bench) -> None:
+    move(bench.policy)
+    bench.push_all()
+    assert bench.engine.version == bench.version
+    assert bench.distance(bench.samples(sampling()), 1.0) < 1e-4
+
+
+def check_a_push_needs_a_session(bench: Bench) -> None:
+    refused(lambda: bench.engine.push(bench.buckets()[0]), "begin_update")
+    refused(lambda: bench.engine.end_update(9), "begin_update")
+    assert bench.samples(sampling())
+
+
+def check_wrong_tensors_are_refused_by_name(bench: Bench) -> None:
+    engine, buckets = bench.engine, bench.buckets()
+    name, tensor = buckets[0][0]
+    engine.begin_update()
+    refused(engine.begin_update, "open already")
+    refused(lambda: engine.push([(name + "s", tensor)]), name + "s", "did you mean", name)
+    refused(lambda: engine.push([("model.layers.0.mlp.experts.gate_up_proj", tensor)]), "gate_up_proj")
+    refused(lambda: engine.push([(name, tensor[1:])]), name, str(list(tensor.shape)), str(list(tensor[1:].shape)))
+    refused(lambda: engine.push([(name, tensor.bfloat16())]), name, "bfloat16", "float32")
+    refused(lambda: engine.push([(name, tensor), (name, tensor)]), name, "more than once")
+    refused(lambda: bench.samples(sampling()), "open")
+    for bucket in buckets[:-1]:
+        engine.push(bucket)
+    refused(lambda: engine.push(buckets[0]), name, "before")
+    refused(lambda: engine.end_update(bench.version), buckets[-1][0][0], "not pushed")
+    engine.push(buckets[-1])
+    refused(lambda: engine.end_update(bench.version - 1), "stale")
+    engine.end_update(bench.version)
+    assert bench.distance(bench.samples(sampling()), 1.0) < 1e-4
+
+
+def check_another_version_is_refused(bench: Bench) -> None:
+    refused(lambda: bench.engine.generate(bench.prompts, 2, sampling(), bench.version + 1), str(bench.version + 1))
+    refused(lambda: bench.engine.generate(bench.prompts, 2, sampling(), bench.version - 1), str(bench.version - 1))
+
+
+def check_released_memory_is_not_used(bench: Bench) -> None:
+    engine = bench.engine
+    before = bench.samples(sampling().greedy())
+    engine.release(["kv_cache"])
+    refused(lambda: bench.samples(sampling()), "kv_cache", "resume")
+    refused(lambda: engine.release(["kv_cache"]), "released already")
+    refused(lambda: engine.resume(["weights"]), "weights", "was not released")
+    refused(lambda: engine.release(["optimizer"]), "optimizer", "weights")
+    engine.resume(["kv_cache"])
+    assert [s.token_ids for s in bench.samples(sampling().greedy())] == [s.token_ids for s in before]
+
+
+def check_released_weights_must_be_pushed_again(bench: Bench) -> None:
+    engine = bench.engine
+    engine.release(["weights", "kv_cache", "cuda_graph"])
+    refused(engine.begin_update, "weights", "resume")
+    engine.resume(["weights"])
+    assert engine.version is None
+    bench.push_all()
+    engine.resume(["kv_cache", "cuda_graph"])
+    assert bench.distance(bench.samples(sampling()), 1.0) < 1e-4
+    engine.release(["weights"])
+    engine.resume(["weights"])
+    refused(lambda: bench.samples(sampling()), "push")
+    bench.push_all()
+    assert bench.distance(bench.samples(sampling()), 1.0) < 1e-4
+
+
+def check_nothing_is_released_or_pushed_while_generating(bench: Bench) -> None:
+    calls: list[bool] = []
+
+    def meddle() -> bool:
+        refused(lambda: bench.engine.release(["kv_cache"]), "generating", "abort")
+        refused(bench.engine.begin_update, "generating")
+        refused(bench.engine.flush, "generating")
+        refused(lambda: bench.samples(sampling()), "generating")
+        calls.append(True)
+        return False
+
+    samples = bench.samples(sampling(max_new_tokens=LONG, stop_ids=()), interrupted=meddle)
+    assert calls
+    assert all(len(s.token_ids) == LONG for s in samples)
+
+
+def check_an_interruption_is_raised_and_leaves_a_sound_engine(bench: Bench) -> None:
+    try:
+        bench.samples(sampling(max_new_tokens=LONG, stop_ids=()), interrupted=lambda: True)
+    except Interrupted:
+        pass
+    else:
+        raise AssertionError("not interrupted")
+    bench.engine.flush()
+    check_samples_are_complete_and_in_order(bench)
+
+
+def check_an_abort_brings_what_there_is(bench: Bench) -> None:
+    """From another thread, as soon as the engine is at work."""
+    started = threading.Event()
+
+    def watch() -> bool:
+        started.set()
+        return False
+
+    def abort() -> None:
+        started.wait(60)
+        bench.engine.abort()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    prompts = bench.prompts * 40
+    samples = bench.engine.generate(prompts, 3, sampling(max_new_tokens=LONG, stop_ids=()), bench.version, watch)
+    thread.join()
+    assert len(samples) == len(prompts) * 3
+    aborted = [s for s in samples if s.finish_reason == "abort"]
+    assert aborted
+    assert all(len(s.token_ids) < LONG for s in aborted)
+    assert all(len(s.token_ids) == LONG for s in samples if s.finish_reason == "length")
+    check_samples_are_complete_and_in_order(bench)
+
+
+CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}

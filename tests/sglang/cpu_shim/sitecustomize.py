@@ -1,0 +1,34 @@
+"""Lets SGLang, as published for CUDA, run on a CPU. This folder comes first on PYTHONPATH, and only in tests.
+
+Python imports this file when it starts, so it also reaches the processes that SGLang starts. The substitutions:
+
+- `torchvision`: PyPI's build is for CUDA, and beside a CPU build of torch its compiled part does not load. The Python
+  part then asks torch about operators that nobody has declared. They are declared here, without an implementation:
+  SGLang imports torchvision for images, of which there are none.
+- `sgl_kernel`: PyPI's build holds CUDA kernels only. The two functions that SGLang calls on a CPU without AMX, copies
+  of indices both, are written in torch; see `sgl_kernel/__init__.py`.
+- `torch_memory_saver`: the published one is loaded in front of CUDA's library, which is not there. Releasing and
+  resuming memory is done on torch's storages instead; see `torch_memory_saver/__init__.py`.
+"""
+
+import importlib.abc
+import sys
+
+
+class _BeforeTorchvision(importlib.abc.MetaPathFinder):
+    """Declares the operators at the moment torchvision is looked for, and finds nothing itself."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == "torchvision":
+            import torch
+
+            sys.meta_path.remove(self)
+            library = torch.library.Library("torchvision", "DEF")
+            for name in ("nms", "qnms"):
+                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            _declared.append(library)
+
+
+_declared = []
+"""What is declared is forgotten with the library."""
+sys.meta_path.insert(0, _BeforeTorchvision())
