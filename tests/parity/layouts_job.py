@@ -24,6 +24,7 @@ from grpo_mega.config.schema import (  # noqa: E402
     ModelConfig,
     MoEConfig,
     OptimizerConfig,
+    YarnConfig,
 )
 from grpo_mega.policy.losses import grpo_loss  # noqa: E402
 from grpo_mega.policy.policy import Policy  # noqa: E402
@@ -39,8 +40,21 @@ MODELS = {
     "dense": DENSE,
     "tied": replace(DENSE, tie_embeddings=True, qk_norm=True),
     "moe": MOE,
-    "mla": replace(MOE, attention="mla", kv_heads=4, mla=MLA),
-    "padded": replace(MOE, attention="mla", kv_heads=4, mla=MLA, vocab_multiple=64),
+    "mla": replace(
+        MOE,
+        attention="mla",
+        kv_heads=4,
+        mla=MLA,
+        yarn=YarnConfig(factor=4, original_context=16, beta_fast=2, beta_slow=0.1),
+    ),
+    "padded": replace(
+        MOE,
+        attention="mla",
+        kv_heads=4,
+        mla=replace(MLA, q_lora_rank=None),
+        vocab_multiple=64,
+        moe=replace(MOE.moe, bias_update_rate=0.0, frozen_bias=True),
+    ),
     "deepseek": replace(
         MOE, layers=4, attention="mla", kv_heads=4, mla=MLA, moe=replace(MOE.moe, groups=2, group_top_k=1)
     ),

@@ -1,0 +1,60 @@
+"""Says whether this machine is fit to train, and for everything that is not, the command that mends it.
+
+    python tools/doctor.py                        on a laptop, a login node or a GPU node
+    srun --ntasks-per-node=1 python tools/doctor.py --runs /shared/runs --json
+
+Looks at driver, CUDA, NCCL, torch, megatron-core and the other packages, Transformer Engine, Apex, flash-attn, SGLang,
+torch_memory_saver, shared and main memory, limits and the filesystem of the run directories. Needs Python only.
+
+Exit code: 0 nothing will fail, 1 something will.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+if sys.version_info < (3, 11):  # noqa: UP036  whoever asks may have an older one
+    sys.exit(f"error: this is Python {sys.version.split()[0]}, and 3.11 or newer is needed: make PYTHON=python3.11")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs where nothing is installed
+
+from grpo_mega.doctor import ABSENT, FAILURE, OK, WARNING, Finding, examine
+
+COLORS = {OK: 32, ABSENT: 90, WARNING: 33, FAILURE: 31}
+
+
+def show(findings: Iterable[Finding]) -> list[Finding]:
+    """Prints findings for people as they come, and returns them."""
+    shown = []
+    for finding in findings:
+        verdict = f"{finding.verdict:<8}"
+        if sys.stdout.isatty():
+            verdict = f"\x1b[{COLORS[finding.verdict]}m{verdict}\x1b[0m"
+        print(f"{verdict} {finding.name:<20} {finding.found}" + (f": {finding.why}" if finding.why else ""))
+        if finding.fix:
+            print(f"{'':<9}{'':<20} {finding.fix}")
+        shown.append(finding)
+    return shown
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories will lie (runs)")
+    parser.add_argument("--json", action="store_true", help="print a JSON document instead")
+    options = parser.parse_args(arguments)
+    findings = list(examine(options.runs)) if options.json else show(examine(options.runs))
+    failures = [finding.name for finding in findings if finding.verdict == FAILURE]
+    if options.json:
+        print(json.dumps({"fit": not failures, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        print(f"\nnot fit to train: {', '.join(failures)}" if failures else "\nfit to train")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
