@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 
 from grpo_mega.colocation.weight_stream import hf_buckets
@@ -59,13 +60,10 @@ def sampling(**changes) -> SamplingParams:
 
 def refused(work: Callable[[], object], *words: str) -> None:
     """`work` is refused, with all of these words."""
-    try:
+    with pytest.raises(EngineError) as refusal:
         work()
-    except EngineError as error:
-        missing = [word for word in words if word not in str(error)]
-        assert not missing, f"{missing} not in: {error}"
-    else:
-        raise AssertionError(f"was not refused: {words}")
+    missing = [word for word in words if word not in str(refusal.value)]
+    assert not missing, f"{missing} not in: {refusal.value}"
 
 
 def move(policy: Policy) -> None:
@@ -212,12 +210,8 @@ def check_nothing_is_released_or_pushed_while_generating(bench: Bench) -> None:
 
 
 def check_an_interruption_is_raised_and_leaves_a_sound_engine(bench: Bench) -> None:
-    try:
+    with pytest.raises(Interrupted):
         bench.samples(sampling(max_new_tokens=LONG, stop_ids=()), interrupted=lambda: True)
-    except Interrupted:
-        pass
-    else:
-        raise AssertionError("not interrupted")
     bench.engine.flush()
     check_samples_are_complete_and_in_order(bench)
 
