@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
@@ -28,6 +28,8 @@ from grpo_mega.rollout.contract import EngineError
 
 LAST_LINES = 15
 """Of an engine's log, shown with an error."""
+OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+"""What the names of environment variables of a job's ranks begin with."""
 SECONDS_TO_DIE = 30.0
 """How long the end of killed processes is waited for; a driver may hold them up."""
 
@@ -67,7 +69,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=os.environ | environment,
+                env=_without_job(os.environ) | environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -124,6 +126,14 @@ class EngineProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         _wait_until_gone(self._process.pid)
+
+
+def _without_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """Leaves out what says that a process is a rank of the trainer's job: the engine's processes have a job of theirs.
+
+    With torchrun's variables they would wait for a store that nobody has opened.
+    """
+    return {name: value for name, value in environment.items() if not name.startswith(OF_THE_JOB)}
 
 
 def _wait_until_gone(group: int) -> None:

@@ -1,11 +1,12 @@
-"""One rank that makes an engine and puts it through `engine_contract.py`; prints {check: what went wrong} as JSON.
+"""One rank that makes an embedded engine and puts it through `engine_contract.py`; prints {check: what went wrong}.
 
-Usage: engine_contract_job.py FOLDER embedded|sglang
+Usage: engine_contract_job.py FOLDER
 """
 
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from grpo_mega import platform
@@ -23,19 +24,7 @@ from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import Engine  # noqa: E402
 from grpo_mega.rollout.sglang_engine import SGLangEngine  # noqa: E402
 
-MODEL = [
-    "experiment=tiny",
-    "base=none",
-    "layout=single",
-    "model.qk_norm=true",
-    "model.head_dim=16",
-    "model.moe.score=softmax",
-    "model.moe.bias_update_rate=0",
-    "model.moe.shared_ffn_hidden=0",
-    "data.validation_size=8",
-    "data.test_size=8",
-]
-"""experiment=tiny with a Qwen3-MoE."""
+MODEL = ["experiment=tiny_sglang", "base=none", "layout=single", "data.validation_size=8", "data.test_size=8"]
 MEMORY_SAVER = "+rollout.sglang.arguments.enable_memory_saver=true"
 
 
@@ -52,18 +41,19 @@ def made(folder: Path, kind: str) -> Bench:
     return Bench(engine, policy, data.test[:4])
 
 
-def problem(bench: Bench, name: str) -> str:
+def problem(bench: Bench, check: Callable[[Bench], None]) -> str:
+    """What a check finds wrong; nothing, if all is well."""
     try:
-        CHECKS[name](bench)
+        check(bench)
     except Exception:
         return traceback.format_exc()
     return ""
 
 
 if __name__ == "__main__":
-    bench = made(Path(sys.argv[1]), sys.argv[2])
+    bench = made(Path(sys.argv[1]), "embedded")
     bench.push_all()
-    found = {name: problem(bench, name) for name in CHECKS}
+    found = {name: problem(bench, check) for name, check in CHECKS.items()}
     bench.engine.close()
     leave_layout()
     print(json.dumps(found))

@@ -13,7 +13,7 @@ JOB = Path(__file__).with_name("engine_contract_job.py")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return results(run_ranks(JOB, 1, [str(tmp_path_factory.mktemp("contract")), "embedded"]))
+    return results(run_ranks(JOB, 1, [str(tmp_path_factory.mktemp("contract"))]))
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -1,0 +1,124 @@
+"""A real SGLang engine through the contract of all engines and checks of its own; prints {check: what went wrong}.
+
+Usage: sglang_contract_job.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path += [str(TESTS / "rollout")]
+
+import engine_contract_job  # noqa: E402  (prepares the platform)
+import psutil  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from engine_contract import CHECKS, LONG, Bench, move, refused, sampling  # noqa: E402
+
+from grpo_mega.rollout.contract import EngineError, EngineRestarted  # noqa: E402
+from grpo_mega.types import pack  # noqa: E402
+
+
+def scheduler(bench: Bench) -> psutil.Process:
+    """SGLang's process that computes."""
+    processes = [psutil.Process(pid) for pid in bench.engine.pids()]
+    return next(p for p in processes if "scheduler" in " ".join(p.cmdline()))
+
+
+def check_a_lost_engine_is_started_anew_and_goes_on(bench: Bench) -> None:
+    """Killed when some samples are finished; those are kept, as their log-probs under the old weights tell."""
+    old = scheduler(bench)
+    asked = 0
+
+    def kill() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            old.send_signal(signal.SIGKILL)
+        return False
+
+    how = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5))
+    prompts = [replace(p, id=f"{p.id}-{i}") for i in range(60) for p in bench.prompts]
+    with pytest.raises(EngineRestarted, match=r"rank 0 died[^$]*engine-0\.log"):
+        bench.engine.generate(prompts, 3, how, bench.version, kill)
+    assert not old.is_running()
+    refused(lambda: bench.samples(how), "push")
+    before = other_weights(bench)
+    samples = bench.engine.generate(prompts, 3, how, bench.version)
+    assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in prompts for i in range(3)]
+    batch = pack(samples)
+    now = bench.policy.logprobs(batch, 1.0)
+    put(before, bench)
+    then = bench.policy.logprobs(batch, 1.0)
+    near = [(x - batch.rollout_logprob).abs() < 1e-4 for x in (then, now)]
+    of = [torch.stack([part.all() for part in x.split(batch.lengths.tolist())]) for x in near]
+    assert (of[0] | of[1]).all()
+    assert of[0].any(), "no sample was kept"
+    assert of[1].any(), "nothing was left to do"
+    bench.push_all()
+
+
+def other_weights(bench: Bench) -> list[torch.Tensor]:
+    """Moves the policy and pushes it as the same version; the weights before."""
+    before = [parameter.detach().clone() for parameter in bench.policy.gpt.parameters()]
+    move(bench.policy)
+    bench.version -= 1
+    bench.push_all()
+    return before
+
+
+def put(weights: list[torch.Tensor], bench: Bench) -> None:
+    with torch.no_grad():
+        for parameter, weight in zip(bench.policy.gpt.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+
+
+def check_an_engine_that_does_not_answer_is_lost(bench: Bench) -> None:
+    engine = bench.engine
+    engine._config.answer_seconds, before = 1.0, engine._config.answer_seconds
+    scheduler(bench).send_signal(signal.SIGSTOP)
+    with pytest.raises(EngineRestarted, match="did not answer flush within 1 s"):
+        engine.flush()
+    engine._config.answer_seconds = before
+    bench.push_all()
+    assert bench.distance(bench.samples(sampling()), 1.0) < 1e-4
+
+
+def check_restarts_are_bounded(bench: Bench) -> None:
+    engine = bench.engine
+    engine._restarts = engine._config.restarts
+    scheduler(bench).send_signal(signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"rollout\.sglang\.restarts=3") as given_up:
+        bench.samples(sampling(max_new_tokens=LONG, stop_ids=()))
+    assert not isinstance(given_up.value, EngineRestarted)
+    nothing_is_left()
+
+
+def check_unknown_server_arguments_are_refused(bench: Bench) -> None:
+    engine = bench.engine
+    engine._restarts, engine._arguments = 0, engine._arguments | {"mem_fraction_statik": 0.5}
+    refused(lambda: engine._on_owners(engine._start), "mem_fraction_statik", "mem_fraction_static?", "sglang.arguments")
+    nothing_is_left()
+
+
+def nothing_is_left() -> None:
+    """No process of an engine is."""
+    names = [" ".join(p.cmdline()) for p in psutil.Process(os.getpid()).children(recursive=True)]
+    assert not [name for name in names if "sglang_host" in name or "sglang::" in name]
+
+
+OWN = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
+
+if __name__ == "__main__":
+    bench = engine_contract_job.made(Path(sys.argv[1]), "sglang")
+    bench.push_all()
+    found = {name: engine_contract_job.problem(bench, check) for name, check in {**CHECKS, **OWN}.items()}
+    bench.engine.close()
+    engine_contract_job.leave_layout()
+    print(json.dumps(found))

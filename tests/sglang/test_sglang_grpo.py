@@ -1,0 +1,82 @@
+"""GRPO with generation in real SGLang: it learns as with the embedded engine, and goes on when its engine dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import results, run_ranks
+
+JOB = Path(__file__).with_name("grpo_job.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("grpo")
+
+
+@pytest.fixture(scope="module")
+def sglang(folder: Path, monkeypatch_module: pytest.MonkeyPatch) -> dict[str, Any]:
+    return results(run_ranks(JOB, 1, [str(folder), "sglang"], timeout=900))
+
+
+@pytest.fixture(scope="module")
+def embedded(folder: Path, monkeypatch_module: pytest.MonkeyPatch) -> dict[str, Any]:
+    return results(run_ranks(JOB, 1, [str(folder), "embedded"]))
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Any:
+    """The jobs find the reward of this folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(JOB.parent))
+        patch.setenv("PYTHONPATH", str(JOB.parent), prepend=":")
+        yield patch
+
+
+def rewards(run: dict[str, Any]) -> list[float]:
+    return [step["reward/mean"] for step in run["metrics"]]
+
+
+def test_reward_rises_as_with_the_embedded_engine(sglang: dict[str, Any], embedded: dict[str, Any]) -> None:
+    for run in (sglang, embedded):
+        assert rewards(run)[0] < 0.15
+        assert rewards(run)[-1] > 0.9
+    assert all(abs(a - b) < 0.25 for a, b in zip(rewards(sglang), rewards(embedded), strict=True))
+
+
+def test_what_the_engine_sampled_is_what_the_trainer_scores(sglang: dict[str, Any]) -> None:
+    compared = [step for step in sglang["metrics"] if "mismatch/max_abs" in step]
+    assert len(compared) >= 6
+    for step in compared:
+        assert 0 <= step["mismatch/p50_abs"] <= step["mismatch/p90_abs"] <= step["mismatch/p99_abs"]
+        assert step["mismatch/p99_abs"] <= step["mismatch/max_abs"] < 1e-4
+        assert abs(step["mismatch/mean_ratio"] - 1) < 1e-4
+        assert abs(step["mismatch/effective_sample_size"] - 1) < 1e-4
+
+
+def test_the_engine_was_killed_and_the_run_went_on(sglang: dict[str, Any]) -> None:
+    (warning,) = [w for w in sglang["warnings"] if "SGLang" in w]
+    assert "died" in warning
+    assert "engine-0.log" in warning
+    assert [step["step"] for step in sglang["metrics"]] == [*range(1, 9)]
+    assert [t["why"] for t in sglang["turns"]["transitions"] if "forfeits" in t["why"]]
+
+
+def test_weights_are_pushed_in_every_step_and_counted(sglang: dict[str, Any]) -> None:
+    every = [step["sync/bytes"] for step in sglang["metrics"]]
+    assert min(every) > 0
+    assert {n % min(every) for n in every} == {0}, "whole sets of weights"
+    assert sum(every) / min(every) >= 8 + 1, "one more for the engine that was started anew"
+    assert all(step["time/sync"] > 0 for step in sglang["metrics"])
+
+
+def test_it_is_the_trainers_turn_in_the_end(sglang: dict[str, Any]) -> None:
+    assert sglang["turns"]["state"] == "training"
+    assert sglang["turns"]["in_flight"] == []
+    assert any("engine" in line for line in sglang["turns"]["memory"])
+
+
+def test_no_process_is_left(sglang: dict[str, Any]) -> None:
+    assert not [name for name in sglang["left"] if "sglang_host" in name or "sglang::" in name]
