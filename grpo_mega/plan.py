@@ -9,7 +9,7 @@ from grpo_mega.config.rules import check_layout, fewest_processes
 from grpo_mega.config.schema import Config
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.policy.inventory import take_stock, total
-from grpo_mega.policy.memory import MAY_BE_PLANNED, memory, static
+from grpo_mega.policy.memory import MAY_BE_PLANNED, leaves, memory, static
 
 
 def plan(config: Config) -> dict[str, Any]:
@@ -38,6 +38,7 @@ def plan(config: Config) -> dict[str, Any]:
         "memory": found,
         "static": [sum(static(config, stage).values()) for stage in stages],
         "total": totals,
+        "host": min(gpus, cluster.gpus_per_node) * max(map(leaves, found)),
         "capacity": capacity,
         "limit": limit,
         "fits": max(totals) <= limit if limit else None,

@@ -55,7 +55,7 @@ def show(found: dict[str, Any]) -> None:
     for name in found["memory"][0]:
         _row(f"  {name}", [_gb(lines[name]) for lines in found["memory"]])
     _row("in all", [_gb(size) for size in found["total"]])
-    print(f"\n{verdict(found)}")
+    print(f"\n{verdict(found)}\nmain memory of a machine while an engine has its GPUs: {_gb(found['host'])} GB")
 
 
 def verdict(found: dict[str, Any]) -> str:

@@ -388,8 +388,8 @@ class RunConfig:
     tensorboard: bool = True
     """Write TensorBoard event files."""
     init_from: str | None = None
-    """Directory to start from when `base.train` is false: a checkpoint, or a Hugging Face model (Qwen3, Qwen3-MoE,
-    DeepSeek-V3) of the same shape; null starts from random weights."""
+    """Directory to start from when `base.train` is false: a checkpoint, or a Hugging Face model (Llama, Qwen3,
+    Qwen3-MoE, DeepSeek-V3) of the same shape; null starts from random weights."""
 
 
 @dataclass

@@ -55,6 +55,11 @@ def static(config: Config, stage: Stage) -> dict[str, float]:
     }
 
 
+def leaves(lines: dict[str, float]) -> float:
+    """Bytes that go to main memory when the trainer leaves the device: gradients are dropped."""
+    return lines["weights"] + lines["optimizer"] + lines.get("reference policy", 0.0)
+
+
 def kept(config: Config, stage: Stage, number: int) -> float:
     """Bytes of activations that wait for their backward pass.
 
