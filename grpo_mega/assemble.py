@@ -14,6 +14,7 @@ from grpo_mega.checkpoint.huggingface import directory as huggingface
 from grpo_mega.config.load import identity, to_yaml
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data
+from grpo_mega.observe.heartbeat import Heartbeat
 from grpo_mega.observe.logs import setup_rank_logging
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.run_dir import open_run_dir
@@ -44,7 +45,7 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
     setup_rank_logging(path, dist.get_rank())
     topology = join_layout(config.layout, config.run.seed)
     recorder = Recorder(config.run, path, main)
-    timer = PhaseTimer()
+    timer = PhaseTimer(Heartbeat())
     try:
         with timer("setup"):
             policy = Policy(

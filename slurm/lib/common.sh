@@ -1,0 +1,84 @@
+# shellcheck shell=bash
+# What submitting and running share: settings, refusals, questions to the configuration, the copy of the code.
+
+BAD_INPUT=2 # exit code: the input cannot run, nothing was started
+UNFIT=3     # exit code: too few nodes pass the checks
+STOPPED=75  # exit code of a rank that saved because it was asked to stop
+
+SETTINGS=(NODES RANKS_PER_NODE GPUS_PER_NODE SPARES CLUSTER RUNTIME IMAGE MOUNTS PYTHON HANG_SECONDS STOP_SECONDS
+    POLL_SECONDS MAX_FAILURES MAX_RESUBMISSIONS)
+
+refuse() {
+    printf 'error: %s\n' "$@" >&2
+    exit "$BAD_INPUT"
+}
+
+# The cluster's profile, then defaults for what neither it nor the user has set.
+load_profile() {
+    : "${CLUSTER:=default}"
+    local profile=$CODE/slurm/clusters/$CLUSTER.env
+    [[ -f $profile ]] || refuse "CLUSTER=$CLUSTER has no profile $profile; there are: $(profiles)"
+    set -a
+    # shellcheck source=slurm/clusters/default.env
+    . "$profile"
+    set +a
+    : "${SPARES:=0}" "${RUNTIME:=bare}" "${IMAGE:=}" "${MOUNTS:=}" "${PYTHON:=$(default_python)}"
+    : "${HANG_SECONDS:=3600}" "${STOP_SECONDS:=240}" "${POLL_SECONDS:=5}" "${MAX_FAILURES:=3}" "${MAX_RESUBMISSIONS:=3}"
+    export "${SETTINGS[@]}"
+    check_runtime
+}
+
+profiles() {
+    local file
+    for file in "$CODE"/slurm/clusters/*.env; do basename "$file" .env; done | paste -sd' '
+}
+
+default_python() {
+    if [[ $RUNTIME == bare && -x $PWD/.venv/bin/python ]]; then echo "$PWD/.venv/bin/python"; else echo python3; fi
+}
+
+# RUNTIME=bare|apptainer|pyxis decides how a node's task gets its software.
+check_runtime() {
+    case $RUNTIME in
+        bare) ;;
+        apptainer | pyxis)
+            [[ -n $IMAGE ]] || refuse "RUNTIME=$RUNTIME needs IMAGE: export IMAGE=/path/to/image.sif (apptainer) or" \
+                "IMAGE=/path/to/image.sqsh or registry#name:tag (pyxis), or RUNTIME=bare for software on the nodes"
+            [[ $IMAGE != /* || -e $IMAGE ]] || refuse "IMAGE=$IMAGE does not exist"
+            ;;
+        *) refuse "RUNTIME=$RUNTIME is none of: bare, apptainer, pyxis" ;;
+    esac
+}
+
+# Sets RUN, the run directory, after checking settings, layout and the directory's experiment.
+ask_configuration() {
+    RUN=$("$PYTHON" -P "$LIB/check.py" --ranks $((NODES * RANKS_PER_NODE)) -- "$@") || exit "$BAD_INPUT"
+}
+
+# Copies the code into the run directory, under the digest of its content, and prints where. Large files stay out: they
+# are data, and read from where they are.
+snapshot() {
+    local digest folder temporary list
+    mkdir -p "$RUN/slurm"
+    list=$(code_files)
+    digest=$(cd "$CODE" && tr '\n' '\0' <<<"$list" | xargs -0 sha256sum | sha256sum | cut -c1-12)
+    folder=$RUN/slurm/code-$digest
+    if [[ ! -d $folder ]]; then
+        temporary=$(mktemp -d "$RUN/slurm/.code-XXXXXX")
+        if ! { tar -C "$CODE" -cf - -T - <<<"$list" | tar -C "$temporary" -xf - && chmod 755 "$temporary" &&
+            mv -T "$temporary" "$folder"; }; then
+            refuse "the code cannot be copied to $folder: see above"
+        fi
+    fi
+    echo "$folder"
+}
+
+code_files() {
+    cd "$CODE" || exit
+    {
+        git ls-files --cached --others --exclude-standard 2>/dev/null ||
+            find . -type f -not -path './runs/*' -not -path '*/.*' -printf '%P\n'
+    } | while read -r file; do
+        if [[ -f $file && $(stat -c %s "$file") -lt 10000000 ]]; then echo "$file"; fi
+    done | sort
+}

@@ -1,0 +1,273 @@
+# shellcheck shell=bash
+# Run by Slurm, a script starts its experiment on the nodes it was given, watches it, and decides what comes next:
+#
+#     every rank ended with 0        done, exit 0
+#     a rank ended with 75           the run saved because it was asked to: back into the queue, exit 0
+#     a rank ended with 2            the input cannot run: exit 2
+#     anything else, or a hang       again in this allocation, on nodes that pass the checks; MAX_FAILURES failures
+#                                    at the same checkpoint: a report, exit 1
+#     too few nodes pass the checks  a new job that leaves them out, at most MAX_RESUBMISSIONS times: exit 3
+#
+# srun's exit code says nothing (--kill-on-bad-exit masks it) and torchrun's is always 1: each rank leaves its own in a
+# file. SIGUSR1 (Slurm, ahead of the time limit) and SIGTERM (preemption, scancel) ask for a stop.
+
+run_job() {
+    asked=''
+    trap 'asked=${asked:-USR1}' USR1
+    trap 'asked=${asked:-TERM}' TERM
+    enter_job "$@"
+    while :; do
+        attempt=$((attempt + 1))
+        ATTEMPT=$JOB/restart-$restart-attempt-$attempt
+        mkdir -p "$ATTEMPT"
+        choose_nodes
+        run_attempt "$@"
+        note_attempt
+        decide
+    done
+}
+
+# Everything that stays the same from here to the end of the job.
+enter_job() {
+    restart=${SLURM_RESTART_COUNT:-0} attempt=0
+    export LIB CODE PYTHONPATH=$CODE:$CODE/kernels${PYTHONPATH:+:$PYTHONPATH}
+    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit it
+    ask_configuration "$@"
+    JOB=$RUN/slurm/job-$SLURM_JOB_ID
+    mkdir -p "$JOB"
+    ln -sfn "job-$SLURM_JOB_ID" "$RUN/slurm/latest"
+    keep_code
+    mapfile -t allocated < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    phase "started on ${allocated[*]}, restart $restart"
+    ((${#allocated[@]} >= NODES)) || refuse "the job has ${#allocated[@]} nodes and NODES=$NODES: submit with --nodes=$NODES"
+}
+
+# A script that was given to sbatch as it is copies its code now, and uses the copy when it is started again.
+keep_code() {
+    if [[ -z ${GRPO_MEGA_CODE:-} ]]; then
+        [[ -s $JOB/code ]] || snapshot >"$JOB/code" || exit "$BAD_INPUT"
+        GRPO_MEGA_CODE=$(<"$JOB/code")
+    fi
+    CODE=$GRPO_MEGA_CODE LIB=$GRPO_MEGA_CODE/slurm/lib
+    PYTHONPATH=$CODE:$CODE/kernels:$PYTHONPATH
+}
+
+# What happened when, in seconds since the job started.
+phase() {
+    local line
+    line=$(printf '%8d  %s' "$SECONDS" "$*")
+    echo "$line"
+    echo "$line" >>"$JOB/phases-restart-$restart.log"
+}
+
+# The status file: one line for people and scripts.
+status() {
+    local newest
+    newest=$(newest_checkpoint)
+    printf 'state=%s job=%s restart=%s attempt=%s %s checkpoint=%s updated=%s\n' "$1" "$SLURM_JOB_ID" "$restart" \
+        "$attempt" "$(progress)" "${newest:-none}" "$(date +%FT%T)" >"$RUN/slurm/.status.tmp"
+    mv "$RUN/slurm/.status.tmp" "$RUN/slurm/status"
+}
+
+# Step, reward and seconds per step from the last line of the metrics.
+progress() {
+    local line
+    line=$(tail -n 1 "$RUN/metrics.jsonl" 2>/dev/null)
+    echo "step=$(number step "$line") reward=$(number reward/mean "$line") step_seconds=$(number time/step "$line")"
+}
+
+number() {
+    local found
+    found=$(grep -o "\"$1\": *[-+.0-9e]*" <<<"$2")
+    echo "${found##*[: ]}"
+}
+
+newest_checkpoint() {
+    local found
+    found=$(find "$RUN/checkpoints" -maxdepth 1 -name 'step-*' -printf '%f\n' 2>/dev/null | sort | tail -n 1)
+    echo "$found"
+}
+
+choose_nodes() {
+    chosen=("${allocated[@]:0:NODES}")
+}
+
+# Starts the ranks, and comes back when all of them are gone. Sets `hung`.
+run_attempt() {
+    local container=()
+    export ATTEMPT NODE_NAMES="${chosen[*]}"
+    MASTER_ADDR=$(scontrol show node -o "${chosen[0]}" | grep -oP ' NodeAddr=\K\S+')
+    MASTER_PORT=$((20000 + (SLURM_JOB_ID * 31 + restart * 7 + attempt) % 10000)) # a new one: old sockets linger
+    export MASTER_ADDR MASTER_PORT
+    containers
+    hung=''
+    phase "attempt $attempt on ${chosen[*]}"
+    srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 --nodelist="$(list "${chosen[@]}")" \
+        --kill-on-bad-exit=1 --output="$ATTEMPT/node-%n.log" "${container[@]}" bash "$LIB/node.sh" "$@" &
+    srun_id=$!
+    watch_attempt
+    wait "$srun_id"
+}
+
+list() {
+    local IFS=,
+    echo "$*"
+}
+
+# Sets `container`, what comes between srun and its command.
+containers() {
+    local mounts=$PWD:$PWD,$RUN:$RUN${MOUNTS:+,$MOUNTS}
+    case $RUNTIME in
+        bare) container=() ;;
+        apptainer) container=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$IMAGE") ;;
+        pyxis) container=(--container-image="$IMAGE" --container-mounts="$mounts" --container-workdir="$PWD") ;;
+    esac
+}
+
+# Passes a request to stop on, again and again, for a rank that starts may miss it; ends ranks that hang.
+watch_attempt() {
+    local beat='' new since=$SECONDS stopping=''
+    while kill -0 "$srun_id" 2>/dev/null; do
+        nap "$POLL_SECONDS"
+        status running
+        new=$(cat "$ATTEMPT/rank-0000.beat" 2>/dev/null)
+        if [[ $new != "$beat" ]]; then beat=$new since=$SECONDS; fi
+        if [[ -n $asked ]]; then
+            if [[ -z $stopping ]]; then stopping=$SECONDS && phase "asked to stop by SIG$asked"; fi
+            signal_ranks USR1
+            ((SECONDS - stopping <= STOP_SECONDS)) || end_hung "did not stop within $STOP_SECONDS s"
+        elif ((SECONDS - since > HANG_SECONDS)); then
+            end_hung "no sign of life from rank 0 for $HANG_SECONDS s, last: ${beat:-none}"
+        fi
+    done
+}
+
+# Sleeps, but not through a signal or the end of the step.
+nap() {
+    sleep "$1" &
+    local sleeper=$!
+    wait -n "$sleeper" "$srun_id"
+    kill "$sleeper" 2>/dev/null
+    wait "$sleeper" 2>/dev/null
+}
+
+signal_ranks() {
+    [[ ! -s $ATTEMPT/step ]] || scancel --signal="$1" "$(<"$ATTEMPT/step")" 2>/dev/null
+}
+
+# The stacks of all ranks go to their logs, then the step ends.
+end_hung() {
+    if [[ -z $hung ]]; then
+        hung=$1
+        phase "$1: stacks of all ranks go to $ATTEMPT/rank-*.log"
+        signal_ranks USR2
+        nap 5
+    fi
+    signal_ranks KILL
+}
+
+# How the attempt ended, from the codes that the ranks left.
+outcome() {
+    local codes
+    codes=$(cat "$ATTEMPT"/rank-*.code 2>/dev/null | sort -n | uniq -c | tr -s ' ' | paste -sd,)
+    if [[ $codes == " $((NODES * RANKS_PER_NODE)) 0" ]]; then
+        echo completed
+    elif [[ $codes =~ " $STOPPED"(,|$) ]]; then
+        echo stopped
+    elif [[ $codes =~ " $BAD_INPUT"(,|$) ]]; then
+        echo refused
+    elif [[ -n $hung ]]; then
+        echo hung
+    else
+        echo failed
+    fi
+}
+
+note_attempt() {
+    outcome=$(outcome)
+    echo "$restart $attempt $outcome $(newest_checkpoint)" >>"$JOB/attempts"
+    phase "attempt $attempt $outcome"
+    status "$outcome"
+}
+
+decide() {
+    case $outcome in
+        completed) exit 0 ;;
+        refused) refuse "$(last_lines "$(first_to_fail)")" ;;
+        stopped) leave_for_later ;;
+    esac
+    report
+    [[ -z $asked ]] || leave_for_later
+    if (($(failures_here) >= MAX_FAILURES)); then
+        status gave-up
+        echo "error: $(failures_here) failures at the same checkpoint; $JOB/report.txt says how" >&2
+        exit 1
+    fi
+}
+
+# Failures in a row, over all starts of the job, since the newest checkpoint was written.
+failures_here() {
+    local here count=0 how where
+    here=$(newest_checkpoint)
+    while read -r _ _ how where; do
+        if [[ $how =~ ^(failed|hung)$ && $where == "$here" ]]; then count=$((count + 1)); else count=0; fi
+    done <"$JOB/attempts"
+    echo "$count"
+}
+
+# Which rank failed before the others, as the prefix of its files; nothing when none did.
+first_to_fail() {
+    local file code
+    while read -r file; do
+        code=$(cat "${file%.*}.code" 2>/dev/null)
+        if [[ ! $code =~ ^(0|75)$ ]]; then
+            echo "${file%.*}"
+            return
+        fi
+    done < <(find "$ATTEMPT" \( -name 'rank-*.failed' -o -name 'rank-*.code' \) -printf '%T@ %p\n' | sort -n | cut -d' ' -f2)
+}
+
+# The ranks that entered the fewest phases: the others wait for them.
+behind() {
+    local fewest
+    fewest=$(cat "$ATTEMPT"/rank-*.beat 2>/dev/null | sort -n | head -n 1)
+    grep -l "^${fewest%% *} " "$ATTEMPT"/rank-*.beat 2>/dev/null | xargs -r -n 1 basename -s .beat | paste -sd' '
+}
+
+last_lines() {
+    [[ -z $1 ]] || tail -n 25 "$1.log"
+}
+
+report() {
+    local first rank
+    first=$(first_to_fail)
+    {
+        echo "attempt $attempt, restart $restart, on ${chosen[*]}: $outcome${hung:+: $hung}"
+        if [[ $outcome == hung ]]; then
+            echo "the others wait for: $(behind); stacks are in $ATTEMPT/rank-*.log"
+        elif [[ -n $first ]]; then
+            rank=$((10#${first##*-}))
+            echo "first to fail: rank $rank on ${chosen[rank / RANKS_PER_NODE]}, exit code $(cat "$first.code" 2>/dev/null || echo none)," \
+                "last sign of life: $(cat "$first.beat" 2>/dev/null || echo none)"
+            echo "its last lines ($first.log):"
+            last_lines "$first" | sed 's/^/    /'
+        else
+            echo "no rank said why; see $ATTEMPT/node-*.log"
+        fi
+    } | tee -a "$JOB/report.txt"
+}
+
+# Back into the queue, unless Slurm has taken the job away or puts it back itself.
+leave_for_later() {
+    local state
+    state=$(scontrol show job -o "$SLURM_JOB_ID" | grep -oP ' JobState=\K\S+')
+    if [[ $state != RUNNING ]]; then
+        status "taken-away"
+        exit 0
+    fi
+    status requeued
+    phase "back into the queue"
+    trap '' TERM USR1 # requeueing ends this script
+    scontrol requeue "$SLURM_JOB_ID" || { status stopped && refuse "Slurm does not requeue this job: submit it again"; }
+    exit 0
+}

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# One rank: its output goes to a file, its process id and exit code to others, where torchrun would lose them.
+files=$ATTEMPT/rank-$(printf %04d "$RANK")
+export GRPO_MEGA_SIGNS=$files
+trap : TERM # torchrun signals the process group; this shell stays to see how the training process ends
+(
+    echo "$BASHPID" >"$files.pid"
+    exec "$PYTHON" -P -m grpo_mega.train "$@"
+) >"$files.log" 2>&1
+code=$?
+echo "$code" >"$files.code"
+exit "$code"

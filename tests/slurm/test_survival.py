@@ -1,0 +1,129 @@
+"""Whatever happens to a job, its run ends bit for bit as one that nothing happened to, and no process is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, wait_until
+from launches import Launch, submit
+from train_jobs import half_written, numbers, saved, without_seconds
+
+
+@pytest.fixture(scope="module")
+def peace(cluster: Cluster) -> Path:
+    """A run that nothing happens to."""
+    launch = submit(cluster, "peace")
+    assert launch.finish() == "COMPLETED", launch.log
+    assert launch.steps() == [1, 2, 3, 4]
+    assert all(line["policy/grad_norm"] > 0 for line in numbers(launch.run))
+    return launch.run
+
+
+@pytest.fixture
+def caught(cluster: Cluster, peace: Path, request: pytest.FixtureRequest):
+    """Submits a run that strikes once, and waits until it does."""
+
+    def catch(kind: str, rank: int, *arguments: str, **environment: str) -> Launch:
+        name = request.node.name
+        file = cluster.root / f"{name}.struck"
+        launch = submit(cluster, name, *arguments, fault=f"{kind} 2 {rank} {file}", **environment)
+        wait_until(lambda: file.exists() or launch.number not in cluster.jobs(), "the fault does not strike")
+        assert file.exists(), launch.log
+        return launch
+
+    yield catch
+    cluster.revive()
+
+
+def assert_as_in(peace: Path, launch: Launch) -> None:
+    """The job is over, and its run is the undisturbed one."""
+    assert launch.finish() == "COMPLETED", launch.log
+    last = "checkpoints/step-000004"
+    assert saved(launch.run / last) == saved(peace / last)
+    assert numbers(launch.run) == numbers(peace)
+    assert without_seconds(launch.run / "summary.json") == without_seconds(peace / "summary.json")
+    assert half_written(launch.run) == []
+    assert launch.status["state"] == "completed"
+    assert launch.status["step"] == "4"
+
+
+def node_of(launch: Launch, rank: int) -> str:
+    """The node a rank runs on in the job's first attempt; one rank per node."""
+    line = next(line for line in launch.log.splitlines() if "attempt 1 on" in line)
+    return line.split()[-2:][rank]
+
+
+def test_a_node_that_dies_in_a_step_is_replaced(cluster, peace, caught):
+    launch = caught("hold", 0)
+    dead = node_of(launch, 1)
+    cluster.kill_node(dead)
+    assert_as_in(peace, launch)
+    assert dead not in cluster.job(launch.number)["NodeList"]
+
+
+def test_the_node_of_the_batch_script_may_die_too(cluster, peace, caught):
+    launch = caught("hold", 1)
+    cluster.kill_node(node_of(launch, 0))
+    assert_as_in(peace, launch)
+    assert cluster.job(launch.number)["Restarts"] == "1"
+
+
+def test_ahead_of_the_time_limit_a_run_saves_and_goes_back_into_the_queue(cluster, peace, caught):
+    launch = caught("hold", 0, "run.save_every=0")
+    cluster.run("scancel", "--batch", "--signal=USR1", launch.number)
+    assert_as_in(peace, launch)
+    assert cluster.job(launch.number)["Restarts"] == "1"
+    assert "stopped in step 3 before its first update" in log_of(launch, "restart-0-attempt-1", 0)
+    assert "continuing behind step 2" in log_of(launch, "restart-1-attempt-1", 0)
+
+
+def log_of(launch: Launch, attempt: str, rank: int) -> str:
+    return (launch.files / attempt / f"rank-{rank:04d}.log").read_text()
+
+
+def test_a_preempted_run_saves_and_continues_when_the_urgent_one_is_over(cluster, peace, caught):
+    launch = caught("hold", 0, "run.save_every=0")
+    urgent = cluster.run("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--wrap=sleep 1")
+    assert cluster.wait(int(urgent.stdout))["JobState"] == "COMPLETED"
+    assert_as_in(peace, launch)
+    assert "continuing behind step 2" in log_of(launch, "restart-1-attempt-1", 0)
+
+
+def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluster, peace, caught):
+    launch = caught("hang", 1, HANG_SECONDS="12")
+    assert_as_in(peace, launch)
+    assert cluster.job(launch.number)["Restarts"] == "0"
+    assert "in hang" in log_of(launch, "restart-0-attempt-1", 1)
+    assert "no sign of life from rank 0 for 12 s" in launch.log
+
+
+def test_a_rank_that_is_killed_is_started_again_with_the_others(cluster, peace, caught):
+    launch = caught("die", 1)
+    assert_as_in(peace, launch)
+    assert "exit code 137" in launch.log
+    assert "first to fail: rank 1" in launch.log
+
+
+def test_a_crash_loop_ends_with_the_rank_that_failed_first_and_its_last_lines(cluster, peace):
+    launch = submit(cluster, "loop", fault="crash 2 1 -", MAX_FAILURES="2")
+    assert launch.finish() == "FAILED"
+    assert cluster.job(launch.number)["ExitCode"] == "1:0"
+    assert launch.status["state"] == "gave-up"
+    report = (launch.files / "report.txt").read_text()
+    assert report.count("first to fail: rank 1 on node") == 2
+    assert "KeyError: 'no such column'" in report
+    assert launch.steps() == [1, 2]
+    again = submit(cluster, "loop")
+    assert_as_in(peace, again)
+
+
+def test_a_cancelled_run_saves_does_not_come_back_and_can_be_continued(cluster, peace, caught):
+    launch = caught("hold", 1, "run.save_every=0")
+    cluster.run("scancel", launch.number)
+    assert launch.finish() == "CANCELLED"
+    assert launch.status["state"] == "taken-away"
+    assert cluster.jobs() == []
+    again = submit(cluster, launch.run.name, "run.save_every=0")
+    assert_as_in(peace, again)
+    assert "continuing behind step 2" in log_of(again, "restart-0-attempt-1", 0)
