@@ -15,4 +15,4 @@
 : "${NODES:=2}" "${RANKS_PER_NODE:=2}" "${GPUS_PER_NODE:=0}"
 # shellcheck source=slurm/lib/launch.sh
 . "${GRPO_MEGA_CODE:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}/slurm/lib/launch.sh"
-launch experiment=tiny layout=ep2 "$@"
+launch experiment=tiny layout=ep2 -- "$@"

@@ -24,13 +24,15 @@ def run_directory(settings: list[str], ranks: int) -> Path:
 
     Raises:
         ValueError: It cannot run on so many ranks, or the directory belongs to something else.
-        FileNotFoundError: There is nothing at `run.init_from`.
+        FileNotFoundError: Its data or its first weights are not there.
     """
     config = compose_config(settings)
     check_layout(config, ranks)
-    origin = config.run.init_from
-    if origin is not None and not config.base.train and not Path(origin).is_dir():
-        raise FileNotFoundError(f"run.init_from={origin} is not a directory")
+    inputs = {"data.train_path": config.data.train_path, "data.test_path": config.data.test_path}
+    inputs |= {} if config.base.train else {"run.init_from": config.run.init_from}
+    for name, place in inputs.items():
+        if place and not Path(place).exists():
+            raise FileNotFoundError(f"{name}={place} does not exist")
     path = Path(config.run.root).resolve() / config.run.name
     check_run_dir(path, identity=identity(config))
     return path

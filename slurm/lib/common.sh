@@ -1,15 +1,17 @@
 # shellcheck shell=bash
+# shellcheck disable=SC2034 # used by the files that come after this one
 # What submitting and running share: settings, refusals, questions to the configuration, the copy of the code.
 
 BAD_INPUT=2 # exit code: the input cannot run, nothing was started
 UNFIT=3     # exit code: too few nodes pass the checks
 STOPPED=75  # exit code of a rank that saved because it was asked to stop
 
-SETTINGS=(NODES RANKS_PER_NODE GPUS_PER_NODE SPARES CLUSTER RUNTIME IMAGE MOUNTS PYTHON HANG_SECONDS STOP_SECONDS
-    POLL_SECONDS MAX_FAILURES MAX_RESUBMISSIONS)
+SETTINGS=(NODES RANKS_PER_NODE GPUS_PER_NODE SPARES CLUSTER RUNTIME IMAGE MOUNTS PYTHON START_SECONDS HANG_SECONDS
+    STOP_SECONDS CHECK_SECONDS NOTICE_SECONDS POLL_SECONDS MIN_FREE_MB MAX_FAILURES MAX_RESUBMISSIONS)
 
 refuse() {
-    printf 'error: %s\n' "$@" >&2
+    printf 'error: ' >&2
+    printf '%s\n' "$@" >&2
     exit "$BAD_INPUT"
 }
 
@@ -23,7 +25,9 @@ load_profile() {
     . "$profile"
     set +a
     : "${SPARES:=0}" "${RUNTIME:=bare}" "${IMAGE:=}" "${MOUNTS:=}" "${PYTHON:=$(default_python)}"
-    : "${HANG_SECONDS:=3600}" "${STOP_SECONDS:=240}" "${POLL_SECONDS:=5}" "${MAX_FAILURES:=3}" "${MAX_RESUBMISSIONS:=3}"
+    : "${START_SECONDS:=1800}" "${HANG_SECONDS:=3600}" "${STOP_SECONDS:=240}" "${CHECK_SECONDS:=180}"
+    : "${NOTICE_SECONDS:=400}" "${POLL_SECONDS:=5}" "${MIN_FREE_MB:=1024}"
+    : "${MAX_FAILURES:=3}" "${MAX_RESUBMISSIONS:=3}"
     export "${SETTINGS[@]}"
     check_runtime
 }

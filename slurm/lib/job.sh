@@ -1,4 +1,6 @@
 # shellcheck shell=bash
+# shellcheck disable=SC2154 # launch.sh sets `user`, common.sh settings and exit codes
+# shellcheck disable=SC2153
 # Run by Slurm, a script starts its experiment on the nodes it was given, watches it, and decides what comes next:
 #
 #     every rank ended with 0        done, exit 0
@@ -37,6 +39,7 @@ enter_job() {
     mkdir -p "$JOB"
     ln -sfn "job-$SLURM_JOB_ID" "$RUN/slurm/latest"
     keep_code
+    mapfile -t history < <(cat "$JOB/attempts" 2>/dev/null)
     mapfile -t allocated < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     phase "started on ${allocated[*]}, restart $restart"
     ((${#allocated[@]} >= NODES)) || refuse "the job has ${#allocated[@]} nodes and NODES=$NODES: submit with --nodes=$NODES"
@@ -88,8 +91,114 @@ newest_checkpoint() {
     echo "$found"
 }
 
+# Sets `chosen`, the nodes of this attempt: the first of the allocation that pass the checks. Leaves when they are too few.
 choose_nodes() {
-    chosen=("${allocated[@]:0:NODES}")
+    local candidates=() fit=() node verdict
+    declare -gA unfit=() silent=() down=()
+    for node in $(down_nodes); do down[$node]=1; done
+    for node in "${allocated[@]}"; do [[ -n ${down[$node]:-} ]] || candidates+=("$node"); done
+    while read -r node verdict; do
+        case $verdict in
+            ok) fit+=("$node") ;;
+            silent) silent[$node]=1 ;;
+            *) unfit[$node]=$verdict && phase "$node is left out, $verdict" ;;
+        esac
+    done < <(preflight "${candidates[@]}")
+    phase "checked: ${#fit[@]} of ${#allocated[@]} nodes are fit; no answer: ${!silent[*]}; down: ${!down[*]}"
+    if [[ -n $asked ]]; then leave_for_later; fi
+    if ((${#fit[@]} < NODES)); then too_few; fi
+    chosen=("${fit[@]:0:NODES}")
+}
+
+# Nodes of the allocation that Slurm has given up.
+down_nodes() {
+    sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,drain,fail --format=%N | sort -u
+}
+
+# Prints a verdict per node. A dead node may take the whole step with it: who said nothing is asked again, alone.
+preflight() {
+    local folder=$ATTEMPT/preflight node token=$RANDOM$RANDOM
+    mkdir -p "$folder"
+    echo "$token" >"$folder/token"
+    check_on "$@"
+    for node in "$@"; do
+        [[ -s $folder/$node.json ]] || check_on "$node" &
+    done
+    wait
+    "$PYTHON" -P "$CODE/grpo_mega/platform/preflight.py" judge --folder "$folder" --nodes "$@"
+}
+
+check_on() {
+    local container=()
+    containers
+    timeout "$CHECK_SECONDS" srun --nodes=$# --ntasks=$# --ntasks-per-node=1 --nodelist="$(list "$@")" --wait=5 \
+        "${container[@]}" "$PYTHON" -P "$CODE/grpo_mega/platform/preflight.py" check --folder "$folder" \
+        --gpus "$GPUS_PER_NODE" --free-mb "$MIN_FREE_MB" --token "$token" >>"$folder/log" 2>&1
+}
+
+# Too few nodes: those that Slurm has given up are replaced when the job is queued again, others must be excluded.
+too_few() {
+    local node all=("${allocated[@]}")
+    await_slurms_verdict
+    if ((${#unfit[@]} + ${#silent[@]} == 0)); then leave_for_later; fi
+    {
+        echo "too few nodes are fit for NODES=$NODES:"
+        for node in "${!unfit[@]}"; do echo "    $node ${unfit[$node]}"; done
+        for node in "${!silent[@]}"; do echo "    $node does not answer"; done
+    } | tee -a "$JOB/report.txt" >&2
+    if ((${#unfit[@]} + ${#silent[@]} == ${#all[@]})); then
+        status unfit
+        echo "error: no node of this job is fit, so others are not tried; see $JOB/report.txt" >&2
+        exit "$UNFIT"
+    fi
+    resubmit "${!unfit[@]}" "${!silent[@]}"
+}
+
+# A node that does not answer is dead or cut off. Slurm finds out after its SlurmdTimeout, and then takes the job away,
+# or with --no-kill only the node.
+await_slurms_verdict() {
+    local deadline=$((SECONDS + NOTICE_SECONDS)) node
+    while ((${#silent[@]})) && ((SECONDS < deadline)); do
+        sleep 1
+        if [[ -n $asked ]]; then leave_for_later; fi
+        for node in $(down_nodes); do unset "silent[$node]"; done
+    done
+}
+
+# A new job with the same script, settings and options that leaves the nodes `$@` out, and starts when this one is over.
+resubmit() {
+    local without=("$@") count=${GRPO_MEGA_RESUBMISSION:-0} job options script name excluded unset=()
+    if ((count >= MAX_RESUBMISSIONS)); then
+        status unfit
+        echo "error: this is resubmission $count of $MAX_RESUBMISSIONS (MAX_RESUBMISSIONS); see $JOB/report.txt" >&2
+        exit "$UNFIT"
+    fi
+    job=$(scontrol show job -o "$SLURM_JOB_ID")
+    excluded=$(field ExcNodeList "$job")
+    options=(--nodes="${#allocated[@]}" --exclude="$(list "${without[@]}")${excluded:+,$excluded}"
+        --dependency="afterany:$SLURM_JOB_ID" --job-name="$SLURM_JOB_NAME" --partition="$(field Partition "$job")"
+        --time="$(field TimeLimit "$job")" --output="$RUN/slurm/job-%j.log" --comment="$RUN")
+    for name in Account QOS Reservation; do
+        if [[ -n $(field "$name" "$job") ]]; then options+=("--${name,,}=$(field "$name" "$job")"); fi
+    done
+    script=$CODE/slurm/$(basename "$(field Command "$job")")
+    for name in ${!SLURM_*}; do [[ $name == SLURM_CONF ]] || unset+=(-u "$name"); done
+    export GRPO_MEGA_RESUBMISSION=$((count + 1)) GRPO_MEGA_CODE
+    if ! job=$(env "${unset[@]}" sbatch --parsable "${options[@]}" "$script" "${user[@]}"); then
+        status unfit
+        echo "error: Slurm takes no job without ${without[*]}; see $JOB/report.txt" >&2
+        exit "$UNFIT"
+    fi
+    status resubmitted
+    phase "job $job goes on without ${without[*]}"
+    exit 0
+}
+
+# A field of what `scontrol show job -o` says; empty for (null).
+field() {
+    local found
+    found=$(grep -oP "(^| )$1=\K\S+" <<<"$2" | head -n 1)
+    [[ $found == "(null)" ]] || echo "$found"
 }
 
 # Starts the ranks, and comes back when all of them are gone. Sets `hung`.
@@ -126,18 +235,19 @@ containers() {
 
 # Passes a request to stop on, again and again, for a rank that starts may miss it; ends ranks that hang.
 watch_attempt() {
-    local beat='' new since=$SECONDS stopping=''
+    local beat='' new since=$SECONDS bound=$START_SECONDS stopping=''
     while kill -0 "$srun_id" 2>/dev/null; do
         nap "$POLL_SECONDS"
         status running
         new=$(cat "$ATTEMPT/rank-0000.beat" 2>/dev/null)
-        if [[ $new != "$beat" ]]; then beat=$new since=$SECONDS; fi
+        if [[ $new != "$beat" ]]; then beat=$new since=$SECONDS bound=$HANG_SECONDS; fi
         if [[ -n $asked ]]; then
             if [[ -z $stopping ]]; then stopping=$SECONDS && phase "asked to stop by SIG$asked"; fi
             signal_ranks USR1
             ((SECONDS - stopping <= STOP_SECONDS)) || end_hung "did not stop within $STOP_SECONDS s"
-        elif ((SECONDS - since > HANG_SECONDS)); then
-            end_hung "no sign of life from rank 0 for $HANG_SECONDS s, last: ${beat:-none}"
+        elif ((SECONDS - since > bound)); then
+            read -r new <<<"$beat"
+            end_hung "no sign of life from rank 0 for $bound s, last phase: ${new:-none}"
         fi
     done
 }
@@ -185,7 +295,8 @@ outcome() {
 
 note_attempt() {
     outcome=$(outcome)
-    echo "$restart $attempt $outcome $(newest_checkpoint)" >>"$JOB/attempts"
+    history+=("$restart $attempt $outcome $(newest_checkpoint)") # also in memory: the disk may be full
+    echo "${history[-1]}" >>"$JOB/attempts"
     phase "attempt $attempt $outcome"
     status "$outcome"
 }
@@ -211,7 +322,7 @@ failures_here() {
     here=$(newest_checkpoint)
     while read -r _ _ how where; do
         if [[ $how =~ ^(failed|hung)$ && $where == "$here" ]]; then count=$((count + 1)); else count=0; fi
-    done <"$JOB/attempts"
+    done < <(printf '%s\n' "${history[@]}")
     echo "$count"
 }
 
@@ -234,6 +345,16 @@ behind() {
     grep -l "^${fewest%% *} " "$ATTEMPT"/rank-*.beat 2>/dev/null | xargs -r -n 1 basename -s .beat | paste -sd' '
 }
 
+# Ranks by the innermost line of their stacks, the rare ones first: who hangs is seldom where those are that wait for it.
+places() {
+    local file
+    for file in "$ATTEMPT"/rank-*.log; do
+        echo "$(basename "$file" .log)$(grep -A 1 '^Current thread' "$file" | tail -n 1)"
+    done | awk '{ rank = $1; $1 = ""; ranks[$0] = ranks[$0] " " rank; count[$0]++ }
+        END { for (place in ranks) print count[place], "at" (place == "" ? " an unknown place" : place) ":" ranks[place] }' |
+        sort -n | cut -c 1-500 | sed 's/^/    /'
+}
+
 last_lines() {
     [[ -z $1 ]] || tail -n 25 "$1.log"
 }
@@ -244,7 +365,9 @@ report() {
     {
         echo "attempt $attempt, restart $restart, on ${chosen[*]}: $outcome${hung:+: $hung}"
         if [[ $outcome == hung ]]; then
-            echo "the others wait for: $(behind); stacks are in $ATTEMPT/rank-*.log"
+            echo "behind the others: $(behind)"
+            echo "where each rank is (whole stacks in $ATTEMPT/rank-*.log):"
+            places
         elif [[ -n $first ]]; then
             rank=$((10#${first##*-}))
             echo "first to fail: rank $rank on ${chosen[rank / RANKS_PER_NODE]}, exit code $(cat "$first.code" 2>/dev/null || echo none)," \

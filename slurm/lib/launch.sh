@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by the scripts in slurm/. `launch SETTING...` checks and submits when a person runs the script, and runs the
-# experiment when Slurm does. What each variable means: docs/clusters.md.
+# Sourced by the scripts in slurm/. `launch SETTING... -- "$@"` checks and submits when a person runs the script, and
+# runs the experiment when Slurm does. What each variable means: docs/clusters.md.
 set -uo pipefail
 
 CODE=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -13,6 +13,9 @@ LIB=$CODE/slurm/lib
 . "$LIB/job.sh"
 
 launch() {
+    own=()
+    while [[ $1 != -- ]]; do own+=("$1") && shift; done
+    user=("${@:2}")
     load_profile
-    if [[ -n ${SLURM_JOB_ID:-} ]]; then run_job "$@"; else submit "$@"; fi
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then run_job "${own[@]}" "${user[@]}"; else submit "${user[@]}"; fi
 }

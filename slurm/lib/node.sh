@@ -40,4 +40,7 @@ while :; do
     wait $!
     kill -0 $! 2>/dev/null || break
 done
+for file in "${files[@]}"; do # helpers of a rank that was killed live on, and would into the next attempt
+    [[ ! -s $file.group ]] || kill -KILL -- "-$(<"$file.group")" 2>/dev/null
+done
 all_well

@@ -1,14 +1,16 @@
 # shellcheck shell=bash
+# shellcheck disable=SC2154 # launch.sh sets `own`
 # Run by hand, a script checks everything that can be known now, copies the code, and submits itself.
 
+# The arguments are the user's; `own` holds the script's settings, which it adds again when Slurm runs it.
 submit() {
     local word options=() settings=()
     for word in "$@"; do
         if [[ $word == -* ]]; then options+=("$word"); else settings+=("$word"); fi
     done
     command -v sbatch >/dev/null || refuse "there is no Slurm here (no sbatch): log in to a machine of the cluster, or" \
-        "run without it: torchrun --standalone --nproc-per-node N -m grpo_mega.train ${settings[*]}"
-    ask_configuration "${settings[@]}"
+        "run without it: torchrun --standalone --nproc-per-node N -m grpo_mega.train ${own[*]} ${settings[*]}"
+    ask_configuration "${own[@]}" "${settings[@]}"
     options=(--nodes=$((NODES + SPARES)) "${options[@]}")
     if ((SPARES)); then options+=(--no-kill); fi
     check_slurm_takes "$0" "${options[@]}"

@@ -58,11 +58,11 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 ReturnToService=2
 # How soon a dead node is noticed.
-SlurmdTimeout=2
-MessageTimeout=2
-TCPTimeout=1
+SlurmdTimeout=5
+MessageTimeout=4
+TCPTimeout=2
 KillWait={kill_wait}
-UnkillableStepTimeout=10
+UnkillableStepTimeout=60
 MinJobAge=3600
 CompleteWait=0
 JobRequeue=1
@@ -82,7 +82,7 @@ def missing() -> str:
 class Cluster:
     """Slurm daemons below `root`, which must be a short path: Unix sockets lie in it."""
 
-    def __init__(self, root: Path, nodes: int, cpus: int = 16, gpus: int = 0, kill_wait: int = 10) -> None:
+    def __init__(self, root: Path, nodes: int, cpus: int = 16, gpus: int = 0, kill_wait: int = 30) -> None:
         self.root = root.resolve()
         self.nodes = [f"node{number}" for number in range(1, nodes + 1)]
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -165,7 +165,11 @@ class Cluster:
         for node in self.nodes:
             if self._daemons[node].poll() is not None:
                 self.start_node(node)
-        wait_until(lambda: set(self.node_states().values()) == {"idle"}, "not every node is idle again")
+        self.wait_idle()
+
+    def wait_idle(self) -> None:
+        """Waits until every node is idle."""
+        wait_until(lambda: set(self.node_states().values()) == {"idle"}, "not every node is idle")
 
     def stop(self) -> None:
         """SIGKILL to everything: the state is thrown away, nobody is owed a clean end."""

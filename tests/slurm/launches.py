@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,17 +73,19 @@ class Launch:
         return state
 
 
-def start(cluster: Cluster, name: str, *arguments: str, script: str = "tiny", fault: str = "", **environment: str):
-    """Runs slurm/SCRIPT.sh by hand, as a user would; the completed process."""
+def start(
+    cluster: Cluster, name: str, *arguments: str, script: str = "tiny", fault: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs slurm/SCRIPT.sh by hand, as a user would, for a run called `name`."""
     own = ENVIRONMENT | environment | ({FAULT: fault} if fault else {})
     settings = [*SMALL, f"run.name={name}", f"run.root={cluster.root}/runs", *arguments]
     return cluster.run(REPOSITORY / "slurm" / f"{script}.sh", *settings, **own)
 
 
 def submit(cluster: Cluster, name: str, *arguments: str, fault: str = "", **environment: str) -> Launch:
-    """Submits slurm/tiny.sh for a run called `name`."""
+    """Submits slurm/tiny.sh."""
     made = start(cluster, name, *arguments, fault=fault, **environment)
     assert made.returncode == 0, made.stderr
-    found = re.search(r"Submitted batch job (\d+)", made.stdout)
+    found = re.search(r"Submitted batch job (\d+)\nrun directory (\S+);", made.stdout)
     assert found, made.stdout
-    return Launch(cluster, int(found[1]), cluster.root / "runs" / name)
+    return Launch(cluster, int(found[1]), Path(found[2]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -84,18 +87,19 @@ def log_of(launch: Launch, attempt: str, rank: int) -> str:
 
 def test_a_preempted_run_saves_and_continues_when_the_urgent_one_is_over(cluster, peace, caught):
     launch = caught("hold", 0, "run.save_every=0")
-    urgent = cluster.run("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--wrap=sleep 1")
+    urgent = cluster.run("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 1")
     assert cluster.wait(int(urgent.stdout))["JobState"] == "COMPLETED"
     assert_as_in(peace, launch)
     assert "continuing behind step 2" in log_of(launch, "restart-1-attempt-1", 0)
 
 
 def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluster, peace, caught):
-    launch = caught("hang", 1, HANG_SECONDS="12")
+    launch = caught("hang", 1, HANG_SECONDS="20")
     assert_as_in(peace, launch)
     assert cluster.job(launch.number)["Restarts"] == "0"
     assert "in hang" in log_of(launch, "restart-0-attempt-1", 1)
-    assert "no sign of life from rank 0 for 12 s" in launch.log
+    assert "no sign of life from rank 0 for 20 s" in launch.log
+    assert "in hang: rank-0001" in (launch.files / "report.txt").read_text()
 
 
 def test_a_rank_that_is_killed_is_started_again_with_the_others(cluster, peace, caught):
@@ -127,3 +131,62 @@ def test_a_cancelled_run_saves_does_not_come_back_and_can_be_continued(cluster, 
     again = submit(cluster, launch.run.name, "run.save_every=0")
     assert_as_in(peace, again)
     assert "continuing behind step 2" in log_of(again, "restart-0-attempt-1", 0)
+
+
+@pytest.fixture
+def unfit(cluster: Cluster) -> Iterator[str]:
+    """A node with too little shared memory; the first that Slurm gives to a job."""
+    cluster.kill_node("node1")
+    cluster.start_node("node1", prepare="mount -t tmpfs -o size=1m none /dev/shm")
+    cluster.wait_idle()
+    yield "node1"
+    cluster.kill_node("node1")
+    cluster.revive()
+
+
+def test_a_spare_takes_the_place_of_a_node_that_fails_the_checks(cluster, peace, unfit):
+    launch = submit(cluster, "spare", SPARES="1")
+    assert_as_in(peace, launch)
+    assert "node1 is left out, unfit: /dev/shm has 1 MiB free" in launch.log
+    assert "attempt 1 on node2 node3" in launch.log
+
+
+def test_without_a_spare_a_new_job_leaves_the_node_out(cluster, peace, unfit):
+    launch = submit(cluster, "resubmitted")
+    assert launch.finish() == "COMPLETED"
+    assert launch.status["state"] == "resubmitted"
+    assert "node1 unfit: /dev/shm has 1 MiB free" in (launch.files / "report.txt").read_text()
+    (number,) = cluster.jobs()
+    follower = Launch(cluster, number, launch.run)
+    assert_as_in(peace, follower)
+    assert cluster.job(number)["ExcNodeList"] == "node1"
+    assert "attempt 1 on node2 node3" in follower.log
+
+
+def test_a_spare_takes_the_place_of_a_node_that_dies_and_the_job_keeps_its_nodes(cluster, peace, caught):
+    launch = caught("hold", 0, SPARES="1")
+    dead = launch.log.split("attempt 1 on ")[1].split()[1]
+    cluster.kill_node(dead)
+    assert_as_in(peace, launch)
+    assert cluster.job(launch.number)["Restarts"] == "0"
+    assert "attempt 2 on node1 node3" in launch.log
+
+
+def test_a_disk_that_is_full_at_a_save_loses_nothing_and_says_what_to_do(cluster, peace):
+    root = cluster.root / "small"
+    root.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "none", root], capture_output=True).returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    try:
+        whole = submit(cluster, "full", "run.steps=2", f"run.root={root}")
+        assert whole.finish() == "COMPLETED", whole.log
+        ballast = root / "ballast"
+        ballast.write_bytes(bytes(shutil.disk_usage(root).free - 500_000))
+        launch = submit(cluster, "full", f"run.root={root}", MAX_FAILURES="1", MIN_FREE_MB="0")
+        assert launch.finish() == "FAILED"
+        assert "cannot be written" in (launch.files / "report.txt").read_text()
+        assert "make room" in (launch.files / "report.txt").read_text()
+        ballast.unlink()
+        assert_as_in(peace, submit(cluster, "full", f"run.root={root}"))
+    finally:
+        subprocess.run(["umount", "--lazy", root], check=True)
