@@ -40,7 +40,10 @@ SLOWED_DOWN = 0x8 | 0x40 | 0x80
 
 
 def check(folder: Path, gpus: int, free: int, token: str, node: str) -> dict[str, Any]:
-    """What this node is like, which needs `gpus` GPUs and `free` bytes on its disks: `problems`, `software`, `rates` (unit in the name) and its `clock` at the end."""
+    """What this node is like: `problems`, `software`, `rates` (unit in the name) and its `clock` at the end.
+
+    It needs `gpus` GPUs, `free` bytes on its disks, and `token` in the folder.
+    """
     problems = [*_shared_file_system(folder, token), *_space(folder, gpus, free)]
     software, rates = _software(), {}
     if gpus:
@@ -179,9 +182,10 @@ def judge(folder: Path, nodes: list[str], now: float) -> dict[str, str]:
 
 def _left_by(folder: Path, node: str) -> dict[str, Any] | None:
     try:
-        return json.loads((folder / f"{node}.json").read_text())  # type: ignore[no-any-return]
+        report: dict[str, Any] = json.loads((folder / f"{node}.json").read_text())
     except (OSError, ValueError):
         return None
+    return report
 
 
 def _usual(reports: list[dict[str, Any]], name: str) -> str:

@@ -50,6 +50,7 @@ keep_code() {
     if [[ -z ${GRPO_MEGA_CODE:-} ]]; then
         [[ -s $JOB/code ]] || snapshot >"$JOB/code" || exit "$BAD_INPUT"
         GRPO_MEGA_CODE=$(<"$JOB/code")
+        scontrol update jobid="$SLURM_JOB_ID" comment="$RUN" # where status.sh looks for the run
     fi
     CODE=$GRPO_MEGA_CODE LIB=$GRPO_MEGA_CODE/slurm/lib
     PYTHONPATH=$CODE:$CODE/kernels:$PYTHONPATH

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster import Cluster, wait_until
+from slurm_rewards import FAULT
 
 from grpo_mega.observe.metrics import read_metrics
-from slurm_rewards import FAULT
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -74,18 +74,36 @@ class Launch:
 
 
 def start(
-    cluster: Cluster, name: str, *arguments: str, script: str = "tiny", fault: str = "", **environment: str
+    cluster: Cluster, name: str, *arguments: str, fault: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs slurm/SCRIPT.sh by hand, as a user would, for a run called `name`."""
-    own = ENVIRONMENT | environment | ({FAULT: fault} if fault else {})
+    """Runs slurm/tiny.sh by hand, as a user would, for a run called `name`."""
     settings = [*SMALL, f"run.name={name}", f"run.root={cluster.root}/runs", *arguments]
-    return cluster.run(REPOSITORY / "slurm" / f"{script}.sh", *settings, **own)
+    return cluster.run(REPOSITORY / "slurm" / "tiny.sh", *settings, **_environment(fault, environment))
 
 
 def submit(cluster: Cluster, name: str, *arguments: str, fault: str = "", **environment: str) -> Launch:
-    """Submits slurm/tiny.sh."""
-    made = start(cluster, name, *arguments, fault=fault, **environment)
+    """Submits slurm/tiny.sh by running it."""
+    return submitted(cluster, start(cluster, name, *arguments, fault=fault, **environment))
+
+
+def submitted(cluster: Cluster, made: subprocess.CompletedProcess[str]) -> Launch:
+    """What a script of slurm/ has submitted."""
     assert made.returncode == 0, made.stderr
     found = re.search(r"Submitted batch job (\d+)\nrun directory (\S+);", made.stdout)
     assert found, made.stdout
     return Launch(cluster, int(found[1]), Path(found[2]))
+
+
+def submit_as_it_is(cluster: Cluster, name: str, *arguments: str, fault: str = "", **environment: str) -> Launch:
+    """Gives slurm/tiny.sh to sbatch, from the repository."""
+    run = cluster.root / "runs" / name
+    (run / "slurm").mkdir(parents=True)
+    command = ["sbatch", "--parsable", f"--output={run}/slurm/job-%j.log", "slurm/tiny.sh"]
+    settings = [*SMALL, f"run.name={name}", f"run.root={cluster.root}/runs", *arguments]
+    made = cluster.run(*command, *settings, cwd=REPOSITORY, **_environment(fault, environment))
+    assert made.returncode == 0, made.stderr
+    return Launch(cluster, int(made.stdout), run)
+
+
+def _environment(fault: str, more: dict[str, str]) -> dict[str, str]:
+    return ENVIRONMENT | more | ({FAULT: fault} if fault else {})

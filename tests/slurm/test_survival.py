@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, wait_until
-from launches import Launch, submit
+from launches import REPOSITORY, Launch, submit, submit_as_it_is
 from train_jobs import half_written, numbers, saved, without_seconds
 
 
@@ -27,10 +27,10 @@ def peace(cluster: Cluster) -> Path:
 def caught(cluster: Cluster, peace: Path, request: pytest.FixtureRequest):
     """Submits a run that strikes once, and waits until it does."""
 
-    def catch(kind: str, rank: int, *arguments: str, **environment: str) -> Launch:
+    def catch(kind: str, rank: int, *arguments: str, how=submit, **environment: str) -> Launch:
         name = request.node.name
         file = cluster.root / f"{name}.struck"
-        launch = submit(cluster, name, *arguments, fault=f"{kind} 2 {rank} {file}", **environment)
+        launch = how(cluster, name, *arguments, fault=f"{kind} 2 {rank} {file}", **environment)
         wait_until(lambda: file.exists() or launch.number not in cluster.jobs(), "the fault does not strike")
         assert file.exists(), launch.log
         return launch
@@ -73,7 +73,7 @@ def test_the_node_of_the_batch_script_may_die_too(cluster, peace, caught):
 
 
 def test_ahead_of_the_time_limit_a_run_saves_and_goes_back_into_the_queue(cluster, peace, caught):
-    launch = caught("hold", 0, "run.save_every=0")
+    launch = caught("hold", 0, "run.save_every=0", how=submit_as_it_is)
     cluster.run("scancel", "--batch", "--signal=USR1", launch.number)
     assert_as_in(peace, launch)
     assert cluster.job(launch.number)["Restarts"] == "1"
@@ -95,6 +95,10 @@ def test_a_preempted_run_saves_and_continues_when_the_urgent_one_is_over(cluster
 
 def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluster, peace, caught):
     launch = caught("hang", 1, HANG_SECONDS="20")
+    told = cluster.run(REPOSITORY / "slurm" / "status.sh", launch.number).stdout
+    assert f"state=running job={launch.number} restart=0 attempt=1 step=" in told
+    assert "2 ranks  reward (phase " in told
+    assert "rank-0000 rank-0001" in told
     assert_as_in(peace, launch)
     assert cluster.job(launch.number)["Restarts"] == "0"
     assert "in hang" in log_of(launch, "restart-0-attempt-1", 1)
