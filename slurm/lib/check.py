@@ -11,8 +11,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+try:
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+except ImportError as error:
+    sys.exit(
+        f"error: {sys.executable} has no {error.name}: set PYTHON, or with a container HOST_PYTHON, to an interpreter "
+        "(3.11 or newer) with `pip install hydra-core`, or run `make .venv/.ready`"
+    )
 
 from grpo_mega.config.load import compose_config, explained, identity
 from grpo_mega.config.rules import check_layout

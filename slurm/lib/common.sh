@@ -6,7 +6,7 @@ BAD_INPUT=2 # exit code: the input cannot run, nothing was started
 UNFIT=3     # exit code: too few nodes pass the checks
 STOPPED=75  # exit code of a rank that saved because it was asked to stop
 
-SETTINGS=(NODES RANKS_PER_NODE GPUS_PER_NODE SPARES CLUSTER RUNTIME IMAGE MOUNTS PYTHON START_SECONDS HANG_SECONDS
+SETTINGS=(NODES RANKS_PER_NODE GPUS_PER_NODE SPARES CLUSTER RUNTIME IMAGE MOUNTS PYTHON HOST_PYTHON START_SECONDS HANG_SECONDS
     STOP_SECONDS CHECK_SECONDS NOTICE_SECONDS POLL_SECONDS MIN_FREE_MB MAX_FAILURES MAX_RESUBMISSIONS)
 
 refuse() {
@@ -24,7 +24,9 @@ load_profile() {
     # shellcheck source=slurm/clusters/default.env
     . "$profile"
     set +a
-    : "${SPARES:=0}" "${RUNTIME:=bare}" "${IMAGE:=}" "${MOUNTS:=}" "${PYTHON:=$(default_python)}"
+    : "${SPARES:=0}" "${RUNTIME:=bare}" "${IMAGE:=}" "${MOUNTS:=}"
+    if [[ $RUNTIME == bare ]]; then : "${PYTHON:=$(host_python)}" "${HOST_PYTHON:=$PYTHON}"; fi
+    : "${PYTHON:=python3}" "${HOST_PYTHON:=$(host_python)}"
     : "${START_SECONDS:=1800}" "${HANG_SECONDS:=3600}" "${STOP_SECONDS:=240}" "${CHECK_SECONDS:=180}"
     : "${NOTICE_SECONDS:=400}" "${POLL_SECONDS:=5}" "${MIN_FREE_MB:=1024}"
     : "${MAX_FAILURES:=3}" "${MAX_RESUBMISSIONS:=3}"
@@ -37,8 +39,8 @@ profiles() {
     for file in "$CODE"/slurm/clusters/*.env; do basename "$file" .env; done | paste -sd' '
 }
 
-default_python() {
-    if [[ $RUNTIME == bare && -x $PWD/.venv/bin/python ]]; then echo "$PWD/.venv/bin/python"; else echo python3; fi
+host_python() {
+    if [[ -x $PWD/.venv/bin/python ]]; then echo "$PWD/.venv/bin/python"; else echo python3; fi
 }
 
 # RUNTIME=bare|apptainer|pyxis decides how a node's task gets its software.
@@ -56,7 +58,7 @@ check_runtime() {
 
 # Sets RUN, the run directory, after checking settings, layout and the directory's experiment.
 ask_configuration() {
-    RUN=$("$PYTHON" -P "$LIB/check.py" --ranks $((NODES * RANKS_PER_NODE)) -- "$@") || exit "$BAD_INPUT"
+    RUN=$("$HOST_PYTHON" -P "$LIB/check.py" --ranks $((NODES * RANKS_PER_NODE)) -- "$@") || exit "$BAD_INPUT"
 }
 
 # Copies the code into the run directory, under the digest of its content, and prints where. Large files stay out: they

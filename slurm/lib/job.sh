@@ -126,7 +126,7 @@ preflight() {
         [[ -s $folder/$node.json ]] || check_on "$node" &
     done
     wait
-    "$PYTHON" -P "$CODE/grpo_mega/platform/preflight.py" judge --folder "$folder" --nodes "$@"
+    "$HOST_PYTHON" -P "$CODE/grpo_mega/platform/preflight.py" judge --folder "$folder" --nodes "$@"
 }
 
 check_on() {
@@ -305,7 +305,7 @@ note_attempt() {
 decide() {
     case $outcome in
         completed) exit 0 ;;
-        refused) refuse "$(last_lines "$(first_to_fail)")" ;;
+        refused) last_lines "$(first_to_fail)" >&2 && exit "$BAD_INPUT" ;;
         stopped) leave_for_later ;;
     esac
     report

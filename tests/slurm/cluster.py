@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+SMALL_DISK = "small"
+"""Folder of a cluster that may be a file system of its own, of 40 MiB."""
 INSTALL = "apt-get install -y --no-install-recommends slurm-wlm"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/local/sbin"

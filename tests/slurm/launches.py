@@ -31,6 +31,7 @@ SMALL = [
 """Four steps of a second or less, from random weights."""
 ENVIRONMENT = {
     "PYTHON": sys.executable,
+    "HOST_PYTHON": sys.executable,
     "PYTHONPATH": str(HERE),
     "OMP_NUM_THREADS": "1",
     "RANKS_PER_NODE": "1",

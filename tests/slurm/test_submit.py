@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 
 import pytest
 from cluster import Cluster
@@ -45,6 +46,14 @@ def test_what_cannot_run_is_not_queued(cluster, arguments, environment, words):
     made = start(cluster, "refused", *arguments, **environment)
     assert_refused(cluster, made, *words)
     assert not (cluster.root / "runs" / "refused").exists()
+
+
+def test_an_interpreter_without_hydra_is_named(cluster):
+    bare = cluster.root / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    made = start(cluster, "refused", HOST_PYTHON=str(bare))
+    assert_refused(cluster, made, "has no hydra", "set PYTHON", "pip install hydra-core")
 
 
 def test_the_directory_of_another_experiment_is_not_touched(cluster):
