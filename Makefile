@@ -36,7 +36,7 @@ The others make $(VENV) when it is missing or older than pyproject.toml. Variabl
                     make test: further pytest options, such as '-k advantage'
 endef
 
-.PHONY: help train test test-sglang lint clean
+.PHONY: help train test test-sglang slurm lint clean
 
 help:
 	@: $(info $(HELP))
@@ -44,15 +44,23 @@ help:
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m grpo_mega.train experiment=$(EXPERIMENT) $(ARGS)
 
-test: $(READY)
+test: $(READY) slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 test-sglang: $(SGLANG_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_VENV)/before:$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)
 
+# tests/slurm start a Slurm of their own. Where it cannot be installed they are skipped, and say what to do.
+slurm:
+	@PATH="$$PATH:/usr/sbin"; command -v slurmctld >/dev/null || { \
+	    test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Slurm for tests/slurm." && \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm >/dev/null; } || \
+	    echo "Slurm is not installed: tests/slurm will be skipped." >&2
+
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/shellcheck -x slurm/*.sh slurm/lib/*.sh
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 

@@ -16,6 +16,7 @@ from grpo_mega.config.load import identity, to_yaml
 from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.data import Data
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.observe.heartbeat import Heartbeat
 from grpo_mega.observe.logs import setup_rank_logging
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.run_dir import open_run_dir
@@ -47,7 +48,7 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
     setup_rank_logging(path, dist.get_rank())
     topology = join_layout(config.layout, config.run.seed)
     recorder = Recorder(config.run, path, main)
-    timer = PhaseTimer()
+    timer = PhaseTimer(Heartbeat())
     decode, vocabulary = partial(_text, data.tokenizer), _vocabulary(config.model, data.tokenizer)
     sglang: SGLangEngine | None = None
     try:

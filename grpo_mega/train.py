@@ -8,6 +8,7 @@ Starting the same command again continues the run at its newest checkpoint.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -17,15 +18,16 @@ import time
 import traceback
 
 import hydra
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega import platform
-from grpo_mega.config.load import config_dir, load
+from grpo_mega.config.load import config_dir, explained, load
 from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import Config
 from grpo_mega.data import build_data
+from grpo_mega.observe.heartbeat import mark_failed
 from grpo_mega.platform.stop import SIGNALS, Stopped
 from grpo_mega.reward.compose import build_reward
 
@@ -58,6 +60,7 @@ def main(raw: DictConfig) -> None:
     except Stopped as stopped:
         _leave(str(stopped), STOPPED)
     except Exception:
+        mark_failed()
         logging.getLogger("uncaught").critical("this rank ends", exc_info=True)
         traceback.print_exc()
         _leave("failed; the same command continues at the newest checkpoint", FAILED)
@@ -111,16 +114,12 @@ def _leave(message: str, code: int) -> None:
 
 def run() -> None:
     """Reports what hydra refuses as everything else is reported."""
+    faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, and goes on
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, do not print
     try:
         main()
-    except MissingConfigException as error:
-        _refuse(f"error: {' '.join(str(error).partition('Config search path')[0].split())}")
     except HydraException as error:
-        cause = f" ({str(error.__cause__).splitlines()[0]})" if error.__cause__ else ""
-        _refuse(
-            f"error: {str(error).splitlines()[0]}{cause}; fields are in grpo_mega/config/schema.py, options in configs/"
-        )
+        _refuse(f"error: {explained(error)}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_mega.config.rules import check_complete, check_config
@@ -63,6 +64,14 @@ def compose_config(overrides: list[str]) -> Config:
     """The configuration that the entry point would see with `overrides` as its command line."""
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         return load(compose("config", overrides))
+
+
+def explained(error: HydraException) -> str:
+    """What hydra refuses, in a line that says where to look."""
+    if isinstance(error, MissingConfigException):
+        return " ".join(str(error).partition("Config search path")[0].split())
+    cause = f" ({str(error.__cause__).splitlines()[0]})" if error.__cause__ else ""
+    return f"{str(error).splitlines()[0]}{cause}; fields are in grpo_mega/config/schema.py, options in configs/"
 
 
 def to_yaml(config: Config) -> str:

@@ -1,7 +1,7 @@
 """The run directory: one experiment, one live process.
 
     runs/NAME/  config.yaml  run.json  run.lock  metrics.jsonl  samples/  checkpoints/  tensorboard/  logs/
-                summary.json  curves.png
+                summary.json  curves.png  slurm/
 
 `run.json` holds the identity of the experiment: the part of the configuration that must not change between starts.
 """
@@ -20,6 +20,8 @@ from grpo_mega.observe.files import write_atomic
 
 IDENTITY = "run.json"
 LOCK = "run.lock"
+LAUNCHER = "slurm"
+"""The launcher's folder: code and logs of jobs, there before the run begins."""
 FOLDERS = ("samples", "checkpoints", "logs")
 WAY_OUT = "choose another run.name or delete the directory"
 
@@ -62,13 +64,20 @@ def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any]) -> R
     return RunDir(path, lock)
 
 
+def check_run_dir(path: Path, *, identity: dict[str, Any]) -> None:
+    """Raises what `open_run_dir` would raise over a directory that is not in use, and writes nothing."""
+    _refuse_foreign(path)
+    if (path / IDENTITY).exists():
+        _compare(path, json.loads(json.dumps(identity)))
+
+
 def _refuse_foreign(path: Path) -> None:
     """Refuses what is not a run directory; one whose creation was cut short counts as a run directory."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is not a directory: {WAY_OUT}")
     if not path.exists() or (path / IDENTITY).exists():
         return
-    foreign = sorted({entry.name for entry in path.iterdir()} - {LOCK, f".{IDENTITY}.tmp"})
+    foreign = sorted({entry.name for entry in path.iterdir()} - {LOCK, LAUNCHER, f".{IDENTITY}.tmp"})
     if foreign:
         raise ValueError(f"{path} is not a run directory (no {IDENTITY}) but holds {', '.join(foreign[:5])}: {WAY_OUT}")
 
@@ -91,10 +100,15 @@ def _claim(path: Path, identity: dict[str, Any]) -> None:
     """Writes the identity of a new run, or compares it with the one that is there."""
     file = path / IDENTITY
     wanted = json.loads(json.dumps(identity))
-    if not file.exists():
+    if file.exists():
+        _compare(path, wanted)
+    else:
         write_atomic(file, json.dumps(wanted, indent=2) + "\n")
-        return
-    found = _read_identity(file)
+
+
+def _compare(path: Path, wanted: dict[str, Any]) -> None:
+    """Refuses a run directory whose identity is not the `wanted` one, as JSON knows it."""
+    found = _read_identity(path / IDENTITY)
     differing = [key for key in sorted({*wanted, *found}) if _shown(wanted, key) != _shown(found, key)]
     if differing:
         lines = [f"  {key}: {_shown(found, key)} there, {_shown(wanted, key)} now" for key in differing]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -23,7 +23,9 @@ class PhaseTimer:
     Work a GPU still has queued when a phase ends is not waited for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
+        """Also calls `on_phase` with the name of every phase that begins."""
+        self._on_phase = on_phase
         self._step: dict[str, Seconds] = {}
         self._run: dict[str, Seconds] = {}
         self._current: str | None = None
@@ -34,6 +36,8 @@ class PhaseTimer:
         if self._current is not None:
             raise ValueError(f"phase {phase!r} starts inside phase {self._current!r}: end that one first")
         self._current = phase
+        if self._on_phase:
+            self._on_phase(phase)
         wall, cpu = time.perf_counter(), time.process_time()
         try:
             yield

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# DeepSeekMath's GRPO on its 7B model: one node of 8 H100 with 80 GB.
+#
+#     slurm/deepseekmath_7b.sh --partition=NAME --account=NAME run.init_from=/path/to/deepseek-math-7b-instruct
+#
+#SBATCH --job-name=deepseekmath_7b
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=2-00:00:00
+#SBATCH --signal=B:USR1@900
+#SBATCH --requeue
+#SBATCH --open-mode=append
+: "${NODES:=1}" "${RANKS_PER_NODE:=8}" "${GPUS_PER_NODE:=8}" "${STOP_SECONDS:=840}" "${HANG_SECONDS:=5400}"
+# shellcheck source=slurm/lib/launch.sh
+. "${GRPO_MEGA_CODE:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}/slurm/lib/launch.sh"
+launch experiment=deepseekmath_7b -- "$@"

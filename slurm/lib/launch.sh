@@ -1,0 +1,21 @@
+# shellcheck shell=bash
+# Sourced by the scripts in slurm/. `launch SETTING... -- "$@"` checks and submits when a person runs the script, and
+# runs the experiment when Slurm does. What each variable means: docs/clusters.md.
+set -uo pipefail
+
+CODE=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+LIB=$CODE/slurm/lib
+# shellcheck source=slurm/lib/common.sh
+. "$LIB/common.sh"
+# shellcheck source=slurm/lib/submit.sh
+. "$LIB/submit.sh"
+# shellcheck source=slurm/lib/job.sh
+. "$LIB/job.sh"
+
+launch() {
+    own=()
+    while [[ $1 != -- ]]; do own+=("$1") && shift; done
+    user=("${@:2}")
+    load_profile
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then run_job "${own[@]}" "${user[@]}"; else submit "${user[@]}"; fi
+}

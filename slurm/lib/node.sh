@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# The task of one node: starts torchrun for the node's ranks and tells them, not torchrun, what Slurm signals.
+#
+# torchrun kills its ranks 30 seconds after a SIGTERM and dies of SIGUSR1. Here it ignores both. Some versions of Slurm
+# signal all processes of a task, others its first only: the ranks hear of it either way.
+set -u
+read -ra names <<<"$NODE_NAMES"
+for node_rank in "${!names[@]}"; do [[ ${names[node_rank]} == "$SLURMD_NODENAME" ]] && break; done
+if ((node_rank == 0)); then echo "$SLURM_JOB_ID.$SLURM_STEP_ID" >"$ATTEMPT/step"; fi
+
+files=()
+for ((i = node_rank * RANKS_PER_NODE; i < (node_rank + 1) * RANKS_PER_NODE; i++)); do
+    files+=("$ATTEMPT/rank-$(printf %04d "$i")")
+done
+
+tell() {
+    local file
+    for file in "${files[@]}"; do
+        if [[ -s $file.pid && ! -e $file.code ]]; then kill -s "$1" "$(<"$file.pid")" 2>/dev/null; fi
+    done
+}
+
+# Whether every rank here finished or saved because it was asked to.
+all_well() {
+    local file
+    for file in "${files[@]}"; do
+        [[ -s $file.code && $(<"$file.code") =~ ^(0|75)$ ]] || return 1
+    done
+}
+
+trap 'tell USR1' TERM USR1
+trap 'tell USR2' USR2
+(
+    trap '' TERM USR1 USR2
+    exec "$PYTHON" -P -m torch.distributed.run --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE" \
+        --node-rank="$node_rank" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
+        --signals-to-handle=SIGINT,SIGQUIT --no-python bash "$LIB/rank.sh" "$@"
+) &
+while :; do
+    wait $!
+    kill -0 $! 2>/dev/null || break
+done
+for file in "${files[@]}"; do # helpers of a rank that was killed live on, and would into the next attempt
+    [[ ! -s $file.group ]] || kill -KILL -- "-$(<"$file.group")" 2>/dev/null
+done
+all_well

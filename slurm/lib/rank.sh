@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# One rank: its output goes to a file, its process id and exit code to others, where torchrun would lose them.
+files=$ATTEMPT/rank-$(printf %04d "$RANK")
+echo $$ >"$files.group" # torchrun gives every rank a process group of its own
+export GRPO_MEGA_SIGNS=$files
+trap : TERM # torchrun signals the process group; this shell stays to see how the training process ends
+(
+    echo "$BASHPID" >"$files.pid"
+    exec "$PYTHON" -P -m grpo_mega.train "$@"
+) >"$files.log" 2>&1
+code=$?
+echo "$code" >"$files.code"
+exit "$code"

@@ -1,0 +1,36 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2154 # launch.sh sets `own`
+# Run by hand, a script checks everything that can be known now, copies the code, and submits itself.
+
+# The arguments are the user's; `own` holds the script's settings, which it adds again when Slurm runs it.
+submit() {
+    local word options=() settings=()
+    for word in "$@"; do
+        if [[ $word == -* ]]; then options+=("$word"); else settings+=("$word"); fi
+    done
+    command -v sbatch >/dev/null || refuse "there is no Slurm here (no sbatch): log in to a machine of the cluster, or" \
+        "run without it: torchrun --standalone --nproc-per-node N -m grpo_mega.train ${own[*]} ${settings[*]}"
+    ask_configuration "${own[@]}" "${settings[@]}"
+    options=(--nodes=$((NODES + SPARES)) "${options[@]}")
+    if ((SPARES)); then options+=(--no-kill); fi
+    check_slurm_takes "$0" "${options[@]}"
+    GRPO_MEGA_CODE=$(snapshot) || exit
+    export GRPO_MEGA_CODE
+    sbatch --output="$RUN/slurm/job-%j.log" --comment="$RUN" "${options[@]}" "$GRPO_MEGA_CODE/slurm/${0##*/}" \
+        "${settings[@]}" || exit "$BAD_INPUT"
+    echo "run directory $RUN; slurm/status.sh $RUN shows how it goes"
+}
+
+# Slurm's own verdict, without queueing anything.
+check_slurm_takes() {
+    local script=$1 said
+    shift
+    if [[ $RUNTIME == pyxis ]] && ! srun --help 2>&1 | grep -q -e --container-image; then
+        refuse "RUNTIME=pyxis, but srun has no --container-image here: ask for the pyxis plugin, or use apptainer or bare"
+    fi
+    if ! said=$(sbatch --test-only "$@" "$script" 2>&1); then
+        refuse "Slurm would not take this job: $said" "it asks for $((NODES + SPARES)) nodes with $GPUS_PER_NODE GPUs" \
+            "what there is (partition, nodes, GPUs, time limit); choose with --partition=NAME, NODES=N and layout=NAME:" \
+            "$(sinfo --noheader --format='    %P %D %G %l')"
+    fi
+}

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# R1-Zero as published, on a DeepSeek-V3 of 671 billion parameters: 256 H200 with 141 GB.
+#
+#     slurm/r1zero_671b_h200.sh --partition=NAME --account=NAME run.init_from=/path/to/DeepSeek-V3-Base
+#
+#SBATCH --job-name=r1zero_671b_h200
+#SBATCH --nodes=32
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=7-00:00:00
+#SBATCH --signal=B:USR1@900
+#SBATCH --requeue
+#SBATCH --open-mode=append
+: "${NODES:=32}" "${RANKS_PER_NODE:=8}" "${GPUS_PER_NODE:=8}" "${STOP_SECONDS:=840}" "${HANG_SECONDS:=5400}"
+# shellcheck source=slurm/lib/launch.sh
+. "${GRPO_MEGA_CODE:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}/slurm/lib/launch.sh"
+launch experiment=r1zero_671b_h200 -- "$@"

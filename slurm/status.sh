@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# How a job goes, and where it hangs: slurm/status.sh JOB, or slurm/status.sh runs/NAME.
+set -uo pipefail
+
+run=${1:-}
+if [[ $run =~ ^[0-9]+$ ]]; then
+    run=$(scontrol show job -o "$1" 2>/dev/null | grep -oP ' Comment=\K\S+')
+    [[ -n $run ]] || { echo "error: Slurm knows no job $1 any more, or it was not submitted by a script of slurm/;" \
+        "name the run directory: slurm/status.sh runs/NAME" >&2 && exit 2; }
+fi
+[[ -f $run/slurm/status ]] || { echo "error: $run has no slurm/status: name a job or a run directory in which a job" \
+    "has started" >&2 && exit 2; }
+
+job=$(readlink -f "$run/slurm/latest")
+attempt=$(find "$job" -maxdepth 1 -name 'restart-*-attempt-*' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2)
+
+cat "$run/slurm/status"
+squeue --noheader --job="${job##*-}" --format='in the queue: %T, nodes %N, ends %e, %r' 2>/dev/null
+echo "phases (seconds since the job started):"
+tail -n 5 "$(find "$job" -name 'phases-*' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2)"
+
+# All ranks enter the same phases: those that entered the fewest are the ones that the others wait for.
+echo "ranks by phases entered and last phase:"
+cat "$attempt"/rank-*.beat 2>/dev/null | sort -n | uniq -c | while read -r ranks count phase; do
+    printf '  %5d ranks  %s (phase %s)' "$ranks" "$phase" "$count"
+    if ((ranks < 9)); then
+        printf ': %s' "$(grep -l "^$count " "$attempt"/rank-*.beat | xargs -n 1 basename -s .beat | paste -sd' ')"
+    fi
+    echo
+done
+if [[ -f $job/report.txt ]]; then
+    echo "failures so far ($job/report.txt):"
+    grep -E '^(attempt|first|the others)' "$job/report.txt"
+fi

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# experiment=tiny on two nodes with two processes each, without GPUs: what to try first on a cluster.
+#
+#     slurm/tiny.sh                                 check, copy the code, submit
+#     slurm/tiny.sh --partition=cpu run.steps=20    options of sbatch and settings of the experiment
+#
+#SBATCH --job-name=tiny
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=2
+#SBATCH --time=02:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+: "${NODES:=2}" "${RANKS_PER_NODE:=2}" "${GPUS_PER_NODE:=0}"
+# shellcheck source=slurm/lib/launch.sh
+. "${GRPO_MEGA_CODE:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}/slurm/lib/launch.sh"
+launch experiment=tiny layout=ep2 -- "$@"

@@ -1,0 +1,46 @@
+"""A launcher can see from outside how far a rank is, and which one failed first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.observe.heartbeat import PREFIX, Heartbeat, mark_failed
+from grpo_mega.observe.timer import PhaseTimer
+
+
+@pytest.fixture
+def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(PREFIX, str(tmp_path / "rank-0003"))
+    return tmp_path / "rank-0003"
+
+
+def test_every_phase_that_begins_is_one_more_beat(prefix):
+    timer = PhaseTimer(Heartbeat())
+    for phase in ("generate", "update", "generate"):
+        with timer(phase):
+            assert Path(f"{prefix}.beat").read_text().split()[1] == phase
+    assert Path(f"{prefix}.beat").read_text().split() == ["3", "generate"]
+
+
+def test_a_short_name_after_a_long_one_leaves_nothing_of_it(prefix):
+    heartbeat = Heartbeat()
+    heartbeat("a-very-long-phase")
+    size = Path(f"{prefix}.beat").stat().st_size
+    heartbeat("b")
+    assert Path(f"{prefix}.beat").read_text().rstrip() == "2 b"
+    assert Path(f"{prefix}.beat").stat().st_size == size, "no more room is needed when a disk is full"
+
+
+def test_a_failure_leaves_a_file(prefix):
+    mark_failed()
+    assert Path(f"{prefix}.failed").exists()
+
+
+def test_without_a_launcher_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.delenv(PREFIX, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Heartbeat()("generate")
+    mark_failed()
+    assert list(tmp_path.iterdir()) == []

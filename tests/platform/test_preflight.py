@@ -1,0 +1,102 @@
+"""Nodes that differ from the others, or lack something, are told apart; the checks themselves run as on a cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.platform import preflight
+
+SCRIPT = Path(preflight.__file__)
+
+
+def check(folder: Path, node: str, *options: str, token: str = "12") -> subprocess.CompletedProcess[str]:
+    """Runs the checks as a node does."""
+    command = [sys.executable, "-P", SCRIPT, "check", "--folder", folder, "--token", token, *options]
+    return subprocess.run(command, env={"SLURMD_NODENAME": node}, text=True, capture_output=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four nodes were checked; the token was written before."""
+    (tmp_path / "token").write_text("12\n")
+    assert check(tmp_path, "a", "--free-mb", "1").returncode == 0
+    for node in "bcd":
+        (tmp_path / f"{node}.json").write_text((tmp_path / "a.json").read_text())
+    return tmp_path
+
+
+def change(folder: Path, node: str, **fields: object) -> None:
+    file = folder / f"{node}.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def verdicts(folder: Path, nodes: str = "abcd") -> dict[str, str]:
+    return preflight.judge(folder, list(nodes), time.time())
+
+
+def test_healthy_nodes_are_fit(folder):
+    assert verdicts(folder) == dict.fromkeys("abcd", "ok")
+
+
+def test_the_command_line_prints_a_line_per_node(folder):
+    command = [sys.executable, "-P", SCRIPT, "judge", "--folder", folder, "--nodes", "a", "x"]
+    assert subprocess.run(command, text=True, capture_output=True).stdout == "a ok\nx silent\n"
+
+
+def test_a_node_that_left_nothing_or_half_a_file_is_silent(folder):
+    (folder / "b.json").write_text('{"node": "b", "prob')
+    assert verdicts(folder, "abx") == {"a": "ok", "b": "silent", "x": "silent"}
+
+
+def test_another_file_system_under_the_same_name_is_noticed(folder):
+    check(folder, "a", token="13")
+    assert "another file system" in verdicts(folder)["a"]
+
+
+def test_a_disk_without_room_is_named(folder):
+    check(folder, "a", "--free-mb", str(1 << 40))
+    assert f"{folder} has" in verdicts(folder)["a"]
+    assert "make room" in verdicts(folder)["a"]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_node(folder):
+    made = check(folder / "absent", "a")
+    assert made.returncode == 1
+    assert made.stderr.startswith(f"a: {folder}/absent cannot be written")
+
+
+def test_missing_gpus_are_named_without_a_traceback(folder):
+    made = check(folder, "a", "--gpus", "8", "--free-mb", "1")
+    assert (made.returncode, made.stderr) == (0, "")
+    assert verdicts(folder)["a"].startswith("unfit: ")
+
+
+def test_other_software_than_on_most_nodes_is_named(folder):
+    software = json.loads((folder / "a.json").read_text())["software"]
+    change(folder, "c", software=software | {"torch": "1.0"})
+    assert verdicts(folder) | {"c": ""} == {"a": "ok", "b": "ok", "c": "", "d": "ok"}
+    assert "torch is 1.0, on most nodes" in verdicts(folder)["c"]
+
+
+@pytest.mark.parametrize("seconds", [-60, 60])
+def test_a_clock_that_is_off_is_named(folder, seconds):
+    change(folder, "b", clock=time.time() + seconds)
+    assert "its clock is off by" in verdicts(folder)["b"]
+    assert verdicts(folder)["a"] == "ok"
+
+
+def test_the_slow_gpu_of_a_job_is_named(folder):
+    usual = {"GPU 0 matmul TFLOP/s": 700.0, "GPU 1 matmul TFLOP/s": 690.0, "all-reduce GB/s": 400.0}
+    for node in "abcd":
+        change(folder, node, rates=usual)
+    change(folder, "d", rates=usual | {"GPU 1 matmul TFLOP/s": 500.0})
+    assert verdicts(folder)["d"] == "unfit: GPU 1 matmul TFLOP/s: 500, the job's median is 695"
+    change(folder, "d", rates=usual | {"all-reduce GB/s": 100.0})
+    assert verdicts(folder)["d"] == "unfit: all-reduce GB/s: 100, the job's median is 400"
+    assert verdicts(folder)["a"] == "ok"

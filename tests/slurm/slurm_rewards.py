@@ -1,0 +1,48 @@
+"""A reward that strikes when and where a test says, in the middle of a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from grpo_mega.types import Sample
+
+FAULT = "GRPO_MEGA_TEST_FAULT"
+"""`KIND VERSION RANK FILE`: at the first sample of this policy version on this rank, FILE is made and KIND happens.
+
+Once FILE is there, nothing happens any more; FILE - never is.
+"""
+
+
+def disturbed(sample: Sample) -> float:
+    """Some number that differs between samples, unless the fault is due."""
+    kind, version, rank, file = os.environ.get(FAULT, "none -1 -1 -").split()
+    if (sample.policy_version, os.environ["RANK"]) == (int(version), rank) and not Path(file).exists():
+        if file != "-":
+            Path(file).touch()
+        globals()[kind]()
+    return sum(sample.token_ids) % 7 / 7
+
+
+def hold() -> None:
+    """Waits until the trainer has noted a signal."""
+    while getattr(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), "received", None) is None:
+        time.sleep(0.02)
+
+
+def hang() -> None:
+    """Never comes back."""
+    while True:
+        signal.pause()
+
+
+def crash() -> None:
+    """A bug."""
+    raise KeyError("no such column")
+
+
+def die() -> None:
+    """What the kernel does when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)

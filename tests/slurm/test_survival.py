@@ -1,0 +1,192 @@
+"""Whatever happens to a job, its run ends bit for bit as one that nothing happened to, and no process is left."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import SMALL_DISK, Cluster, wait_until
+from launches import REPOSITORY, Launch, submit, submit_as_it_is
+from train_jobs import half_written, numbers, saved, without_seconds
+
+
+@pytest.fixture(scope="module")
+def peace(cluster: Cluster) -> Path:
+    """A run that nothing happens to."""
+    launch = submit(cluster, "peace")
+    assert launch.finish() == "COMPLETED", launch.log
+    assert launch.steps() == [1, 2, 3, 4]
+    assert all(line["policy/grad_norm"] > 0 for line in numbers(launch.run))
+    return launch.run
+
+
+@pytest.fixture
+def caught(cluster: Cluster, peace: Path, request: pytest.FixtureRequest):
+    """Submits a run that strikes once, and waits until it does."""
+
+    def catch(kind: str, rank: int, *arguments: str, how=submit, **environment: str) -> Launch:
+        name = request.node.name
+        file = cluster.root / f"{name}.struck"
+        launch = how(cluster, name, *arguments, fault=f"{kind} 2 {rank} {file}", **environment)
+        wait_until(lambda: file.exists() or launch.number not in cluster.jobs(), "the fault does not strike")
+        assert file.exists(), launch.log
+        return launch
+
+    yield catch
+    cluster.revive()
+
+
+def assert_as_in(peace: Path, launch: Launch) -> None:
+    """The job is over, and its run is the undisturbed one."""
+    assert launch.finish() == "COMPLETED", launch.log
+    last = "checkpoints/step-000004"
+    assert saved(launch.run / last) == saved(peace / last)
+    assert numbers(launch.run) == numbers(peace)
+    assert without_seconds(launch.run / "summary.json") == without_seconds(peace / "summary.json")
+    assert half_written(launch.run) == []
+    assert launch.status["state"] == "completed"
+    assert launch.status["step"] == "4"
+
+
+def node_of(launch: Launch, rank: int) -> str:
+    """The node a rank runs on in the job's first attempt; one rank per node."""
+    line = next(line for line in launch.log.splitlines() if "attempt 1 on" in line)
+    return line.split()[-2:][rank]
+
+
+def test_a_node_that_dies_in_a_step_is_replaced(cluster, peace, caught):
+    launch = caught("hold", 0)
+    dead = node_of(launch, 1)
+    cluster.kill_node(dead)
+    assert_as_in(peace, launch)
+    assert dead not in cluster.job(launch.number)["NodeList"]
+
+
+def test_the_node_of_the_batch_script_may_die_too(cluster, peace, caught):
+    launch = caught("hold", 1)
+    cluster.kill_node(node_of(launch, 0))
+    assert_as_in(peace, launch)
+    assert cluster.job(launch.number)["Restarts"] == "1"
+
+
+def test_ahead_of_the_time_limit_a_run_saves_and_goes_back_into_the_queue(cluster, peace, caught):
+    launch = caught("hold", 0, "run.save_every=0", how=submit_as_it_is)
+    cluster.run("scancel", "--batch", "--signal=USR1", launch.number)
+    assert_as_in(peace, launch)
+    assert cluster.job(launch.number)["Restarts"] == "1"
+    assert "stopped in step 3 before its first update" in log_of(launch, "restart-0-attempt-1", 0)
+    assert "continuing behind step 2" in log_of(launch, "restart-1-attempt-1", 0)
+
+
+def log_of(launch: Launch, attempt: str, rank: int) -> str:
+    return (launch.files / attempt / f"rank-{rank:04d}.log").read_text()
+
+
+def test_a_preempted_run_saves_and_continues_when_the_urgent_one_is_over(cluster, peace, caught):
+    launch = caught("hold", 0, "run.save_every=0")
+    urgent = cluster.run("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 1")
+    assert cluster.wait(int(urgent.stdout))["JobState"] == "COMPLETED"
+    assert_as_in(peace, launch)
+    assert "continuing behind step 2" in log_of(launch, "restart-1-attempt-1", 0)
+
+
+def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluster, peace, caught):
+    launch = caught("hang", 1, HANG_SECONDS="20")
+    told = cluster.run(REPOSITORY / "slurm" / "status.sh", launch.number).stdout
+    assert f"state=running job={launch.number} restart=0 attempt=1 step=" in told
+    assert "2 ranks  reward (phase " in told
+    assert "rank-0000 rank-0001" in told
+    assert_as_in(peace, launch)
+    assert cluster.job(launch.number)["Restarts"] == "0"
+    assert "in hang" in log_of(launch, "restart-0-attempt-1", 1)
+    assert "no sign of life from rank 0 for 20 s" in launch.log
+    assert "in hang: rank-0001" in (launch.files / "report.txt").read_text()
+
+
+def test_a_rank_that_is_killed_is_started_again_with_the_others(cluster, peace, caught):
+    launch = caught("die", 1)
+    assert_as_in(peace, launch)
+    assert "exit code 137" in launch.log
+    assert "first to fail: rank 1" in launch.log
+
+
+def test_a_crash_loop_ends_with_the_rank_that_failed_first_and_its_last_lines(cluster, peace):
+    launch = submit(cluster, "loop", fault="crash 2 1 -", MAX_FAILURES="2")
+    assert launch.finish() == "FAILED"
+    assert cluster.job(launch.number)["ExitCode"] == "1:0"
+    assert launch.status["state"] == "gave-up"
+    report = (launch.files / "report.txt").read_text()
+    assert report.count("first to fail: rank 1 on node") == 2
+    assert "KeyError: 'no such column'" in report
+    assert launch.steps() == [1, 2]
+    again = submit(cluster, "loop")
+    assert_as_in(peace, again)
+
+
+def test_a_cancelled_run_saves_does_not_come_back_and_can_be_continued(cluster, peace, caught):
+    launch = caught("hold", 1, "run.save_every=0")
+    cluster.run("scancel", launch.number)
+    assert launch.finish() == "CANCELLED"
+    assert launch.status["state"] == "taken-away"
+    assert cluster.jobs() == []
+    again = submit(cluster, launch.run.name, "run.save_every=0")
+    assert_as_in(peace, again)
+    assert "continuing behind step 2" in log_of(again, "restart-0-attempt-1", 0)
+
+
+@pytest.fixture
+def unfit(cluster: Cluster) -> Iterator[str]:
+    """A node with too little shared memory; the first that Slurm gives to a job."""
+    cluster.kill_node("node1")
+    cluster.start_node("node1", prepare="mount -t tmpfs -o size=1m none /dev/shm")
+    cluster.wait_idle()
+    yield "node1"
+    cluster.kill_node("node1")
+    cluster.revive()
+
+
+def test_a_spare_takes_the_place_of_a_node_that_fails_the_checks(cluster, peace, unfit):
+    launch = submit(cluster, "spare", SPARES="1")
+    assert_as_in(peace, launch)
+    assert "node1 is left out, unfit: /dev/shm has 1 MiB free" in launch.log
+    assert "attempt 1 on node2 node3" in launch.log
+
+
+def test_without_a_spare_a_new_job_leaves_the_node_out(cluster, peace, unfit):
+    launch = submit(cluster, "resubmitted")
+    assert launch.finish() == "COMPLETED"
+    assert launch.status["state"] == "resubmitted"
+    assert "node1 unfit: /dev/shm has 1 MiB free" in (launch.files / "report.txt").read_text()
+    (number,) = cluster.jobs()
+    follower = Launch(cluster, number, launch.run)
+    assert_as_in(peace, follower)
+    assert cluster.job(number)["ExcNodeList"] == "node1"
+    assert "attempt 1 on node2 node3" in follower.log
+
+
+def test_a_spare_takes_the_place_of_a_node_that_dies_and_the_job_keeps_its_nodes(cluster, peace, caught):
+    launch = caught("hold", 0, SPARES="1")
+    dead = launch.log.split("attempt 1 on ")[1].split()[1]
+    cluster.kill_node(dead)
+    assert_as_in(peace, launch)
+    assert cluster.job(launch.number)["Restarts"] == "0"
+    assert "attempt 2 on node1 node3" in launch.log
+
+
+def test_a_disk_that_is_full_at_a_save_loses_nothing_and_says_what_to_do(cluster, peace):
+    small = cluster.root / SMALL_DISK
+    if not small.is_mount():
+        pytest.skip("mounting a file system is not permitted here")
+    root = f"run.root={small}"
+    launch = submit(cluster, "full", root, "run.steps=2")
+    assert launch.finish() == "COMPLETED", launch.log
+    ballast = small / "ballast"
+    ballast.write_bytes(bytes(shutil.disk_usage(small).free - 500_000))
+    launch = submit(cluster, "full", root, MAX_FAILURES="1", MIN_FREE_MB="0")
+    assert launch.finish() == "FAILED"
+    report = (launch.files / "report.txt").read_text()
+    assert [word for word in ("step-000003 cannot be written", "make room") if word not in report] == []
+    ballast.unlink()
+    assert_as_in(peace, submit(cluster, "full", root, MIN_FREE_MB="1"))
