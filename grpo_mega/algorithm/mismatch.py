@@ -6,8 +6,6 @@ and then samples are off-policy without anybody having decided so.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -38,9 +36,14 @@ def rollout_mismatch(logprob: Tensor, rollout_logprob: Tensor) -> dict[str, floa
     values = {
         "mean_abs": distance.mean(),
         "max_abs": distance.max(),
-        # torch.quantile refuses more than 2^24 values.
-        **{f"p{p}_abs": distance.kthvalue(math.ceil(p / 100 * n)).values for p in (50, 90, 99)},
+        **{f"p{p}_abs": _percentile(distance, p) for p in (50, 90, 99)},
         "mean_ratio": ratio.mean(),
         "effective_sample_size": ratio.sum().square() / (n * ratio.square().sum()),
     }
     return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+
+
+def _percentile(values: Tensor, percent: int) -> Tensor:
+    """Nearest rank. torch.quantile refuses more than 2^24 values, and kthvalue takes NaN for the largest of numbers."""
+    kth = values.kthvalue(-(-percent * len(values) // 100)).values
+    return torch.where(values.isnan().any(), torch.nan, kth)

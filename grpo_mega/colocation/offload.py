@@ -70,15 +70,15 @@ class TrainerMemory:
             raise Offloaded("the trainer is offloaded already: call onload before offload")
         if self._real:
             self._free(self._staying)
+            torch.cuda.empty_cache()
             self._staying = []
             policy.gpt = policy.model = cast(Any, stand_in)
             return
         storages = self._storages()
         _refuse_fixed(storages)
         _drop_activations(policy.gpt)
-        self._host = {
-            key: host for key, host in self._host.items() if key in {s._cdata for s in chain(*storages.values())}
-        }
+        present = {s._cdata for s in chain(*storages.values())}
+        self._host = {key: host for key, host in self._host.items() if key in present}
         staying = storages.pop("weights") if keep_weights else []
         self._free([*chain(*storages.values())])
         self._real, self._staying = (policy.gpt, policy.model, policy.optimizer), staying
@@ -86,7 +86,9 @@ class TrainerMemory:
         if not keep_weights:
             policy.gpt = policy.model = cast(Any, stand_in)
         for chunk in self._real[1]:
-            chunk.offload_grad_buffers()  # and empties torch's cache
+            chunk.offload_grad_buffers()
+            chunk.zero_grad_buffer = _no_gradients  # what every pass that needs them begins with
+        torch.cuda.empty_cache()
 
     def _free(self, storages: list[torch.UntypedStorage]) -> None:
         torch.cuda.synchronize()  # does nothing on a CPU (platform/cpu.py)
@@ -96,7 +98,6 @@ class TrainerMemory:
         for storage in storages:
             storage.resize_(0)
         self._freed += storages
-        torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Brings everything back in place; when the device had too little memory it can be called again.
@@ -112,6 +113,7 @@ class TrainerMemory:
             _as_bytes(storage).copy_(host, non_blocking=True)
         gpt, model, optimizer = self._real
         for chunk in model:
+            vars(chunk).pop("zero_grad_buffer", None)
             chunk.restore_grad_buffers()  # with zeros; and waits for the copies
         self._policy.gpt, self._policy.model, self._policy.optimizer = gpt, model, optimizer
         self._real, self._freed, self._staying = None, [], []
@@ -159,6 +161,10 @@ class _StandIn:
 
     def __getitem__(self, _: int) -> NoReturn:
         self.__getattr__("model")
+
+
+def _no_gradients() -> NoReturn:
+    raise Offloaded("the policy's gradients are offloaded, and somebody trains it. Call TrainerMemory.onload first")
 
 
 def _drop_activations(gpt: ModelChunks) -> None:

@@ -17,6 +17,8 @@ def test_agreement() -> None:
     assert rollout_mismatch(logprob, logprob.clone()) == {
         "mean_abs": 0.0,
         "max_abs": 0.0,
+        "p50_abs": 0.0,
+        "p90_abs": 0.0,
         "p99_abs": 0.0,
         "mean_ratio": 1.0,
         "effective_sample_size": 1.0,
@@ -29,6 +31,8 @@ def test_worked_example() -> None:
         {
             "mean_abs": math.log(3) / 2,
             "max_abs": math.log(3),
+            "p50_abs": 0.0,
+            "p90_abs": math.log(3),
             "p99_abs": math.log(3),
             "mean_ratio": 2.0,
             "effective_sample_size": (1 + 3) ** 2 / (2 * (1 + 9)),
@@ -53,7 +57,8 @@ def test_equals_plain_python(pairs: list[tuple[float, float]]) -> None:
     n = len(pairs)
     assert got["mean_abs"] == pytest.approx(sum(distances) / n)
     assert got["max_abs"] == distances[-1]
-    assert got["p99_abs"] == distances[math.ceil(0.99 * n) - 1]
+    for percent in (50, 90, 99):
+        assert got[f"p{percent}_abs"] == distances[-(-percent * n // 100) - 1]
     assert got["mean_ratio"] == pytest.approx(sum(ratios) / n)
     assert got["effective_sample_size"] == pytest.approx(sum(ratios) ** 2 / (n * sum(r * r for r in ratios)))
     assert 1 / n * (1 - 1e-9) <= got["effective_sample_size"] <= 1 + 1e-9

@@ -137,6 +137,15 @@ def leaves_and_comes_back(name: str, case: Case, topology: Topology, folder: Pat
         found["held"].append(memory.held())
         if number == 0:
             found["taken"] = bytes_in_tensors() - before
+        if number == 2:  # in two stages
+            scored = policy.logprobs(batch_of(1), 1.0)
+            memory.offload(keep_weights=True)
+            found["staying"] = memory.held()
+            found["readable"] = torch.equal(policy.logprobs(batch_of(1), 1.0), scored)
+            found["refused between"] = [
+                answer(lambda: update(policy, 1)),
+                answer(lambda: memory.offload(keep_weights=True)),
+            ]
         memory.offload()
         found["away"].append(memory.held())
         if number == 0:

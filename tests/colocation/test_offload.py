@@ -49,6 +49,12 @@ class TestLayout:
         assert all(case["held"][0].values())
         assert case["away"] == [dict.fromkeys(KINDS, 0)] * 3
 
+    def test_weights_may_leave_last(self, found: list[dict], name: str, rank: int) -> None:
+        case = found[rank][name]
+        assert case["staying"] == dict.fromkeys(KINDS, 0) | {"weights": case["held"][2]["weights"]}
+        assert case["readable"]
+        assert all("Offloaded: " in said for said in case["refused between"])
+
 
 def test_bytes_by_kind_are_those_of_the_precisions(found: list[dict]) -> None:
     for name, dense_bytes in (("plain", 4), ("bf16", 2)):

@@ -73,6 +73,13 @@ def move(policy: Policy) -> None:
             parameter.add_(0.05 * torch.randn(parameter.shape))
 
 
+def check_samples_differ(bench: Bench) -> None:
+    """Under fresh weights, where all tokens are about equally likely."""
+    samples = bench.samples(sampling())
+    assert len({s.token_ids for s in samples}) == len(samples)
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
+
+
 def check_samples_are_complete_and_in_order(bench: Bench) -> None:
     samples = bench.samples(sampling())
     assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in bench.prompts for i in range(3)]
@@ -81,8 +88,7 @@ def check_samples_are_complete_and_in_order(bench: Bench) -> None:
         assert s.policy_version == bench.version
         assert (STOP in s.token_ids) == (s.finish_reason == "stop")
         assert s.token_ids[-1] == STOP or len(s.token_ids) == 20
-    assert {s.finish_reason for s in samples} == {"stop", "length"}
-    assert len({s.token_ids for s in samples}) > len(samples) // 2
+    assert {s.finish_reason for s in samples} <= {"stop", "length"}
 
 
 def check_log_probs_are_the_policys(bench: Bench) -> None:

@@ -18,7 +18,6 @@ from grpo_mega import platform
 from grpo_mega.config.load import compose_config
 
 HERE = platform.start()
-platform.join_processes(HERE)
 
 from grpo_mega.assemble import assemble  # noqa: E402
 from grpo_mega.colocation.lease import State  # noqa: E402
@@ -64,6 +63,7 @@ def killing(built: Trainer) -> Callable[[], bool]:
 
 def main() -> None:
     folder, engine = sys.argv[1:]
+    platform.join_processes(HERE)  # not above: the helpers that write checkpoints import this file
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]

@@ -34,12 +34,9 @@ def scheduler(bench: Bench) -> psutil.Process:
 def check_a_lost_engine_is_started_anew_and_goes_on(bench: Bench) -> None:
     """Killed when some samples are finished; those are kept, as their log-probs under the old weights tell."""
     old = scheduler(bench)
-    asked = 0
 
     def kill() -> bool:
-        nonlocal asked
-        asked += 1
-        if asked == 3:
+        if bench.engine._share.finished and old.is_running():
             old.send_signal(signal.SIGKILL)
         return False
 

@@ -1,0 +1,108 @@
+"""How many bytes a weight sync moves, how long it takes, and what it needs of memory; and the plan for 671B parameters.
+
+    torchrun --nproc-per-node 2 tools/bench_weight_sync.py experiment=tiny_sglang layout=ep2
+    python tools/bench_weight_sync.py --plan
+
+Streams all weights of a configured model to every rank, in buckets, as before a generation, and throws them away. Bytes
+are exact on every platform; seconds and memory are of this machine. What an engine does with the weights is not
+included: `time/sync` in metrics.jsonl of a run has both.
+
+The plan needs no model and no GPU. It counts the tensors of DeepSeek-V3: what every rank of an engine is handed when
+each gets everything, and when routed experts go only to the ranks that own them (`hf_buckets(experts_of=...)`).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from grpo_mega import platform
+from grpo_mega.config.schema import MLAConfig, ModelConfig, MoEConfig
+
+GIB = 2**30
+VOCAB = 129280
+DEEPSEEK_V3 = ModelConfig(
+    layers=61,
+    hidden=7168,
+    heads=128,
+    kv_heads=128,
+    ffn_hidden=18432,
+    context=4096,
+    attention="mla",
+    qk_norm=True,
+    dtype="bf16",
+    mla=MLAConfig(q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_rope_dim=64, v_head_dim=128),
+    moe=MoEConfig(
+        experts=256,
+        top_k=8,
+        ffn_hidden=2048,
+        shared_ffn_hidden=2048,
+        first_dense=3,
+        groups=8,
+        group_top_k=4,
+        scaling=2.5,
+    ),
+)
+"""DeepSeek-V3 without its prediction module (arXiv 2412.19437, section 4.2), 671B parameters."""
+EXPERT_RANKS = (1, 8, 16, 32, 64)
+
+
+def plan() -> None:
+    """Prints the table for 671B parameters."""
+    from grpo_mega.checkpoint.huggingface.names import entries
+
+    tensors = entries(DEEPSEEK_V3, VOCAB)
+    parameters = sum(entry.bytes // entry.dtype.itemsize for entry in tensors)
+    experts = sum(entry.bytes for entry in tensors if entry.expert is not None)
+    others = sum(entry.bytes for entry in tensors if entry.expert is None)
+    print(f"DeepSeek-V3: {parameters / 1e9:.1f}B parameters in {len(tensors):,} tensors, bf16")
+    print(f"routed experts {experts / GIB:,.1f} GiB, all else {others / GIB:,.1f} GiB\n")
+    print("expert ranks of an engine   everything to every rank   own experts only   of it")
+    for ranks in EXPERT_RANKS:
+        own = others + experts / ranks
+        everything = others + experts
+        print(f"{ranks:>24}   {everything / GIB:>20,.1f} GiB   {own / GIB:>12,.1f} GiB   {own / everything:>5.1%}")
+
+
+def bench(overrides: list[str]) -> None:
+    """Times three syncs of the configured model on the ranks of this job."""
+    here = platform.start()
+    platform.join_processes(here)
+    import torch.distributed as dist
+
+    from grpo_mega.colocation.weight_stream import Traffic, hf_buckets
+    from grpo_mega.config.load import compose_config
+    from grpo_mega.data import build_data
+    from grpo_mega.policy.policy import Policy
+    from grpo_mega.policy.topology import join_layout, leave_layout
+
+    config = compose_config(overrides)
+    vocab_size = build_data(config).tokenizer.vocab_size
+    policy = Policy(config.model, config.layout, vocab_size, join_layout(config.layout, config.run.seed), here)
+    policy.initialize(config.run.seed)
+    for sync in range(3):
+        traffic, largest = Traffic(), 0
+        dist.barrier()
+        begun = time.perf_counter()
+        for bucket in hf_buckets(policy, config.rollout.sglang.bucket_bytes, traffic=traffic):
+            largest = max(largest, sum(tensor.nbytes for _, tensor in bucket))
+        dist.barrier()
+        seconds = time.perf_counter() - begun
+        lines: list = [None] * dist.get_world_size()
+        dist.all_gather_object(lines, _line(traffic, largest, platform.peak_memory_bytes(here)))
+        if dist.get_rank() == 0:
+            print(f"sync {sync}: {seconds:.3f} s on {here.device.type}, {dist.get_world_size()} ranks")
+            print("\n".join(f"  rank {rank}: {line}" for rank, line in enumerate(lines)))
+    leave_layout()
+
+
+def _line(traffic: object, largest: int, peak: int) -> str:
+    moved = vars(traffic)
+    return (
+        f"{moved['tensors']:,} tensors, {moved['bytes']:,} bytes handed out, {moved['received_bytes']:,} received, "
+        f"{moved['sent_bytes']:,} sent; largest bucket {largest:,} bytes, {largest / peak:.2%} of peak memory"
+    )
+
+
+if __name__ == "__main__":
+    plan() if sys.argv[1:] == ["--plan"] else bench(sys.argv[1:])
