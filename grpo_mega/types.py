@@ -45,7 +45,7 @@ class Sample:
         finish_reason: "stop" (a stop token was sampled), "length" (`max_new_tokens` or the context ran out) or "abort"
             (its generation was ended early).
         policy_version: GRPO steps the sampling weights had seen.
-        text: `token_ids` decoded, special tokens kept.
+        text: `token_ids` decoded, without the stop token; other special tokens are kept.
     """
 
     prompt: Prompt

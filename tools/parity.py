@@ -334,6 +334,7 @@ def made_up_batch(config: Config, policy: Any) -> Batch:
         advantage=torch.linspace(-1.5, 1.5, len(samples)).repeat_interleave(batch.lengths),
         old_logprob=logprob + 0.3 * shift,
         ref_logprob=logprob - 0.2 * shift,
+        rollout_logprob=logprob - 0.4 * shift,
     )
 
 

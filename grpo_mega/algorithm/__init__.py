@@ -1,4 +1,4 @@
-"""From rewards to the training signal: advantages, token weights, the clipped objective, KL, off-policy diagnostics.
+"""From rewards to the training signal: advantages, token weights, off-policy diagnostics.
 
 Pure functions on tensors; this room imports nothing but torch.
 """

@@ -24,7 +24,7 @@ RANGES: dict[str, tuple[str, ...]] = {
         "rollout.longer_from_step", "rollout.longer_max_new_tokens", "rollout.concurrent_sequences", "base.max_steps",
         "rollout.sglang.tp", "rollout.sglang.bucket_bytes", "rollout.sglang.verify_every",
         "base.batch_size", "base.gate_every", "sft.batch_size", "run.steps", "run.keep_checkpoints", "run.print_every",
-        "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu_memory_mib",
+        "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu_memory_mib", "algorithm.correction_cap",
     ),
     "[2, inf)": ("algorithm.group_size", "data.min_terms", "data.max_terms"),
     "[0, inf)": (
@@ -38,7 +38,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "(0, inf)": (
         "model.norm_eps", "model.init_std", "model.yarn.beta_fast", "model.yarn.beta_slow", "model.yarn.mscale",
         "model.mtp_loss_coef", "model.moe.scaling", "algorithm.clip_high",
-        "algorithm.correction_cap", "rollout.temperature", "rollout.sglang.start_seconds",
+        "rollout.temperature", "rollout.sglang.start_seconds",
         "rollout.sglang.answer_seconds", "rollout.sglang.silence_seconds", "optimizer.lr", "optimizer.eps",
         "base.lr", "sft.lr",
     ),

@@ -292,7 +292,10 @@ def _data(config: Config) -> Iterator[str]:
     if data.task == "chain_sum" and data.tokenizer != "chars":
         yield f"data.tokenizer={data.tokenizer} has no effect with data.task=chain_sum; set it to chars"
     if data.tokenizer == "chars" and data.template != "{prompt}":
-        yield f"data.template={data.template!r} has no effect with data.tokenizer=chars; drop it"
+        yield (
+            f"data.template={data.template!r} has no effect with data.tokenizer=chars; give data.tokenizer=FOLDER, a "
+            "Hugging Face model's, or choose data=jsonl"
+        )
     elif data.template != "chat" and "{prompt}" not in data.template:
         yield f"data.template={data.template!r} has no place for the problem; write {{prompt}} there, or choose chat"
 

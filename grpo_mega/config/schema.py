@@ -245,7 +245,7 @@ class SGLangConfig:
     """SGLang engines; read when `rollout.engine` is sglang."""
 
     tp: int = 1
-    """Tensor parallel size of an engine; so many consecutive ranks of a node share one, and all their prompts."""
+    """Tensor parallel size of an engine; so many consecutive ranks, on a node or several, share one and its prompts."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further server arguments, by the names of SGLang's ServerArgs, such as
     +rollout.sglang.arguments.mem_fraction_static=0.6; those that the installed release does not know are refused."""

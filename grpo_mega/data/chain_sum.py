@@ -23,7 +23,7 @@ Trace = tuple[list[int], list[int]]
 
 SPLIT_SEED = 20250120
 """Seed of every held-out split; never the run's seed."""
-_WORKING = re.compile(r"(?:^|=)([0-9]+)<eos>\Z")
+_WORKING = re.compile(r"(?:^|=)([0-9]+)\Z")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def working(terms: Terms, stride: int) -> str:
 
 
 def working_answer(text: str) -> str | None:
-    """The number that the continuation of a `working_prompt` ends with; None unless it ends in `=number<eos>`."""
+    """The number that the continuation of a `working_prompt` ends with; None unless it ends in `=number`."""
     # The continuation of a sum of two terms is the number alone: its `=` is in the prompt.
     match = _WORKING.search(text)
     return match.group(1) if match else None

@@ -60,6 +60,6 @@ def _loaded(folder: Path) -> Any:
     from transformers import AutoTokenizer  # takes seconds to import, and toys do not need it
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"data.tokenizer={folder} holds no tokenizer that can be read: {error}") from error

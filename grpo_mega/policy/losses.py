@@ -16,7 +16,7 @@ from grpo_mega.policy.microbatch import ScoredTokens
 TokenLoss = Callable[[torch.Tensor, ScoredTokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log-probs [n], what is known about the tokens) -> (loss of each token [n], per-token metrics {name: [n]}).
 
-"loss", "logprob", "entropy" and "tokens" are names that metrics have already."""
+"loss", "logprob" and "entropy" are there without them."""
 
 
 @dataclass
@@ -27,13 +27,13 @@ class LossFound:
         total: The scalar sum(weight * token loss), which has gradients.
         losses: [n] its terms.
         logprob: [n] log-probs.
-        sums: "tokens", how many count, and sums over these tokens of what is logged as a mean; scalars.
+        means: What is logged, each a sum and the number of tokens that it is over: float64 [2].
     """
 
     total: torch.Tensor
     losses: torch.Tensor
     logprob: torch.Tensor
-    sums: dict[str, torch.Tensor]
+    means: dict[str, torch.Tensor]
 
 
 class Loss(Protocol):
@@ -73,7 +73,7 @@ def grpo_loss(config: AlgorithmConfig, on_policy: bool) -> Loss:
             rollout_logprob=scored.rollout_logprob,
             **how,
         )
-        means = {
+        logged = {
             "ratio": found.ratio,
             "clip_fraction": found.clip_low + found.clip_high + found.clip_dual,
             "clip_low": found.clip_low,
@@ -82,9 +82,13 @@ def grpo_loss(config: AlgorithmConfig, on_policy: bool) -> Loss:
             "entropy": found.entropy,
         }
         if options.kl_coef:
-            means["kl"] = found.kl
-        sums = {name: mean.double() * found.tokens for name, mean in means.items()}
-        return LossFound(total, found.loss, found.logprob, {"tokens": found.tokens, **sums})
+            logged["kl"] = found.kl
+        means = {name: mean_over(value * found.tokens, found.tokens) for name, value in logged.items()}
+        if options.correction != "none":
+            old = found.logprob if on_policy else scored.old_logprob
+            beyond = (old - scored.rollout_logprob).exp() > options.correction_cap
+            means["corrected"] = mean_over(beyond.sum(), torch.ones_like(beyond).sum())
+        return LossFound(total, found.loss, found.logprob, means)
 
     return loss
 
@@ -97,18 +101,28 @@ def token_wise(token_loss: TokenLoss) -> Loss:
             known = scored.part(part)
             losses, metrics = token_loss(logprob, known)
             losses = known.weight * losses
-            return losses, {"loss": losses, "logprob": logprob, "entropy": entropy, **metrics}
+            return losses, {**metrics, "loss": losses, "logprob": logprob, "entropy": entropy}
 
         total, found = linear_token_loss(hidden, weight, scored.tokens, weighted, **how)
         losses, logprob = found.pop("loss"), found.pop("logprob")
-        sums = {name: values.double().sum() for name, values in found.items()}
-        return LossFound(total, losses, logprob, {"tokens": torch.ones_like(logprob).sum(), **sums})
+        means = {name: mean_over(x.double().sum(), torch.ones_like(x).sum()) for name, x in found.items()}
+        return LossFound(total, losses, logprob, means)
 
     return loss
 
 
 negative_log_likelihood = token_wise(lambda logprob, _: (-logprob, {}))
 """The loss of language modelling and supervised fine-tuning."""
+
+
+def mean_over(total: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """A sum that is to be logged as a mean over so many tokens; such pairs add up."""
+    return torch.stack([total.double(), tokens.double()])
+
+
+def of_all(total: torch.Tensor) -> torch.Tensor:
+    """A sum that is to be logged as it is: over no tokens."""
+    return mean_over(total, torch.zeros_like(total))
 
 
 def _context_parallel_group() -> Any:

@@ -6,6 +6,7 @@ parallelism. Lines of the result add up to the peak of the trainer's turn on the
 
 from __future__ import annotations
 
+from grpo_kernels.chunked import BLOCK_GPU
 from grpo_mega.config.schema import Config, ModelConfig, MoEConfig
 from grpo_mega.policy.inventory import Stage
 from grpo_mega.policy.model import head_channels
@@ -18,8 +19,6 @@ ENGINE_ASLEEP = 4e9
 """What an inference engine keeps while the trainer has the device."""
 IMBALANCE = 1.5
 """Tokens of the busiest rank's experts over the average."""
-OUTPUT_ROWS = 4096
-"""Rows whose logits exist at once (grpo_kernels' choice on a GPU)."""
 
 
 def memory(config: Config, stage: Stage, number: int, vocab_size: int) -> dict[str, float]:
@@ -116,9 +115,9 @@ def _gathered(config: Config) -> float:
 
 
 def _output(config: Config, vocab_size: int) -> float:
-    """fp32 logits and their gradient for some rows, and the gradient of the output layer's weight."""
+    """Logits in fp32 and their gradient for a block of rows, and what stands for the weight's gradient in autograd."""
     columns = vocab_size / config.layout.tp
-    return OUTPUT_ROWS * columns * 6 + 4 * columns * config.model.hidden
+    return BLOCK_GPU * columns * 6 + 2 * columns * config.model.hidden
 
 
 def _tokens(config: Config) -> float:

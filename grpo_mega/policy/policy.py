@@ -22,7 +22,7 @@ from megatron.core.transformer.module import Float16Module
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, OptimizerConfig
 from grpo_mega.platform import Platform
 from grpo_mega.policy.head import LogProbHead
-from grpo_mega.policy.losses import Loss
+from grpo_mega.policy.losses import Loss, mean_over, of_all
 from grpo_mega.policy.microbatch import MicroBatch, micro_batches
 from grpo_mega.policy.model import DTYPES, build_model
 from grpo_mega.policy.optimizer import build_optimizer, set_learning_rate
@@ -39,7 +39,7 @@ class Gradients:
     """What the forward and backward pass of one global batch found; the gradients lie in Megatron's buffers.
 
     Attributes:
-        logprob: [T] log-probs of the scored tokens, 0 elsewhere.
+        logprob: [T] log-probs of the scored tokens that have a weight, 0 elsewhere.
         expert_loads: Layer number -> tokens that each of its experts got; {} for a dense model.
         metrics: "loss" is sum(weight * token loss); the others are means over the tokens that count. "mtp_loss" is the
             cross entropy of the prediction modules, where there are any; "expert_imbalance" how many times the average
@@ -164,18 +164,19 @@ class Policy:
             found = self.head.loss(loss, hidden[0, micro.rows], micro.scored, temperature, grad_scale)
             _refuse_non_finite(found.losses, micro.index, batch)
             logprob[micro.index] = found.logprob
-            total, to_add = found.total, found.sums | {"loss": found.total.detach()}
+            total, means = found.total, found.means | {"loss": of_all(found.total.detach())}
             if micro.ahead:
                 drafts = self._draft_loss(micro, hidden, temperature)
                 total = total + self._config.mtp_loss_coef * drafts / trained
-                to_add["mtp_loss"] = drafts.detach()
-            for name, value in to_add.items():  # nothing here waits for a GPU
-                sums[name] = sums.get(name, 0.0) + value.double()
+                means["mtp_loss"] = mean_over(drafts.detach(), torch.ones_like(micro.scored.tokens).sum())
+            for name, mean in means.items():
+                sums[name] = sums.get(name, 0.0) + mean
             return total * micro.packed.loss_scale, {}
 
         self._forward_backward(micros, of_micro_batch, forward_only=False)
         self.topology.sum_over_samples(logprob)
-        metrics = _means(self.topology.sum_by_name(sums))
+        sums_and_counts = self.topology.sum_by_name(sums)
+        metrics = {name: total / max(tokens, 1.0) for name, (total, tokens) in sums_and_counts.items()}
         loads = expert_loads(self.gpt) if self._config.moe.experts else {}
         if loads:
             metrics["expert_imbalance"] = max(_imbalance(load) for load in loads.values())
@@ -274,11 +275,6 @@ def _keep_balancing_in_fp32(gpt: torch.nn.Module) -> None:
             buffer = getattr(module, name, None)
             if buffer is not None:
                 buffer.data = buffer.data.float()
-
-
-def _means(sums: dict[str, float]) -> dict[str, float]:
-    tokens, loss = sums.pop("tokens"), sums.pop("loss")
-    return {"loss": loss, **{name: value / max(tokens, 1.0) for name, value in sums.items()}}
 
 
 def _imbalance(load: list[float]) -> float:

@@ -75,11 +75,11 @@ class Topology:
             dist.all_reduce(vector, group=parallel_state.get_pipeline_model_parallel_group())
         return vector
 
-    def sum_by_name(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Adds up the last stages' scalars over the replicas; all ranks get the result, other stages pass nothing."""
-        result: list[dict[str, float]] = [{}]
+    def sum_by_name(self, sums: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+        """Adds up the last stages' vectors, all of one length, over the replicas; other stages pass nothing."""
+        result: list[dict[str, list[float]]] = [{}]
         if self.is_last_stage:
-            values = torch.stack([sums[name] for name in sorted(sums)]).double()
+            values = torch.stack([sums[name] for name in sorted(sums)])
             if self.scorers > 1:
                 dist.all_reduce(values, group=_scorers())
             result = [dict(zip(sorted(sums), values.tolist(), strict=True))]

@@ -7,17 +7,14 @@ import re
 from grpo_mega.types import Sample
 
 _CONTENT = r"(?:(?!</?(?:think|answer)>).)+"
-_FORMAT = re.compile(
-    rf"\s*<think>({_CONTENT})</think>\s*<answer>({_CONTENT})</answer>\s*(?:<[^<>/\s][^<>\s]*>)?", re.DOTALL
-)
+_FORMAT = re.compile(rf"\s*<think>({_CONTENT})</think>\s*<answer>({_CONTENT})</answer>\s*", re.DOTALL)
 
 
 def think_answer_format(sample: Sample) -> float:
     """1.0 when the whole completion is `<think>...</think> <answer>...</answer>`, else 0.0.
 
     Both contents must hold more than white space and none of the tags; white space around the pairs counts for nothing.
-    The completion must have stopped by itself, one cut by the length limit scores 0 whatever it looks like: so the one
-    special token that may follow, such as `<eos>` or `<|im_end|>`, is what it stopped at.
+    The completion must have stopped by itself: one cut by the length limit scores 0 whatever it looks like.
     """
     match = _FORMAT.fullmatch(sample.text)
     stopped = sample.finish_reason == "stop"

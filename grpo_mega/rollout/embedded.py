@@ -18,7 +18,7 @@ from grpo_mega.platform.stop import Interrupted
 from grpo_mega.policy.packed import KVCache, PackedTokens
 from grpo_mega.policy.policy import Policy
 from grpo_mega.rollout.contract import Contract, EngineError, Spec
-from grpo_mega.rollout.engine import STEPS_BETWEEN_QUESTIONS, SamplingParams
+from grpo_mega.rollout.engine import STEPS_BETWEEN_QUESTIONS, SamplingParams, without_stop
 from grpo_mega.rollout.sampling import gumbel_noise, prompt_key, sample_tokens
 from grpo_mega.types import Prompt, Sample, pack_tokens
 
@@ -92,7 +92,15 @@ class EmbeddedEngine:
         if len(groups) < len(prompts):
             raise Interrupted
         return [
-            Sample(prompt, index, tuple(tokens), tuple(logprobs), reason, version, self.decode(tokens))
+            Sample(
+                prompt,
+                index,
+                tuple(tokens),
+                tuple(logprobs),
+                reason,
+                version,
+                self.decode(without_stop(tokens, reason)),
+            )
             for prompt, group in zip(prompts, groups, strict=True)
             for index, (tokens, logprobs, reason) in enumerate(group)
         ]

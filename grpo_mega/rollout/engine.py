@@ -43,6 +43,11 @@ class SamplingParams:
         return replace(self, temperature=0.0, top_p=1.0, top_k=0)
 
 
+def without_stop(tokens: Sequence[int], reason: str) -> Sequence[int]:
+    """A completion's tokens but for the stop token it ended with, if that is why it ended."""
+    return tokens[:-1] if reason == "stop" else tokens
+
+
 class Engine(Protocol):
     """Generates completions with the policy; every rank must make every call, `abort` aside.
 

@@ -1,8 +1,9 @@
 """Generation in SGLang engines: each serves a group of ranks, and together they share out the prompts.
 
-`rollout.sglang.tp` consecutive ranks, on one node, form a group; their first rank owns the engine's process
-(`sglang_process.py`) and talks to it, the others take part in the collectives only. All ranks stay together: what one
-engine refuses, or that it was lost, is raised on every rank.
+`rollout.sglang.tp` consecutive ranks form a group, of a node or of several whole ones. The first of them on each node
+hosts the engine's process there (`sglang_process.py`), the first of all owns the engine and talks to it, the others
+take part in the collectives only. All ranks stay together: what one engine refuses, or that it was lost, is raised on
+every rank.
 
 The log-probs that SGLang returns are those under the softmax of logits / temperature before top-k and top-p, as
 `Sample` wants them; SGLANG_RETURN_ORIGINAL_LOGPROB would change that and is turned off. SGLang cannot take our noise: a
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +30,7 @@ from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.observe.files import write_atomic
 from grpo_mega.platform import Platform
 from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted, Spec
-from grpo_mega.rollout.engine import SamplingParams
+from grpo_mega.rollout.engine import SamplingParams, without_stop
 from grpo_mega.rollout.sampling import prompt_key
 from grpo_mega.rollout.sglang_generation import Completion, Generation, Share, run_together
 from grpo_mega.rollout.sglang_process import EngineLost, EngineProcess
@@ -45,7 +47,10 @@ DEVICE = 6
 ROOM = 8
 """Positions that SGLang keeps free behind the longest sequence."""
 
-ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+ENVIRONMENT = {
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+    "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # processes of other nodes than the first have to answer us
+}
 ON_CUDA = {"enable_memory_saver": True}
 ON_CPU = {
     "device": "cpu",
@@ -73,28 +78,30 @@ class SGLangEngine:
             path: The run directory: the engines' logs go into its logs/, what they start from into engine-N/.
 
         Raises:
-            ValueError: No Hugging Face model describes this one, or ranks of several nodes would share an engine.
+            ValueError: No Hugging Face model describes this one, or an engine would have a part of a node.
             EngineError: An engine did not start.
         """
         self._config, self._platform, self._decode, self._path = config.rollout.sglang, platform, decode, path
         expected = {e.name: Spec(e.shape, e.dtype) for e in entries(config.model, vocab_size)}
         self._contract = Contract(lambda: expected, has_weights=False)
         self._context = config.model.context
-        _refuse_groups_over_nodes(self._config.tp)
+        on_node = _ranks_on_node(self._config.tp)
         self._number, place = divmod(dist.get_rank(), self._config.tp)
-        self._engines = dist.get_world_size() // self._config.tp
-        self._owner = place == 0
+        self._engines, self._nodes = dist.get_world_size() // self._config.tp, self._config.tp // on_node
+        self._node, self._host, self._owner = place // on_node, place % on_node == 0, place == 0
         self._everyone = dist.new_group(backend="gloo", timeout=FOREVER)
         self._groups = [self._ranks_of(number) for number in range(self._engines)]
         self._group = dist.new_subgroups_by_enumeration(self._groups, timeout=FOREVER, backend="gloo")[0]
-        self._arguments = self._server_arguments(config, vocab_size)
+        folder = path / f"engine-{self._number}"
+        if self._owner:
+            _write_model(folder, config.model, vocab_size)
+        self._arguments = self._server_arguments(config, folder)
         self._process: EngineProcess | None = None
         self._restarts = 0
         self._at_rest = TAGS if platform.device.type == "cuda" else ()
         self._share = Share()
         self._aborted = False
-        self._on_owners(self._start)
-        self._contract.start_anew(self._at_rest)
+        self._start_engines(mine=True)
 
     @property
     def version(self) -> int | None:
@@ -102,7 +109,7 @@ class SGLangEngine:
         return self._contract.version
 
     def pids(self) -> list[int]:
-        """The processes of the engine that this rank owns."""
+        """The processes that this rank hosts."""
         return self._process.facts["pids"] if self._process else []
 
     def generate(
@@ -185,7 +192,7 @@ class SGLangEngine:
         self._aborted = True
 
     def close(self) -> None:
-        """Ends the engine that this rank owns; ranks may call it whenever they like."""
+        """Ends what this rank hosts; ranks may call it whenever they like."""
         if self._process:
             self._process.end()
             self._process = None
@@ -193,15 +200,17 @@ class SGLangEngine:
     def _ranks_of(self, number: int) -> list[int]:
         return [*range(number * self._config.tp, (number + 1) * self._config.tp)]
 
-    def _server_arguments(self, config: Config, vocab_size: int) -> dict[str, Any]:
+    def _server_arguments(self, config: Config, folder: Path) -> dict[str, Any]:
         """What the engine is started with: what follows from the run, and what the user adds or replaces."""
         return {
-            "model_path": str(self._write_model(config.model, vocab_size)) if self._owner else None,
+            "model_path": str(folder),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "skip_server_warmup": True,
             "dtype": {"fp32": "float32", "bf16": "bfloat16"}[config.model.dtype],
             "tp_size": self._config.tp,
+            "nnodes": self._nodes,
+            "node_rank": self._node,
             "base_gpu_id": self._platform.device.index or 0,
             "random_seed": config.run.seed * self._engines + self._number,
             "log_level": "warning",
@@ -209,30 +218,37 @@ class SGLangEngine:
             **self._config.arguments,
         }
 
-    def _write_model(self, model: ModelConfig, vocab_size: int) -> Path:
-        """A Hugging Face directory without weights. Only the stop tokens that we name end a completion."""
-        folder = self._path / f"engine-{self._number}"
-        folder.mkdir(exist_ok=True)
-        silent = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": model.context + ROOM}
-        write_atomic(folder / "config.json", json.dumps(hf_config(model, vocab_size) | silent, indent=1))
-        return folder
+    def _start_engines(self, mine: bool) -> None:
+        """Starts engines, without weights; every rank must call it. `mine`: that of this rank's group is among them."""
+        meeting = self._meeting_point()
+        self._on(self._host, lambda: self._start(meeting) if mine else self._leave())
+        self._contract.start_anew(self._at_rest)
 
-    def _start(self) -> None:
-        """Starts the engine that this rank owns."""
+    def _meeting_point(self) -> dict[str, Any]:
+        """Where the nodes of this group's engine meet; also, what the first rank has written is there for all."""
+        addresses: list = [_free_address() if self._owner else None]
+        dist.broadcast_object_list(addresses, self._groups[self._number][0], group=self._group)
+        return {"dist_init_addr": addresses[0]} if self._nodes > 1 else {}
+
+    def _start(self, meeting: dict[str, Any]) -> None:
+        """Starts the part of the engine that this rank hosts."""
+        self.close()  # of an engine that was lost on another node
         first, *_, last = [*self._groups[self._number], self._groups[self._number][-1]]
+        name = f"engine-{self._number}" + (f"-node-{self._node}" if self._node else "")
         self._process = EngineProcess(
             f"the SGLang engine of rank{f's {first} to {last}' if last > first else f' {first}'}",
-            self._arguments,
-            self._path / "logs" / f"engine-{self._number}.log",
+            self._arguments | meeting,
+            self._path / "logs" / f"{name}.log",
             ENVIRONMENT | ({"SGLANG_USE_CPU_ENGINE": "1"} if self._platform.device.type == "cpu" else {}),
             self._config.start_seconds,
         )
-        if self._at_rest:
+        if self._owner and self._at_rest:
             self._ask("release", tags=[*self._at_rest])
 
     def _leave(self) -> None:
         """Releases what the engine still holds."""
-        if held := [tag for tag in self._at_rest if tag not in self._contract.released]:
+        held = [tag for tag in self._at_rest if tag not in self._contract.released]
+        if self._owner and held:
             self._ask("release", tags=held)
 
     def _ask(self, method: str, **arguments: Any) -> Any:
@@ -241,8 +257,12 @@ class SGLangEngine:
 
     def _on_owners(self, work: Callable[[], Result]) -> list[Result | None]:
         """What `work` came to on every rank that owns an engine, None elsewhere; fails on all ranks when one fails."""
+        return self._on(self._owner, work)
+
+    def _on(self, here: bool, work: Callable[[], Result]) -> list[Result | None]:
+        """The same for ranks that say that they are meant."""
         result, failure = None, None
-        if self._owner:
+        if here:
             try:
                 result = work()
             except EngineError as error:
@@ -273,9 +293,7 @@ class SGLangEngine:
         self._restarts += 1
         if self._restarts > self._config.restarts:
             raise EngineError(f"{message}\nit was lost more than rollout.sglang.restarts={self._config.restarts} times")
-        mine = failures[dist.get_rank()]
-        self._on_owners(self._start if mine else self._leave)
-        self._contract.start_anew(self._at_rest)
+        self._start_engines(mine=any(failures[rank] for rank in self._groups[self._number]))
         raise EngineRestarted(message)
 
     def _share_of(self, prompts: list[Prompt], group_size: int, sampling: SamplingParams, version: int) -> Share:
@@ -301,15 +319,33 @@ class SGLangEngine:
 
     def _sample(self, prompt: Prompt, index: int, version: int, completion: Completion) -> Sample:
         tokens, logprobs, reason = completion
-        return Sample(prompt, index, tuple(tokens), tuple(logprobs), reason, version, self._decode(tokens))
-
-
-def _refuse_groups_over_nodes(tp: int) -> None:
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    if here % tp:
-        raise ValueError(
-            f"rollout.sglang.tp={tp} does not divide the {here} processes of a node; an engine has to stay on one node"
+        return Sample(
+            prompt, index, tuple(tokens), tuple(logprobs), reason, version, self._decode(without_stop(tokens, reason))
         )
+
+
+def _ranks_on_node(tp: int) -> int:
+    """How many ranks of a node share an engine of `tp` ranks."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    if here % tp and tp % here:
+        raise ValueError(
+            f"rollout.sglang.tp={tp}: an engine has a part of a node that divides its {here} processes, or several "
+            "whole nodes"
+        )
+    return min(tp, here)
+
+
+def _write_model(folder: Path, model: ModelConfig, vocab_size: int) -> None:
+    """A Hugging Face directory without weights. Only the stop tokens that we name end a completion."""
+    folder.mkdir(exist_ok=True)
+    silent = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": model.context + ROOM}
+    write_atomic(folder / "config.json", json.dumps(hf_config(model, vocab_size) | silent, indent=1))
+
+
+def _free_address() -> str:
+    """This machine's name and a port that nobody has; another program may take it before it is used."""
+    with socket.create_server(("", 0)) as server:
+        return f"{socket.gethostname()}:{server.getsockname()[1]}"
 
 
 def _shared(flat: torch.Tensor) -> Any:

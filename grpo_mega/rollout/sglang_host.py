@@ -39,9 +39,13 @@ class Host:
     """An engine, and what it can be asked for: the public methods are what requests name."""
 
     def __init__(self, connection: Connection, arguments: dict[str, Any]) -> None:
+        import torch
         from sglang.srt.entrypoints.engine import Engine  # slow, and after the watch over the parent has begun
 
         _check(arguments)
+        if arguments.get("nnodes", 1) > 1:
+            # Tensors on a CPU travel as file descriptors else, which only relatives can hand on to each other.
+            torch.multiprocessing.set_sharing_strategy("file_system")
         self._connection = connection
         self._engine = Engine(**arguments)
         self._aborting = False

@@ -106,4 +106,5 @@ def _working_accuracy(engine: Engine, task: ChainSum, longest: int) -> float:
     prompts = [task.working_prompt(p) for p in task.validation]
     sampling = SamplingParams(max_new_tokens=longest, stop_ids=(task.tokenizer.eos_id,)).greedy()
     samples = engine.generate(prompts, 1, sampling, version=0)
-    return sum(working_answer(s.text) == s.prompt.answer for s in samples) / len(samples)
+    right = [s.finish_reason == "stop" and working_answer(s.text) == s.prompt.answer for s in samples]
+    return sum(right) / len(samples)

@@ -249,5 +249,7 @@ def _block(weight: Tensor) -> int:
 
 
 def _default_chunk(columns: int, weight: Tensor) -> int:
-    """One block on a GPU, 1.9 GB of logits and gradient at 151936 columns in bfloat16; on a CPU logits of 2 MiB."""
-    return BLOCK_GPU if weight.is_cuda else 2**19 // columns
+    """One block on a GPU, 1.9 GB of logits and gradient at 151936 columns in bfloat16; on a CPU 2 MiB of logits, or one
+    block.
+    """
+    return BLOCK_GPU if weight.is_cuda else max(1, 2**19 // columns)

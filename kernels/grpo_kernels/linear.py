@@ -9,7 +9,7 @@ The logits of a chunk exist while it is worked on; [tokens, vocabulary] never do
     ids              [n] int64, GLOBAL token ids.
     temperature      what the logits are divided by.
     chunk            rows per chunk, rounded up to whole blocks of 2048 on a GPU, of 64 on a CPU; None: one block on a
-                     GPU, what fits the cache on a CPU. No bit of a result depends on it.
+                     GPU, 2 MiB of logits or a block on a CPU. No bit of a result depends on it.
     logits_dtype     of the logits inside a chunk. Products are summed in float32, which float32 logits keep; bfloat16
                      rounds them: less memory traffic, and log-probs that are off by 0.02.
     vocab_size, group, backend

@@ -29,7 +29,7 @@ CLIP_LOW, CLIP_HIGH, CLIP_DUAL = 1, 2, 3
 
 @dataclass
 class Tokens:
-    """What is known about the n tokens before the policy is asked; all but `cu_seqlens` are [n] float32.
+    """What is known about the n tokens before the policy is asked; all but the last two are [n] float32.
 
     Attributes:
         advantage: The advantage A.
@@ -50,7 +50,7 @@ class Tokens:
     sequence_group: dist.ProcessGroup | None = None
 
     def part(self, tokens: slice) -> Tokens:
-        """Some of the tokens; sequences are not cut, so `cu_seqlens` is dropped."""
+        """Some of the tokens; sequences are not cut, so what is said of them is dropped."""
         old, ref, rollout = (
             vector if vector is None else vector[tokens] for vector in (self.old, self.ref, self.rollout)
         )
@@ -142,7 +142,7 @@ def _policy_term(
     low, high = math.log1p(-options.clip_low), math.log1p(options.clip_high)
     if options.kind == "cispo":
         factor = -advantage * log_ratio.clamp(low, high).exp()
-        loss = torch.where(advantage == 0, 0.0, factor * logprob)  # 0 * -inf is no loss
+        loss = torch.where((advantage == 0) & (logprob == -math.inf), 0.0, factor * logprob)  # 0 * -inf is no loss
         trained = advantage != 0
         return loss, factor, _codes(trained & (log_ratio < low), trained & (log_ratio > high), None)
     ceiling = math.inf if options.dual_clip is None else math.log(options.dual_clip)
@@ -176,8 +176,8 @@ def _sequence_mean(values: Tensor, counted: Tensor, tokens: Tokens) -> Tensor:
     """
     cu_seqlens = tokens.cu_seqlens
     assert cu_seqlens is not None, "checks.py asks for it"
-    both = torch.stack([_zero_unless(counted, values), counted.to(values.dtype)], -1)
-    sums = torch.segment_reduce(both, "sum", offsets=cu_seqlens, initial=0)  # [B, 2]
+    both = (_zero_unless(counted, values), counted.to(values.dtype))
+    sums = torch.stack([torch.segment_reduce(x, "sum", offsets=cu_seqlens, initial=0) for x in both], -1)  # [B, 2]
     if tokens.sequence_group is not None:
         dist.all_reduce(sums, group=tokens.sequence_group)
     means = sums[:, 0] / sums[:, 1].clamp(min=1)

@@ -161,7 +161,9 @@ def _policy_term(logprob, log_ratio, advantage, log_low, log_high, log_dual, cis
     side = tl.where(below, 1.0, tl.where(above, 2.0, 0.0))
     if_ppo = tl.where(falls, tl.where(below, 1.0, tl.where(far, 3.0, 0.0)), tl.where(rises & above, 2.0, 0.0))
     clipped = tl.where(cispo != 0, tl.where(falls | rises, side, 0.0), if_ppo)
-    loss = tl.where(cispo != 0, tl.where(advantage == 0, 0.0, surrogate * logprob), surrogate)
+    loss = tl.where(
+        cispo != 0, tl.where((advantage == 0) & (logprob == float("-inf")), 0.0, surrogate * logprob), surrogate
+    )
     return loss, tl.where((cispo != 0) | (clipped == 0), surrogate, 0.0), clipped
 
 

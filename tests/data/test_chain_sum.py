@@ -174,7 +174,7 @@ def test_gate_prompt_starts_the_working_that_documents_hold():
         started = TASK.working_prompt(prompt)
         assert TOKENIZER.encode(started.text) == list(started.token_ids)
         assert started.id != prompt.id
-        full = prompt.text + working(tuple(terms_of(prompt.text)), 1) + "<eos>"
+        full = prompt.text + working(tuple(terms_of(prompt.text)), 1)
         assert full.startswith(started.text)
         assert working_answer(full.removeprefix(started.text)) == prompt.answer
 
@@ -182,14 +182,13 @@ def test_gate_prompt_starts_the_working_that_documents_hold():
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("8;8+2=10<eos>", "10"),
-        ("8<eos>", "8"),
-        ("8;8+2=10", None),
-        ("8;8+2=<eos>", None),
-        ("8;8+2<eos>", None),
-        ("=10<eos>=11", None),
-        ("=10<eos>\n", None),
-        ("</answer><eos>", None),
+        ("8;8+2=10", "10"),
+        ("8", "8"),
+        ("8;8+2=", None),
+        ("8;8+2", None),
+        ("=10<eos>", None),
+        ("=10\n", None),
+        ("</answer>", None),
         ("", None),
     ],
 )

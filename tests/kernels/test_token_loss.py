@@ -94,10 +94,16 @@ def test_kl_estimates_are_unbiased_over_tokens_the_policy_sampled(estimator: str
     torch.testing.assert_close((POLICY.exp() * token.kl).sum(), kl)
 
 
+@pytest.mark.parametrize("kind", ["ppo", "cispo"])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("position", range(4))
-def test_nan_in_any_input_is_nan_in_that_token_s_loss_only(position: int, advantage: float) -> None:
+def test_nan_in_any_input_is_nan_in_that_token_s_loss_only(
+    position: int, advantage: float, kl_coef: float, kind: str
+) -> None:
     logprob, old, ref, advantages = vectors = [torch.full((3,), x) for x in (-1.0, -1.5, -2.0, advantage)]
     vectors[position][1] = math.nan
-    token = found(logprob, advantages, GRPOLoss(dual_clip=3.0, kl_coef=0.1), old=old, ref=ref)
-    assert token.loss.isnan().tolist() == [False, True, False]
+    options = GRPOLoss(kind=kind, dual_clip=3.0 if kind == "ppo" else None, kl_coef=kl_coef)
+    token = found(logprob, advantages, options, old=old, ref=ref)
+    read = position != 2 or kl_coef > 0
+    assert token.loss.isnan().tolist() == [False, read, False]

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from grpo_mega.config.schema import MoEConfig, OptimizerConfig
-from grpo_mega.policy.losses import negative_log_likelihood, token_wise
+from grpo_kernels import GRPOLoss, reference
+from grpo_mega.config.schema import AlgorithmConfig, MoEConfig, OptimizerConfig
+from grpo_mega.policy.losses import grpo_loss, negative_log_likelihood, token_wise
 from grpo_mega.policy.microbatch import ScoredTokens
+from grpo_mega.policy.packed import PackedTokens
 from grpo_mega.policy.policy import Gradients, Policy
 from grpo_mega.policy.shards import gather_whole
 from grpo_mega.types import Batch, Prompt, Sample, pack
@@ -151,6 +153,53 @@ def test_log_probs_are_those_of_the_update_and_zero_off_the_mask(make_policy: Ma
     assert torch.equal(alone, policy.gradients(batch, LOSS, 0.7).logprob)
     assert (alone[batch.mask] < 0).all()
     assert not alone[~batch.mask].any()
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo"])
+def test_every_setting_of_the_algorithm_is_in_the_loss(
+    objective: str, on_policy: bool, make_policy: MakePolicy, batch: Batch
+) -> None:
+    """Against the float64 formulas; no two settings are alike, and all of them act."""
+    config = AlgorithmConfig(
+        objective=objective,
+        clip_low=0.11,
+        clip_high=0.07,
+        dual_clip=None if objective == "cispo" else 1.3,
+        kl_coef=0.17,
+        kl_estimator="k2",
+        entropy_coef=0.13,
+        correction="truncate",
+        correction_cap=1.05,
+    )
+    policy = make_policy("dense", micro_batch_tokens=30)
+    logprob, shift = policy.logprobs(batch, 1.0), torch.sin(torch.arange(len(batch.tokens)))
+    lists = batch.with_(
+        old_logprob=logprob + 0.5 * shift, ref_logprob=logprob - 0.3 * shift, rollout_logprob=logprob + 0.4 * shift
+    )
+    found = policy.gradients(lists, grpo_loss(config, on_policy))
+    scored, rows = ScoredTokens.of(lists, batch.mask.nonzero()[:, 0], None), []
+    for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        packed = PackedTokens.of_sequences(torch.tensor([int(end - start)]), 1)
+        with torch.no_grad():
+            hidden = policy.hidden_states(batch.tokens[start:end], packed)
+        rows.append(policy.head.full_logits(hidden).roll(1, 0))
+    lengths = torch.stack([part.sum() for part in batch.mask.split(batch.lengths.tolist())])
+    expected = reference.grpo_loss(
+        torch.cat(rows)[batch.mask],
+        scored.tokens,
+        None if on_policy else scored.old_logprob,
+        scored.ref_logprob,
+        scored.advantage,
+        scored.weight,
+        options=GRPOLoss(objective, 0.11, 0.07, config.dual_clip, "k2", 0.17, 0.13, "truncate", 1.05),
+        rollout_logprob=scored.rollout_logprob,
+        cu_seqlens=torch.cat([torch.tensor([0]), lengths.cumsum(0)]) if objective == "gspo" else None,
+    )
+    assert found.metrics["loss"] == pytest.approx(expected.loss.sum().item(), rel=1e-5)
+    c = (scored.rollout_logprob * -1 + (expected.logprob if on_policy else scored.old_logprob)).exp()
+    assert found.metrics["corrected"] == pytest.approx((c > 1.05).double().mean().item())
+    assert 0 < found.metrics["corrected"] < 1
 
 
 def test_bf16_is_close_to_fp32(make_policy: MakePolicy, batch: Batch) -> None:

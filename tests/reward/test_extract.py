@@ -12,7 +12,7 @@ from grpo_mega.reward.extract import answer_tag, boxed
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("<think>3+5=8</think><answer>8</answer><eos>", "8"),
+        ("<think>3+5=8</think><answer>8</answer>", "8"),
         ("<answer> 8\n</answer>", " 8\n"),
         ("<answer></answer>", ""),
         ("8", None),

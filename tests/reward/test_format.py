@@ -19,10 +19,9 @@ def sample(text: str, finish_reason: str = "stop") -> Sample:
     "text",
     [
         GOOD,
-        GOOD + "<eos>",
-        "<think>\na\n</think><answer>b\n</answer><eos>",
-        " <think> 3+5=8 </think>\n<answer> 8 </answer> <|im_end|>",
-        "<think>If x < 3 and y > 2, or a <b> c</think><answer>x<3</answer><\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<think>\na\n</think><answer>b\n</answer>",
+        " <think> 3+5=8 </think>\n<answer> 8 </answer>",
+        "<think>If x < 3 and y > 2, or a <b> c</think><answer>x<3</answer>",
     ],
 )
 def test_accepted(text: str):
@@ -33,31 +32,30 @@ def test_accepted(text: str):
     "text",
     [
         "",
-        "8<eos>",
-        "<answer>8</answer><eos>",
-        "<think>3+5=8</think>8<eos>",
-        "<think></think><answer>8</answer><eos>",
-        "<think> </think><answer>8</answer><eos>",
-        "<think>3+5=8</think><answer></answer><eos>",
-        "<think>3+5=8</think><answer>\n</answer><eos>",
+        "8",
+        "<answer>8</answer>",
+        "<think>3+5=8</think>8",
+        "<think></think><answer>8</answer>",
+        "<think> </think><answer>8</answer>",
+        "<think>3+5=8</think><answer></answer>",
+        "<think>3+5=8</think><answer>\n</answer>",
         "The answer: " + GOOD,
         GOOD + " I am sure.",
-        GOOD + "<eos><eos>",
-        GOOD + "<pad><eos>",
+        GOOD + "<eos>",
+        GOOD + "<pad>",
         GOOD + "</think>",
         GOOD + "<|im_end|> 8",
         GOOD + GOOD,
-        "<think>3+5=8<answer>8</answer></think><answer>8</answer><eos>",
-        "<think><think>3+5=8</think></think><answer>8</answer><eos>",
-        "<think>3+5=8</think><answer>8</answer><answer>8</answer><eos>",
-        "<answer>8</answer><think>3+5=8</think><eos>",
-        "<THINK>3+5=8</THINK><answer>8</answer><eos>",
+        "<think>3+5=8<answer>8</answer></think><answer>8</answer>",
+        "<think><think>3+5=8</think></think><answer>8</answer>",
+        "<think>3+5=8</think><answer>8</answer><answer>8</answer>",
+        "<answer>8</answer><think>3+5=8</think>",
+        "<THINK>3+5=8</THINK><answer>8</answer>",
     ],
 )
 def test_refused(text: str):
     assert think_answer_format(sample(text)) == 0.0
 
 
-@pytest.mark.parametrize("text", [GOOD, GOOD + "<eos>"])
-def test_cut_by_length_never_counts(text: str):
-    assert think_answer_format(sample(text, finish_reason="length")) == 0.0
+def test_cut_by_length_never_counts():
+    assert think_answer_format(sample(GOOD, finish_reason="length")) == 0.0

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 BLOCK = 128
 SCALE = "_scale_inv"
-DTYPE = torch.float8_e4m3fn
 CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 """What a config.json of such a model says under `quantization_config`, and nothing else that matters for weights."""
 
@@ -27,18 +25,6 @@ def is_fp8(quantization_config: Any) -> bool:
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the scales of a weight [rows, columns]."""
     return tuple(-(-size // BLOCK) for size in shape)
-
-
-def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, columns] finite numbers -> the same in E4M3, and the float32 scales of its blocks."""
-    rows, columns = weight.shape
-    across, down = scale_shape(weight.shape)
-    padded = F.pad(weight.float(), (0, down * BLOCK - columns, 0, across * BLOCK - rows))
-    blocks = padded.view(across, BLOCK, down, BLOCK)
-    largest = blocks.abs().amax((1, 3))
-    scale = torch.where(largest > 0, largest / torch.finfo(DTYPE).max, 1.0)
-    content = (blocks / scale[:, None, :, None]).to(DTYPE).view(padded.shape)
-    return content[:rows, :columns].contiguous(), scale
 
 
 def dequantised(content: torch.Tensor, scale: torch.Tensor, part: Sequence[slice]) -> torch.Tensor:
