@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from grpo_mega.config.rules import check_layout, fewest_processes
+from grpo_mega.config.rules import ConfigError, check_layout, fewest_processes
 from grpo_mega.config.schema import Config
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.policy.inventory import take_stock, total
@@ -16,12 +16,12 @@ def plan(config: Config) -> dict[str, Any]:
     """What a run takes, in parameters and bytes, all of it JSON; call `platform.start_planning` first.
 
     Raises:
-        ConfigError: The GPUs cannot be arranged in the layout.
+        ConfigError: The GPUs cannot be arranged in the layout, or nothing says how large the vocabulary is.
     """
     cluster, layout = config.cluster, config.layout
     gpus = cluster.nodes * cluster.gpus_per_node if cluster.nodes else fewest_processes(layout)
     check_layout(config, gpus)
-    vocab_size = config.model.vocab_size or CharTokenizer().vocab_size
+    vocab_size = _vocabulary(config)
     stages = take_stock(config.model, layout, vocab_size, gpus)
     parameters, ahead = total(stages)
     found = [memory(config, stage, number, vocab_size) for number, stage in enumerate(stages)]
@@ -43,3 +43,13 @@ def plan(config: Config) -> dict[str, Any]:
         "limit": limit,
         "fits": max(totals) <= limit if limit else None,
     }
+
+
+def _vocabulary(config: Config) -> int:
+    """A plan reads no files, so no tokenizer but the one built in."""
+    if config.model.vocab_size is None and config.data.tokenizer != "chars":
+        raise ConfigError(
+            f"model.vocab_size is null, and a plan does not open data.tokenizer={config.data.tokenizer}; give "
+            "model.vocab_size, as in the model's config.json"
+        )
+    return config.model.vocab_size or CharTokenizer().vocab_size

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from ranks import REPOSITORY
 
-from grpo_mega import doctor
-from grpo_mega.doctor import ABSENT, FAILURE, GPU, OK, WARNING, Finding
+from grpo_mega.doctor import machine, software
+from grpo_mega.doctor.finding import ABSENT, FAILURE, OK, WARNING, Finding
+from grpo_mega.doctor.machine import GPU
 
 DOCTOR = REPOSITORY / "tools" / "doctor.py"
 PYPI_APEX = "raise ImportError('cannot import name UnencryptedCookieSessionFactoryConfig from pyramid.session')"
@@ -73,8 +74,8 @@ def test_this_machine_is_fit_and_everything_is_looked_at(tmp_path: Path) -> None
     required = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {requirement.split(">")[0].split("<")[0] for requirement in required}
     packages = {"transformer-engine", "apex", "flash-attn", "sglang", "torch-memory-saver"}
-    machine = {"python", "driver", "CUDA", "shared memory", "main memory", "open files", "filesystem"}
-    assert names | packages | machine == found.keys()
+    others = {"python", "driver", "CUDA", "shared memory", "main memory", "open files", "filesystem"}
+    assert names | packages | others == found.keys()
     assert all(finding["why"] and finding["fix"] for finding in found.values() if finding["verdict"] == WARNING)
     assert [*tmp_path.iterdir()] == [], "nothing is left behind"
 
@@ -83,8 +84,7 @@ def test_nothing_but_python_is_needed(tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", symlinks=True)
     code, found = consult(tmp_path, python=str(tmp_path / "bare" / "bin" / "python"))
     assert code == 1
-    assert found["torch"]["verdict"] == FAILURE
-    assert "No module named 'torch'" in found["torch"]["why"]
+    assert (found["torch"]["verdict"], found["torch"]["fix"]) == (FAILURE, "python -m pip install 'torch>=2.11'")
     assert found["megatron-core"] == {
         "found": "missing",
         "verdict": FAILURE,
@@ -96,6 +96,7 @@ def test_nothing_but_python_is_needed(tmp_path: Path) -> None:
 @no_gpu
 def test_sick_packages_are_told_apart(tmp_path: Path) -> None:
     plant(tmp_path, "megatron-core", "0.15.3")
+    plant(tmp_path, "torch", "2.9.1+cu126")
     plant(tmp_path, "apex", "0.9.10.dev0", PYPI_APEX)
     plant(tmp_path, "transformer-engine", "2.9.0", "raise ImportError('undefined symbol: cublasLtGrouped')")
     plant(tmp_path, "flash-attn", "2.8.3", "import os; os.kill(os.getpid(), 11)")
@@ -104,6 +105,7 @@ def test_sick_packages_are_told_apart(tmp_path: Path) -> None:
     assert code == 1
     assert found["megatron-core"]["verdict"] == FAILURE
     assert found["megatron-core"]["why"] == ">=0.16.1,<0.17 is needed"
+    assert (found["torch"]["found"], found["torch"]["why"]) == ("2.9.1+cu126", ">=2.11 is needed")
     assert found["apex"]["verdict"] == WARNING
     assert "not NVIDIA's, or broken" in found["apex"]["why"]
     assert found["apex"]["fix"] == "python -m pip uninstall -y apex"
@@ -141,7 +143,11 @@ def test_a_gpu_that_torch_cannot_use(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("output", "code", "message"),
-    [("NVIDIA-SMI has failed because it couldn't communicate", 9, "NVIDIA-SMI has failed"), ("", 0, "lists none")],
+    [
+        ("NVIDIA-SMI has failed because it couldn't communicate", 9, "NVIDIA-SMI has failed"),
+        ("Unable to determine the device handle for GPU 0000:4F:00.0", 0, "Unable to determine the device"),
+        ("", 0, "lists none"),
+    ],
 )
 def test_a_driver_that_does_not_answer(output: str, code: int, message: str, tmp_path: Path) -> None:
     path = plant_driver(tmp_path / "bin", output, code)
@@ -204,7 +210,7 @@ ABLE: dict[str, Any] = {"version": "2.13.0", "cuda": "13.0", "gpus": 2, "bf16": 
     ],
 )
 def test_what_torch_can_do_with_gpus(changed: dict[str, Any], verdict: str, why: str) -> None:
-    found = doctor.judge_torch(ABLE | changed, [HEALTHY, HEALTHY])
+    found = software.judge_torch(ABLE | changed, [HEALTHY, HEALTHY])
     assert (found.verdict, found.why) == (verdict, why)
     assert bool(found.fix) == (verdict != OK)
 
@@ -221,16 +227,22 @@ def test_what_torch_can_do_with_gpus(changed: dict[str, Any], verdict: str, why:
     ],
 )
 def test_old_drivers(cuda: str, driver: str, verdict: str, fix: str) -> None:
-    found = doctor.judge_driver(cuda, driver)
+    found = software.judge_driver(cuda, driver)
     assert (found.verdict, found.fix) == (verdict, fix)
+
+
+def test_a_gpu_without_memory_of_its_own(tmp_path: Path) -> None:
+    path = plant_driver(tmp_path / "bin", "NVIDIA GB10, 580.95.05, [N/A], [N/A]")
+    _, found = consult(tmp_path, path=path)
+    assert (found["driver"]["verdict"], found["driver"]["found"]) == (OK, "580.95.05; 1 x NVIDIA GB10, 0 GiB")
 
 
 def test_gpus_of_several_kinds() -> None:
     other = GPU("NVIDIA A100", HEALTHY.driver, 40960 * 2**20, 0)
-    found = doctor.judge_gpus([HEALTHY, other])
+    found = machine.judge_gpus([HEALTHY, other])
     assert found.verdict == WARNING
     assert "NVIDIA A100, 40 GiB and NVIDIA H100 80GB HBM3, 80 GiB" in found.found
-    assert doctor.judge_gpus([HEALTHY, HEALTHY]) == Finding("driver", "550.54.15; 2 x NVIDIA H100 80GB HBM3, 80 GiB")
+    assert machine.judge_gpus([HEALTHY, HEALTHY]) == Finding("driver", "550.54.15; 2 x NVIDIA H100 80GB HBM3, 80 GiB")
 
 
 @pytest.mark.parametrize(
@@ -244,27 +256,27 @@ def test_gpus_of_several_kinds() -> None:
     ],
 )
 def test_shared_memory(size: int | None, on_gpu: bool, verdict: str) -> None:
-    found = doctor.shared_memory(size, on_gpu)
+    found = machine.shared_memory(size, on_gpu)
     assert found.verdict == verdict
     assert bool(found.fix) == (verdict == WARNING)
 
 
 def test_main_memory_takes_in_what_the_gpus_hold() -> None:
-    assert doctor.host_memory(2**41, 8 * 80 * 2**30).verdict == OK
-    found = doctor.host_memory(2**39, 8 * 80 * 2**30)
+    assert machine.host_memory(2**41, 8 * 80 * 2**30).verdict == OK
+    found = machine.host_memory(2**39, 8 * 80 * 2**30)
     assert (found.verdict, found.found) == (WARNING, "512.0 GiB")
     assert found.why == "640.0 GiB are safe, as much as all GPUs have"
-    assert doctor.host_memory(2**33, 0).verdict == OK
-    assert doctor.host_memory(2**31, 0).verdict == WARNING
+    assert machine.host_memory(2**33, 0).verdict == OK
+    assert machine.host_memory(2**31, 0).verdict == WARNING
 
 
 def test_unlimited_is_more_than_any_number() -> None:
     unlimited = resource.RLIM_INFINITY
-    locked = doctor.judge_limit("locked memory", 65536, unlimited, unlimited, "memlock", "-l")
+    locked = machine.judge_limit("locked memory", 65536, unlimited, unlimited, "memlock", "-l")
     assert (locked.verdict, locked.fix) == (WARNING, "ulimit -l unlimited")
-    assert doctor.judge_limit("locked memory", unlimited, unlimited, unlimited, "memlock", "-l").verdict == OK
-    assert doctor.judge_limit("open files", unlimited, unlimited, 1024, "nofile", "-n").verdict == OK
-    refused = doctor.judge_limit("locked memory", 65536, 65536, unlimited, "memlock", "-l")
+    assert machine.judge_limit("locked memory", unlimited, unlimited, unlimited, "memlock", "-l").verdict == OK
+    assert machine.judge_limit("open files", unlimited, unlimited, 1024, "nofile", "-n").verdict == OK
+    refused = machine.judge_limit("locked memory", 65536, 65536, unlimited, "memlock", "-l")
     assert "sudo tee" in refused.fix
 
 
@@ -286,14 +298,14 @@ def test_kind_of_filesystem(path: str, kind: str) -> None:
         "tmpfs /scratch/memory tmpfs rw 0 0",
         "server:/two /my\\040disk nfs4 rw 0 0",
     ])  # fmt: skip
-    assert doctor.kind_of(Path(path), mounts) == kind
+    assert machine.kind_of(Path(path), mounts) == kind
 
 
 @pytest.mark.parametrize(
     ("kind", "free", "verdict"), [("lustre", 2**40, OK), ("tmpfs", 2**40, WARNING), ("ext4", 2**30, WARNING)]
 )
 def test_filesystems(kind: str, free: int, verdict: str) -> None:
-    assert doctor.judge_filesystem(Path("/runs"), kind, free).verdict == verdict
+    assert machine.judge_filesystem(Path("/runs"), kind, free).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -308,4 +320,4 @@ def test_filesystems(kind: str, free: int, verdict: str) -> None:
     ],
 )
 def test_versions(found: str, wanted: str, satisfied: bool) -> None:
-    assert doctor._satisfies(found, wanted) == satisfied
+    assert software._satisfies(found, wanted) == satisfied

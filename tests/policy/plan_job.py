@@ -30,4 +30,10 @@ if __name__ == "__main__":
     asked["qwen3_interleaved"] = ["experiment=qwen3_30b_a3b", "layout.pp=4", "layout.vpp=2", "cluster.nodes=8"]
     asked["qwen3_one_node"] = ["experiment=qwen3_30b_a3b", "cluster.nodes=1"]
     asked |= {f"tiny_{name}": ["experiment=tiny", *overrides] for name, overrides in LAYOUTS.items()}
-    print(json.dumps({name: plan(compose_config(overrides)) for name, overrides in asked.items()}))
+    found = {name: plan(compose_config(overrides)) for name, overrides in asked.items()}
+    unknown = compose_config(["experiment=tiny"])
+    unknown.data.tokenizer = "models/elsewhere"
+    try:
+        plan(unknown)
+    except ValueError as error:
+        print(json.dumps({"plans": found, "refused": str(error)}))

@@ -26,8 +26,13 @@ def v3_layer(dense: bool, tp: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def plans() -> dict[str, Any]:
+def job() -> dict[str, Any]:
     return results(run_ranks(Path(__file__).with_name("plan_job.py"), 1, []))
+
+
+@pytest.fixture(scope="module")
+def plans(job: dict[str, Any]) -> dict[str, Any]:
+    return job["plans"]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +148,12 @@ def test_a_layout_changes_what_a_rank_holds_and_not_the_model(plans: dict[str, A
     assert plans["tiny_ep4"]["stages"][0]["experts"] * 4 == whole["experts"]
     assert [s["layers"] for s in plans["tiny_pp2_vpp2_cp2"]["stages"]] == [2, 2]
     assert [s["replicas"] for s in plans["tiny_pp2_vpp2_cp2"]["stages"]] == [2, 2]
+
+
+def test_a_vocabulary_that_nothing_gives_is_asked_for(job: dict[str, Any]) -> None:
+    assert job["refused"].startswith(
+        "model.vocab_size is null, and a plan does not open data.tokenizer=models/elsewhere; give"
+    )
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,176 @@
+"""torch with its CUDA and NCCL, the packages that pyproject.toml lists, and those that make training faster."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import operator
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from grpo_mega.doctor.finding import ABSENT, FAILURE, WARNING, Finding, run
+from grpo_mega.doctor.machine import GPU
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROBE = """
+import json, torch
+from torch import cuda, distributed
+on = cuda.is_available()
+major, minor = cuda.get_device_capability() if on else (0, 0)
+built = {arch.rstrip("af") for arch in cuda.get_arch_list()}
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda, "gpus": cuda.device_count() if on else 0,
+    "nccl": ".".join(map(str, cuda.nccl.version())) if distributed.is_nccl_available() else None,
+    "gloo": distributed.is_gloo_available(), "bf16": on and cuda.is_bf16_supported(),
+    "kernels": any(f"sm_{major}{older}" in built for older in range(minor + 1)),
+}))
+"""
+NEWEST_TORCH = "python -m pip install --force-reinstall torch"
+
+
+def torch(gpus: list[GPU]) -> Iterator[Finding]:
+    """torch, its CUDA and its NCCL; nothing where it is missing or too old, which `required` reports."""
+    if not _usable("torch"):
+        return
+    said, problem = run([sys.executable, "-c", PROBE])
+    if problem:
+        yield Finding("torch", installed("torch") or "", FAILURE, f"cannot be imported: {problem}", NEWEST_TORCH)
+        return
+    able = json.loads(said.splitlines()[-1])
+    if not gpus:
+        yield Finding("torch", able["version"])
+        yield Finding("CUDA", able["cuda"] or "a build for CPUs", ABSENT, "not needed without a GPU")
+        if not able["gloo"]:
+            yield Finding("gloo", "missing", FAILURE, "processes on a CPU talk through it", NEWEST_TORCH)
+        return
+    yield judge_torch(able, gpus)
+    if able["cuda"]:
+        yield judge_driver(able["cuda"], gpus[0].driver)
+    if able["nccl"]:
+        yield Finding("NCCL", able["nccl"])
+    else:
+        yield Finding("NCCL", "missing", FAILURE, "this build of torch has none", NEWEST_TORCH)
+
+
+def judge_torch(able: dict, gpus: list[GPU]) -> Finding:
+    """Whether torch can use the GPUs that the driver has."""
+    found = able["version"]
+    if not able["cuda"]:
+        return Finding("torch", found, FAILURE, f"a build for CPUs, on a machine with {len(gpus)} GPUs", NEWEST_TORCH)
+    if able["gpus"] < len(gpus):
+        why = f"sees {able['gpus']} of {len(gpus)} GPUs"
+        return Finding("torch", found, WARNING if able["gpus"] else FAILURE, why, "unset CUDA_VISIBLE_DEVICES")
+    if not able["kernels"]:
+        return Finding("torch", found, WARNING, f"has no kernels for {gpus[0].name}", NEWEST_TORCH)
+    if not able["bf16"]:
+        return Finding("torch", found, WARNING, f"{gpus[0].name} has no bf16", "model.dtype=fp32")
+    return Finding("torch", found)
+
+
+OLDEST_DRIVER = {"11": "450", "12": "525", "13": "580"}
+"""Driver branch that a major version of CUDA needs (CUDA's release notes, minor version compatibility)."""
+
+
+def judge_driver(cuda: str, driver: str) -> Finding:
+    """Whether the driver is new enough for torch's CUDA."""
+    needed = OLDEST_DRIVER.get(cuda.split(".")[0])
+    if needed and _numbers(driver) < _numbers(needed):
+        why = f"needs driver {needed} or newer, and this is {driver}"
+        older = [major for major, branch in OLDEST_DRIVER.items() if _numbers(branch) <= _numbers(driver)]
+        fix = f"update the driver, or install a torch for CUDA {max(older)}" if older else "update the driver"
+        return Finding("CUDA", cuda, FAILURE, why, fix)
+    return Finding("CUDA", cuda)
+
+
+def required() -> Iterator[Finding]:
+    """What pyproject.toml lists, but a usable torch, of which `torch` reports more."""
+    for name, wanted in _wanted().items():
+        found, fix = installed(name), f"python -m pip install '{name}{wanted}'"
+        if found is None:
+            yield Finding(name, "missing", FAILURE, "training needs it", fix)
+        elif not _usable(name):
+            yield Finding(name, found, FAILURE, f"{wanted} is needed", fix)
+        elif name != "torch":
+            yield Finding(name, found)
+
+
+def _wanted() -> dict[str, str]:
+    """{package: bounds of its version}."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return dict(re.split(r"(?=[<>=]|$)", entry, maxsplit=1) for entry in listed)
+
+
+def _usable(name: str) -> bool:
+    found = installed(name)
+    return found is not None and _satisfies(found, _wanted()[name])
+
+
+ACCELERATORS = (
+    ("transformer-engine", "transformer_engine.pytorch", "faster layers",
+     "python -m pip install --no-build-isolation 'transformer-engine[pytorch]'"),
+    ("flash-attn", "flash_attn", "attention over long sequences in little memory",
+     "python -m pip install --no-build-isolation flash-attn"),
+    ("sglang", "sglang", "fast generation", "python -m pip install sglang"),
+    ("torch-memory-saver", "torch_memory_saver", "SGLang can give its memory to the trainer and take it back",
+     "python -m pip install torch-memory-saver"),
+)  # fmt: skip
+"""Package, module, what it is good for, how to get it."""
+
+
+def accelerators(on_gpu: bool) -> Iterator[Finding]:
+    """Optional packages; one that is there and cannot be imported is worse than none."""
+    for name, module, use, fix in ACCELERATORS:
+        found = installed(name)
+        if found is None:
+            yield Finding(name, "missing", WARNING if on_gpu else ABSENT, use, fix if on_gpu else "")
+            continue
+        _, problem = run([sys.executable, "-c", f"import {module}"])
+        if problem:
+            why = f"cannot be imported: {problem}"
+            yield Finding(name, found, FAILURE if on_gpu else WARNING, why, f"python -m pip uninstall -y {name}; {fix}")
+        else:
+            yield Finding(name, found)
+
+
+def apex(on_gpu: bool) -> Finding:
+    """NVIDIA's Apex is not on PyPI, and the package of that name there is something else."""
+    if importlib.util.find_spec("apex") is None:
+        return Finding("apex", "missing", ABSENT, "Transformer Engine has what is needed of it" if on_gpu else "")
+    _, problem = run([sys.executable, "-c", "import apex.multi_tensor_apply, apex.optimizers"])
+    if not problem:
+        return Finding("apex", f"NVIDIA's {installed('apex') or ''}".strip())
+    why = f"not NVIDIA's, or broken, and Megatron tries to import it: {problem}"
+    return Finding("apex", installed("apex") or "unknown", WARNING, why, "python -m pip uninstall -y apex")
+
+
+def installed(name: str) -> str | None:
+    """Version of a package, without importing it; None when it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+_COMPARE: dict[str, Callable] = {
+    ">=": operator.ge,
+    "<": operator.lt,
+    "==": operator.eq,
+    ">": operator.gt,
+    "<=": operator.le,
+}
+
+
+def _satisfies(found: str, wanted: str) -> bool:
+    """Whether a version lies within bounds such as >=0.16.1,<0.17."""
+    bounds = re.findall(r"(>=|<=|==|<|>)\s*([\d.]+)", wanted)
+    return all(_COMPARE[sign](_numbers(found), _numbers(bound)) for sign, bound in bounds)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """(2, 13, 0) of 2.13.0+cpu."""
+    return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[+a-zA-Z-]", text)[0]))
