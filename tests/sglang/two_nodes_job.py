@@ -55,7 +55,7 @@ def restarted(bench: Bench) -> str:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     (folder / "logs").mkdir(exist_ok=True)
-    config = compose_config([*OVERRIDES, "rollout.sglang.tp=2", "rollout.sglang.silence_seconds=20"])
+    config = compose_config([*OVERRIDES, "rollout.sglang.tp=2", "rollout.sglang.silence_seconds=200"])
     data = build_data(config)
     policy = Policy(config.model, config.layout, data.tokenizer.vocab_size, join_layout(config.layout, 0), HERE)
     policy.initialize(seed=0)
