@@ -25,7 +25,7 @@ SMALL_DISK = "small"
 INSTALL = "apt-get install -y --no-install-recommends slurm-wlm"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/local/sbin"
-DEADLINE = 240.0
+DEADLINE = 600.0
 """Seconds after which anything that is waited for counts as hung."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY")
 
@@ -64,7 +64,7 @@ SlurmdTimeout=5
 MessageTimeout=4
 TCPTimeout=2
 KillWait={kill_wait}
-UnkillableStepTimeout=60
+UnkillableStepTimeout=120
 MinJobAge=3600
 CompleteWait=0
 JobRequeue=1
@@ -88,7 +88,7 @@ def missing() -> str:
 class Cluster:
     """Slurm daemons below `root`, which must be a short path: Unix sockets lie in it."""
 
-    def __init__(self, root: Path, nodes: int, cpus: int = 16, gpus: int = 0, kill_wait: int = 30) -> None:
+    def __init__(self, root: Path, nodes: int, cpus: int = 16, gpus: int = 0, kill_wait: int = 60) -> None:
         self.root = root.resolve()
         self.nodes = [f"node{number}" for number in range(1, nodes + 1)]
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
