@@ -212,8 +212,9 @@ run_attempt() {
     containers
     hung=''
     phase "attempt $attempt on ${chosen[*]}"
+    # A task is bound to one core unless told otherwise, and the task of a node is all of its ranks.
     srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 --nodelist="$(list "${chosen[@]}")" \
-        --kill-on-bad-exit=1 --output="$ATTEMPT/node-%n.log" "${container[@]}" bash "$LIB/node.sh" "$@" &
+        --cpu-bind=none --kill-on-bad-exit=1 --output="$ATTEMPT/node-%n.log" "${container[@]}" bash "$LIB/node.sh" "$@" &
     srun_id=$!
     watch_attempt
     wait "$srun_id"
@@ -328,15 +329,20 @@ failures_here() {
 }
 
 # Which rank failed before the others, as the prefix of its files; nothing when none did.
+#
+# What the kernel killed is a cause: it is named first, for the others may say that it is gone before its shell has seen
+# it. Aborts are left to their place in time: NCCL aborts ranks that have waited in vain.
 first_to_fail() {
-    local file code
-    while read -r file; do
+    local moment file code class
+    find "$ATTEMPT" \( -name 'rank-*.failed' -o -name 'rank-*.code' \) -printf '%T@ %p\n' | while read -r moment file; do
         code=$(cat "${file%.*}.code" 2>/dev/null)
-        if [[ ! $code =~ ^(0|75)$ ]]; then
-            echo "${file%.*}"
-            return
-        fi
-    done < <(find "$ATTEMPT" \( -name 'rank-*.failed' -o -name 'rank-*.code' \) -printf '%T@ %p\n' | sort -n | cut -d' ' -f2)
+        case $code in
+            0 | 75) continue ;;
+            132 | 135 | 136 | 137 | 139) class=0 ;;
+            *) class=1 ;;
+        esac
+        echo "$class $moment ${file%.*}"
+    done | sort -k 1,1n -k 2,2n | head -n 1 | cut -d' ' -f3
 }
 
 # The ranks that entered the fewest phases: the others wait for them.
@@ -360,9 +366,18 @@ last_lines() {
     [[ -z $1 ]] || tail -n 25 "$1.log"
 }
 
+# Ranks that left no exit code: their node died, or torchrun had to kill them.
+without_a_word() {
+    local rank
+    for ((rank = 0; rank < NODES * RANKS_PER_NODE; rank++)); do
+        [[ -e $ATTEMPT/rank-$(printf %04d "$rank").code ]] || echo "rank $rank on ${chosen[rank / RANKS_PER_NODE]}"
+    done | paste -sd, | cut -c 1-500
+}
+
 report() {
-    local first rank
+    local first rank gone
     first=$(first_to_fail)
+    gone=$(without_a_word)
     {
         echo "attempt $attempt, restart $restart, on ${chosen[*]}: $outcome${hung:+: $hung}"
         if [[ $outcome == hung ]]; then
@@ -378,6 +393,7 @@ report() {
         else
             echo "no rank said why; see $ATTEMPT/node-*.log"
         fi
+        [[ -z $gone ]] || echo "gone without a word: $gone"
     } | tee -a "$JOB/report.txt"
 }
 

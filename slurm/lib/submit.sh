@@ -11,7 +11,7 @@ submit() {
     command -v sbatch >/dev/null || refuse "there is no Slurm here (no sbatch): log in to a machine of the cluster, or" \
         "run without it: torchrun --standalone --nproc-per-node N -m grpo_mega.train ${own[*]} ${settings[*]}"
     ask_configuration "${own[@]}" "${settings[@]}"
-    options=(--nodes=$((NODES + SPARES)) "${options[@]}")
+    options=(--export=ALL --nodes=$((NODES + SPARES)) "${options[@]}") # the settings travel in the environment
     if ((SPARES)); then options+=(--no-kill); fi
     check_slurm_takes "$0" "${options[@]}"
     GRPO_MEGA_CODE=$(snapshot) || exit

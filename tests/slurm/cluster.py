@@ -25,7 +25,7 @@ SMALL_DISK = "small"
 INSTALL = "apt-get install -y --no-install-recommends slurm-wlm"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/local/sbin"
-DEADLINE = 240.0
+DEADLINE = 600.0
 """Seconds after which anything that is waited for counts as hung."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY")
 
@@ -64,7 +64,7 @@ SlurmdTimeout=5
 MessageTimeout=4
 TCPTimeout=2
 KillWait={kill_wait}
-UnkillableStepTimeout=60
+UnkillableStepTimeout=120
 MinJobAge=3600
 CompleteWait=0
 JobRequeue=1
@@ -78,13 +78,17 @@ PartitionName=urgent Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
 def missing() -> str:
     """What lacks for a cluster, with the command that installs it; empty when nothing does."""
     absent = [name for name in PROGRAMS if not shutil.which(name, path=SEARCH)]
-    return f"Slurm is not installed (no {', '.join(absent)}): {INSTALL}" if absent else ""
+    if absent:
+        return f"Slurm is not installed (no {', '.join(absent)}): {INSTALL}"
+    if subprocess.run([*_namespaces(), "true"], capture_output=True).returncode:
+        return f"namespaces are not permitted here ({' '.join(_namespaces())} fails): run as root, or permit them"
+    return ""
 
 
 class Cluster:
     """Slurm daemons below `root`, which must be a short path: Unix sockets lie in it."""
 
-    def __init__(self, root: Path, nodes: int, cpus: int = 16, gpus: int = 0, kill_wait: int = 30) -> None:
+    def __init__(self, root: Path, nodes: int, cpus: int = 16, gpus: int = 0, kill_wait: int = 60) -> None:
         self.root = root.resolve()
         self.nodes = [f"node{number}" for number in range(1, nodes + 1)]
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -131,12 +135,10 @@ class Cluster:
         """
         inside = f'hostname {node} && mount --bind {self.root}/hosts /etc/hosts && {prepare} && exec "$@"'
         command = [_program("slurmd"), "-D", "-N", node]
-        outer = ["unshare", "--uts", "--mount"]
-        if os.getuid():  # root in a user namespace for the edits, then this user again: slurmd insists
-            outer += ["--user", "--map-root-user"]
+        if os.getuid():  # root in the user namespace for the edits, then this user again: slurmd insists
             ids = [f"--map-user={os.getuid()}", f"--map-group={os.getgid()}"]
             command = ["unshare", "--user", *ids, *command]
-        self._spawn(node, [*outer, "sh", "-c", inside, "sh", *command])
+        self._spawn(node, [*_namespaces(), "sh", "-c", inside, "sh", *command])
 
     def _spawn(self, name: str, command: Sequence[str]) -> None:
         with (self.root / "log" / f"{name}.out").open("ab") as out:
@@ -245,6 +247,11 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(what)
         time.sleep(0.1)
+
+
+def _namespaces() -> list[str]:
+    """Starts a program with a host name and mounts of its own."""
+    return ["unshare", "--uts", "--mount", *(["--user", "--map-root-user"] if os.getuid() else [])]
 
 
 def _program(name: str) -> str:

@@ -62,6 +62,7 @@ def test_a_node_that_dies_in_a_step_is_replaced(cluster, peace, caught):
     cluster.kill_node(dead)
     assert_as_in(peace, launch)
     assert dead not in cluster.job(launch.number)["NodeList"]
+    assert f"gone without a word: rank 1 on {dead}" in launch.log
 
 
 def test_the_node_of_the_batch_script_may_die_too(cluster, peace, caught):
