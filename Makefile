@@ -49,7 +49,7 @@ test: $(READY) slurm
 
 test-sglang: $(SGLANG_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)
-	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_VENV)/before:$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(SGLANG_VENV)/before:$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)
 
 # tests/slurm start a Slurm of their own. Where it cannot be installed they are skipped, and say what to do.
 slurm:

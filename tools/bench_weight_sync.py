@@ -49,6 +49,7 @@ EXPERT_RANKS = (1, 8, 16, 32, 64)
 
 def plan() -> None:
     """Prints the table for 671B parameters."""
+    platform.start()
     from grpo_mega.checkpoint.huggingface.names import entries
 
     tensors = entries(DEEPSEEK_V3, VOCAB)

@@ -222,7 +222,7 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         serve(Connection(int(sys.argv[1])))
-    except EOFError:
+    except (EOFError, OSError):  # the trainer closed the connection, or is gone
         os.killpg(0, signal.SIGKILL)
 
 

@@ -19,8 +19,9 @@ import engine_contract_job  # noqa: E402  (prepares the platform)
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from engine_contract import CHECKS, LONG, Bench, move, refused, sampling  # noqa: E402
+from engine_contract import BUDGET, CHECKS, LONG, Bench, move, refused, sampling  # noqa: E402
 
+from grpo_mega.colocation.weight_sync import WeightSync  # noqa: E402
 from grpo_mega.rollout.contract import EngineError, EngineRestarted  # noqa: E402
 from grpo_mega.types import pack  # noqa: E402
 
@@ -74,6 +75,20 @@ def put(weights: list[torch.Tensor], bench: Bench) -> None:
     with torch.no_grad():
         for parameter, weight in zip(bench.policy.gpt.parameters(), weights, strict=True):
             parameter.copy_(weight)
+
+
+def check_weights_that_did_not_arrive_are_noticed(bench: Bench) -> None:
+    sync = WeightSync(bench.policy, bench.engine, BUDGET, verify_every=2)
+    sync.send(bench.version)
+    expected = sync.expected()
+    sync.verify(expected)
+    assert sync.take_traffic().bytes == sum(tensor.nbytes for bucket in bench.buckets() for _, tensor in bucket)
+    sync.send(bench.version)
+    assert sync.expected() is None, "every second time"
+    move(bench.policy)
+    sync.verify(expected)
+    sync.send(bench.version)
+    refused(lambda: sync.verify(expected), "engine 0", "differ from the trainer's by")
 
 
 def check_an_engine_that_does_not_answer_is_lost(bench: Bench) -> None:

@@ -100,6 +100,14 @@ def test_a_single_update_is_exactly_on_policy(seen):
         assert metrics["mismatch/max_abs"] < 1e-5
 
 
+def test_samples_of_other_weights_are_warned_of_once(seen):
+    found = seen["stale_engine"]
+    assert all(metrics["mismatch/mean_abs"] > 1e-3 for metrics in found["steps"])
+    (warning,) = found["warnings"]
+    assert "the engine's log-probs differ from the trainer's" in warning
+    assert f"{found['steps'][0]['mismatch/mean_abs']:.2g} on average" in warning
+
+
 def test_kl_is_exactly_zero_right_after_a_refresh_and_only_then(seen):
     first, second, third = (metrics["policy/kl"] for metrics in seen["on_policy"])
     assert (first, third) == (0.0, 0.0)

@@ -137,6 +137,7 @@ def equal_rewards() -> dict[str, Any]:
         step(built)
         seen["after"] = digest(built)
         seen["text"] = warnings
+        logging.getLogger("grpo_mega.trainer").removeHandler(handler)
         seen["tokens"] = built.tokens
     return seen
 
@@ -205,6 +206,28 @@ def two_epochs() -> dict[str, Any]:
             "trained": built.tokens["trained"],
             "completion_tokens": int(batch.mask.sum()),
         }
+
+
+def stale_engine() -> dict[str, Any]:
+    """Two steps with samples of other weights than those that are trained."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    with trainer("stale_engine") as built:
+        logging.getLogger("grpo_mega.trainer").addHandler(handler)
+        generate, parameters = built.engine.generate, [*built.policy.gpt.parameters()]
+
+        def stale(*arguments: Any) -> Any:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.mul_(1.1)
+                samples = generate(*arguments)
+                for parameter in parameters:
+                    parameter.div_(1.1)
+            return samples
+
+        built.engine.generate = stale  # type: ignore[method-assign]
+        return {"steps": [step(built), step(built)], "warnings": warnings}
 
 
 def begun() -> dict[str, Any]:
@@ -283,6 +306,7 @@ if __name__ == "__main__":
         run_state,
         on_policy,
         two_epochs,
+        stale_engine,
         begun,
         drawing_and_scoring,
         longer,

@@ -1,0 +1,36 @@
+"""The tool that counts what a weight sync moves."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from ranks import REPOSITORY, run_ranks
+
+TOOL = REPOSITORY / "tools" / "bench_weight_sync.py"
+
+
+def test_bytes_are_those_of_the_model_on_every_rank() -> None:
+    output = run_ranks(TOOL, 2, ["experiment=tiny_sglang", "layout=ep2"])[0]
+    handed_out = {
+        line.split(" bytes handed out")[0].split()[-1] for line in output.splitlines() if "handed out" in line
+    }
+    # 26 tokens; attention 96 -> (4 + 2 * 2 + 4) * 24 with two norms of 24; a router and 4 experts of 3 x 96 x 64
+    layer = 96 * 24 * (4 + 2 + 2 + 4) + 2 * 24 + 2 * 96 + 4 * 96 + 4 * 3 * 96 * 64
+    assert handed_out == {f"{4 * (2 * 26 * 96 + 2 * layer + 96):,}"}
+    # Of the experts half are elsewhere.
+    assert output.count(f" {4 * 2 * 2 * 3 * 96 * 64:,} received") == 6, "three syncs of two ranks"
+
+
+def test_the_plan_counts_671_billion_parameters() -> None:
+    done = subprocess.run(
+        [sys.executable, str(TOOL), "--plan"], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "671.0B parameters" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if re.match(r" +\d+ ", line)]
+    assert [int(row[0]) for row in rows] == [1, 8, 16, 32, 64]
+    assert rows[0][1] == rows[0][3]
+    assert rows[-1][1] == rows[0][1]
+    own = [float(row[3].replace(",", "")) for row in rows]
+    assert own == sorted(own, reverse=True)

@@ -1,0 +1,106 @@
+"""What any sequence of calls comes to: nothing is generated without whole, current weights and memory to do it in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_mega.rollout.contract import TAGS, Contract, EngineError, Spec
+
+NAMES = ("a.weight", "b.weight")
+SHAPE = (2, 3)
+CALLS = st.one_of(
+    st.just(("begin",)),
+    st.tuples(st.just("push"), st.sampled_from(NAMES)),
+    st.tuples(st.just("end"), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["release", "resume"]), st.sampled_from(TAGS)),
+    st.tuples(st.just("generate"), st.integers(0, 3)),
+)
+
+
+def contract(has_weights: bool = False) -> Contract:
+    return Contract(lambda: {name: Spec(SHAPE, torch.float32) for name in NAMES}, has_weights)
+
+
+def made(engine: Contract, name: str, *arguments) -> bool:
+    """Makes a call; whether it was legal."""
+    try:
+        if name == "begin":
+            engine.begin_update()
+        elif name == "push":
+            engine.push([(arguments[0], torch.zeros(SHAPE))])
+        elif name == "end":
+            engine.end_update(arguments[0])
+        elif name == "release":
+            engine.release([arguments[0]])
+        elif name == "resume":
+            engine.resume([arguments[0]])
+        else:
+            with engine.generating(arguments[0]):
+                pass
+    except EngineError:
+        return False
+    return True
+
+
+@given(st.lists(CALLS, max_size=40))
+def test_generation_needs_memory_and_whole_weights_of_that_version(calls: list[tuple]) -> None:
+    engine = contract()
+    out: set[str] = set()
+    pushed: set[str] | None = None
+    version: int | None = None
+    newest = -1
+    for name, *arguments in calls:
+        legal = made(engine, name, *arguments)
+        argument = arguments[0] if arguments else None
+        if name == "begin":
+            assert legal == (pushed is None and "weights" not in out)
+            pushed, version = (set(), None) if legal else (pushed, version)
+        elif name == "push":
+            assert legal == (pushed is not None and argument not in pushed)
+            if legal:
+                pushed.add(argument)
+        elif name == "end":
+            assert legal == (pushed == {*NAMES} and argument >= newest)
+            if legal:
+                pushed, version, newest = None, argument, argument
+        elif name == "release":
+            assert legal == (argument not in out and pushed is None)
+            out |= {argument} if legal else set()
+            version = None if legal and argument == "weights" else version
+        elif name == "resume":
+            assert legal == (argument in out)
+            out -= {argument}
+        else:
+            assert legal == (not out and pushed is None and version == argument)
+        assert engine.version == version
+
+
+def test_an_engine_that_has_weights_generates_before_the_first_push() -> None:
+    engine = contract(has_weights=True)
+    assert made(engine, "generate", 5)
+    assert engine.version is None
+    engine.release(["weights"])
+    engine.resume(["weights"])
+    assert not made(engine, "generate", 5)
+
+
+def test_a_bucket_is_refused_as_a_whole() -> None:
+    engine = contract()
+    engine.begin_update()
+    with pytest.raises(EngineError, match=r"b\.weight is \[3\] float32, and the model's is \[2, 3\] float32"):
+        engine.push([("a.weight", torch.zeros(SHAPE)), ("b.weight", torch.zeros(3))])
+    engine.push([(name, torch.zeros(SHAPE)) for name in NAMES])
+    engine.end_update(0)
+
+
+def test_an_engine_that_starts_anew_has_no_weights_and_no_session() -> None:
+    engine = contract()
+    engine.begin_update()
+    engine.start_anew(["kv_cache"])
+    assert engine.released == {"kv_cache"}
+    assert not made(engine, "push", "a.weight")
+    engine.resume(["kv_cache"])
+    assert not made(engine, "generate", 0)
