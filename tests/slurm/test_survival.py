@@ -93,6 +93,24 @@ def test_a_preempted_run_saves_and_continues_when_the_urgent_one_is_over(cluster
     assert "continuing behind step 2" in log_of(launch, "restart-1-attempt-1", 0)
 
 
+def test_a_signal_that_reaches_one_task_and_none_of_its_children_stops_all_ranks(cluster, peace, caught):
+    launch = caught("hold", 0, "run.save_every=0")
+    tasks = [
+        p
+        for p in cluster.processes([node_of(launch, 0)])
+        if p.cmdline()[1:2] == [f"{code_of(launch)}/slurm/lib/node.sh"]
+    ]
+    assert len(tasks) == 1
+    tasks[0].terminate()  # as versions of Slurm do that signal the first process of a task only
+    assert_as_in(peace, launch)
+    assert "continuing behind step 2" in log_of(launch, "restart-1-attempt-1", 0)
+
+
+def code_of(launch: Launch) -> Path:
+    (code,) = (launch.run / "slurm").glob("code-*")
+    return code
+
+
 def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluster, peace, caught):
     launch = caught("hang", 1, HANG_SECONDS="20")
     told = cluster.run(REPOSITORY / "slurm" / "status.sh", launch.number).stdout
@@ -181,7 +199,7 @@ def test_a_disk_that_is_full_at_a_save_loses_nothing_and_says_what_to_do(cluster
     if not small.is_mount():
         pytest.skip("mounting a file system is not permitted here")
     root = f"run.root={small}"
-    launch = submit(cluster, "full", root, "run.steps=2")
+    launch = submit(cluster, "full", root, "run.steps=2", MIN_FREE_MB="0")
     assert launch.finish() == "COMPLETED", launch.log
     ballast = small / "ballast"
     ballast.write_bytes(bytes(shutil.disk_usage(small).free - 500_000))
@@ -190,4 +208,4 @@ def test_a_disk_that_is_full_at_a_save_loses_nothing_and_says_what_to_do(cluster
     report = (launch.files / "report.txt").read_text()
     assert [word for word in ("step-000003 cannot be written", "make room") if word not in report] == []
     ballast.unlink()
-    assert_as_in(peace, submit(cluster, "full", root, MIN_FREE_MB="1"))
+    assert_as_in(peace, submit(cluster, "full", root, MIN_FREE_MB="0"))
