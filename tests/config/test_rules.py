@@ -170,6 +170,24 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
     assert problems_of(with_values(TINY, {f"model.moe.{name}": value for name, value in v3.items()})) == []
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rollout.sglang.tp": 2}, "rollout.sglang.tp has no effect with rollout.engine=embedded"),
+        ({"rollout.sglang.arguments": {"a": 1}}, "rollout.sglang.arguments has no effect with rollout.engine=embedded"),
+        ({"rollout.engine": "sglang", "rollout.sglang.arguments": {"tp_size": 2}}, "rollout.sglang.arguments.tp_size "),
+    ],
+)
+def test_settings_of_sglang_are_neither_idle_nor_twice(values: dict[str, object], message: str) -> None:
+    (problem,) = problems_of(with_values(TINY, values))
+    assert problem.startswith(message)
+
+
+def test_server_arguments_of_ones_own_are_accepted() -> None:
+    arguments = {"rollout.engine": "sglang", "rollout.sglang.arguments": {"mem_fraction_static": 0.6}}
+    assert problems_of(with_values(TINY, arguments)) == []
+
+
 def test_reward_terms_of_ones_own_are_accepted() -> None:
     terms = [RewardTerm("mine", -0.5, "my_package.rewards:score")]
     assert problems_of(with_values(TINY, {"reward.terms": terms, "reward.success": "mine"})) == []
@@ -253,6 +271,7 @@ def advised(pattern: str, problem: str) -> list[int]:
         ({"layout.ep": 2, "layout.etp": 2, "layout.tp": 2}, 2, "layout.ep=2 * layout.etp=2 does not divide the 2"),
         ({"layout.ep": 2, "layout.pp": 2}, 2, "layout.ep=2 * layout.etp=1 does not divide the 1 ranks"),
         ({}, 3, "algorithm.prompts_per_step=32 is not divisible by the data parallel size 3"),
+        ({"rollout.engine": "sglang", "rollout.sglang.tp": 3}, 4, "rollout.sglang.tp=3 does not divide the 4 "),
     ],
 )  # fmt: skip
 def test_a_layout_that_does_not_fit_is_named(values: dict[str, object], world_size: int, message: str) -> None:
