@@ -64,7 +64,7 @@ if __name__ == "__main__":
     found = {"first": distance(bench), "lost": restarted(bench), "then": distance(bench)}
     mine = len(engine.pids())
     engine.close()
-    left = [p.pid for p in psutil.Process().children(recursive=True) if "sglang" in " ".join(p.cmdline())]
+    left = [p.pid for p in psutil.Process().children(recursive=True) if "sglang_host" in " ".join(p.cmdline())]
     processes: list = [None, None]
     dist.all_gather_object(processes, (mine, len(left)))
     leave_layout()
