@@ -49,13 +49,13 @@ KILLED_IN_STEP = 3
 
 
 def killing(built: Trainer) -> Callable[[], bool]:
-    """In place of `StopRequest.asked`: kills the engine's processes once, in the middle of a generation."""
-    asked, pids = built.stop.asked, built.engine.pids()
+    """In place of `StopRequest.asked`: kills what computes in the engine once, in the middle of a generation."""
+    asked, processes = built.stop.asked, [psutil.Process(pid) for pid in built.engine.pids()]
+    schedulers = [p for p in processes if "scheduler" in " ".join(p.cmdline())]
 
     def asked_and_killed() -> bool:
-        if built.step == KILLED_IN_STEP and built.turns.lease.state is State.GENERATING and pids:
-            psutil.Process(pids.pop()).send_signal(signal.SIGKILL)
-            pids.clear()
+        if built.step == KILLED_IN_STEP and built.turns.lease.state is State.GENERATING and schedulers:
+            schedulers.pop().send_signal(signal.SIGKILL)
         return asked()
 
     return asked_and_killed
