@@ -130,21 +130,15 @@ def meter(device: torch.device, processes: Mapping[str, Collection[int]]) -> Met
 
 
 def resident_memory(processes: Mapping[str, Collection[int]]) -> dict[str, int]:
-    """{holder: bytes of main memory its processes hold}.
+    """{holder: bytes of main memory its processes hold}; one that is gone holds nothing."""
+    return {holder: sum(map(_resident, members)) for holder, members in processes.items()}
 
-    Raises:
-        ProcessLookupError: One of the processes is gone.
-    """
 
-    def resident(holder: str, process: int) -> int:
-        try:
-            return psutil.Process(process).memory_info().rss
-        except psutil.NoSuchProcess:
-            raise ProcessLookupError(
-                f"process {process} of {holder} is gone, and its memory with it; see {holder}'s log"
-            ) from None
-
-    return {holder: sum(resident(holder, p) for p in members) for holder, members in processes.items()}
+def _resident(process: int) -> int:
+    try:
+        return psutil.Process(process).memory_info().rss
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def allocator(device: torch.device) -> dict[str, int]:

@@ -19,9 +19,10 @@ from grpo_mega.colocation.offload import TrainerMemory
 from grpo_mega.colocation.weight_sync import WeightSync
 from grpo_mega.config.schema import SGLangConfig
 from grpo_mega.observe.timer import PhaseTimer
+from grpo_mega.platform.stop import Interrupted
 from grpo_mega.policy.policy import Policy
 from grpo_mega.policy.reference import ReferencePolicy
-from grpo_mega.rollout.contract import TAGS, EngineRestarted
+from grpo_mega.rollout.contract import TAGS, EngineError, EngineRestarted
 from grpo_mega.rollout.sglang_engine import SGLangEngine
 
 logger = logging.getLogger(__name__)
@@ -66,13 +67,24 @@ class Turns:
                 with self._timer("sync"):
                     self._to_engine(version)
                 with self._timer(phase):
-                    return self._in_turn(work)
+                    result = self._in_turn(work)
             except EngineRestarted as lost:
-                logger.warning("%s\nit was started anew and goes on with what is unfinished", lost)
-                self.lease.forfeit(Owner.ENGINE, "it was lost")
-            finally:
-                with self._timer("sync"):
-                    self._to_trainer()
+                self._forfeit(lost)
+                self._back()
+            except (EngineError, Interrupted):  # raised on all ranks alike, which therefore go back together
+                self._back()
+                raise
+            else:
+                self._back()
+                return result
+
+    def _back(self) -> None:
+        with self._timer("sync"):
+            self._to_trainer()
+
+    def _forfeit(self, lost: EngineRestarted) -> None:
+        logger.warning("%s\nit was started anew and goes on with what is unfinished", lost)
+        self.lease.forfeit(Owner.ENGINE, "it was lost")
 
     def metrics(self) -> dict[str, float]:
         """What was moved since the last call, for the log."""
@@ -142,6 +154,10 @@ class Turns:
             self.lease.forfeit(Owner.ENGINE, "it failed before it could generate")
             return
         self.lease.ask_release()
-        if self._memory:
-            self._engine.release([*TAGS])
+        try:
+            if self._memory:
+                self._engine.release([*TAGS])
+        except EngineRestarted as lost:  # the new one holds nothing, and the samples are there
+            self._forfeit(lost)
+            return
         self.lease.to(State.FREE)

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,12 +46,16 @@ FOREVER = timedelta(days=7)
 """Of collectives that wait for engines, whose own limits are in `rollout.sglang`."""
 DEVICE = 6
 """Place of the device among the arguments of torch's `rebuild_cuda_tensor`."""
+PORTS, NEIGHBOURS = (20000, 30000), 10
+"""Where the nodes of an engine meet: SGLang takes some ports behind the one that it is given."""
 ROOM = 8
 """Positions that SGLang keeps free behind the longest sequence."""
 
+FUSED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # processes of other nodes than the first have to answer us
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # else CUDA graphs keep their memory when they are released
 }
 ON_CUDA = {"enable_memory_saver": True}
 ON_CPU = {
@@ -160,6 +166,7 @@ class SGLangEngine:
 
     def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Replaces some weights; the tensors may be dropped afterwards."""
+        _refuse_halves([name for name, _ in bucket])
         self._contract.push(bucket)
         flat = torch.cat([tensor.detach().flatten().view(torch.uint8) for _, tensor in bucket])
         parts: list = [None] * self._config.tp
@@ -343,9 +350,33 @@ def _write_model(folder: Path, model: ModelConfig, vocab_size: int) -> None:
 
 
 def _free_address() -> str:
-    """This machine's name and a port that nobody has; another program may take it before it is used."""
-    with socket.create_server(("", 0)) as server:
-        return f"{socket.gethostname()}:{server.getsockname()[1]}"
+    """The address that other nodes know this one by, and a port that, with those behind it, nobody has.
+
+    They lie below those that outgoing connections take; another program may still take one before SGLang does.
+    """
+    for port in random.sample(range(*PORTS, NEIGHBOURS), k=(PORTS[1] - PORTS[0]) // NEIGHBOURS):
+        with suppress(OSError), ExitStack() as servers:
+            for neighbour in range(port, port + NEIGHBOURS):
+                servers.enter_context(socket.create_server(("", neighbour)))
+            return f"{_own_address()}:{port}"
+    raise EngineError(f"no {NEIGHBOURS} neighbouring ports are free between {PORTS[0]} and {PORTS[1]}")
+
+
+def _own_address() -> str:
+    """Of the interface that leads to the job's first node: a host's own name may stand for one that leads nowhere."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _refuse_halves(names: Sequence[str]) -> None:
+    """SGLang fuses these two of a layer when both are in a bucket, and drops them, silently, when they are not."""
+    q_a, kv_a = ({n.removesuffix(tail) for n in names if n.endswith(tail)} for tail in FUSED)
+    if halves := q_a ^ kv_a if q_a else set():
+        raise EngineError(
+            f"push: {min(halves)}{FUSED[0]} and {FUSED[1]} are in different buckets, and SGLang needs them in one; "
+            "choose another rollout.sglang.bucket_bytes"
+        )
 
 
 def _shared(flat: torch.Tensor) -> Any:

@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -48,7 +49,7 @@ class Host:
             torch.multiprocessing.set_sharing_strategy("file_system")
         self._connection = connection
         self._engine = Engine(**arguments)
-        self._aborting = False
+        self._aborting = self._updating = False
 
     def facts(self) -> dict[str, Any]:
         """The release of SGLang, and the processes that hold memory."""
@@ -69,7 +70,10 @@ class Host:
         return [logprob for logprob, *_ in found["meta_info"]["input_token_logprobs"][1:]]
 
     def begin_update(self) -> None:
-        """Opens a session where this release of SGLang has them."""
+        """Opens a session where this release of SGLang has them; one that was given up half-way is closed before."""
+        if self._updating:
+            self.end_update()
+        self._updating = True
         if hasattr(self._engine, "begin_weight_update"):
             _succeeded(self._engine.begin_weight_update())
 
@@ -100,6 +104,7 @@ class Host:
 
     def end_update(self) -> None:
         """Closes the session; what the old weights had cached is forgotten."""
+        self._updating = False
         if hasattr(self._engine, "end_weight_update"):
             _succeeded(self._engine.end_weight_update())
         self.flush()
@@ -121,10 +126,12 @@ class Host:
     async def _generate(self, requests: list[dict[str, Any]]) -> None:
         self._aborting = False
         listening = asyncio.ensure_future(self._listen())
+        waiting = [asyncio.ensure_future(self._complete(number, request)) for number, request in enumerate(requests)]
         try:
-            await asyncio.gather(*(self._complete(number, request) for number, request in enumerate(requests)))
+            await asyncio.gather(*waiting)
         finally:
             listening.cancel()
+            await self._abort_until(waiting)  # nothing is left to do, but when one of them failed
 
     async def _complete(self, number: int, request: dict[str, Any]) -> None:
         found = await self._engine.async_generate(**request, return_logprob=True)
@@ -144,8 +151,12 @@ class Host:
         while not self._connection.poll():
             await asyncio.sleep(SECONDS_BETWEEN_POLLS)
         self._connection.recv()
-        self._aborting = True
-        while True:
+        await self._abort_until([asyncio.get_running_loop().create_future()])
+
+    async def _abort_until(self, waiting: Sequence[asyncio.Future]) -> None:
+        """Aborts requests until those that are waited for have ended."""
+        while not all(future.done() for future in waiting):
+            self._aborting = True
             self._engine.tokenizer_manager.abort_request(abort_all=True)
             await asyncio.sleep(SECONDS_BETWEEN_POLLS)
 

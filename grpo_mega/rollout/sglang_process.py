@@ -29,7 +29,8 @@ from grpo_mega.rollout.contract import EngineError
 LAST_LINES = 15
 """Of an engine's log, shown with an error."""
 OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-"""What the names of environment variables of a job's ranks begin with."""
+OF_THE_TRAINER = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""What the names of environment variables begin with that are for a job's ranks, or for training."""
 SECONDS_TO_DIE = 30.0
 """How long the end of killed processes is waited for; a driver may hold them up."""
 
@@ -124,7 +125,8 @@ class EngineProcess:
         self._connection.close()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(SECONDS_TO_DIE)
         _wait_until_gone(self._process.pid)
 
 
@@ -133,7 +135,7 @@ def _without_job(environment: Mapping[str, str]) -> dict[str, str]:
 
     With torchrun's variables they would wait for a store that nobody has opened.
     """
-    return {name: value for name, value in environment.items() if not name.startswith(OF_THE_JOB)}
+    return {name: value for name, value in environment.items() if not name.startswith(OF_THE_JOB + OF_THE_TRAINER)}
 
 
 def _wait_until_gone(group: int) -> None:

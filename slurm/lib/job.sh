@@ -179,6 +179,7 @@ resubmit() {
     options=(--nodes="${#allocated[@]}" --exclude="$(list "${without[@]}")${excluded:+,$excluded}"
         --dependency="afterany:$SLURM_JOB_ID" --job-name="$SLURM_JOB_NAME" --partition="$(field Partition "$job")"
         --time="$(field TimeLimit "$job")" --output="$RUN/slurm/job-%j.log" --comment="$RUN")
+    if ((SPARES)); then options+=(--no-kill); fi
     for name in Account QOS Reservation; do
         if [[ -n $(field "$name" "$job") ]]; then options+=("--${name,,}=$(field "$name" "$job")"); fi
     done

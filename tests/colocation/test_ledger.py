@@ -97,11 +97,11 @@ def test_an_engine_that_says_released_and_keeps_half(engine: subprocess.Popen) -
         tell(engine)
 
 
-def test_an_engine_that_has_died_is_named(engine: subprocess.Popen) -> None:
+def test_an_engine_that_has_died_holds_nothing(engine: subprocess.Popen) -> None:
     engine.kill()
     engine.wait()
-    with pytest.raises(ProcessLookupError, match=rf"process {engine.pid} of engine is gone"):
-        resident_memory({"trainer": [os.getpid()], "engine": [engine.pid]})
+    held = resident_memory({"trainer": [os.getpid()], "engine": [engine.pid]})
+    assert held["engine"] == 0 < held["trainer"]
 
 
 def test_a_restarted_engine_is_measured_under_its_new_process(engine: subprocess.Popen) -> None:
