@@ -155,6 +155,7 @@ class Trainer:
             for mini_batch in islice(self.mini_batches(now.batch), len(now.updates), None):
                 if now.updates:
                     self.obey()
+                self.timer.go_on()
                 found = self.update(mini_batch)
                 now.updates.append(found.metrics)
                 if self.on_policy:
@@ -307,8 +308,12 @@ class Trainer:
             Interrupted: A signal arrived in the meantime.
         """
 
+        def interrupted() -> bool:
+            self.timer.go_on()
+            return self.stop.asked()
+
         def work() -> list[Sample]:
-            return self.engine.generate(prompts, group_size, self.sampling(version), version, self.stop.asked)
+            return self.engine.generate(prompts, group_size, self.sampling(version), version, interrupted)
 
         if self.turns:
             return self.turns.generate(version, phase, work)

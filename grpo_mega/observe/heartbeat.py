@@ -1,9 +1,9 @@
 """Signs of life for whoever watches a run from outside.
 
 A launcher names each rank a file prefix in `GRPO_MEGA_SIGNS`. The rank keeps `PREFIX.beat` up to date, one line with
-the number of phases it entered and the name of the last, and writes `PREFIX.failed` before it says why it ends:
-earlier than the ranks that fail because it is gone. All ranks enter the same phases, so the one that entered the fewest
-is the one the others wait for. Nothing is written when the variable is not set.
+the number of its signs of life and the phase it is in, and writes `PREFIX.failed` before it says why it ends: earlier
+than the ranks that fail because it is gone. All ranks go through the same phases, so the one with the fewest signs is
+the one the others wait for. Nothing is written when the variable is not set.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDTH = 63
 
 
 class Heartbeat:
-    """Called with the name of every phase that begins."""
+    """Called with the name of a phase that begins or has got somewhere: generation, an update of several."""
 
     def __init__(self) -> None:
         prefix = os.environ.get(PREFIX)
@@ -25,7 +25,7 @@ class Heartbeat:
         self._count = 0
 
     def __call__(self, phase: str) -> None:
-        """Notes that `phase` begins."""
+        """Notes a sign of life in `phase`."""
         self._count += 1
         if self._file is not None:
             os.pwrite(self._file, f"{self._count} {phase}".ljust(WIDTH).encode() + b"\n", 0)

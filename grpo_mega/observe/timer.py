@@ -24,7 +24,7 @@ class PhaseTimer:
     """
 
     def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
-        """Also calls `on_phase` with the name of every phase that begins."""
+        """Also calls `on_phase` with the name of every phase that begins, or goes on."""
         self._on_phase = on_phase
         self._step: dict[str, Seconds] = {}
         self._run: dict[str, Seconds] = {}
@@ -46,6 +46,11 @@ class PhaseTimer:
             _add(self._step, phase, spent)
             _add(self._run, phase, spent)
             self._current = None
+
+    def go_on(self) -> None:
+        """The current phase has got somewhere: calls `on_phase` again."""
+        if self._on_phase and self._current:
+            self._on_phase(self._current)
 
     def step_seconds(self) -> dict[str, Seconds]:
         """Time by phase since the last call, in the order the phases first began."""

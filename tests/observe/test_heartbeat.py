@@ -24,6 +24,16 @@ def test_every_phase_that_begins_is_one_more_beat(prefix):
     assert Path(f"{prefix}.beat").read_text().split() == ["3", "generate"]
 
 
+def test_a_phase_that_gets_somewhere_gives_a_sign(prefix):
+    timer = PhaseTimer(Heartbeat())
+    timer.go_on()
+    with timer("generate"):
+        timer.go_on()
+        timer.go_on()
+    timer.go_on()
+    assert Path(f"{prefix}.beat").read_text().split() == ["3", "generate"]
+
+
 def test_a_short_name_after_a_long_one_leaves_nothing_of_it(prefix):
     heartbeat = Heartbeat()
     heartbeat("a-very-long-phase")
