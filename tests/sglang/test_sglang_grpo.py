@@ -64,11 +64,14 @@ def test_the_engine_was_killed_and_the_run_went_on(sglang: dict[str, Any]) -> No
 
 
 def test_weights_are_pushed_once_for_every_version_and_engine(sglang: dict[str, Any]) -> None:
-    """A version that was evaluated is there already when the next step begins."""
+    """A version that was evaluated is there already when the next step begins.
+
+    The engine that is started anew gets its version again, unless the loss was noticed when the next was to be pushed.
+    """
     every = [step["sync/bytes"] for step in sglang["metrics"]]
     whole = min(size for size in every if size)
-    versions, started_anew = 8 + 1, 1
-    assert sum(every) == (versions + started_anew) * whole
+    versions = 8 + 1
+    assert sum(every) in (versions * whole, (versions + 1) * whole)
     assert all(step["time/sync"] > 0 for step in sglang["metrics"])
 
 
