@@ -115,7 +115,8 @@ def check_restarts_are_bounded(bench: Bench) -> None:
 def check_unknown_server_arguments_are_refused(bench: Bench) -> None:
     engine = bench.engine
     engine._restarts, engine._arguments = 0, engine._arguments | {"mem_fraction_statik": 0.5}
-    refused(lambda: engine._on_owners(engine._start), "mem_fraction_statik", "mem_fraction_static?", "sglang.arguments")
+    words = ("mem_fraction_statik", "mem_fraction_static?", "sglang.arguments")
+    refused(lambda: engine._on_owners(lambda: engine._start({})), *words)
     nothing_is_left()
 
 
