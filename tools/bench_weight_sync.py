@@ -7,43 +7,21 @@ Streams all weights of a configured model to every rank, in buckets, as before a
 are exact on every platform; seconds and memory are of this machine. What an engine does with the weights is not
 included: `time/sync` in metrics.jsonl of a run has both.
 
-The plan needs no model and no GPU. It counts the tensors of DeepSeek-V3: what every rank of an engine is handed when
-each gets everything, and when routed experts go only to the ranks that own them (`hf_buckets(experts_of=...)`).
+The plan needs no model and no GPU. It counts the tensors of DeepSeek-V3 without its prediction module: what every rank
+of an engine is handed when each gets everything, and when routed experts go only to the ranks that own them
+(`hf_buckets(experts_of=...)`).
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 
 from grpo_mega import platform
-from grpo_mega.config.schema import MLAConfig, ModelConfig, MoEConfig
+from grpo_mega.config.load import compose_config
 
 GIB = 2**30
-VOCAB = 129280
-DEEPSEEK_V3 = ModelConfig(
-    layers=61,
-    hidden=7168,
-    heads=128,
-    kv_heads=128,
-    ffn_hidden=18432,
-    context=4096,
-    attention="mla",
-    qk_norm=True,
-    dtype="bf16",
-    mla=MLAConfig(q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_rope_dim=64, v_head_dim=128),
-    moe=MoEConfig(
-        experts=256,
-        top_k=8,
-        ffn_hidden=2048,
-        shared_ffn_hidden=2048,
-        first_dense=3,
-        groups=8,
-        group_top_k=4,
-        scaling=2.5,
-    ),
-)
-"""DeepSeek-V3 without its prediction module (arXiv 2412.19437, section 4.2), 671B parameters."""
 EXPERT_RANKS = (1, 8, 16, 32, 64)
 
 
@@ -52,7 +30,9 @@ def plan() -> None:
     platform.start()
     from grpo_mega.checkpoint.huggingface.names import entries
 
-    tensors = entries(DEEPSEEK_V3, VOCAB)
+    model = compose_config(["experiment=r1zero_671b"]).model
+    assert model.vocab_size, "the preset of a released model says"
+    tensors = entries(replace(model, mtp_layers=0), model.vocab_size)
     parameters = sum(entry.bytes // entry.dtype.itemsize for entry in tensors)
     experts = sum(entry.bytes for entry in tensors if entry.expert is not None)
     others = sum(entry.bytes for entry in tensors if entry.expert is None)
@@ -72,7 +52,6 @@ def bench(overrides: list[str]) -> None:
     import torch.distributed as dist
 
     from grpo_mega.colocation.weight_stream import Traffic, hf_buckets
-    from grpo_mega.config.load import compose_config
     from grpo_mega.data import build_data
     from grpo_mega.policy.policy import Policy
     from grpo_mega.policy.topology import join_layout, leave_layout
