@@ -64,7 +64,8 @@ class Trainer:
         self.engine = engine
         self.turns: Turns | None = None
         if isinstance(engine, SGLangEngine):
-            self.turns = Turns(policy, self.reference, engine, config.rollout.sglang, timer)
+            text = [token for prompt in data.test for token in prompt.token_ids]
+            self.turns = Turns(policy, self.reference, engine, config.rollout.sglang, timer, text)
         self.mismatch_watched = False
         self.data = data
         self.reward = reward

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from grpo_mega.colocation.lease import Lease, Owner, State, Timeouts
@@ -45,11 +45,13 @@ class Turns:
         engine: SGLangEngine,
         config: SGLangConfig,
         timer: PhaseTimer,
+        text: Sequence[int],
     ) -> None:
-        """It is the trainer's turn."""
+        """It is the trainer's turn. `text` is what engines that got weights are tried with, see `WeightSync`."""
         device = policy.platform.device
         self._engine, self._timer = engine, timer
-        self._weights = WeightSync(policy, engine, config.bucket_bytes, config.verify_every)
+        self._weights = WeightSync(policy, engine, config.bucket_bytes, config.verify_every, text)
+        self._verified: float | None = None
         self._memory = TrainerMemory(policy, reference) if device.type == "cuda" else None
         self.ledger = Ledger(lambda: meter(device, {"trainer": [os.getpid()], "engine": engine.pids()})())
         self.lease = Lease(Timeouts(), time.monotonic)
@@ -87,8 +89,10 @@ class Turns:
         self.lease.forfeit(Owner.ENGINE, "it was lost")
 
     def metrics(self) -> dict[str, float]:
-        """What was moved since the last call, for the log."""
-        return {"sync/bytes": self._weights.take_traffic().bytes}
+        """What was moved since the last call, and what a check of it found, for the log."""
+        verified, self._verified = self._verified, None
+        found = {} if verified is None else {"sync/mean_abs": verified}
+        return {"sync/bytes": self._weights.take_traffic().bytes, **found}
 
     def post_mortem(self) -> dict[str, Any]:
         """Who had the device, what happened before, and who held how much memory."""
@@ -117,7 +121,7 @@ class Turns:
             self._engine.resume(["kv_cache", "cuda_graph"])
         self.lease.to(State.GENERATING)
         if expected:
-            self._weights.verify(expected)
+            self._verified = self._weights.verify(expected)
 
     def _load(self, version: int) -> list[float] | None:
         """Pushes the weights unless the engine has them; what it is to be verified with, if it is."""

@@ -259,8 +259,8 @@ class SGLangConfig:
     """Until an engine must be up."""
     answer_seconds: float = 300.0
     """Until an engine must have answered a request other than to generate; then it counts as lost."""
-    silence_seconds: float = 1800.0
-    """Longest time in which a generating engine finishes no sample; then it counts as lost."""
+    silence_seconds: float = 900.0
+    """Longest time in which a generating engine generates no token; then it counts as lost."""
 
 
 @dataclass

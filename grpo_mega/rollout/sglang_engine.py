@@ -31,10 +31,11 @@ from grpo_mega.checkpoint.huggingface.names import entries
 from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.observe.files import write_atomic
 from grpo_mega.platform import Platform
+from grpo_mega.rollout.completions import Completion, from_all_ranks
 from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted, Spec
-from grpo_mega.rollout.engine import SamplingParams, without_stop
+from grpo_mega.rollout.engine import SamplingParams
 from grpo_mega.rollout.sampling import prompt_key
-from grpo_mega.rollout.sglang_generation import Completion, Generation, Share, run_together
+from grpo_mega.rollout.sglang_generation import Generation, Share, run_together
 from grpo_mega.rollout.sglang_process import EngineLost, EngineProcess
 from grpo_mega.types import Prompt, Sample
 
@@ -140,15 +141,16 @@ class SGLangEngine:
                 self._process,
                 share,
                 lambda place: self._request(prompts[place // group_size], place % group_size, sampling, version),
+                self._decode,
                 self._config.silence_seconds,
                 self._config.answer_seconds,
             )
             run_together(generation, self._any_rank, interrupted, lambda: self._aborted, SECONDS_BETWEEN_QUESTIONS)
-        everyone = self._gathered(share.finished, generation.failure)
+        self._gathered(None, generation.failure)
+        finished = from_all_ranks(share.finished, self._everyone)
         self._share = Share()
-        finished = {place: completion for share in everyone for place, completion in share.items()}
         return [
-            self._sample(prompt, index, version, finished[number * group_size + index])
+            _sample(prompt, index, version, finished[number * group_size + index])
             for number, prompt in enumerate(prompts)
             for index in range(group_size)
         ]
@@ -324,11 +326,9 @@ class SGLangEngine:
         }
         return {"input_ids": [*prompt.token_ids], "sampling_params": parameters}
 
-    def _sample(self, prompt: Prompt, index: int, version: int, completion: Completion) -> Sample:
-        tokens, logprobs, reason = completion
-        return Sample(
-            prompt, index, tuple(tokens), tuple(logprobs), reason, version, self._decode(without_stop(tokens, reason))
-        )
+
+def _sample(prompt: Prompt, index: int, version: int, found: Completion) -> Sample:
+    return Sample(prompt, index, found.token_ids, found.logprobs, found.finish_reason, version, found.text)
 
 
 def _ranks_on_node(tp: int) -> int:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_mega.platform.stop import Interrupted
+from grpo_mega.rollout.completions import Completion
 from grpo_mega.rollout.contract import EngineError
+from grpo_mega.rollout.engine import without_stop
 from grpo_mega.rollout.sglang_process import EngineProcess
-
-Completion = tuple[list[int], list[float], str]
-"""Token ids, log-probs, finish reason."""
 
 
 @dataclass
@@ -52,6 +51,7 @@ class Generation:
         process: EngineProcess | None,
         share: Share,
         request: Callable[[int], dict[str, Any]],
+        decode: Callable[[Sequence[int]], str],
         silence_seconds: float,
         abort_seconds: float,
     ) -> None:
@@ -61,10 +61,11 @@ class Generation:
             process: The engine; None on a rank that owns none.
             share: What it is to do.
             request: SGLang's arguments for the sample at a place.
-            silence_seconds: Longest time in which no sample is finished.
+            decode: Turns token ids into text.
+            silence_seconds: Longest time without a sign of life: tokens, or a finished sample.
             abort_seconds: The same once it was aborted.
         """
-        self._process, self._share = process, share
+        self._process, self._share, self._decode = process, share, decode
         self._places = share.unfinished
         self._limit, self._abort_seconds = silence_seconds, abort_seconds
         self._aborted = False
@@ -93,14 +94,16 @@ class Generation:
         self._heard = time.monotonic()
         if message[0] == "answer":
             self.busy = False
-            return
-        _, number, *completion = message
-        self._share.finished[self._places[number]] = _checked(*completion)
+        elif message[0] == "sample":
+            _, number, token_ids, logprobs, reason = message
+            _check(token_ids, logprobs)
+            text = self._decode(without_stop(token_ids, reason))
+            self._share.finished[self._places[number]] = Completion(tuple(token_ids), tuple(logprobs), reason, text)
 
     def _check_silence(self) -> None:
         assert self._process
         if time.monotonic() - self._heard > self._limit:
-            raise self._process.lost(f"finished no sample within {self._limit:g} s")
+            raise self._process.lost(f"generated nothing within {self._limit:g} s")
 
     def _try(self, work: Callable[[EngineProcess], None]) -> None:
         assert self._process
@@ -110,12 +113,8 @@ class Generation:
             self.failure, self.busy = error, False
 
 
-def _checked(token_ids: list[int], logprobs: list[float], reason: str) -> Completion:
-    """A completion that can be trained on.
-
-    Raises:
-        EngineError: It has not one finite log-prob for each token.
-    """
+def _check(token_ids: list[int], logprobs: list[float]) -> None:
+    """Refuses a completion that cannot be trained on: that has not one finite log-prob for each token."""
     if len(token_ids) != len(logprobs):
         raise EngineError(f"a sample of SGLang has {len(token_ids)} tokens and {len(logprobs)} log-probs")
     bad = [i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
@@ -124,7 +123,6 @@ def _checked(token_ids: list[int], logprobs: list[float], reason: str) -> Comple
             f"SGLang gives token {bad[0]} of a sample the log-prob {logprobs[bad[0]]}: are its weights whole? Set "
             "rollout.sglang.verify_every=1 to have them checked after every push"
         )
-    return token_ids, logprobs, reason
 
 
 def run_together(

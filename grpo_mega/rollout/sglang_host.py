@@ -2,9 +2,9 @@
 
     python -m grpo_mega.rollout.sglang_host FILE_DESCRIPTOR
 
-Reads requests (method, arguments) from the connection and answers each with ("answer", value) or ("error", text);
-while it generates, ("sample", ...) comes for every finished sample, and "abort" is heard. The first message holds
-the server arguments. Nothing of the trainer is imported here.
+Reads requests (method, arguments) from the connection and answers each with ("answer", value) or ("error", text). While
+it generates, ("sample", ...) comes for every finished sample and ("alive",) when there are new tokens, and "abort" is
+heard. The first message holds the server arguments. Nothing of the trainer is imported here.
 
 Releases on both sides of SGLang 0.5.21 are served: from then on weights are pushed between `begin_weight_update` and
 `end_weight_update`, before that there are no such methods.
@@ -30,6 +30,8 @@ SECONDS_BETWEEN_LOOKS = 1.0
 """How long after the trainer's death the engine may live."""
 SECONDS_BETWEEN_POLLS = 0.1
 """How long "abort" may wait to be heard."""
+SECONDS_BETWEEN_SIGNS = 0.5
+"""How often the trainer hears of new tokens, at most."""
 
 
 class Refused(Exception):
@@ -125,12 +127,13 @@ class Host:
 
     async def _generate(self, requests: list[dict[str, Any]]) -> None:
         self._aborting = False
-        listening = asyncio.ensure_future(self._listen())
+        aside = [asyncio.ensure_future(self._listen()), asyncio.ensure_future(self._give_signs())]
         waiting = [asyncio.ensure_future(self._complete(number, request)) for number, request in enumerate(requests)]
         try:
             await asyncio.gather(*waiting)
         finally:
-            listening.cancel()
+            for task in aside:
+                task.cancel()
             await self._abort_until(waiting)  # nothing is left to do, but when one of them failed
 
     async def _complete(self, number: int, request: dict[str, Any]) -> None:
@@ -141,6 +144,15 @@ class Host:
             raise Refused(f"request {number} was not generated: {reason.get('message', reason)}")
         logprobs = [logprob for logprob, *_ in meta.get("output_token_logprobs") or ()]
         self._connection.send(("sample", number, found.get("output_ids", []), logprobs, reason["type"]))
+
+    async def _give_signs(self) -> None:
+        """Tells the trainer of every change in when SGLang's scheduler last sent tokens: of any request, every 50."""
+        last = None
+        while True:
+            if (now := self._engine.tokenizer_manager.last_receive_tstamp) != last:
+                self._connection.send(("alive",))
+                last = now
+            await asyncio.sleep(SECONDS_BETWEEN_SIGNS)
 
     async def _listen(self) -> None:
         """Waits for "abort", which is all that can come now.

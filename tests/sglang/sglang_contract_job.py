@@ -77,11 +77,16 @@ def put(weights: list[torch.Tensor], bench: Bench) -> None:
             parameter.copy_(weight)
 
 
+def weight_sync(bench: Bench, verify_every: int) -> WeightSync:
+    text = [token for prompt in bench.prompts * 9 for token in prompt.token_ids]
+    return WeightSync(bench.policy, bench.engine, BUDGET, verify_every, text)
+
+
 def check_weights_that_did_not_arrive_are_noticed(bench: Bench) -> None:
-    sync = WeightSync(bench.policy, bench.engine, BUDGET, verify_every=2)
+    sync = weight_sync(bench, verify_every=2)
     sync.send(bench.version)
     expected = sync.expected()
-    sync.verify(expected)
+    assert sync.verify(expected) < 1e-4
     assert sync.take_traffic().bytes == sum(tensor.nbytes for bucket in bench.buckets() for _, tensor in bucket)
     sync.send(bench.version)
     assert sync.expected() is None, "every second time"
@@ -89,6 +94,40 @@ def check_weights_that_did_not_arrive_are_noticed(bench: Bench) -> None:
     sync.verify(expected)
     sync.send(bench.version)
     refused(lambda: sync.verify(expected), "engine 0", "differ from the trainer's by")
+
+
+def check_a_single_stale_expert_is_noticed(bench: Bench) -> None:
+    sync = weight_sync(bench, verify_every=1)
+    stale = "model.layers.1.mlp.experts.2.down_proj.weight"
+    old = {name: tensor for bucket in bench.buckets() for name, tensor in bucket if name == stale}
+    move(bench.policy)
+    bench.engine.begin_update()
+    for bucket in bench.buckets():
+        bench.engine.push([(name, old.get(name, tensor)) for name, tensor in bucket])
+    bench.engine.end_update(bench.version)
+    refused(lambda: sync.verify(sync.expected()), "engine 0", "differ from the trainer's by")
+    bench.push_all()
+    sync.verify(sync.expected())
+
+
+def check_an_engine_that_generates_nothing_is_lost(bench: Bench) -> None:
+    """Tokens are signs of life, also when no sample is finished; without any the engine is started anew."""
+    engine, old = bench.engine, scheduler(bench)
+    engine._config.silence_seconds, before = 3.0, engine._config.silence_seconds
+
+    def suspend() -> bool:
+        if engine._share.finished:
+            old.send_signal(signal.SIGSTOP)
+        return False
+
+    prompts = [replace(p, id=f"{p.id}-{i}") for i in range(60) for p in bench.prompts]
+    how = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5))
+    with pytest.raises(EngineRestarted, match="generated nothing within 3 s"):
+        engine.generate(prompts, 3, how, bench.version, suspend)
+    assert not old.is_running()
+    engine._config.silence_seconds = before
+    bench.push_all()
+    assert len(engine.generate(prompts, 3, how, bench.version)) == len(prompts) * 3
 
 
 def check_an_engine_that_does_not_answer_is_lost(bench: Bench) -> None:

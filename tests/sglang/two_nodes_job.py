@@ -1,6 +1,6 @@
-"""One of two ranks, each on a node of its own as far as it knows, whose engine spans both; prints what was found.
+"""One of two ranks, each on a node of its own as far as it knows, with an engine each or one over both.
 
-Usage: two_nodes_job.py FOLDER
+Loses what rank 1 hosts once, prints what was found. Usage: two_nodes_job.py FOLDER each|both
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["LOCAL_WORLD_SIZE"] = "1"
@@ -39,29 +40,49 @@ def distance(bench: Bench) -> float:
     return bench.distance(bench.samples(sampling()), 1.0)
 
 
-def restarted(bench: Bench) -> str:
-    """What is said when the part of the engine that rank 1 hosts is killed."""
+def lost_while_generating(bench: Bench) -> str:
+    """What is said when that happens."""
+    kill_what_rank_1_hosts(bench)
+    return said(lambda: bench.samples(sampling(max_new_tokens=90, stop_ids=())))
+
+
+def lost_between_pushes(bench: Bench) -> str:
+    """The same, with a session open in every engine; that of rank 0 lives on."""
+    mine, buckets = bench.engine.pids(), bench.buckets()
+    bench.engine.begin_update()
+    bench.engine.push(buckets[0])
+    kill_what_rank_1_hosts(bench)
+    words = said(lambda: bench.engine.push(buckets[1]))
+    assert dist.get_rank() or bench.engine.pids() == mine
+    return words
+
+
+def kill_what_rank_1_hosts(bench: Bench) -> None:
     if dist.get_rank() == 1:
         for pid in bench.engine.pids():
             psutil.Process(pid).kill()
     dist.barrier()
+
+
+def said(work: Callable[[], object]) -> str:
     try:
-        bench.samples(sampling(max_new_tokens=90, stop_ids=()))
+        work()
     except EngineRestarted as error:
         return str(error)
     return "nothing"
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+    folder, how = Path(sys.argv[1]), sys.argv[2]
+    engine_ranks, lose = {"each": (1, lost_between_pushes), "both": (2, lost_while_generating)}[how]
     (folder / "logs").mkdir(exist_ok=True)
-    config = compose_config([*OVERRIDES, "rollout.sglang.tp=2", "rollout.sglang.silence_seconds=200"])
+    config = compose_config([*OVERRIDES, f"rollout.sglang.tp={engine_ranks}", "rollout.sglang.silence_seconds=200"])
     data = build_data(config)
     policy = Policy(config.model, config.layout, data.tokenizer.vocab_size, join_layout(config.layout, 0), HERE)
     policy.initialize(seed=0)
     engine = SGLangEngine(config, data.tokenizer.vocab_size, HERE, data.tokenizer.decode, folder)
     bench = Bench(engine, policy, data.test[:4])
-    found = {"first": distance(bench), "lost": restarted(bench), "then": distance(bench)}
+    found = {"first": distance(bench), "lost": lose(bench), "then": distance(bench)}
     mine = len(engine.pids())
     engine.close()
     left = [p.pid for p in psutil.Process().children(recursive=True) if "sglang_host" in " ".join(p.cmdline())]
