@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -46,6 +47,8 @@ class Sample:
             (its generation was ended early).
         policy_version: GRPO steps the sampling weights had seen.
         text: `token_ids` decoded, without the stop token; other special tokens are kept.
+        experts: [tokens of prompt and completion but the last, MoE layers, top k] int16, which experts the engine sent
+            each token to; None when it does not say.
     """
 
     prompt: Prompt
@@ -55,6 +58,7 @@ class Sample:
     finish_reason: str
     policy_version: int
     text: str
+    experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class Batch:
         rollout_logprob: [T] float32, as the engine sampled it.
         old_logprob: [T] float32, under the policy the update started from.
         ref_logprob: [T] float32, under the reference policy.
+        experts: [T, MoE layers, top k] int16, which experts each token goes to, -1 for those that its scores choose;
+            None when the scores always choose.
     """
 
     tokens: torch.Tensor
@@ -107,13 +113,14 @@ class Batch:
     rollout_logprob: torch.Tensor
     old_logprob: torch.Tensor
     ref_logprob: torch.Tensor
+    experts: torch.Tensor | None = None
 
     @property
     def lengths(self) -> torch.Tensor:
         """[N] tokens of each sequence, prompt included."""
         return self.cu_seqlens.diff()
 
-    def with_(self, **vectors: torch.Tensor) -> Batch:
+    def with_(self, **vectors: Any) -> Batch:
         """A copy with some fields replaced."""
         return replace(self, **vectors)
 
@@ -127,6 +134,7 @@ class Batch:
             cu_seqlens=lengths.cumsum(0),
             prompts=self.prompts[sequences],
             prompt_lengths=self.prompt_lengths[sequences],
+            experts=None if self.experts is None else self.experts[rows],
             **{name: getattr(self, name)[rows] for name in per_token},
         )
 
@@ -151,4 +159,20 @@ def pack(samples: Sequence[Sample]) -> Batch:
     rollout[batch.mask] = torch.tensor([x for s in samples for x in s.logprobs])
     number = {tokens: i for i, tokens in enumerate(dict.fromkeys(s.prompt.token_ids for s in samples))}
     prompts = torch.tensor([number[s.prompt.token_ids] for s in samples], dtype=torch.int64)
-    return batch.with_(rollout_logprob=rollout, prompts=prompts, prompt_lengths=torch.tensor(lengths))
+    packed = batch.with_(rollout_logprob=rollout, prompts=prompts, prompt_lengths=torch.tensor(lengths))
+    return packed.with_(experts=_packed_experts(samples, packed))
+
+
+def _packed_experts(samples: Sequence[Sample], batch: Batch) -> torch.Tensor | None:
+    """The experts of all tokens. A prompt's are those of its first sample: it may be computed once for all of them."""
+    known = [s.experts for s in samples if s.experts is not None]
+    if not known:
+        return None
+    experts = torch.full((len(batch.tokens), *known[0].shape[1:]), -1, dtype=torch.int16)
+    first: dict[int, torch.Tensor] = {}
+    for sample, start, prompt in zip(samples, batch.cu_seqlens.tolist(), batch.prompts.tolist(), strict=False):
+        if sample.experts is not None:
+            experts[start : start + len(sample.experts)] = sample.experts
+            shared = first.setdefault(prompt, sample.experts[: len(sample.prompt.token_ids)])
+            experts[start : start + len(shared)] = shared
+    return experts

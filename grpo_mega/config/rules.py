@@ -350,6 +350,8 @@ def _rollout(config: Config) -> Iterator[str]:
             if getattr(sglang, name) != default:
                 yield f"rollout.sglang.{name} has no effect with rollout.engine={rollout.engine}; drop it"
         return
+    if sglang.routing_replay and not config.model.moe.experts:
+        yield "rollout.sglang.routing_replay=true needs experts; set model.moe.experts above 0, or drop it"
     for name in ("model_path", "load_format", "skip_tokenizer_init", "tp_size", "dtype"):
         if name in sglang.arguments:
             yield f"rollout.sglang.arguments.{name} follows from the model and rollout.sglang.tp; drop it"

@@ -253,6 +253,8 @@ class SGLangConfig:
     """Most bytes of weights that are pushed at once; each rank holds two such buckets meanwhile."""
     verify_every: int = 20
     """The engines' log-probs of a sequence are compared with the trainer's after the first push and every so many."""
+    routing_replay: bool = False
+    """Training sends each token to the experts that the engine sent it to (R3, Ma et al., 2025, arXiv:2510.11370)."""
     restarts: int = 3
     """How often lost engines are started anew before the run gives up."""
     start_seconds: float = 900.0

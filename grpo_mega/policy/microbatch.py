@@ -130,6 +130,8 @@ def _micro_batch(
     if depths:
         ahead = [_in_rows(_shifted(tokens, ends, depth), packed) for depth in range(1, depths + 1)]
         packed.ahead = torch.stack(ahead)
+    if batch.experts is not None:
+        packed.experts = _in_rows(batch.experts[places], packed, padding=-1)
     scored = batch.mask[places].nonzero()[:, 0]
     rows, here = _predicting_rows(scored, 1, packed)
     index = places[scored[here]]
@@ -144,9 +146,10 @@ def _micro_batch(
     )
 
 
-def _in_rows(values: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
-    """[E] something per token -> [T'] per row of this rank, 0 for padding."""
-    values = F.pad(values[packed.owners], (0, packed.padding))
+def _in_rows(values: torch.Tensor, packed: PackedTokens, padding: int = 0) -> torch.Tensor:
+    """[E, ...] something per token -> [T', ...] per row of this rank; `padding` for rows of no token."""
+    values = values[packed.owners]
+    values = torch.cat([values, values.new_full((packed.padding, *values.shape[1:]), padding)])
     return values if packed.shard is None else values[packed.shard.rows]
 
 

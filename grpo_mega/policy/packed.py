@@ -106,6 +106,8 @@ class PackedTokens(PackedSeqParams):
             and replicas although weights are global already.
         routed: What the router reads of all tokens, once a layer has made it.
         ahead: [depths, T'] the token 1, 2, ... places after each row's, 0 behind the end; for multi-token prediction.
+        experts: [T', MoE layers, top k] which experts each row goes to, -1 where its scores choose; None when they
+            always do.
         angles: Cosine and sine of the rotary angles of all tokens, once a layer has made them.
     """
 
@@ -129,6 +131,7 @@ class PackedTokens(PackedSeqParams):
     loss_scale: float = 1.0
     routed: tuple[torch.Tensor, ...] | None = None
     ahead: torch.Tensor | None = None
+    experts: torch.Tensor | None = None
     angles: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod

@@ -34,9 +34,9 @@ class ReferencePolicy:
             held.copy_(live)
 
     def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
-        """[T] log-probs under the reference, see `Policy.logprobs`."""
+        """[T] log-probs under the reference, see `Policy.logprobs`; its own scores choose the experts."""
         with self.in_place():
-            return self.policy.logprobs(batch, temperature)
+            return self.policy.logprobs(batch.with_(experts=None), temperature)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

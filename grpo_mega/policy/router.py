@@ -2,11 +2,14 @@
 
 Padding rows belong to no sequence, and a row that several sequences share stands for a token of each. Counted so, the
 balancing bias and the auxiliary losses do not depend on the layout, nor on how the batch is cut into micro-batches.
+
+Tokens may bring the experts that the engine sent them to (routing replay; R3, Ma et al., 2025, arXiv:2510.11370): they
+go to the same, weighted by this router's own scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -64,6 +67,13 @@ class PackedRouter(TopKRouter):
         counts = torch.zeros_like(scores_for_aux_loss).index_add_(0, rows, counts[sequence])
         return self._attach(probs, coefficient * (counts * scores_for_aux_loss).sum() / self.packed.batch_sequences)
 
+    def experts_of_engine(self) -> torch.Tensor | None:
+        """[rows of this rank, top k] as the tokens bring them, -1 where scores choose; None when they always do."""
+        layer = self.layer_number - 1 - self.config.moe_layer_freq.index(1)
+        if self.packed.experts is None or layer >= self.packed.experts.shape[1]:  # prediction modules are no engine's
+            return None
+        return self._local(self.packed.experts[:, layer].long())
+
     def _attach(self, activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         return MoEAuxLossAutoScaler.apply(activation, loss * self.packed.loss_scale)
 
@@ -87,6 +97,24 @@ class PackedRouter(TopKRouter):
         rows = here[packed.rows]
         lengths = torch.bincount(packed.sequence, minlength=packed.sequences)[:, None]
         return rows[rows >= 0], packed.sequence[rows >= 0], lengths
+
+
+class _Choice:
+    """What Megatron asks for the best experts of each row, in place of its own `RouterReplay`."""
+
+    def __init__(self, router: PackedRouter) -> None:
+        self._router = router
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, own: Callable
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and numbers of the chosen experts, [rows, top k] each."""
+        best = own(scores, topk, num_groups, group_topk)
+        brought = self._router.experts_of_engine()
+        if brought is None:
+            return best
+        chosen = torch.where(brought < 0, best[1], brought)
+        return scores.gather(1, chosen), chosen
 
 
 def start_counting(model: torch.nn.Module) -> None:
@@ -125,6 +153,7 @@ def use_packed_router(model: torch.nn.Module) -> None:
                     f"the router of layer {module.layer_number} is {type(router)}, not Megatron's TopKRouter"
                 )
             router.__class__ = PackedRouter
+            router.router_replay = _Choice(router)
             module.register_forward_pre_hook(_tell_router, with_kwargs=True)
     start_counting(model)
 

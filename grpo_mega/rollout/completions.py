@@ -5,14 +5,21 @@ A step of DeepSeek-V3 has tens of millions of tokens and hundreds of ranks; only
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from grpo_mega.config.schema import ModelConfig
+from grpo_mega.rollout.contract import EngineError
+
 REASONS = ("stop", "length", "abort")
 """Why a completion ends; see `Sample.finish_reason`."""
+NO_EXPERTS = [0, 0, 0]
+"""In place of a shape, of a completion that does not say which experts its tokens went to."""
 
 
 class Completion(NamedTuple):
@@ -22,6 +29,42 @@ class Completion(NamedTuple):
     logprobs: tuple[float, ...]
     finish_reason: str
     text: str
+    experts: torch.Tensor | None = None
+
+
+def check(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    """Refuses what cannot be trained on.
+
+    Raises:
+        EngineError: There is not one finite log-prob for each token.
+    """
+    if len(token_ids) != len(logprobs):
+        raise EngineError(f"a sample of SGLang has {len(token_ids)} tokens and {len(logprobs)} log-probs")
+    bad = [i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
+    if bad:
+        raise EngineError(
+            f"SGLang gives token {bad[0]} of a sample the log-prob {logprobs[bad[0]]}: are its weights whole? Set "
+            "rollout.sglang.verify_every=1 to have them checked after every push"
+        )
+
+
+def routed(said: np.ndarray | None, tokens: int, model: ModelConfig) -> torch.Tensor:
+    """[tokens, MoE layers, top k] int16, the experts that so many tokens went to, of all layers that SGLang lists.
+
+    Raises:
+        EngineError: It does not list them all, or not experts of this model.
+    """
+    moe = model.moe
+    shape = (tokens, model.layers, moe.top_k)
+    if said is None or said.size != math.prod(shape):
+        found = "nothing" if said is None else f"{said.size:,} numbers"
+        raise EngineError(f"SGLang says {found} of the experts of {tokens} tokens; {math.prod(shape):,} are due")
+    chosen = said.reshape(shape)[:, moe.first_dense :]
+    if chosen.min() < 0 or chosen.max() >= moe.experts:
+        raise EngineError(
+            f"SGLang sent tokens to experts {chosen.min()} to {chosen.max()}, and the model has {moe.experts}"
+        )
+    return torch.from_numpy(chosen.astype(np.int16))
 
 
 def from_all_ranks(mine: Mapping[int, Completion], group: dist.ProcessGroup) -> dict[int, Completion]:
@@ -49,14 +92,17 @@ def from_all_ranks(mine: Mapping[int, Completion], group: dist.ProcessGroup) -> 
 
 
 def _packed(completions: Mapping[int, Completion]) -> list[torch.Tensor]:
-    """[4 n] number, tokens, bytes and reason of each; then the tokens, log-probs and UTF-8 texts of all."""
+    """[7 n] number, tokens, bytes, reason and shape of experts; then all tokens, log-probs, UTF-8 texts and experts."""
     heads: list[int] = []
     tokens: list[int] = []
     logprobs: list[float] = []
     texts = bytearray()
+    experts: list[torch.Tensor] = []
     for number, completion in completions.items():
         text = completion.text.encode()
         heads += [number, len(completion.token_ids), len(text), REASONS.index(completion.finish_reason)]
+        heads += NO_EXPERTS if completion.experts is None else completion.experts.shape
+        experts += [] if completion.experts is None else [completion.experts.flatten()]
         tokens += completion.token_ids
         logprobs += completion.logprobs
         texts += text
@@ -65,15 +111,25 @@ def _packed(completions: Mapping[int, Completion]) -> list[torch.Tensor]:
         torch.tensor(tokens, dtype=torch.int32),
         torch.tensor(logprobs, dtype=torch.float32),
         torch.frombuffer(texts, dtype=torch.uint8) if texts else torch.empty(0, dtype=torch.uint8),
+        torch.cat(experts).view(torch.uint8) if experts else torch.empty(0, dtype=torch.uint8),  # gloo has no int16
     ]
 
 
 def _unpacked(
-    heads: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor, texts: torch.Tensor
+    heads: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor, texts: torch.Tensor, experts: torch.Tensor
 ) -> dict[int, Completion]:
-    found, token, letter, raw = {}, 0, 0, texts.numpy().tobytes()
-    for number, length, size, reason in heads.view(-1, 4).tolist():
-        mine, token = slice(token, token + length), token + length
-        text, letter = raw[letter : letter + size].decode(), letter + size
-        found[number] = Completion(tuple(tokens[mine].tolist()), tuple(logprobs[mine].tolist()), REASONS[reason], text)
-    return found
+    rows = heads.view(-1, 7).tolist()
+    _, lengths, sizes, _, *shapes = zip(*rows, strict=True) if rows else ((),) * 7
+    texts_of = [part.numpy().tobytes().decode() for part in texts.split(sizes)]
+    experts_of = experts.view(torch.int16).split([*map(math.prod, zip(*shapes, strict=True))])
+    parts = zip(rows, tokens.split(lengths), logprobs.split(lengths), texts_of, experts_of, strict=True)
+    return {
+        number: Completion(
+            tuple(mine.tolist()),
+            tuple(theirs.tolist()),
+            REASONS[reason],
+            text,
+            None if shape == NO_EXPERTS else chosen.view(shape),
+        )
+        for (number, _, _, reason, *shape), mine, theirs, text, chosen in parts
+    }

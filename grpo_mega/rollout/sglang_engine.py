@@ -22,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
@@ -31,9 +32,9 @@ from grpo_mega.checkpoint.huggingface.names import entries
 from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.observe.files import write_atomic
 from grpo_mega.platform import Platform
-from grpo_mega.rollout.completions import Completion, from_all_ranks
+from grpo_mega.rollout.completions import Completion, check, from_all_ranks, routed
 from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted, Spec
-from grpo_mega.rollout.engine import SamplingParams
+from grpo_mega.rollout.engine import SamplingParams, without_stop
 from grpo_mega.rollout.sampling import prompt_key
 from grpo_mega.rollout.sglang_generation import Generation, Share, run_together
 from grpo_mega.rollout.sglang_process import EngineLost, EngineProcess
@@ -91,7 +92,7 @@ class SGLangEngine:
         self._config, self._platform, self._decode, self._path = config.rollout.sglang, platform, decode, path
         expected = {e.name: Spec(e.shape, e.dtype) for e in entries(config.model, vocab_size)}
         self._contract = Contract(lambda: expected, has_weights=False)
-        self._context = config.model.context
+        self._model = config.model
         on_node = _ranks_on_node(self._config.tp)
         self._number, place = divmod(dist.get_rank(), self._config.tp)
         self._engines, self._nodes = dist.get_world_size() // self._config.tp, self._config.tp // on_node
@@ -141,7 +142,7 @@ class SGLangEngine:
                 self._process,
                 share,
                 lambda place: self._request(prompts[place // group_size], place % group_size, sampling, version),
-                self._decode,
+                lambda place, *said: self._completion(prompts[place // group_size], *said),
                 self._config.silence_seconds,
                 self._config.answer_seconds,
             )
@@ -223,6 +224,7 @@ class SGLangEngine:
             "base_gpu_id": self._platform.device.index or 0,
             "random_seed": config.run.seed * self._engines + self._number,
             "log_level": "warning",
+            **({"enable_return_routed_experts": True} if self._config.routing_replay else {}),
             **(ON_CUDA if self._platform.device.type == "cuda" else ON_CPU),
             **self._config.arguments,
         }
@@ -316,7 +318,7 @@ class SGLangEngine:
     def _request(self, prompt: Prompt, index: int, sampling: SamplingParams, version: int) -> dict[str, Any]:
         """SGLang's arguments for one sample."""
         parameters = {
-            "max_new_tokens": min(sampling.max_new_tokens, self._context - len(prompt.token_ids)),
+            "max_new_tokens": min(sampling.max_new_tokens, self._model.context - len(prompt.token_ids)),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
@@ -324,11 +326,28 @@ class SGLangEngine:
             # Read in SGLang's deterministic mode only, which would make all samples of a prompt the same without it.
             "sampling_seed": prompt_key(f"{sampling.seed} {version} {prompt.id} {index}") & 0x7FFFFFFF,
         }
-        return {"input_ids": [*prompt.token_ids], "sampling_params": parameters}
+        experts = {"return_routed_experts": True} if self._config.routing_replay else {}
+        return {"input_ids": [*prompt.token_ids], "sampling_params": parameters, **experts}
+
+    def _completion(
+        self, prompt: Prompt, token_ids: list[int], logprobs: list[float], reason: str, experts: np.ndarray | None
+    ) -> Completion:
+        """What SGLang says of a sample, checked.
+
+        Raises:
+            EngineError: It cannot be trained on.
+        """
+        check(token_ids, logprobs)
+        text, chosen = self._decode(without_stop(token_ids, reason)), None
+        if self._config.routing_replay and token_ids:
+            chosen = routed(experts, len(prompt.token_ids) + len(token_ids) - 1, self._model)
+        return Completion(tuple(token_ids), tuple(logprobs), reason, text, chosen)
 
 
 def _sample(prompt: Prompt, index: int, version: int, found: Completion) -> Sample:
-    return Sample(prompt, index, found.token_ids, found.logprobs, found.finish_reason, version, found.text)
+    return Sample(
+        prompt, index, found.token_ids, found.logprobs, found.finish_reason, version, found.text, found.experts
+    )
 
 
 def _ranks_on_node(tp: int) -> int:

@@ -5,7 +5,6 @@ All times and errors stay with the engine that they happen to; `sglang_engine.py
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from typing import Any
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.completions import Completion
 from grpo_mega.rollout.contract import EngineError
-from grpo_mega.rollout.engine import without_stop
 from grpo_mega.rollout.sglang_process import EngineProcess
 
 
@@ -51,7 +49,7 @@ class Generation:
         process: EngineProcess | None,
         share: Share,
         request: Callable[[int], dict[str, Any]],
-        decode: Callable[[Sequence[int]], str],
+        completion: Callable[..., Completion],
         silence_seconds: float,
         abort_seconds: float,
     ) -> None:
@@ -61,11 +59,11 @@ class Generation:
             process: The engine; None on a rank that owns none.
             share: What it is to do.
             request: SGLang's arguments for the sample at a place.
-            decode: Turns token ids into text.
+            completion: Makes one of a place and what the engine says: token ids, log-probs, reason, experts.
             silence_seconds: Longest time without a sign of life: tokens, or a finished sample.
             abort_seconds: The same once it was aborted.
         """
-        self._process, self._share, self._decode = process, share, decode
+        self._process, self._share, self._completion = process, share, completion
         self._places = share.unfinished
         self._limit, self._abort_seconds = silence_seconds, abort_seconds
         self._aborted = False
@@ -95,10 +93,9 @@ class Generation:
         if message[0] == "answer":
             self.busy = False
         elif message[0] == "sample":
-            _, number, token_ids, logprobs, reason = message
-            _check(token_ids, logprobs)
-            text = self._decode(without_stop(token_ids, reason))
-            self._share.finished[self._places[number]] = Completion(tuple(token_ids), tuple(logprobs), reason, text)
+            _, number, *said = message
+            place = self._places[number]
+            self._share.finished[place] = self._completion(place, *said)
 
     def _check_silence(self) -> None:
         assert self._process
@@ -111,18 +108,6 @@ class Generation:
             work(self._process)
         except EngineError as error:
             self.failure, self.busy = error, False
-
-
-def _check(token_ids: list[int], logprobs: list[float]) -> None:
-    """Refuses a completion that cannot be trained on: that has not one finite log-prob for each token."""
-    if len(token_ids) != len(logprobs):
-        raise EngineError(f"a sample of SGLang has {len(token_ids)} tokens and {len(logprobs)} log-probs")
-    bad = [i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
-    if bad:
-        raise EngineError(
-            f"SGLang gives token {bad[0]} of a sample the log-prob {logprobs[bad[0]]}: are its weights whole? Set "
-            "rollout.sglang.verify_every=1 to have them checked after every push"
-        )
 
 
 def run_together(

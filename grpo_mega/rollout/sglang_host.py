@@ -13,6 +13,7 @@ Releases on both sides of SGLang 0.5.21 are served: from then on weights are pus
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 import math
 import os
@@ -58,7 +59,7 @@ class Host:
         return {"version": version("sglang"), "pids": [os.getpid(), *_children(os.getpid())]}
 
     def generate(self, requests: list[dict[str, Any]]) -> None:
-        """Sends ("sample", number of the request, token ids, log-probs, reason) as each request ends."""
+        """Sends ("sample", number of the request, token ids, log-probs, reason, experts) as each request ends."""
         self._engine.loop.run_until_complete(self._generate(requests))
 
     def score(self, token_ids: list[int]) -> list[float]:
@@ -143,7 +144,8 @@ class Host:
         if reason["type"] == "abort" and not self._aborting:
             raise Refused(f"request {number} was not generated: {reason.get('message', reason)}")
         logprobs = [logprob for logprob, *_ in meta.get("output_token_logprobs") or ()]
-        self._connection.send(("sample", number, found.get("output_ids", []), logprobs, reason["type"]))
+        experts = _experts(meta.get("routed_experts"))
+        self._connection.send(("sample", number, found.get("output_ids", []), logprobs, reason["type"], experts))
 
     async def _give_signs(self) -> None:
         """Tells the trainer of every change in when SGLang's scheduler last sent tokens: of any request, every 50."""
@@ -187,6 +189,13 @@ def _tensor(part: Any) -> Any:
     import torch
 
     return torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else _Elsewhere(*part)
+
+
+def _experts(encoded: str | None) -> Any:
+    """[tokens * layers * top k] which experts the tokens went to, when it was asked for."""
+    import numpy
+
+    return None if encoded is None else numpy.frombuffer(base64.b64decode(encoded), dtype=numpy.int32)
 
 
 def _check(arguments: dict[str, Any]) -> None:

@@ -68,6 +68,7 @@ MODELS = {
         mtp_loss_coef=0.1,
         moe=replace(MOE.moe, groups=2, group_top_k=1, aux_loss_coef=0.1),
     ),
+    "replayed": replace(MOE, layers=4, mtp_layers=1, mtp_loss_coef=0.1, moe=replace(MOE.moe, aux_loss_coef=0.1)),
     "dense_mtp2": replace(DENSE, mtp_layers=2, mtp_loss_coef=0.5),
     "balanced": replace(MOE, moe=replace(MOE.moe, aux_loss_coef=0.5, z_loss_coef=0.05)),
     "dense_gspo": DENSE,
@@ -149,16 +150,20 @@ def prompts() -> list[Prompt]:
     return [Prompt(f"p{i}", tokens, "", "", "") for i, tokens in enumerate(ids)]
 
 
-def one_step(model: ModelConfig, layout: LayoutConfig, optimizer: OptimizerConfig, objective: AlgorithmConfig) -> dict:
+def one_step(
+    model: ModelConfig, layout: LayoutConfig, optimizer: OptimizerConfig, objective: AlgorithmConfig, replay: bool
+) -> dict:
     """Samples, log-probs, loss and gradients of one step from seeded weights, and what two updates change."""
     topology = join_layout(layout, seed=0)
     policy = SmallBuckets(model, layout, VOCAB, topology, HERE, optimizer.distributed, optimizer.overlap)
     policy.initialize(seed=3)
     engine = EmbeddedEngine(policy, str, concurrent_sequences=16)
     samples = engine.generate(prompts(), 3, SAMPLING, version=7)
-    batch = pack(samples)
-    if model.dtype == "bf16":
-        batch = pack(made_up(samples))
+    trained = made_up(samples) if model.dtype == "bf16" else samples
+    if replay:
+        trained = routed_at_random(trained, model)
+    batch = pack(trained)
+    if trained is not samples:
         batch = batch.with_(rollout_logprob=policy.logprobs(batch, SAMPLING.temperature))
     advantage = torch.linspace(-1.5, 1.5, len(samples)).repeat_interleave(batch.lengths)
     weight = token_weights(batch.mask, batch.cu_seqlens, "sequence_mean", 1)
@@ -202,12 +207,21 @@ def made_up(samples: list[Sample]) -> list[Sample]:
     return [replace(s, token_ids=t, logprobs=(-3.0,) * len(t)) for s, t in zip(samples, drawn, strict=True)]
 
 
+def routed_at_random(samples: list[Sample], model: ModelConfig) -> list[Sample]:
+    """The samples as an engine could have routed them; each sample of a prompt brings other experts."""
+    moe, generator = model.moe, torch.Generator().manual_seed(2)
+    shape = (model.layers - moe.first_dense, moe.experts)
+    drawn = [torch.rand(len(s.prompt.token_ids + s.token_ids) - 1, *shape, generator=generator) for s in samples]
+    chosen = [x.argsort(-1)[..., : moe.top_k].to(torch.int16) for x in drawn]
+    return [replace(s, experts=experts) for s, experts in zip(samples, chosen, strict=True)]
+
+
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     for name in sys.argv[2:]:
         model, layout = name.split(":")
         optimizer, objective = OPTIMIZERS.get(layout, OPTIMIZER), OBJECTIVES.get(model, OBJECTIVE)
-        step = one_step(MODELS[model], LAYOUTS[layout], optimizer, objective)
+        step = one_step(MODELS[model], LAYOUTS[layout], optimizer, objective, replay=model == "replayed")
         if torch.distributed.get_rank() == 0:
             torch.save(step, out / f"{name}.pt")
     torch.distributed.destroy_process_group()

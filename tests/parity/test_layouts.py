@@ -17,6 +17,7 @@ EXACT = {
         "moe:selective",
         "balanced:small",
         "mtp:recompute",
+        "replayed:small",
     ],
     2: [
         *(
@@ -46,13 +47,14 @@ EXACT = {
         *("balanced:tp2sp", "balanced:pp2small", "balanced:ep2", "balanced:cp2small"),
         *("deepseek:pp2uneven", "deepseek:vpp2", "deepseek:ep2zero", "deepseek:tp2recompute", "deepseek:vpp2recompute"),
         *("mtp:tp2sp", "mtp:vpp2", "mtp:ep2zero", "mtp:vpp2recompute"),
+        *("replayed:tp2sp", "replayed:cp2small", "replayed:ep2zero", "replayed:vpp2recompute"),
         *("dense_mtp2:tp2", "dense_mtp2:pp2small", "dense_mtp2:cp2small"),
     ],
     4: [
         *("dense:tp2pp2", "dense:cp4", "tied:tp2pp2", "tied:pp2dp2zero", "mla:tp2pp2", "mla:cp2tp2", "mla:cp2pp2"),
         "padded:tp4sp",
         *("moe:tp2pp2", "moe:tp2dp2", "moe:ep2pp2", "moe:tp2ep4", "moe:ep2dp4", "moe:cp2ep2"),
-        *("deepseek:tp2vpp2", "deepseek:tp2dp2zero", "deepseek:vpp2zero", "balanced:cp2tp2"),
+        *("deepseek:tp2vpp2", "deepseek:tp2dp2zero", "deepseek:vpp2zero", "balanced:cp2tp2", "replayed:tp2vpp2"),
         *("mtp:tp2vpp2", "mtp:cp2tp2"),
     ],
 }
@@ -110,7 +112,7 @@ class TestAgainstOneRank:
             pytest.skip("no experts")
         # Every token of every sequence counts for its two experts, and nothing else does.
         tokens = steps[name]["sequence_tokens"]
-        layers = {"deepseek": 3, "mtp": 4}.get(name.split(":")[0], 1)
+        layers = {"deepseek": 3, "mtp": 4, "replayed": 4}.get(name.split(":")[0], 1)
         assert [sum(load) for load in steps[name]["expert_loads"].values()] == [2 * tokens] * layers
         assert steps[name]["expert_loads"] == reference(steps, name)["expert_loads"]
 

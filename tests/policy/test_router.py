@@ -84,3 +84,20 @@ def test_the_bias_counts_tokens_of_sequences(make_policy: Callable[..., Policy])
     assert ours.local_tokens_per_expert.sum() == TOP_K * sum(LENGTHS)
     assert torch.equal(ours.load, ours.local_tokens_per_expert)
     ours.local_tokens_per_expert.zero_()
+
+
+def test_tokens_go_to_the_experts_that_they_bring(make_policy: Callable[..., Policy]) -> None:
+    """With this router's own scores; where they bring none, its scores choose as ever."""
+    ours = router(make_policy)
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(12, EXPERTS, generator=random)
+    brought = torch.rand(12, 2, EXPERTS, generator=random).argsort(-1)[..., :TOP_K]
+    brought[::3] = -1
+    ours.packed = replace(packed(multiple=1), experts=brought.to(torch.int16))
+    with torch.no_grad():
+        probs, chosen = ours.routing(logits[:, None])
+    layer = ours.layer_number - 1 - ours.config.moe_layer_freq.index(1)
+    expected = torch.where(brought[:, layer] < 0, logits.topk(TOP_K).indices, brought[:, layer])
+    assert torch.equal(chosen.nonzero()[:, 1].view(-1, TOP_K), expected.sort().values)
+    scores = logits.sigmoid().gather(1, expected)
+    torch.testing.assert_close(probs.gather(1, expected), scores / scores.sum(-1, keepdim=True))

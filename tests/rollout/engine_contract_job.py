@@ -29,7 +29,13 @@ MEMORY_SAVER = "+rollout.sglang.arguments.enable_memory_saver=true"
 
 
 def made(folder: Path, kind: str) -> Bench:
-    config = compose_config([*MODEL, f"rollout.engine={kind}", *([MEMORY_SAVER] if kind == "sglang" else [])])
+    config = compose_config(
+        [
+            *MODEL,
+            f"rollout.engine={kind}",
+            *([MEMORY_SAVER, "rollout.sglang.routing_replay=true"] if kind == "sglang" else []),
+        ]
+    )
     data = build_data(config)
     decode, vocab_size = data.tokenizer.decode, data.tokenizer.vocab_size
     policy = Policy(config.model, config.layout, vocab_size, join_layout(config.layout, 0), HERE)

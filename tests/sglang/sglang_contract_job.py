@@ -77,6 +77,21 @@ def put(weights: list[torch.Tensor], bench: Bench) -> None:
             parameter.copy_(weight)
 
 
+def check_experts_are_the_policys(bench: Bench) -> None:
+    """In fp32 the engine sends every token where the trainer does: with and without replay, log-probs are the same."""
+    samples = bench.samples(sampling(), interrupted=lambda: False)
+    moe = bench.policy.architecture.moe
+    layers = bench.policy.architecture.layers - moe.first_dense
+    for s in samples:
+        assert s.experts.shape == (len(s.prompt.token_ids) + len(s.token_ids) - 1, layers, moe.top_k)
+    batch = pack(samples)
+    assert batch.experts.unique().tolist() == [-1, *range(moe.experts)]
+    own = bench.policy.logprobs(batch.with_(experts=None), 1.0)
+    assert torch.equal(bench.policy.logprobs(batch, 1.0), own)
+    others = torch.where(batch.experts < 0, -1, (batch.experts + 1) % moe.experts)
+    assert not torch.equal(bench.policy.logprobs(batch.with_(experts=others), 1.0), own)
+
+
 def weight_sync(bench: Bench, verify_every: int) -> WeightSync:
     text = [token for prompt in bench.prompts * 9 for token in prompt.token_ids]
     return WeightSync(bench.policy, bench.engine, BUDGET, verify_every, text)

@@ -9,9 +9,11 @@ Python imports this file when it starts, so it also reaches the processes that S
   of indices both, are written in torch; see `sgl_kernel/__init__.py`.
 - `torch_memory_saver`: the published one is loaded in front of CUDA's library, which is not there. Releasing and
   resuming memory is done on torch's storages instead; see `torch_memory_saver/__init__.py`.
+- The host memory that SGLang collects routed experts in is not pinned: that takes CUDA's library.
 """
 
 import importlib.abc
+import importlib.machinery
 import sys
 
 
@@ -29,6 +31,29 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
             _declared.append(library)
 
 
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Changes modules of SGLang as soon as they are there."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        change = _changes.pop(fullname, None)
+        if change is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            change(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _unpinned(module):
+    module._cuda_host_register = lambda buffer, *_: None
+
+
+_changes = {"sglang.srt.mem_cache.pool_host.common": _unpinned}
 _declared = []
 """What is declared is forgotten with the library."""
-sys.meta_path.insert(0, _BeforeTorchvision())
+sys.meta_path[:0] = [_BeforeTorchvision(), _AfterImport()]
