@@ -123,7 +123,7 @@ def check_the_context_is_the_limit(bench: Bench) -> None:
 
 def check_scores_are_the_policys(bench: Bench) -> None:
     ids = [1, 5, 9, 3, 3, 20]
-    sample = replace(bench.samples(sampling())[0], token_ids=tuple(ids[1:]), logprobs=(0.0,) * 5)
+    sample = replace(bench.samples(sampling())[0], token_ids=tuple(ids[1:]), logprobs=(0.0,) * 5, experts=None)
     sample = replace(sample, prompt=replace(sample.prompt, token_ids=(ids[0],)))
     expected = bench.policy.logprobs(pack([sample]), 1.0)[1:]
     found = bench.engine.scores(ids)

@@ -50,7 +50,7 @@ def check_a_lost_engine_is_started_anew_and_goes_on(bench: Bench) -> None:
     before = other_weights(bench)
     samples = bench.engine.generate(prompts, 3, how, bench.version)
     assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in prompts for i in range(3)]
-    batch = pack(samples)
+    batch = pack(samples).with_(experts=None)  # a prompt's are those of one sample, whatever its weights
     now = bench.policy.logprobs(batch, 1.0)
     put(before, bench)
     then = bench.policy.logprobs(batch, 1.0)
@@ -78,7 +78,7 @@ def put(weights: list[torch.Tensor], bench: Bench) -> None:
 
 
 def check_experts_are_the_policys(bench: Bench) -> None:
-    """In fp32 the engine sends every token where the trainer does: with and without replay, log-probs are the same."""
+    """In fp32 the engine sends every token where the trainer does: replay moves no log-prob, but by rounding."""
     samples = bench.samples(sampling(), interrupted=lambda: False)
     moe = bench.policy.architecture.moe
     layers = bench.policy.architecture.layers - moe.first_dense
@@ -87,9 +87,9 @@ def check_experts_are_the_policys(bench: Bench) -> None:
     batch = pack(samples)
     assert batch.experts.unique().tolist() == [-1, *range(moe.experts)]
     own = bench.policy.logprobs(batch.with_(experts=None), 1.0)
-    assert torch.equal(bench.policy.logprobs(batch, 1.0), own)
+    assert (bench.policy.logprobs(batch, 1.0) - own).abs().max() < 1e-5
     others = torch.where(batch.experts < 0, -1, (batch.experts + 1) % moe.experts)
-    assert not torch.equal(bench.policy.logprobs(batch.with_(experts=others), 1.0), own)
+    assert (bench.policy.logprobs(batch.with_(experts=others), 1.0) - own).abs().max() > 1e-3
 
 
 def weight_sync(bench: Bench, verify_every: int) -> WeightSync:
