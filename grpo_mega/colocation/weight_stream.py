@@ -46,7 +46,7 @@ def hf_buckets(
 ) -> Iterator[Bucket]:
     """Yields (name, whole tensor) pairs of at most `byte_budget` bytes together; every rank must take all of them.
 
-    A tensor that is larger by itself makes a bucket of its own. Each tensor comes once, in the same order and with the
+    A tensor that is larger by itself makes a bucket of its own; so do several that go together (`Entry`). Each tensor comes once, in the same order and with the
     same bits on every rank, in the dtype that it is trained in and in memory that the caller may keep. Routed experts
     come last.
 
@@ -82,17 +82,30 @@ def hf_buckets(
 
 
 def plan(wanted: Iterable[Entry], byte_budget: int) -> Iterator[list[Entry]]:
-    """Cuts tensors, in their order, into buckets of at most `byte_budget` bytes, or of one tensor."""
+    """Cuts tensors, in their order, into buckets of at most `byte_budget` bytes, or of what cannot be cut."""
     bucket: list[Entry] = []
     room = byte_budget
-    for entry in wanted:
-        if bucket and entry.bytes > room:
+    for part in _inseparable(wanted):
+        size = sum(entry.bytes for entry in part)
+        if bucket and size > room:
             yield bucket
             bucket, room = [], byte_budget
-        bucket.append(entry)
-        room -= entry.bytes
+        bucket += part
+        room -= size
     if bucket:
         yield bucket
+
+
+def _inseparable(wanted: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """One tensor each, or those that go together."""
+    part: list[Entry] = []
+    for entry in wanted:
+        if part and not entry.joins_last:
+            yield part
+            part = []
+        part.append(entry)
+    if part:
+        yield part
 
 
 def held_parts(policy: Policy, found: list[Entry]) -> Held:

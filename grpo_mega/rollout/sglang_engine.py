@@ -51,7 +51,6 @@ PORTS, NEIGHBOURS = (20000, 30000), 10
 ROOM = 8
 """Positions that SGLang keeps free behind the longest sequence."""
 
-FUSED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # processes of other nodes than the first have to answer us
@@ -166,7 +165,6 @@ class SGLangEngine:
 
     def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Replaces some weights; the tensors may be dropped afterwards."""
-        _refuse_halves([name for name, _ in bucket])
         self._contract.push(bucket)
         flat = torch.cat([tensor.detach().flatten().view(torch.uint8) for _, tensor in bucket])
         parts: list = [None] * self._config.tp
@@ -367,16 +365,6 @@ def _own_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
         return probe.getsockname()[0]
-
-
-def _refuse_halves(names: Sequence[str]) -> None:
-    """SGLang fuses these two of a layer when both are in a bucket, and drops them, silently, when they are not."""
-    q_a, kv_a = ({n.removesuffix(tail) for n in names if n.endswith(tail)} for tail in FUSED)
-    if halves := q_a ^ kv_a if q_a else set():
-        raise EngineError(
-            f"push: {min(halves)}{FUSED[0]} and {FUSED[1]} are in different buckets, and SGLang needs them in one; "
-            "choose another rollout.sglang.bucket_bytes"
-        )
 
 
 def _shared(flat: torch.Tensor) -> Any:

@@ -281,9 +281,10 @@ def test_what_was_read_is_streamed_bit_for_bit_in_buckets_within_the_budget(
     for budget, buckets in report["buckets"][name].items():
         assert_same_bits(flat(buckets), expected)
         for bucket in buckets:
-            assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= budget
+            fused = len(bucket) == 2 and bucket[0][0].endswith("q_a_proj.weight")
+            assert len(bucket) == 1 or fused or sum(tensor.nbytes for _, tensor in bucket) <= budget
     one_each, some, all_at_once = report["buckets"][name].values()
-    assert len(one_each) == len(expected)
+    assert len(one_each) == len(expected) - sum(key.endswith("q_a_proj.weight") for key in expected)
     assert len(expected) > len(some) > len(all_at_once) == (2 if MODELS[name].moe.experts else 1)
 
 
