@@ -37,7 +37,7 @@ class WeightSync:
         """
         self._policy.gather_parameters()
         self._engine.begin_update()
-        for bucket in hf_buckets(self._policy, self._byte_budget, traffic=self.traffic):
+        for bucket in hf_buckets(self._policy, self._byte_budget, self._engine.experts_of, self.traffic):
             self._engine.push(bucket)
         self._engine.end_update(version)
         self._syncs += 1

@@ -32,6 +32,10 @@ SECONDS_BETWEEN_POLLS = 0.1
 """How long "abort" may wait to be heard."""
 
 
+Described = list[tuple[str, tuple[int, ...], str]]
+"""Name, shape and dtype of tensors, in the order of their bytes."""
+
+
 class Refused(Exception):
     """What was asked cannot be done; the engine is as it was."""
 
@@ -77,27 +81,18 @@ class Host:
         if hasattr(self._engine, "begin_weight_update"):
             _succeeded(self._engine.begin_weight_update())
 
-    def push(self, parts: list[Any], tensors: list[tuple[str, tuple[int, ...], str]]) -> None:
+    def push(self, parts: list[tuple[Any, Described]]) -> None:
         """Replaces weights.
 
         Args:
-            parts: For each rank of the engine all of the bytes, or where they lie: what torch's `reduce_tensor` made of
-                a [bytes] tensor.
-            tensors: Name, shape and dtype of each, in the order of the bytes.
+            parts: For each rank of the engine all of its bytes, or where they lie: what torch's `reduce_tensor` made of
+                a [bytes] tensor; and what the bytes are.
         """
-        import torch
         from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-        described, behind = [], 0
-        for name, shape, kind in tensors:
-            dtype = getattr(torch, kind)
-            size = math.prod(shape) * dtype.itemsize
-            described.append(FlattenedTensorMetadata(name, torch.Size(shape), dtype, behind, behind + size, size))
-            behind += size
         payloads = [
-            MultiprocessingSerializer.serialize({"flattened_tensor": _tensor(part), "metadata": described})
-            for part in parts
+            MultiprocessingSerializer.serialize({"flattened_tensor": _tensor(part), "metadata": _places(described)})
+            for part, described in parts
         ]
         # The KV cache of the old weights goes with `end_update`, once and not with every bucket.
         _succeeded(self._engine.update_weights_from_tensor(payloads, "flattened_bucket", flush_cache=False))
@@ -174,7 +169,23 @@ class _Elsewhere:
 def _tensor(part: Any) -> Any:
     import torch
 
+    if not part:  # nothing for this rank
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else _Elsewhere(*part)
+
+
+def _places(tensors: Described) -> list[Any]:
+    """Where in the bytes each tensor lies, in SGLang's words."""
+    import torch
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    found, behind = [], 0
+    for name, shape, kind in tensors:
+        dtype = getattr(torch, kind)
+        size = math.prod(shape) * dtype.itemsize
+        found.append(FlattenedTensorMetadata(name, torch.Size(shape), dtype, behind, behind + size, size))
+        behind += size
+    return found
 
 
 def _check(arguments: dict[str, Any]) -> None:

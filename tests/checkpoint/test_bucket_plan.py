@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from huggingface_models import IN_FP8, MODELS, VOCAB, WITH_MTP
 from hypothesis import given
 from hypothesis import strategies as st
-from huggingface_models import IN_FP8, MODELS, VOCAB, WITH_MTP
 
 from grpo_mega.checkpoint.huggingface.names import entries
 from grpo_mega.colocation.weight_stream import plan

@@ -371,6 +371,8 @@ def test_a_rank_gets_the_experts_that_it_asks_for(layout: str, reports: list[dic
             for asked, numbers in (("mine", range(2 * rank, 2 * rank + 2)), ("uneven", range(rank, 2 * rank))):
                 mine = {key: tensor for key, tensor in expected.items() if expert_of(key) in (None, *numbers)}
                 assert_same_bits(flat(report[name, layout][asked][0]), mine)
+        for asked in ("mine", "uneven"):
+            assert len({len(report[name, layout][asked][0]) for report in reports}) == 1, "so many pushes have to meet"
 
 
 def test_experts_that_nobody_else_asks_for_do_not_travel(reports: list[dict[Any, Any]], folder: Path) -> None:

@@ -35,7 +35,7 @@ class Bench:
     version: int = 0
 
     def buckets(self) -> list[list[tuple[str, torch.Tensor]]]:
-        return [*hf_buckets(self.policy, BUDGET)]
+        return [*hf_buckets(self.policy, BUDGET, self.engine.experts_of)]
 
     def push_all(self) -> None:
         self.version += 1

@@ -7,11 +7,14 @@ Python imports this file when it starts, so it also reaches the processes that S
   SGLang imports torchvision for images, of which there are none.
 - `sgl_kernel`: PyPI's build holds CUDA kernels only. The two functions that SGLang calls on a CPU without AMX, copies
   of indices both, are written in torch; see `sgl_kernel/__init__.py`.
+- `sglang.srt.layers.moe.fused_moe_native`: under expert parallelism, experts of other ranks have the number -1, which
+  SGLang's kernels skip and its function for CPUs takes for an index. Such a layer is computed here.
 - `torch_memory_saver`: the published one is loaded in front of CUDA's library, which is not there. Releasing and
   resuming memory is done on torch's storages instead; see `torch_memory_saver/__init__.py`.
 """
 
 import importlib.abc
+import importlib.machinery
 import sys
 
 
@@ -29,6 +32,42 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
             _declared.append(library)
 
 
+class _AfterNativeExperts(importlib.abc.MetaPathFinder):
+    """Replaces a function of a module of SGLang as soon as the module is there."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != "sglang.srt.layers.moe.fused_moe_native":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            module.moe_forward_native = _with_experts_elsewhere(module.moe_forward_native)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _with_experts_elsewhere(forward):
+    def moe_forward_native(layer, hidden, chosen, config):
+        from torch.nn.functional import linear, silu
+
+        if layer.moe_ep_size == 1:
+            return forward(layer, hidden, chosen, config)
+        assert config.activation == "silu", config.activation
+        total = hidden.new_zeros(hidden.shape)
+        for expert in range(layer.num_local_experts):
+            rows, places = (chosen.topk_ids == expert).nonzero(as_tuple=True)
+            gate, up = linear(hidden[rows], layer.w13_weight[expert]).chunk(2, -1)
+            out = linear(silu(gate) * up, layer.w2_weight[expert])
+            total.index_add_(0, rows, (out * chosen.topk_weights[rows, places, None]).to(total.dtype))
+        return total
+
+    return moe_forward_native
+
+
 _declared = []
 """What is declared is forgotten with the library."""
-sys.meta_path.insert(0, _BeforeTorchvision())
+sys.meta_path[:0] = [_BeforeTorchvision(), _AfterNativeExperts()]
