@@ -353,6 +353,11 @@ def _rollout(config: Config) -> Iterator[str]:
     for name in ("model_path", "load_format", "skip_tokenizer_init", "tp_size", "dtype"):
         if name in sglang.arguments:
             yield f"rollout.sglang.arguments.{name} follows from the model and rollout.sglang.tp; drop it"
+    if sglang.first_gpu is not None and sglang.transport == "shared":
+        yield (
+            f"rollout.sglang.first_gpu={sglang.first_gpu} puts the engines on other GPUs than the trainer's, and "
+            "rollout.sglang.transport=shared reaches those only; set rollout.sglang.transport=broadcast"
+        )
 
 
 def _stages(config: Config) -> Iterator[str]:

@@ -251,6 +251,13 @@ class SGLangConfig:
     +rollout.sglang.arguments.mem_fraction_static=0.6; those that the installed release does not know are refused."""
     bucket_bytes: int = 536870912
     """Most bytes of weights that are pushed at once; each rank holds two such buckets meanwhile."""
+    transport: str = "shared"
+    """How weights reach the engines: shared (memory of the GPU that both are on; with the server argument ep_size, only
+    the experts that a rank keeps), broadcast (NCCL, to engines on other GPUs; gloo on a CPU), or disk (a model
+    directory in the run directory, written and read for every update; where nothing else works)."""
+    first_gpu: int | None = None
+    """The engines are on GPUs of their own on the trainer's nodes, from this number on, one for each process there, and
+    trainer and engines stay where they are; null: they are on the trainer's GPUs, and both take turns."""
     verify_every: int = 20
     """The engines' log-probs of a sequence are compared with the trainer's after the first push and every so many."""
     restarts: int = 3

@@ -6,14 +6,17 @@ Names of server arguments and what they mean are those of SGLang's ServerArgs, r
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from grpo_mega.checkpoint.huggingface.families import hf_config
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, SGLangConfig
 from grpo_mega.observe.files import write_atomic
 from grpo_mega.platform import Platform
 from grpo_mega.rollout.contract import EngineError
@@ -28,7 +31,7 @@ ENVIRONMENT = {
     "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # processes of other nodes than the first have to answer us
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # else CUDA graphs keep their memory when they are released
 }
-ON_CUDA = {"enable_memory_saver": True}
+IN_TURNS = {"enable_memory_saver": True}
 ON_CPU = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -60,12 +63,37 @@ def server_arguments(config: Config, platform: Platform, folder: Path, number: i
         "skip_server_warmup": True,
         "dtype": {"fp32": "float32", "bf16": "bfloat16"}[config.model.dtype],
         "tp_size": sglang.tp,
-        "base_gpu_id": platform.device.index or 0,
+        "base_gpu_id": (platform.device.index or 0) + (sglang.first_gpu or 0),
         "random_seed": config.run.seed * engines + number,
         "log_level": "warning",
-        **(ON_CUDA if platform.device.type == "cuda" else ON_CPU),
+        **(ON_CPU if platform.device.type == "cpu" else IN_TURNS if take_turns(sglang, platform) else {}),
         **sglang.arguments,
     }
+
+
+def take_turns(sglang: SGLangConfig, platform: Platform) -> bool:
+    """Whether trainer and engines share GPUs, so that one has to leave for the other."""
+    return platform.device.type == "cuda" and sglang.first_gpu is None
+
+
+def check_platform(config: Config, platform: Platform) -> None:
+    """Raises a ValueError when the engines cannot be started, or reached, on machines such as this."""
+    sglang = config.rollout.sglang
+    if platform.device.type == "cpu":
+        if sglang.first_gpu is not None:
+            raise ValueError(f"rollout.sglang.first_gpu={sglang.first_gpu}: there are no GPUs here; drop it")
+        return
+    if sglang.transport == "broadcast" and sglang.first_gpu is None:
+        raise ValueError(
+            "rollout.sglang.transport=broadcast: NCCL reaches no engine on the GPU of the trainer itself; set "
+            "rollout.sglang.first_gpu to have the engines on others, or rollout.sglang.transport=shared"
+        )
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if sglang.first_gpu is not None and not ranks <= sglang.first_gpu <= gpus - ranks:
+        raise ValueError(
+            f"rollout.sglang.first_gpu={sglang.first_gpu}: {ranks} processes here have the first GPUs, their engines "
+            f"need {ranks} others, and there are {gpus} in all; choose {ranks} to {gpus - ranks}, or start fewer"
+        )
 
 
 def environment(platform: Platform) -> dict[str, str]:
@@ -111,3 +139,10 @@ def free_address(address: str) -> str:
                 servers.enter_context(socket.create_server(("", neighbour)))
             return f"{address}:{port}"
     raise EngineError(f"no {NEIGHBOURS} neighbouring ports are free between {PORTS[0]} and {PORTS[1]}")
+
+
+def own_address() -> str:
+    """Of the interface that leads to the job's first node: a host's own name may stand for one that leads nowhere."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
+        return probe.getsockname()[0]

@@ -13,7 +13,6 @@ sample comes again only with the server argument enable_deterministic_inference,
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -28,10 +27,20 @@ from grpo_mega.platform import Platform
 from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted, Spec
 from grpo_mega.rollout.engine import SamplingParams, without_stop
 from grpo_mega.rollout.sampling import prompt_key
-from grpo_mega.rollout.sglang_arguments import environment, free_address, own_experts, server_arguments, write_model
+from grpo_mega.rollout.sglang_arguments import (
+    check_platform,
+    environment,
+    free_address,
+    model_config,
+    own_address,
+    own_experts,
+    server_arguments,
+    take_turns,
+    write_model,
+)
 from grpo_mega.rollout.sglang_generation import Completion, Generation, Share, run_together
 from grpo_mega.rollout.sglang_process import EngineLost, EngineProcess
-from grpo_mega.rollout.sglang_transport import Shared
+from grpo_mega.rollout.sglang_transport import Broadcast, Bucket, Disk, Shared, Transport
 from grpo_mega.types import Prompt, Sample
 
 Result = TypeVar("Result")
@@ -58,16 +67,18 @@ class SGLangEngine:
             path: The run directory: the engines' logs go into its logs/, what they start from into engine-N/.
 
         Raises:
-            ValueError: No Hugging Face model describes this one, or an engine would have a part of a node.
+            ValueError: No Hugging Face model describes this one, an engine would have a part of a node, or there are
+                not the GPUs.
             EngineError: An engine did not start.
         """
+        check_platform(config, platform)
         self._config, self._platform, self._decode, self._path = config.rollout.sglang, platform, decode, path
         self._context = config.model.context
         on_node = _ranks_on_node(self._config.tp)
         self._number, place = divmod(dist.get_rank(), self._config.tp)
         self._engines, self._nodes = dist.get_world_size() // self._config.tp, self._config.tp // on_node
         self._node, self._host, self._owner = place // on_node, place % on_node == 0, place == 0
-        self._transport = Shared(self._ask)
+        self._transport = self._way(config, vocab_size)
         self.experts_of = own_experts(config, place) if self._transport.own_experts else None
         expected = {
             entry.name: Spec(entry.shape, entry.dtype)
@@ -85,7 +96,7 @@ class SGLangEngine:
         self._arguments |= {"nnodes": self._nodes, "node_rank": self._node}
         self._process: EngineProcess | None = None
         self._restarts = 0
-        self._at_rest = TAGS if platform.device.type == "cuda" else ()
+        self._at_rest = TAGS if take_turns(config.rollout.sglang, platform) else ()
         self._share = Share()
         self._aborted = False
         self._start_engines(mine=True)
@@ -151,12 +162,13 @@ class SGLangEngine:
         gathered: list = [None] * self._config.tp
         mine = None if refusal else self._transport.outgoing(bucket)
         dist.all_gather_object(gathered, (refusal, mine), group=self._group)
-        self._on_owners(lambda: self._push(gathered))
+        self._on_owners(lambda: self._push(bucket, gathered))
         self._contract.push(bucket)
 
     def end_update(self, version: int) -> None:
         """Closes the session; what was cached with the old weights is forgotten."""
         self._on(True, lambda: self._contract.check_end_update(version))
+        self._on_owners(self._transport.complete)
         self._on_owners(self._transport.end)
         self._contract.end_update(version)
 
@@ -185,12 +197,21 @@ class SGLangEngine:
             self._process.end()
             self._process = None
 
-    def _push(self, gathered: list[tuple[EngineError | None, Any]]) -> None:
+    def _way(self, config: Config, vocab_size: int) -> Transport:
+        """Of the weights to the engine of this group."""
+        if self._config.transport == "broadcast":
+            return Broadcast(self._ask, self._platform, self._config.tp, self._config.answer_seconds)
+        if self._config.transport == "disk":
+            first = self._owner and self._number == 0
+            return Disk(self._ask, self._path / "engine-weights", model_config(config, vocab_size), writes=first)
+        return Shared(self._ask)
+
+    def _push(self, bucket: Bucket, gathered: list[tuple[EngineError | None, Any]]) -> None:
         """A bucket to the engine, unless one of its ranks refuses."""
         for refusal, _ in gathered:
             if refusal:
                 raise refusal
-        self._transport.push([outgoing for _, outgoing in gathered])
+        self._transport.push(bucket, [outgoing for _, outgoing in gathered])
 
     def _ranks_of(self, number: int) -> list[int]:
         return [*range(number * self._config.tp, (number + 1) * self._config.tp)]
@@ -203,7 +224,7 @@ class SGLangEngine:
 
     def _meeting_point(self) -> dict[str, Any]:
         """Where the nodes of this group's engine meet; also, what the first rank has written is there for all."""
-        addresses: list = [free_address(_own_address()) if self._owner else None]
+        addresses: list = [free_address(own_address()) if self._owner else None]
         dist.broadcast_object_list(addresses, self._groups[self._number][0], group=self._group)
         return {"dist_init_addr": addresses[0]} if self._nodes > 1 else {}
 
@@ -219,6 +240,8 @@ class SGLangEngine:
             environment(self._platform),
             self._config.start_seconds,
         )
+        if self._owner:
+            self._transport.connect()
         if self._owner and self._at_rest:
             self._ask("release", tags=[*self._at_rest])
 
@@ -319,10 +342,3 @@ def _refusal(check: Callable[[], None]) -> EngineError | None:
     except EngineError as error:
         return error
     return None
-
-
-def _own_address() -> str:
-    """Of the interface that leads to the job's first node: a host's own name may stand for one that leads nowhere."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
-        return probe.getsockname()[0]

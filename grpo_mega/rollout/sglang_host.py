@@ -97,6 +97,24 @@ class Host:
         # The KV cache of the old weights goes with `end_update`, once and not with every bucket.
         _succeeded(self._engine.update_weights_from_tensor(payloads, "flattened_bucket", flush_cache=False))
 
+    def join(self, address: str, port: int, ranks: int, group: str, backend: str) -> None:
+        """The engine's ranks join a process group in which rank 0 will broadcast."""
+        _succeeded(self._engine.init_weights_update_group(address, port, 1, ranks, group, backend))
+
+    def receive(self, group: str, tensors: Described) -> None:
+        """Replaces weights by those that are broadcast now, as one tensor of bytes."""
+        names, shapes, kinds = ([*column] for column in zip(*((n, [*s], k) for n, s, k in tensors), strict=True))
+        _succeeded(
+            self._engine.update_weights_from_distributed(
+                names, kinds, shapes, group, flush_cache=False, load_format="flattened_bucket"
+            )
+        )
+
+    def load(self, path: str) -> None:
+        """Replaces all weights by those of a model directory; what the old ones had cached is forgotten."""
+        _succeeded(self._engine.update_weights_from_disk(path, "auto"))
+        self.flush()
+
     def end_update(self) -> None:
         """Closes the session; what the old weights had cached is forgotten."""
         self._updating = False
@@ -203,8 +221,8 @@ def _check(arguments: dict[str, Any]) -> None:
 
 
 def _succeeded(result: Any) -> None:
-    """SGLang reports failures in what it returns: (success, message), or nothing when there is nothing to say."""
-    success, message = result if isinstance(result, tuple) else (result is None, str(result))
+    """SGLang reports failures in what it returns: (success, message, ...), or nothing when there is nothing to say."""
+    success, message, *_ = result if isinstance(result, tuple) else (result is None, str(result))
     if not success:
         raise Refused(message)
 

@@ -28,8 +28,10 @@ MODEL = ["experiment=tiny_sglang", "base=none", "layout=single", "data.validatio
 MEMORY_SAVER = "+rollout.sglang.arguments.enable_memory_saver=true"
 
 
-def made(folder: Path, kind: str) -> Bench:
-    config = compose_config([*MODEL, f"rollout.engine={kind}", *([MEMORY_SAVER] if kind == "sglang" else [])])
+def made(folder: Path, kind: str, *overrides: str) -> Bench:
+    config = compose_config(
+        [*MODEL, f"rollout.engine={kind}", *([MEMORY_SAVER] if kind == "sglang" else []), *overrides]
+    )
     data = build_data(config)
     decode, vocab_size = data.tokenizer.decode, data.tokenizer.vocab_size
     policy = Policy(config.model, config.layout, vocab_size, join_layout(config.layout, 0), HERE)
