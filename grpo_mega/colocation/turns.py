@@ -51,7 +51,7 @@ class Turns:
         """It is the trainer's turn."""
         device = policy.platform.device
         self._engine, self._timer = engine, timer
-        self._weights = WeightSync(policy, engine, config.bucket_bytes, config.verify_every)
+        self._weights = WeightSync(policy, engine, config.bucket_bytes, config.verify_every, config.fp8)
         self._memory = TrainerMemory(policy, reference) if take_turns(config, policy.platform) else None
         self.ledger = Ledger(lambda: meter(device, {"trainer": [os.getpid()], "engine": engine.pids()})())
         self.lease = Lease(Timeouts(), time.monotonic)

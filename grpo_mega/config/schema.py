@@ -260,6 +260,9 @@ class SGLangConfig:
     trainer and engines stay where they are; null: they are on the trainer's GPUs, and both take turns."""
     verify_every: int = 20
     """The engines' log-probs of a sequence are compared with the trainer's after the first push and every so many."""
+    fp8: bool = False
+    """The engines compute with weights in 8 bits, E4M3 in blocks of 128 x 128, as DeepSeek-V3 is released: half of the
+    memory, and samples from a policy that differs by that rounding (algorithm.correction). Needs model.dtype=bf16."""
     restarts: int = 3
     """How often lost engines are started anew before the run gives up."""
     start_seconds: float = 900.0

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from grpo_mega.checkpoint.huggingface import fp8
 from grpo_mega.checkpoint.huggingface.families import hf_config
+from grpo_mega.checkpoint.huggingface.names import entries
 from grpo_mega.config.schema import Config, SGLangConfig
 from grpo_mega.observe.files import write_atomic
 from grpo_mega.platform import Platform
-from grpo_mega.rollout.contract import EngineError
+from grpo_mega.rollout.contract import EngineError, Spec
 
 ROOM = 8
 """Positions that SGLang keeps free behind the longest sequence."""
@@ -80,8 +82,9 @@ def check_platform(config: Config, platform: Platform) -> None:
     """Raises a ValueError when the engines cannot be started, or reached, on machines such as this."""
     sglang = config.rollout.sglang
     if platform.device.type == "cpu":
-        if sglang.first_gpu is not None:
-            raise ValueError(f"rollout.sglang.first_gpu={sglang.first_gpu}: there are no GPUs here; drop it")
+        for name in ("first_gpu", "fp8"):
+            if getattr(sglang, name) not in (None, False):
+                raise ValueError(f"rollout.sglang.{name} needs GPUs, and there are none here; drop it")
         return
     if sglang.transport == "broadcast" and sglang.first_gpu is None:
         raise ValueError(
@@ -104,7 +107,26 @@ def environment(platform: Platform) -> dict[str, str]:
 def model_config(config: Config, vocab_size: int) -> dict[str, Any]:
     """The engine's config.json. Only the stop tokens that we name end a completion."""
     silent = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": config.model.context + ROOM}
-    return hf_config(config.model, vocab_size) | silent
+    in_fp8 = {"quantization_config": fp8.CONFIG | {"activation_scheme": "dynamic"}} if config.rollout.sglang.fp8 else {}
+    return hf_config(config.model, vocab_size) | silent | in_fp8
+
+
+def expected_weights(config: Config, vocab_size: int, experts: range | None) -> dict[str, Spec]:
+    """What is to be pushed, of the routed experts only these: names, shapes and dtypes.
+
+    Raises:
+        ValueError: No Hugging Face model describes this one.
+    """
+    found: dict[str, Spec] = {}
+    for entry in entries(config.model, vocab_size):
+        if experts is not None and entry.expert is not None and entry.expert not in experts:
+            continue
+        if config.rollout.sglang.fp8 and fp8.in_fp8(entry.name):
+            found[entry.name] = Spec(entry.shape, fp8.DTYPE)
+            found[entry.name + fp8.SCALE] = Spec(fp8.scale_shape(entry.shape), torch.float32)
+        else:
+            found[entry.name] = Spec(entry.shape, entry.dtype)
+    return found
 
 
 def write_model(folder: Path, config: Config, vocab_size: int) -> None:

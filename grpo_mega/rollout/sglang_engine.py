@@ -21,15 +21,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from grpo_mega.checkpoint.huggingface.names import entries
+from grpo_mega.checkpoint.huggingface import fp8
 from grpo_mega.config.schema import Config
 from grpo_mega.platform import Platform
-from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted, Spec
+from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted
 from grpo_mega.rollout.engine import SamplingParams, without_stop
 from grpo_mega.rollout.sampling import prompt_key
 from grpo_mega.rollout.sglang_arguments import (
     check_platform,
     environment,
+    expected_weights,
     free_address,
     model_config,
     own_address,
@@ -80,11 +81,7 @@ class SGLangEngine:
         self._node, self._host, self._owner = place // on_node, place % on_node == 0, place == 0
         self._transport = self._way(config, vocab_size)
         self.experts_of = own_experts(config, place) if self._transport.own_experts else None
-        expected = {
-            entry.name: Spec(entry.shape, entry.dtype)
-            for entry in entries(config.model, vocab_size)
-            if self.experts_of is None or entry.expert is None or entry.expert in self.experts_of
-        }
+        expected = expected_weights(config, vocab_size, self.experts_of)
         self._contract = Contract(lambda: expected, has_weights=False)
         self._everyone = dist.new_group(backend="gloo", timeout=FOREVER)
         self._groups = [self._ranks_of(number) for number in range(self._engines)]
@@ -158,6 +155,8 @@ class SGLangEngine:
 
     def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Replaces some weights, of the routed experts those that are this rank's; they may be dropped afterwards."""
+        if self._config.fp8:
+            bucket = fp8.quantised_bucket(bucket)
         refusal = _refusal(lambda: self._contract.check_push(bucket))
         gathered: list = [None] * self._config.tp
         mine = None if refusal else self._transport.outgoing(bucket)

@@ -184,6 +184,7 @@ def test_every_field_can_be_set_from_the_command_line() -> None:
             "model.vocab_size=30",
             "rollout.longer_from_step=3",
             "rollout.longer_max_new_tokens=64",
+            "rollout.sglang.first_gpu=1",
             "cluster.nodes=1",
             "cluster.gpu_memory_mib=1000",
             "layout.pp=2",
