@@ -159,9 +159,9 @@ class SGLangEngine:
             bucket = fp8.quantised_bucket(bucket)
         refusal = _refusal(lambda: self._contract.check_push(bucket))
         gathered: list = [None] * self._config.tp
-        mine = None if refusal else self._transport.outgoing(bucket)
-        dist.all_gather_object(gathered, (refusal, mine), group=self._group)
-        self._on_owners(lambda: self._push(bucket, gathered))
+        with self._transport.offered([] if refusal else bucket) as mine:
+            dist.all_gather_object(gathered, (refusal, mine), group=self._group)
+            self._on_owners(lambda: self._push(bucket, gathered))
         self._contract.push(bucket)
 
     def end_update(self, version: int) -> None:
@@ -210,7 +210,7 @@ class SGLangEngine:
         for refusal, _ in gathered:
             if refusal:
                 raise refusal
-        self._transport.push(bucket, [outgoing for _, outgoing in gathered])
+        self._transport.push(bucket, [offer for _, offer in gathered])
 
     def _ranks_of(self, number: int) -> list[int]:
         return [*range(number * self._config.tp, (number + 1) * self._config.tp)]

@@ -7,7 +7,8 @@ an engine that dies, or never takes what it is sent, is lost and does not keep t
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -34,7 +35,7 @@ DEVICE = 6
 
 
 class Transport:
-    """What all ways have in common. Only the rank that owns an engine calls the methods, `outgoing` aside.
+    """What all ways have in common. Only the rank that owns an engine calls the methods, `offered` aside.
 
     Attributes:
         own_experts: Whether every rank of an engine gets a bucket of its own, that of the trainer's rank at its place.
@@ -52,11 +53,13 @@ class Transport:
         """Opens an update."""
         self._ask("begin_update")
 
-    def outgoing(self, bucket: Bucket) -> Any:
-        """What a rank contributes to the bucket that its owner pushes; on every rank of the engine."""
+    @contextmanager
+    def offered(self, bucket: Bucket) -> Iterator[Any]:
+        """What a rank contributes to the bucket that its owner pushes, until the body ends; on every rank."""
+        yield None
 
-    def push(self, bucket: Bucket, outgoing: list[Any]) -> None:
-        """Sends a bucket; `outgoing` is what the engine's ranks contribute."""
+    def push(self, bucket: Bucket, offers: list[Any]) -> None:
+        """Sends a bucket; `offers` is what the engine's ranks contribute."""
         raise NotImplementedError
 
     def complete(self) -> None:
@@ -72,14 +75,15 @@ class Shared(Transport):
 
     own_experts = True
 
-    def outgoing(self, bucket: Bucket) -> Any:
+    @contextmanager
+    def offered(self, bucket: Bucket) -> Iterator[Any]:
         """Where the bytes lie, or they themselves, and what they are."""
         flat, described = flattened(bucket)
-        return _shared(flat), described
+        yield _shared(flat), described
 
-    def push(self, bucket: Bucket, outgoing: list[Any]) -> None:
+    def push(self, bucket: Bucket, offers: list[Any]) -> None:
         """The engine has copied the bytes when it answers."""
-        self._ask("push", parts=outgoing)
+        self._ask("push", parts=offers)
 
 
 class Broadcast(Transport):
@@ -107,7 +111,7 @@ class Broadcast(Transport):
         place = {"address": own_address(), "port": store.port, "ranks": self._ranks, "backend": self._backend}
         self._together(lambda: self._join(store, timeout), "join", group=self._name, **place)
 
-    def push(self, bucket: Bucket, outgoing: list[Any]) -> None:
+    def push(self, bucket: Bucket, offers: list[Any]) -> None:
         """Sends it to all ranks of the engine."""
         flat, described = flattened(bucket)
         self._together(lambda: self._send(flat), "receive", group=self._name, tensors=described)
@@ -171,7 +175,7 @@ class Disk(Transport):
             shutil.rmtree(self._folder, ignore_errors=True)
             _written(self._writer.begin)
 
-    def push(self, bucket: Bucket, outgoing: list[Any]) -> None:
+    def push(self, bucket: Bucket, offers: list[Any]) -> None:
         """Writes a file."""
         if writer := self._writer:
             _written(lambda: writer.add(bucket))
