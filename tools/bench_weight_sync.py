@@ -1,19 +1,23 @@
 """How many bytes a weight sync moves, how long it takes, and what it needs of memory; and the plan for 671B parameters.
 
     torchrun --nproc-per-node 2 tools/bench_weight_sync.py experiment=tiny_sglang layout=ep2
+    torchrun --nproc-per-node 2 tools/bench_weight_sync.py experiment=tiny_sglang layout=ep2 \
+        rollout.sglang.tp=2 +rollout.sglang.arguments.ep_size=2
     python tools/bench_weight_sync.py --plan
 
-Streams all weights of a configured model to every rank, in buckets, as before a generation, and throws them away. Bytes
-are exact on every platform; seconds and memory are of this machine. What an engine does with the weights is not
-included: `time/sync` in metrics.jsonl of a run has both.
+Streams the weights of a configured model to every rank, in buckets, as before a generation, and throws them away: all
+of them, or with engines under expert parallelism only the experts that the engine's rank keeps. Bytes are exact on
+every platform; seconds and memory are of this machine. What an engine does with the weights is not included:
+`time/sync` in metrics.jsonl of a run has both.
 
 The plan needs no model and no GPU. It counts the tensors of DeepSeek-V3 without its prediction module: what every rank
 of an engine is handed when each gets everything, and when routed experts go only to the ranks that own them
-(`hf_buckets(experts_of=...)`).
+(`rollout.sglang.transport=shared` with the server argument ep_size), in bf16 and what `rollout.sglang.fp8` makes of it.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from dataclasses import replace
@@ -29,6 +33,7 @@ def plan() -> None:
     """Prints the table for 671B parameters."""
     platform.start()
     from grpo_mega.checkpoint.huggingface.names import entries
+    from grpo_mega.rollout.sglang_arguments import expected_weights
 
     model = compose_config(["experiment=r1zero_671b"]).model
     assert model.vocab_size, "the preset of a released model says"
@@ -37,7 +42,12 @@ def plan() -> None:
     experts = sum(entry.bytes for entry in tensors if entry.expert is not None)
     others = sum(entry.bytes for entry in tensors if entry.expert is None)
     print(f"DeepSeek-V3: {parameters / 1e9:.1f}B parameters in {len(tensors):,} tensors, bf16")
-    print(f"routed experts {experts / GIB:,.1f} GiB, all else {others / GIB:,.1f} GiB\n")
+    print(f"routed experts {experts / GIB:,.1f} GiB, all else {others / GIB:,.1f} GiB")
+    config = compose_config(["experiment=r1zero_671b", "rollout.engine=sglang", "rollout.sglang.fp8=true"])
+    config.model.mtp_layers = 0
+    in_fp8 = expected_weights(config, model.vocab_size, None).values()
+    size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in in_fp8)
+    print(f"in fp8 with scales {size / GIB:,.1f} GiB, {len(in_fp8):,} tensors\n")
     print("expert ranks of an engine   everything to every rank   own experts only   of it")
     for ranks in EXPERT_RANKS:
         own = others + experts / ranks
@@ -55,16 +65,18 @@ def bench(overrides: list[str]) -> None:
     from grpo_mega.data import build_data
     from grpo_mega.policy.policy import Policy
     from grpo_mega.policy.topology import join_layout, leave_layout
+    from grpo_mega.rollout.sglang_arguments import own_experts
 
     config = compose_config(overrides)
     vocab_size = build_data(config).tokenizer.vocab_size
     policy = Policy(config.model, config.layout, vocab_size, join_layout(config.layout, config.run.seed), here)
     policy.initialize(config.run.seed)
+    experts = own_experts(config, dist.get_rank() % config.rollout.sglang.tp)
     for sync in range(3):
         traffic, largest = Traffic(), 0
         dist.barrier()
         begun = time.perf_counter()
-        for bucket in hf_buckets(policy, config.rollout.sglang.bucket_bytes, traffic=traffic):
+        for bucket in hf_buckets(policy, config.rollout.sglang.bucket_bytes, experts, traffic):
             largest = max(largest, sum(tensor.nbytes for _, tensor in bucket))
         dist.barrier()
         seconds = time.perf_counter() - begun

@@ -1,8 +1,9 @@
 """Trainer and engine take turns on the devices: the trainer leaves, weights pass over, the engine generates and leaves.
 
 On a GPU the order keeps the peak low: what only training needs leaves first, the engine takes memory for its weights
-and they are pushed, then the trainer's leave too, and only now the engine takes memory for its cache. On a CPU both
-stay where they are; book is kept of whose turn it is, and of what everybody holds.
+and they are pushed, then the trainer's leave too, and only now the engine takes memory for its cache. On a CPU, and on
+GPUs of their own (`rollout.sglang.first_gpu`), both stay where they are; book is kept of whose turn it is, and of what
+everybody holds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from grpo_mega.platform.stop import Interrupted
 from grpo_mega.policy.policy import Policy
 from grpo_mega.policy.reference import ReferencePolicy
 from grpo_mega.rollout.contract import TAGS, EngineError, EngineRestarted
+from grpo_mega.rollout.sglang_arguments import take_turns
 from grpo_mega.rollout.sglang_engine import SGLangEngine
 
 logger = logging.getLogger(__name__)
@@ -50,9 +52,9 @@ class Turns:
         """It is the trainer's turn. `text` is what engines that got weights are tried with, see `WeightSync`."""
         device = policy.platform.device
         self._engine, self._timer = engine, timer
-        self._weights = WeightSync(policy, engine, config.bucket_bytes, config.verify_every, text)
+        self._weights = WeightSync(policy, engine, config.bucket_bytes, config.verify_every, text, config.fp8)
         self._verified: float | None = None
-        self._memory = TrainerMemory(policy, reference) if device.type == "cuda" else None
+        self._memory = TrainerMemory(policy, reference) if take_turns(config, policy.platform) else None
         self.ledger = Ledger(lambda: meter(device, {"trainer": [os.getpid()], "engine": engine.pids()})())
         self.lease = Lease(Timeouts(), time.monotonic)
         self.lease.to(State.TRAINER_ACQUIRING)

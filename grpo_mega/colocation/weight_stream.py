@@ -4,7 +4,8 @@ Who holds which part of a tensor follows from Megatron's sharding metadata, so t
 fused and duplicated parameters are one case: every part travels from one rank that holds it. Replicas keep to
 themselves: parts of routed experts travel within one set of experts, all others within one model parallel group.
 
-Memory: a bucket, and the parts of it that one rank sends. Whoever keeps buckets holds the model.
+Memory: a bucket, and the parts of it that one rank sends: of the buckets of all ranks of the group when each gets
+experts of its own. Whoever keeps buckets holds the model.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ def hf_buckets(
 ) -> Iterator[Bucket]:
     """Yields (name, whole tensor) pairs of at most `byte_budget` bytes together; every rank must take all of them.
 
-    A tensor that is larger by itself makes a bucket of its own. Each tensor comes once, in the same order and with the
-    same bits on every rank, in the dtype that it is trained in and in memory that the caller may keep. Routed experts
-    come last.
+    A tensor that is larger by itself makes a bucket of its own; so do several that go together (`Entry`). Each tensor
+    comes once, in the same order and with the same bits on every rank, in the dtype that it is trained in and in memory
+    that the caller may keep. Routed experts come last. Every rank gets equally many buckets; the last of a rank that
+    asked for fewer experts are empty.
 
     Args:
         policy: The model.
@@ -70,29 +72,39 @@ def hf_buckets(
         yield replica.give_to_all(bucket)
     group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
     experts = _Sharing(group, held, found, device, traffic, routed=True)
-    asked = [asked[rank] for rank in dist.get_process_group_ranks(group)]
-    if all(numbers is None for numbers in asked):
-        for bucket in plan(experts.entries, byte_budget):
-            yield experts.give_to_all(bucket)
-        return
-    plans = [[*plan(_of(experts.entries, numbers), byte_budget)] for numbers in asked]
-    for buckets in zip_longest(*plans, fillvalue=[]):
-        if mine := experts.give_each(buckets):
-            yield mine
+    plans = {numbers: [*plan(_of(experts.entries, numbers), byte_budget)] for numbers in {*asked}}
+    for buckets in zip_longest(*(plans[numbers] for numbers in asked), fillvalue=[]):
+        if {*asked} == {None}:
+            yield experts.give_to_all(buckets[0])
+        else:
+            yield experts.give_each([buckets[rank] for rank in dist.get_process_group_ranks(group)])
 
 
 def plan(wanted: Iterable[Entry], byte_budget: int) -> Iterator[list[Entry]]:
-    """Cuts tensors, in their order, into buckets of at most `byte_budget` bytes, or of one tensor."""
+    """Cuts tensors, in their order, into buckets of at most `byte_budget` bytes, or of what cannot be cut."""
     bucket: list[Entry] = []
     room = byte_budget
-    for entry in wanted:
-        if bucket and entry.bytes > room:
+    for part in _inseparable(wanted):
+        size = sum(entry.bytes for entry in part)
+        if bucket and size > room:
             yield bucket
             bucket, room = [], byte_budget
-        bucket.append(entry)
-        room -= entry.bytes
+        bucket += part
+        room -= size
     if bucket:
         yield bucket
+
+
+def _inseparable(wanted: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """One tensor each, or those that go together."""
+    part: list[Entry] = []
+    for entry in wanted:
+        if part and not entry.joins_last:
+            yield part
+            part = []
+        part.append(entry)
+    if part:
+        yield part
 
 
 def held_parts(policy: Policy, found: list[Entry]) -> Held:

@@ -355,6 +355,13 @@ def _rollout(config: Config) -> Iterator[str]:
     for name in ("model_path", "load_format", "skip_tokenizer_init", "tp_size", "dtype"):
         if name in sglang.arguments:
             yield f"rollout.sglang.arguments.{name} follows from the model and rollout.sglang.tp; drop it"
+    if sglang.fp8 and config.model.dtype != "bf16":
+        yield f"rollout.sglang.fp8=true rounds weights that are trained in {config.model.dtype}; set model.dtype=bf16"
+    if sglang.first_gpu is not None and sglang.transport == "shared":
+        yield (
+            f"rollout.sglang.first_gpu={sglang.first_gpu} puts the engines on other GPUs than the trainer's, and "
+            "rollout.sglang.transport=shared reaches those only; set rollout.sglang.transport=broadcast"
+        )
 
 
 def _stages(config: Config) -> Iterator[str]:

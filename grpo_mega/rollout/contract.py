@@ -36,10 +36,14 @@ class EngineRestarted(EngineError):
 
 
 class Contract:
-    """The state of one engine, the same on every rank."""
+    """The state of one engine, the same on every rank but for the weights that a rank is to push.
+
+    Where ranks push different ones they have to agree, before anything is taken as done, that none of them refuses:
+    that is what the methods named `check_` are for.
+    """
 
     def __init__(self, expected: Callable[[], Mapping[str, Spec]], has_weights: bool) -> None:
-        """`expected` names the weights; `has_weights`: it can generate before any of them was pushed."""
+        """`expected` names the weights that come this way; `has_weights`: it can generate before they were pushed."""
         self._pushed: int | None = None
         self._expected = expected
         self._ready = has_weights
@@ -61,8 +65,8 @@ class Contract:
             raise EngineError("begin_update: the memory of the weights is released; resume(['weights']) first")
         self._due, self._ready = dict(self._expected()), False
 
-    def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """These weights are about to be pushed; refuses all of them when one is wrong."""
+    def check_push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Refuses all of these weights when one is wrong."""
         due = self._session("push")
         names = [name for name, _ in bucket]
         for name, tensor in bucket:
@@ -73,16 +77,25 @@ class Contract:
             found = Spec(tuple(tensor.shape), tensor.dtype)
             if found != due[name]:
                 raise EngineError(f"push: {name} is {_words(found)}, and the model's is {_words(due[name])}")
-        for name in names:
+
+    def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """These weights are pushed, if nothing is wrong with them."""
+        self.check_push(bucket)
+        due = self._session("push")
+        for name, _ in bucket:
             del due[name]
 
-    def end_update(self, version: int) -> None:
-        """The session ends: the engine has all weights of this policy version."""
+    def check_end_update(self, version: int) -> None:
+        """Refuses to end the session while weights are missing, or with an older version."""
         due = self._session("end_update")
         if due:
             raise EngineError(f"end_update: {len(due)} tensors were not pushed, the first: {next(iter(due))}")
         if self._pushed is not None and version < self._pushed:
             raise EngineError(f"end_update: version {version} is stale, version {self._pushed} was pushed before")
+
+    def end_update(self, version: int) -> None:
+        """The session ends: the engine has all weights of this policy version."""
+        self.check_end_update(version)
         self._pushed, self._due, self._ready = version, None, True
 
     @property
@@ -152,7 +165,7 @@ class Contract:
         if name in expected:
             return f"{name} was pushed in this update before"
         close = get_close_matches(name, expected, n=1)
-        return f"the model has no tensor {name}" + (f"; did you mean {close[0]}?" if close else "")
+        return f"no tensor {name} is expected here" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def _words(spec: Spec) -> str:

@@ -35,6 +35,8 @@ class EmbeddedEngine:
     A push is compared with these weights and copies nothing; before the first one every version may be asked for.
     """
 
+    experts_of = None
+
     def __init__(self, policy: Policy, decode: Callable[[Sequence[int]], str], concurrent_sequences: int) -> None:
         """`decode` turns token ids into text; at most `concurrent_sequences` are generated at once per replica."""
         self.policy = policy

@@ -55,6 +55,11 @@ class Engine(Protocol):
     """
 
     @property
+    def experts_of(self) -> range | None:
+        """The routed experts whose weights this rank is to push; None for all of them."""
+        ...
+
+    @property
     def version(self) -> int | None:
         """Policy version of the weights that the engine has; None when they were not pushed, or are gone."""
         ...
@@ -93,7 +98,7 @@ class Engine(Protocol):
         ...
 
     def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Replaces some weights: pairs (Hugging Face name, whole tensor), the same on every rank.
+        """Replaces some weights: pairs (Hugging Face name, whole tensor), the same on every rank but for `experts_of`.
 
         Raises:
             EngineError: No session is open, or a tensor is unknown, was pushed before, or has another shape or dtype

@@ -12,12 +12,8 @@ sample comes again only with the server argument enable_deterministic_inference,
 
 from __future__ import annotations
 
-import json
 import os
-import random
-import socket
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,19 +21,29 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import reduce_tensor
 
-from grpo_mega.checkpoint.huggingface.families import hf_config
-from grpo_mega.checkpoint.huggingface.names import entries
-from grpo_mega.config.schema import Config, ModelConfig
-from grpo_mega.observe.files import write_atomic
+from grpo_mega.checkpoint.huggingface import fp8
+from grpo_mega.config.schema import Config
 from grpo_mega.platform import Platform
 from grpo_mega.rollout.completions import Completion, check, from_all_ranks, routed
-from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted, Spec
+from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted
 from grpo_mega.rollout.engine import SamplingParams, without_stop
 from grpo_mega.rollout.sampling import prompt_key
+from grpo_mega.rollout.sglang_arguments import (
+    check_platform,
+    environment,
+    expected_weights,
+    free_address,
+    model_config,
+    own_address,
+    own_experts,
+    server_arguments,
+    take_turns,
+    write_model,
+)
 from grpo_mega.rollout.sglang_generation import Generation, Share, run_together
 from grpo_mega.rollout.sglang_process import EngineLost, EngineProcess
+from grpo_mega.rollout.sglang_transport import Broadcast, Bucket, Disk, Shared, Transport
 from grpo_mega.types import Prompt, Sample
 
 Result = TypeVar("Result")
@@ -46,28 +52,6 @@ SECONDS_BETWEEN_QUESTIONS = 0.25
 """How often the ranks ask each other, while their engines generate, whether to go on."""
 FOREVER = timedelta(days=7)
 """Of collectives that wait for engines, whose own limits are in `rollout.sglang`."""
-DEVICE = 6
-"""Place of the device among the arguments of torch's `rebuild_cuda_tensor`."""
-PORTS, NEIGHBOURS = (20000, 30000), 10
-"""Where the nodes of an engine meet: SGLang takes some ports behind the one that it is given."""
-ROOM = 8
-"""Positions that SGLang keeps free behind the longest sequence."""
-
-FUSED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
-ENVIRONMENT = {
-    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-    "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # processes of other nodes than the first have to answer us
-    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # else CUDA graphs keep their memory when they are released
-}
-ON_CUDA = {"enable_memory_saver": True}
-ON_CPU = {
-    "device": "cpu",
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "disable_cuda_graph": True,
-    "max_total_tokens": 32768,
-}
-"""Server arguments that `rollout.sglang.arguments` can replace."""
 
 
 class SGLangEngine:
@@ -86,27 +70,32 @@ class SGLangEngine:
             path: The run directory: the engines' logs go into its logs/, what they start from into engine-N/.
 
         Raises:
-            ValueError: No Hugging Face model describes this one, or an engine would have a part of a node.
+            ValueError: No Hugging Face model describes this one, an engine would have a part of a node, or there are
+                not the GPUs.
             EngineError: An engine did not start.
         """
+        check_platform(config, platform)
         self._config, self._platform, self._decode, self._path = config.rollout.sglang, platform, decode, path
-        expected = {e.name: Spec(e.shape, e.dtype) for e in entries(config.model, vocab_size)}
-        self._contract = Contract(lambda: expected, has_weights=False)
         self._model = config.model
         on_node = _ranks_on_node(self._config.tp)
         self._number, place = divmod(dist.get_rank(), self._config.tp)
         self._engines, self._nodes = dist.get_world_size() // self._config.tp, self._config.tp // on_node
         self._node, self._host, self._owner = place // on_node, place % on_node == 0, place == 0
+        self._transport = self._way(config, vocab_size)
+        self.experts_of = own_experts(config, place) if self._transport.own_experts else None
+        expected = expected_weights(config, vocab_size, self.experts_of)
+        self._contract = Contract(lambda: expected, has_weights=False)
         self._everyone = dist.new_group(backend="gloo", timeout=FOREVER)
         self._groups = [self._ranks_of(number) for number in range(self._engines)]
         self._group = dist.new_subgroups_by_enumeration(self._groups, timeout=FOREVER, backend="gloo")[0]
         folder = path / f"engine-{self._number}"
         if self._owner:
-            _write_model(folder, config.model, vocab_size)
-        self._arguments = self._server_arguments(config, folder)
+            write_model(folder, config, vocab_size)
+        self._arguments = server_arguments(config, platform, folder, self._number, self._engines)
+        self._arguments |= {"nnodes": self._nodes, "node_rank": self._node}
         self._process: EngineProcess | None = None
         self._restarts = 0
-        self._at_rest = TAGS if platform.device.type == "cuda" else ()
+        self._at_rest = TAGS if take_turns(config.rollout.sglang, platform) else ()
         self._share = Share()
         self._aborted = False
         self._start_engines(mine=True)
@@ -165,22 +154,25 @@ class SGLangEngine:
     def begin_update(self) -> None:
         """Opens a session in which all weights are replaced."""
         self._contract.begin_update()
-        self._on_owners(lambda: self._ask("begin_update"))
+        self._on_owners(self._transport.begin)
 
     def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Replaces some weights; the tensors may be dropped afterwards."""
-        _refuse_halves([name for name, _ in bucket])
+        """Replaces some weights, of the routed experts those that are this rank's; they may be dropped afterwards."""
+        if self._config.fp8:
+            bucket = fp8.quantised_bucket(bucket)
+        refusal = _refusal(lambda: self._contract.check_push(bucket))
+        gathered: list = [None] * self._config.tp
+        with self._transport.offered([] if refusal else bucket) as mine:
+            dist.all_gather_object(gathered, (refusal, mine), group=self._group)
+            self._on_owners(lambda: self._push(bucket, gathered))
         self._contract.push(bucket)
-        flat = torch.cat([tensor.detach().flatten().view(torch.uint8) for _, tensor in bucket])
-        parts: list = [None] * self._config.tp
-        dist.all_gather_object(parts, _shared(flat), group=self._group)
-        described = [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in bucket]
-        self._on_owners(lambda: self._ask("push", parts=parts, tensors=described))
 
     def end_update(self, version: int) -> None:
         """Closes the session; what was cached with the old weights is forgotten."""
+        self._on(True, lambda: self._contract.check_end_update(version))
+        self._on_owners(self._transport.complete)
+        self._on_owners(self._transport.end)
         self._contract.end_update(version)
-        self._on_owners(lambda: self._ask("end_update"))
 
     def release(self, tags: Collection[str]) -> None:
         """Gives memory back; without the server argument enable_memory_saver SGLang keeps it."""
@@ -207,27 +199,24 @@ class SGLangEngine:
             self._process.end()
             self._process = None
 
+    def _way(self, config: Config, vocab_size: int) -> Transport:
+        """Of the weights to the engine of this group."""
+        if self._config.transport == "broadcast":
+            return Broadcast(self._ask, self._platform, self._config.tp, self._config.answer_seconds)
+        if self._config.transport == "disk":
+            first = self._owner and self._number == 0
+            return Disk(self._ask, self._path / "engine-weights", model_config(config, vocab_size), writes=first)
+        return Shared(self._ask)
+
+    def _push(self, bucket: Bucket, gathered: list[tuple[EngineError | None, Any]]) -> None:
+        """A bucket to the engine, unless one of its ranks refuses."""
+        for refusal, _ in gathered:
+            if refusal:
+                raise refusal
+        self._transport.push(bucket, [offer for _, offer in gathered])
+
     def _ranks_of(self, number: int) -> list[int]:
         return [*range(number * self._config.tp, (number + 1) * self._config.tp)]
-
-    def _server_arguments(self, config: Config, folder: Path) -> dict[str, Any]:
-        """What the engine is started with: what follows from the run, and what the user adds or replaces."""
-        return {
-            "model_path": str(folder),
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "skip_server_warmup": True,
-            "dtype": {"fp32": "float32", "bf16": "bfloat16"}[config.model.dtype],
-            "tp_size": self._config.tp,
-            "nnodes": self._nodes,
-            "node_rank": self._node,
-            "base_gpu_id": self._platform.device.index or 0,
-            "random_seed": config.run.seed * self._engines + self._number,
-            "log_level": "warning",
-            **({"enable_return_routed_experts": True} if self._config.routing_replay else {}),
-            **(ON_CUDA if self._platform.device.type == "cuda" else ON_CPU),
-            **self._config.arguments,
-        }
 
     def _start_engines(self, mine: bool) -> None:
         """Starts engines, without weights; every rank must call it. `mine`: that of this rank's group is among them."""
@@ -237,7 +226,7 @@ class SGLangEngine:
 
     def _meeting_point(self) -> dict[str, Any]:
         """Where the nodes of this group's engine meet; also, what the first rank has written is there for all."""
-        addresses: list = [_free_address() if self._owner else None]
+        addresses: list = [free_address(own_address()) if self._owner else None]
         dist.broadcast_object_list(addresses, self._groups[self._number][0], group=self._group)
         return {"dist_init_addr": addresses[0]} if self._nodes > 1 else {}
 
@@ -250,9 +239,11 @@ class SGLangEngine:
             f"the SGLang engine of rank{f's {first} to {last}' if last > first else f' {first}'}",
             self._arguments | meeting,
             self._path / "logs" / f"{name}.log",
-            ENVIRONMENT | ({"SGLANG_USE_CPU_ENGINE": "1"} if self._platform.device.type == "cpu" else {}),
+            environment(self._platform),
             self._config.start_seconds,
         )
+        if self._owner:
+            self._transport.connect()
         if self._owner and self._at_rest:
             self._ask("release", tags=[*self._at_rest])
 
@@ -298,7 +289,7 @@ class SGLangEngine:
         found = [failure for failure in failures if failure]
         if not found:
             return
-        message = "\n".join(map(str, found))
+        message = "\n".join(dict.fromkeys(map(str, found)))  # of several ranks that say the same, one
         if not all(isinstance(failure, EngineLost) for failure in found):
             raise EngineError(message)
         self._restarts += 1
@@ -361,51 +352,10 @@ def _ranks_on_node(tp: int) -> int:
     return min(tp, here)
 
 
-def _write_model(folder: Path, model: ModelConfig, vocab_size: int) -> None:
-    """A Hugging Face directory without weights. Only the stop tokens that we name end a completion."""
-    folder.mkdir(exist_ok=True)
-    silent = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": model.context + ROOM}
-    write_atomic(folder / "config.json", json.dumps(hf_config(model, vocab_size) | silent, indent=1))
-
-
-def _free_address() -> str:
-    """The address that other nodes know this one by, and a port that, with those behind it, nobody has.
-
-    They lie below those that outgoing connections take; another program may still take one before SGLang does.
-    """
-    for port in random.sample(range(*PORTS, NEIGHBOURS), k=(PORTS[1] - PORTS[0]) // NEIGHBOURS):
-        with suppress(OSError), ExitStack() as servers:
-            for neighbour in range(port, port + NEIGHBOURS):
-                servers.enter_context(socket.create_server(("", neighbour)))
-            return f"{_own_address()}:{port}"
-    raise EngineError(f"no {NEIGHBOURS} neighbouring ports are free between {PORTS[0]} and {PORTS[1]}")
-
-
-def _own_address() -> str:
-    """Of the interface that leads to the job's first node: a host's own name may stand for one that leads nowhere."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
-        return probe.getsockname()[0]
-
-
-def _refuse_halves(names: Sequence[str]) -> None:
-    """SGLang fuses these two of a layer when both are in a bucket, and drops them, silently, when they are not."""
-    q_a, kv_a = ({n.removesuffix(tail) for n in names if n.endswith(tail)} for tail in FUSED)
-    if halves := q_a ^ kv_a if q_a else set():
-        raise EngineError(
-            f"push: {min(halves)}{FUSED[0]} and {FUSED[1]} are in different buckets, and SGLang needs them in one; "
-            "choose another rollout.sglang.bucket_bytes"
-        )
-
-
-def _shared(flat: torch.Tensor) -> Any:
-    """A [bytes] tensor for another process: its bytes, or on CUDA a handle that its engine opens.
-
-    The memory must not be used again before the engine has answered. A device is named by its UUID, because the engine
-    may number devices otherwise; SGLang's processes understand that (sglang.srt.utils.patch_torch).
-    """
-    if flat.device.type == "cpu":
-        return flat.numpy().tobytes()
-    rebuild, arguments = reduce_tensor(flat)
-    uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
-    return rebuild, (*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :])
+def _refusal(check: Callable[[], None]) -> EngineError | None:
+    """What `check` refuses, for the other ranks."""
+    try:
+        check()
+    except EngineError as error:
+        return error
+    return None

@@ -35,6 +35,10 @@ SECONDS_BETWEEN_SIGNS = 0.5
 """How often the trainer hears of new tokens, at most."""
 
 
+Described = list[tuple[str, tuple[int, ...], str]]
+"""Name, shape and dtype of tensors, in the order of their bytes."""
+
+
 class Refused(Exception):
     """What was asked cannot be done; the engine is as it was."""
 
@@ -80,30 +84,39 @@ class Host:
         if hasattr(self._engine, "begin_weight_update"):
             _succeeded(self._engine.begin_weight_update())
 
-    def push(self, parts: list[Any], tensors: list[tuple[str, tuple[int, ...], str]]) -> None:
+    def push(self, parts: list[tuple[Any, Described]]) -> None:
         """Replaces weights.
 
         Args:
-            parts: For each rank of the engine all of the bytes, or where they lie: what torch's `reduce_tensor` made of
-                a [bytes] tensor.
-            tensors: Name, shape and dtype of each, in the order of the bytes.
+            parts: For each rank of the engine all of its bytes, or where they lie: what torch's `reduce_tensor` made of
+                a [bytes] tensor; and what the bytes are.
         """
-        import torch
         from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-        described, behind = [], 0
-        for name, shape, kind in tensors:
-            dtype = getattr(torch, kind)
-            size = math.prod(shape) * dtype.itemsize
-            described.append(FlattenedTensorMetadata(name, torch.Size(shape), dtype, behind, behind + size, size))
-            behind += size
         payloads = [
-            MultiprocessingSerializer.serialize({"flattened_tensor": _tensor(part), "metadata": described})
-            for part in parts
+            MultiprocessingSerializer.serialize({"flattened_tensor": _tensor(part), "metadata": _places(described)})
+            for part, described in parts
         ]
         # The KV cache of the old weights goes with `end_update`, once and not with every bucket.
         _succeeded(self._engine.update_weights_from_tensor(payloads, "flattened_bucket", flush_cache=False))
+
+    def join(self, address: str, port: int, ranks: int, group: str, backend: str) -> None:
+        """The engine's ranks join a process group in which rank 0 will broadcast."""
+        _succeeded(self._engine.init_weights_update_group(address, port, 1, ranks, group, backend))
+
+    def receive(self, group: str, tensors: Described) -> None:
+        """Replaces weights by those that are broadcast now, as one tensor of bytes."""
+        names, shapes, kinds = ([*column] for column in zip(*((n, [*s], k) for n, s, k in tensors), strict=True))
+        _succeeded(
+            self._engine.update_weights_from_distributed(
+                names, kinds, shapes, group, flush_cache=False, load_format="flattened_bucket"
+            )
+        )
+
+    def load(self, path: str) -> None:
+        """Replaces all weights by those of a model directory; what the old ones had cached is forgotten."""
+        _succeeded(self._engine.update_weights_from_disk(path, "auto"))
+        self.flush()
 
     def end_update(self) -> None:
         """Closes the session; what the old weights had cached is forgotten."""
@@ -188,6 +201,8 @@ class _Elsewhere:
 def _tensor(part: Any) -> Any:
     import torch
 
+    if not part:  # nothing for this rank
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else _Elsewhere(*part)
 
 
@@ -196,6 +211,20 @@ def _experts(encoded: str | None) -> Any:
     import numpy
 
     return None if encoded is None else numpy.frombuffer(base64.b64decode(encoded), dtype=numpy.int32)
+
+
+def _places(tensors: Described) -> list[Any]:
+    """Where in the bytes each tensor lies, in SGLang's words."""
+    import torch
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    found, behind = [], 0
+    for name, shape, kind in tensors:
+        dtype = getattr(torch, kind)
+        size = math.prod(shape) * dtype.itemsize
+        found.append(FlattenedTensorMetadata(name, torch.Size(shape), dtype, behind, behind + size, size))
+        behind += size
+    return found
 
 
 def _check(arguments: dict[str, Any]) -> None:
@@ -213,8 +242,8 @@ def _check(arguments: dict[str, Any]) -> None:
 
 
 def _succeeded(result: Any) -> None:
-    """SGLang reports failures in what it returns: (success, message), or nothing when there is nothing to say."""
-    success, message = result if isinstance(result, tuple) else (result is None, str(result))
+    """SGLang reports failures in what it returns: (success, message, ...), or nothing when there is nothing to say."""
+    success, message, *_ = result if isinstance(result, tuple) else (result is None, str(result))
     if not success:
         raise Refused(message)
 

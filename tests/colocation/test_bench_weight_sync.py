@@ -23,11 +23,20 @@ def test_bytes_are_those_of_the_model_on_every_rank() -> None:
     assert output.count(f" {4 * 2 * 2 * 3 * 96 * 64:,} received") == 6, "three syncs of two ranks"
 
 
+def test_ranks_that_share_an_engine_are_handed_their_own_experts() -> None:
+    engine = ["rollout.sglang.tp=2", "+rollout.sglang.arguments.ep_size=2"]
+    output = run_ranks(TOOL, 2, ["experiment=tiny_sglang", "layout=ep2", *engine])[0]
+    layer = 96 * 24 * (4 + 2 + 2 + 4) + 2 * 24 + 2 * 96 + 4 * 96 + 2 * 3 * 96 * 64
+    assert output.count(f" {4 * (2 * 26 * 96 + 2 * layer + 96):,} bytes handed out, 0 received") == 6
+
+
 def test_the_plan_counts_671_billion_parameters() -> None:
     done = subprocess.run(
         [sys.executable, str(TOOL), "--plan"], capture_output=True, text=True, check=True, timeout=120
     )
     assert "671.0B parameters" in done.stdout
+    in_fp8 = float(re.search(r"in fp8 with scales ([\d,.]+) GiB", done.stdout)[1].replace(",", ""))
+    assert 625 < in_fp8 < 640, "671 GB, all but 1 % in 8 bits, is 625 GiB"
     rows = [line.split() for line in done.stdout.splitlines() if re.match(r" +\d+ ", line)]
     assert [int(row[0]) for row in rows] == [1, 8, 16, 32, 64]
     assert rows[0][1] == rows[0][3]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from grpo_mega.colocation.weight_stream import hf_buckets
+from grpo_mega.colocation.weight_sync import WeightSync
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.policy.policy import Policy
 from grpo_mega.rollout.contract import EngineError
@@ -35,7 +36,7 @@ class Bench:
     version: int = 0
 
     def buckets(self) -> list[list[tuple[str, torch.Tensor]]]:
-        return [*hf_buckets(self.policy, BUDGET)]
+        return [*hf_buckets(self.policy, BUDGET, self.engine.experts_of)]
 
     def push_all(self) -> None:
         self.version += 1
@@ -43,6 +44,10 @@ class Bench:
         for bucket in self.buckets():
             self.engine.push(bucket)
         self.engine.end_update(self.version)
+
+    def weight_sync(self, verify_every: int = 1) -> WeightSync:
+        text = [token for prompt in self.prompts * 9 for token in prompt.token_ids]
+        return WeightSync(self.policy, self.engine, BUDGET, verify_every, text)
 
     def samples(self, sampling: SamplingParams, **arguments):
         return self.engine.generate(self.prompts, 3, sampling, self.version, **arguments)

@@ -28,12 +28,13 @@ MODEL = ["experiment=tiny_sglang", "base=none", "layout=single", "data.validatio
 MEMORY_SAVER = "+rollout.sglang.arguments.enable_memory_saver=true"
 
 
-def made(folder: Path, kind: str) -> Bench:
+def made(folder: Path, kind: str, *overrides: str) -> Bench:
     config = compose_config(
         [
             *MODEL,
             f"rollout.engine={kind}",
             *([MEMORY_SAVER, "rollout.sglang.routing_replay=true"] if kind == "sglang" else []),
+            *overrides,
         ]
     )
     data = build_data(config)

@@ -19,9 +19,8 @@ import engine_contract_job  # noqa: E402  (prepares the platform)
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from engine_contract import BUDGET, CHECKS, LONG, Bench, move, refused, sampling  # noqa: E402
+from engine_contract import CHECKS, LONG, Bench, move, refused, sampling  # noqa: E402
 
-from grpo_mega.colocation.weight_sync import WeightSync  # noqa: E402
 from grpo_mega.rollout.contract import EngineError, EngineRestarted  # noqa: E402
 from grpo_mega.types import pack  # noqa: E402
 
@@ -92,13 +91,8 @@ def check_experts_are_the_policys(bench: Bench) -> None:
     assert (bench.policy.logprobs(batch.with_(experts=others), 1.0) - own).abs().max() > 1e-3
 
 
-def weight_sync(bench: Bench, verify_every: int) -> WeightSync:
-    text = [token for prompt in bench.prompts * 9 for token in prompt.token_ids]
-    return WeightSync(bench.policy, bench.engine, BUDGET, verify_every, text)
-
-
 def check_weights_that_did_not_arrive_are_noticed(bench: Bench) -> None:
-    sync = weight_sync(bench, verify_every=2)
+    sync = bench.weight_sync(verify_every=2)
     sync.send(bench.version)
     expected = sync.expected()
     assert sync.verify(expected) < 1e-4
@@ -112,7 +106,7 @@ def check_weights_that_did_not_arrive_are_noticed(bench: Bench) -> None:
 
 
 def check_a_single_stale_expert_is_noticed(bench: Bench) -> None:
-    sync = weight_sync(bench, verify_every=1)
+    sync = bench.weight_sync()
     stale = "model.layers.1.mlp.experts.2.down_proj.weight"
     old = {name: tensor for bucket in bench.buckets() for name, tensor in bucket if name == stale}
     move(bench.policy)

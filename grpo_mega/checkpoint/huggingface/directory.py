@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from grpo_mega.checkpoint.huggingface import fp8
 from grpo_mega.checkpoint.huggingface.families import differences, hf_config
 from grpo_mega.checkpoint.huggingface.names import Entry, copies, entries
 from grpo_mega.checkpoint.integrity import if_all_can, main_says
-from grpo_mega.colocation.weight_stream import Bucket, held_parts, hf_buckets
+from grpo_mega.colocation.weight_stream import held_parts, hf_buckets
 from grpo_mega.observe.files import sync_folder, write_atomic
 from grpo_mega.policy.policy import Policy
 
@@ -84,46 +85,57 @@ def save(path: Path, policy: Policy, byte_budget: int = 4 * 2**30) -> None:
     config = hf_config(policy.architecture, policy.vocab_size)
     if main_says(path.exists):
         raise ValueError(f"{path} exists; name another directory, or remove it")
-    temporary, main = path.with_name(f".{path.name}.tmp"), policy.topology.is_main
+    writer = Writer(path, config) if policy.topology.is_main else None
     try:
-        if_all_can(lambda: _begin(temporary) if main else None)
-        names: list[list[str]] = []
-        total = 0
+        if_all_can(lambda: writer.begin() if writer else None)
         for bucket in hf_buckets(policy, byte_budget):
-            if_all_can(lambda: _write(_part(temporary, len(names)), bucket) if main else None)  # noqa: B023
-            names.append([name for name, _ in bucket])
-            total += sum(tensor.nbytes for _, tensor in bucket)
-        if_all_can(lambda: _finish(temporary, path, names, total, config) if main else None)
+            if_all_can(lambda: writer.add(bucket) if writer else None)  # noqa: B023
+        if_all_can(lambda: writer.finish() if writer else None)
     finally:
-        if main:
-            shutil.rmtree(temporary, ignore_errors=True)
+        if writer:
+            writer.discard()
 
 
-def _begin(temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+class Writer:
+    """A model directory that one process writes, bucket by bucket; it has its name when it is whole."""
 
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        """`path` must not exist; `config` becomes its config.json."""
+        self._path, self._temporary, self._config = path, path.with_name(f".{path.name}.tmp"), config
+        self._names: list[list[str]] = []
+        self._bytes = 0
 
-def _part(folder: Path, number: int) -> Path:
-    return folder / f"part-{number}"
+    def begin(self) -> None:
+        """Makes the directory, under a temporary name."""
+        self.discard()
+        self._temporary.mkdir(parents=True)
 
+    def add(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """One more file; main memory: it twice."""
+        content = safetensors_bytes({name: tensor.cpu() for name, tensor in bucket}, {"format": "pt"})
+        write_atomic(self._part(len(self._names)), content)
+        self._names.append([name for name, _ in bucket])
+        self._bytes += sum(tensor.nbytes for _, tensor in bucket)
 
-def _write(file: Path, bucket: Bucket) -> None:
-    write_atomic(file, safetensors_bytes({name: tensor.cpu() for name, tensor in bucket}, {"format": "pt"}))
+    def finish(self) -> None:
+        """Gives the files, which are counted now, their names, writes what describes them, renames the directory."""
+        where: dict[str, str] = {}
+        for number, inside in enumerate(self._names):
+            file = f"model-{number + 1:05d}-of-{len(self._names):05d}.safetensors"
+            self._part(number).rename(self._temporary / file)
+            where |= dict.fromkeys(inside, file)
+        index = {"metadata": {"total_size": self._bytes}, "weight_map": where}
+        write_atomic(self._temporary / INDEX, json.dumps(index, indent=1))
+        write_atomic(self._temporary / CONFIG, json.dumps(self._config, indent=1))
+        self._temporary.rename(self._path)
+        sync_folder(self._path.parent)
 
+    def discard(self) -> None:
+        """Removes what is not whole."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
-def _finish(temporary: Path, path: Path, names: list[list[str]], total: int, config: dict[str, Any]) -> None:
-    """Gives the files, which are counted now, their names, writes what describes them, and renames the directory."""
-    where: dict[str, str] = {}
-    for number, inside in enumerate(names):
-        file = f"model-{number + 1:05d}-of-{len(names):05d}.safetensors"
-        _part(temporary, number).rename(temporary / file)
-        where |= dict.fromkeys(inside, file)
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    write_atomic(temporary / INDEX, json.dumps(index, indent=1))
-    write_atomic(temporary / CONFIG, json.dumps(config, indent=1))
-    temporary.rename(path)
-    sync_folder(path.parent)
+    def _part(self, number: int) -> Path:
+        return self._temporary / f"part-{number}"
 
 
 def _examined(path: Path, policy: Policy, found: list[Entry]) -> tuple[dict[str, str], str | None]:

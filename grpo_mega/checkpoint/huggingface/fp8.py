@@ -1,17 +1,23 @@
 """Weights in 8 bits as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3.2): E4M3, one scale per block of 128 x 128.
 
-A tensor NAME is stored beside NAME_scale_inv, the float32 number that each block is multiplied by when it is read.
+A tensor NAME is stored beside NAME_scale_inv, the float32 number that each block is multiplied by when it is read. So
+are the matrices of attention, feed-forward layers and experts; embeddings, the output layer, norms, routers and what
+joins a prediction module to the model stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 BLOCK = 128
 SCALE = "_scale_inv"
+DTYPE = torch.float8_e4m3fn
+QUANTISED = re.compile(r"\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight$")
 CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 """What a config.json of such a model says under `quantization_config`, and nothing else that matters for weights."""
 
@@ -25,6 +31,39 @@ def is_fp8(quantization_config: Any) -> bool:
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the scales of a weight [rows, columns]."""
     return tuple(-(-size // BLOCK) for size in shape)
+
+
+def in_fp8(name: str) -> bool:
+    """Whether the tensor of this Hugging Face name is stored in fp8."""
+    return QUANTISED.search(name) is not None
+
+
+def quantised_bucket(bucket: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Whole tensors by name as they are stored: those in fp8 with their scales."""
+    found = []
+    for name, tensor in bucket:
+        if in_fp8(name):
+            content, scale = quantised(tensor)
+            found += [(name, content), (name + SCALE, scale)]
+        else:
+            found.append((name, tensor))
+    return found
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, columns] finite numbers -> the same in E4M3, and the float32 scales of its blocks.
+
+    The largest number of a block becomes the largest of the format, 448; a block of zeros has the scale 1. Memory: the
+    weight twice in float32.
+    """
+    rows, columns = weight.shape
+    across, down = scale_shape(weight.shape)
+    padded = F.pad(weight.float(), (0, down * BLOCK - columns, 0, across * BLOCK - rows))
+    blocks = padded.view(across, BLOCK, down, BLOCK)
+    largest = blocks.abs().amax((1, 3))
+    scale = torch.where(largest > 0, largest / torch.finfo(DTYPE).max, 1.0)
+    content = (blocks / scale[:, None, :, None]).to(DTYPE).view(padded.shape)
+    return content[:rows, :columns].contiguous(), scale
 
 
 def dequantised(content: torch.Tensor, scale: torch.Tensor, part: Sequence[slice]) -> torch.Tensor:

@@ -40,6 +40,7 @@ class Entry:
         rows: Which rows of the Megatron tensor it is; the other axes are the same.
         dtype: What it is trained in.
         expert: The routed expert that it belongs to, None when it serves every token.
+        joins_last: It is of no use without the tensor before it; whoever gets one gets both at once.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Entry:
     rows: Rows
     dtype: torch.dtype
     expert: int | None = None
+    joins_last: bool = False
 
     @property
     def bytes(self) -> int:
@@ -136,13 +138,16 @@ def _latent_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]
     hidden, heads, mla = model.hidden, model.heads, model.mla
     q_rank, kv_rank, rope = mla.q_lora_rank, mla.kv_lora_rank, mla.qk_rope_dim
     queries = heads * (mla.qk_head_dim + rope)
+    kv_a = _entry("kv_a_proj_with_mqa.weight", "linear_kv_down_proj.weight", (kv_rank + rope, hidden), dtype)
     if q_rank is None:
         yield _entry("q_proj.weight", "linear_q_proj.weight", (queries, hidden), dtype)
+        yield kv_a
     else:
         yield _entry("q_a_proj.weight", "linear_q_down_proj.weight", (q_rank, hidden), dtype)
+        # SGLang fuses the two, and silently drops one that comes without the other.
+        yield replace(kv_a, joins_last=True)
         yield _entry("q_a_layernorm.weight", "q_layernorm.weight", (q_rank,), dtype)
         yield _entry("q_b_proj.weight", "linear_q_up_proj.weight", (queries, q_rank), dtype)
-    yield _entry("kv_a_proj_with_mqa.weight", "linear_kv_down_proj.weight", (kv_rank + rope, hidden), dtype)
     yield _entry("kv_a_layernorm.weight", "kv_layernorm.weight", (kv_rank,), dtype)
     up = (heads * (mla.qk_head_dim + mla.v_head_dim), kv_rank)
     yield _entry("kv_b_proj.weight", "linear_kv_up_proj.weight", up, dtype)

@@ -7,6 +7,8 @@ Python imports this file when it starts, so it also reaches the processes that S
   SGLang imports torchvision for images, of which there are none.
 - `sgl_kernel`: PyPI's build holds CUDA kernels only. The two functions that SGLang calls on a CPU without AMX, copies
   of indices both, are written in torch; see `sgl_kernel/__init__.py`.
+- `sglang.srt.layers.moe.fused_moe_native`: under expert parallelism, experts of other ranks have the number -1, which
+  SGLang's kernels skip and its function for CPUs takes for an index. Such a layer is computed here.
 - `torch_memory_saver`: the published one is loaded in front of CUDA's library, which is not there. Releasing and
   resuming memory is done on torch's storages instead; see `torch_memory_saver/__init__.py`.
 - The host memory that SGLang collects routed experts in is not pinned: that takes CUDA's library.
@@ -53,7 +55,30 @@ def _unpinned(module):
     module._cuda_host_register = lambda buffer, *_: None
 
 
-_changes = {"sglang.srt.mem_cache.pool_host.common": _unpinned}
+def _with_experts_elsewhere(module):
+    forward = module.moe_forward_native
+
+    def moe_forward_native(layer, hidden, chosen, config):
+        from torch.nn.functional import linear, silu
+
+        if layer.moe_ep_size == 1:
+            return forward(layer, hidden, chosen, config)
+        assert config.activation == "silu", config.activation
+        total = hidden.new_zeros(hidden.shape)
+        for expert in range(layer.num_local_experts):
+            rows, places = (chosen.topk_ids == expert).nonzero(as_tuple=True)
+            gate, up = linear(hidden[rows], layer.w13_weight[expert]).chunk(2, -1)
+            out = linear(silu(gate) * up, layer.w2_weight[expert])
+            total.index_add_(0, rows, (out * chosen.topk_weights[rows, places, None]).to(total.dtype))
+        return total
+
+    module.moe_forward_native = moe_forward_native
+
+
+_changes = {
+    "sglang.srt.mem_cache.pool_host.common": _unpinned,
+    "sglang.srt.layers.moe.fused_moe_native": _with_experts_elsewhere,
+}
 _declared = []
 """What is declared is forgotten with the library."""
 sys.meta_path[:0] = [_BeforeTorchvision(), _AfterImport()]

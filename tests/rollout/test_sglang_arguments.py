@@ -1,0 +1,116 @@
+"""What SGLang engines are started with, on machines with GPUs and without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_mega.config.load import compose_config
+from grpo_mega.config.schema import Config
+from grpo_mega.platform import Platform, start
+
+CPU = start()  # before megatron.core is imported
+GPU = Platform(torch.device("cuda", 3), "nccl", transformer_engine=False)
+
+from grpo_mega.checkpoint.huggingface import fp8  # noqa: E402
+from grpo_mega.checkpoint.huggingface.names import entries  # noqa: E402
+from grpo_mega.rollout.contract import Contract  # noqa: E402
+from grpo_mega.rollout.sglang_arguments import (  # noqa: E402
+    check_platform,
+    expected_weights,
+    model_config,
+    own_experts,
+    server_arguments,
+    take_turns,
+)
+
+VOCAB = 26
+
+
+def configured(*overrides: str, **arguments: object) -> Config:
+    config = compose_config(["experiment=tiny_sglang", "layout=single", *overrides])
+    config.rollout.sglang.arguments = arguments
+    return config
+
+
+@given(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 2), (8, 4)]))
+def test_the_ranks_of_an_engine_share_out_the_experts(sizes: tuple[int, int]) -> None:
+    """As SGLang has it: with tp 4 and ep_size 2, the first two ranks keep the first half."""
+    tp, ep = sizes
+    config = configured(f"rollout.sglang.tp={tp}", ep_size=ep)
+    kept = [own_experts(config, place) or range(4) for place in range(tp)]
+    assert [numbers.start for numbers in kept] == [place * ep // tp * 4 // ep for place in range(tp)]
+    assert {len(numbers) for numbers in kept} == {4 // ep}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"ep_num_redundant_experts": 2},
+        {"enable_eplb": True},
+        {"init_expert_location": "elsewhere.json"},
+        {"moe_dp_size": 2},
+        {"ep_size": 3},
+    ],
+)
+def test_where_experts_may_be_anywhere_all_are_sent(arguments: dict[str, object]) -> None:
+    config = configured("rollout.sglang.tp=4", **{"ep_size": 4, **arguments})
+    assert own_experts(config, 1) is None
+    assert expected_weights(config, VOCAB, None).keys() == {e.name for e in entries(config.model, VOCAB)}
+
+
+@pytest.mark.parametrize("experts", [None, range(1, 3)])
+def test_in_fp8_the_engine_expects_what_the_trainer_quantises(experts: range | None) -> None:
+    config = configured("model.dtype=bf16", "rollout.sglang.fp8=true")
+    made = [
+        (entry.name, torch.ones(entry.shape, dtype=entry.dtype))
+        for entry in entries(config.model, VOCAB)
+        if experts is None or entry.expert is None or entry.expert in experts
+    ]
+    contract = Contract(lambda: expected_weights(config, VOCAB, experts), has_weights=False)
+    contract.begin_update()
+    contract.push(fp8.quantised_bucket(made))
+    contract.end_update(0)
+    assert fp8.is_fp8(model_config(config, VOCAB)["quantization_config"])
+    assert "quantization_config" not in model_config(configured(), VOCAB)
+
+
+def test_an_engine_on_the_trainers_gpu_gives_its_memory_back(tmp_path) -> None:
+    config = configured()
+    given = server_arguments(config, GPU, tmp_path, 0, 1)
+    assert take_turns(config.rollout.sglang, GPU)
+    assert (given["base_gpu_id"], given["enable_memory_saver"]) == (3, True)
+    assert not take_turns(config.rollout.sglang, CPU)
+
+
+def test_an_engine_on_a_gpu_of_its_own_stays_there(tmp_path) -> None:
+    config = configured("rollout.sglang.first_gpu=4", "rollout.sglang.transport=broadcast")
+    given = server_arguments(config, GPU, tmp_path, 0, 1)
+    assert not take_turns(config.rollout.sglang, GPU)
+    assert given["base_gpu_id"] == 7
+    assert "enable_memory_saver" not in given
+
+
+@pytest.mark.parametrize(
+    ("overrides", "platform", "words"),
+    [
+        (["rollout.sglang.transport=broadcast"], GPU, "set rollout.sglang.first_gpu"),
+        (["rollout.sglang.first_gpu=1", "rollout.sglang.transport=disk"], GPU, "there are 0 in all"),
+        (["rollout.sglang.first_gpu=1", "rollout.sglang.transport=disk"], CPU, "rollout.sglang.first_gpu needs GPUs"),
+        (["rollout.sglang.fp8=true", "model.dtype=bf16"], CPU, "rollout.sglang.fp8 needs GPUs"),
+    ],
+)
+def test_what_a_machine_cannot_do_is_refused(overrides: list[str], platform: Platform, words: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("counts the GPUs of a machine that has none")
+    with pytest.raises(ValueError, match=words):
+        check_platform(configured(*overrides), platform)
+
+
+def test_what_works_everywhere_is_accepted() -> None:
+    for platform in (CPU, GPU):
+        check_platform(configured(), platform)
+        check_platform(configured("rollout.sglang.transport=disk"), platform)
+    check_platform(configured("rollout.sglang.transport=broadcast"), CPU)
