@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from grpo_mega.colocation.lease import Lease, Owner, State, Timeouts
+from grpo_mega.colocation.lease import Lease, Owner, State
 from grpo_mega.colocation.ledger import Ledger, meter
 from grpo_mega.colocation.offload import TrainerMemory
 from grpo_mega.colocation.weight_sync import WeightSync
@@ -52,7 +52,7 @@ class Turns:
         self._weights = WeightSync(policy, engine, config.bucket_bytes, config.verify_every)
         self._memory = TrainerMemory(policy, reference) if device.type == "cuda" else None
         self.ledger = Ledger(lambda: meter(device, {"trainer": [os.getpid()], "engine": engine.pids()})())
-        self.lease = Lease(Timeouts(), time.monotonic)
+        self.lease = Lease(config.timeouts, time.monotonic)
         self.lease.to(State.TRAINER_ACQUIRING)
         self.lease.to(State.TRAINING)
 
@@ -123,7 +123,7 @@ class Turns:
         """Pushes the weights unless the engine has them; what it is to be verified with, if it is."""
         if self._engine.version == version:
             return None
-        self._weights.send(version)
+        self._weights.send(version, self.lease.check)
         return self._weights.expected()
 
     def _leave(self, keep_weights: bool) -> None:

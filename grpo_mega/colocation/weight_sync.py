@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from grpo_mega.colocation.weight_stream import Traffic, hf_buckets
 from grpo_mega.policy.policy import Policy
 from grpo_mega.rollout.contract import EngineError
@@ -29,8 +31,8 @@ class WeightSync:
         self._verified: int | None = None
         self.traffic = Traffic()
 
-    def send(self, version: int) -> None:
-        """Pushes all weights as those of `version`; every rank must call it.
+    def send(self, version: int, between: Callable[[], None] = lambda: None) -> None:
+        """Pushes all weights as those of `version`, and calls `between` after every bucket; every rank must call it.
 
         Raises:
             EngineError: The engine refused a tensor, or failed; see `Engine.push`.
@@ -39,6 +41,7 @@ class WeightSync:
         self._engine.begin_update()
         for bucket in hf_buckets(self._policy, self._byte_budget, traffic=self.traffic):
             self._engine.push(bucket)
+            between()
         self._engine.end_update(version)
         self._syncs += 1
 

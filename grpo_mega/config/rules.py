@@ -353,6 +353,13 @@ def _rollout(config: Config) -> Iterator[str]:
     for name in ("model_path", "load_format", "skip_tokenizer_init", "tp_size", "dtype"):
         if name in sglang.arguments:
             yield f"rollout.sglang.arguments.{name} follows from the model and rollout.sglang.tp; drop it"
+    for name, limit in vars(sglang.timeouts).items():
+        if name.startswith("engine_") and limit <= sglang.answer_seconds:
+            yield (
+                f"rollout.sglang.timeouts.{name}={limit:g} is not above rollout.sglang.answer_seconds="
+                f"{sglang.answer_seconds:g}: the run would end before an engine that hangs is started anew; raise the "
+                "first or lower the second"
+            )
 
 
 def _stages(config: Config) -> Iterator[str]:

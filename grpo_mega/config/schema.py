@@ -241,6 +241,31 @@ class AlgorithmConfig:
 
 
 @dataclass
+class Timeouts:
+    """Seconds that each state of a shared device may last before the run ends, inf for no limit; see
+    `colocation/lease.py`. Those of the engine also have room for an engine that is given up (`answer_seconds`)."""
+
+    free: float = 60.0
+    """Until somebody takes a device that nobody owns."""
+    trainer_acquiring: float = 300.0
+    """Weights and optimizer come back from the host."""
+    trainer_draining: float = 1800.0
+    """The update in progress ends."""
+    trainer_releasing: float = 300.0
+    """Weights and optimizer move to the host; the first time its memory is pinned, some seconds for 10 GB."""
+    engine_resuming_weights: float = 600.0
+    """Memory for the engine's weights."""
+    engine_loading: float = 900.0
+    """The engine gets its new weights, all buckets of them; the first time connections are made on the way."""
+    engine_resuming_cache: float = 600.0
+    """Memory for the engine's KV cache and CUDA graphs."""
+    engine_draining: float = 600.0
+    """The requests in flight end."""
+    engine_releasing: float = 600.0
+    """The engine frees its memory."""
+
+
+@dataclass
 class SGLangConfig:
     """SGLang engines; read when `rollout.engine` is sglang."""
 
@@ -258,9 +283,12 @@ class SGLangConfig:
     start_seconds: float = 900.0
     """Until an engine must be up."""
     answer_seconds: float = 300.0
-    """Until an engine must have answered a request other than to generate; then it counts as lost."""
+    """Until an engine must have answered a request other than to generate; then it counts as lost. A push of weights is
+    a request for each bucket."""
     silence_seconds: float = 1800.0
     """Longest time in which a generating engine finishes no sample; then it counts as lost."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    """How long the states of a shared device may last."""
 
 
 @dataclass

@@ -176,6 +176,11 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
         ({"rollout.sglang.tp": 2}, "rollout.sglang.tp has no effect with rollout.engine=embedded"),
         ({"rollout.sglang.arguments": {"a": 1}}, "rollout.sglang.arguments has no effect with rollout.engine=embedded"),
         ({"rollout.engine": "sglang", "rollout.sglang.arguments": {"tp_size": 2}}, "rollout.sglang.arguments.tp_size "),
+        ({"rollout.sglang.timeouts.free": 1.0}, "rollout.sglang.timeouts has no effect with rollout.engine=embedded"),
+        (
+            {"rollout.engine": "sglang", "rollout.sglang.timeouts.engine_releasing": 300.0},
+            "rollout.sglang.timeouts.engine_releasing=300 is not above rollout.sglang.answer_seconds=300",
+        ),
     ],
 )
 def test_settings_of_sglang_are_neither_idle_nor_twice(values: dict[str, object], message: str) -> None:
