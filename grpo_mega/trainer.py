@@ -64,7 +64,7 @@ class Trainer:
         self.engine = engine
         self.turns: Turns | None = None
         if isinstance(engine, SGLangEngine):
-            self.turns = Turns(policy, self.reference, engine, config.rollout.sglang, timer)
+            self.turns = Turns(policy, self.reference, engine, config.rollout.sglang, timer, recorder.path)
         self.mismatch_watched = False
         self.data = data
         self.reward = reward

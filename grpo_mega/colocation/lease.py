@@ -237,6 +237,6 @@ class Lease:
         name = self._state.value
         lasted, limit = self._clock() - self._since, getattr(self.timeouts, name)
         return (
-            f"{self._described()}, for {lasted:.1f} s; rollout.sglang.timeouts.{name} allows {limit:g} s. {_REMEDY[self._state]}. "
-            f"Before: {' -> '.join(str(State(t.before)) for t in list(self._history)[-5:])}"
+            f"{self._described()}, for {lasted:.1f} s; rollout.sglang.timeouts.{name} allows {limit:g} s. "
+            f"{_REMEDY[self._state]}. Before: {' -> '.join(str(State(t.before)) for t in list(self._history)[-5:])}"
         )

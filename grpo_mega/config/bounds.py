@@ -77,8 +77,8 @@ REASONS: dict[str, str] = {
 
 def field_problems(config: Config) -> Iterator[str]:
     """Yields one message for every field whose value is outside its interval (NaN included) or not a known choice."""
-    for interval, fields in RANGES.items():
-        for name in fields:
+    for interval, names in RANGES.items():
+        for name in names:
             value = attrgetter(name)(config)
             if value is not None and not _inside(value, interval):
                 reason = f" ({REASONS[name]})" if name in REASONS else ""

@@ -95,6 +95,7 @@ class SGLangEngine:
         self._number, place = divmod(dist.get_rank(), self._config.tp)
         self._engines, self._nodes = dist.get_world_size() // self._config.tp, self._config.tp // on_node
         self._node, self._host, self._owner = place // on_node, place % on_node == 0, place == 0
+        self._hosting = dist.get_rank() - place % on_node
         self._everyone = dist.new_group(backend="gloo", timeout=FOREVER)
         self._groups = [self._ranks_of(number) for number in range(self._engines)]
         self._group = dist.new_subgroups_by_enumeration(self._groups, timeout=FOREVER, backend="gloo")[0]
@@ -103,6 +104,7 @@ class SGLangEngine:
             _write_model(folder, config.model, vocab_size)
         self._arguments = self._server_arguments(config, folder)
         self._process: EngineProcess | None = None
+        self._pids: list[int] = []
         self._restarts = 0
         self._at_rest = TAGS if platform.device.type == "cuda" else ()
         self._share = Share()
@@ -115,8 +117,8 @@ class SGLangEngine:
         return self._contract.version
 
     def pids(self) -> list[int]:
-        """The processes that this rank hosts."""
-        return self._process.facts["pids"] if self._process else []
+        """The processes of its engine on this node."""
+        return [*self._pids]
 
     def generate(
         self,
@@ -203,6 +205,7 @@ class SGLangEngine:
         if self._process:
             self._process.end()
             self._process = None
+        self._pids = []
 
     def _ranks_of(self, number: int) -> list[int]:
         return [*range(number * self._config.tp, (number + 1) * self._config.tp)]
@@ -228,7 +231,8 @@ class SGLangEngine:
     def _start_engines(self, mine: bool) -> None:
         """Starts engines, without weights; every rank must call it. `mine`: that of this rank's group is among them."""
         meeting = self._meeting_point()
-        self._on(self._host, lambda: self._start(meeting) if mine else self._leave())
+        hosted = self._on(self._host, lambda: self._start(meeting) if mine else self._leave())
+        self._pids = hosted[self._hosting] or self._pids
         self._contract.start_anew(self._at_rest)
 
     def _meeting_point(self) -> dict[str, Any]:
@@ -237,8 +241,8 @@ class SGLangEngine:
         dist.broadcast_object_list(addresses, self._groups[self._number][0], group=self._group)
         return {"dist_init_addr": addresses[0]} if self._nodes > 1 else {}
 
-    def _start(self, meeting: dict[str, Any]) -> None:
-        """Starts the part of the engine that this rank hosts."""
+    def _start(self, meeting: dict[str, Any]) -> list[int]:
+        """Starts the part of the engine that this rank hosts; its processes."""
         self.close()  # of an engine that was lost on another node
         first, *_, last = [*self._groups[self._number], self._groups[self._number][-1]]
         name = f"engine-{self._number}" + (f"-node-{self._node}" if self._node else "")
@@ -251,6 +255,7 @@ class SGLangEngine:
         )
         if self._owner and self._at_rest:
             self._ask("release", tags=[*self._at_rest])
+        return self._process.facts["pids"]
 
     def _leave(self) -> None:
         """Releases what the engine still holds."""
