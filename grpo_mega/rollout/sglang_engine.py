@@ -35,6 +35,7 @@ from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestar
 from grpo_mega.rollout.engine import SamplingParams, without_stop
 from grpo_mega.rollout.sampling import prompt_key
 from grpo_mega.rollout.sglang_generation import Completion, Generation, Share, run_together
+from grpo_mega.rollout.sglang_memory import mem_fraction_static
 from grpo_mega.rollout.sglang_process import EngineLost, EngineProcess
 from grpo_mega.types import Prompt, Sample
 
@@ -88,6 +89,7 @@ class SGLangEngine:
             EngineError: An engine did not start.
         """
         self._config, self._platform, self._decode, self._path = config.rollout.sglang, platform, decode, path
+        self._run = config
         expected = {e.name: Spec(e.shape, e.dtype) for e in entries(config.model, vocab_size)}
         self._contract = Contract(lambda: expected, has_weights=False)
         self._context = config.model.context
@@ -230,8 +232,8 @@ class SGLangEngine:
 
     def _start_engines(self, mine: bool) -> None:
         """Starts engines, without weights; every rank must call it. `mine`: that of this rank's group is among them."""
-        meeting = self._meeting_point()
-        hosted = self._on(self._host, lambda: self._start(meeting) if mine else self._leave())
+        agreed = self._meeting_point() | self._memory_share()
+        hosted = self._on(self._host, lambda: self._start(agreed) if mine else self._leave())
         self._pids = hosted[self._hosting] or self._pids
         self._contract.start_anew(self._at_rest)
 
@@ -241,14 +243,23 @@ class SGLangEngine:
         dist.broadcast_object_list(addresses, self._groups[self._number][0], group=self._group)
         return {"dist_init_addr": addresses[0]} if self._nodes > 1 else {}
 
-    def _start(self, meeting: dict[str, Any]) -> list[int]:
+    def _memory_share(self) -> dict[str, Any]:
+        """How much of its GPUs the engine may take, the same on all of them, unless the user says or there are none."""
+        if self._platform.device.type != "cuda" or "mem_fraction_static" in self._config.arguments:
+            return {}
+        torch.cuda.empty_cache()
+        least = torch.tensor(torch.cuda.mem_get_info(self._platform.device))
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
+        return {"mem_fraction_static": mem_fraction_static(self._run, *least.tolist())}
+
+    def _start(self, agreed: dict[str, Any]) -> list[int]:
         """Starts the part of the engine that this rank hosts; its processes."""
         self.close()  # of an engine that was lost on another node
         first, *_, last = [*self._groups[self._number], self._groups[self._number][-1]]
         name = f"engine-{self._number}" + (f"-node-{self._node}" if self._node else "")
         self._process = EngineProcess(
             f"the SGLang engine of rank{f's {first} to {last}' if last > first else f' {first}'}",
-            self._arguments | meeting,
+            self._arguments | agreed,
             self._path / "logs" / f"{name}.log",
             ENVIRONMENT | ({"SGLANG_USE_CPU_ENGINE": "1"} if self._platform.device.type == "cpu" else {}),
             self._config.start_seconds,
