@@ -171,6 +171,13 @@ def test_weights_of_an_engine_of_deepseek_v3(name: str, gpus: int, attention_gpu
     assert engine["caches"] == gpus // attention_gpus
 
 
+def test_an_engine_of_more_gpus_than_heads_repeats_keys_and_values(plans: dict[str, Any]) -> None:
+    """Qwen3-30B-A3B on eight: two GPUs have the same of its four heads."""
+    attention = 2 * 32 * 128 * 2048 / 8 + 2 * 4 * 128 * 2048 / 4 + 2 * 128
+    parameters = 48 * (attention + 2 * 2048 + 128 * 2048) + 2 * 151_936 * 2048 / 8 + 2048
+    assert plans["qwen3_tp8"]["engine"]["generation"]["other weights"] == pytest.approx(2 * parameters)
+
+
 def test_expert_backends_keep_whole_what_every_token_meets(plans: dict[str, Any]) -> None:
     """With DeepEP every GPU has the shared experts, with moe_dense_tp_size=1 the first three layers."""
     more = 31 / 32 * 2 * (58 * V3_EXPERT + 3 * 3 * 7168 * 18_432)

@@ -15,6 +15,7 @@ HERE = platform.start()
 platform.join_processes(HERE)
 
 from engine_contract import CHECKS, Bench  # noqa: E402
+from on_cuda import TINY  # noqa: E402
 
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
@@ -29,7 +30,7 @@ MEMORY_SAVER = "+rollout.sglang.arguments.enable_memory_saver=true"
 
 
 def made(folder: Path, kind: str) -> Bench:
-    config = compose_config([*MODEL, f"rollout.engine={kind}", *([MEMORY_SAVER] if kind == "sglang" else [])])
+    config = compose_config([*MODEL, *TINY, f"rollout.engine={kind}", *([MEMORY_SAVER] if kind == "sglang" else [])])
     data = build_data(config)
     decode, vocab_size = data.tokenizer.decode, data.tokenizer.vocab_size
     policy = Policy(config.model, config.layout, vocab_size, join_layout(config.layout, 0), HERE)

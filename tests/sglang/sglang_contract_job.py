@@ -20,6 +20,7 @@ import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from engine_contract import BUDGET, CHECKS, LONG, Bench, move, refused, sampling  # noqa: E402
+from on_cuda import CLOSE  # noqa: E402
 
 from grpo_mega.colocation.weight_sync import WeightSync  # noqa: E402
 from grpo_mega.rollout.contract import EngineError, EngineRestarted  # noqa: E402
@@ -54,7 +55,7 @@ def check_a_lost_engine_is_started_anew_and_goes_on(bench: Bench) -> None:
     now = bench.policy.logprobs(batch, 1.0)
     put(before, bench)
     then = bench.policy.logprobs(batch, 1.0)
-    near = [(x - batch.rollout_logprob).abs() < 1e-4 for x in (then, now)]
+    near = [(x - batch.rollout_logprob).abs() < CLOSE for x in (then, now)]
     of = [torch.stack([part.all() for part in x.split(batch.lengths.tolist())]) for x in near]
     assert (of[0] | of[1]).all()
     assert of[0].any(), "no sample was kept"
@@ -99,7 +100,7 @@ def check_an_engine_that_does_not_answer_is_lost(bench: Bench) -> None:
         engine.flush()
     engine._config.answer_seconds = before
     bench.push_all()
-    assert bench.distance(bench.samples(sampling()), 1.0) < 1e-4
+    assert bench.distance(bench.samples(sampling()), 1.0) < CLOSE
 
 
 def check_restarts_are_bounded(bench: Bench) -> None:
