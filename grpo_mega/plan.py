@@ -10,6 +10,7 @@ from grpo_mega.config.schema import Config
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.policy.inventory import take_stock, total
 from grpo_mega.policy.memory import MAY_BE_PLANNED, leaves, memory, static
+from grpo_mega.rollout.sglang_memory import plan_engine
 
 
 def plan(config: Config) -> dict[str, Any]:
@@ -42,6 +43,23 @@ def plan(config: Config) -> dict[str, Any]:
         "capacity": capacity,
         "limit": limit,
         "fits": max(totals) <= limit if limit else None,
+        "engine": _engine(config, vocab_size, gpus, found) if config.rollout.engine == "sglang" else None,
+    }
+
+
+def _engine(config: Config, vocab_size: int, gpus: int, trainer: list[dict[str, float]]) -> dict[str, Any] | None:
+    """The turn of an engine that shares the GPUs; None when nothing is known of them."""
+    mib, algorithm = config.cluster.gpu_memory_mib, config.algorithm
+    if mib is None:
+        return None
+    found = plan_engine(config, vocab_size, max(lines["weights"] for lines in trainer), mib * 2**20)
+    peak = sum(found["hand-over"].values())
+    engines = gpus // config.rollout.sglang.tp
+    return found | {
+        "engines": engines,
+        "samples": -(-algorithm.prompts_per_step // engines) * algorithm.group_size,
+        "peak": peak,
+        "fits": peak <= MAY_BE_PLANNED * mib * 2**20 and found["longest"] > 0,
     }
 
 

@@ -65,7 +65,7 @@ class Trainer:
         self.turns: Turns | None = None
         if isinstance(engine, SGLangEngine):
             text = [token for prompt in data.test for token in prompt.token_ids]
-            self.turns = Turns(policy, self.reference, engine, config.rollout.sglang, timer, text)
+            self.turns = Turns(policy, self.reference, engine, config.rollout.sglang, timer, text, recorder.path)
         self.mismatch_watched = False
         self.data = data
         self.reward = reward

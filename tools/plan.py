@@ -8,6 +8,8 @@ stage on the meta device. Parameters, weights, gradients and optimizer state are
 the lines are estimates (grpo_mega/policy/memory.py says how). Machines are those of `cluster.*`, or the fewest
 processes that have the layout.
 
+With engines that share the GPUs a second table is about their turn (grpo_mega/rollout/sglang_memory.py).
+
 Exit code: 0 the run fits (or nothing is known of the GPUs), 1 it does not, 2 the settings cannot run.
 """
 
@@ -56,6 +58,31 @@ def show(found: dict[str, Any]) -> None:
         _row(f"  {name}", [_gb(lines[name]) for lines in found["memory"]])
     _row("in all", [_gb(size) for size in found["total"]])
     print(f"\n{verdict(found)}\nmain memory of a machine while an engine has its GPUs: {_gb(found['host'])} GB")
+    if found["engine"]:
+        show_engine(found["engine"])
+
+
+def show_engine(engine: dict[str, Any]) -> None:
+    """Prints the engine's turn."""
+    print(f"\n{engine['engines']} SGLang engines")
+    moments = [engine["hand-over"], engine["generation"]]
+    _row("GB on a GPU", ["weights arrive", "generation"])
+    for name in moments[0]:
+        _row(f"  {name}", [_gb(lines[name]) for lines in moments])
+    _row("in all", [_gb(sum(lines.values())) for lines in moments])
+    cached = f"{engine['tokens']:,} tokens of {engine['cache_bytes']:,} bytes"
+    print(f"\nan engine's cache holds {cached}: {engine['longest']} of the longest sequences at once")
+    print(f"an engine gets up to {engine['samples']:,} samples of a step, what has no room waits for its turn")
+    print(engine_verdict(engine))
+
+
+def engine_verdict(engine: dict[str, Any]) -> str:
+    """One line: whether the engine's turn fits."""
+    if engine["fits"]:
+        return "fits: there is room to hand weights over, and to generate"
+    if engine["longest"]:
+        return f"does not fit: {_gb(engine['peak'])} GB are too much while weights arrive; raise rollout.sglang.tp"
+    return "does not fit: no sequence of model.context tokens has room in the KV cache; raise rollout.sglang.tp"
 
 
 def verdict(found: dict[str, Any]) -> str:
@@ -97,7 +124,8 @@ def main(arguments: list[str]) -> int:
         print(f"error: {str(error).partition('Config search path')[0].strip()}", file=sys.stderr)
         return BAD_INPUT
     print(json.dumps(found)) if options.json else show(found)
-    return TOO_BIG if found["fits"] is False else FITS
+    turns = [found["fits"], found["engine"] and found["engine"]["fits"]]
+    return TOO_BIG if False in turns else FITS
 
 
 if __name__ == "__main__":

@@ -10,17 +10,22 @@ with `ask_release`: from then on no work begins, and when the last piece has end
 its memory and says so with `to(State.FREE)`.
 
 Nothing happens here but bookkeeping: no threads, no memory, and the clock is the caller's. One lease belongs to one
-thread; several need a lock around it.
+thread; several need a lock around it. So a limit is noticed by whoever calls next: a long state is to be made of steps
+with `check` between them. What a single step waits for needs a limit of its own, `rollout.sglang.answer_seconds` where
+it is an engine's answer. The two have different ends: an engine that does not answer is started anew and the run goes
+on; a state that lasts too long, though every answer came in time, ends the run.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import Enum
 from itertools import count
 from typing import Any
+
+from grpo_mega.config.schema import Timeouts
 
 
 class State(Enum):
@@ -75,37 +80,6 @@ _REMEDY = {
     State.ENGINE_DRAINING: "abort the requests in flight, which returns what they have; restart an engine that hangs",
     State.ENGINE_RELEASING: "look at the engine's log and restart the engine",
 }
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """Seconds that each state between two owners may last; training and generating have no limit here."""
-
-    free: float = 60.0
-    """Until somebody takes a device that nobody owns."""
-    trainer_acquiring: float = 300.0
-    """Weights and optimizer come back from the host."""
-    trainer_draining: float = 1800.0
-    """The update in progress ends."""
-    trainer_releasing: float = 300.0
-    """Weights and optimizer move to the host."""
-    engine_resuming_weights: float = 120.0
-    """Memory for the engine's weights; at the start of a run, until the engine is up."""
-    engine_loading: float = 600.0
-    """The engine gets its new weights."""
-    engine_resuming_cache: float = 120.0
-    """Memory for the engine's KV cache and CUDA graphs."""
-    engine_draining: float = 600.0
-    """The requests in flight end."""
-    engine_releasing: float = 120.0
-    """The engine frees its memory."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if not getattr(self, field.name) > 0:
-                raise ValueError(
-                    f"timeouts.{field.name} is {getattr(self, field.name)}: give seconds above 0 (inf for no limit)"
-                )
 
 
 @dataclass(frozen=True)
@@ -263,6 +237,6 @@ class Lease:
         name = self._state.value
         lasted, limit = self._clock() - self._since, getattr(self.timeouts, name)
         return (
-            f"{self._described()}, for {lasted:.1f} s; timeouts.{name} allows {limit:g} s. {_REMEDY[self._state]}. "
-            f"Before: {' -> '.join(str(State(t.before)) for t in list(self._history)[-5:])}"
+            f"{self._described()}, for {lasted:.1f} s; rollout.sglang.timeouts.{name} allows {limit:g} s. "
+            f"{_REMEDY[self._state]}. Before: {' -> '.join(str(State(t.before)) for t in list(self._history)[-5:])}"
         )

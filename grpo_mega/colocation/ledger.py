@@ -8,9 +8,10 @@ free, or to keep some of it every time: what they answer is not evidence, what i
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,13 @@ import torch
 Meter = Callable[[], dict[str, int]]
 """Measures now: {holder: bytes}."""
 
+logger = logging.getLogger(__name__)
+
 POLL_SECONDS = 0.1
+REMEDY = (
+    "The device is not handed over: look for tensors, captured graphs or requests that are still alive, or restart the "
+    "holder. Measured:"
+)
 
 
 @dataclass(frozen=True)
@@ -43,21 +50,13 @@ class Ledger:
         """`meter` measures; the last `remembered` lines are kept."""
         self._meter = meter
         self.entries: deque[Entry] = deque(maxlen=remembered)
+        self._least: dict[str, int] = {}
 
     def mark(self, phase: str) -> Entry:
         """Measures and remembers."""
         entry = Entry(phase, self._meter())
         self.entries.append(entry)
         return entry
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measures at the beginning and at the end, also when the phase fails."""
-        self.mark(f"{name}: begin")
-        try:
-            yield
-        finally:
-            self.mark(f"{name}: end")
 
     @contextmanager
     def release(self, name: str, due: Mapping[str, int], tolerance: int, patience: float = 0.0) -> Iterator[None]:
@@ -74,17 +73,56 @@ class Ledger:
             KeyError: `due` names somebody who is not measured.
         """
         before = self.mark(f"{name}: begin")
-        unknown = due.keys() - before.held.keys()
-        if unknown:
-            raise KeyError(f"{', '.join(sorted(unknown))}: not measured; measured are {', '.join(before.held)}")
+        _refuse_unknown(due, before)
         yield
-        give_up = time.monotonic() + patience
-        while _missing(before, self._meter(), due, tolerance) and time.monotonic() < give_up:
-            time.sleep(POLL_SECONDS)
+        self._wait(lambda held: not _missing(before, held, due, tolerance), patience)
         after = self.mark(f"{name}: end")
         missing = _missing(before, after.held, due, tolerance)
         if missing:
             raise MemoryNotReturned(_refusal(name, missing, due, tolerance) + "\n" + self.table())
+
+    def at_rest(self, name: str, holder: str, tolerance: int, patience: float = 0.0) -> None:
+        """The holder has given back all that it can: refuses when it keeps more than it once did at rest.
+
+        So what it keeps each time, however little, is noticed when it has added up to the tolerance.
+
+        Args:
+            name: Of the moment, for the ledger and the error.
+            holder: Who.
+            tolerance: Bytes above the least that it has kept so far.
+            patience: Seconds to go on measuring before the refusal.
+
+        Raises:
+            MemoryNotReturned: It keeps more.
+            KeyError: It is not measured.
+        """
+        least = self._least.get(holder)
+        if least is not None:
+            self._wait(lambda held: held[holder] <= least + tolerance, patience)
+        entry = self.mark(name)
+        _refuse_unknown([holder], entry)
+        kept = entry.held[holder]
+        if least is None and not kept:
+            logger.warning(
+                "the driver lists no process of the %s, as in a container with process ids of its own (docker: "
+                "--pid=host): what it keeps at rest goes unnoticed",
+                holder,
+            )
+        self._least[holder] = kept if least is None else min(least, kept)
+        if kept > self._least[holder] + tolerance:
+            raise MemoryNotReturned(
+                f"{name}: {holder} keeps {_mib(kept)} MiB, and has kept {_mib(self._least[holder])} MiB before "
+                f"(tolerance {_mib(tolerance)} MiB). {REMEDY}\n{self.table()}"
+            )
+
+    def forget(self, holder: str) -> None:
+        """Another one has taken the holder's place: what it keeps at rest is not known yet."""
+        self._least.pop(holder, None)
+
+    def _wait(self, settled: Callable[[Mapping[str, int]], bool], patience: float) -> None:
+        give_up = time.monotonic() + patience
+        while not settled(self._meter()) and time.monotonic() < give_up:
+            time.sleep(POLL_SECONDS)
 
     def table(self) -> str:
         """The remembered lines, in MiB: a row for each phase, a column for each holder."""
@@ -95,6 +133,12 @@ class Ledger:
         return "\n".join(_aligned(row, widths) for row in rows)
 
 
+def _refuse_unknown(holders: Iterable[str], entry: Entry) -> None:
+    unknown = {*holders} - entry.held.keys()
+    if unknown:
+        raise KeyError(f"{', '.join(sorted(unknown))}: not measured; measured are {', '.join(entry.held)}")
+
+
 def _missing(before: Entry, now: Mapping[str, int], due: Mapping[str, int], tolerance: int) -> dict[str, int]:
     """{holder: bytes that did not come back}, of the holders that fall short by more than the tolerance."""
     short = {holder: wanted - (before.held[holder] - now.get(holder, 0)) for holder, wanted in due.items()}
@@ -103,10 +147,7 @@ def _missing(before: Entry, now: Mapping[str, int], due: Mapping[str, int], tole
 
 def _refusal(name: str, missing: Mapping[str, int], due: Mapping[str, int], tolerance: int) -> str:
     kept = "; ".join(f"{h} keeps {_mib(n)} of the {_mib(due[h])} MiB that were due" for h, n in missing.items())
-    return (
-        f"{name}: {kept} (tolerance {_mib(tolerance)} MiB). The device is not handed over: look for tensors, "
-        "captured graphs or requests that are still alive, or restart the holder. Measured:"
-    )
+    return f"{name}: {kept} (tolerance {_mib(tolerance)} MiB). {REMEDY}"
 
 
 def _mib(number: int) -> str:

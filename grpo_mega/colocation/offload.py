@@ -6,7 +6,8 @@ host, shrunk to nothing, and later grown and filled again, so every view stays a
 used where they do that, for gradients: for parameters they cover the distributed optimizer only, and for the optimizer
 they make new tensors, which cuts it off from the buffers.
 
-What process groups (NCCL) and CUDA itself hold stays.
+What process groups (NCCL) and CUDA itself hold stays. torch_memory_saver would add nothing here: it frees what is freed
+here, at addresses that stay, which only captured graphs need, and it must be loaded before everything else.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class TrainerMemory:
             raise Offloaded("the trainer is offloaded already: call onload before offload")
         if self._real:
             self._free(self._staying)
-            torch.cuda.empty_cache()
+            self._to_driver()
             self._staying = []
             policy.gpt = policy.model = cast(Any, stand_in)
             return
@@ -88,7 +89,13 @@ class TrainerMemory:
         for chunk in self._real[1]:
             chunk.offload_grad_buffers()
             chunk.zero_grad_buffer = _no_gradients  # what every pass that needs them begins with
-        torch.cuda.empty_cache()
+        self._to_driver()
+
+    def _to_driver(self) -> None:
+        """What is free for torch becomes free for other processes, too."""
+        if self._policy.platform.device.type == "cuda":
+            torch.cuda.ipc_collect()  # what an engine had opened, and has closed
+            torch.cuda.empty_cache()
 
     def _free(self, storages: list[torch.UntypedStorage]) -> None:
         torch.cuda.synchronize()  # does nothing on a CPU (platform/cpu.py)

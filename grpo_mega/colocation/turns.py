@@ -4,35 +4,45 @@ On a GPU the order keeps the peak low: what only training needs leaves first, th
 and they are pushed, then the trainer's leave too, and only now the engine takes memory for its cache. On a CPU, and on
 GPUs of their own (`rollout.sglang.first_gpu`), both stay where they are; book is kept of whose turn it is, and of what
 everybody holds.
+
+A turn that fails leaves logs/post_mortem-rank-N.json in the run directory, and its error says so.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo_mega.colocation.lease import Lease, Owner, State, Timeouts
+import torch.distributed as dist
+
+from grpo_mega.colocation.lease import Lease, Owner, State
 from grpo_mega.colocation.ledger import Ledger, meter
 from grpo_mega.colocation.offload import TrainerMemory
 from grpo_mega.colocation.weight_sync import WeightSync
 from grpo_mega.config.schema import SGLangConfig
+from grpo_mega.observe.files import write_atomic
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.policy.policy import Policy
 from grpo_mega.policy.reference import ReferencePolicy
 from grpo_mega.rollout.contract import TAGS, EngineError, EngineRestarted
+from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.sglang_arguments import take_turns
-from grpo_mega.rollout.sglang_engine import SGLangEngine
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 TOLERANCE = 512 * 2**20
-"""Bytes of a device that a process may keep of what it has to give back."""
+"""Bytes of a device that a process may keep of what it has to give back, and by which what it keeps at rest may grow:
+libraries load kernels and take workspaces when they first need them."""
 PATIENCE = 30.0
 """Seconds until memory that was freed must be seen to be free."""
 
@@ -44,19 +54,24 @@ class Turns:
         self,
         policy: Policy,
         reference: ReferencePolicy | None,
-        engine: SGLangEngine,
+        engine: Engine,
         config: SGLangConfig,
         timer: PhaseTimer,
         text: Sequence[int],
+        path: Path,
     ) -> None:
-        """It is the trainer's turn. `text` is what engines that got weights are tried with, see `WeightSync`."""
+        """It is the trainer's turn.
+
+        `text` is what engines that got weights are tried with, see `WeightSync`; `path` is the run directory.
+        """
         device = policy.platform.device
         self._engine, self._timer = engine, timer
         self._weights = WeightSync(policy, engine, config.bucket_bytes, config.verify_every, text, config.fp8)
         self._verified: float | None = None
         self._memory = TrainerMemory(policy, reference) if take_turns(config, policy.platform) else None
+        self._file = path / "logs" / f"post_mortem-rank-{dist.get_rank()}.json"
         self.ledger = Ledger(lambda: meter(device, {"trainer": [os.getpid()], "engine": engine.pids()})())
-        self.lease = Lease(Timeouts(), time.monotonic)
+        self.lease = Lease(config.timeouts, time.monotonic)
         self.lease.to(State.TRAINER_ACQUIRING)
         self.lease.to(State.TRAINING)
 
@@ -65,10 +80,16 @@ class Turns:
 
         What the change of turns takes is the phase "sync". An engine that is lost meanwhile gets new weights, and
         `work` is done again.
+
+        Raises:
+            LeaseError: A state lasted too long.
+            MemoryNotReturned: The trainer or the engine kept memory that the other one needs.
+            EngineError: An engine failed for good; see `Engine`.
+            Interrupted: `work` was.
         """
         while True:
             try:
-                with self._timer("sync"):
+                with self._recorded(), self._timer("sync"):
                     self._to_engine(version)
                 with self._timer(phase):
                     result = self._in_turn(work)
@@ -83,12 +104,33 @@ class Turns:
                 return result
 
     def _back(self) -> None:
-        with self._timer("sync"):
+        with self._recorded(), self._timer("sync"):
             self._to_trainer()
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Writes a post-mortem when the run is about to end."""
+        try:
+            yield
+        except (EngineRestarted, Interrupted):
+            raise
+        except Exception as error:
+            self._record(error)
+            raise
+
+    def _record(self, error: Exception) -> None:
+        found = {"error": "".join(traceback.format_exception(error))} | self.post_mortem()
+        try:
+            write_atomic(self._file, json.dumps(found, indent=1))
+        except OSError as failure:
+            error.add_note(f"its post-mortem could not be written: {failure}")
+        else:
+            error.add_note(f"whose turn it was, and who held how much memory: {self._file}")
 
     def _forfeit(self, lost: EngineRestarted) -> None:
         logger.warning("%s\nit was started anew and goes on with what is unfinished", lost)
         self.lease.forfeit(Owner.ENGINE, "it was lost")
+        self.ledger.forget("engine")
 
     def metrics(self) -> dict[str, float]:
         """What was moved since the last call, and what a check of it found, for the log."""
@@ -103,7 +145,8 @@ class Turns:
     def _in_turn(self, work: Callable[[], Result]) -> Result:
         ticket = self.lease.begin("generation")
         try:
-            return work()
+            with self._recorded():
+                return work()
         finally:
             self.lease.end(ticket)
 
@@ -129,16 +172,20 @@ class Turns:
         """Pushes the weights unless the engine has them; what it is to be verified with, if it is."""
         if self._engine.version == version:
             return None
-        self._weights.send(version)
+        self._weights.send(version, self.lease.check)
         return self._weights.expected()
 
     def _leave(self, keep_weights: bool) -> None:
-        """The trainer, or the rest of it, leaves the device."""
+        """The trainer, or the rest of it, leaves the device: for torch, for its allocator, and for the driver.
+
+        What CUDA and NCCL hold was there before and stays, so it is not due.
+        """
         if self._memory is None:
             return
         held = self._memory.held()
         due = sum(size for kind, size in held.items() if not (keep_weights and kind == "weights"))
-        with self.ledger.release("trainer leaves", {"allocated": due}, TOLERANCE, PATIENCE):
+        everywhere = dict.fromkeys(("allocated", "reserved", "device"), due)
+        with self.ledger.release("trainer leaves", everywhere, TOLERANCE, PATIENCE):
             self._memory.offload(keep_weights)
 
     def _to_trainer(self) -> None:
@@ -166,4 +213,6 @@ class Turns:
         except EngineRestarted as lost:  # the new one holds nothing, and the samples are there
             self._forfeit(lost)
             return
+        if self._memory:
+            self.ledger.at_rest("engine has left", "engine", TOLERANCE, PATIENCE)
         self.lease.to(State.FREE)

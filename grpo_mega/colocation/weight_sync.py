@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from grpo_mega.colocation.weight_stream import Traffic, hf_buckets
 from grpo_mega.policy.policy import Policy
@@ -53,8 +53,8 @@ class WeightSync:
         self._verified: int | None = None
         self.traffic = Traffic()
 
-    def send(self, version: int) -> None:
-        """Pushes all weights as those of `version`; every rank must call it.
+    def send(self, version: int, between: Callable[[], None] = lambda: None) -> None:
+        """Pushes all weights as those of `version`, and calls `between` after every bucket; every rank must call it.
 
         Raises:
             EngineError: The engine refused a tensor, or failed; see `Engine.push`.
@@ -63,6 +63,7 @@ class WeightSync:
         self._engine.begin_update()
         for bucket in hf_buckets(self._policy, self._byte_budget, self._engine.experts_of, self.traffic):
             self._engine.push(bucket)
+            between()
         self._engine.end_update(version)
         self._syncs += 1
 

@@ -6,10 +6,11 @@ Rules that involve more than one field live in `rules.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from difflib import get_close_matches
 from operator import attrgetter
 
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, Timeouts
 
 RANGES: dict[str, tuple[str, ...]] = {
     "[1, inf)": (
@@ -46,6 +47,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "[-1, 1]": ("algorithm.entropy_coef",),
     "(0, 1)": ("algorithm.clip_low",),
     "(0, 1]": ("rollout.top_p",),
+    "(0, inf]": tuple(f"rollout.sglang.timeouts.{field.name}" for field in fields(Timeouts)),
     "[0, 1)": ("optimizer.beta1", "optimizer.beta2"),
     "[0, 1]": ("base.tagged", "base.direct", "base.gate_accuracy"),
 }  # fmt: skip
@@ -76,8 +78,8 @@ REASONS: dict[str, str] = {
 
 def field_problems(config: Config) -> Iterator[str]:
     """Yields one message for every field whose value is outside its interval (NaN included) or not a known choice."""
-    for interval, fields in RANGES.items():
-        for name in fields:
+    for interval, names in RANGES.items():
+        for name in names:
             value = attrgetter(name)(config)
             if value is not None and not _inside(value, interval):
                 reason = f" ({REASONS[name]})" if name in REASONS else ""

@@ -362,6 +362,13 @@ def _rollout(config: Config) -> Iterator[str]:
             f"rollout.sglang.first_gpu={sglang.first_gpu} puts the engines on other GPUs than the trainer's, and "
             "rollout.sglang.transport=shared reaches those only; set rollout.sglang.transport=broadcast"
         )
+    for name, limit in vars(sglang.timeouts).items():
+        if name.startswith("engine_") and limit <= sglang.answer_seconds:
+            yield (
+                f"rollout.sglang.timeouts.{name}={limit:g} is not above rollout.sglang.answer_seconds="
+                f"{sglang.answer_seconds:g}: the run would end before an engine that hangs is started anew; raise the "
+                "first or lower the second"
+            )
 
 
 def _stages(config: Config) -> Iterator[str]:

@@ -241,6 +241,31 @@ class AlgorithmConfig:
 
 
 @dataclass
+class Timeouts:
+    """Seconds that each state of a shared device may last before the run ends, inf for no limit; see
+    `colocation/lease.py`. Those of the engine also have room for an engine that is given up (`answer_seconds`)."""
+
+    free: float = 60.0
+    """Until somebody takes a device that nobody owns."""
+    trainer_acquiring: float = 300.0
+    """Weights and optimizer come back from the host."""
+    trainer_draining: float = 1800.0
+    """The update in progress ends."""
+    trainer_releasing: float = 300.0
+    """Weights and optimizer move to the host; the first time its memory is pinned, some seconds for 10 GB."""
+    engine_resuming_weights: float = 600.0
+    """Memory for the engine's weights."""
+    engine_loading: float = 900.0
+    """The engine gets its new weights, all buckets of them; the first time connections are made on the way."""
+    engine_resuming_cache: float = 600.0
+    """Memory for the engine's KV cache and CUDA graphs."""
+    engine_draining: float = 600.0
+    """The requests in flight end."""
+    engine_releasing: float = 600.0
+    """The engine frees its memory."""
+
+
+@dataclass
 class SGLangConfig:
     """SGLang engines; read when `rollout.engine` is sglang."""
 
@@ -248,7 +273,8 @@ class SGLangConfig:
     """Tensor parallel size of an engine; so many consecutive ranks, on a node or several, share one and its prompts."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further server arguments, by the names of SGLang's ServerArgs, such as
-    +rollout.sglang.arguments.mem_fraction_static=0.6; those that the installed release does not know are refused."""
+    +rollout.sglang.arguments.mem_fraction_static=0.6 (on a GPU it follows from the plan otherwise, see
+    `rollout/sglang_memory.py`); those that the installed release does not know are refused."""
     bucket_bytes: int = 536870912
     """Most bytes of weights that are pushed at once; each rank holds two such buckets meanwhile."""
     transport: str = "shared"
@@ -270,9 +296,12 @@ class SGLangConfig:
     start_seconds: float = 900.0
     """Until an engine must be up."""
     answer_seconds: float = 300.0
-    """Until an engine must have answered a request other than to generate; then it counts as lost."""
+    """Until an engine must have answered a request other than to generate; then it counts as lost. A push of weights is
+    a request for each bucket."""
     silence_seconds: float = 900.0
     """Longest time in which a generating engine generates no token; then it counts as lost."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    """How long the states of a shared device may last."""
 
 
 @dataclass

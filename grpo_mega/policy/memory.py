@@ -32,7 +32,7 @@ def memory(config: Config, stage: Stage, number: int, vocab_size: int) -> dict[s
         "keys and values of all context ranks": _gathered(config),
         "output layer": _output(config, vocab_size) if number == config.layout.pp - 1 else 0.0,
         "libraries": FIXED,
-        "engine, asleep": ENGINE_ASLEEP,
+        "engine, asleep": ENGINE_ASLEEP if _engine_sleeps(config) else 0.0,
     }
 
 
@@ -100,6 +100,11 @@ def _latent(model: ModelConfig) -> float:
     down = 4 * (mla.q_lora_rank or 0) + 4 * mla.kv_lora_rank + 2 * mla.qk_rope_dim
     channels = 2 * (mla.qk_head_dim + mla.qk_rope_dim) + mla.qk_head_dim + 2 * mla.v_head_dim
     return down + 2 * model.heads * channels + 4 * model.heads
+
+
+def _engine_sleeps(config: Config) -> bool:
+    """Whether an engine with weights of its own shares the device."""
+    return config.rollout.engine == "sglang" and config.rollout.sglang.first_gpu is None
 
 
 def _gathered(config: Config) -> float:

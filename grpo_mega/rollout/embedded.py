@@ -150,6 +150,10 @@ class EmbeddedEngine:
         """Ends the generation in progress; see `Engine`."""
         self._aborted = True
 
+    def pids(self) -> list[int]:
+        """None."""
+        return []
+
     def close(self) -> None:
         """Does nothing: there are no processes to end."""
 

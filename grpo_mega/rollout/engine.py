@@ -133,6 +133,10 @@ class Engine(Protocol):
         """
         ...
 
+    def pids(self) -> list[int]:
+        """The processes on this node whose memory it has on this rank's device, that of the policy aside."""
+        ...
+
     def close(self) -> None:
         """Ends the engine and its processes."""
         ...

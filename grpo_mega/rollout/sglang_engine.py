@@ -42,6 +42,7 @@ from grpo_mega.rollout.sglang_arguments import (
     write_model,
 )
 from grpo_mega.rollout.sglang_generation import Generation, Share, run_together
+from grpo_mega.rollout.sglang_memory import mem_fraction_static
 from grpo_mega.rollout.sglang_process import EngineLost, EngineProcess
 from grpo_mega.rollout.sglang_transport import Broadcast, Bucket, Disk, Shared, Transport
 from grpo_mega.types import Prompt, Sample
@@ -76,7 +77,7 @@ class SGLangEngine:
         """
         check_platform(config, platform)
         self._config, self._platform, self._decode, self._path = config.rollout.sglang, platform, decode, path
-        self._model = config.model
+        self._run = config
         on_node = _ranks_on_node(self._config.tp)
         self._number, place = divmod(dist.get_rank(), self._config.tp)
         self._engines, self._nodes = dist.get_world_size() // self._config.tp, self._config.tp // on_node
@@ -85,6 +86,7 @@ class SGLangEngine:
         self.experts_of = own_experts(config, place) if self._transport.own_experts else None
         expected = expected_weights(config, vocab_size, self.experts_of)
         self._contract = Contract(lambda: expected, has_weights=False)
+        self._hosting = dist.get_rank() - place % on_node
         self._everyone = dist.new_group(backend="gloo", timeout=FOREVER)
         self._groups = [self._ranks_of(number) for number in range(self._engines)]
         self._group = dist.new_subgroups_by_enumeration(self._groups, timeout=FOREVER, backend="gloo")[0]
@@ -94,6 +96,7 @@ class SGLangEngine:
         self._arguments = server_arguments(config, platform, folder, self._number, self._engines)
         self._arguments |= {"nnodes": self._nodes, "node_rank": self._node}
         self._process: EngineProcess | None = None
+        self._pids: list[int] = []
         self._restarts = 0
         self._at_rest = TAGS if take_turns(config.rollout.sglang, platform) else ()
         self._share = Share()
@@ -106,8 +109,8 @@ class SGLangEngine:
         return self._contract.version
 
     def pids(self) -> list[int]:
-        """The processes that this rank hosts."""
-        return self._process.facts["pids"] if self._process else []
+        """The processes of its engine on this node."""
+        return [*self._pids]
 
     def generate(
         self,
@@ -198,6 +201,7 @@ class SGLangEngine:
         if self._process:
             self._process.end()
             self._process = None
+        self._pids = []
 
     def _way(self, config: Config, vocab_size: int) -> Transport:
         """Of the weights to the engine of this group."""
@@ -220,8 +224,9 @@ class SGLangEngine:
 
     def _start_engines(self, mine: bool) -> None:
         """Starts engines, without weights; every rank must call it. `mine`: that of this rank's group is among them."""
-        meeting = self._meeting_point()
-        self._on(self._host, lambda: self._start(meeting) if mine else self._leave())
+        agreed = self._meeting_point() | self._memory_share()
+        hosted = self._on(self._host, lambda: self._start(agreed) if mine else self._leave())
+        self._pids = hosted[self._hosting] or self._pids
         self._contract.start_anew(self._at_rest)
 
     def _meeting_point(self) -> dict[str, Any]:
@@ -230,14 +235,23 @@ class SGLangEngine:
         dist.broadcast_object_list(addresses, self._groups[self._number][0], group=self._group)
         return {"dist_init_addr": addresses[0]} if self._nodes > 1 else {}
 
-    def _start(self, meeting: dict[str, Any]) -> None:
-        """Starts the part of the engine that this rank hosts."""
+    def _memory_share(self) -> dict[str, Any]:
+        """How much of GPUs that it shares the engine may take, the same on all of them, unless the user says."""
+        if not take_turns(self._config, self._platform) or "mem_fraction_static" in self._config.arguments:
+            return {}
+        torch.cuda.empty_cache()
+        least = torch.tensor(torch.cuda.mem_get_info(self._platform.device))
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
+        return {"mem_fraction_static": mem_fraction_static(self._run, *least.tolist())}
+
+    def _start(self, agreed: dict[str, Any]) -> list[int]:
+        """Starts the part of the engine that this rank hosts; its processes."""
         self.close()  # of an engine that was lost on another node
         first, *_, last = [*self._groups[self._number], self._groups[self._number][-1]]
         name = f"engine-{self._number}" + (f"-node-{self._node}" if self._node else "")
         self._process = EngineProcess(
             f"the SGLang engine of rank{f's {first} to {last}' if last > first else f' {first}'}",
-            self._arguments | meeting,
+            self._arguments | agreed,
             self._path / "logs" / f"{name}.log",
             environment(self._platform),
             self._config.start_seconds,
@@ -246,6 +260,7 @@ class SGLangEngine:
             self._transport.connect()
         if self._owner and self._at_rest:
             self._ask("release", tags=[*self._at_rest])
+        return self._process.facts["pids"]
 
     def _leave(self) -> None:
         """Releases what the engine still holds."""
@@ -309,7 +324,7 @@ class SGLangEngine:
     def _request(self, prompt: Prompt, index: int, sampling: SamplingParams, version: int) -> dict[str, Any]:
         """SGLang's arguments for one sample."""
         parameters = {
-            "max_new_tokens": min(sampling.max_new_tokens, self._model.context - len(prompt.token_ids)),
+            "max_new_tokens": min(sampling.max_new_tokens, self._run.model.context - len(prompt.token_ids)),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
@@ -331,7 +346,7 @@ class SGLangEngine:
         check(token_ids, logprobs)
         text, chosen = self._decode(without_stop(token_ids, reason)), None
         if self._config.routing_replay and token_ids:
-            chosen = routed(experts, len(prompt.token_ids) + len(token_ids) - 1, self._model)
+            chosen = routed(experts, len(prompt.token_ids) + len(token_ids) - 1, self._run.model)
         return Completion(tuple(token_ids), tuple(logprobs), reason, text, chosen)
 
 

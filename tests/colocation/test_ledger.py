@@ -41,8 +41,8 @@ def test_memory_that_comes_back_is_handed_over(ledger: Ledger) -> None:
 
 
 def test_a_tensor_that_somebody_kept_is_refused_with_the_whole_table(ledger: Ledger) -> None:
-    with ledger.phase("train"):
-        held = [piece(), piece()]
+    ledger.mark("before training")
+    held = [piece(), piece()]
     leak = held[0]
     with (
         pytest.raises(MemoryNotReturned) as refused,
@@ -54,7 +54,7 @@ def test_a_tensor_that_somebody_kept_is_refused_with_the_whole_table(ledger: Led
     assert kept == pytest.approx(256, abs=64)
     assert "tolerance 64.0 MiB" in str(refused.value)
     assert str(refused.value).endswith(ledger.table())
-    for phase in ("train: begin", "train: end", "trainer leaves: begin", "trainer leaves: end"):
+    for phase in ("before training", "trainer leaves: begin", "trainer leaves: end"):
         assert re.search(rf"^{phase} +[\d,.]+$", str(refused.value), re.MULTILINE)
 
 
@@ -69,16 +69,20 @@ input()
 """
 
 
-@pytest.fixture
-def engine() -> Iterator[subprocess.Popen]:
-    """Another process that holds two pieces and gives one of them back each time it is told to."""
+def talking(program: str) -> Iterator[subprocess.Popen]:
     process = subprocess.Popen(
-        [sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
     assert process.stdout.readline() == "up\n"
     yield process
     process.kill()
     process.communicate()
+
+
+@pytest.fixture
+def engine() -> Iterator[subprocess.Popen]:
+    """Another process that holds two pieces and gives one of them back each time it is told to."""
+    yield from talking(ENGINE)
 
 
 def tell(engine: subprocess.Popen) -> None:
@@ -145,10 +149,63 @@ def test_refused_exactly_when_more_than_the_tolerance_is_missing(
     assert refused == (before - after < due - tolerance)
 
 
-def test_a_phase_that_fails_is_measured_at_its_end(ledger: Ledger) -> None:
-    with pytest.raises(KeyboardInterrupt), ledger.phase("train"):
-        raise KeyboardInterrupt
-    assert [entry.phase for entry in ledger.entries] == ["train: begin", "train: end"]
+HOARDER = f"""
+kept = []
+print("up", flush=True)
+while True:
+    input()
+    kept.append(b"x" * {PIECE // 8})
+    print("released", flush=True)
+"""
+
+
+@pytest.fixture
+def hoarder() -> Iterator[subprocess.Popen]:
+    """A process that says "released" each time, and keeps a little more."""
+    yield from talking(HOARDER)
+
+
+def test_a_little_that_is_kept_every_time_is_refused_when_it_adds_up(hoarder: subprocess.Popen) -> None:
+    ledger = Ledger(meter(CPU, {"engine": [hoarder.pid]}))
+    allowed = PIECE // 8 * 2 + PIECE // 16
+    for _ in range(3):
+        tell(hoarder)
+        ledger.at_rest("engine has left", "engine", allowed)
+    tell(hoarder)
+    with pytest.raises(MemoryNotReturned, match="engine has left: engine keeps") as refused:
+        ledger.at_rest("engine has left", "engine", allowed)
+    kept, least = re.search(r"keeps ([\d.]+) MiB, and has kept ([\d.]+) MiB", str(refused.value)).groups()
+    assert float(kept) - float(least) == pytest.approx(96, abs=16)
+    assert str(refused.value).endswith(ledger.table())
+    ledger.forget("engine")
+    ledger.at_rest("another engine has left", "engine", 0)
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=8), st.integers(0, 50))
+def test_at_rest_nobody_keeps_more_than_the_tolerance_above_the_least_so_far(kept: list[int], tolerance: int) -> None:
+    level = 0
+    ledger = Ledger(lambda: {"engine": level})
+    for number, level in enumerate(kept):
+        refused = nullcontext() if level <= min(kept[: number + 1]) + tolerance else pytest.raises(MemoryNotReturned)
+        with refused:
+            ledger.at_rest("left", "engine", tolerance)
+
+
+def test_what_a_holder_keeps_may_be_gone_late() -> None:
+    readings = iter([100, 900, 900, 100, 100])
+    ledger = Ledger(lambda: {"engine": next(readings)})
+    for _ in range(2):
+        ledger.at_rest("left", "engine", tolerance=0, patience=60)
+    assert [entry.held["engine"] for entry in ledger.entries] == [100, 100]
+
+
+def test_a_holder_that_the_driver_does_not_list_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    ledger = Ledger(lambda: {"engine": 0})
+    for _ in range(2):
+        ledger.at_rest("left", "engine", tolerance=0)
+    assert len([m for m in caplog.messages if "no process of the engine" in m]) == 1
+    with pytest.raises(KeyError, match="trainer: not measured; measured are engine"):
+        ledger.at_rest("left", "trainer", tolerance=0)
 
 
 def test_the_table_shows_every_holder_and_forgets_old_phases() -> None:

@@ -60,7 +60,8 @@ def test_the_tiny_run_is_inside_every_bound(tiny: Config) -> None:
 @pytest.mark.parametrize(("name", "interval"), BOUNDED)
 def test_a_number_outside_its_interval_is_named(tiny: Config, name: str, interval: str) -> None:
     low, high = (float(bound) for bound in interval[1:-1].split(","))
-    outside = [low - 1, high + 1 if high < math.inf else high, math.nan, -math.inf]
+    outside = [low - 1, math.nan, -math.inf]
+    outside += [high + 1] if high < math.inf else []
     outside += [low] if interval[0] == "(" else []
     outside += [high] if interval[-1] == ")" else []
     for value in outside:

@@ -181,6 +181,11 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
             {"rollout.engine": "sglang", "rollout.sglang.first_gpu": 4},
             "rollout.sglang.first_gpu=4 puts the engines ",
         ),
+        ({"rollout.sglang.timeouts.free": 1.0}, "rollout.sglang.timeouts has no effect with rollout.engine=embedded"),
+        (
+            {"rollout.engine": "sglang", "rollout.sglang.timeouts.engine_releasing": 300.0},
+            "rollout.sglang.timeouts.engine_releasing=300 is not above rollout.sglang.answer_seconds=300",
+        ),
     ],
 )
 def test_settings_of_sglang_are_neither_idle_nor_twice(values: dict[str, object], message: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import grpo_mega
+from grpo_mega.colocation.lease import State
 from grpo_mega.config import schema
 
 PRODUCT = Path(grpo_mega.__file__).parent
@@ -25,7 +26,8 @@ def attributes_read() -> set[str]:
     """Every attribute name that the product reads, the config room left out."""
     files = [path for path in PRODUCT.rglob("*.py") if PRODUCT / "config" not in path.parents]
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
-    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    return read | {state.value for state in State}  # the lease looks a state's limit up by the state's name
 
 
 @pytest.mark.parametrize("field", FIELDS)

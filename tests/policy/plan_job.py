@@ -3,6 +3,7 @@
 import json
 import os
 import warnings
+from collections.abc import Callable
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -12,9 +13,16 @@ from grpo_mega.config.load import compose_config
 platform.start_planning()
 
 from grpo_mega.plan import plan  # noqa: E402
+from grpo_mega.rollout.sglang_memory import mem_fraction_static, work  # noqa: E402
 
 EXPERIMENTS = ("r1zero_671b", "r1zero_671b_h200", "qwen3_30b_a3b", "moonlight_16b", "deepseekmath_7b", "tiny")
 SHORTER = ["model.context=65536", "layout.micro_batch_tokens=65536", "rollout.longer_max_new_tokens=64000"]
+ENGINES = {
+    "deepep": ["+rollout.sglang.arguments={moe_a2a_backend: deepep, moe_dense_tp_size: 1}"],
+    "fp8_cache": ["+rollout.sglang.arguments.kv_cache_dtype=fp8_e4m3"],
+    "own_share": ["+rollout.sglang.arguments.mem_fraction_static=0.5"],
+    "tp8": ["rollout.sglang.tp=8"],
+}
 LAYOUTS = {
     "whole": ["layout.ep=1"],
     "ep4": ["layout.ep=4"],
@@ -23,6 +31,25 @@ LAYOUTS = {
     "whole_4_layers": ["layout=single", "model.layers=4"],
 }
 
+
+def no_vocabulary() -> None:
+    unknown = compose_config(["experiment=tiny"])
+    unknown.data.tokenizer = "models/elsewhere"
+    plan(unknown)
+
+
+def no_room() -> None:
+    mem_fraction_static(compose_config(["experiment=r1zero_671b"]), free=12e9, capacity=24e9)
+
+
+def refused(case: Callable[[], None]) -> str:
+    try:
+        case()
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     asked = {name: [f"experiment={name}"] for name in EXPERIMENTS}
@@ -30,10 +57,19 @@ if __name__ == "__main__":
     asked["qwen3_interleaved"] = ["experiment=qwen3_30b_a3b", "layout.pp=4", "layout.vpp=2", "cluster.nodes=8"]
     asked["qwen3_one_node"] = ["experiment=qwen3_30b_a3b", "cluster.nodes=1"]
     asked |= {f"tiny_{name}": ["experiment=tiny", *overrides] for name, overrides in LAYOUTS.items()}
+    asked |= {f"r1zero_{name}": ["experiment=r1zero_671b", *overrides] for name, overrides in ENGINES.items()}
+    apart = "+rollout.sglang.arguments={enable_dp_attention: true, dp_size: 16, ep_size: 16}"
+    asked["r1zero_dp_attention"] = ["experiment=r1zero_671b_h200", apart]
+    asked["qwen3_tp8"] = ["experiment=qwen3_30b_a3b", "rollout.sglang.tp=8"]
     found = {name: plan(compose_config(overrides)) for name, overrides in asked.items()}
-    unknown = compose_config(["experiment=tiny"])
-    unknown.data.tokenizer = "models/elsewhere"
-    try:
-        plan(unknown)
-    except ValueError as error:
-        print(json.dumps({"plans": found, "refused": str(error)}))
+    shares = [
+        {"name": name, "free": free, "capacity": capacity, "share": mem_fraction_static(config, free, capacity)}
+        | {"work": work(config, capacity), "bucket": config.rollout.sglang.bucket_bytes}
+        for name in EXPERIMENTS[:-1]
+        for config in [compose_config([f"experiment={name}"])]
+        for capacity in (int(config.cluster.gpu_memory_mib) * 2**20,)
+        for free in (capacity - int(held * 1e9) for held in (0, 0.5, 2, 8, 16))
+    ]
+    print(
+        json.dumps({"plans": found, "shares": shares, "refused": [refused(case) for case in (no_vocabulary, no_room)]})
+    )

@@ -150,10 +150,116 @@ def test_a_layout_changes_what_a_rank_holds_and_not_the_model(plans: dict[str, A
     assert [s["replicas"] for s in plans["tiny_pp2_vpp2_cp2"]["stages"]] == [2, 2]
 
 
+def v3_engine(attention_gpus: int, gpus: int) -> float:
+    """Bytes on a GPU of an engine of DeepSeek-V3 in bf16, all but the routed experts."""
+    latent_up = 512 * 128 * (128 + 128)  # SGLang keeps it twice
+    attention = 61 * (V3_DOWN + V3_NORMS + (V3_HEADS + latent_up) / attention_gpus)
+    feed_forward = 3 * 3 * 7168 * 18_432 / gpus + 58 * (V3_ROUTER + V3_EXPERT / gpus)
+    ends = V3_VOCAB * V3_HIDDEN * (1 / attention_gpus + 1 / gpus) + V3_HIDDEN
+    return 2 * (attention + feed_forward + ends) + 4 * 58 * V3_BIAS
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "attention_gpus"),
+    [("r1zero_671b", 32, 32), ("r1zero_671b_h200", 16, 16), ("r1zero_tp8", 8, 8), ("r1zero_dp_attention", 16, 1)],
+)
+def test_weights_of_an_engine_of_deepseek_v3(name: str, gpus: int, attention_gpus: int, plans: dict[str, Any]) -> None:
+    engine = plans[name]["engine"]
+    for moment in ("hand-over", "generation"):
+        assert engine[moment]["routed experts"] == pytest.approx(2 * 58 * 256 * V3_EXPERT / gpus)
+        assert engine[moment]["other weights"] == pytest.approx(v3_engine(attention_gpus, gpus))
+    assert engine["caches"] == gpus // attention_gpus
+
+
+def test_an_engine_of_more_gpus_than_heads_repeats_keys_and_values(plans: dict[str, Any]) -> None:
+    """Qwen3-30B-A3B on eight: two GPUs have the same of its four heads."""
+    attention = 2 * 32 * 128 * 2048 / 8 + 2 * 4 * 128 * 2048 / 4 + 2 * 128
+    parameters = 48 * (attention + 2 * 2048 + 128 * 2048) + 2 * 151_936 * 2048 / 8 + 2048
+    assert plans["qwen3_tp8"]["engine"]["generation"]["other weights"] == pytest.approx(2 * parameters)
+
+
+def test_expert_backends_keep_whole_what_every_token_meets(plans: dict[str, Any]) -> None:
+    """With DeepEP every GPU has the shared experts, with moe_dense_tp_size=1 the first three layers."""
+    more = 31 / 32 * 2 * (58 * V3_EXPERT + 3 * 3 * 7168 * 18_432)
+    others = [plans[name]["engine"]["generation"]["other weights"] for name in ("r1zero_deepep", "r1zero_671b")]
+    assert others[0] - others[1] == pytest.approx(more)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("r1zero_671b", 61 * 576 * 2),
+        ("r1zero_fp8_cache", 61 * 576),
+        ("moonlight_16b", 27 * 576 * 2),
+        ("deepseekmath_7b", 30 * 2 * 4096 * 2),
+        ("qwen3_30b_a3b", 48 * 2 * 2 * 128 * 2),  # two of four heads
+        ("qwen3_tp8", 48 * 2 * 1 * 128 * 2),  # never less than one
+    ],
+)
+def test_bytes_of_kv_cache_for_a_token(name: str, size: int, plans: dict[str, Any]) -> None:
+    assert plans[name]["engine"]["cache_bytes"] == size
+
+
+@pytest.mark.parametrize(
+    ("name", "engines", "samples"),
+    [("r1zero_671b", 16, 512), ("r1zero_671b_h200", 16, 512), ("qwen3_30b_a3b", 8, 256), ("moonlight_16b", 8, 128)],
+)
+def test_what_an_engine_has_room_for(name: str, engines: int, samples: int, plans: dict[str, Any]) -> None:
+    found, engine = plans[name], plans[name]["engine"]
+    assert (engine["engines"], engine["samples"]) == (engines, samples)
+    generation = engine["generation"]
+    bucket = engine["hand-over"]["two buckets"] / 2
+    assert sum(generation.values()) == pytest.approx(found["capacity"] - bucket)
+    assert engine["hand-over"]["trainer's weights"] == max(lines["weights"] for lines in found["memory"])
+    assert generation["libraries"] == found["memory"][0]["libraries"]
+    assert engine["tokens"] == int(generation["KV cache"] / engine["cache_bytes"])
+    assert engine["fits"]
+    assert engine["longest"] == engine["tokens"] // {"moonlight_16b": 8192, "qwen3_30b_a3b": 20_480}.get(name, 67_584)
+
+
+def test_data_parallel_attention_multiplies_the_cache(plans: dict[str, Any]) -> None:
+    one, many = (plans[name]["engine"] for name in ("r1zero_671b_h200", "r1zero_dp_attention"))
+    assert many["tokens"] == 16 * int(many["generation"]["KV cache"] / many["cache_bytes"])
+    assert (one["longest"], many["longest"]) == (8, 16 * 3)
+
+
+def test_an_engine_that_does_not_fit(plans: dict[str, Any]) -> None:
+    """Eight H100 hold 1.3 TB of weights neither while they arrive nor with a cache beside them."""
+    engine = plans["r1zero_tp8"]["engine"]
+    assert engine["peak"] > plans["r1zero_tp8"]["limit"]
+    assert (engine["tokens"], engine["longest"], engine["fits"]) == (0, 0, False)
+
+
+def test_a_share_of_ones_own_is_what_is_planned(plans: dict[str, Any]) -> None:
+    generation = plans["r1zero_own_share"]["engine"]["generation"]
+    static = sum(generation[kind] for kind in ("routed experts", "other weights", "KV cache"))
+    assert static == pytest.approx(0.5 * H100)
+
+
+def test_the_share_leaves_room_for_the_trainer_and_for_work(job: dict[str, Any]) -> None:
+    """Weights and cache get share * free (SGLang, kv_cache_configurator.py); `held` bytes are taken already."""
+    trainer = 8e9
+    for case in job["shares"]:
+        held = case["capacity"] - case["free"]
+        left = case["free"] * (1 - case["share"])
+        assert left >= case["work"]
+        assert left >= trainer - held + case["bucket"] + case["work"]
+        assert left <= max(trainer - held + case["bucket"], 0) + case["work"] + 0.001 * case["free"] + 1
+        assert 0 < case["share"] < 1
+
+
+def test_plans_say_nothing_of_engines_where_there_are_none(plans: dict[str, Any]) -> None:
+    assert plans["tiny"]["engine"] is None
+
+
 def test_a_vocabulary_that_nothing_gives_is_asked_for(job: dict[str, Any]) -> None:
-    assert job["refused"].startswith(
+    assert job["refused"][0].startswith(
         "model.vocab_size is null, and a plan does not open data.tokenizer=models/elsewhere; give"
     )
+
+
+def test_a_gpu_without_room_for_an_engine_is_refused(job: dict[str, Any]) -> None:
+    assert job["refused"][1].startswith("12.0 of a GPU's 24.0 GB are free, too little for an SGLang engine beside")
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -172,9 +278,11 @@ def test_the_command_prints_a_plan_and_a_verdict() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "r1zero_671b: 671,026,419,200 parameters, and 11,610,068,224 of prediction modules" in done.stdout
     assert "512 GPUs: tp 4 x pp 4 x cp 4 x dp 8; experts ep 64 x etp 1" in done.stdout
-    fits, host = done.stdout.splitlines()[-2:]
-    assert fits.startswith("fits: stage 1 takes ")
-    assert host == "main memory of a machine while an engine has its GPUs: 265.2 GB"
+    lines = done.stdout.splitlines()
+    fits = next(number for number, line in enumerate(lines) if line.startswith("fits: stage 1 takes "))
+    assert lines[fits + 1] == "main memory of a machine while an engine has its GPUs: 265.2 GB"
+    assert "16 SGLang engines" in lines[fits + 2 :]
+    assert lines[-1] == "fits: there is room to hand weights over, and to generate"
 
 
 def test_the_command_says_what_does_not_fit(plans: dict[str, Any]) -> None:

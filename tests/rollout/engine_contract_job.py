@@ -15,6 +15,7 @@ HERE = platform.start()
 platform.join_processes(HERE)
 
 from engine_contract import CHECKS, Bench  # noqa: E402
+from on_cuda import TINY  # noqa: E402
 
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
@@ -32,6 +33,7 @@ def made(folder: Path, kind: str, *overrides: str) -> Bench:
     config = compose_config(
         [
             *MODEL,
+            *TINY,
             f"rollout.engine={kind}",
             *([MEMORY_SAVER, "rollout.sglang.routing_replay=true"] if kind == "sglang" else []),
             *overrides,

@@ -19,6 +19,8 @@ from grpo_mega.config.load import compose_config
 
 HERE = platform.start()
 
+from on_cuda import TINY  # noqa: E402
+
 from grpo_mega.assemble import assemble  # noqa: E402
 from grpo_mega.colocation.lease import State  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
@@ -68,7 +70,7 @@ def main() -> None:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     overrides = [f"rollout.engine={engine}", *(["rollout.sglang.verify_every=1"] if engine == "sglang" else [])]
-    config = compose_config([*RUN, *overrides, f"run.root={folder}", f"run.name={engine}"])
+    config = compose_config([*RUN, *overrides, *TINY, f"run.root={folder}", f"run.name={engine}"])
     with assemble(config, HERE, build_data(config), build_reward(config.reward)) as built:
         logging.getLogger("grpo_mega").addHandler(handler)
         if engine == "sglang":

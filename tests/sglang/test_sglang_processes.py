@@ -29,11 +29,11 @@ RUN = [
 ]
 
 
-def start(root: Path, name: str, function: str, steps: int) -> Job:
+def start(root: Path, name: str, function: str, steps: int, *more: str) -> Job:
     """A run under torchrun that finds the stand-ins of this folder, as pytest did, and its rewards."""
     path = os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]])
     reward = f"reward.terms=[{{name:own,function:sglang_rewards:{function}}}]"
-    overrides = [*RUN, reward, f"run.name={name}", f"run.steps={steps}"]
+    overrides = [*RUN, reward, f"run.name={name}", f"run.steps={steps}", *more]
     return Job(root, overrides, ranks=2, environment={"PYTHONPATH": path})
 
 
@@ -93,6 +93,23 @@ def test_engines_end_with_a_trainer_that_was_killed(root: Path) -> None:
     ended = job.finish()
     assert ended.code != 0
     assert not ended.orphans
+
+
+def test_an_engine_that_is_lost_for_good_leaves_a_post_mortem_on_every_rank(root: Path) -> None:
+    job = start(root, "lost", "sevens", FOREVER, "rollout.sglang.restarts=0")
+    wait_for_step(root, "lost", job, 1)
+    children = [child for rank in ranks(job) for child in rank.children(recursive=True)]
+    next(child for child in children if "sglang::scheduler" in " ".join(child.cmdline())).kill()
+    ended = job.finish()
+    assert ended.code != 0
+    assert not ended.orphans
+    for rank in (0, 1):
+        file = root / "runs" / "lost" / "logs" / f"post_mortem-rank-{rank}.json"
+        found = json.loads(file.read_text())
+        assert "lost more than rollout.sglang.restarts=0 times" in found["error"]
+        assert found["owner"] == "engine"
+        assert any(line.startswith("trainer's turn ends") for line in found["memory"])
+        assert str(file.relative_to(root)) in ended.stderr
 
 
 def test_engines_end_with_a_trainer_that_fails(root: Path) -> None:
