@@ -49,7 +49,7 @@ def made(policy: Policy, path: Path, **limits: float) -> tuple[Turns, EmbeddedEn
         (path / "logs").mkdir(parents=True)
     dist.barrier()
     engine, config = EmbeddedEngine(policy, str, 8), replace(CONFIG, timeouts=Timeouts(**limits))
-    return Turns(policy, None, engine, config, PhaseTimer(), path), engine
+    return Turns(policy, None, engine, config, PhaseTimer(), [*range(20)], path), engine
 
 
 def samples(engine: EmbeddedEngine, version: int) -> Callable[[], list[Sample]]:
