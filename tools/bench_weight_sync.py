@@ -6,9 +6,9 @@
     python tools/bench_weight_sync.py --plan
 
 Streams the weights of a configured model to every rank, in buckets, as before a generation, and throws them away: all
-of them, or with engines under expert parallelism only the experts that the engine's rank keeps. Bytes are exact on every
-platform; seconds and memory are of this machine. What an engine does with the weights is not included: `time/sync` in
-metrics.jsonl of a run has both.
+of them, or with engines under expert parallelism only the experts that the engine's rank keeps. Bytes are exact on
+every platform; seconds and memory are of this machine. What an engine does with the weights is not included:
+`time/sync` in metrics.jsonl of a run has both.
 
 The plan needs no model and no GPU. It counts the tensors of DeepSeek-V3 without its prediction module: what every rank
 of an engine is handed when each gets everything, and when routed experts go only to the ranks that own them
