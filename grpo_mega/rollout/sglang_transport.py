@@ -90,11 +90,11 @@ class Broadcast(Transport):
     """For engines on devices of their own: the owner broadcasts, in a process group with the ranks of its engine.
 
     Our part of a collective goes on in a thread, because the engine may never come to its part. The engine's answer is
-    waited for, and when there is none it is ended, which ends the thread's work, too.
+    waited for, and when there is none the engine is ended and the group given up, which ends the thread's work, too.
     """
 
     def __init__(self, ask: Ask, platform: Platform, engine_ranks: int, seconds: float) -> None:
-        """Collectives take at most `seconds`."""
+        """The engine answers within `seconds`, or is lost."""
         super().__init__(ask)
         self._device, self._backend = platform.device, platform.backend
         self._ranks, self._seconds = engine_ranks + 1, seconds
@@ -103,10 +103,9 @@ class Broadcast(Transport):
 
     def connect(self) -> None:
         """Makes a new process group: in one with an engine that is gone nothing can be sent."""
-        if self._group:
-            self._group.abort()
+        self._group = None
         self._connections += 1
-        timeout = timedelta(seconds=self._seconds)
+        timeout = timedelta(seconds=2 * self._seconds)  # first the engine is lost: NCCL would end this process
         store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         place = {"address": own_address(), "port": store.port, "ranks": self._ranks, "backend": self._backend}
         self._together(lambda: self._join(store, timeout), "join", group=self._name, **place)
@@ -122,16 +121,18 @@ class Broadcast(Transport):
 
     def _join(self, store: dist.Store, timeout: timedelta) -> None:
         """As SGLang does it on its side (`init_custom_process_group`): a group beside those of our own job."""
-        # Its name is given, so that names which torch counts out stay the same on all ranks.
+        name: Any = self._name  # a type of its own in some releases
+        # It is given, so that names which torch counts out stay the same on all ranks.
         self._group, _ = distributed_c10d._new_process_group_helper(
             self._ranks,
             0,
             [],
-            self._backend,
+            dist.Backend(self._backend),
             dist.PrefixStore(self._name, store),
-            distributed_c10d.GroupName(self._name),
+            name,
             timeout=timeout,
         )
+        assert self._group, "rank 0 is in it"
         distributed_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self._ranks)}
 
     def _send(self, flat: torch.Tensor) -> None:
@@ -148,7 +149,12 @@ class Broadcast(Transport):
         failures: list[Exception] = []
         thread = Thread(target=_tried, args=(work, failures), daemon=True)
         thread.start()
-        self._ask(method, **arguments)
+        try:
+            self._ask(method, **arguments)
+        except EngineError:
+            if self._group:
+                self._group.abort()
+            raise
         thread.join(self._seconds)
         if failures or thread.is_alive():
             raise EngineError(f"{method}: the engine has done its part, and ours failed: {[*failures, 'no end']}")

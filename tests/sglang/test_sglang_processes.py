@@ -60,8 +60,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stopped(root: Path) -> Ended:
-    """Every rank got SIGTERM after two steps."""
-    job = start(root, "stopped", "sevens", FOREVER)
+    """Every rank got SIGTERM after two steps, for which each had broadcast to its engine."""
+    job = start(root, "stopped", "sevens", FOREVER, "rollout.sglang.transport=broadcast")
     wait_for_step(root, "stopped", job, 2)
     for rank in ranks(job):
         rank.send_signal(signal.SIGTERM)
@@ -76,12 +76,13 @@ def test_a_signal_stops_the_run_and_its_engines(stopped: Ended) -> None:
 def test_the_stopped_run_is_continued_and_completed(root: Path, stopped: Ended) -> None:
     done = steps_done(root, "stopped")
     assert done >= 2
-    ended = start(root, "stopped", "sevens", done + 2).finish()
+    ended = start(root, "stopped", "sevens", done + 2, "rollout.sglang.transport=disk").finish()
     assert ended.code == 0, ended
     assert not ended.orphans
     metrics = numbers(root / "runs" / "stopped")
     assert [line["step"] for line in metrics] == [*range(1, done + 3)]
     assert all(line.get("mismatch/max_abs", 0) < 1e-4 for line in metrics)
+    assert len([*(root / "runs" / "stopped" / "engine-weights").iterdir()]) == 1, "what both engines read last"
     assert json.loads((root / "runs" / "stopped" / "summary.json").read_text())["status"] == "completed"
 
 
