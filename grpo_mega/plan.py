@@ -38,11 +38,19 @@ def plan(config: Config) -> dict[str, Any]:
         "memory": found,
         "static": [sum(static(config, stage).values()) for stage in stages],
         "total": totals,
+        "checkpoint": _checkpoint(config, parameters + ahead),
         "host": min(gpus, cluster.gpus_per_node) * max(map(leaves, found)),
         "capacity": capacity,
         "limit": limit,
         "fits": max(totals) <= limit if limit else None,
     }
+
+
+def _checkpoint(config: Config, parameters: int) -> int:
+    """Bytes of a checkpoint: weights, Adam's fp32 state and, with a KL term, the reference policy."""
+    weights = 2 if config.model.dtype == "bf16" else 4
+    state = 12 if weights == 2 else 8  # an fp32 copy of narrower weights, and two moments
+    return parameters * (weights + state + (weights if config.algorithm.kl_coef else 0))
 
 
 def _vocabulary(config: Config) -> int:

@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,12 @@ SHARED_MEMORY = 64 << 20
 """Bytes free in /dev/shm; processes of a node exchange data through it."""
 SHARED_MEMORY_PER_GPU = GIB // 4
 """More of them for NCCL."""
+ROOM = GIB
+"""Bytes free in the folder for temporary files."""
 FOREIGN_MEMORY = 2 * GIB
 """Device memory in use before the job starts that is somebody else's."""
+PATIENCE = 60.0
+"""Seconds that the memory of a job that has just ended may take to come back."""
 SLOWEST = 0.85
 """Share of the job's median rate below which a GPU is too slow."""
 CLOCK_SECONDS = 2.0
@@ -39,12 +44,16 @@ SLOWED_DOWN = 0x8 | 0x40 | 0x80
 """NVML's reasons for a low clock: hardware slowdown, thermal slowdown, power brake."""
 
 
-def check(folder: Path, gpus: int, free: int, token: str, node: str) -> dict[str, Any]:
+def check(
+    folder: Path, gpus: int, free: int, token: str, node: str, interface: str = "", reads: Sequence[Path] = ()
+) -> dict[str, Any]:
     """What this node is like: `problems`, `software`, `rates` (unit in the name) and its `clock` at the end.
 
-    It needs `gpus` GPUs, `free` bytes on its disks, and `token` in the folder.
+    It needs `gpus` GPUs, `free` bytes on the disk of the folder, `token` in it, a network `interface` of this name if it
+    is not empty, and to read what `reads` names.
     """
-    problems = [*_shared_file_system(folder, token), *_space(folder, gpus, free)]
+    problems = [*_shared_file_system(folder, token), *_space(folder, gpus, free), *_interface(interface)]
+    problems += [f"{place} cannot be read: is its file system mounted?" for place in reads if not _readable(place)]
     software, rates = _software(), {}
     if gpus:
         found, driver = _gpus(gpus)
@@ -64,7 +73,7 @@ def _shared_file_system(folder: Path, token: str) -> list[str]:
 
 def _space(folder: Path, gpus: int, free: int) -> list[str]:
     temporary = Path(os.environ.get("TMPDIR", "/tmp"))
-    needs = {folder: free, temporary: free, Path("/dev/shm"): SHARED_MEMORY + gpus * SHARED_MEMORY_PER_GPU}
+    needs = {temporary: ROOM, folder: free, Path("/dev/shm"): SHARED_MEMORY + gpus * SHARED_MEMORY_PER_GPU}
     problems = []
     for place, need in needs.items():
         try:
@@ -75,6 +84,15 @@ def _space(folder: Path, gpus: int, free: int) -> list[str]:
         if found < need:
             problems.append(f"{place} has {found >> 20} MiB free and needs {need >> 20}: make room")
     return problems
+
+
+def _interface(name: str) -> list[str]:
+    found = sorted(entry.name for entry in Path("/sys/class/net").iterdir())
+    return [] if not name or name in found else [f"INTERFACE={name} is none of: {', '.join(found)}"]
+
+
+def _readable(place: Path) -> bool:
+    return os.access(place, os.R_OK | (os.X_OK if place.is_dir() else 0))
 
 
 def _software() -> dict[str, str]:
@@ -99,6 +117,7 @@ def _gpus(expected: int) -> tuple[list[str], dict[str, str]]:
         return [f"no NVIDIA driver answers ({error}): this job needs {expected} GPUs per node"], {}
     handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
     problems = [] if len(handles) >= expected else [f"{len(handles)} GPUs instead of {expected}"]
+    settled(lambda: max((int(nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles), default=0))
     for number, handle in enumerate(handles):
         problems += [f"GPU {number}: {problem}" for problem in _gpu(nvml, handle)]
     kinds = sorted({str(nvml.nvmlDeviceGetName(handle)) for handle in handles})
@@ -125,6 +144,13 @@ def _gpu(nvml: Any, handle: Any) -> list[str]:
     if reasons & SLOWED_DOWN:
         problems.append(f"the clock is held down by heat or power (reasons {reasons:#x})")
     return problems
+
+
+def settled(used: Callable[[], int], patience: float = PATIENCE) -> None:
+    """Returns as soon as the bytes in `used` are nobody else's, or after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while used() > FOREIGN_MEMORY and time.monotonic() < deadline:
+        time.sleep(0.5)
 
 
 def _rates(gpus: int) -> dict[str, float]:
@@ -235,6 +261,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--free-mb", type=int, default=1024)
     parser.add_argument("--token", default="")
+    parser.add_argument("--interface", default="")
+    parser.add_argument("--reads", type=Path, nargs="*", default=[])
     parser.add_argument("--nodes", nargs="*", default=[])
     options = parser.parse_args()
     if options.what == "judge":
@@ -242,7 +270,10 @@ def main() -> None:
             print(node, verdict)
         return
     node = os.environ.get("SLURMD_NODENAME", platform.node())
-    report = json.dumps(check(options.folder, options.gpus, options.free_mb << 20, options.token, node))
+    found = check(
+        options.folder, options.gpus, options.free_mb << 20, options.token, node, options.interface, options.reads
+    )
+    report = json.dumps(found)
     try:
         temporary = options.folder / f".{node}.tmp"
         temporary.write_text(report)
