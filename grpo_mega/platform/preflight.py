@@ -49,8 +49,8 @@ def check(
 ) -> dict[str, Any]:
     """What this node is like: `problems`, `software`, `rates` (unit in the name) and its `clock` at the end.
 
-    It needs `gpus` GPUs, `free` bytes on the disk of the folder, `token` in it, a network `interface` of this name if it
-    is not empty, and to read what `reads` names.
+    It needs `gpus` GPUs, `free` bytes on the disk of the folder, `token` in it, the network `interface` unless that is
+    empty, and what `reads` names.
     """
     problems = [*_shared_file_system(folder, token), *_space(folder, gpus, free), *_interface(interface)]
     problems += [f"{place} cannot be read: is its file system mounted?" for place in reads if not _readable(place)]

@@ -1,8 +1,8 @@
-"""Asks a configuration where its run lies and whether it can start on these machines: check.py --nodes N ... -- SETTING...
+"""Asks a configuration where its run lies, and whether it can start here: check.py --nodes N ... -- SETTING...
 
 Prints `run DIRECTORY` and `reads PATH` for everything that it reads, or an error with the way out, in about a second:
-nothing is started or written. With --stop-seconds, on machines with torch and Megatron, it plans the checkpoint, refuses
-one that cannot be written in that time, and prints the `room` it needs in MiB; this takes some seconds.
+nothing is started or written. With --stop-seconds, where torch and Megatron are, it also plans the checkpoint, refuses
+one that cannot be written in that time, and prints the `room` that it needs in MiB; this takes some seconds.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def _check_machines(config: Config, nodes: int, ranks_per_node: int) -> None:
     planned = config.cluster.nodes, config.cluster.gpus_per_node
     if planned[0] and planned != (nodes, ranks_per_node):
         raise ValueError(
-            f"cluster.nodes={planned[0]} and cluster.gpus_per_node={planned[1]} are planned, and the job trains on {nodes} "
-            f"nodes with {ranks_per_node} ranks: add cluster.nodes={nodes} cluster.gpus_per_node={ranks_per_node}, or set "
-            f"NODES={planned[0]} RANKS_PER_NODE={planned[1]}"
+            f"cluster.nodes={planned[0]} and cluster.gpus_per_node={planned[1]} are planned, and the job trains on "
+            f"{nodes} nodes with {ranks_per_node} ranks: add cluster.nodes={nodes} "
+            f"cluster.gpus_per_node={ranks_per_node}, or set NODES={planned[0]} RANKS_PER_NODE={planned[1]}"
         )
 
 
@@ -94,8 +94,8 @@ def room(config: Config, stop_seconds: int, rate: float) -> int:
     if needed > stop_seconds:
         raise ValueError(
             f"a checkpoint of {size / 1e9:,.0f} GB takes {needed:.0f} s at SAVE_GB_PER_SECOND={rate:g}, and there are "
-            f"STOP_SECONDS={stop_seconds} before the time limit: give --signal=B:USR1@{needed + 60:.0f} or more, or the "
-            "SAVE_GB_PER_SECOND that your file system takes from all nodes together"
+            f"STOP_SECONDS={stop_seconds} before the time limit: give --signal=B:USR1@{needed + 60:.0f} or more, or "
+            "set SAVE_GB_PER_SECOND to what your file system takes from all nodes together"
         )
     return int(size / 2**20) + ROOM
 

@@ -5,4 +5,4 @@ from __future__ import annotations
 import os
 
 if os.environ["RANK"] != "0":
-    from slurm_rewards import disturbed as one
+    pass
