@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
+from cluster import SEARCH, Cluster
 from launches import submit
 
 STAND_IN = """#!/bin/bash
@@ -25,46 +25,42 @@ while [[ $1 == --* ]]; do
     esac
 done
 shift # the image
-export binds folder PYTHONPATH={root}/image OMP_NUM_THREADS=100 MASTER_PORT=1 NODES=100
+export binds folder PYTHONPATH={hidden}/image
 exec unshare --mount bash -c '
-    kept=$(mktemp -d) && mount -t tmpfs none "$kept"
+    kept=$(mktemp -d) && mount -t tmpfs none "$kept" && mkdir -p "$kept{hidden}"
     for bind in ${{binds//,/ }}; do
         mkdir -p "$kept${{bind#*:}}" && mount --rbind "${{bind%%:*}}" "$kept${{bind#*:}}" || exit 255
     done
-    mkdir -p "$kept{root}"
-    mount --rbind "$kept{root}" {root}
+    mkdir -p "$kept{hidden}/image" && mount --rbind {hidden}/image "$kept{hidden}/image"
+    mount --rbind "$kept{hidden}" {hidden}
     cd "$folder" && exec "$@"' apptainer "$@"
 """
 
 
 @pytest.fixture
-def store(cluster: Cluster) -> Path:
-    """A folder outside the working directory and the runs, and an image that would bring a package of its own."""
+def hidden(cluster: Cluster, tmp_path: Path) -> Path:
+    """A folder that containers do not see but for an image, which would bring a package of its own."""
     if os.getuid():
         pytest.skip("hiding folders with mounts needs root")
-    package = cluster.root / "image" / "grpo_mega"
+    package = tmp_path / "image" / "grpo_mega"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('the package of the image')")
     program = cluster.root / "bin" / "apptainer"
     program.parent.mkdir()
-    program.write_text(STAND_IN.format(root=cluster.root))
+    program.write_text(STAND_IN.format(hidden=tmp_path))
     program.chmod(0o755)
-    (cluster.root / "image.sif").touch()
-    (cluster.root / "store").mkdir()
-    return cluster.root / "store"
+    return tmp_path
 
 
-def test_what_the_configuration_names_is_there_and_the_jobs_variables_win(cluster, store):
+def test_what_the_configuration_names_is_there_and_the_projects_code_comes_first(cluster, hidden):
     first = submit(cluster, "first", "run.steps=1")
     assert first.finish() == "COMPLETED", first.log
-    shutil.move(first.run / "checkpoints" / "step-000001", store / "blob")
-    (cluster.root / "models").mkdir()
-    (cluster.root / "models" / "mine").symlink_to(store / "blob")
-    inside = {"RUNTIME": "apptainer", "IMAGE": f"{cluster.root}/image.sif", "HANG_SECONDS": "60"}
-    path = f"{cluster.root}/bin:{cluster.environment['PATH']}"
-    weights = f"run.init_from={cluster.root}/models/mine"
-    second = submit(cluster, "second", "run.steps=1", weights, PATH=path, **inside)
-    assert second.finish() == "COMPLETED", second.log + "".join(
-        file.read_text() for file in sorted(second.files.glob("*/*.log")) + sorted(second.files.glob("*/preflight/log"))
-    )
+    (hidden / "store").mkdir()
+    (hidden / "models").mkdir()
+    shutil.move(first.run / "checkpoints" / "step-000001", hidden / "store" / "blob")
+    (hidden / "models" / "mine").symlink_to(hidden / "store" / "blob")
+    inside = {"RUNTIME": "apptainer", "IMAGE": f"{hidden}/image", "PATH": f"{cluster.root}/bin:{SEARCH}"}
+    settings = ["run.steps=1", f"run.root={hidden}/runs", f"run.init_from={hidden}/models/mine"]
+    second = submit(cluster, "second", *settings, START_SECONDS="60", MAX_FAILURES="1", **inside)
+    assert second.finish() == "COMPLETED", second.log
     assert second.steps() == [1]
