@@ -5,7 +5,7 @@
 
 A file of its own that imports nothing of the project: it must work, and be quick, where the software does not.
 `DIR` lies on the file system that the nodes share and holds the file `token`, written by who started the checks.
-Without GPUs the rates are not measured.
+Without GPUs the rates are not measured. Those of links between nodes (links.py) count once they are there.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ PATIENCE = 60.0
 """Seconds that the memory of a job that has just ended may take to come back."""
 SLOWEST = 0.85
 """Share of the job's median rate below which a GPU is too slow."""
+SLOWEST_LINK = 0.5
+"""The same for links between nodes, which other jobs may use as well."""
 CLOCK_SECONDS = 2.0
 """How far a node's clock may be off."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -209,6 +211,8 @@ def judge(folder: Path, nodes: list[str], now: float) -> dict[str, str]:
 def _left_by(folder: Path, node: str) -> dict[str, Any] | None:
     try:
         report: dict[str, Any] = json.loads((folder / f"{node}.json").read_text())
+        for file in sorted(folder.glob(f"{node}.link-*.json")):
+            report["rates"] |= json.loads(file.read_text())
     except (OSError, ValueError):
         return None
     return report
@@ -247,9 +251,9 @@ def _kind(name: str) -> str:
 
 def _slow(rates: dict[str, float], medians: dict[str, float]) -> list[str]:
     return [
-        f"{name}: {rate:.0f}, the job's median is {medians[_kind(name)]:.0f}"
+        f"{name}: {rate:.3g}, the job's median is {medians[_kind(name)]:.3g}"
         for name, rate in rates.items()
-        if rate < SLOWEST * medians[_kind(name)]
+        if rate < (SLOWEST_LINK if "link" in name else SLOWEST) * medians[_kind(name)]
     ]
 
 

@@ -38,13 +38,13 @@ choose_nodes() {
     declare -gA unfit=() silent=() down=()
     for node in $(down_nodes); do down[$node]=1; done
     for node in "${allocated[@]}"; do [[ -n ${down[$node]:-} ]] || candidates+=("$node"); done
-    while read -r node verdict; do
-        case $verdict in
-            ok) fit+=("$node") ;;
-            silent) silent[$node]=1 ;;
-            *) unfit[$node]=$verdict && phase "$node is left out, $verdict" ;;
-        esac
-    done < <(preflight "${candidates[@]}")
+    check_nodes "${candidates[@]}"
+    sort_nodes "${candidates[@]}"
+    # Two nodes cannot tell whose the slow link is, and without GPUs there is no fabric to speak of.
+    if ((CHECK_LINKS && ${#fit[@]} > 2)); then
+        check_links "${fit[@]}"
+        sort_nodes "${fit[@]}"
+    fi
     phase "checked: ${#fit[@]} of ${#allocated[@]} nodes are fit; no answer: ${!silent[*]}; down: ${!down[*]}"
     if [[ -n $asked ]]; then leave_for_later; fi
     if ((${#fit[@]} < NODES)); then too_few; fi
@@ -57,8 +57,21 @@ down_nodes() {
     sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,drain,fail --format=%N | sort -u
 }
 
-# Prints a verdict per node. A dead node may take the whole step with it: who said nothing is asked again, alone.
-preflight() {
+# Puts each node into `fit`, `silent` or `unfit`, by what the checks have left so far.
+sort_nodes() {
+    local node verdict
+    fit=()
+    while read -r node verdict; do
+        case $verdict in
+            ok) fit+=("$node") ;;
+            silent) silent[$node]=1 ;;
+            *) unfit[$node]=$verdict && phase "$node is left out, $verdict" ;;
+        esac
+    done < <("$HOST_PYTHON" -P "$CODE/grpo_mega/platform/preflight.py" judge --folder "$ATTEMPT/preflight" --nodes "$@")
+}
+
+# A dead node may take the whole step with it: who said nothing is asked again, alone.
+check_nodes() {
     local folder=$ATTEMPT/preflight node token=$RANDOM$RANDOM
     mkdir -p "$folder"
     echo "$token" >"$folder/token"
@@ -67,7 +80,22 @@ preflight() {
         [[ -s $folder/$node.json ]] || check_on "$node" &
     done
     wait
-    "$HOST_PYTHON" -P "$CODE/grpo_mega/platform/preflight.py" judge --folder "$folder" --nodes "$@"
+}
+
+# Pairs of nodes exchange data. Where that fails as a whole it names nobody, and the ranks will say more.
+check_links() {
+    local container=() NODE_NAMES="$*" processes=$((GPUS_PER_NODE > 0 ? GPUS_PER_NODE : 1))
+    meeting_point "$1" 5000
+    export NODE_NAMES
+    keep_environment
+    containers
+    # shellcheck disable=SC2016 # expanded on the node
+    timeout "$CHECK_SECONDS" srun --nodes=$# --ntasks=$# --ntasks-per-node=1 --nodelist="$(list "$@")" --cpu-bind=none \
+        --kill-on-bad-exit=1 "${container[@]}" bash "$LIB/inside.sh" bash -c '. "$LIB/node_rank.sh" && exec "$PYTHON" \
+        -P -m torch.distributed.run --nnodes="$1" --nproc-per-node="$2" --node-rank="$node_rank" \
+        --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" "$3" --folder "$4"' links $# "$processes" \
+        "$CODE/grpo_mega/platform/links.py" "$ATTEMPT/preflight" >>"$ATTEMPT/preflight/links.log" 2>&1 ||
+        phase "links between the nodes could not be measured, see $ATTEMPT/preflight/links.log"
 }
 
 check_on() {

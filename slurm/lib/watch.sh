@@ -6,9 +6,7 @@
 run_attempt() {
     local container=()
     export NODE_NAMES="${chosen[*]}"
-    MASTER_ADDR=$(scontrol show node -o "${chosen[0]}" | grep -oP ' NodeAddr=\K\S+')
-    MASTER_PORT=$((20000 + (SLURM_JOB_ID * 31 + restart * 7 + attempt) % 10000)) # a new one: old sockets linger
-    export MASTER_ADDR MASTER_PORT
+    meeting_point "${chosen[0]}" 0
     keep_environment
     containers
     hung=''
@@ -20,6 +18,13 @@ run_attempt() {
     srun_id=$!
     watch_attempt
     wait "$srun_id"
+}
+
+# Where ranks find each other: `$1` is the node. A new port every time, for old sockets linger; `$2` tells steps apart.
+meeting_point() {
+    MASTER_ADDR=$(scontrol show node -o "$1" | grep -oP ' NodeAddr=\K\S+')
+    MASTER_PORT=$((20000 + (SLURM_JOB_ID * 31 + restart * 7 + attempt + $2) % 10000))
+    export MASTER_ADDR MASTER_PORT
 }
 
 # What an image may set as well, for inside.sh to set again where it runs.

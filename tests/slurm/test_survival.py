@@ -229,7 +229,9 @@ def test_input_that_all_ranks_refuse_ends_the_job_and_that_of_one_rank_is_its_fa
 
 
 def test_a_spare_takes_the_place_of_a_node_that_dies_and_the_job_keeps_its_nodes(cluster, peace, caught):
-    launch = caught("hold", 0, SPARES="1")
+    launch = caught("hold", 0, SPARES="1", CHECK_LINKS="1", CHECK_SECONDS="60")
+    measured = (launch.files / "restart-0-attempt-1" / "preflight").glob("*.link-0.json")
+    assert sorted(file.name.partition(".")[0] for file in measured) == ["node1", "node2", "node3"], launch.log
     dead = launch.log.split("attempt 1 on ")[1].split()[1]
     cluster.kill_node(dead)
     assert_as_in(peace, launch)
