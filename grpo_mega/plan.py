@@ -39,6 +39,7 @@ def plan(config: Config) -> dict[str, Any]:
         "memory": found,
         "static": [sum(static(config, stage).values()) for stage in stages],
         "total": totals,
+        "checkpoint": _checkpoint(config, parameters + ahead),
         "host": min(gpus, cluster.gpus_per_node) * max(map(leaves, found)),
         "capacity": capacity,
         "limit": limit,
@@ -61,6 +62,13 @@ def _engine(config: Config, vocab_size: int, gpus: int, trainer: list[dict[str, 
         "peak": peak,
         "fits": peak <= MAY_BE_PLANNED * mib * 2**20 and found["longest"] > 0,
     }
+
+
+def _checkpoint(config: Config, parameters: int) -> int:
+    """Bytes of a checkpoint: weights, Adam's fp32 state and, with a KL term, the reference policy."""
+    weights = 2 if config.model.dtype == "bf16" else 4
+    state = 12 if weights == 2 else 8  # an fp32 copy of narrower weights, and two moments
+    return parameters * (weights + state + (weights if config.algorithm.kl_coef else 0))
 
 
 def _vocabulary(config: Config) -> int:

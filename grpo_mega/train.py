@@ -27,7 +27,7 @@ from grpo_mega.config.load import config_dir, explained, load
 from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import Config
 from grpo_mega.data import build_data
-from grpo_mega.observe.heartbeat import mark_failed
+from grpo_mega.observe.heartbeat import mark_failed, mark_refused
 from grpo_mega.platform.stop import SIGNALS, Stopped
 from grpo_mega.reward.compose import build_reward
 
@@ -39,8 +39,10 @@ STOPPED = 75
 """Exit code after SIGTERM or SIGUSR1, when what was done is saved (EX_TEMPFAIL: try again)."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
+SECONDS_FOR_OTHERS = 15
+"""How long rank 0 waits for the others to find the same bad input, where a launcher wants to know."""
 SECONDS_FOR_RANK_0 = 10
-"""How long other ranks wait for rank 0 to report bad input."""
+"""How long other ranks then wait for rank 0 to report it."""
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
@@ -94,6 +96,8 @@ def _refuse(message: str) -> None:
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    mark_refused(int(os.environ.get("WORLD_SIZE", "1")), SECONDS_FOR_OTHERS)
+    if rank != "0":
         time.sleep(SECONDS_FOR_RANK_0)
         print(f"rank {rank}: {message}", file=sys.stderr)
     _leave(message, BAD_INPUT)

@@ -13,7 +13,6 @@
 #SBATCH --signal=B:USR1@900
 #SBATCH --requeue
 #SBATCH --open-mode=append
-: "${NODES:=2}" "${RANKS_PER_NODE:=8}" "${GPUS_PER_NODE:=8}" "${STOP_SECONDS:=840}" "${HANG_SECONDS:=5400}"
 # shellcheck source=slurm/lib/launch.sh
 . "${GRPO_MEGA_CODE:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}/slurm/lib/launch.sh"
 launch experiment=qwen3_30b_a3b -- "$@"

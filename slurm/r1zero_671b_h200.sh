@@ -10,10 +10,9 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --time=7-00:00:00
-#SBATCH --signal=B:USR1@900
+#SBATCH --signal=B:USR1@2400
 #SBATCH --requeue
 #SBATCH --open-mode=append
-: "${NODES:=32}" "${RANKS_PER_NODE:=8}" "${GPUS_PER_NODE:=8}" "${STOP_SECONDS:=840}" "${HANG_SECONDS:=5400}"
 # shellcheck source=slurm/lib/launch.sh
 . "${GRPO_MEGA_CODE:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}/slurm/lib/launch.sh"
 launch experiment=r1zero_671b_h200 -- "$@"

@@ -12,7 +12,7 @@
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-: "${NODES:=2}" "${RANKS_PER_NODE:=2}" "${GPUS_PER_NODE:=0}"
+: "${RANKS_PER_NODE:=2}"
 # shellcheck source=slurm/lib/launch.sh
 . "${GRPO_MEGA_CODE:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}/slurm/lib/launch.sh"
 launch experiment=tiny layout=ep2 -- "$@"

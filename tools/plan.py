@@ -57,7 +57,12 @@ def show(found: dict[str, Any]) -> None:
     for name in found["memory"][0]:
         _row(f"  {name}", [_gb(lines[name]) for lines in found["memory"]])
     _row("in all", [_gb(size) for size in found["total"]])
-    print(f"\n{verdict(found)}\nmain memory of a machine while an engine has its GPUs: {_gb(found['host'])} GB")
+    size = found["checkpoint"]
+    print(
+        f"\na checkpoint: {_gb(size)} GB; to write it takes {size / 60e9:.0f} minutes at 1 GB/s, and "
+        f"{size / 600e9:.1f} GB/s to do so in 10 minutes"
+    )
+    print(f"{verdict(found)}\nmain memory of a machine while an engine has its GPUs: {_gb(found['host'])} GB")
     if found["engine"]:
         show_engine(found["engine"])
 

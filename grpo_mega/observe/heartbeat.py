@@ -2,13 +2,15 @@
 
 A launcher names each rank a file prefix in `GRPO_MEGA_SIGNS`. The rank keeps `PREFIX.beat` up to date, one line with
 the number of its signs of life and the phase it is in, and writes `PREFIX.failed` before it says why it ends: earlier
-than the ranks that fail because it is gone. All ranks go through the same phases, so the one with the fewest signs is
-the one the others wait for. Nothing is written when the variable is not set.
+than the ranks that fail because it is gone; or `PREFIX.refused` when it cannot use its input. All ranks go through the
+same phases, so the one with the fewest signs is the one the others wait for. Nothing is written when the variable is
+not set.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 PREFIX = "GRPO_MEGA_SIGNS"
@@ -35,3 +37,12 @@ def mark_failed() -> None:
     """Notes that this rank is about to end over an error."""
     if prefix := os.environ.get(PREFIX):
         Path(f"{prefix}.failed").touch()
+
+
+def mark_refused(ranks: int, seconds: float) -> None:
+    """Notes that this rank cannot use its input, and waits up to `seconds` until all `ranks` have noted that."""
+    if prefix := os.environ.get(PREFIX):
+        file, deadline = Path(f"{prefix}.refused"), time.monotonic() + seconds
+        file.touch()
+        while len(list(file.parent.glob("*.refused"))) < ranks and time.monotonic() < deadline:
+            time.sleep(0.1)

@@ -5,7 +5,7 @@
 
 A file of its own that imports nothing of the project: it must work, and be quick, where the software does not.
 `DIR` lies on the file system that the nodes share and holds the file `token`, written by who started the checks.
-Without GPUs the rates are not measured.
+Without GPUs the rates are not measured. Those of links between nodes (links.py) count once they are there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,16 @@ SHARED_MEMORY = 64 << 20
 """Bytes free in /dev/shm; processes of a node exchange data through it."""
 SHARED_MEMORY_PER_GPU = GIB // 4
 """More of them for NCCL."""
+ROOM = GIB
+"""Bytes free in the folder for temporary files."""
 FOREIGN_MEMORY = 2 * GIB
 """Device memory in use before the job starts that is somebody else's."""
+PATIENCE = 60.0
+"""Seconds that the memory of a job that has just ended may take to come back."""
 SLOWEST = 0.85
 """Share of the job's median rate below which a GPU is too slow."""
+SLOWEST_LINK = 0.5
+"""The same for links between nodes, which other jobs may use as well."""
 CLOCK_SECONDS = 2.0
 """How far a node's clock may be off."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -39,12 +46,16 @@ SLOWED_DOWN = 0x8 | 0x40 | 0x80
 """NVML's reasons for a low clock: hardware slowdown, thermal slowdown, power brake."""
 
 
-def check(folder: Path, gpus: int, free: int, token: str, node: str) -> dict[str, Any]:
+def check(
+    folder: Path, gpus: int, free: int, token: str, node: str, interface: str = "", reads: Sequence[Path] = ()
+) -> dict[str, Any]:
     """What this node is like: `problems`, `software`, `rates` (unit in the name) and its `clock` at the end.
 
-    It needs `gpus` GPUs, `free` bytes on its disks, and `token` in the folder.
+    It needs `gpus` GPUs, `free` bytes on the disk of the folder, `token` in it, the network `interface` unless that is
+    empty, and what `reads` names.
     """
-    problems = [*_shared_file_system(folder, token), *_space(folder, gpus, free)]
+    problems = [*_shared_file_system(folder, token), *_space(folder, gpus, free), *_interface(interface)]
+    problems += [f"{place} cannot be read: is its file system mounted?" for place in reads if not _readable(place)]
     software, rates = _software(), {}
     if gpus:
         found, driver = _gpus(gpus)
@@ -64,7 +75,7 @@ def _shared_file_system(folder: Path, token: str) -> list[str]:
 
 def _space(folder: Path, gpus: int, free: int) -> list[str]:
     temporary = Path(os.environ.get("TMPDIR", "/tmp"))
-    needs = {folder: free, temporary: free, Path("/dev/shm"): SHARED_MEMORY + gpus * SHARED_MEMORY_PER_GPU}
+    needs = {temporary: ROOM, folder: free, Path("/dev/shm"): SHARED_MEMORY + gpus * SHARED_MEMORY_PER_GPU}
     problems = []
     for place, need in needs.items():
         try:
@@ -75,6 +86,15 @@ def _space(folder: Path, gpus: int, free: int) -> list[str]:
         if found < need:
             problems.append(f"{place} has {found >> 20} MiB free and needs {need >> 20}: make room")
     return problems
+
+
+def _interface(name: str) -> list[str]:
+    found = sorted(entry.name for entry in Path("/sys/class/net").iterdir())
+    return [] if not name or name in found else [f"INTERFACE={name} is none of: {', '.join(found)}"]
+
+
+def _readable(place: Path) -> bool:
+    return os.access(place, os.R_OK | (os.X_OK if place.is_dir() else 0))
 
 
 def _software() -> dict[str, str]:
@@ -99,6 +119,7 @@ def _gpus(expected: int) -> tuple[list[str], dict[str, str]]:
         return [f"no NVIDIA driver answers ({error}): this job needs {expected} GPUs per node"], {}
     handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
     problems = [] if len(handles) >= expected else [f"{len(handles)} GPUs instead of {expected}"]
+    settled(lambda: max((int(nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles), default=0))
     for number, handle in enumerate(handles):
         problems += [f"GPU {number}: {problem}" for problem in _gpu(nvml, handle)]
     kinds = sorted({str(nvml.nvmlDeviceGetName(handle)) for handle in handles})
@@ -125,6 +146,13 @@ def _gpu(nvml: Any, handle: Any) -> list[str]:
     if reasons & SLOWED_DOWN:
         problems.append(f"the clock is held down by heat or power (reasons {reasons:#x})")
     return problems
+
+
+def settled(used: Callable[[], int], patience: float = PATIENCE) -> None:
+    """Returns as soon as the bytes in `used` are nobody else's, or after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while used() > FOREIGN_MEMORY and time.monotonic() < deadline:
+        time.sleep(0.5)
 
 
 def _rates(gpus: int) -> dict[str, float]:
@@ -183,6 +211,8 @@ def judge(folder: Path, nodes: list[str], now: float) -> dict[str, str]:
 def _left_by(folder: Path, node: str) -> dict[str, Any] | None:
     try:
         report: dict[str, Any] = json.loads((folder / f"{node}.json").read_text())
+        for file in sorted(folder.glob(f"{node}.link-*.json")):
+            report["rates"] |= json.loads(file.read_text())
     except (OSError, ValueError):
         return None
     return report
@@ -221,9 +251,9 @@ def _kind(name: str) -> str:
 
 def _slow(rates: dict[str, float], medians: dict[str, float]) -> list[str]:
     return [
-        f"{name}: {rate:.0f}, the job's median is {medians[_kind(name)]:.0f}"
+        f"{name}: {rate:.3g}, the job's median is {medians[_kind(name)]:.3g}"
         for name, rate in rates.items()
-        if rate < SLOWEST * medians[_kind(name)]
+        if rate < (SLOWEST_LINK if "link" in name else SLOWEST) * medians[_kind(name)]
     ]
 
 
@@ -235,6 +265,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--free-mb", type=int, default=1024)
     parser.add_argument("--token", default="")
+    parser.add_argument("--interface", default="")
+    parser.add_argument("--reads", type=Path, nargs="*", default=[])
     parser.add_argument("--nodes", nargs="*", default=[])
     options = parser.parse_args()
     if options.what == "judge":
@@ -242,7 +274,10 @@ def main() -> None:
             print(node, verdict)
         return
     node = os.environ.get("SLURMD_NODENAME", platform.node())
-    report = json.dumps(check(options.folder, options.gpus, options.free_mb << 20, options.token, node))
+    found = check(
+        options.folder, options.gpus, options.free_mb << 20, options.token, node, options.interface, options.reads
+    )
+    report = json.dumps(found)
     try:
         temporary = options.folder / f".{node}.tmp"
         temporary.write_text(report)

@@ -1,12 +1,15 @@
-"""Asks a configuration where its run lies and whether it can start on so many ranks: check.py --ranks N -- SETTING...
+"""Asks a configuration where its run lies, and whether it can start here: check.py --nodes N ... -- SETTING...
 
-Prints the run directory, or an error with the way out, in about a second: nothing is started or written.
+Prints `run DIRECTORY` and `reads PATH` for everything that it reads, or an error with the way out, in about a second:
+nothing is started or written. With --stop-seconds, where torch and Megatron are, it also plans the checkpoint, refuses
+one that cannot be written in that time, and prints the `room` that it needs in MiB; this takes some seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -22,36 +25,99 @@ except ImportError as error:
 
 from grpo_mega.config.load import compose_config, explained, identity
 from grpo_mega.config.rules import check_layout
+from grpo_mega.config.schema import Config
 from grpo_mega.observe.run_dir import check_run_dir
 
+MARGIN = 60
+"""Seconds of the time to stop that are not for writing."""
+ROOM = 1024
+"""MiB beside a checkpoint."""
 
-def run_directory(settings: list[str], ranks: int) -> Path:
-    """Where the run of these settings lies.
+
+def run_directory(config: Config, nodes: int, ranks_per_node: int) -> Path:
+    """Where the run lies.
 
     Raises:
-        ValueError: It cannot run on so many ranks, or the directory belongs to something else.
+        ValueError: It cannot run on these machines, or the directory belongs to something else.
         FileNotFoundError: Its data or its first weights are not there.
     """
-    config = compose_config(settings)
-    check_layout(config, ranks)
-    inputs = {"data.train_path": config.data.train_path, "data.test_path": config.data.test_path}
-    inputs |= {} if config.base.train else {"run.init_from": config.run.init_from}
-    for name, place in inputs.items():
-        if place and not Path(place).exists():
+    check_layout(config, nodes * ranks_per_node)
+    _check_machines(config, nodes, ranks_per_node)
+    for name, place in inputs(config).items():
+        if not Path(place).exists():
             raise FileNotFoundError(f"{name}={place} does not exist")
     path = Path(config.run.root).resolve() / config.run.name
     check_run_dir(path, identity=identity(config))
     return path
 
 
+def _check_machines(config: Config, nodes: int, ranks_per_node: int) -> None:
+    planned = config.cluster.nodes, config.cluster.gpus_per_node
+    if planned[0] and planned != (nodes, ranks_per_node):
+        raise ValueError(
+            f"cluster.nodes={planned[0]} and cluster.gpus_per_node={planned[1]} are planned, and the job trains on "
+            f"{nodes} nodes with {ranks_per_node} ranks: add cluster.nodes={nodes} "
+            f"cluster.gpus_per_node={ranks_per_node}, or set NODES={planned[0]} RANKS_PER_NODE={planned[1]}"
+        )
+
+
+def inputs(config: Config) -> dict[str, str]:
+    """{field: path} of what the run reads and must be there."""
+    named = {"data.train_path": config.data.train_path, "data.test_path": config.data.test_path}
+    named |= {} if config.base.train else {"run.init_from": config.run.init_from}
+    named |= {"data.tokenizer": config.data.tokenizer} if Path(config.data.tokenizer).exists() else {}
+    return {name: place for name, place in named.items() if place}
+
+
+def places(path: Path) -> set[Path]:
+    """What must be reachable to read a file or folder: itself and, through links, where it and its files really lie."""
+    files = path.iterdir() if path.is_dir() else ()
+    return {path.absolute(), path.resolve(), *(file.resolve().parent for file in files if file.is_symlink())}
+
+
+def room(config: Config, stop_seconds: int, rate: float) -> int:
+    """MiB on the run's disk that a checkpoint takes.
+
+    Raises:
+        ImportError: There is no torch or Megatron to plan with.
+        ValueError: It cannot be written in `stop_seconds` at `rate` GB/s.
+    """
+    from grpo_mega import platform
+
+    warnings.filterwarnings("ignore", module="megatron")
+    platform.start_planning()
+    from grpo_mega.plan import plan
+
+    size = plan(config)["checkpoint"]
+    times = 2 if config.run.async_save else 1  # one may be on its way
+    needed = MARGIN + times * size / 1e9 / rate
+    if needed > stop_seconds:
+        raise ValueError(
+            f"a checkpoint of {size / 1e9:,.0f} GB takes {needed:.0f} s at SAVE_GB_PER_SECOND={rate:g}, and there are "
+            f"STOP_SECONDS={stop_seconds} before the time limit: give --signal=B:USR1@{needed + 60:.0f} or more, or "
+            "set SAVE_GB_PER_SECOND to what your file system takes from all nodes together"
+        )
+    return int(size / 2**20) + ROOM
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--ranks-per-node", type=int, required=True)
+    parser.add_argument("--stop-seconds", type=int)
+    parser.add_argument("--save-gb-per-second", type=float)
     parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
     try:
-        print(run_directory(options.settings, options.ranks))
+        config = compose_config(options.settings)
+        print("run", run_directory(config, options.nodes, options.ranks_per_node))
+        for place in sorted({place for named in inputs(config).values() for place in places(Path(named))}):
+            print("reads", place)
+        if options.stop_seconds is not None:
+            print("room", room(config, options.stop_seconds, options.save_gb_per_second))
+    except ImportError as error:
+        print(f"warning: {sys.executable} has no {error.name}, so the checkpoint is not planned", file=sys.stderr)
     except HydraException as error:
         sys.exit(f"error: {explained(error)}")
     except (ValueError, FileNotFoundError, OmegaConfBaseException) as error:

@@ -1,13 +1,15 @@
 # shellcheck shell=bash
-# shellcheck disable=SC2034 # used by the files that come after this one
+# shellcheck disable=SC2034,SC2154 # used by the files that come after this one; launch.sh sets `user`
 # What submitting and running share: settings, refusals, questions to the configuration, the copy of the code.
 
 BAD_INPUT=2 # exit code: the input cannot run, nothing was started
 UNFIT=3     # exit code: too few nodes pass the checks
 STOPPED=75  # exit code of a rank that saved because it was asked to stop
 
-SETTINGS=(NODES RANKS_PER_NODE GPUS_PER_NODE SPARES CLUSTER RUNTIME IMAGE MOUNTS PYTHON HOST_PYTHON START_SECONDS HANG_SECONDS
-    STOP_SECONDS CHECK_SECONDS NOTICE_SECONDS POLL_SECONDS MIN_FREE_MB MAX_FAILURES MAX_RESUBMISSIONS)
+SETTINGS=(NODES RANKS_PER_NODE GPUS_PER_NODE SPARES CLUSTER RUNTIME IMAGE MOUNTS PYTHON HOST_PYTHON INTERFACE
+    START_SECONDS HANG_SECONDS STOP_SECONDS SAVE_GB_PER_SECOND CHECK_SECONDS CHECK_LINKS NOTICE_SECONDS LOCK_SECONDS
+    POLL_SECONDS MIN_FREE_MB MAX_FAILURES MAX_EXCLUSIONS)
+INTERFACES=(NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME)
 
 refuse() {
     printf 'error: ' >&2
@@ -18,20 +20,30 @@ refuse() {
 # The cluster's profile, then defaults for what neither it nor the user has set.
 load_profile() {
     : "${CLUSTER:=default}"
-    local profile=$CODE/slurm/clusters/$CLUSTER.env
+    local window profile=$CODE/slurm/clusters/$CLUSTER.env
     [[ -f $profile ]] || refuse "CLUSTER=$CLUSTER has no profile $profile; there are: $(profiles)"
     set -a
     # shellcheck source=slurm/clusters/default.env
     . "$profile"
     set +a
-    : "${SPARES:=0}" "${RUNTIME:=bare}" "${IMAGE:=}" "${MOUNTS:=}"
+    : "${SPARES:=0}" "${RUNTIME:=bare}" "${IMAGE:=}" "${MOUNTS:=}" "${INTERFACE:=}"
+    if [[ -n $INTERFACE ]]; then export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=$INTERFACE; fi
+    : "${NODES:=$(asked_for nodes)}" "${GPUS_PER_NODE:=$(asked_for 'gpus-per-node(?:=.*:)?')}"
+    : "${GPUS_PER_NODE:=0}"
+    : "${RANKS_PER_NODE:=$((GPUS_PER_NODE > 0 ? GPUS_PER_NODE : 1))}"
     if [[ $RUNTIME == bare ]]; then : "${PYTHON:=$(host_python)}" "${HOST_PYTHON:=$PYTHON}"; fi
     : "${PYTHON:=python3}" "${HOST_PYTHON:=$(host_python)}"
-    : "${START_SECONDS:=1800}" "${HANG_SECONDS:=3600}" "${STOP_SECONDS:=240}" "${CHECK_SECONDS:=180}"
-    : "${NOTICE_SECONDS:=400}" "${POLL_SECONDS:=5}" "${MIN_FREE_MB:=1024}"
-    : "${MAX_FAILURES:=3}" "${MAX_RESUBMISSIONS:=3}"
+    window=$(asked_for 'signal=.*@')
+    : "${START_SECONDS:=1800}" "${HANG_SECONDS:=5400}" "${STOP_SECONDS:=$((${window:-300} - 60))}"
+    : "${SAVE_GB_PER_SECOND:=5}" "${CHECK_SECONDS:=180}" "${NOTICE_SECONDS:=400}" "${LOCK_SECONDS:=600}"
+    : "${CHECK_LINKS:=$((GPUS_PER_NODE > 0))}" "${POLL_SECONDS:=5}" "${MIN_FREE_MB:=}" "${MAX_FAILURES:=3}" "${MAX_EXCLUSIONS:=3}"
     export "${SETTINGS[@]}"
     check_runtime
+}
+
+# What the user's words ask of Slurm, or else the script's own lines: the number behind --$1, a pattern.
+asked_for() {
+    { printf '%s\n' "${user[@]}" && grep -oP '^#SBATCH \K.*' "$0"; } | grep -oP "^--$1=?\K[0-9]+$" | head -n 1
 }
 
 profiles() {
@@ -56,9 +68,23 @@ check_runtime() {
     esac
 }
 
-# Sets RUN, the run directory, after checking settings, layout and the directory's experiment.
+# Sets RUN, the run directory, `reads`, what the run reads, and MIN_FREE_MB, after all checks that need no node.
 ask_configuration() {
-    RUN=$("$HOST_PYTHON" -P "$LIB/check.py" --ranks $((NODES * RANKS_PER_NODE)) -- "$@") || exit "$BAD_INPUT"
+    local said what value options=(--nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE")
+    # The plan takes seconds; a job has it from its submission.
+    if ((GPUS_PER_NODE)) && [[ -z ${GRPO_MEGA_CODE:-} ]]; then
+        options+=(--stop-seconds "$STOP_SECONDS" --save-gb-per-second "$SAVE_GB_PER_SECOND")
+    fi
+    said=$("$HOST_PYTHON" -P "$LIB/check.py" "${options[@]}" -- "$@") || exit "$BAD_INPUT"
+    reads=()
+    while read -r what value; do
+        case $what in
+            run) RUN=$value ;;
+            reads) reads+=("$value") ;;
+            room) : "${MIN_FREE_MB:=$value}" ;;
+        esac
+    done <<<"$said"
+    : "${MIN_FREE_MB:=1024}"
 }
 
 # Copies the code into the run directory, under the digest of its content, and prints where. Large files stay out: they

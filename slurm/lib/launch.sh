@@ -11,6 +11,12 @@ LIB=$CODE/slurm/lib
 . "$LIB/submit.sh"
 # shellcheck source=slurm/lib/job.sh
 . "$LIB/job.sh"
+# shellcheck source=slurm/lib/start.sh
+. "$LIB/start.sh"
+# shellcheck source=slurm/lib/watch.sh
+. "$LIB/watch.sh"
+# shellcheck source=slurm/lib/end.sh
+. "$LIB/end.sh"
 
 launch() {
     own=()

@@ -4,8 +4,8 @@
 # torchrun kills its ranks 30 seconds after a SIGTERM and dies of SIGUSR1. Here it ignores both. Some versions of Slurm
 # signal all processes of a task, others its first only: the ranks hear of it either way.
 set -u
-read -ra names <<<"$NODE_NAMES"
-for node_rank in "${!names[@]}"; do [[ ${names[node_rank]} == "$SLURMD_NODENAME" ]] && break; done
+# shellcheck source=slurm/lib/node_rank.sh
+. "$LIB/node_rank.sh"
 if ((node_rank == 0)); then echo "$SLURM_JOB_ID.$SLURM_STEP_ID" >"$ATTEMPT/step"; fi
 
 files=()

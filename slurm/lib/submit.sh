@@ -6,6 +6,7 @@
 submit() {
     local word options=() settings=()
     for word in "$@"; do
+        [[ ! $word =~ ^(-N|--nodes) ]] || refuse "$word says nothing of spares: give NODES=N, and SPARES=N, before the script"
         if [[ $word == -* ]]; then options+=("$word"); else settings+=("$word"); fi
     done
     command -v sbatch >/dev/null || refuse "there is no Slurm here (no sbatch): log in to a machine of the cluster, or" \

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.observe.heartbeat import PREFIX, Heartbeat, mark_failed
+from grpo_mega.observe.heartbeat import PREFIX, Heartbeat, mark_failed, mark_refused
 from grpo_mega.observe.timer import PhaseTimer
 
 
@@ -48,9 +48,17 @@ def test_a_failure_leaves_a_file(prefix):
     assert Path(f"{prefix}.failed").exists()
 
 
+def test_who_refuses_waits_for_the_others_and_not_for_ever(prefix):
+    mark_refused(ranks=2, seconds=0)
+    assert Path(f"{prefix}.refused").exists()
+    prefix.with_name("rank-0001.refused").touch()
+    mark_refused(ranks=2, seconds=600)
+
+
 def test_without_a_launcher_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.delenv(PREFIX, raising=False)
     monkeypatch.chdir(tmp_path)
     Heartbeat()("generate")
     mark_failed()
+    mark_refused(ranks=2, seconds=600)
     assert list(tmp_path.iterdir()) == []

@@ -65,6 +65,26 @@ def test_a_disk_without_room_is_named(folder):
     assert "make room" in verdicts(folder)["a"]
 
 
+def test_what_the_run_reads_must_be_readable_here(folder):
+    check(folder, "a", "--free-mb", "1", "--reads", str(SCRIPT), str(folder), "/absent/data")
+    assert verdicts(folder)["a"] == "unfit: /absent/data cannot be read: is its file system mounted?"
+
+
+def test_an_interface_that_is_not_there_is_named_with_those_that_are(folder):
+    check(folder, "a", "--free-mb", "1", "--interface", "lo")
+    assert verdicts(folder)["a"] == "ok"
+    check(folder, "a", "--free-mb", "1", "--interface", "absent0")
+    assert verdicts(folder)["a"].startswith("unfit: INTERFACE=absent0 is none of: ")
+    assert "lo" in verdicts(folder)["a"]
+
+
+def test_memory_that_comes_back_late_is_waited_for_and_not_for_ever():
+    left = [3, 1, 0]
+    preflight.settled(lambda: left.pop(0) * preflight.FOREIGN_MEMORY, patience=60)
+    assert left == [0]
+    preflight.settled(lambda: 2 * preflight.FOREIGN_MEMORY, patience=0)
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_node(folder):
     made = check(folder / "absent", "a")
     assert made.returncode == 1

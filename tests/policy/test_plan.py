@@ -101,6 +101,13 @@ def test_main_memory_takes_weights_optimizer_and_reference(name: str, gpus: int,
     assert plans[name]["host"] == gpus * max(per_gpu)
 
 
+@pytest.mark.parametrize(("name", "bytes_each"), [("r1zero_671b", 16), ("qwen3_30b_a3b", 14), ("tiny", 12)])
+def test_a_checkpoint_has_weights_optimizer_and_reference(name: str, bytes_each: int, plans: dict[str, Any]) -> None:
+    """bf16 with and without a reference policy, and fp32: Adam has two moments, and a copy of narrower weights."""
+    parameters = plans[name]["parameters"] + plans[name]["prediction_parameters"]
+    assert plans[name]["checkpoint"] == bytes_each * parameters
+
+
 def test_activations_of_r1_zero_with_16384_tokens_on_a_gpu(plans: dict[str, Any]) -> None:
     memory, tokens = plans["r1zero_16k"]["memory"], 16_384
     layers = (16, 16, 16, 14)

@@ -102,7 +102,7 @@ class Cluster:
             (self.root / folder).mkdir(parents=True)
         first, *ports = _free_ports(1 + len(self.nodes))
         config = CONFIG.format(port=first, user=getpass.getuser(), root=self.root, kill_wait=kill_wait)
-        resources = f"CPUs={cpus} RealMemory=64000" + (f" Gres=gpu:{gpus}" if gpus else "")
+        resources = f"CPUs={cpus} RealMemory=64000 Feature=tests" + (f" Gres=gpu:{gpus}" if gpus else "")
         for node, port in zip(self.nodes, ports, strict=True):
             config += f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} {resources}\n"
         names = f"NodeName={','.join(self.nodes)} Name=gpu File={self._devices(gpus)}\n"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, missing
 from launches import REPOSITORY, submitted
+
+from grpo_mega.config.load import compose_config
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +30,42 @@ def large() -> Iterator[Cluster]:
         shutil.rmtree(root, ignore_errors=True)
 
 
+def start(large: Cluster, data: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    for name in ("train.jsonl", "test.jsonl"):
+        (data / name).write_text('{"prompt": "1+1=?", "answer": 2}\n')
+    paths = [f"data.train_path={data}/train.jsonl", f"data.test_path={data}/test.jsonl", f"run.init_from={data}"]
+    command = [REPOSITORY / "slurm" / f"{script}.sh", f"run.root={large.root}/runs", *paths]
+    return large.run(*command, **{"PYTHON": sys.executable} | environment)
+
+
 @pytest.mark.skipif(not (REPOSITORY / "configs/experiment/r1zero_671b.yaml").exists(), reason="no such experiment yet")
 @pytest.mark.parametrize(("script", "nodes"), [("r1zero_671b", 64), ("r1zero_671b_h200", 32)])
 def test_it_is_checked_queued_and_ends_with_the_code_for_unfit_nodes(large, tmp_path, script, nodes):
-    for name in ("train.jsonl", "test.jsonl"):
-        (tmp_path / name).write_text('{"prompt": "1+1=?", "answer": 2}\n')
-    data = [f"data.train_path={tmp_path}/train.jsonl", f"data.test_path={tmp_path}/test.jsonl"]
-    settings = [f"run.root={large.root}/runs", f"run.init_from={tmp_path}", *data]
-    launch = submitted(large, large.run(REPOSITORY / "slurm" / f"{script}.sh", *settings, PYTHON=sys.executable))
+    launch = submitted(large, start(large, tmp_path, script))
     assert launch.finish() == "FAILED"
     assert large.job(launch.number)["ExitCode"] == "3:0"
     assert large.job(launch.number)["NumNodes"] == str(nodes)
     assert launch.status["state"] == "unfit"
     report = (launch.files / "report.txt").read_text()
     assert report.count(" unfit: ") == nodes
+    checkpoint = 16 * (671_026_419_200 + 11_610_068_224)
+    assert report.count(f" MiB free and needs {(checkpoint >> 20) + 1024}: make room") == nodes
     assert "GPUs per node" in report or "nvidia-ml-py is not installed" in report
     assert large.jobs() == []
+
+
+def test_a_checkpoint_that_cannot_be_written_before_the_time_limit_is_refused(large, tmp_path):
+    made = start(large, tmp_path, "r1zero_671b", SAVE_GB_PER_SECOND="4")
+    assert made.returncode == 2
+    assert made.stderr.startswith("error: a checkpoint of 10,922 GB takes 2791 s at SAVE_GB_PER_SECOND=4")
+    assert "give --signal=B:USR1@2851 or more" in made.stderr
+    assert large.jobs() == []
+
+
+def test_scripts_ask_for_the_machines_that_their_experiments_plan_for():
+    scripts = [path for path in (REPOSITORY / "slurm").glob("*.sh") if "#SBATCH --gpus-per-node" in path.read_text()]
+    assert len(scripts) == 5
+    for path in scripts:
+        asked = dict(re.findall(r"#SBATCH --(nodes|gpus-per-node)=(\d+)", path.read_text()))
+        planned = compose_config([f"experiment={path.stem}"]).cluster
+        assert (asked["nodes"], asked["gpus-per-node"]) == (str(planned.nodes), str(planned.gpus_per_node)), path

@@ -39,6 +39,8 @@ def assert_refused(cluster: Cluster, made: subprocess.CompletedProcess[str], *wo
         ([], {"RUNTIME": "pyxis", "IMAGE": "nvcr.io#nvidia/pytorch:25.06"}, ["--container-image", "pyxis plugin"]),
         ([], {"RUNTIME": "docker"}, ["docker is none of: bare, apptainer, pyxis"]),
         ([], {"CLUSTER": "mars"}, ["CLUSTER=mars has no profile", "default"]),
+        (["--nodes=3"], {}, ["--nodes=3 says nothing of spares", "NODES=N"]),
+        (["cluster.nodes=3"], {}, ["cluster.nodes=3", "trains on 2 nodes", "cluster.nodes=2", "NODES=3"]),
     ],
 )
 def test_what_cannot_run_is_not_queued(cluster, arguments, environment, words):
@@ -67,7 +69,7 @@ def test_the_directory_of_another_experiment_is_not_touched(cluster):
 def test_without_slurm_it_says_how_to_run_all_the_same(tmp_path):
     found = {
         name: f"/usr/bin/{name}"
-        for name in ("bash", "dirname", "basename", "paste")
+        for name in ("bash", "dirname", "basename", "paste", "grep", "head")
         if os.path.exists(f"/usr/bin/{name}")
     }
     for name, program in found.items():

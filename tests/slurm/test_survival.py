@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,20 +174,64 @@ def test_a_spare_takes_the_place_of_a_node_that_fails_the_checks(cluster, peace,
     assert "attempt 1 on node2 node3" in launch.log
 
 
-def test_without_a_spare_a_new_job_leaves_the_node_out(cluster, peace, unfit):
-    launch = submit(cluster, "resubmitted")
-    assert launch.finish() == "COMPLETED"
-    assert launch.status["state"] == "resubmitted"
+OPTIONS = ["--cpus-per-task=3", "--mem=321", "--constraint=tests", "--nice=7", "--mail-user=me@here", "--no-requeue"]
+ASKED = ["CPUs/Task", "MinMemoryNode", "Features", "Nice", "TimeLimit", "WorkDir", "Command", "Comment", "Partition"]
+
+
+def test_without_a_spare_the_job_leaves_the_node_out_and_keeps_what_was_asked_of_slurm(cluster, peace, unfit):
+    launch = submit(cluster, "excluded", *OPTIONS)
+    asked = cluster.job(launch.number)
+    assert (asked["CPUs/Task"], asked["MinMemoryNode"], asked["Features"]) == ("3", "321M", "tests")
+    assert_as_in(peace, launch)
+    job = cluster.job(launch.number)
+    assert {name: job[name] for name in ASKED} == {name: asked[name] for name in ASKED}
+    assert (job["ExcNodeList"], job["Restarts"]) == ("node1", "1")
     assert "node1 unfit: /dev/shm has 1 MiB free" in (launch.files / "report.txt").read_text()
-    (number,) = cluster.jobs()
-    follower = Launch(cluster, number, launch.run)
-    assert_as_in(peace, follower)
-    assert cluster.job(number)["ExcNodeList"] == "node1"
-    assert "attempt 1 on node2 node3" in follower.log
+    assert "attempt 1 on node2 node3" in launch.log
+
+
+def test_nodes_that_cannot_be_replaced_end_the_job_with_the_code_for_them(cluster, unfit):
+    launch = submit(cluster, "irreplaceable", "cluster.nodes=4", "cluster.gpus_per_node=1", NODES="4")
+    assert launch.finish() == "FAILED"
+    assert cluster.job(launch.number)["ExitCode"] == "3:0"
+    assert launch.status["state"] == "unfit"
+    assert "there are 3 nodes besides node1, and the job needs 4" in launch.log
+
+
+def test_a_run_directory_in_use_is_waited_for_and_its_user_named(cluster, peace):
+    path = cluster.root / "runs" / "locked"
+    path.mkdir(parents=True)
+    with (path / "run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("pid 7 on nodeX\n")
+        lock.flush()
+        launch = submit(cluster, "locked", LOCK_SECONDS="1")
+        assert launch.finish() == "FAILED"
+        assert cluster.job(launch.number)["ExitCode"] == "2:0"
+        assert f"{path} is in use by pid 7 on nodeX: wait for it" in launch.log
+        launch = submit(cluster, "locked")
+        wait_until(lambda: "is in use by pid 7 on nodeX: waiting for up to" in launch.log, launch.log)
+    assert_as_in(peace, launch)
+
+
+def test_input_that_all_ranks_refuse_ends_the_job_and_that_of_one_rank_is_its_failure(cluster, peace):
+    launch = submit(cluster, "refused", "reward.terms=[{name:accuracy},{name:own,function:slurm_rewards:absent}]")
+    assert launch.finish() == "FAILED"
+    assert cluster.job(launch.number)["ExitCode"] == "2:0"
+    assert launch.status["state"] == "refused"
+    assert "absent" in launch.log
+    alone = ["reward.terms=[{name:accuracy},{name:own,function:slurm_refusal:one}]"]
+    launch = submit(cluster, "alone", *alone, MAX_FAILURES="1")
+    assert launch.finish() == "FAILED"
+    assert cluster.job(launch.number)["ExitCode"] == "1:0"
+    assert "first to fail: rank 0 on node1, exit code 2" in launch.log
+    assert "own" in (launch.files / "report.txt").read_text()
 
 
 def test_a_spare_takes_the_place_of_a_node_that_dies_and_the_job_keeps_its_nodes(cluster, peace, caught):
-    launch = caught("hold", 0, SPARES="1")
+    launch = caught("hold", 0, SPARES="1", CHECK_LINKS="1", CHECK_SECONDS="60")
+    measured = (launch.files / "restart-0-attempt-1" / "preflight").glob("*.link-0.json")
+    assert sorted(file.name.partition(".")[0] for file in measured) == ["node1", "node2", "node3"], launch.log
     dead = launch.log.split("attempt 1 on ")[1].split()[1]
     cluster.kill_node(dead)
     assert_as_in(peace, launch)

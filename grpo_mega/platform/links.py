@@ -1,0 +1,89 @@
+"""How fast the links between the nodes of a job are, measured in pairs, so that the node with a slow one can be named.
+
+    torchrun --nnodes N --nproc-per-node GPUS links.py --folder DIR     on every node: writes DIR/NODE.link-GPU.json
+
+GPUs of the same number talk to each other, for they share a rail of the fabric. Each exchanges data with some others,
+one after the other, and its rate is the best of these: a slow partner does not count against it. Imports nothing of the
+project, as preflight.py, which judges the rates. Without GPUs it measures gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROUNDS = 3
+"""Partners that a GPU is measured with."""
+SIZE = {"nccl": 256 << 20, "gloo": 4 << 20}
+"""Bytes of a message."""
+TIMES = 5
+"""Messages that count, after one that does not."""
+
+
+def partner(node: int, nodes: int, turn: int) -> int | None:
+    """Whom `node` meets in this turn of a tournament of everybody against everybody; None when it has to wait.
+
+    The circle method: those whose numbers add up to `turn` meet, modulo an odd number; the last of an even number meets
+    whoever would meet itself.
+    """
+    circle = nodes - 1 + nodes % 2
+    if nodes % 2 == 0 and node == nodes - 1:
+        return turn * (circle + 1) // 2 % circle
+    other = (turn - node) % circle
+    if other != node:
+        return other
+    return nodes - 1 if nodes % 2 == 0 else None
+
+
+def measure(node: int, nodes: int, gpu: int, gpus: int) -> float:
+    """GB/s in each direction with the best partner. All ranks must call it; rank = node * gpus + gpu."""
+    backend = dist.get_backend()
+    device = torch.device("cuda", gpu) if backend == "nccl" else torch.device("cpu")
+    message = torch.ones(SIZE[backend], dtype=torch.uint8, device=device)
+    rates = [0.0]
+    for turn in range(min(ROUNDS, nodes - 1 + nodes % 2)):
+        other = partner(node, nodes, turn)
+        if other is not None:
+            rates.append(_exchange(message, other * gpus + gpu))
+    return max(rates)
+
+
+def _exchange(message: torch.Tensor, other: int) -> float:
+    answer, began = torch.empty_like(message), 0.0
+    for number in range(1 + TIMES):
+        for work in dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, message, other), dist.P2POp(dist.irecv, answer, other)
+        ]):  # fmt: skip
+            work.wait()
+        if message.is_cuda:
+            torch.cuda.synchronize(message.device)
+        if number == 0:
+            began = time.perf_counter()
+    return TIMES * message.numel() / (time.perf_counter() - began) / 1e9
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    folder = parser.parse_args().folder
+    rank, gpu, gpus = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(gpu)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=60))
+    rate = measure(rank // gpus, dist.get_world_size() // gpus, gpu, gpus)
+    node = os.environ.get("SLURMD_NODENAME", platform.node())
+    (folder / f"{node}.link-{gpu}.json").write_text(json.dumps({f"GPU {gpu} link GB/s": rate}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2154,SC2153,SC2034 # names that the other files set or use
+# When the ranks are gone: how it went, why, and what comes next.
+
+note_attempt() {
+    outcome=$(outcome)
+    history+=("$restart $attempt $outcome $(newest_checkpoint)") # also in memory: the disk may be full
+    echo "${history[-1]}" >>"$JOB/attempts"
+    phase "attempt $attempt $outcome"
+    status "$outcome"
+}
+
+# How the attempt ended, from what the ranks left.
+outcome() {
+    local ranks=$((NODES * RANKS_PER_NODE))
+    if (($(cat "$ATTEMPT"/rank-*.code 2>/dev/null | grep -cx 0) == ranks)); then
+        echo completed
+    elif [[ $(first_code) == "$STOPPED" ]]; then
+        echo stopped
+    elif (($(compgen -G "$ATTEMPT/rank-*.refused" | wc -l) == ranks)); then
+        echo refused
+    elif [[ -n $hung ]]; then
+        echo hung
+    else
+        echo failed
+    fi
+}
+
+# The exit code of the rank that was the first to leave, or to say that it will. Those after it may leave because it did.
+first_code() {
+    local file
+    file=$(find "$ATTEMPT" -name 'rank-*' \( -name '*.failed' -o -name '*.refused' -o -name '*.code' \) -printf '%T@ %p\n' |
+        sort -n | head -n 1 | cut -d' ' -f2)
+    [[ -z $file ]] || cat "${file%.*}.code" 2>/dev/null
+}
+
+decide() {
+    case $outcome in
+        completed) exit 0 ;;
+        refused) last_lines "$(first_to_fail)" >&2 && exit "$BAD_INPUT" ;;
+        stopped) leave_for_later ;;
+    esac
+    report
+    [[ -z $asked ]] || leave_for_later
+    if (($(failures_here) >= MAX_FAILURES)); then
+        status gave-up
+        echo "error: $(failures_here) failures at the same checkpoint; $JOB/report.txt says how" >&2
+        exit 1
+    fi
+}
+
+# Failures in a row, over all starts of the job, since the newest checkpoint was written.
+failures_here() {
+    local here count=0 how where
+    here=$(newest_checkpoint)
+    while read -r _ _ how where; do
+        if [[ $how =~ ^(failed|hung)$ && $where == "$here" ]]; then count=$((count + 1)); else count=0; fi
+    done < <(printf '%s\n' "${history[@]}")
+    echo "$count"
+}
+
+# Which rank failed before the others, as the prefix of its files; nothing when none did.
+#
+# What the kernel killed is a cause: it is named first, for the others may say that it is gone before its shell has seen
+# it. Aborts are left to their place in time: NCCL aborts ranks that have waited in vain.
+first_to_fail() {
+    local moment file code class
+    find "$ATTEMPT" \( -name 'rank-*.failed' -o -name 'rank-*.code' \) -printf '%T@ %p\n' | while read -r moment file; do
+        code=$(cat "${file%.*}.code" 2>/dev/null)
+        case $code in
+            0 | 75) continue ;;
+            132 | 135 | 136 | 137 | 139) class=0 ;;
+            *) class=1 ;;
+        esac
+        echo "$class $moment ${file%.*}"
+    done | sort -k 1,1n -k 2,2n | head -n 1 | cut -d' ' -f3
+}
+
+# The ranks that entered the fewest phases: the others wait for them.
+behind() {
+    local fewest
+    fewest=$(cat "$ATTEMPT"/rank-*.beat 2>/dev/null | sort -n | head -n 1)
+    grep -l "^${fewest%% *} " "$ATTEMPT"/rank-*.beat 2>/dev/null | xargs -r -n 1 basename -s .beat | paste -sd' '
+}
+
+# Ranks by the innermost line of their stacks, the rare ones first: who hangs is seldom where those are that wait for it.
+places() {
+    local file
+    for file in "$ATTEMPT"/rank-*.log; do
+        echo "$(basename "$file" .log)$(grep -A 1 '^Current thread' "$file" | tail -n 1)"
+    done | awk '{ rank = $1; $1 = ""; ranks[$0] = ranks[$0] " " rank; count[$0]++ }
+        END { for (place in ranks) print count[place], "at" (place == "" ? " an unknown place" : place) ":" ranks[place] }' |
+        sort -n | cut -c 1-500 | sed 's/^/    /'
+}
+
+last_lines() {
+    [[ -z $1 ]] || tail -n 25 "$1.log"
+}
+
+# Ranks that left no exit code: their node died, or torchrun had to kill them.
+without_a_word() {
+    local rank
+    for ((rank = 0; rank < NODES * RANKS_PER_NODE; rank++)); do
+        [[ -e $ATTEMPT/rank-$(printf %04d "$rank").code ]] || echo "rank $rank on ${chosen[rank / RANKS_PER_NODE]}"
+    done | paste -sd, | cut -c 1-500
+}
+
+report() {
+    local first rank gone
+    first=$(first_to_fail)
+    gone=$(without_a_word)
+    {
+        echo "attempt $attempt, restart $restart, on ${chosen[*]}: $outcome${hung:+: $hung}"
+        if [[ $outcome == hung ]]; then
+            echo "behind the others: $(behind)"
+            echo "where each rank is (whole stacks in $ATTEMPT/rank-*.log):"
+            places
+        elif [[ -n $first ]]; then
+            rank=$((10#${first##*-}))
+            echo "first to fail: rank $rank on ${chosen[rank / RANKS_PER_NODE]}, exit code $(cat "$first.code" 2>/dev/null || echo none)," \
+                "last sign of life: $(cat "$first.beat" 2>/dev/null || echo none)"
+            echo "its last lines ($first.log):"
+            last_lines "$first" | sed 's/^/    /'
+        else
+            echo "no rank said why; see $ATTEMPT/node-*.log"
+        fi
+        [[ -z $gone ]] || echo "gone without a word: $gone"
+    } | tee -a "$JOB/report.txt"
+}
+
+# Back into the queue, unless Slurm has taken the job away or puts it back itself.
+leave_for_later() {
+    if [[ $(field JobState) != RUNNING ]]; then
+        status "taken-away"
+        exit 0
+    fi
+    status requeued
+    phase "back into the queue"
+    back_into_queue
+    exit 0
+}
+
+# The same job, with all that was asked of Slurm, starts again when there are nodes; without those that `$@` names.
+exclude() {
+    local all rest needed=${#allocated[@]} before
+    before=$(field ExcNodeList)
+    mapfile -t all < <({ [[ -z $before ]] || scontrol show hostnames "$before"; printf '%s\n' "$@"; } | sort -u)
+    rest=$(comm -13 <(printf '%s\n' "${all[@]}") \
+        <(sinfo --noheader --Node --partition="$(field Partition)" --format=%N | sort -u) | wc -l)
+    list "$@" >>"$JOB/excluded"
+    if ((rest < needed)); then too_bad "there are $rest nodes besides ${all[*]}, and the job needs $needed"; fi
+    if (($(wc -l <"$JOB/excluded") > MAX_EXCLUSIONS)); then
+        too_bad "unfit nodes were left out MAX_EXCLUSIONS=$MAX_EXCLUSIONS times in a row"
+    fi
+    status requeued
+    phase "back into the queue without ${all[*]}"
+    back_into_queue
+    # Only now does Slurm take the list; it lets a requeued job wait for longer than this takes (its cred_expire).
+    scontrol update jobid="$SLURM_JOB_ID" ExcNodeList="$(list "${all[@]}")"
+    exit 0
+}
+
+too_bad() {
+    status unfit
+    echo "error: $1; see $JOB/report.txt" >&2
+    exit "$UNFIT"
+}
+
+# Requeueing ends this script, a while after it was told. A job that may not be requeued can ask for it.
+back_into_queue() {
+    trap '' TERM USR1
+    scontrol update jobid="$SLURM_JOB_ID" requeue=1
+    if ! scontrol requeue "$SLURM_JOB_ID"; then
+        status stopped
+        echo "error: Slurm does not put this job back into the queue; what was done is saved: submit it again" >&2
+        exit 1
+    fi
+}
+
+# What Slurm says of this job; empty for (null).
+field() {
+    local found
+    found=$(scontrol show job -o "$SLURM_JOB_ID" | grep -oP "(^| )$1=\K\S+" | head -n 1)
+    [[ $found == "(null)" ]] || echo "$found"
+}

@@ -1,0 +1,157 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2154,SC2153,SC2034 # names that the other files set or use
+# Before the ranks start: what the job is, and which nodes are fit for them.
+
+# Everything that stays the same from here to the end of the job.
+enter_job() {
+    restart=${SLURM_RESTART_COUNT:-0} attempt=0
+    export LIB CODE PYTHONPATH=$CODE:$CODE/kernels${PYTHONPATH:+:$PYTHONPATH}
+    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit it
+    ask_configuration "$@"
+    JOB=$RUN/slurm/job-$SLURM_JOB_ID
+    mkdir -p "$JOB"
+    ln -sfn "job-$SLURM_JOB_ID" "$RUN/slurm/latest"
+    keep_code
+    mapfile -t history < <(cat "$JOB/attempts" 2>/dev/null)
+    mapfile -t allocated < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    phase "started on ${allocated[*]}, restart $restart"
+    ((${#allocated[@]} == NODES + SPARES)) || refuse "the job has ${#allocated[@]} nodes, NODES=$NODES and" \
+        "SPARES=$SPARES ask for $((NODES + SPARES)): submit with --nodes=$((NODES + SPARES)), or set NODES and SPARES"
+}
+
+# A script that was given to sbatch as it is copies its code now, and uses the copy when it is started again.
+keep_code() {
+    if [[ -z ${GRPO_MEGA_CODE:-} ]]; then
+        echo "warning: this job was given to sbatch as it is. Its launcher comes from $CODE as it is now, whenever the job" \
+            "starts; run the script instead of giving it to sbatch, and all is kept as it was at submission."
+        [[ -s $JOB/code ]] || snapshot >"$JOB/code" || exit "$BAD_INPUT"
+        GRPO_MEGA_CODE=$(<"$JOB/code")
+        scontrol update jobid="$SLURM_JOB_ID" comment="$RUN" # where status.sh looks for the run
+    fi
+    CODE=$GRPO_MEGA_CODE LIB=$GRPO_MEGA_CODE/slurm/lib
+    PYTHONPATH=$CODE:$CODE/kernels:$PYTHONPATH
+}
+
+# Sets `chosen`, the nodes of this attempt: the first of the allocation that pass the checks. Leaves when they are too few.
+choose_nodes() {
+    local candidates=() fit=() node verdict
+    declare -gA unfit=() silent=() down=()
+    for node in $(down_nodes); do down[$node]=1; done
+    for node in "${allocated[@]}"; do [[ -n ${down[$node]:-} ]] || candidates+=("$node"); done
+    check_nodes "${candidates[@]}"
+    sort_nodes "${candidates[@]}"
+    # Two nodes cannot tell whose the slow link is, and without GPUs there is no fabric to speak of.
+    if ((CHECK_LINKS && ${#fit[@]} > 2)); then
+        check_links "${fit[@]}"
+        sort_nodes "${fit[@]}"
+    fi
+    phase "checked: ${#fit[@]} of ${#allocated[@]} nodes are fit; no answer: ${!silent[*]}; down: ${!down[*]}"
+    if [[ -n $asked ]]; then leave_for_later; fi
+    if ((${#fit[@]} < NODES)); then too_few; fi
+    rm -f "$JOB/excluded"
+    chosen=("${fit[@]:0:NODES}")
+}
+
+# Nodes of the allocation that Slurm has given up.
+down_nodes() {
+    sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,drain,fail --format=%N | sort -u
+}
+
+# Puts each node into `fit`, `silent` or `unfit`, by what the checks have left so far.
+sort_nodes() {
+    local node verdict
+    fit=()
+    while read -r node verdict; do
+        case $verdict in
+            ok) fit+=("$node") ;;
+            silent) silent[$node]=1 ;;
+            *) unfit[$node]=$verdict && phase "$node is left out, $verdict" ;;
+        esac
+    done < <("$HOST_PYTHON" -P "$CODE/grpo_mega/platform/preflight.py" judge --folder "$ATTEMPT/preflight" --nodes "$@")
+}
+
+# A dead node may take the whole step with it: who said nothing is asked again, alone.
+check_nodes() {
+    local folder=$ATTEMPT/preflight node token=$RANDOM$RANDOM
+    mkdir -p "$folder"
+    echo "$token" >"$folder/token"
+    check_on "$@"
+    for node in "$@"; do
+        [[ -s $folder/$node.json ]] || check_on "$node" &
+    done
+    wait
+}
+
+# Pairs of nodes exchange data. Where that fails as a whole it names nobody, and the ranks will say more.
+check_links() {
+    local container=() NODE_NAMES="$*" processes=$((GPUS_PER_NODE > 0 ? GPUS_PER_NODE : 1))
+    meeting_point "$1" 5000
+    export NODE_NAMES
+    keep_environment
+    containers
+    # shellcheck disable=SC2016 # expanded on the node
+    timeout "$CHECK_SECONDS" srun --nodes=$# --ntasks=$# --ntasks-per-node=1 --nodelist="$(list "$@")" --cpu-bind=none \
+        --kill-on-bad-exit=1 "${container[@]}" bash "$LIB/inside.sh" bash -c '. "$LIB/node_rank.sh" && exec "$PYTHON" \
+        -P -m torch.distributed.run --nnodes="$1" --nproc-per-node="$2" --node-rank="$node_rank" \
+        --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" "$3" --folder "$4"' links $# "$processes" \
+        "$CODE/grpo_mega/platform/links.py" "$ATTEMPT/preflight" >>"$ATTEMPT/preflight/links.log" 2>&1 ||
+        phase "links between the nodes could not be measured, see $ATTEMPT/preflight/links.log"
+}
+
+check_on() {
+    local container=()
+    keep_environment
+    containers
+    timeout "$CHECK_SECONDS" srun --nodes=$# --ntasks=$# --ntasks-per-node=1 --nodelist="$(list "$@")" --wait=5 \
+        "${container[@]}" bash "$LIB/inside.sh" "$PYTHON" -P "$CODE/grpo_mega/platform/preflight.py" check --folder "$folder" \
+        --gpus "$GPUS_PER_NODE" --free-mb "$MIN_FREE_MB" --interface "$INTERFACE" --token "$token" \
+        --reads "${reads[@]}" >>"$folder/log" 2>&1
+}
+
+# Too few nodes: those that Slurm has given up are replaced when the job is queued again, others must be excluded.
+too_few() {
+    local node all=("${allocated[@]}")
+    await_slurms_verdict
+    if ((${#unfit[@]} + ${#silent[@]} == 0)); then leave_for_later; fi
+    {
+        echo "too few nodes are fit for NODES=$NODES:"
+        for node in "${!unfit[@]}"; do echo "    $node ${unfit[$node]}"; done
+        for node in "${!silent[@]}"; do echo "    $node does not answer"; done
+    } | tee -a "$JOB/report.txt" >&2
+    if ((${#unfit[@]} + ${#silent[@]} == ${#all[@]})); then
+        status unfit
+        echo "error: no node of this job is fit, so others are not tried; see $JOB/report.txt" >&2
+        exit "$UNFIT"
+    fi
+    exclude "${!unfit[@]}" "${!silent[@]}"
+}
+
+# A node that does not answer is dead or cut off. Slurm finds out after its SlurmdTimeout, and then takes the job away,
+# or with --no-kill only the node.
+await_slurms_verdict() {
+    local deadline=$((SECONDS + NOTICE_SECONDS)) node
+    while ((${#silent[@]})) && ((SECONDS < deadline)); do
+        sleep 1
+        if [[ -n $asked ]]; then leave_for_later; fi
+        for node in $(down_nodes); do unset "silent[$node]"; done
+    done
+}
+
+# The lock of a rank on a node that died outlives it for minutes, until the servers of the file system have noticed.
+await_lock() {
+    local deadline=$((SECONDS + LOCK_SECONDS)) holder=''
+    until flock --nonblock --conflict-exit-code 75 "$RUN/run.lock" true; do
+        (($? == 75)) || return # a file system without locks: the ranks will say so
+        if [[ -z $holder ]]; then
+            holder=$(<"$RUN/run.lock")
+            phase "$RUN is in use by ${holder:=a process that just started}: waiting for up to $LOCK_SECONDS s"
+        fi
+        if [[ -n $asked ]]; then leave_for_later; fi
+        if ((SECONDS >= deadline)); then
+            status refused
+            refuse "$RUN is in use by $holder: wait for it, stop it, or choose another run.name. If that machine is gone," \
+                "the file system still keeps its lock: ask for it to be released, or wait longer (LOCK_SECONDS)"
+        fi
+        sleep 1
+    done
+}
