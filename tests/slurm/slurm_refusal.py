@@ -1,8 +1,10 @@
-"""A reward that cannot be imported on rank 0."""
+"""A reward that rank 0 alone cannot import."""
 
 from __future__ import annotations
 
 import os
 
+import slurm_rewards
+
 if os.environ["RANK"] != "0":
-    pass
+    one = slurm_rewards.disturbed

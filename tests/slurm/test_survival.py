@@ -223,7 +223,7 @@ def test_input_that_all_ranks_refuse_ends_the_job_and_that_of_one_rank_is_its_fa
     alone = ["reward.terms=[{name:accuracy},{name:own,function:slurm_refusal:one}]"]
     launch = submit(cluster, "alone", *alone, MAX_FAILURES="1")
     assert launch.finish() == "FAILED"
-    assert cluster.job(launch.number)["ExitCode"] == "1:0"
+    assert cluster.job(launch.number)["ExitCode"] == "1:0", launch.log
     assert "first to fail: rank 0 on node1, exit code 2" in launch.log
     assert "own" in (launch.files / "report.txt").read_text()
 
