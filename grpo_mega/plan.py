@@ -49,9 +49,9 @@ def plan(config: Config) -> dict[str, Any]:
 
 
 def _engine(config: Config, vocab_size: int, gpus: int, trainer: list[dict[str, float]]) -> dict[str, Any] | None:
-    """The turn of an engine that shares the GPUs; None when nothing is known of them."""
+    """The turn of an engine that shares the GPUs; None when nothing is known of them, or it has others."""
     mib, algorithm = config.cluster.gpu_memory_mib, config.algorithm
-    if mib is None:
+    if mib is None or config.rollout.sglang.first_gpu is not None:
         return None
     found = plan_engine(config, vocab_size, max(lines["weights"] for lines in trainer), mib * 2**20)
     peak = sum(found["hand-over"].values())

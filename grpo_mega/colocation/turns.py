@@ -131,6 +131,7 @@ class Turns:
         logger.warning("%s\nit was started anew and goes on with what is unfinished", lost)
         self.lease.forfeit(Owner.ENGINE, "it was lost")
         self.ledger.forget("engine")
+        self._weights.start_anew()
 
     def metrics(self) -> dict[str, float]:
         """What was moved since the last call, and what a check of it found, for the log."""

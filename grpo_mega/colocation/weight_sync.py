@@ -50,7 +50,6 @@ class WeightSync:
         self._text = text[: min(LONGEST, policy.context)]
         self._byte_budget, self._verify_every = byte_budget, verify_every
         self._syncs = 0
-        self._verified: int | None = None
         self.traffic = Traffic()
 
     def send(self, version: int, between: Callable[[], None] = lambda: None) -> None:
@@ -66,6 +65,10 @@ class WeightSync:
             between()
         self._engine.end_update(version)
         self._syncs += 1
+
+    def start_anew(self) -> None:
+        """An engine is a new one: the next sync is the first again."""
+        self._syncs = 0
 
     def expected(self) -> list[float] | None:
         """The trainer's log-probs of the text, for `verify`; None when it is not yet time again."""

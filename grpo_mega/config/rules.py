@@ -19,6 +19,9 @@ from grpo_mega.config.schema import Config, LayoutConfig, SGLangConfig
 
 # (field, what it must be divisible by, field that must be set for the rule to count)
 # The expert that every token visits is split like a dense layer, by tp; only routed experts are split by etp.
+FP8_BLOCK = 128
+"""As in checkpoint/huggingface/fp8.py, which takes torch to import."""
+
 _DIVISIBLE = (
     ("model.heads", "model.kv_heads", None),
     ("model.heads", "layout.tp", None),
@@ -357,6 +360,17 @@ def _rollout(config: Config) -> Iterator[str]:
             yield f"rollout.sglang.arguments.{name} follows from the model and rollout.sglang.tp; drop it"
     if sglang.fp8 and config.model.dtype != "bf16":
         yield f"rollout.sglang.fp8=true rounds weights that are trained in {config.model.dtype}; set model.dtype=bf16"
+    yield from _fp8_blocks(config)
+    for name in ("enable_dp_attention", "moe_a2a_backend"):
+        if (
+            sglang.arguments.get(name) not in (None, False, "none")
+            and "mem_fraction_static" not in sglang.arguments
+            and sglang.first_gpu is None
+        ):
+            yield (
+                f"rollout.sglang.arguments.{name} makes an engine take more of a GPU that it shares than is planned "
+                "for; give rollout.sglang.arguments.mem_fraction_static, too"
+            )
     if sglang.first_gpu is not None and sglang.transport == "shared":
         yield (
             f"rollout.sglang.first_gpu={sglang.first_gpu} puts the engines on other GPUs than the trainer's, and "
@@ -368,6 +382,27 @@ def _rollout(config: Config) -> Iterator[str]:
                 f"rollout.sglang.timeouts.{name}={limit:g} is not above rollout.sglang.answer_seconds="
                 f"{sglang.answer_seconds:g}: the run would end before an engine that hangs is started anew; raise the "
                 "first or lower the second"
+            )
+
+
+def _fp8_blocks(config: Config) -> Iterator[str]:
+    """SGLang computes in fp8 with whole blocks only, also of the parts that its GPUs have of a matrix."""
+    sglang, model = config.rollout.sglang, config.model
+    if not sglang.fp8 or model.dtype != "bf16":
+        return
+    sizes = {}
+    if not model.moe.experts or model.moe.first_dense:
+        sizes["model.ffn_hidden"] = (model.ffn_hidden, sglang.arguments.get("moe_dense_tp_size") or sglang.tp)
+    if model.moe.experts:
+        sizes["model.moe.ffn_hidden"] = (model.moe.ffn_hidden, sglang.tp // sglang.arguments.get("ep_size", 1))
+    if model.moe.shared_ffn_hidden and sglang.arguments.get("moe_a2a_backend", "none") == "none":
+        sizes["model.moe.shared_ffn_hidden"] = (model.moe.shared_ffn_hidden, sglang.tp)
+    for name, (size, gpus) in sizes.items():
+        if size % (FP8_BLOCK * gpus):
+            yield (
+                f"rollout.sglang.fp8=true needs blocks of {FP8_BLOCK} columns, and {name}={size} on {gpus} GPUs has "
+                "none; lower rollout.sglang.tp, raise rollout.sglang.arguments.ep_size (experts) or set "
+                "rollout.sglang.arguments.moe_dense_tp_size=1 (dense layers), or drop fp8"
             )
 
 

@@ -280,19 +280,23 @@ class SGLangConfig:
     transport: str = "shared"
     """How weights reach the engines: shared (memory of the GPU that both are on; with the server argument ep_size, only
     the experts that a rank keeps), broadcast (NCCL, to engines on other GPUs; gloo on a CPU), or disk (a model
-    directory in the run directory, written and read for every update; where nothing else works)."""
+    directory in the run directory, written and read for every update, within timeouts.engine_loading; where nothing
+    else works)."""
     first_gpu: int | None = None
     """The engines are on GPUs of their own on the trainer's nodes, from this number on, one for each process there, and
     trainer and engines stay where they are; null: they are on the trainer's GPUs, and both take turns."""
     verify_every: int = 20
     """The engines' log-probs of a sequence are compared with the trainer's after the first push and every so many."""
     routing_replay: bool = False
-    """Training sends each token to the experts that the engine sent it to (R3, Ma et al., 2025, arXiv:2510.11370)."""
+    """Training sends each token to the experts that the engine sent it to (R3, Ma et al., 2025, arXiv:2510.11370).
+    Every rank keeps 2 bytes for each token of a step, layer with experts and expert chosen: 928 a token of DeepSeek-V3.
+    """
     fp8: bool = False
     """The engines compute with weights in 8 bits, E4M3 in blocks of 128 x 128, as DeepSeek-V3 is released: half of the
     memory, and samples from a policy that differs by that rounding (algorithm.correction). Needs model.dtype=bf16."""
     restarts: int = 3
-    """How often lost engines are started anew before the run gives up."""
+    """How often lost engines are started anew before the run gives up. On a GPU that both are on, an engine that dies
+    in a push leaves the memory of that bucket lost."""
     start_seconds: float = 900.0
     """Until an engine must be up."""
     answer_seconds: float = 300.0

@@ -52,7 +52,7 @@ def routed(said: np.ndarray | None, tokens: int, model: ModelConfig) -> torch.Te
     """[tokens, MoE layers, top k] int16, the experts that so many tokens went to, of all layers that SGLang lists.
 
     Raises:
-        EngineError: It does not list them all, or not experts of this model.
+        EngineError: It does not list them all, or not different experts of this model.
     """
     moe = model.moe
     shape = (tokens, model.layers, moe.top_k)
@@ -63,6 +63,11 @@ def routed(said: np.ndarray | None, tokens: int, model: ModelConfig) -> torch.Te
     if chosen.min() < 0 or chosen.max() >= moe.experts:
         raise EngineError(
             f"SGLang sent tokens to experts {chosen.min()} to {chosen.max()}, and the model has {moe.experts}"
+        )
+    if moe.top_k > 1 and not np.diff(np.sort(chosen, axis=-1), axis=-1).all():
+        raise EngineError(
+            "SGLang names an expert twice for one token, as when its kernels choose experts without recording them; "
+            "choose another rollout.sglang.arguments.moe_runner_backend, or rollout.sglang.routing_replay=false"
         )
     return torch.from_numpy(chosen.astype(np.int16))
 

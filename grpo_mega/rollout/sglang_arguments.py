@@ -33,7 +33,10 @@ ENVIRONMENT = {
     "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # processes of other nodes than the first have to answer us
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # else CUDA graphs keep their memory when they are released
 }
-IN_TURNS = {"enable_memory_saver": True}
+IN_TURNS = {
+    "enable_memory_saver": True,
+    "disable_prefill_cuda_graph": True,  # SGLang's kind of graphs for prompts is refused beside the memory saver
+}
 ON_CPU = {
     "device": "cpu",
     "attention_backend": "torch_native",

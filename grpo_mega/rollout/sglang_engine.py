@@ -12,9 +12,11 @@ sample comes again only with the server argument enable_deterministic_inference,
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +48,8 @@ from grpo_mega.rollout.sglang_memory import mem_fraction_static
 from grpo_mega.rollout.sglang_process import EngineLost, EngineProcess
 from grpo_mega.rollout.sglang_transport import Broadcast, Bucket, Disk, Shared, Transport
 from grpo_mega.types import Prompt, Sample
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -209,7 +213,8 @@ class SGLangEngine:
             return Broadcast(self._ask, self._platform, self._config.tp, self._config.answer_seconds)
         if self._config.transport == "disk":
             first = self._owner and self._number == 0
-            return Disk(self._ask, self._path / "engine-weights", model_config(config, vocab_size), writes=first)
+            ask = partial(self._ask_within, self._config.timeouts.engine_loading)  # one request reads the whole model
+            return Disk(ask, self._path / "engine-weights", model_config(config, vocab_size), writes=first)
         return Shared(self._ask)
 
     def _push(self, bucket: Bucket, gathered: list[tuple[EngineError | None, Any]]) -> None:
@@ -224,34 +229,41 @@ class SGLangEngine:
 
     def _start_engines(self, mine: bool) -> None:
         """Starts engines, without weights; every rank must call it. `mine`: that of this rank's group is among them."""
-        agreed = self._meeting_point() | self._memory_share()
-        hosted = self._on(self._host, lambda: self._start(agreed) if mine else self._leave())
+        if mine:
+            self.close()  # of an engine that was lost on another node
+        found = self._on(True, self._circumstances)  # also, what the first rank has written is there for all now
+        of_group = [found[rank] for rank in self._groups[self._number]]
+        hosted = self._on(self._host, lambda: self._start(of_group) if mine else self._leave())
         self._pids = hosted[self._hosting] or self._pids
         self._contract.start_anew(self._at_rest)
 
-    def _meeting_point(self) -> dict[str, Any]:
-        """Where the nodes of this group's engine meet; also, what the first rank has written is there for all."""
-        addresses: list = [free_address(own_address()) if self._owner else None]
-        dist.broadcast_object_list(addresses, self._groups[self._number][0], group=self._group)
-        return {"dist_init_addr": addresses[0]} if self._nodes > 1 else {}
+    def _circumstances(self) -> dict[str, Any]:
+        """Where the nodes of an engine can meet, if it is this rank's, and what is free of a GPU that it shares."""
+        found: dict[str, Any] = {}
+        if self._owner and self._nodes > 1:
+            found["address"] = free_address(own_address())
+        if take_turns(self._config, self._platform) and "mem_fraction_static" not in self._config.arguments:
+            torch.cuda.empty_cache()
+            found["memory"] = torch.cuda.mem_get_info(self._platform.device)
+        return found
 
-    def _memory_share(self) -> dict[str, Any]:
-        """How much of GPUs that it shares the engine may take, the same on all of them, unless the user says."""
-        if not take_turns(self._config, self._platform) or "mem_fraction_static" in self._config.arguments:
-            return {}
-        torch.cuda.empty_cache()
-        least = torch.tensor(torch.cuda.mem_get_info(self._platform.device))
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
-        return {"mem_fraction_static": mem_fraction_static(self._run, *least.tolist())}
+    def _agreed(self, of_group: list[Any]) -> dict[str, Any]:
+        """Server arguments that all parts of an engine must have alike; its fullest GPU decides for all."""
+        arguments: dict[str, Any] = {}
+        if "address" in of_group[0]:
+            arguments["dist_init_addr"] = of_group[0]["address"]
+        if "memory" in of_group[0]:
+            free, capacity = map(min, zip(*(found["memory"] for found in of_group), strict=True))
+            arguments["mem_fraction_static"] = mem_fraction_static(self._run, free, capacity)
+        return arguments
 
-    def _start(self, agreed: dict[str, Any]) -> list[int]:
+    def _start(self, of_group: list[Any]) -> list[int]:
         """Starts the part of the engine that this rank hosts; its processes."""
-        self.close()  # of an engine that was lost on another node
         first, *_, last = [*self._groups[self._number], self._groups[self._number][-1]]
         name = f"engine-{self._number}" + (f"-node-{self._node}" if self._node else "")
         self._process = EngineProcess(
             f"the SGLang engine of rank{f's {first} to {last}' if last > first else f' {first}'}",
-            self._arguments | agreed,
+            self._arguments | self._agreed(of_group),
             self._path / "logs" / f"{name}.log",
             environment(self._platform),
             self._config.start_seconds,
@@ -269,21 +281,27 @@ class SGLangEngine:
             self._ask("release", tags=held)
 
     def _ask(self, method: str, **arguments: Any) -> Any:
+        return self._ask_within(self._config.answer_seconds, method, **arguments)
+
+    def _ask_within(self, seconds: float, method: str, **arguments: Any) -> Any:
         assert self._process, "the engine is closed"
-        return self._process.ask(method, self._config.answer_seconds, **arguments)
+        return self._process.ask(method, seconds, **arguments)
 
     def _on_owners(self, work: Callable[[], Result]) -> list[Result | None]:
         """What `work` came to on every rank that owns an engine, None elsewhere; fails on all ranks when one fails."""
         return self._on(self._owner, work)
 
     def _on(self, here: bool, work: Callable[[], Result]) -> list[Result | None]:
-        """The same for ranks that say that they are meant."""
+        """The same for ranks that say that they are meant. Whatever fails, no rank is left waiting for another."""
         result, failure = None, None
         if here:
             try:
                 result = work()
             except EngineError as error:
                 failure = error
+            except Exception as error:
+                logger.exception("the engine's rank failed")
+                failure = EngineError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
         return self._gathered(result, failure)
 
     def _gathered(self, mine: Result, failure: EngineError | None) -> list[Result]:
@@ -345,7 +363,8 @@ class SGLangEngine:
         """
         check(token_ids, logprobs)
         text, chosen = self._decode(without_stop(token_ids, reason)), None
-        if self._config.routing_replay and token_ids:
+        unknown = reason == "abort" and experts is None  # it had been given up, and waited to be computed anew
+        if self._config.routing_replay and token_ids and not unknown:
             chosen = routed(experts, len(prompt.token_ids) + len(token_ids) - 1, self._run.model)
         return Completion(tuple(token_ids), tuple(logprobs), reason, text, chosen)
 

@@ -42,6 +42,7 @@ class Generation:
     Attributes:
         busy: Whether there is something to wait for.
         failure: What went wrong, when something did.
+        refused: Whether the engine answered, and not with what can be used: nothing that is still to come will help.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Generation:
         self._process, self._share, self._completion = process, share, completion
         self._places = share.unfinished
         self._limit, self._abort_seconds = silence_seconds, abort_seconds
-        self._aborted = False
+        self._aborted = self.refused = False
         self.busy = bool(process and self._places)
         self.failure: EngineError | None = None
         self._heard = time.monotonic()
@@ -95,7 +96,11 @@ class Generation:
         elif message[0] == "sample":
             _, number, *said = message
             place = self._places[number]
-            self._share.finished[place] = self._completion(place, *said)
+            try:
+                self._share.finished[place] = self._completion(place, *said)
+            except EngineError as error:  # the engine itself is sound: what it is doing has to end
+                self.failure, self.refused = self.failure or error, True
+                self.abort()
 
     def _check_silence(self) -> None:
         assert self._process
@@ -132,7 +137,9 @@ def run_together(
     given_up = False
     while True:
         generation.go_on(seconds)
-        busy, stop, early = any_rank([generation.busy, bool(interrupted and interrupted()), aborted()])
+        busy, stop, early = any_rank(
+            [generation.busy, bool(interrupted and interrupted()), aborted() or generation.refused]
+        )
         given_up |= busy and stop
         if stop or early:
             generation.abort()

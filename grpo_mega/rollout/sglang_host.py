@@ -35,6 +35,8 @@ SECONDS_BETWEEN_SIGNS = 0.5
 """How often the trainer hears of new tokens, at most."""
 
 
+LATER = ("disable_prefill_cuda_graph",)
+"""Server arguments of the trainer's own that turn off what older releases do not have."""
 Described = list[tuple[str, tuple[int, ...], str]]
 """Name, shape and dtype of tensors, in the order of their bytes."""
 
@@ -50,6 +52,7 @@ class Host:
         import torch
         from sglang.srt.entrypoints.engine import Engine  # slow, and after the watch over the parent has begun
 
+        arguments = {name: value for name, value in arguments.items() if name not in LATER or _known(name)}
         _check(arguments)
         if arguments.get("nnodes", 1) > 1:
             # Tensors on a CPU travel as file descriptors else, which only relatives can hand on to each other.
@@ -229,16 +232,24 @@ def _places(tensors: Described) -> list[Any]:
 
 def _check(arguments: dict[str, Any]) -> None:
     """Refuses server arguments that the installed release does not have."""
-    from sglang.srt.server_args import ServerArgs
-
-    known = inspect.signature(ServerArgs).parameters
     for name in arguments:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
+        if not _known(name):
+            close = get_close_matches(name, _parameters(), n=1)
             raise Refused(
                 f"rollout.sglang.arguments.{name}: SGLang {version('sglang')} has no such server argument"
                 + (f"; did you mean {close[0]}?" if close else "")
             )
+
+
+def _known(argument: str) -> bool:
+    return argument in _parameters()
+
+
+def _parameters() -> list[str]:
+    """The names of the installed release's server arguments."""
+    from sglang.srt.server_args import ServerArgs
+
+    return [*inspect.signature(ServerArgs).parameters]
 
 
 def _succeeded(result: Any) -> None:

@@ -9,6 +9,7 @@ no room for what the trainer keeps when it is away. `mem_fraction_static` leaves
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from typing import Any
@@ -18,10 +19,14 @@ from grpo_mega.checkpoint.huggingface.names import Entry, entries
 from grpo_mega.config.schema import Config
 from grpo_mega.policy.memory import ENGINE_ASLEEP, FIXED
 from grpo_mega.policy.model import DTYPES, head_channels
+from grpo_mega.rollout.contract import EngineError
+from grpo_mega.rollout.sglang_arguments import own_experts
+
+logger = logging.getLogger(__name__)
 
 MIB = 2**20
-LARGE_GPU = 60 * 2**30
-"""From so many bytes on SGLang reads prompts in pieces of 8,192 tokens, on smaller GPUs of 4,096."""
+PIECES = ((160 * 2**30, 16384), (60 * 2**30, 8192), (0, 4096))
+"""Bytes of a GPU above which SGLang reads prompts in pieces of so many tokens."""
 WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "gate")
 """Matrices that every GPU of an engine has whole, besides vectors."""
 
@@ -64,7 +69,9 @@ def work(config: Config, capacity: float) -> float:
     1.5 MiB for each token of a piece of a prompt, 2 MiB for each of 512 requests in CUDA graphs, and a GiB for every 8
     GPUs (arg_groups/memory_hook.py).
     """
-    piece = 8192 if capacity > LARGE_GPU else 4096
+    piece = next(tokens for size, tokens in PIECES if capacity > size)
+    given = config.rollout.sglang.arguments.get("chunked_prefill_size") or 0
+    piece = given if given > 0 else piece
     return MIB * (512 + 1.5 * piece + 2 * 512 + 128 * config.rollout.sglang.tp)
 
 
@@ -86,11 +93,19 @@ def mem_fraction_static(config: Config, free: float, capacity: float) -> float:
     An engine that is started anew may find the trainer's weights on the GPU, and has a smaller cache then.
 
     Raises:
-        ValueError: Nothing is left for weights and cache.
+        EngineError: Nothing is left for weights and cache.
     """
-    share = math.floor(1000 * min(static_bytes(config, capacity), free - work(config, capacity)) / free) / 1000
+    planned, left = static_bytes(config, capacity), free - work(config, capacity)
+    if left < planned:
+        logger.warning(
+            "an SGLang engine is started with %.1f GB of a GPU for weights and KV cache, and not the planned %.1f GB: "
+            "others, such as the trainer's weights, hold the rest",
+            left / 1e9,
+            planned / 1e9,
+        )
+    share = math.floor(1000 * min(planned, left) / free) / 1000
     if share <= 0:
-        raise ValueError(
+        raise EngineError(
             f"{free / 1e9:.1f} of a GPU's {capacity / 1e9:.1f} GB are free, too little for an SGLang engine beside the "
             "trainer; give rollout.sglang.arguments.mem_fraction_static to try all the same"
         )
@@ -103,12 +118,10 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
     Args:
         config: The run's.
         vocab_size: Tokens of the model.
-        trainer_weights: Bytes of the weights of the fullest pipeline stage; they are not there when the engine has
-            GPUs of its own.
+        trainer_weights: Bytes of the weights of the fullest pipeline stage.
         capacity: Bytes of a GPU.
     """
     held = weights(config, vocab_size)
-    shared = config.rollout.sglang.first_gpu is None
     cache = static_bytes(config, capacity) - sum(held.values())
     tokens = max(0, int(cache / cache_bytes(config))) * caches(config)
     return {
@@ -116,8 +129,8 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
         | {
             "KV cache": 0.0,
             "engine's work": ENGINE_ASLEEP,
-            "trainer's weights": trainer_weights if shared else 0.0,
-            "two buckets": 2.0 * config.rollout.sglang.bucket_bytes,
+            "trainer's weights": trainer_weights,
+            "buckets": float(_buckets(config) * config.rollout.sglang.bucket_bytes),
             "libraries": FIXED,
         },
         "generation": held
@@ -125,7 +138,7 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
             "KV cache": cache,
             "engine's work": work(config, capacity),
             "trainer's weights": 0.0,
-            "two buckets": 0.0,
+            "buckets": 0.0,
             "libraries": FIXED,
         },
         "cache_bytes": cache_bytes(config),
@@ -140,6 +153,14 @@ def _bytes(entry: Entry, config: Config) -> int:
     if not (config.rollout.sglang.fp8 and fp8.in_fp8(entry.name)):
         return entry.bytes
     return math.prod(entry.shape) * fp8.DTYPE.itemsize + 4 * math.prod(fp8.scale_shape(entry.shape))
+
+
+def _buckets(config: Config) -> int:
+    """How many lie on a GPU at once: what arrives and what is made of it, and what the rank sends meanwhile.
+
+    When every rank gets experts of its own, the pipeline stage that has a layer's sends a bucket to every other stage.
+    """
+    return 2 if own_experts(config, 0) is None else 2 + config.layout.pp
 
 
 def _gpus(entry: Entry, config: Config) -> int:

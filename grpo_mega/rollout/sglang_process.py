@@ -88,10 +88,11 @@ class EngineProcess:
             EngineLost: There is no answer.
         """
         self.tell(method, **arguments)
-        message = self.hear(seconds)
-        if message is None:
-            raise self.lost(f"did not answer {method} within {seconds:g} s")
-        return message[1]
+        until = time.monotonic() + seconds
+        while message := self.hear(max(0.0, until - time.monotonic())):
+            if message[0] == "answer":
+                return message[1]
+        raise self.lost(f"did not answer {method} within {seconds:g} s")
 
     def tell(self, method: str, **arguments: Any) -> None:
         """Sends a request whose answer `hear` will bring."""

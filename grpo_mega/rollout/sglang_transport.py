@@ -1,7 +1,8 @@
 """The ways of an update's weights from a group of ranks to their SGLang engine; `rollout.sglang.transport` chooses.
 
 All have one interface, and all requests to the engine go through `ask`, whose limit is `rollout.sglang.answer_seconds`:
-an engine that dies, or never takes what it is sent, is lost and does not keep the trainer.
+an engine that dies, or never takes what it is sent, is lost and does not keep the trainer. By disk the limit is
+`rollout.sglang.timeouts.engine_loading`.
 """
 
 from __future__ import annotations

@@ -181,6 +181,16 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
             {"rollout.engine": "sglang", "rollout.sglang.first_gpu": 4},
             "rollout.sglang.first_gpu=4 puts the engines ",
         ),
+        (
+            {"rollout.engine": "sglang", "rollout.sglang.arguments": {"enable_dp_attention": True}},
+            "rollout.sglang.arguments.enable_dp_attention makes an engine take more of a GPU",
+        ),
+        (
+            {"rollout.engine": "sglang", "rollout.sglang.fp8": True, "model.dtype": "bf16", "model.moe.ffn_hidden": 128}
+            | {"model.ffn_hidden": 128, "model.moe.shared_ffn_hidden": 256, "rollout.sglang.tp": 2}
+            | {"rollout.sglang.arguments": {"moe_dense_tp_size": 1}},
+            "rollout.sglang.fp8=true needs blocks of 128 columns, and model.moe.ffn_hidden=128 on 2 GPUs has none",
+        ),
         ({"rollout.sglang.timeouts.free": 1.0}, "rollout.sglang.timeouts has no effect with rollout.engine=embedded"),
         (
             {"rollout.engine": "sglang", "rollout.sglang.timeouts.engine_releasing": 300.0},

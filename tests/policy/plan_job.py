@@ -13,12 +13,13 @@ from grpo_mega.config.load import compose_config
 platform.start_planning()
 
 from grpo_mega.plan import plan  # noqa: E402
+from grpo_mega.rollout.contract import EngineError  # noqa: E402
 from grpo_mega.rollout.sglang_memory import mem_fraction_static, work  # noqa: E402
 
 EXPERIMENTS = ("r1zero_671b", "r1zero_671b_h200", "qwen3_30b_a3b", "moonlight_16b", "deepseekmath_7b", "tiny")
 SHORTER = ["model.context=65536", "layout.micro_batch_tokens=65536", "rollout.longer_max_new_tokens=64000"]
 ENGINES = {
-    "deepep": ["+rollout.sglang.arguments={moe_a2a_backend: deepep, moe_dense_tp_size: 1}"],
+    "deepep": ["+rollout.sglang.arguments={moe_a2a_backend: deepep, moe_dense_tp_size: 1, mem_fraction_static: 0.7}"],
     "fp8_cache": ["+rollout.sglang.arguments.kv_cache_dtype=fp8_e4m3"],
     "own_share": ["+rollout.sglang.arguments.mem_fraction_static=0.5"],
     "tp8": ["rollout.sglang.tp=8"],
@@ -45,7 +46,7 @@ def no_room() -> None:
 def refused(case: Callable[[], None]) -> str:
     try:
         case()
-    except ValueError as error:
+    except (ValueError, EngineError) as error:
         return str(error)
     return "accepted"
 
@@ -58,7 +59,7 @@ if __name__ == "__main__":
     asked["qwen3_one_node"] = ["experiment=qwen3_30b_a3b", "cluster.nodes=1"]
     asked |= {f"tiny_{name}": ["experiment=tiny", *overrides] for name, overrides in LAYOUTS.items()}
     asked |= {f"r1zero_{name}": ["experiment=r1zero_671b", *overrides] for name, overrides in ENGINES.items()}
-    apart = "+rollout.sglang.arguments={enable_dp_attention: true, dp_size: 16, ep_size: 16}"
+    apart = "+rollout.sglang.arguments={enable_dp_attention: true, dp_size: 16, ep_size: 16, mem_fraction_static: 0.8}"
     asked["r1zero_dp_attention"] = ["experiment=r1zero_671b_h200", apart]
     asked["qwen3_tp8"] = ["experiment=qwen3_30b_a3b", "rollout.sglang.tp=8"]
     found = {name: plan(compose_config(overrides)) for name, overrides in asked.items()}

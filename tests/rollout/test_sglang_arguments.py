@@ -63,7 +63,7 @@ def test_where_experts_may_be_anywhere_all_are_sent(arguments: dict[str, object]
 
 @pytest.mark.parametrize("experts", [None, range(1, 3)])
 def test_in_fp8_the_engine_expects_what_the_trainer_quantises(experts: range | None) -> None:
-    config = configured("model.dtype=bf16", "rollout.sglang.fp8=true")
+    config = configured("model.dtype=bf16", "model.moe.ffn_hidden=128", "rollout.sglang.fp8=true")
     made = [
         (entry.name, torch.ones(entry.shape, dtype=entry.dtype))
         for entry in entries(config.model, VOCAB)
@@ -82,6 +82,7 @@ def test_an_engine_on_the_trainers_gpu_gives_its_memory_back(tmp_path) -> None:
     given = server_arguments(config, GPU, tmp_path, 0, 1)
     assert take_turns(config.rollout.sglang, GPU)
     assert (given["base_gpu_id"], given["enable_memory_saver"]) == (3, True)
+    assert given["disable_prefill_cuda_graph"], "SGLang does not start with both"
     assert not take_turns(config.rollout.sglang, CPU)
 
 
@@ -99,7 +100,11 @@ def test_an_engine_on_a_gpu_of_its_own_stays_there(tmp_path) -> None:
         (["rollout.sglang.transport=broadcast"], GPU, "set rollout.sglang.first_gpu"),
         (["rollout.sglang.first_gpu=1", "rollout.sglang.transport=disk"], GPU, "there are 0 in all"),
         (["rollout.sglang.first_gpu=1", "rollout.sglang.transport=disk"], CPU, "rollout.sglang.first_gpu needs GPUs"),
-        (["rollout.sglang.fp8=true", "model.dtype=bf16"], CPU, "rollout.sglang.fp8 needs GPUs"),
+        (
+            ["rollout.sglang.fp8=true", "model.dtype=bf16", "model.moe.ffn_hidden=128"],
+            CPU,
+            "rollout.sglang.fp8 needs GPUs",
+        ),
     ],
 )
 def test_what_a_machine_cannot_do_is_refused(overrides: list[str], platform: Platform, words: str) -> None:
