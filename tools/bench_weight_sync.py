@@ -43,7 +43,7 @@ def plan() -> None:
     others = sum(entry.bytes for entry in tensors if entry.expert is None)
     print(f"DeepSeek-V3: {parameters / 1e9:.1f}B parameters in {len(tensors):,} tensors, bf16")
     print(f"routed experts {experts / GIB:,.1f} GiB, all else {others / GIB:,.1f} GiB")
-    config = compose_config(["experiment=r1zero_671b", "rollout.engine=sglang", "rollout.sglang.fp8=true"])
+    config = compose_config(["experiment=r1zero_671b_h200", "rollout.sglang.fp8=true"])
     config.model.mtp_layers = 0
     in_fp8 = expected_weights(config, model.vocab_size, None).values()
     size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in in_fp8)

@@ -360,6 +360,12 @@ def _rollout(config: Config) -> Iterator[str]:
             yield f"rollout.sglang.arguments.{name} follows from the model and rollout.sglang.tp; drop it"
     if sglang.fp8 and config.model.dtype != "bf16":
         yield f"rollout.sglang.fp8=true rounds weights that are trained in {config.model.dtype}; set model.dtype=bf16"
+    ep, experts = sglang.arguments.get("ep_size", 1), config.model.moe.experts
+    if sglang.tp % ep or experts % ep:
+        yield (
+            f"rollout.sglang.arguments.ep_size={ep} must divide rollout.sglang.tp={sglang.tp} and "
+            f"model.moe.experts={experts}; choose {_divisors(math.gcd(sglang.tp, experts))}"
+        )
     yield from _fp8_blocks(config)
     for name in ("enable_dp_attention", "moe_a2a_backend"):
         if (

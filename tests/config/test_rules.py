@@ -182,6 +182,10 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
             "rollout.sglang.first_gpu=4 puts the engines ",
         ),
         (
+            {"rollout.engine": "sglang", "rollout.sglang.tp": 2, "rollout.sglang.arguments": {"ep_size": 4}},
+            "rollout.sglang.arguments.ep_size=4 must divide rollout.sglang.tp=2 and model.moe.experts=",
+        ),
+        (
             {"rollout.engine": "sglang", "rollout.sglang.arguments": {"enable_dp_attention": True}},
             "rollout.sglang.arguments.enable_dp_attention makes an engine take more of a GPU",
         ),

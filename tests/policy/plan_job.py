@@ -22,7 +22,7 @@ ENGINES = {
     "deepep": ["+rollout.sglang.arguments={moe_a2a_backend: deepep, moe_dense_tp_size: 1, mem_fraction_static: 0.7}"],
     "fp8_cache": ["+rollout.sglang.arguments.kv_cache_dtype=fp8_e4m3"],
     "own_share": ["+rollout.sglang.arguments.mem_fraction_static=0.5"],
-    "tp8": ["rollout.sglang.tp=8"],
+    "tp8": ["rollout.sglang.tp=8", "rollout.sglang.arguments.ep_size=8"],
 }
 LAYOUTS = {
     "whole": ["layout.ep=1"],

@@ -215,7 +215,8 @@ def test_what_an_engine_has_room_for(name: str, engines: int, samples: int, plan
     found, engine = plans[name], plans[name]["engine"]
     assert (engine["engines"], engine["samples"]) == (engines, samples)
     generation = engine["generation"]
-    bucket = engine["hand-over"]["buckets"] / 2
+    stages = len(found["stages"]) if name.startswith("r1zero") else 0  # served at once, when experts go to their owners
+    bucket = engine["hand-over"]["buckets"] / (2 + stages)
     assert sum(generation.values()) == pytest.approx(found["capacity"] - bucket)
     assert engine["hand-over"]["trainer's weights"] == max(lines["weights"] for lines in found["memory"])
     assert generation["libraries"] == found["memory"][0]["libraries"]

@@ -183,7 +183,7 @@ def check_unknown_server_arguments_are_refused(bench: Bench) -> None:
     engine = bench.engine
     engine._restarts, engine._arguments = 0, engine._arguments | {"mem_fraction_statik": 0.5}
     words = ("mem_fraction_statik", "mem_fraction_static?", "sglang.arguments")
-    refused(lambda: engine._on_owners(lambda: engine._start({})), *words)
+    refused(lambda: engine._on_owners(lambda: engine._start([{}])), *words)
     nothing_is_left()
 
 
