@@ -8,10 +8,12 @@ one that cannot be written in that time, and prints the `room` that it needs in 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from pathlib import Path
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # in a job there are GPUs, and what is planned here must not land on them
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 try:
@@ -118,6 +120,8 @@ def main() -> None:
             print("room", room(config, options.stop_seconds, options.save_gb_per_second))
     except ImportError as error:
         print(f"warning: {sys.executable} has no {error.name}, so the checkpoint is not planned", file=sys.stderr)
+    except RuntimeError as error:
+        print(f"warning: the checkpoint cannot be planned: {error}", file=sys.stderr)
     except HydraException as error:
         sys.exit(f"error: {explained(error)}")
     except (ValueError, FileNotFoundError, OmegaConfBaseException) as error:
