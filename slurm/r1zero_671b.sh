@@ -10,7 +10,7 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --time=7-00:00:00
-#SBATCH --signal=B:USR1@2400
+#SBATCH --signal=B:USR1@4700
 #SBATCH --requeue
 #SBATCH --open-mode=append
 # shellcheck source=slurm/lib/launch.sh

@@ -73,7 +73,8 @@ ask_configuration() {
     local said what value options=(--nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE")
     # The plan takes seconds; a job has it from its submission.
     if ((GPUS_PER_NODE)) && [[ -z ${GRPO_MEGA_CODE:-} ]]; then
-        options+=(--stop-seconds "$STOP_SECONDS" --save-gb-per-second "$SAVE_GB_PER_SECOND")
+        options+=(--stop-seconds "$STOP_SECONDS" --hang-seconds "$HANG_SECONDS"
+            --save-gb-per-second "$SAVE_GB_PER_SECOND")
     fi
     said=$("$HOST_PYTHON" -P "$LIB/check.py" "${options[@]}" -- "$@") || exit "$BAD_INPUT"
     reads=()
