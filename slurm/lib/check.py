@@ -42,13 +42,9 @@ def run_directory(config: Config, nodes: int, ranks_per_node: int) -> Path:
 
     Raises:
         ValueError: It cannot run on these machines, or the directory belongs to something else.
-        FileNotFoundError: Its data or its first weights are not there.
     """
     check_layout(config, nodes * ranks_per_node)
     _check_machines(config, nodes, ranks_per_node)
-    for name, place in inputs(config).items():
-        if not Path(place).exists():
-            raise FileNotFoundError(f"{name}={place} does not exist")
     path = Path(config.run.root).resolve() / config.run.name
     check_run_dir(path, identity=identity(config))
     return path
@@ -70,6 +66,17 @@ def inputs(config: Config) -> dict[str, str]:
     named |= {} if config.base.train else {"run.init_from": config.run.init_from}
     named |= {"data.tokenizer": config.data.tokenizer} if Path(config.data.tokenizer).exists() else {}
     return {name: place for name, place in named.items() if place}
+
+
+def check_inputs(config: Config) -> None:
+    """Looks for what the run reads.
+
+    Raises:
+        FileNotFoundError: Its data or its first weights are not there.
+    """
+    for name, place in inputs(config).items():
+        if not Path(place).exists():
+            raise FileNotFoundError(f"{name}={place} does not exist")
 
 
 def places(path: Path) -> set[Path]:
@@ -114,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ranks-per-node", type=int, required=True)
+    parser.add_argument("--queued", action="store_true", help="data and weights were found: every node looks for itself")
     parser.add_argument("--stop-seconds", type=int)
     parser.add_argument("--hang-seconds", type=int)
     parser.add_argument("--save-gb-per-second", type=float)
@@ -121,7 +129,10 @@ def main() -> None:
     options = parser.parse_args()
     try:
         config = compose_config(options.settings)
-        print("run", run_directory(config, options.nodes, options.ranks_per_node))
+        found = run_directory(config, options.nodes, options.ranks_per_node)
+        if not options.queued:
+            check_inputs(config)
+        print("run", found)
         for place in sorted({place for named in inputs(config).values() for place in places(Path(named))}):
             print("reads", place)
         if options.stop_seconds is not None:

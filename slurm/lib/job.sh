@@ -66,6 +66,17 @@ newest_checkpoint() {
     echo "$found"
 }
 
+# A question or an order to Slurm. A controller that starts anew, or has much to do, answers later: it is asked again, for
+# CONTROLLER_SECONDS, unless it forbids what was asked.
+slurm() {
+    local deadline=$((SECONDS + CONTROLLER_SECONDS)) why
+    until { why=$("$@" 2>&1 >&3); } 3>&1; do
+        echo "$1: $why" >&2
+        if ((SECONDS >= deadline)) || grep -qiE 'denied|not permitted|disabled|invalid job' <<<"$why"; then return 1; fi
+        sleep 5
+    done
+}
+
 list() {
     local IFS=,
     echo "$*"

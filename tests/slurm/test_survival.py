@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,30 @@ def test_ahead_of_the_time_limit_a_run_saves_and_goes_back_into_the_queue(cluste
     assert cluster.job(launch.number)["Restarts"] == "1"
     assert "stopped in step 3 before its first update" in log_of(launch, "restart-0-attempt-1", 0)
     assert "continuing behind step 2" in log_of(launch, "restart-1-attempt-1", 0)
+
+
+def test_a_job_that_is_asked_to_stop_before_it_gets_anywhere_gives_up(cluster, peace):
+    launch = submit(cluster, "short", "run.save_every=0", fault="hold 2 0 -", MAX_FAILURES="2")
+    wait_until(lambda: (launch.run / "metrics.jsonl").exists() and launch.steps() == [1, 2], "no step ends")
+    cluster.run("scancel", "--batch", "--signal=USR1", launch.number)
+    wait_until(lambda: launch.log.count("attempt 1 on") == 2, "it does not start again")
+    cluster.run("scancel", "--batch", "--signal=USR1", launch.number)
+    assert launch.finish() == "FAILED"
+    assert cluster.job(launch.number)["ExitCode"] == "1:0"
+    assert launch.status["state"] == "gave-up"
+    assert "asked to stop 2 times in a row at the same checkpoint (step-000002)" in launch.log
+    assert "too short for --signal" in launch.log
+    assert_as_in(peace, submit(cluster, "short", "run.save_every=0"))
+
+
+def test_nodes_that_cannot_be_judged_end_the_job(cluster):
+    python = cluster.root / "no_judge"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *" judge "*) exit 1 ;; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    launch = submit(cluster, "unjudged", HOST_PYTHON=str(python))
+    assert launch.finish() == "FAILED"
+    assert cluster.job(launch.number)["ExitCode"] == "1:0"
+    assert "judged 0 of 2 nodes" in launch.log
 
 
 def log_of(launch: Launch, attempt: str, rank: int) -> str:
