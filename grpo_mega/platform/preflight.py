@@ -236,7 +236,7 @@ def _versions(software: dict[str, str], usual: dict[str, str]) -> list[str]:
 
 
 def _clock(off: float, seconds: float, nodes: int) -> list[str]:
-    """All clocks were read within some `seconds`: what is further from most others is wrong; one alone is not judged."""
+    """All clocks were read within `seconds`: what is further from most others is wrong; one alone is not judged."""
     wrong = nodes > 1 and abs(off) > seconds + CLOCK_SECONDS
     return [f"its clock is off by {off:.0f} s, give or take {seconds:.0f}"] if wrong else []
 

@@ -121,7 +121,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ranks-per-node", type=int, required=True)
-    parser.add_argument("--queued", action="store_true", help="data and weights were found: every node looks for itself")
+    parser.add_argument(
+        "--queued", action="store_true", help="data and weights were found: every node looks for itself"
+    )
     parser.add_argument("--stop-seconds", type=int)
     parser.add_argument("--hang-seconds", type=int)
     parser.add_argument("--save-gb-per-second", type=float)

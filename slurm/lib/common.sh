@@ -35,6 +35,7 @@ load_profile() {
     : "${PYTHON:=python3}" "${HOST_PYTHON:=$(host_python)}"
     window=$(asked_for 'signal=.*@')
     : "${START_SECONDS:=1800}" "${HANG_SECONDS:=5400}" "${STOP_SECONDS:=$((${window:-300} - 60))}"
+    ((STOP_SECONDS >= 30)) || refuse "STOP_SECONDS=$STOP_SECONDS is no time to save in: give --signal=B:USR1@90 or more"
     : "${SAVE_GB_PER_SECOND:=5}" "${CHECK_SECONDS:=180}" "${NOTICE_SECONDS:=400}" "${LOCK_SECONDS:=600}"
     : "${CHECK_LINKS:=$((GPUS_PER_NODE > 0))}" "${POLL_SECONDS:=5}" "${MIN_FREE_MB:=}" "${MAX_FAILURES:=3}" "${MAX_EXCLUSIONS:=3}"
     : "${CONTROLLER_SECONDS:=300}"

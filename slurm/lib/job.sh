@@ -22,8 +22,10 @@ run_job() {
         ATTEMPT=$JOB/restart-$restart-attempt-$attempt
         export ATTEMPT
         mkdir -p "$ATTEMPT"
-        choose_nodes
         await_lock
+        ln -sfn "job-$SLURM_JOB_ID" "$RUN/slurm/latest"
+        choose_nodes
+        await_lock # the checks take a while
         run_attempt "$@"
         note_attempt
         decide
@@ -38,9 +40,10 @@ phase() {
     echo "$line" >>"$JOB/phases-restart-$restart.log"
 }
 
-# The status file: one line for people and scripts.
+# The status file: one line for people and scripts, of the job that has the run.
 status() {
     local newest
+    [[ $(readlink "$RUN/slurm/latest") == "job-$SLURM_JOB_ID" ]] || return 0
     newest=$(newest_checkpoint)
     printf 'state=%s job=%s restart=%s attempt=%s %s checkpoint=%s updated=%s\n' "$1" "$SLURM_JOB_ID" "$restart" \
         "$attempt" "$(progress)" "${newest:-none}" "$(date +%FT%T)" >"$RUN/slurm/.status.tmp"

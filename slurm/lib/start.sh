@@ -10,7 +10,6 @@ enter_job() {
     ask_configuration "$@"
     JOB=$RUN/slurm/job-$SLURM_JOB_ID
     mkdir -p "$JOB"
-    ln -sfn "job-$SLURM_JOB_ID" "$RUN/slurm/latest"
     keep_code
     mapfile -t history < <(cat "$JOB/attempts" 2>/dev/null)
     mapfile -t allocated < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -163,7 +162,6 @@ await_lock() {
         fi
         if [[ -n $asked ]]; then leave_for_later; fi
         if ((SECONDS >= deadline)); then
-            status refused
             refuse "$RUN is in use by $holder: wait for it, stop it, or choose another run.name. If that machine is gone," \
                 "the file system still keeps its lock: ask for it to be released, or wait longer (LOCK_SECONDS)"
         fi

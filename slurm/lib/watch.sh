@@ -2,8 +2,8 @@
 # shellcheck disable=SC2154,SC2153,SC2034 # names that the other files set or use
 # While the ranks run: a request to stop is passed on, and those that hang are ended.
 
-# One task per node, on all of its cores: it is bound to one unless told otherwise. It starts although a task before it cannot
-# be killed, and no site's WaitTime ends the nodes that finish last.
+# One task per node, on all of its cores: it is bound to one unless told otherwise. It starts although a task before it
+# cannot be killed, and no site's WaitTime ends the nodes that finish last.
 STEP=(--ntasks-per-node=1 --cpu-bind=none --overlap --wait=0)
 
 # Starts the ranks, and comes back when all of them are gone. Sets `hung`.
