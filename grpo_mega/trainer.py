@@ -387,11 +387,14 @@ class Trainer:
 
     def resume(self) -> bool:
         """Continues at the newest checkpoint of the run directory; False when there is none."""
-        newest = checkpoint.newest_whole(self.checkpoints)
+        with self.timer("checkpoint"):  # reads all of it, and then again: two signs of life
+            newest = checkpoint.newest_whole(self.checkpoints)
         if newest is None:
             return False
         self.policy.use_optimizer(self.config.optimizer)
-        self.load_state_dict(checkpoint.load(newest, self.policy, self.reference))
+        with self.timer("checkpoint"):
+            state = checkpoint.load(newest, self.policy, self.reference)
+        self.load_state_dict(state)
         random_state.load(newest, self.config.run.seed, self.step)
         self.in_progress, self.newest = step_in_progress.load(newest), newest
         behind = self.place() if self.in_progress else f"behind step {self.step}"

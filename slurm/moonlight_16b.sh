@@ -13,6 +13,7 @@
 #SBATCH --signal=B:USR1@900
 #SBATCH --requeue
 #SBATCH --open-mode=append
+if [[ $0 == */slurm_script ]]; then here=$SLURM_SUBMIT_DIR; else here=$(dirname "$0")/..; fi # Slurm runs a copy
 # shellcheck source=slurm/lib/launch.sh
-. "${GRPO_MEGA_CODE:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}/slurm/lib/launch.sh"
+. "${GRPO_MEGA_CODE:-$here}/slurm/lib/launch.sh"
 launch experiment=moonlight_16b -- "$@"

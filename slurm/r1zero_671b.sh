@@ -10,9 +10,10 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --time=7-00:00:00
-#SBATCH --signal=B:USR1@2400
+#SBATCH --signal=B:USR1@4700
 #SBATCH --requeue
 #SBATCH --open-mode=append
+if [[ $0 == */slurm_script ]]; then here=$SLURM_SUBMIT_DIR; else here=$(dirname "$0")/..; fi # Slurm runs a copy
 # shellcheck source=slurm/lib/launch.sh
-. "${GRPO_MEGA_CODE:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}/slurm/lib/launch.sh"
+. "${GRPO_MEGA_CODE:-$here}/slurm/lib/launch.sh"
 launch experiment=r1zero_671b -- "$@"

@@ -2,16 +2,19 @@
 
 Prints `run DIRECTORY` and `reads PATH` for everything that it reads, or an error with the way out, in about a second:
 nothing is started or written. With --stop-seconds, where torch and Megatron are, it also plans the checkpoint, refuses
-one that cannot be written in that time, and prints the `room` that it needs in MiB; this takes some seconds.
+one that cannot be written and read again in that time, or in --hang-seconds, and prints the `room` that it needs in
+MiB; this takes some seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from pathlib import Path
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # in a job there are GPUs, and what is planned here must not land on them
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 try:
@@ -29,7 +32,7 @@ from grpo_mega.config.schema import Config
 from grpo_mega.observe.run_dir import check_run_dir
 
 MARGIN = 60
-"""Seconds of the time to stop that are not for writing."""
+"""Seconds of the time to stop that are not for the checkpoint."""
 ROOM = 1024
 """MiB beside a checkpoint."""
 
@@ -39,13 +42,9 @@ def run_directory(config: Config, nodes: int, ranks_per_node: int) -> Path:
 
     Raises:
         ValueError: It cannot run on these machines, or the directory belongs to something else.
-        FileNotFoundError: Its data or its first weights are not there.
     """
     check_layout(config, nodes * ranks_per_node)
     _check_machines(config, nodes, ranks_per_node)
-    for name, place in inputs(config).items():
-        if not Path(place).exists():
-            raise FileNotFoundError(f"{name}={place} does not exist")
     path = Path(config.run.root).resolve() / config.run.name
     check_run_dir(path, identity=identity(config))
     return path
@@ -69,18 +68,29 @@ def inputs(config: Config) -> dict[str, str]:
     return {name: place for name, place in named.items() if place}
 
 
+def check_inputs(config: Config) -> None:
+    """Looks for what the run reads.
+
+    Raises:
+        FileNotFoundError: Its data or its first weights are not there.
+    """
+    for name, place in inputs(config).items():
+        if not Path(place).exists():
+            raise FileNotFoundError(f"{name}={place} does not exist")
+
+
 def places(path: Path) -> set[Path]:
     """What must be reachable to read a file or folder: itself and, through links, where it and its files really lie."""
     files = path.iterdir() if path.is_dir() else ()
     return {path.absolute(), path.resolve(), *(file.resolve().parent for file in files if file.is_symlink())}
 
 
-def room(config: Config, stop_seconds: int, rate: float) -> int:
+def room(config: Config, stop_seconds: int, hang_seconds: int, rate: float) -> int:
     """MiB on the run's disk that a checkpoint takes.
 
     Raises:
         ImportError: There is no torch or Megatron to plan with.
-        ValueError: It cannot be written in `stop_seconds` at `rate` GB/s.
+        ValueError: It cannot be written and read again, for its checksums, in these seconds at `rate` GB/s.
     """
     from grpo_mega import platform
 
@@ -89,13 +99,19 @@ def room(config: Config, stop_seconds: int, rate: float) -> int:
     from grpo_mega.plan import plan
 
     size = plan(config)["checkpoint"]
-    times = 2 if config.run.async_save else 1  # one may be on its way
-    needed = MARGIN + times * size / 1e9 / rate
+    once = 2 * size / 1e9 / rate
+    needed = MARGIN + once * (2 if config.run.async_save else 1)  # one may be on its way
+    takes = f"a checkpoint of {size / 1e9:,.0f} GB is written and read again in"
+    measure = "or set SAVE_GB_PER_SECOND to what your file system takes from all nodes together"
     if needed > stop_seconds:
         raise ValueError(
-            f"a checkpoint of {size / 1e9:,.0f} GB takes {needed:.0f} s at SAVE_GB_PER_SECOND={rate:g}, and there are "
-            f"STOP_SECONDS={stop_seconds} before the time limit: give --signal=B:USR1@{needed + 60:.0f} or more, or "
-            "set SAVE_GB_PER_SECOND to what your file system takes from all nodes together"
+            f"{takes} {needed:.0f} s at SAVE_GB_PER_SECOND={rate:g}, and there are STOP_SECONDS={stop_seconds} before "
+            f"the time limit: give --signal=B:USR1@{needed + 60:.0f} or more, {measure}"
+        )
+    if once > hang_seconds:
+        raise ValueError(
+            f"{takes} {once:.0f} s at SAVE_GB_PER_SECOND={rate:g}, and a run without a sign of life for "
+            f"HANG_SECONDS={hang_seconds} counts as hung: set HANG_SECONDS={once + MARGIN:.0f} or more, {measure}"
         )
     return int(size / 2**20) + ROOM
 
@@ -105,19 +121,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ranks-per-node", type=int, required=True)
+    parser.add_argument(
+        "--queued", action="store_true", help="data and weights were found: every node looks for itself"
+    )
     parser.add_argument("--stop-seconds", type=int)
+    parser.add_argument("--hang-seconds", type=int)
     parser.add_argument("--save-gb-per-second", type=float)
     parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
     try:
         config = compose_config(options.settings)
-        print("run", run_directory(config, options.nodes, options.ranks_per_node))
+        found = run_directory(config, options.nodes, options.ranks_per_node)
+        if not options.queued:
+            check_inputs(config)
+        print("run", found)
         for place in sorted({place for named in inputs(config).values() for place in places(Path(named))}):
             print("reads", place)
         if options.stop_seconds is not None:
-            print("room", room(config, options.stop_seconds, options.save_gb_per_second))
+            print("room", room(config, options.stop_seconds, options.hang_seconds, options.save_gb_per_second))
     except ImportError as error:
         print(f"warning: {sys.executable} has no {error.name}, so the checkpoint is not planned", file=sys.stderr)
+    except RuntimeError as error:
+        print(f"warning: the checkpoint cannot be planned: {error}", file=sys.stderr)
     except HydraException as error:
         sys.exit(f"error: {explained(error)}")
     except (ValueError, FileNotFoundError, OmegaConfBaseException) as error:

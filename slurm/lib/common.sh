@@ -8,7 +8,7 @@ STOPPED=75  # exit code of a rank that saved because it was asked to stop
 
 SETTINGS=(NODES RANKS_PER_NODE GPUS_PER_NODE SPARES CLUSTER RUNTIME IMAGE MOUNTS PYTHON HOST_PYTHON INTERFACE
     START_SECONDS HANG_SECONDS STOP_SECONDS SAVE_GB_PER_SECOND CHECK_SECONDS CHECK_LINKS NOTICE_SECONDS LOCK_SECONDS
-    POLL_SECONDS MIN_FREE_MB MAX_FAILURES MAX_EXCLUSIONS)
+    CONTROLLER_SECONDS POLL_SECONDS MIN_FREE_MB MAX_FAILURES MAX_EXCLUSIONS)
 INTERFACES=(NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME)
 
 refuse() {
@@ -35,8 +35,10 @@ load_profile() {
     : "${PYTHON:=python3}" "${HOST_PYTHON:=$(host_python)}"
     window=$(asked_for 'signal=.*@')
     : "${START_SECONDS:=1800}" "${HANG_SECONDS:=5400}" "${STOP_SECONDS:=$((${window:-300} - 60))}"
+    ((STOP_SECONDS >= 30)) || refuse "STOP_SECONDS=$STOP_SECONDS is no time to save in: give --signal=B:USR1@90 or more"
     : "${SAVE_GB_PER_SECOND:=5}" "${CHECK_SECONDS:=180}" "${NOTICE_SECONDS:=400}" "${LOCK_SECONDS:=600}"
     : "${CHECK_LINKS:=$((GPUS_PER_NODE > 0))}" "${POLL_SECONDS:=5}" "${MIN_FREE_MB:=}" "${MAX_FAILURES:=3}" "${MAX_EXCLUSIONS:=3}"
+    : "${CONTROLLER_SECONDS:=300}"
     export "${SETTINGS[@]}"
     check_runtime
 }
@@ -71,9 +73,11 @@ check_runtime() {
 # Sets RUN, the run directory, `reads`, what the run reads, and MIN_FREE_MB, after all checks that need no node.
 ask_configuration() {
     local said what value options=(--nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE")
-    # The plan takes seconds; a job has it from its submission.
-    if ((GPUS_PER_NODE)) && [[ -z ${GRPO_MEGA_CODE:-} ]]; then
-        options+=(--stop-seconds "$STOP_SECONDS" --save-gb-per-second "$SAVE_GB_PER_SECOND")
+    if [[ -n ${GRPO_MEGA_CODE:-} ]]; then # a job has the plan from its submission
+        options+=(--queued)
+    elif ((GPUS_PER_NODE)); then
+        options+=(--stop-seconds "$STOP_SECONDS" --hang-seconds "$HANG_SECONDS"
+            --save-gb-per-second "$SAVE_GB_PER_SECOND")
     fi
     said=$("$HOST_PYTHON" -P "$LIB/check.py" "${options[@]}" -- "$@") || exit "$BAD_INPUT"
     reads=()

@@ -43,10 +43,14 @@ decide() {
     report
     [[ -z $asked ]] || leave_for_later
     if (($(failures_here) >= MAX_FAILURES)); then
-        status gave-up
-        echo "error: $(failures_here) failures at the same checkpoint; $JOB/report.txt says how" >&2
-        exit 1
+        give_up "$(failures_here) failures at the same checkpoint; $JOB/report.txt says how"
     fi
+}
+
+give_up() {
+    status gave-up
+    echo "error: $1" >&2
+    exit 1
 }
 
 # Failures in a row, over all starts of the job, since the newest checkpoint was written.
@@ -130,23 +134,37 @@ report() {
 
 # Back into the queue, unless Slurm has taken the job away or puts it back itself.
 leave_for_later() {
-    if [[ $(field JobState) != RUNNING ]]; then
+    local state
+    state=$(field JobState)
+    if [[ -n $state && $state != RUNNING ]]; then
         status "taken-away"
         exit 0
     fi
+    if [[ $asked == USR1 ]]; then count_leave; fi
     status requeued
     phase "back into the queue"
     back_into_queue
     exit 0
 }
 
+# A time limit that ends the job again and again at the same place leaves too little time to get anywhere.
+count_leave() {
+    local here count
+    here=$(newest_checkpoint)
+    echo "${here:-none}" >>"$JOB/leaves"
+    count=$(tac "$JOB/leaves" | awk -v here="${here:-none}" '$0 != here { exit } { count++ } END { print count }')
+    ((count < MAX_FAILURES)) || give_up "asked to stop $count times in a row at the same checkpoint (${here:-none}): the time limit is \
+too short for --signal, which asks so many seconds before it; give a longer --time"
+}
+
 # The same job, with all that was asked of Slurm, starts again when there are nodes; without those that `$@` names.
 exclude() {
-    local all rest needed=${#allocated[@]} before
+    local all nodes rest needed=${#allocated[@]} before
     before=$(field ExcNodeList)
+    nodes=$(slurm sinfo --noheader --Node --partition="$(field Partition)" --format=%N) ||
+        give_up "Slurm does not say which nodes there are; submit again"
     mapfile -t all < <({ [[ -z $before ]] || scontrol show hostnames "$before"; printf '%s\n' "$@"; } | sort -u)
-    rest=$(comm -13 <(printf '%s\n' "${all[@]}") \
-        <(sinfo --noheader --Node --partition="$(field Partition)" --format=%N | sort -u) | wc -l)
+    rest=$(comm -13 <(printf '%s\n' "${all[@]}") <(sort -u <<<"$nodes") | wc -l)
     list "$@" >>"$JOB/excluded"
     if ((rest < needed)); then too_bad "there are $rest nodes besides ${all[*]}, and the job needs $needed"; fi
     if (($(wc -l <"$JOB/excluded") > MAX_EXCLUSIONS)); then
@@ -156,7 +174,7 @@ exclude() {
     phase "back into the queue without ${all[*]}"
     back_into_queue
     # Only now does Slurm take the list; it lets a requeued job wait for longer than this takes (its cred_expire).
-    scontrol update jobid="$SLURM_JOB_ID" ExcNodeList="$(list "${all[@]}")"
+    slurm scontrol update jobid="$SLURM_JOB_ID" ExcNodeList="$(list "${all[@]}")"
     exit 0
 }
 
@@ -169,8 +187,8 @@ too_bad() {
 # Requeueing ends this script, a while after it was told. A job that may not be requeued can ask for it.
 back_into_queue() {
     trap '' TERM USR1
-    scontrol update jobid="$SLURM_JOB_ID" requeue=1
-    if ! scontrol requeue "$SLURM_JOB_ID"; then
+    slurm scontrol update jobid="$SLURM_JOB_ID" requeue=1
+    if ! slurm scontrol requeue "$SLURM_JOB_ID"; then
         status stopped
         echo "error: Slurm does not put this job back into the queue; what was done is saved: submit it again" >&2
         exit 1
@@ -180,6 +198,6 @@ back_into_queue() {
 # What Slurm says of this job; empty for (null).
 field() {
     local found
-    found=$(scontrol show job -o "$SLURM_JOB_ID" | grep -oP "(^| )$1=\K\S+" | head -n 1)
+    found=$(slurm scontrol show job -o "$SLURM_JOB_ID" | grep -oP "(^| )$1=\K\S+" | head -n 1)
     [[ $found == "(null)" ]] || echo "$found"
 }

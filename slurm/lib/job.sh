@@ -22,8 +22,10 @@ run_job() {
         ATTEMPT=$JOB/restart-$restart-attempt-$attempt
         export ATTEMPT
         mkdir -p "$ATTEMPT"
-        choose_nodes
         await_lock
+        ln -sfn "job-$SLURM_JOB_ID" "$RUN/slurm/latest"
+        choose_nodes
+        await_lock # the checks take a while
         run_attempt "$@"
         note_attempt
         decide
@@ -38,9 +40,10 @@ phase() {
     echo "$line" >>"$JOB/phases-restart-$restart.log"
 }
 
-# The status file: one line for people and scripts.
+# The status file: one line for people and scripts, of the job that has the run.
 status() {
     local newest
+    [[ $(readlink "$RUN/slurm/latest") == "job-$SLURM_JOB_ID" ]] || return 0
     newest=$(newest_checkpoint)
     printf 'state=%s job=%s restart=%s attempt=%s %s checkpoint=%s updated=%s\n' "$1" "$SLURM_JOB_ID" "$restart" \
         "$attempt" "$(progress)" "${newest:-none}" "$(date +%FT%T)" >"$RUN/slurm/.status.tmp"
@@ -64,6 +67,17 @@ newest_checkpoint() {
     local found
     found=$(find "$RUN/checkpoints" -maxdepth 1 -name 'step-*' -printf '%f\n' 2>/dev/null | sort | tail -n 1)
     echo "$found"
+}
+
+# A question or an order to Slurm. A controller that starts anew, or has much to do, answers later: it is asked again, for
+# CONTROLLER_SECONDS, unless it forbids what was asked.
+slurm() {
+    local deadline=$((SECONDS + CONTROLLER_SECONDS)) why
+    until { why=$("$@" 2>&1 >&3); } 3>&1; do
+        echo "$1: $why" >&2
+        if ((SECONDS >= deadline)) || grep -qiE 'denied|not permitted|disabled|invalid job' <<<"$why"; then return 1; fi
+        sleep 5
+    done
 }
 
 list() {

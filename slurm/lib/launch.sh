@@ -23,5 +23,5 @@ launch() {
     while [[ $1 != -- ]]; do own+=("$1") && shift; done
     user=("${@:2}")
     load_profile
-    if [[ -n ${SLURM_JOB_ID:-} ]]; then run_job "${own[@]}" "${user[@]}"; else submit "${user[@]}"; fi
+    if [[ $0 == */slurm_script ]]; then run_job "${own[@]}" "${user[@]}"; else submit "${user[@]}"; fi
 }

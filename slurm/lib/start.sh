@@ -10,7 +10,6 @@ enter_job() {
     ask_configuration "$@"
     JOB=$RUN/slurm/job-$SLURM_JOB_ID
     mkdir -p "$JOB"
-    ln -sfn "job-$SLURM_JOB_ID" "$RUN/slurm/latest"
     keep_code
     mapfile -t history < <(cat "$JOB/attempts" 2>/dev/null)
     mapfile -t allocated < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -26,7 +25,7 @@ keep_code() {
             "starts; run the script instead of giving it to sbatch, and all is kept as it was at submission."
         [[ -s $JOB/code ]] || snapshot >"$JOB/code" || exit "$BAD_INPUT"
         GRPO_MEGA_CODE=$(<"$JOB/code")
-        scontrol update jobid="$SLURM_JOB_ID" comment="$RUN" # where status.sh looks for the run
+        slurm scontrol update jobid="$SLURM_JOB_ID" comment="$RUN" # where status.sh looks for the run
     fi
     CODE=$GRPO_MEGA_CODE LIB=$GRPO_MEGA_CODE/slurm/lib
     PYTHONPATH=$CODE:$CODE/kernels:$PYTHONPATH
@@ -38,6 +37,7 @@ choose_nodes() {
     declare -gA unfit=() silent=() down=()
     for node in $(down_nodes); do down[$node]=1; done
     for node in "${allocated[@]}"; do [[ -n ${down[$node]:-} ]] || candidates+=("$node"); done
+    unpack "${candidates[@]}"
     check_nodes "${candidates[@]}"
     sort_nodes "${candidates[@]}"
     # Two nodes cannot tell whose the slow link is, and without GPUs there is no fabric to speak of.
@@ -54,32 +54,47 @@ choose_nodes() {
 
 # Nodes of the allocation that Slurm has given up.
 down_nodes() {
-    sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,drain,fail --format=%N | sort -u
+    slurm sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,drain,fail --format=%N | sort -u
 }
 
 # Puts each node into `fit`, `silent` or `unfit`, by what the checks have left so far.
 sort_nodes() {
-    local node verdict
+    local node verdict judged=0
     fit=()
     while read -r node verdict; do
+        judged=$((judged + 1))
         case $verdict in
             ok) fit+=("$node") ;;
             silent) silent[$node]=1 ;;
             *) unfit[$node]=$verdict && phase "$node is left out, $verdict" ;;
         esac
-    done < <("$HOST_PYTHON" -P "$CODE/grpo_mega/platform/preflight.py" judge --folder "$ATTEMPT/preflight" --nodes "$@")
+    done < <("$HOST_PYTHON" -P "$CODE/grpo_mega/platform/preflight.py" judge --folder "$ATTEMPT/preflight" --seconds "$checked" \
+        --nodes "$@")
+    ((judged == $#)) || give_up "preflight.py judged $judged of $# nodes; its message is above"
+}
+
+# pyxis makes a container out of the image on every node, which takes minutes; under a name it is there for later steps.
+unpack() {
+    local container=()
+    [[ $RUNTIME == pyxis ]] || return 0
+    containers
+    timeout --kill-after=10 "$START_SECONDS" srun "${STEP[@]}" --nodes=$# --ntasks=$# --nodelist="$(list "$@")" \
+        "${container[@]}" true >"$ATTEMPT/unpack.log" 2>&1 || phase "not all nodes have the image, see $ATTEMPT/unpack.log"
 }
 
 # A dead node may take the whole step with it: who said nothing is asked again, alone.
 check_nodes() {
-    local folder=$ATTEMPT/preflight node token=$RANDOM$RANDOM
+    local folder=$ATTEMPT/preflight node token=$RANDOM$RANDOM began=$SECONDS
     mkdir -p "$folder"
     echo "$token" >"$folder/token"
+    keep_environment
     check_on "$@"
+    ls "$folder" >/dev/null # over NFS, files that were not there a moment ago may stay unseen without
     for node in "$@"; do
         [[ -s $folder/$node.json ]] || check_on "$node" &
     done
     wait
+    checked=$((SECONDS - began + 1))
 }
 
 # Pairs of nodes exchange data. Where that fails as a whole it names nobody, and the ranks will say more.
@@ -90,7 +105,7 @@ check_links() {
     keep_environment
     containers
     # shellcheck disable=SC2016 # expanded on the node
-    timeout "$CHECK_SECONDS" srun --nodes=$# --ntasks=$# --ntasks-per-node=1 --nodelist="$(list "$@")" --cpu-bind=none \
+    timeout --kill-after=10 "$CHECK_SECONDS" srun "${STEP[@]}" --nodes=$# --ntasks=$# --nodelist="$(list "$@")" \
         --kill-on-bad-exit=1 "${container[@]}" bash "$LIB/inside.sh" bash -c '. "$LIB/node_rank.sh" && exec "$PYTHON" \
         -P -m torch.distributed.run --nnodes="$1" --nproc-per-node="$2" --node-rank="$node_rank" \
         --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" "$3" --folder "$4"' links $# "$processes" \
@@ -100,9 +115,8 @@ check_links() {
 
 check_on() {
     local container=()
-    keep_environment
     containers
-    timeout "$CHECK_SECONDS" srun --nodes=$# --ntasks=$# --ntasks-per-node=1 --nodelist="$(list "$@")" --wait=5 \
+    timeout --kill-after=10 "$CHECK_SECONDS" srun "${STEP[@]}" --nodes=$# --ntasks=$# --nodelist="$(list "$@")" \
         "${container[@]}" bash "$LIB/inside.sh" "$PYTHON" -P "$CODE/grpo_mega/platform/preflight.py" check --folder "$folder" \
         --gpus "$GPUS_PER_NODE" --free-mb "$MIN_FREE_MB" --interface "$INTERFACE" --token "$token" \
         --reads "${reads[@]}" >>"$folder/log" 2>&1
@@ -118,7 +132,7 @@ too_few() {
         for node in "${!unfit[@]}"; do echo "    $node ${unfit[$node]}"; done
         for node in "${!silent[@]}"; do echo "    $node does not answer"; done
     } | tee -a "$JOB/report.txt" >&2
-    if ((${#unfit[@]} + ${#silent[@]} == ${#all[@]})); then
+    if ((${#all[@]} > 1 && ${#unfit[@]} + ${#silent[@]} == ${#all[@]})); then # one alone may well be at fault
         status unfit
         echo "error: no node of this job is fit, so others are not tried; see $JOB/report.txt" >&2
         exit "$UNFIT"
@@ -148,7 +162,6 @@ await_lock() {
         fi
         if [[ -n $asked ]]; then leave_for_later; fi
         if ((SECONDS >= deadline)); then
-            status refused
             refuse "$RUN is in use by $holder: wait for it, stop it, or choose another run.name. If that machine is gone," \
                 "the file system still keeps its lock: ask for it to be released, or wait longer (LOCK_SECONDS)"
         fi

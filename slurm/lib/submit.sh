@@ -11,6 +11,7 @@ submit() {
     done
     command -v sbatch >/dev/null || refuse "there is no Slurm here (no sbatch): log in to a machine of the cluster, or" \
         "run without it: torchrun --standalone --nproc-per-node N -m grpo_mega.train ${own[*]} ${settings[*]}"
+    forget_job
     ask_configuration "${own[@]}" "${settings[@]}"
     options=(--export=ALL --nodes=$((NODES + SPARES)) "${options[@]}") # the settings travel in the environment
     if ((SPARES)); then options+=(--no-kill); fi
@@ -20,6 +21,15 @@ submit() {
     sbatch --output="$RUN/slurm/job-%j.log" --comment="$RUN" "${options[@]}" "$GRPO_MEGA_CODE/slurm/${0##*/}" \
         "${settings[@]}" || exit "$BAD_INPUT"
     echo "run directory $RUN; slurm/status.sh $RUN shows how it goes"
+}
+
+# From within salloc or srun --pty, what describes that job would be taken for options of the new one.
+forget_job() {
+    local name
+    [[ -n ${SLURM_JOB_ID:-} ]] || return 0
+    for name in $(compgen -e SLURM_); do
+        [[ $name =~ ^SLURM_(CONF|JWT)$ ]] || unset "$name"
+    done
 }
 
 # Slurm's own verdict, without queueing anything.

@@ -2,6 +2,10 @@
 # shellcheck disable=SC2154,SC2153,SC2034 # names that the other files set or use
 # While the ranks run: a request to stop is passed on, and those that hang are ended.
 
+# One task per node, on all of its cores: it is bound to one unless told otherwise. It starts although a task before it
+# cannot be killed, and no site's WaitTime ends the nodes that finish last.
+STEP=(--ntasks-per-node=1 --cpu-bind=none --overlap --wait=0)
+
 # Starts the ranks, and comes back when all of them are gone. Sets `hung`.
 run_attempt() {
     local container=()
@@ -11,9 +15,8 @@ run_attempt() {
     containers
     hung=''
     phase "attempt $attempt on ${chosen[*]}"
-    # A task is bound to one core unless told otherwise, and the task of a node is all of its ranks.
-    srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 --nodelist="$(list "${chosen[@]}")" \
-        --cpu-bind=none --kill-on-bad-exit=1 --output="$ATTEMPT/node-%n.log" "${container[@]}" \
+    srun "${STEP[@]}" --nodes="$NODES" --ntasks="$NODES" --nodelist="$(list "${chosen[@]}")" \
+        --kill-on-bad-exit=1 --output="$ATTEMPT/node-%n.log" "${container[@]}" \
         bash "$LIB/inside.sh" bash "$LIB/node.sh" "$@" &
     srun_id=$!
     watch_attempt
@@ -22,7 +25,7 @@ run_attempt() {
 
 # Where ranks find each other: `$1` is the node. A new port every time, for old sockets linger; `$2` tells steps apart.
 meeting_point() {
-    MASTER_ADDR=$(scontrol show node -o "$1" | grep -oP ' NodeAddr=\K\S+')
+    MASTER_ADDR=$(slurm scontrol show node -o "$1" | grep -oP ' NodeAddr=\K\S+')
     MASTER_PORT=$((20000 + (SLURM_JOB_ID * 31 + restart * 7 + attempt + $2) % 10000))
     export MASTER_ADDR MASTER_PORT
 }
@@ -46,7 +49,7 @@ containers() {
     case $RUNTIME in
         bare) container=() ;;
         apptainer) container=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$IMAGE") ;;
-        pyxis) container=(--container-image="$IMAGE" --container-mounts="$mounts" --container-workdir="$PWD") ;;
+        pyxis) container=(--container-image="$IMAGE" --container-name="grpo_mega-$SLURM_JOB_ID" --container-mounts="$mounts" --container-workdir="$PWD") ;;
     esac
 }
 

@@ -15,10 +15,12 @@ from grpo_mega.platform import preflight
 SCRIPT = Path(preflight.__file__)
 
 
-def check(folder: Path, node: str, *options: str, token: str = "12") -> subprocess.CompletedProcess[str]:
+def check(
+    folder: Path, node: str, *options: str, token: str = "12", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs the checks as a node does."""
     command = [sys.executable, "-P", SCRIPT, "check", "--folder", folder, "--token", token, *options]
-    return subprocess.run(command, env={"SLURMD_NODENAME": node}, text=True, capture_output=True)
+    return subprocess.run(command, env={"SLURMD_NODENAME": node} | environment, text=True, capture_output=True)
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def change(folder: Path, node: str, **fields: object) -> None:
 
 
 def verdicts(folder: Path, nodes: str = "abcd") -> dict[str, str]:
-    return preflight.judge(folder, list(nodes), time.time())
+    return preflight.judge(folder, list(nodes), seconds=10)
 
 
 def test_healthy_nodes_are_fit(folder):
@@ -97,6 +99,25 @@ def test_missing_gpus_are_named_without_a_traceback(folder):
     assert verdicts(folder)["a"].startswith("unfit: ")
 
 
+LOST = """
+class NVMLError_GpuIsLost(Exception):
+    pass
+
+def nvmlInit():
+    pass
+
+def nvmlDeviceGetCount():
+    raise NVMLError_GpuIsLost("GPU is lost")
+"""
+
+
+def test_a_gpu_that_is_lost_makes_its_node_unfit_and_not_silent(folder):
+    (folder / "pynvml.py").write_text(LOST)
+    made = check(folder, "a", "--gpus", "8", "--free-mb", "1", PYTHONPATH=str(folder))
+    assert (made.returncode, made.stderr) == (0, "")
+    assert "its GPUs fail (NVMLError_GpuIsLost: GPU is lost)" in verdicts(folder)["a"]
+
+
 def test_other_software_than_on_most_nodes_is_named(folder):
     software = json.loads((folder / "a.json").read_text())["software"]
     change(folder, "c", software=software | {"torch": "1.0"})
@@ -109,6 +130,19 @@ def test_a_clock_that_is_off_is_named(folder, seconds):
     change(folder, "b", clock=time.time() + seconds)
     assert "its clock is off by" in verdicts(folder)["b"]
     assert verdicts(folder)["a"] == "ok"
+    assert verdicts(folder, "b") == {"b": "ok"}
+
+
+def test_of_two_nodes_the_clock_that_is_not_ours_is_named(folder):
+    change(folder, "b", clock=time.time() - 60)
+    assert verdicts(folder, "ab")["a"] == "ok"
+    assert "its clock is off by -60 s" in verdicts(folder, "ab")["b"]
+
+
+def test_a_wrong_clock_where_the_nodes_are_judged_harms_none(folder):
+    for node in "abcd":
+        change(folder, node, clock=time.time() - 3600)
+    assert verdicts(folder) == dict.fromkeys("abcd", "ok")
 
 
 def test_the_slow_gpu_of_a_job_is_named(folder):

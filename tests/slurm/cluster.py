@@ -121,12 +121,21 @@ class Cluster:
 
     def start(self) -> Cluster:
         """Starts the daemons and waits until every node is idle."""
-        self._spawn("slurmctld", [_program("slurmctld"), "-D"])
-        self._until(lambda: self.run("scontrol", "ping").returncode == 0)
+        self.start_controller()
         for node in self.nodes:
             self.start_node(node)
         self._until(lambda: set(self.node_states().values()) == {"idle"})
         return self
+
+    def start_controller(self) -> None:
+        """Starts slurmctld, with the state that it left if it ran before."""
+        self._spawn("slurmctld", [_program("slurmctld"), "-D"])
+        self._until(lambda: self.run("scontrol", "ping").returncode == 0)
+
+    def stop_controller(self) -> None:
+        """slurmctld saves its state and ends."""
+        self._daemons["slurmctld"].terminate()
+        self._daemons["slurmctld"].wait()
 
     def start_node(self, node: str, prepare: str = "true") -> None:
         """Starts a node in namespaces of its own, after the shell command `prepare` was run in them.

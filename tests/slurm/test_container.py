@@ -14,6 +14,17 @@ import pytest
 from cluster import SEARCH, Cluster
 from launches import submit
 
+SRUN = """#!/bin/bash
+[[ $* != --help ]] || {{ echo --container-image && exit; }}
+words=()
+for word; do
+    if [[ $word == --container-* ]]; then container+=" $word"; else words+=("$word"); fi
+done
+echo "${{words[*]}}$container" >>{log}
+exec /usr/bin/srun "${{words[@]}}"
+"""
+"""Passes for an srun with pyxis: notes what it is asked, and runs it without a container."""
+
 STAND_IN = """#!/bin/bash
 [[ $1 == exec ]] && shift
 while [[ $1 == --* ]]; do
@@ -64,3 +75,17 @@ def test_what_the_configuration_names_is_there_and_the_projects_code_comes_first
     second = submit(cluster, "second", *settings, START_SECONDS="60", MAX_FAILURES="1", **inside)
     assert second.finish() == "COMPLETED", second.log
     assert second.steps() == [1]
+
+
+def test_with_pyxis_the_image_is_unpacked_before_the_checks_and_used_by_every_step(cluster, tmp_path):
+    log, program = tmp_path / "sruns", tmp_path / "bin" / "srun"
+    program.parent.mkdir()
+    program.write_text(SRUN.format(log=log))
+    program.chmod(0o755)
+    inside = {"RUNTIME": "pyxis", "IMAGE": "registry#image", "PATH": f"{program.parent}:{SEARCH}"}
+    launch = submit(cluster, "pyxis", "run.steps=1", **inside)
+    assert launch.finish() == "COMPLETED", launch.log
+    first, *others = log.read_text().splitlines()
+    assert " true --container-image=registry#image" in first
+    assert len(others) == 2, "the checks and the ranks"
+    assert all(f" --container-name=grpo_mega-{launch.number} " in line for line in (first, *others))

@@ -30,15 +30,26 @@ def large() -> Iterator[Cluster]:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def start(large: Cluster, data: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+GPU_NODE = """
+import os, torch
+torch.cuda.is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+torch.cuda.set_device = lambda device: None
+"""
+"""What Python does first on a node where torch finds GPUs, as long as nobody hides them."""
+
+
+def settings(large: Cluster, data: Path) -> list[str]:
     for name in ("train.jsonl", "test.jsonl"):
         (data / name).write_text('{"prompt": "1+1=?", "answer": 2}\n')
     paths = [f"data.train_path={data}/train.jsonl", f"data.test_path={data}/test.jsonl", f"run.init_from={data}"]
-    command = [REPOSITORY / "slurm" / f"{script}.sh", f"run.root={large.root}/runs", *paths]
+    return [f"run.root={large.root}/runs", *paths]
+
+
+def start(large: Cluster, data: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [REPOSITORY / "slurm" / f"{script}.sh", *settings(large, data)]
     return large.run(*command, **{"PYTHON": sys.executable} | environment)
 
 
-@pytest.mark.skipif(not (REPOSITORY / "configs/experiment/r1zero_671b.yaml").exists(), reason="no such experiment yet")
 @pytest.mark.parametrize(("script", "nodes"), [("r1zero_671b", 64), ("r1zero_671b_h200", 32)])
 def test_it_is_checked_queued_and_ends_with_the_code_for_unfit_nodes(large, tmp_path, script, nodes):
     launch = submitted(large, start(large, tmp_path, script))
@@ -57,9 +68,27 @@ def test_it_is_checked_queued_and_ends_with_the_code_for_unfit_nodes(large, tmp_
 def test_a_checkpoint_that_cannot_be_written_before_the_time_limit_is_refused(large, tmp_path):
     made = start(large, tmp_path, "r1zero_671b", SAVE_GB_PER_SECOND="4")
     assert made.returncode == 2
-    assert made.stderr.startswith("error: a checkpoint of 10,922 GB takes 2791 s at SAVE_GB_PER_SECOND=4")
-    assert "give --signal=B:USR1@2851 or more" in made.stderr
+    assert made.stderr.startswith(
+        "error: a checkpoint of 10,922 GB is written and read again in 5521 s at SAVE_GB_PER_SECOND=4"
+    )
+    assert "give --signal=B:USR1@5581 or more" in made.stderr
+    made = start(large, tmp_path, "r1zero_671b", HANG_SECONDS="4300")
+    assert made.returncode == 2
+    assert "HANG_SECONDS=4300 counts as hung: set HANG_SECONDS=4429 or more" in made.stderr
     assert large.jobs() == []
+
+
+def test_a_script_given_to_sbatch_plans_its_checkpoint_on_a_node_with_gpus(large, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(GPU_NODE)
+    log = large.root / "as_it_is.log"
+    made = large.run(
+        "sbatch", "--parsable", f"--output={log}", "slurm/moonlight_16b.sh", *settings(large, tmp_path),
+        cwd=REPOSITORY, PYTHON=sys.executable, PYTHONPATH=str(tmp_path), MAX_EXCLUSIONS="0",
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    large.wait(int(made.stdout))
+    assert large.job(int(made.stdout))["ExitCode"] == "3:0", log.read_text()
+    assert "cannot be planned" not in log.read_text()
 
 
 def test_scripts_ask_for_the_machines_that_their_experiments_plan_for():

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from cluster import Cluster
-from launches import REPOSITORY, SMALL, start, submit
+from launches import ENVIRONMENT, REPOSITORY, SMALL, start, submit, submitted
 
 
 def assert_refused(cluster: Cluster, made: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -39,6 +39,7 @@ def assert_refused(cluster: Cluster, made: subprocess.CompletedProcess[str], *wo
         ([], {"RUNTIME": "pyxis", "IMAGE": "nvcr.io#nvidia/pytorch:25.06"}, ["--container-image", "pyxis plugin"]),
         ([], {"RUNTIME": "docker"}, ["docker is none of: bare, apptainer, pyxis"]),
         ([], {"CLUSTER": "mars"}, ["CLUSTER=mars has no profile", "default"]),
+        (["--signal=B:USR1@60"], {}, ["STOP_SECONDS=0 is no time to save in", "--signal=B:USR1@90"]),
         (["--nodes=3"], {}, ["--nodes=3 says nothing of spares", "NODES=N"]),
         (["cluster.nodes=3"], {}, ["cluster.nodes=3", "trains on 2 nodes", "cluster.nodes=2", "NODES=3"]),
     ],
@@ -96,6 +97,17 @@ def test_a_queued_job_keeps_the_code_it_was_submitted_with(cluster):
     assert list((again.run / "slurm").glob("code-*")) == [code], "the same code is there once"
     for number in cluster.jobs():
         cluster.run("scancel", number)
+
+
+def test_from_within_an_allocation_a_script_submits_a_job_of_its_own(cluster):
+    settings = [*SMALL, "run.name=within", f"run.root={cluster.root}/runs"]
+    script = REPOSITORY / "slurm" / "tiny.sh"
+    made = cluster.run("salloc", "--nodes=1", "--mem=17", script, "--hold", *settings, **ENVIRONMENT)
+    launch = submitted(cluster, made)
+    job = cluster.job(launch.number)
+    assert (job["JobState"], job["NumNodes"].split("-")[0]) == ("PENDING", "2")
+    assert job.get("MinMemoryNode") != "17M"
+    cluster.run("scancel", launch.number)
 
 
 def test_status_of_what_has_not_started_says_so(cluster):

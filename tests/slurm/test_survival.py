@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,30 @@ def test_ahead_of_the_time_limit_a_run_saves_and_goes_back_into_the_queue(cluste
     assert "continuing behind step 2" in log_of(launch, "restart-1-attempt-1", 0)
 
 
+def test_a_job_that_is_asked_to_stop_before_it_gets_anywhere_gives_up(cluster, peace):
+    launch = submit(cluster, "short", "run.save_every=0", fault="hold 2 0 -", MAX_FAILURES="2")
+    wait_until(lambda: (launch.run / "metrics.jsonl").exists() and launch.steps() == [1, 2], "no step ends")
+    cluster.run("scancel", "--batch", "--signal=USR1", launch.number)
+    wait_until(lambda: launch.log.count("attempt 1 on") == 2, "it does not start again")
+    cluster.run("scancel", "--batch", "--signal=USR1", launch.number)
+    assert launch.finish() == "FAILED"
+    assert cluster.job(launch.number)["ExitCode"] == "1:0"
+    assert launch.status["state"] == "gave-up"
+    assert "asked to stop 2 times in a row at the same checkpoint (step-000002)" in launch.log
+    assert "too short for --signal" in launch.log
+    assert_as_in(peace, submit(cluster, "short", "run.save_every=0"))
+
+
+def test_nodes_that_cannot_be_judged_end_the_job(cluster):
+    python = cluster.root / "no_judge"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *" judge "*) exit 1 ;; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    launch = submit(cluster, "unjudged", HOST_PYTHON=str(python))
+    assert launch.finish() == "FAILED"
+    assert cluster.job(launch.number)["ExitCode"] == "1:0"
+    assert "judged 0 of 2 nodes" in launch.log
+
+
 def log_of(launch: Launch, attempt: str, rank: int) -> str:
     return (launch.files / attempt / f"rank-{rank:04d}.log").read_text()
 
@@ -113,7 +138,7 @@ def code_of(launch: Launch) -> Path:
 
 
 def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluster, peace, caught):
-    launch = caught("hang", 1, HANG_SECONDS="20")
+    launch = caught("hang", 1, HANG_SECONDS="60")
     told = cluster.run(REPOSITORY / "slurm" / "status.sh", launch.number).stdout
     assert f"state=running job={launch.number} restart=0 attempt=1 step=" in told
     assert "2 ranks  reward (phase " in told
@@ -121,7 +146,7 @@ def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluste
     assert_as_in(peace, launch)
     assert cluster.job(launch.number)["Restarts"] == "0"
     assert "in hang" in log_of(launch, "restart-0-attempt-1", 1)
-    assert "no sign of life from rank 0 for 20 s" in launch.log
+    assert "no sign of life from rank 0 for 60 s" in launch.log
     assert "in hang: rank-0001" in (launch.files / "report.txt").read_text()
 
 
@@ -174,6 +199,34 @@ def test_a_spare_takes_the_place_of_a_node_that_fails_the_checks(cluster, peace,
     assert "attempt 1 on node2 node3" in launch.log
 
 
+def test_the_only_node_of_a_job_is_left_out_too(cluster, unfit):
+    launch = submit(cluster, "single", "run.steps=1", NODES="1", RANKS_PER_NODE="2")
+    assert launch.finish() == "COMPLETED", launch.log
+    assert cluster.job(launch.number)["ExcNodeList"] == "node1"
+    assert "attempt 1 on node2" in launch.log
+
+
+def test_a_controller_that_is_away_for_a_while_does_not_end_the_job(cluster, peace, caught):
+    launch = caught("hold", 0, "run.save_every=0")
+    cluster.stop_controller()
+    for process in cluster.processes():
+        if process.cmdline()[1:2] == [f"{code_of(launch)}/slurm/lib/node.sh"]:
+            process.terminate()
+    wait_until(lambda: "scontrol: " in launch.log, launch.log)
+    cluster.start_controller()
+    assert_as_in(peace, launch)
+    assert cluster.job(launch.number)["Restarts"] == "1"
+
+
+def test_two_nodes_with_two_ranks_each_train_and_survive(cluster, caught):
+    calm = submit(cluster, "two_by_two", RANKS_PER_NODE="2")
+    assert calm.finish() == "COMPLETED", calm.log
+    assert calm.steps() == [1, 2, 3, 4]
+    launch = caught("die", 3, RANKS_PER_NODE="2")
+    assert_as_in(calm.run, launch)
+    assert "first to fail: rank 3 on node2, exit code 137" in launch.log
+
+
 OPTIONS = ["--cpus-per-task=3", "--mem=321", "--constraint=tests", "--nice=7", "--mail-user=me@here", "--no-requeue"]
 ASKED = ["CPUs/Task", "MinMemoryNode", "Features", "Nice", "TimeLimit", "WorkDir", "Command", "Comment", "Partition"]
 
@@ -201,6 +254,8 @@ def test_nodes_that_cannot_be_replaced_end_the_job_with_the_code_for_them(cluste
 def test_a_run_directory_in_use_is_waited_for_and_its_user_named(cluster, peace):
     path = cluster.root / "runs" / "locked"
     path.mkdir(parents=True)
+    (path / "slurm").mkdir()
+    (path / "slurm" / "status").write_text("state=running job=7\n")
     with (path / "run.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write("pid 7 on nodeX\n")
@@ -209,6 +264,7 @@ def test_a_run_directory_in_use_is_waited_for_and_its_user_named(cluster, peace)
         assert launch.finish() == "FAILED"
         assert cluster.job(launch.number)["ExitCode"] == "2:0"
         assert f"{path} is in use by pid 7 on nodeX: wait for it" in launch.log
+        assert launch.status == {"state": "running", "job": "7"}, "the status is that of the job that runs"
         launch = submit(cluster, "locked")
         wait_until(lambda: "is in use by pid 7 on nodeX: waiting for up to" in launch.log, launch.log)
     assert_as_in(peace, launch)
