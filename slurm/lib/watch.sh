@@ -56,11 +56,15 @@ containers() {
 # Passes a request to stop on, again and again, for a rank that starts may miss it; ends ranks that hang.
 watch_attempt() {
     local beat='' new since=$SECONDS bound=$START_SECONDS stopping=''
+    status running
     while kill -0 "$srun_id" 2>/dev/null; do
         nap "$POLL_SECONDS"
-        status running
-        new=$(cat "$ATTEMPT/rank-0000.beat" 2>/dev/null)
-        if [[ $new != "$beat" ]]; then beat=$new since=$SECONDS bound=$HANG_SECONDS; fi
+        new='' # no $(...) while nothing happens: bash 5.2 may stumble over a signal that comes in the middle of one
+        { IFS= read -r new <"$ATTEMPT/rank-0000.beat"; } 2>/dev/null
+        if [[ $new != "$beat" ]]; then
+            beat=$new since=$SECONDS bound=$HANG_SECONDS
+            status running
+        fi
         if [[ -n $asked ]]; then
             if [[ -z $stopping ]]; then stopping=$SECONDS && phase "asked to stop by SIG$asked"; fi
             signal_ranks USR1
