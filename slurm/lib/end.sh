@@ -41,7 +41,7 @@ decide() {
         stopped) leave_for_later ;;
     esac
     report
-    [[ -z $asked ]] || leave_for_later
+    if asked; then leave_for_later; fi
     if (($(failures_here) >= MAX_FAILURES)); then
         give_up "$(failures_here) failures at the same checkpoint; $JOB/report.txt says how"
     fi
@@ -140,7 +140,7 @@ leave_for_later() {
         status "taken-away"
         exit 0
     fi
-    if [[ $asked == USR1 ]]; then count_leave; fi
+    if asked && [[ $asked == USR1 ]]; then count_leave; fi
     status requeued
     phase "back into the queue"
     back_into_queue
@@ -186,7 +186,6 @@ too_bad() {
 
 # Requeueing ends this script, a while after it was told. A job that may not be requeued can ask for it.
 back_into_queue() {
-    trap '' TERM USR1
     slurm scontrol update jobid="$SLURM_JOB_ID" requeue=1
     if ! slurm scontrol requeue "$SLURM_JOB_ID"; then
         status stopped

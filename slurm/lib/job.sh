@@ -12,10 +12,26 @@
 # srun's exit code says nothing (--kill-on-bad-exit masks it) and torchrun's is always 1: each rank leaves its own in a
 # file. SIGUSR1 (Slurm, ahead of the time limit) and SIGTERM (preemption, scancel) ask for a stop.
 
+# The shell that Slurm signals only writes down what it hears: bash 5.2 breaks when a signal comes while it expands $(...).
+# The one that works, and all that it starts, ignore signals.
 run_job() {
     asked=''
-    trap 'asked=${asked:-USR1}' USR1
-    trap 'asked=${asked:-TERM}' TERM
+    exec {heard}<> <(:) # a pipe
+    trap '' USR1 TERM
+    work "$@" &
+    trap 'echo USR1 >&"$heard"' USR1
+    trap 'echo TERM >&"$heard"' TERM
+    while kill -0 $! 2>/dev/null; do wait $!; done
+    wait $!
+    exit
+}
+
+# Whether a stop was asked for, and by which signal first: sets `asked`.
+asked() {
+    [[ -n $asked ]] || { read -r -t 0 -u "$heard" && read -r -u "$heard" asked; }
+}
+
+work() {
     enter_job "$@"
     while :; do
         attempt=$((attempt + 1))

@@ -14,9 +14,9 @@ for ((i = node_rank * RANKS_PER_NODE; i < (node_rank + 1) * RANKS_PER_NODE; i++)
 done
 
 tell() {
-    local file
+    local file pid # no $(...) where the next signal may come: bash 5.2 breaks
     for file in "${files[@]}"; do
-        if [[ -s $file.pid && ! -e $file.code ]]; then kill -s "$1" "$(<"$file.pid")" 2>/dev/null; fi
+        if [[ -s $file.pid && ! -e $file.code ]]; then read -r pid <"$file.pid" && kill -s "$1" "$pid" 2>/dev/null; fi
     done
 }
 
@@ -40,6 +40,7 @@ while :; do
     wait $!
     kill -0 $! 2>/dev/null || break
 done
+trap '' TERM USR1 USR2
 for file in "${files[@]}"; do # helpers of a rank that was killed live on, and would into the next attempt
     [[ ! -s $file.group ]] || kill -KILL -- "-$(<"$file.group")" 2>/dev/null
 done

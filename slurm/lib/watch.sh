@@ -59,29 +59,27 @@ watch_attempt() {
     status running
     while kill -0 "$srun_id" 2>/dev/null; do
         nap "$POLL_SECONDS"
-        new='' # no $(...) while nothing happens: bash 5.2 may stumble over a signal that comes in the middle of one
-        { IFS= read -r new <"$ATTEMPT/rank-0000.beat"; } 2>/dev/null
+        new=$(cat "$ATTEMPT/rank-0000.beat" 2>/dev/null)
         if [[ $new != "$beat" ]]; then
             beat=$new since=$SECONDS bound=$HANG_SECONDS
             status running
         fi
-        if [[ -n $asked ]]; then
+        if asked; then
             if [[ -z $stopping ]]; then stopping=$SECONDS && phase "asked to stop by SIG$asked"; fi
             signal_ranks USR1
             ((SECONDS - stopping <= STOP_SECONDS)) || end_hung "did not stop within $STOP_SECONDS s"
         elif ((SECONDS - since > bound)); then
-            read -r new <<<"$beat"
-            end_hung "no sign of life from rank 0 for $bound s, last phase: ${new:-none}"
+            end_hung "no sign of life from rank 0 for $bound s, last phase: ${beat:-none}"
         fi
     done
 }
 
-# Sleeps, but not through a signal or the end of the step.
+# Sleeps, but not through the end of the step.
 nap() {
     sleep "$1" &
     local sleeper=$!
     wait -n "$sleeper" "$srun_id"
-    kill "$sleeper" 2>/dev/null
+    kill -KILL "$sleeper" 2>/dev/null
     wait "$sleeper" 2>/dev/null
 }
 
