@@ -8,6 +8,7 @@ Starting the same command again continues the run at its newest checkpoint.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import logging
 import multiprocessing
@@ -124,6 +125,15 @@ def run() -> None:
         main()
     except HydraException as error:
         _refuse(f"error: {explained(error)}")
+    _end()
+
+
+def _end() -> None:
+    """Ends this rank as Python would, except that its objects are not taken apart one by one: that takes seconds."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

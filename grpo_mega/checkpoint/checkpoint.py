@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from grpo_mega.checkpoint import random_state, step_in_progress
 from grpo_mega.checkpoint.integrity import MANIFEST, damage, if_all_can, main_says, seal
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
+from grpo_mega.checkpoint.writers import start_results_queue
 from grpo_mega.observe.files import sync_folder, write_atomic
 from grpo_mega.platform.stop import shielded_children
 from grpo_mega.policy.policy import Policy
@@ -74,6 +75,7 @@ class Saving:
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._writers = AsyncCallsQueue()
         with self._nothing_left_on_failure(), shielded_children():
+            start_results_queue()
             if_all_can(lambda: _begin(self._temporary, state, reference, rest) if self.is_main else None)
             if_all_can(lambda: random_state.save(self._temporary))
             if reference:

@@ -48,7 +48,7 @@ def start() -> Platform:
         return Platform(device, "nccl", importlib.util.find_spec("transformer_engine") is not None)
     cpu.install()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms(), without importing the compiler
     # Filling fresh memory with NaN only helps to find reads of it, and costs two percent of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return Platform(torch.device("cpu"), "gloo", transformer_engine=False)

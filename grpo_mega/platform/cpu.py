@@ -214,6 +214,20 @@ SUBSTITUTIONS = (
 )
 
 
+@contextlib.contextmanager
+def _compiler_away() -> Iterator[None]:
+    """Megatron marks functions for torch.compile where it defines them, and that imports all of the compiler.
+
+    It takes seconds, and on a CPU no such function is ever called.
+    """
+    original = torch.compile
+    torch.compile = lambda function=None, **_: function or (lambda marked: marked)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = original
+
+
 def install(without: Collection[str] = ()) -> bool:
     """Puts the substitutions in place, once; `without` leaves some out and exists for the tests that show their need.
 
@@ -227,8 +241,11 @@ def install(without: Collection[str] = ()) -> bool:
     for substitution in wanted:
         if not substitution.after_import:
             substitution.apply()
-    import megatron.core  # noqa: F401
+    with _compiler_away():
+        import megatron.core  # noqa: F401
+    from megatron.core import jit
 
+    jit.disable_jit_fuser()  # what is imported from here on
     for substitution in wanted:
         if substitution.after_import:
             substitution.apply()

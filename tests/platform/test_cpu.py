@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -106,3 +109,13 @@ def test_factories_still_follow_a_device_context() -> None:
 
 def test_nothing_is_replaced_where_cuda_is_present() -> None:
     run_ranks(HERE / "torch_contents.py", 1, [])
+
+
+def test_megatron_is_imported_without_the_compiler_which_takes_seconds() -> None:
+    program = (
+        "from grpo_mega import platform; platform.start(); import grpo_mega.assemble, torch, sys;"
+        "print('torch._dynamo' in sys.modules, torch.compile.__module__, torch.are_deterministic_algorithms_enabled())"
+    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    made = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert made.stdout == "False torch True\n", made.stderr
