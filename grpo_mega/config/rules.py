@@ -367,16 +367,26 @@ def _rollout(config: Config) -> Iterator[str]:
             f"model.moe.experts={experts}; choose {_divisors(math.gcd(sglang.tp, experts))}"
         )
     yield from _fp8_blocks(config)
-    for name in ("enable_dp_attention", "moe_a2a_backend"):
-        if (
-            sglang.arguments.get(name) not in (None, False, "none")
-            and "mem_fraction_static" not in sglang.arguments
-            and sglang.first_gpu is None
-        ):
+    if (
+        sglang.arguments.get("moe_a2a_backend", "none") != "none"
+        and "mem_fraction_static" not in sglang.arguments
+        and sglang.first_gpu is None
+    ):
+        yield (
+            "rollout.sglang.arguments.moe_a2a_backend makes an engine take more of a GPU that it shares than is "
+            "planned for; give rollout.sglang.arguments.mem_fraction_static, too"
+        )
+    for name in ("dp_size", "attn_dp_size"):
+        if sglang.tp % sglang.arguments.get(name, 1):
             yield (
-                f"rollout.sglang.arguments.{name} makes an engine take more of a GPU that it shares than is planned "
-                "for; give rollout.sglang.arguments.mem_fraction_static, too"
+                f"rollout.sglang.arguments.{name}={sglang.arguments[name]} must divide rollout.sglang.tp={sglang.tp}; "
+                f"choose {_divisors(sglang.tp)}"
             )
+    if sglang.arguments.get("dp_size", 1) > 1 and not sglang.arguments.get("enable_dp_attention"):
+        yield (
+            "rollout.sglang.arguments.dp_size makes copies of an engine, and each rank has a part of one; drop it, or "
+            "set rollout.sglang.arguments.enable_dp_attention=true for copies of its attention"
+        )
     if sglang.first_gpu is not None and sglang.transport == "shared":
         yield (
             f"rollout.sglang.first_gpu={sglang.first_gpu} puts the engines on other GPUs than the trainer's, and "

@@ -129,8 +129,8 @@ class Host:
         self.flush()
 
     def flush(self) -> None:
-        """Empties the KV cache, as soon as the engine has nothing to do; SGLang refuses before."""
-        while not self._engine.flush_cache().success:
+        """Empties all KV caches, as soon as the engine has nothing to do; SGLang refuses before."""
+        while not all(self._engine.loop.run_until_complete(self._flush())):
             time.sleep(0.05)
 
     def release(self, tags: list[str]) -> None:
@@ -141,6 +141,14 @@ class Host:
     def resume(self, tags: list[str]) -> None:
         """Takes memory again."""
         _succeeded(self._engine.resume_memory_occupation(tags=tags))
+
+    async def _flush(self) -> list[bool]:
+        """Whether each cache is empty; SGLang's `flush_cache` tells of one, also under data parallel attention."""
+        from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+        manager = self._engine.tokenizer_manager
+        manager.auto_create_handle_loop()
+        return [cache.success for cache in await manager.flush_cache_communicator(FlushCacheReqInput())]
 
     async def _generate(self, requests: list[dict[str, Any]]) -> None:
         self._aborting = False

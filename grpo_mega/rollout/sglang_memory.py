@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 MIB = 2**20
 PIECES = ((160 * 2**30, 16384), (60 * 2**30, 8192), (0, 4096))
 """Bytes of a GPU above which SGLang reads prompts in pieces of so many tokens."""
+REQUESTS = 512
+"""Requests that SGLang makes CUDA graphs for, unless it is told how many: at most."""
 WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "gate")
 """Matrices that every GPU of an engine has whole, besides vectors."""
 
@@ -66,13 +68,19 @@ def caches(config: Config) -> int:
 def work(config: Config, capacity: float) -> float:
     """Bytes for activations, CUDA graphs and collectives while it generates: what SGLang itself sets aside for them.
 
-    1.5 MiB for each token of a piece of a prompt, 2 MiB for each of 512 requests in CUDA graphs, and a GiB for every 8
-    GPUs (arg_groups/memory_hook.py).
+    1.5 MiB for each token of a piece of a prompt, 2 MiB for each request in CUDA graphs, under data parallel attention
+    3 MiB (4.5 of more than 300) for each request and rank of it, and a GiB for every 8 GPUs
+    (arg_groups/memory_hook.py).
     """
+    arguments = config.rollout.sglang.arguments
     piece = next(tokens for size, tokens in PIECES if capacity > size)
-    given = config.rollout.sglang.arguments.get("chunked_prefill_size") or 0
+    given = arguments.get("chunked_prefill_size") or 0
     piece = given if given > 0 else piece
-    return MIB * (512 + 1.5 * piece + 2 * 512 + 128 * config.rollout.sglang.tp)
+    requests = arguments.get("cuda_graph_max_bs_decode") or REQUESTS
+    graphs = 2.0 * requests
+    if caches(config) > 1:
+        graphs += (4.5 if requests > 300 else 3) * requests * caches(config)
+    return MIB * (512 + 1.5 * piece + graphs + 128 * config.rollout.sglang.tp)
 
 
 def static_bytes(config: Config, capacity: float) -> float:
@@ -182,6 +190,6 @@ def _gpus(entry: Entry, config: Config) -> int:
 
 def _attention_gpus(config: Config) -> int:
     """How many of an engine's GPUs share the heads: under data parallel attention, those of one of its ranks."""
-    sglang = config.rollout.sglang
-    parallel = sglang.arguments.get("dp_size", 1) if sglang.arguments.get("enable_dp_attention") else 1
+    sglang, given = config.rollout.sglang, config.rollout.sglang.arguments
+    parallel = given.get("dp_size", 1) if given.get("enable_dp_attention") else given.get("attn_dp_size", 1)
     return max(1, sglang.tp // parallel)

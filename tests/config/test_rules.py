@@ -186,8 +186,17 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
             "rollout.sglang.arguments.ep_size=4 must divide rollout.sglang.tp=2 and model.moe.experts=",
         ),
         (
-            {"rollout.engine": "sglang", "rollout.sglang.arguments": {"enable_dp_attention": True}},
-            "rollout.sglang.arguments.enable_dp_attention makes an engine take more of a GPU",
+            {"rollout.engine": "sglang", "rollout.sglang.arguments": {"moe_a2a_backend": "deepep"}},
+            "rollout.sglang.arguments.moe_a2a_backend makes an engine take more of a GPU",
+        ),
+        (
+            {"rollout.engine": "sglang", "rollout.sglang.tp": 2}
+            | {"rollout.sglang.arguments": {"enable_dp_attention": True, "dp_size": 4}},
+            "rollout.sglang.arguments.dp_size=4 must divide rollout.sglang.tp=2; choose 1 or 2",
+        ),
+        (
+            {"rollout.engine": "sglang", "rollout.sglang.tp": 2, "rollout.sglang.arguments": {"dp_size": 2}},
+            "rollout.sglang.arguments.dp_size makes copies of an engine, and each rank has a part of one; drop it",
         ),
         (
             {"rollout.engine": "sglang", "rollout.sglang.fp8": True, "model.dtype": "bf16", "model.moe.ffn_hidden": 128}

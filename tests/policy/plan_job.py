@@ -21,6 +21,8 @@ SHORTER = ["model.context=65536", "layout.micro_batch_tokens=65536", "rollout.lo
 ENGINES = {
     "deepep": ["+rollout.sglang.arguments={moe_a2a_backend: deepep, moe_dense_tp_size: 1, mem_fraction_static: 0.7}"],
     "fp8_cache": ["+rollout.sglang.arguments.kv_cache_dtype=fp8_e4m3"],
+    "one_cache": ["rollout.sglang.arguments.enable_dp_attention=false", "rollout.sglang.arguments.dp_size=1"],
+    "many_requests": ["rollout.sglang.arguments.cuda_graph_max_bs_decode=301"],
     "own_share": ["+rollout.sglang.arguments.mem_fraction_static=0.5"],
     "tp8": ["rollout.sglang.tp=8", "rollout.sglang.arguments.ep_size=8"],
 }
@@ -59,8 +61,6 @@ if __name__ == "__main__":
     asked["qwen3_one_node"] = ["experiment=qwen3_30b_a3b", "cluster.nodes=1"]
     asked |= {f"tiny_{name}": ["experiment=tiny", *overrides] for name, overrides in LAYOUTS.items()}
     asked |= {f"r1zero_{name}": ["experiment=r1zero_671b", *overrides] for name, overrides in ENGINES.items()}
-    apart = "+rollout.sglang.arguments={enable_dp_attention: true, dp_size: 16, ep_size: 16, mem_fraction_static: 0.8}"
-    asked["r1zero_dp_attention"] = ["experiment=r1zero_671b_h200", apart]
     asked["qwen3_tp8"] = ["experiment=qwen3_30b_a3b", "rollout.sglang.tp=8"]
     found = {name: plan(compose_config(overrides)) for name, overrides in asked.items()}
     shares = [

@@ -168,7 +168,7 @@ def v3_engine(attention_gpus: int, gpus: int) -> float:
 
 @pytest.mark.parametrize(
     ("name", "gpus", "attention_gpus"),
-    [("r1zero_671b", 32, 32), ("r1zero_671b_h200", 16, 16), ("r1zero_tp8", 8, 8), ("r1zero_dp_attention", 16, 1)],
+    [("r1zero_671b", 32, 4), ("r1zero_671b_h200", 16, 2), ("r1zero_tp8", 8, 1), ("r1zero_one_cache", 32, 32)],
 )
 def test_weights_of_an_engine_of_deepseek_v3(name: str, gpus: int, attention_gpus: int, plans: dict[str, Any]) -> None:
     engine = plans[name]["engine"]
@@ -220,15 +220,26 @@ def test_what_an_engine_has_room_for(name: str, engines: int, samples: int, plan
     assert sum(generation.values()) == pytest.approx(found["capacity"] - bucket)
     assert engine["hand-over"]["trainer's weights"] == max(lines["weights"] for lines in found["memory"])
     assert generation["libraries"] == found["memory"][0]["libraries"]
-    assert engine["tokens"] == int(generation["KV cache"] / engine["cache_bytes"])
+    cache = int(generation["KV cache"] / engine["cache_bytes"])
+    assert engine["tokens"] == cache * engine["caches"]
     assert engine["fits"]
-    assert engine["longest"] == engine["tokens"] // {"moonlight_16b": 8192, "qwen3_30b_a3b": 20_480}.get(name, 67_584)
+    longest = {"moonlight_16b": 8192, "qwen3_30b_a3b": 20_480}.get(name, 67_584)
+    assert engine["longest"] == cache // longest * engine["caches"]
 
 
 def test_data_parallel_attention_multiplies_the_cache(plans: dict[str, Any]) -> None:
-    one, many = (plans[name]["engine"] for name in ("r1zero_671b_h200", "r1zero_dp_attention"))
-    assert many["tokens"] == 16 * int(many["generation"]["KV cache"] / many["cache_bytes"])
-    assert (one["longest"], many["longest"]) == (8, 16 * 2)
+    """Latent attention has one vector per token: four GPUs hold what 32 would hold, so there are eight caches."""
+    one, many = (plans[name]["engine"] for name in ("r1zero_one_cache", "r1zero_671b"))
+    assert (one["caches"], many["caches"]) == (1, 8)
+    assert (one["longest"], many["longest"]) == (4, 8 * 3)
+
+
+def test_what_sglang_sets_aside_for_data_parallel_attention(plans: dict[str, Any]) -> None:
+    """MiB for each request in CUDA graphs: 2, and for each of eight ranks 3, or 4.5 when there are more than 300."""
+    one, few, many = (plans[f"r1zero_{name}"]["engine"] for name in ("one_cache", "671b", "many_requests"))
+    work = [engine["generation"]["engine's work"] / 2**20 for engine in (one, few, many)]
+    assert work[1] - work[0] == pytest.approx(64 * 8 * 3)
+    assert work[2] - work[0] == pytest.approx(301 * (2 + 8 * 4.5) - 64 * 2)
 
 
 def test_an_engine_that_does_not_fit(plans: dict[str, Any]) -> None:

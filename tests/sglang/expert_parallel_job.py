@@ -1,6 +1,6 @@
 """One of two ranks that share an engine whose ranks keep half of the experts each; prints what was found.
 
-Usage: expert_parallel_job.py FOLDER
+Usage: expert_parallel_job.py FOLDER OVERRIDE...
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         (folder / "logs").mkdir()
     dist.barrier()
-    config = compose_config(OVERRIDES)
+    config = compose_config([*OVERRIDES, *sys.argv[2:]])
     data = build_data(config)
     policy = Policy(config.model, config.layout, data.tokenizer.vocab_size, join_layout(config.layout, 0), HERE)
     policy.initialize(seed=0)

@@ -1,4 +1,7 @@
-"""Two ranks and an engine of two whose ranks keep half of the experts each, and get no others."""
+"""Two ranks and an engine of two whose ranks keep half of the experts each, and get no others.
+
+With one KV cache for both, whose heads they share, and with one for each, under data parallel attention.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,17 @@ from ranks import results, run_ranks
 JOB = Path(__file__).with_name("expert_parallel_job.py")
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+ONE_CACHE: list[str] = []
+DATA_PARALLEL_ATTENTION = [f"+rollout.sglang.arguments.{word}" for word in ("enable_dp_attention=true", "dp_size=2")]
+
+
+@pytest.fixture(
+    scope="module", params=[ONE_CACHE, DATA_PARALLEL_ATTENTION], ids=["one cache", "data parallel attention"]
+)
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict]:
     """What each rank saw."""
-    return results(run_ranks(JOB, 2, [str(tmp_path_factory.mktemp("experts"))], timeout=600))
+    folder = str(tmp_path_factory.mktemp("experts"))
+    return results(run_ranks(JOB, 2, [folder, *request.param], timeout=600))
 
 
 def test_the_engine_computes_with_the_experts_of_both_ranks(found: list[dict]) -> None:

@@ -11,6 +11,8 @@ Python imports this file when it starts, so it also reaches the processes that S
   SGLang's kernels skip and its function for CPUs takes for an index. Such a layer is computed here.
 - `torch_memory_saver`: the published one is loaded in front of CUDA's library, which is not there. Releasing and
   resuming memory is done on torch's storages instead; see `torch_memory_saver/__init__.py`.
+- Under data parallel attention ranks exchange tokens of different numbers by NCCL, and pad them with a value that the
+  attention for CPUs does not name.
 - The host memory that SGLang collects routed experts in is not pinned: that takes CUDA's library.
 """
 
@@ -75,7 +77,35 @@ def _with_experts_elsewhere(module):
     module.moe_forward_native = moe_forward_native
 
 
+def _with_fill_value(module):
+    module.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
+def _without_nccl(module):
+    def lengths(group, rows, sizes):
+        return sizes or [rows] * group.world_size
+
+    def reduce_scatterv(self, input_, output=None, sizes=None):
+        sizes = lengths(self, len(input_) // self.world_size, sizes)
+        own = self.all_reduce(input_.clone()).split(sizes)[self.rank_in_group]
+        return own.clone() if output is None else output.copy_(own)
+
+    def all_gatherv(self, input_, sizes=None, output=None):
+        if isinstance(input_, list):
+            return [self.all_gatherv(one, sizes) for one in input_]
+        sizes = lengths(self, len(input_), sizes)
+        whole = input_.new_zeros(sum(sizes), *input_.shape[1:])
+        whole.split(sizes)[self.rank_in_group].copy_(input_)
+        whole = self.all_reduce(whole)
+        return whole if output is None else output.copy_(whole)
+
+    module.GroupCoordinator.reduce_scatterv = reduce_scatterv
+    module.GroupCoordinator.all_gatherv = all_gatherv
+
+
 _changes = {
+    "sglang.srt.distributed.parallel_state": _without_nccl,
+    "sglang.srt.layers.attention.torch_native_backend": _with_fill_value,
     "sglang.srt.mem_cache.pool_host.common": _unpinned,
     "sglang.srt.layers.moe.fused_moe_native": _with_experts_elsewhere,
 }
