@@ -84,15 +84,15 @@ class WeightSync:
             EngineError: They differ by more than rounding.
         """
         tolerance = self._tolerance
-        distances = [_distance(expected, found) for found in self._engine.scores(self._text)]
-        for number, distance in enumerate(distances):
+        distances = {name: _distance(expected, found) for name, found in self._engine.scores(self._text).items()}
+        for name, distance in distances.items():
             if not distance <= tolerance:
                 raise EngineError(
-                    f"engine {number} does not compute with the weights that it was sent: its log-probs of "
+                    f"{name} does not compute with the weights that it was sent: its log-probs of "
                     f"{len(expected)} tokens differ from the trainer's by {distance:.3g} on average, and rounding "
                     f"explains {tolerance:g}. Compare its model, names and dtype with the trainer's"
                 )
-        return max(distances)
+        return max(distances.values())
 
     def take_traffic(self) -> Traffic:
         """What was moved since the last call."""

@@ -107,10 +107,10 @@ class EmbeddedEngine:
             for index, (tokens, logprobs, reason) in enumerate(group)
         ]
 
-    def scores(self, token_ids: Sequence[int]) -> list[list[float]]:
-        """Log-prob of every token but the first, in a list of one."""
+    def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
+        """Log-prob of every token but the first."""
         with self._contract.generating(version=None):
-            return [self.policy.logprobs(pack_tokens([token_ids], [1]), temperature=1.0)[1:].tolist()]
+            return {"engine 0": self.policy.logprobs(pack_tokens([token_ids], [1]), temperature=1.0)[1:].tolist()}
 
     def begin_update(self) -> None:
         """Opens a session of pushes."""

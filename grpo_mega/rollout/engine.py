@@ -89,8 +89,11 @@ class Engine(Protocol):
         """
         ...
 
-    def scores(self, token_ids: Sequence[int]) -> list[list[float]]:
-        """Log-prob of every token but the first given those before it, at temperature 1; one list for each engine."""
+    def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
+        """Log-prob of every token but the first given those before it, at temperature 1, by who says so.
+
+        That is each engine, or each of its copies of the attention layers, which are pushed one by one.
+        """
         ...
 
     def begin_update(self) -> None:

@@ -139,6 +139,12 @@ def write_model(folder: Path, config: Config, vocab_size: int) -> None:
     write_atomic(folder / "config.json", json.dumps(model_config(config, vocab_size), indent=1))
 
 
+def attention_copies(sglang: SGLangConfig) -> int:
+    """How many copies of the attention layers an engine has, with a KV cache each: its data parallel attention."""
+    given = sglang.arguments
+    return given.get("dp_size", 1) if given.get("enable_dp_attention") else given.get("attn_dp_size", 1)
+
+
 def own_experts(config: Config, place: int) -> range | None:
     """The routed experts that the rank at `place` of an engine keeps; None when it may be any.
 

@@ -32,6 +32,7 @@ from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestar
 from grpo_mega.rollout.engine import SamplingParams, without_stop
 from grpo_mega.rollout.sampling import prompt_key
 from grpo_mega.rollout.sglang_arguments import (
+    attention_copies,
     check_platform,
     environment,
     expected_weights,
@@ -152,11 +153,16 @@ class SGLangEngine:
             for index in range(group_size)
         ]
 
-    def scores(self, token_ids: Sequence[int]) -> list[list[float]]:
-        """Log-prob of every token but the first, as each of the engines sees it."""
+    def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
+        """Log-prob of every token but the first, as each of the engines, and each rank of its attention, sees it."""
+        copies = attention_copies(self._config)
         with self._contract.generating(version=None):
-            found = self._on_owners(lambda: self._ask("score", token_ids=[*token_ids]))
-        return [logprobs for logprobs in found if logprobs is not None]
+            found = self._on_owners(lambda: self._ask("score", token_ids=[*token_ids], copies=copies))
+        return {
+            f"engine {number}" + (f" (attention rank {copy})" if copies > 1 else ""): logprobs
+            for number, of_engine in enumerate(of_engine for of_engine in found if of_engine is not None)
+            for copy, logprobs in enumerate(of_engine)
+        }
 
     def begin_update(self) -> None:
         """Opens a session in which all weights are replaced."""

@@ -69,15 +69,19 @@ class Host:
         """Sends ("sample", number of the request, token ids, log-probs, reason, experts) as each request ends."""
         self._engine.loop.run_until_complete(self._generate(requests))
 
-    def score(self, token_ids: list[int]) -> list[float]:
-        """Log-prob of every token but the first."""
-        found = self._engine.generate(
-            input_ids=token_ids,
-            sampling_params={"max_new_tokens": 1, "temperature": 1.0},
-            return_logprob=True,
-            logprob_start_len=0,
-        )
-        return [logprob for logprob, *_ in found["meta_info"]["input_token_logprobs"][1:]]
+    def score(self, token_ids: list[int], copies: int) -> list[list[float]]:
+        """Log-prob of every token but the first, by each rank of data parallel attention."""
+        found = [
+            self._engine.generate(
+                input_ids=token_ids,
+                sampling_params={"max_new_tokens": 1, "temperature": 1.0},
+                return_logprob=True,
+                logprob_start_len=0,
+                **({"routed_dp_rank": copy} if copies > 1 else {}),
+            )
+            for copy in range(copies)
+        ]
+        return [[logprob for logprob, *_ in one["meta_info"]["input_token_logprobs"][1:]] for one in found]
 
     def begin_update(self) -> None:
         """Opens a session where this release of SGLang has them; one that was given up half-way is closed before."""

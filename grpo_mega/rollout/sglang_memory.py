@@ -20,7 +20,7 @@ from grpo_mega.config.schema import Config
 from grpo_mega.policy.memory import ENGINE_ASLEEP, FIXED
 from grpo_mega.policy.model import DTYPES, head_channels
 from grpo_mega.rollout.contract import EngineError
-from grpo_mega.rollout.sglang_arguments import own_experts
+from grpo_mega.rollout.sglang_arguments import attention_copies, own_experts
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +60,6 @@ def cache_bytes(config: Config) -> int:
     return model.layers * channels * (1 if fp8 else DTYPES[model.dtype].itemsize)
 
 
-def caches(config: Config) -> int:
-    """Separate KV caches of an engine: one, or one for each rank of data parallel attention."""
-    return config.rollout.sglang.tp // _attention_gpus(config)
-
-
 def work(config: Config, capacity: float) -> float:
     """Bytes for activations, CUDA graphs and collectives while it generates: what SGLang itself sets aside for them.
 
@@ -78,8 +73,9 @@ def work(config: Config, capacity: float) -> float:
     piece = given if given > 0 else piece
     requests = arguments.get("cuda_graph_max_bs_decode") or REQUESTS
     graphs = 2.0 * requests
-    if caches(config) > 1:
-        graphs += (4.5 if requests > 300 else 3) * requests * caches(config)
+    copies = attention_copies(config.rollout.sglang)
+    if copies > 1:
+        graphs += (4.5 if requests > 300 else 3) * requests * copies
     return MIB * (512 + 1.5 * piece + graphs + 128 * config.rollout.sglang.tp)
 
 
@@ -131,7 +127,8 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
     """
     held = weights(config, vocab_size)
     cache = static_bytes(config, capacity) - sum(held.values())
-    tokens = max(0, int(cache / cache_bytes(config))) * caches(config)
+    caches = attention_copies(config.rollout.sglang)
+    tokens = max(0, int(cache / cache_bytes(config))) * caches
     return {
         "hand-over": held
         | {
@@ -150,9 +147,9 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
             "libraries": FIXED,
         },
         "cache_bytes": cache_bytes(config),
-        "caches": caches(config),
+        "caches": caches,
         "tokens": tokens,
-        "longest": tokens // caches(config) // config.model.context * caches(config),
+        "longest": tokens // caches // config.model.context * caches,
     }
 
 
@@ -190,6 +187,4 @@ def _gpus(entry: Entry, config: Config) -> int:
 
 def _attention_gpus(config: Config) -> int:
     """How many of an engine's GPUs share the heads: under data parallel attention, those of one of its ranks."""
-    sglang, given = config.rollout.sglang, config.rollout.sglang.arguments
-    parallel = given.get("dp_size", 1) if given.get("enable_dp_attention") else given.get("attn_dp_size", 1)
-    return max(1, sglang.tp // parallel)
+    return max(1, config.rollout.sglang.tp // attention_copies(config.rollout.sglang))

@@ -136,7 +136,7 @@ def check_scores_are_the_policys(bench: Bench) -> None:
     expected = bench.policy.logprobs(pack([sample]), 1.0)[1:]
     found = bench.engine.scores(ids)
     assert found
-    for scores in found:
+    for scores in found.values():
         assert (torch.tensor(scores) - expected).abs().max() < CLOSE
 
 

@@ -70,6 +70,13 @@ def outdated(bucket: list) -> list:
     return [(name, 0 * tensor if name == OF_THE_SECOND else tensor) for name, tensor in bucket]
 
 
+def half_outdated(bucket: list) -> list:
+    """An attention matrix that is outdated where the second rank pushes it."""
+    return [
+        (name, 0 * t if dist.get_rank() and name.endswith("1.self_attn.o_proj.weight") else t) for name, t in bucket
+    ]
+
+
 def found(bench: Bench) -> dict:
     engine = bench.engine
     sync = bench.weight_sync()
@@ -86,6 +93,8 @@ def found(bench: Bench) -> dict:
     report["completed"] = said(lambda: sync.verify(expected))
     engine.begin_update()
     report["outdated"] = [pushed(bench, outdated), said(lambda: sync.verify(expected))]
+    engine.begin_update()
+    report["half outdated"] = [pushed(bench, half_outdated), said(lambda: sync.verify(expected))]
     return report
 
 
