@@ -129,7 +129,7 @@ def run() -> None:
 
 
 def _end() -> None:
-    """Ends this rank as Python would, except that its objects are not taken apart one by one: that takes seconds."""
+    """Ends this rank without taking its objects apart one by one, which takes seconds; nothing waits for threads."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

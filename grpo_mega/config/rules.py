@@ -360,12 +360,7 @@ def _rollout(config: Config) -> Iterator[str]:
             yield f"rollout.sglang.arguments.{name} follows from the model and rollout.sglang.tp; drop it"
     if sglang.fp8 and config.model.dtype != "bf16":
         yield f"rollout.sglang.fp8=true rounds weights that are trained in {config.model.dtype}; set model.dtype=bf16"
-    ep, experts = sglang.arguments.get("ep_size", 1), config.model.moe.experts
-    if sglang.tp % ep or experts % ep:
-        yield (
-            f"rollout.sglang.arguments.ep_size={ep} must divide rollout.sglang.tp={sglang.tp} and "
-            f"model.moe.experts={experts}; choose {_divisors(math.gcd(sglang.tp, experts))}"
-        )
+    yield from _parts_of_an_engine(sglang, config.model.moe.experts)
     yield from _fp8_blocks(config)
     if (
         sglang.arguments.get("moe_a2a_backend", "none") != "none"
@@ -375,17 +370,6 @@ def _rollout(config: Config) -> Iterator[str]:
         yield (
             "rollout.sglang.arguments.moe_a2a_backend makes an engine take more of a GPU that it shares than is "
             "planned for; give rollout.sglang.arguments.mem_fraction_static, too"
-        )
-    for name in ("dp_size", "attn_dp_size"):
-        if sglang.tp % sglang.arguments.get(name, 1):
-            yield (
-                f"rollout.sglang.arguments.{name}={sglang.arguments[name]} must divide rollout.sglang.tp={sglang.tp}; "
-                f"choose {_divisors(sglang.tp)}"
-            )
-    if sglang.arguments.get("dp_size", 1) > 1 and not sglang.arguments.get("enable_dp_attention"):
-        yield (
-            "rollout.sglang.arguments.dp_size makes copies of an engine, and each rank has a part of one; drop it, or "
-            "set rollout.sglang.arguments.enable_dp_attention=true for copies of its attention"
         )
     if sglang.first_gpu is not None and sglang.transport == "shared":
         yield (
@@ -399,6 +383,30 @@ def _rollout(config: Config) -> Iterator[str]:
                 f"{sglang.answer_seconds:g}: the run would end before an engine that hangs is started anew; raise the "
                 "first or lower the second"
             )
+
+
+def _parts_of_an_engine(sglang: SGLangConfig, experts: int) -> Iterator[str]:
+    """Expert parallelism and data parallel attention."""
+    given = sglang.arguments
+    for name, whole, of_what in (
+        ("ep_size", math.gcd(sglang.tp, experts), f"rollout.sglang.tp={sglang.tp} and model.moe.experts={experts}"),
+        ("dp_size", sglang.tp, f"rollout.sglang.tp={sglang.tp}"),
+        ("attn_dp_size", sglang.tp, f"rollout.sglang.tp={sglang.tp}"),
+    ):
+        parts = given.get(name, 1)
+        if type(parts) is not int or parts < 1 or whole % parts:
+            yield f"rollout.sglang.arguments.{name}={parts} must divide {of_what}; choose {_divisors(whole)}"
+            return
+    if given.get("enable_dp_attention") and "attn_dp_size" in given:
+        yield (
+            "rollout.sglang.arguments.attn_dp_size is what enable_dp_attention and dp_size say together; give "
+            "one or the other"
+        )
+    if given.get("dp_size", 1) > 1 and not given.get("enable_dp_attention"):
+        yield (
+            "rollout.sglang.arguments.dp_size makes copies of an engine, and each rank has a part of one; drop it, or "
+            "set rollout.sglang.arguments.enable_dp_attention=true for copies of its attention"
+        )
 
 
 def _fp8_blocks(config: Config) -> Iterator[str]:

@@ -2,8 +2,9 @@
 
 megatron-core names CUDA in a few dozen places although most of its arithmetic runs anywhere. Each substitution below
 answers one of those places and says why it is needed; tests/platform leaves them out one at a time and shows what
-breaks. `install()` does nothing when CUDA is present. Besides this module only `policy/optimizer.py` replaces anything
-in another library: the class of Megatron's Adam, where Transformer Engine and Apex are absent.
+breaks. `install()` does nothing when CUDA is present. Two other modules replace something in another library:
+`policy/optimizer.py` the class of Megatron's Adam, where Transformer Engine and Apex are absent, and
+`checkpoint/writers.py` a queue.
 """
 
 from __future__ import annotations
@@ -216,9 +217,9 @@ SUBSTITUTIONS = (
 
 @contextlib.contextmanager
 def _compiler_away() -> Iterator[None]:
-    """Megatron marks functions for torch.compile where it defines them, and that imports all of the compiler.
+    """Megatron marks functions for torch.compile where it defines them, and that alone imports the compiler: seconds.
 
-    It takes seconds, and on a CPU no such function is ever called.
+    On a CPU they run as they are written. To compile them would take a compiler of C++, and longer than they run.
     """
     original = torch.compile
     torch.compile = lambda function=None, **_: function or (lambda marked: marked)  # type: ignore[assignment]

@@ -25,8 +25,8 @@ from grpo_mega.rollout.contract import EngineError, Spec
 
 ROOM = 8
 """Positions that SGLang keeps free behind the longest sequence."""
-PORTS, NEIGHBOURS = (20000, 30000), 10
-"""Where the nodes of an engine meet: SGLang takes some ports behind the one that it is given."""
+PORTS, NEIGHBOURS = (20000, 30000), 20
+"""Where the parts of an engine meet: SGLang takes some of the ports behind the one that it is given."""
 
 ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",

@@ -244,10 +244,13 @@ class SGLangEngine:
         self._contract.start_anew(self._at_rest)
 
     def _circumstances(self) -> dict[str, Any]:
-        """Where the nodes of an engine can meet, if it is this rank's, and what is free of a GPU that it shares."""
+        """Where the parts of an engine can meet, if it is this rank's, and what is free of a GPU that it shares.
+
+        Data parallel attention meets on ports on one node, too, and those are the same for all engines if not given.
+        """
         found: dict[str, Any] = {}
-        if self._owner and self._nodes > 1:
-            found["address"] = free_address(own_address())
+        if self._owner and (self._nodes > 1 or attention_copies(self._config) > 1):
+            found["address"] = free_address(own_address() if self._nodes > 1 else "127.0.0.1")
         if take_turns(self._config, self._platform) and "mem_fraction_static" not in self._config.arguments:
             torch.cuda.empty_cache()
             found["memory"] = torch.cuda.mem_get_info(self._platform.device)

@@ -28,7 +28,9 @@ MIB = 2**20
 PIECES = ((160 * 2**30, 16384), (60 * 2**30, 8192), (0, 4096))
 """Bytes of a GPU above which SGLang reads prompts in pieces of so many tokens."""
 REQUESTS = 512
-"""Requests that SGLang makes CUDA graphs for, unless it is told how many: at most."""
+"""The most requests that SGLang makes CUDA graphs for unless it is told how many."""
+LEAST_WORK = (60 * 2**30, 10 * 2**30)
+"""Bytes of a GPU above which SGLang sets aside so many at least."""
 WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "gate")
 """Matrices that every GPU of an engine has whole, besides vectors."""
 
@@ -64,7 +66,7 @@ def work(config: Config, capacity: float) -> float:
     """Bytes for activations, CUDA graphs and collectives while it generates: what SGLang itself sets aside for them.
 
     1.5 MiB for each token of a piece of a prompt, 2 MiB for each request in CUDA graphs, under data parallel attention
-    3 MiB (4.5 of more than 300) for each request and rank of it, and a GiB for every 8 GPUs
+    3 MiB more (4.5 from 301 requests on) for each of them times its ranks, and a GiB for every 8 GPUs
     (arg_groups/memory_hook.py).
     """
     arguments = config.rollout.sglang.arguments
@@ -76,7 +78,8 @@ def work(config: Config, capacity: float) -> float:
     copies = attention_copies(config.rollout.sglang)
     if copies > 1:
         graphs += (4.5 if requests > 300 else 3) * requests * copies
-    return MIB * (512 + 1.5 * piece + graphs + 128 * config.rollout.sglang.tp)
+    size, least = LEAST_WORK
+    return max(MIB * (512 + 1.5 * piece + graphs + 128 * config.rollout.sglang.tp), least if capacity > size else 0)
 
 
 def static_bytes(config: Config, capacity: float) -> float:
@@ -178,7 +181,8 @@ def _gpus(entry: Entry, config: Config) -> int:
         return sglang.tp
     if matrix in ("k_proj", "v_proj"):
         return min(config.model.kv_heads, _attention_gpus(config))
-    if ".self_attn." in name or matrix == "embed_tokens":
+    of_attention = ("embed_tokens", *(["lm_head"] if sglang.arguments.get("enable_dp_lm_head") else []))
+    if ".self_attn." in name or matrix in of_attention:
         return _attention_gpus(config)
     if ".shared_experts." in name:
         return 1 if sglang.arguments.get("moe_a2a_backend", "none") != "none" else sglang.tp

@@ -41,7 +41,7 @@ decide() {
         stopped) leave_for_later ;;
     esac
     report
-    if asked; then leave_for_later; fi
+    if heard_stop; then leave_for_later; fi
     if (($(failures_here) >= MAX_FAILURES)); then
         give_up "$(failures_here) failures at the same checkpoint; $JOB/report.txt says how"
     fi
@@ -140,7 +140,7 @@ leave_for_later() {
         status "taken-away"
         exit 0
     fi
-    if asked && [[ $asked == USR1 ]]; then count_leave; fi
+    if heard_stop && [[ $asked == USR1 ]]; then count_leave; fi
     status requeued
     phase "back into the queue"
     back_into_queue

@@ -12,11 +12,11 @@
 # srun's exit code says nothing (--kill-on-bad-exit masks it) and torchrun's is always 1: each rank leaves its own in a
 # file. SIGUSR1 (Slurm, ahead of the time limit) and SIGTERM (preemption, scancel) ask for a stop.
 
-# The shell that Slurm signals only writes down what it hears: bash 5.2 breaks when a signal comes while it expands $(...).
-# The one that works, and all that it starts, ignore signals.
+# The shell that Slurm signals only passes on what it hears: bash 5.2 breaks when a signal comes while it expands
+# $(...). The one that works, and all that it starts, ignore signals.
 run_job() {
     asked=''
-    exec {heard}<> <(:) # a pipe
+    exec {heard}<> <(:) # a pipe, open at both ends here: writing never fails
     trap '' USR1 TERM
     work "$@" &
     trap 'echo USR1 >&"$heard"' USR1
@@ -27,7 +27,7 @@ run_job() {
 }
 
 # Whether a stop was asked for, and by which signal first: sets `asked`.
-asked() {
+heard_stop() {
     [[ -n $asked ]] || { read -r -t 0 -u "$heard" && read -r -u "$heard" asked; }
 }
 

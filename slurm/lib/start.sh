@@ -46,7 +46,7 @@ choose_nodes() {
         sort_nodes "${fit[@]}"
     fi
     phase "checked: ${#fit[@]} of ${#allocated[@]} nodes are fit; no answer: ${!silent[*]}; down: ${!down[*]}"
-    if asked; then leave_for_later; fi
+    if heard_stop; then leave_for_later; fi
     if ((${#fit[@]} < NODES)); then too_few; fi
     rm -f "$JOB/excluded"
     chosen=("${fit[@]:0:NODES}")
@@ -146,7 +146,7 @@ await_slurms_verdict() {
     local deadline=$((SECONDS + NOTICE_SECONDS)) node
     while ((${#silent[@]})) && ((SECONDS < deadline)); do
         sleep 1
-        if asked; then leave_for_later; fi
+        if heard_stop; then leave_for_later; fi
         for node in $(down_nodes); do unset "silent[$node]"; done
     done
 }
@@ -160,7 +160,7 @@ await_lock() {
             holder=$(<"$RUN/run.lock")
             phase "$RUN is in use by ${holder:=a process that just started}: waiting for up to $LOCK_SECONDS s"
         fi
-        if asked; then leave_for_later; fi
+        if heard_stop; then leave_for_later; fi
         if ((SECONDS >= deadline)); then
             refuse "$RUN is in use by $holder: wait for it, stop it, or choose another run.name. If that machine is gone," \
                 "the file system still keeps its lock: ask for it to be released, or wait longer (LOCK_SECONDS)"

@@ -64,7 +64,7 @@ watch_attempt() {
             beat=$new since=$SECONDS bound=$HANG_SECONDS
             status running
         fi
-        if asked; then
+        if heard_stop; then
             if [[ -z $stopping ]]; then stopping=$SECONDS && phase "asked to stop by SIG$asked"; fi
             signal_ranks USR1
             ((SECONDS - stopping <= STOP_SECONDS)) || end_hung "did not stop within $STOP_SECONDS s"
@@ -79,8 +79,8 @@ nap() {
     sleep "$1" &
     local sleeper=$!
     wait -n "$sleeper" "$srun_id"
+    disown "$sleeper" 2>/dev/null # nobody needs to hear how it ends
     kill -KILL "$sleeper" 2>/dev/null
-    wait "$sleeper" 2>/dev/null
 }
 
 signal_ranks() {

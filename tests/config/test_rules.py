@@ -195,6 +195,15 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
             "rollout.sglang.arguments.dp_size=4 must divide rollout.sglang.tp=2; choose 1 or 2",
         ),
         (
+            {"rollout.engine": "sglang", "rollout.sglang.tp": 2, "rollout.sglang.arguments": {"attn_dp_size": 0}},
+            "rollout.sglang.arguments.attn_dp_size=0 must divide rollout.sglang.tp=2; choose 1 or 2",
+        ),
+        (
+            {"rollout.engine": "sglang", "rollout.sglang.tp": 2}
+            | {"rollout.sglang.arguments": {"enable_dp_attention": True, "attn_dp_size": 2}},
+            "rollout.sglang.arguments.attn_dp_size is what enable_dp_attention and dp_size say together",
+        ),
+        (
             {"rollout.engine": "sglang", "rollout.sglang.tp": 2, "rollout.sglang.arguments": {"dp_size": 2}},
             "rollout.sglang.arguments.dp_size makes copies of an engine, and each rank has a part of one; drop it",
         ),

@@ -116,6 +116,7 @@ def main(left_out: str, works: list[str]) -> None:
         except Exception as error:
             done[work] = failure(error)
         parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
     print(json.dumps(done))
 
 

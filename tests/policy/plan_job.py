@@ -23,6 +23,8 @@ ENGINES = {
     "fp8_cache": ["+rollout.sglang.arguments.kv_cache_dtype=fp8_e4m3"],
     "one_cache": ["rollout.sglang.arguments.enable_dp_attention=false", "rollout.sglang.arguments.dp_size=1"],
     "many_requests": ["rollout.sglang.arguments.cuda_graph_max_bs_decode=301"],
+    "dp_lm_head": ["+rollout.sglang.arguments.enable_dp_lm_head=true"],
+    "short_pieces": ["rollout.sglang.arguments.chunked_prefill_size=1024"],
     "own_share": ["+rollout.sglang.arguments.mem_fraction_static=0.5"],
     "tp8": ["rollout.sglang.tp=8", "rollout.sglang.arguments.ep_size=8"],
 }

@@ -240,6 +240,14 @@ def test_what_sglang_sets_aside_for_data_parallel_attention(plans: dict[str, Any
     work = [engine["generation"]["engine's work"] / 2**20 for engine in (one, few, many)]
     assert work[1] - work[0] == pytest.approx(64 * 8 * 3)
     assert work[2] - work[0] == pytest.approx(301 * (2 + 8 * 4.5) - 64 * 2)
+    assert plans["r1zero_short_pieces"]["engine"]["generation"]["engine's work"] == 10 * 2**30
+
+
+def test_an_output_layer_for_each_copy_of_attention(plans: dict[str, Any]) -> None:
+    parts, copies = (
+        plans[name]["engine"]["generation"]["other weights"] for name in ("r1zero_671b", "r1zero_dp_lm_head")
+    )
+    assert copies - parts == pytest.approx(2 * V3_VOCAB * V3_HIDDEN * (1 / 4 - 1 / 32))
 
 
 def test_an_engine_that_does_not_fit(plans: dict[str, Any]) -> None:

@@ -45,4 +45,5 @@ if __name__ == "__main__":
             wrong.append(case)
     everywhere: list = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, wrong)
+    dist.destroy_process_group()
     print(json.dumps(everywhere))

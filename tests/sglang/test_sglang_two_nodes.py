@@ -10,17 +10,24 @@ from ranks import results, run_ranks
 JOB = Path(__file__).with_name("two_nodes_job.py")
 
 
+ONE = ("the SGLang engine of ranks 0 to 1", ["engine-0-node-1.log", "engine-0.log"])
+TWO = ("the SGLang engine of rank 1 died", ["engine-0.log", "engine-1.log"])
+DATA_PARALLEL_ATTENTION = [
+    "+rollout.sglang.arguments={enable_dp_attention: true, dp_size: 2, ep_size: 2}",
+    "layout=ep2",
+]
+
+
 @pytest.mark.parametrize(
-    ("engines", "lost", "logs"),
-    [
-        ("both", "the SGLang engine of ranks 0 to 1", ["engine-0-node-1.log", "engine-0.log"]),
-        ("each", "the SGLang engine of rank 1 died", ["engine-0.log", "engine-1.log"]),
-    ],
+    ("engines", "overrides", "expected"),
+    [("both", [], ONE), ("both", DATA_PARALLEL_ATTENTION, ONE), ("each", [], TWO)],
+    ids=["both", "both, data parallel attention", "each"],
 )
-def test_engines_on_two_nodes(tmp_path: Path, engines: str, lost: str, logs: list[str]) -> None:
+def test_engines_on_two_nodes(tmp_path: Path, engines: str, overrides: list[str], expected: tuple) -> None:
     """They get the weights, sample with them, and go on when what the second node hosts is lost: one engine over both
     while it generates, one of two between two pushes."""
-    found = results(run_ranks(JOB, 2, [str(tmp_path), engines], timeout=600))
+    lost, logs = expected
+    found = results(run_ranks(JOB, 2, [str(tmp_path), engines, *overrides], timeout=600))
     assert found["first"] < 1e-4
     assert lost in found["lost"]
     assert found["then"] < 1e-4

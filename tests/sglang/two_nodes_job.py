@@ -1,6 +1,6 @@
 """One of two ranks, each on a node of its own as far as it knows, with an engine each or one over both.
 
-Loses what rank 1 hosts once, prints what was found. Usage: two_nodes_job.py FOLDER each|both
+Loses what rank 1 hosts once, prints what was found. Usage: two_nodes_job.py FOLDER each|both OVERRIDE...
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ if __name__ == "__main__":
     folder, how = Path(sys.argv[1]), sys.argv[2]
     engine_ranks, lose = {"each": (1, lost_between_pushes), "both": (2, lost_while_generating)}[how]
     (folder / "logs").mkdir(exist_ok=True)
-    config = compose_config([*OVERRIDES, f"rollout.sglang.tp={engine_ranks}", "rollout.sglang.silence_seconds=200"])
+    engines = [f"rollout.sglang.tp={engine_ranks}", "rollout.sglang.silence_seconds=200"]
+    config = compose_config([*OVERRIDES, *engines, *sys.argv[3:]])
     data = build_data(config)
     policy = Policy(config.model, config.layout, data.tokenizer.vocab_size, join_layout(config.layout, 0), HERE)
     policy.initialize(seed=0)
