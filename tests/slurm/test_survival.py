@@ -138,7 +138,7 @@ def code_of(launch: Launch) -> Path:
 
 
 def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluster, peace, caught):
-    launch = caught("hang", 1, HANG_SECONDS="60")
+    launch = caught("hang", 1, HANG_SECONDS="30")
     told = cluster.run(REPOSITORY / "slurm" / "status.sh", launch.number).stdout
     assert f"state=running job={launch.number} restart=0 attempt=1 step=" in told
     assert "2 ranks  reward (phase " in told
@@ -146,7 +146,7 @@ def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluste
     assert_as_in(peace, launch)
     assert cluster.job(launch.number)["Restarts"] == "0"
     assert "in hang" in log_of(launch, "restart-0-attempt-1", 1)
-    assert "no sign of life from rank 0 for 60 s" in launch.log
+    assert "no sign of life from rank 0 for 30 s" in launch.log
     assert "in hang: rank-0001" in (launch.files / "report.txt").read_text()
 
 
