@@ -13,6 +13,8 @@ Python imports this file when it starts, so it also reaches the processes that S
   resuming memory is done on torch's storages instead; see `torch_memory_saver/__init__.py`.
 - Under data parallel attention ranks exchange tokens of different numbers by NCCL, and pad them with a value that the
   attention for CPUs does not name.
+- Latent attention computes prompts as SGLang does it behind a cached prefix, from the cache of latent vectors: the
+  attention for CPUs reads keys and values from there in any case.
 - The host memory that SGLang collects routed experts in is not pinned: that takes CUDA's library.
 """
 
@@ -103,7 +105,13 @@ def _without_nccl(module):
     module.GroupCoordinator.all_gatherv = all_gatherv
 
 
+def _latent_attention(module):
+    latent = module.AttnForwardMethod.MLA
+    module.AttentionBackendRegistry.register("torch_native", lambda *_: latent)
+
+
 _changes = {
+    "sglang.srt.models.deepseek_common.attention_backend_handler": _latent_attention,
     "sglang.srt.distributed.parallel_state": _without_nccl,
     "sglang.srt.layers.attention.torch_native_backend": _with_fill_value,
     "sglang.srt.mem_cache.pool_host.common": _unpinned,
