@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SGLANG_VENV := .venv-sglang
 SGLANG_READY := $(SGLANG_VENV)/.ready
+SGLANG_BEFORE_READY := $(SGLANG_VENV)/before/.ready
 SGLANG_SHIM := $(CURDIR)/tests/sglang/cpu_shim
 # On both sides of 0.5.21, which changed how weights are pushed.
 SGLANG := 0.5.23
@@ -20,7 +21,8 @@ SGLANG_BEFORE := 0.5.20
 define HELP
 make train    teach a small model to reason, here and now; everything lies in runs/$(EXPERIMENT) then
 make test     run the whole test suite
-make test-sglang   test generation in SGLang $(SGLANG) and $(SGLANG_BEFORE) on a CPU, in $(SGLANG_VENV): 3 GB, minutes
+make test-sglang   test generation in SGLang $(SGLANG) and $(SGLANG_BEFORE) on a CPU, in $(SGLANG_VENV): 3 GB, half an hour;
+                   make test-sglang-newest is the first of them
 make lint     check style and types
 make clean    remove virtual environments and caches; runs/ stays
 
@@ -36,7 +38,7 @@ The others make $(VENV) when it is missing or older than pyproject.toml. Variabl
                     make test: further pytest options, such as '-k advantage'
 endef
 
-.PHONY: help train test test-sglang slurm lint clean
+.PHONY: help train test test-sglang test-sglang-newest slurm lint clean
 
 help:
 	@: $(info $(HELP))
@@ -47,9 +49,11 @@ train: $(READY)
 test: $(READY) slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
-test-sglang: $(SGLANG_READY)
-	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)
+test-sglang: test-sglang-newest $(SGLANG_BEFORE_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(SGLANG_VENV)/before:$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)
+
+test-sglang-newest: $(SGLANG_READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)
 
 # tests/slurm start a Slurm of their own. Where it cannot be installed they are skipped, and say what to do.
 slurm:
@@ -96,5 +100,8 @@ $(SGLANG_READY): pyproject.toml tests/sglang/requirements.txt tests/sglang/const
 	    $(SGLANG_VENV)/bin/python -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url '$(TORCH_INDEX_URL)') '$(TORCH)'; }
 	$(SGLANG_VENV)/bin/python -m pip install --quiet -c tests/sglang/constraints.txt -r tests/sglang/requirements.txt -e .
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==$(SGLANG) triton==3.9.0 torchvision==0.28.0
+	@touch $@
+
+$(SGLANG_BEFORE_READY): $(SGLANG_READY)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(SGLANG_VENV)/before sglang==$(SGLANG_BEFORE)
 	@touch $@
