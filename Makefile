@@ -21,7 +21,7 @@ SGLANG_BEFORE := 0.5.20
 define HELP
 make train    teach a small model to reason, here and now; everything lies in runs/$(EXPERIMENT) then
 make test     run the whole test suite
-make test-sglang   test generation in SGLang $(SGLANG) and $(SGLANG_BEFORE) on a CPU, in $(SGLANG_VENV): 3 GB, half an hour;
+make test-sglang   test generation in SGLang $(SGLANG) and $(SGLANG_BEFORE) on a CPU, in $(SGLANG_VENV): 3 GB, under an hour;
                    make test-sglang-newest is the first of them
 make lint     check style and types
 make clean    remove virtual environments and caches; runs/ stays
