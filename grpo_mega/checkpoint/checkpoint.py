@@ -14,6 +14,7 @@ import json
 import logging
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 STATE = "state.json"
+SECONDS_TO_MAKE_ROOM = 10
+"""How long other ranks wait for the main rank to remove what was written of a checkpoint that failed."""
 NAME = re.compile(r"step-(\d+)(?:-updates-(\d+))?")
 
 
@@ -113,6 +116,8 @@ class Saving:
             why = _cause(error, self.path)
             if self.is_main:
                 shutil.rmtree(self._temporary, ignore_errors=True)
+            else:
+                _wait_until_gone(self._temporary)
             raise CannotSave(why) from error
 
 
@@ -132,6 +137,13 @@ def _rename(temporary: Path, path: Path) -> None:
         shutil.rmtree(path)
     temporary.rename(path)
     sync_folder(path.parent)
+
+
+def _wait_until_gone(temporary: Path) -> None:
+    """Gives the main rank time to make room: logs may lie on the same full disk, and could not say what happened."""
+    end = time.monotonic() + SECONDS_TO_MAKE_ROOM
+    while temporary.exists() and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 def _cause(error: BaseException, path: Path) -> str:

@@ -307,6 +307,6 @@ def test_a_disk_that_is_full_at_a_save_loses_nothing_and_says_what_to_do(cluster
     launch = submit(cluster, "full", root, MAX_FAILURES="1", MIN_FREE_MB="0")
     assert launch.finish() == "FAILED"
     report = (launch.files / "report.txt").read_text()
-    assert [word for word in ("step-000003 cannot be written", "make room") if word not in report] == []
+    assert [word for word in ("step-000003 cannot be written", "make room") if word not in report] == [], report
     ballast.unlink()
     assert_as_in(peace, submit(cluster, "full", root, MIN_FREE_MB="0"))
