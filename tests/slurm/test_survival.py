@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,14 +208,30 @@ def test_the_only_node_of_a_job_is_left_out_too(cluster, unfit):
     assert "attempt 1 on node2" in launch.log
 
 
-def test_a_controller_that_is_away_for_a_while_does_not_end_the_job(cluster, peace, caught):
-    launch = caught("hold", 0, "run.save_every=0")
-    cluster.stop_controller()
-    for process in cluster.processes():
-        if process.cmdline()[1:2] == [f"{code_of(launch)}/slurm/lib/node.sh"]:
-            process.terminate()
-    wait_until(lambda: "scontrol: " in launch.log, launch.log)
-    cluster.start_controller()
+@contextlib.contextmanager
+def in_use(cluster: Cluster, name: str) -> Iterator[Path]:
+    """The directory of a run that another job has."""
+    path = cluster.root / "runs" / name
+    (path / "slurm").mkdir(parents=True)
+    (path / "slurm" / "status").write_text("state=running job=7\n")
+    with (path / "run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("pid 7 on nodeX\n")
+        lock.flush()
+        yield path
+
+
+def test_a_controller_that_is_away_for_a_while_does_not_end_the_job(cluster, peace):
+    with in_use(cluster, "orphaned"):  # between steps: one that ends meanwhile is reported by Slurm a minute later
+        launch = submit(cluster, "orphaned")
+        wait_until(lambda: "waiting for up to" in launch.log, launch.log)
+        cluster.stop_controller()
+        for process in cluster.processes():
+            if process.cmdline()[1:2] and process.cmdline()[1].endswith("/slurm_script"):
+                process.send_signal(signal.SIGUSR1)
+        wait_until(lambda: "scontrol: " in launch.log, launch.log)
+        cluster.start_controller()
+        wait_until(lambda: "back into the queue" in launch.log, launch.log)
     assert_as_in(peace, launch)
     assert cluster.job(launch.number)["Restarts"] == "1"
 
@@ -252,14 +270,7 @@ def test_nodes_that_cannot_be_replaced_end_the_job_with_the_code_for_them(cluste
 
 
 def test_a_run_directory_in_use_is_waited_for_and_its_user_named(cluster, peace):
-    path = cluster.root / "runs" / "locked"
-    path.mkdir(parents=True)
-    (path / "slurm").mkdir()
-    (path / "slurm" / "status").write_text("state=running job=7\n")
-    with (path / "run.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write("pid 7 on nodeX\n")
-        lock.flush()
+    with in_use(cluster, "locked") as path:
         launch = submit(cluster, "locked", LOCK_SECONDS="1")
         assert launch.finish() == "FAILED"
         assert cluster.job(launch.number)["ExitCode"] == "2:0"
