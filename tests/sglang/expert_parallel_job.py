@@ -1,4 +1,4 @@
-"""One of two ranks that share an engine whose ranks keep half of the experts each; prints what was found.
+"""One of the ranks that share, two and two, an engine whose ranks keep half of the experts each; prints what was found.
 
 Usage: expert_parallel_job.py FOLDER OVERRIDE...
 """
@@ -73,7 +73,7 @@ def outdated(bucket: list) -> list:
 def half_outdated(bucket: list) -> list:
     """An attention matrix that is outdated where the second rank pushes it."""
     return [
-        (name, 0 * t if dist.get_rank() and name.endswith("1.self_attn.o_proj.weight") else t) for name, t in bucket
+        (name, 0 * t if dist.get_rank() % 2 and name.endswith("1.self_attn.o_proj.weight") else t) for name, t in bucket
     ]
 
 
@@ -111,7 +111,7 @@ if __name__ == "__main__":
     move(policy)  # from weights so small that an expert hardly matters
     engine = SGLangEngine(config, data.tokenizer.vocab_size, HERE, data.tokenizer.decode, folder)
     try:
-        reports: list = [None, None]
+        reports: list = [None] * dist.get_world_size()
         dist.all_gather_object(reports, found(Bench(engine, policy, data.test[:4])))
     finally:
         engine.close()

@@ -1,7 +1,7 @@
-"""Two ranks and an engine of two whose ranks keep half of the experts each, and get no others.
+"""Engines of two ranks that keep half of the experts each, and get no others.
 
-With one KV cache for both, whose heads they share, and with one for each, under data parallel attention; Qwen3-MoE, and
-DeepSeek-V3 as its presets run it.
+With one KV cache for both, whose heads they share, and with one for each, under data parallel attention, where two such
+engines share a machine and its ports; Qwen3-MoE, and DeepSeek-V3 as its presets run it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ DEEPSEEK = ["model=tiny_mla_moe", "model.qk_norm=true", "model.yarn.factor=2", "
 
 @pytest.fixture(
     scope="module",
-    params=[[], DATA_PARALLEL_ATTENTION, [*DEEPSEEK, *DATA_PARALLEL_ATTENTION]],
-    ids=["one cache", "data parallel attention", "DeepSeek-V3"],
+    params=[(2, []), (4, DATA_PARALLEL_ATTENTION), (2, [*DEEPSEEK, *DATA_PARALLEL_ATTENTION])],
+    ids=["one cache", "two engines with data parallel attention", "DeepSeek-V3"],
 )
-def asked(request: pytest.FixtureRequest) -> list[str]:
-    """Settings of the run."""
+def asked(request: pytest.FixtureRequest) -> tuple[int, list[str]]:
+    """Ranks and settings of the run."""
     return request.param
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, asked: list[str]) -> list[dict]:
+def found(tmp_path_factory: pytest.TempPathFactory, asked: tuple[int, list[str]]) -> list[dict]:
     """What each rank saw."""
-    return results(run_ranks(JOB, 2, [str(tmp_path_factory.mktemp("experts")), *asked], timeout=600))
+    ranks, settings = asked
+    return results(run_ranks(JOB, ranks, [str(tmp_path_factory.mktemp("experts")), *settings], timeout=900))
 
 
 def test_the_engine_computes_with_the_experts_of_both_ranks(found: list[dict]) -> None:
@@ -41,11 +42,11 @@ def test_the_engine_computes_with_the_experts_of_both_ranks(found: list[dict]) -
         assert rank["right"] == rank["completed"] == "nothing"
 
 
-def test_each_rank_is_handed_half_of_the_experts_and_none_travels(found: list[dict], asked: list[str]) -> None:
+def test_each_rank_is_handed_half_of_the_experts_and_none_travels(found: list[dict], asked: tuple) -> None:
     """Of 4 experts in 2 layers, 3 matrices of 64 x 96 each; under EP2 a rank has its half already."""
     half = 2 * 2 * 3 * 64 * 96 * 4
     attention, norms, router = (4 + 2 + 2 + 4) * 24 * 96, 2 * 24 + 2 * 96, 4 * 96
-    if "model=tiny_mla_moe" in asked:  # latents of 32 and 16, a key of 8 for all heads, 4 heads of 16 + 8 and 16
+    if "model=tiny_mla_moe" in asked[1]:  # latents of 32 and 16, a key of 8 for all heads, 4 heads of 16 + 8 and 16
         queries, keys_and_values = 32 * 96 + 4 * (16 + 8) * 32, (16 + 8) * 96 + 4 * (16 + 16) * 16
         attention, norms = queries + keys_and_values + 96 * 4 * 16, 32 + 16 + 2 * 96
         router += 4 + 3 * 64 * 96  # its bias, and the expert for all tokens
