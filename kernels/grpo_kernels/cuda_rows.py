@@ -7,6 +7,8 @@ of torch, so `why_not` tries it before anything depends on it. The other row ope
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
 from functools import cache
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import cpp_extension
 
 from grpo_kernels import launch
 from grpo_kernels.options import GRPOLoss
@@ -101,9 +104,20 @@ def kernel_name(logits: torch.dtype, out: torch.dtype) -> str:
     return f"grpo_rows<{TYPES[logits]}, {TYPES[out]}>"
 
 
+@contextmanager
+def some_toolkit() -> Iterator[None]:
+    """torch refuses to compile where no CUDA toolkit is installed, although the source includes none of its headers."""
+    before = cpp_extension.CUDA_HOME
+    cpp_extension.CUDA_HOME = before or str(SOURCES)
+    try:
+        yield
+    finally:
+        cpp_extension.CUDA_HOME = before
+
+
 @cache
 def _kernel(device: int, logits: torch.dtype, out: torch.dtype) -> Any:
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), some_toolkit():
         return torch.cuda._compile_kernel(kernel_source(), kernel_name(logits, out), cuda_include_dirs=[str(SOURCES)])
 
 

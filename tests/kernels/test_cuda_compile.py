@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import shutil
 import subprocess
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 cuda_rows = pytest.importorskip("grpo_kernels.cuda_rows", reason="triton is not installed", exc_type=ImportError)
 KERNELS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
@@ -31,13 +35,27 @@ def test_registers_and_spills(architecture, tmp_path):
     assert spills == [("0", "0")] * len(KERNELS)
 
 
-@pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA: no NVRTC either")
+@pytest.fixture
+def nvrtc(monkeypatch):
+    """NVRTC, of torch or, where that has no CUDA, of a package that torch finds when it is loaded; and no toolkit."""
+    if torch.version.cuda is None:
+        library = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "lib", "libnvrtc.so.13")
+        if not library.exists():
+            pytest.skip("neither torch nor the package nvidia-cuda-nvrtc has NVRTC here")
+        ctypes.CDLL(str(library))
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+
+
+@pytest.mark.parametrize("architecture", ["90", "100"])
 @pytest.mark.parametrize("dtypes", KERNELS)
-def test_at_run_time(dtypes):
+def test_at_run_time(nvrtc, dtypes, architecture):
     from torch.cuda._utils import _nvrtc_compile  # what torch.cuda._compile_kernel does before it needs a GPU
 
-    sources = [str(cuda_rows.SOURCES)]
-    binary, name = _nvrtc_compile(cuda_rows.kernel_source(), cuda_rows.kernel_name(*dtypes), "90", sources)
+    with cuda_rows.some_toolkit():
+        binary, name = _nvrtc_compile(
+            cuda_rows.kernel_source(), cuda_rows.kernel_name(*dtypes), architecture, [str(cuda_rows.SOURCES)]
+        )
     assert binary[:4] == b"\x7fELF"
     assert "grpo_rows" in name
 

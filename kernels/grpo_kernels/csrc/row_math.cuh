@@ -172,7 +172,7 @@ INLINE void policy_term(float logprob, const Token& t, const Options& o, float& 
   if (o.cispo) {
     const float bounded = below ? o.log_low : above ? o.log_high : log_ratio;
     grad = -t.advantage * expf(bounded);
-    loss = t.advantage == 0.0f && logprob == -INFINITY ? 0.0f : grad * logprob;
+    loss = t.advantage == 0.0f && logprob == -infinity() ? 0.0f : grad * logprob;
     clipped = !(falls || rises) ? 0.0f : below ? 1.0f : above ? 2.0f : 0.0f;
     return;
   }
