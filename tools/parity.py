@@ -180,8 +180,8 @@ def main() -> None:
     here = platform.start()
     platform.join_processes(here)
     code = run(options, here)
-    dist.barrier()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, as soon as one rank has left with a code above 0
+    dist.barrier()
     dist.destroy_process_group()
     sys.exit(code)
 

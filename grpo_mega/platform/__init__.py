@@ -7,6 +7,7 @@ Call `start()` before anything imports megatron.core: on a machine without CUDA 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import resource
 import warnings
@@ -60,6 +61,7 @@ def start_planning() -> None:
     Raises:
         RuntimeError: A GPU is visible, and Megatron would allocate there.
     """
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns of a toolkit that sees no GPU
     if start().backend != "gloo":
         raise RuntimeError("planning needs no GPU and must not see one; set CUDA_VISIBLE_DEVICES= before torch starts")
     torch.cuda.current_device = lambda: META  # type: ignore[assignment,return-value]

@@ -45,6 +45,9 @@ def test_only_nvidias_apex_counts(tmp_path: Path, files: str, expected: str | No
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: apex\nVersion: 0.1\n")
     (info / "RECORD").write_text(files)
+    module = tmp_path / files.partition(",")[0]
+    module.parent.mkdir(parents=True)
+    module.touch()
     program = (
         "import sys, json; sys.path[:0] = sys.argv[1:]\n"
         "from grpo_mega.observe.summary import versions\n"

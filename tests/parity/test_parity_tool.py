@@ -54,7 +54,7 @@ def torchrun(*arguments) -> Ended:
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
     )
     codes = [0] * 2 if job.returncode == 0 else [int(c) for c in re.findall(r"exitcode\s+: (-?\d+)", job.stderr)]
     return Ended(codes, job.stdout, job.stderr)

@@ -108,7 +108,7 @@ def main(left_out: str, works: list[str]) -> None:
     torch.use_deterministic_algorithms(True)
     from megatron.core import parallel_state
 
-    join_processes(PLATFORM, timeout_seconds=60)
+    join_processes(PLATFORM)
     done: dict[str, Any] = {}
     for work in works:
         try:

@@ -29,7 +29,7 @@ NEEDED_FOR = {
     "rng": ("train", 1, "= torch.cuda.get_rng_state()"),
     "rng_tracker": ("random_streams", 2, "torch.cuda.random.get_rng_state("),
     "te_gemm": ("train", 1, "name 'te_general_gemm' is not defined"),
-    "splits_to_host": ("train_expert_parallel", 2, "all_to_all_single(): incompatible function arguments"),
+    "splits_to_host": ("train_expert_parallel", 2, "(): incompatible function arguments"),
     "have_te": ("train_latent_attention", 1, "isinstance() arg 2 must be a type"),
 }
 

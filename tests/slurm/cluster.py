@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -60,7 +61,7 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 ReturnToService=2
 # How soon a dead node is noticed.
-SlurmdTimeout=5
+SlurmdTimeout={silence}
 MessageTimeout=4
 TCPTimeout=2
 KillWait={kill_wait}
@@ -86,22 +87,27 @@ def missing() -> str:
 
 
 class Cluster:
-    """Slurm daemons below `root`, which must be a short path: Unix sockets lie in it."""
+    """Slurm daemons below `root`, which must be a short path: Unix sockets lie in it.
 
-    def __init__(self, root: Path, nodes: int, cpus: int = 16, gpus: int = 0, kill_wait: int = 60) -> None:
+    A node is dead after `silence` seconds.
+    """
+
+    def __init__(
+        self, root: Path, nodes: int, cpus: int = 16, gpus: int = 0, kill_wait: int = 60, silence: int = 5
+    ) -> None:
         self.root = root.resolve()
         self.nodes = [f"node{number}" for number in range(1, nodes + 1)]
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         # Clients see this cluster, and nothing of a job that the tests themselves may run in.
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
         self.environment |= {"SLURM_CONF": str(self.root / "slurm.conf"), "PATH": SEARCH}
-        self._write(cpus, gpus, kill_wait)
+        self._write(cpus, gpus, kill_wait, silence)
 
-    def _write(self, cpus: int, gpus: int, kill_wait: int) -> None:
+    def _write(self, cpus: int, gpus: int, kill_wait: int, silence: int) -> None:
         for folder in ("state", "log", "run", "dev", *(f"spool/{node}" for node in self.nodes)):
             (self.root / folder).mkdir(parents=True)
         first, *ports = _free_ports(1 + len(self.nodes))
-        config = CONFIG.format(port=first, user=getpass.getuser(), root=self.root, kill_wait=kill_wait)
+        config = CONFIG.format(port=first, user=getpass.getuser(), root=self.root, kill_wait=kill_wait, silence=silence)
         resources = f"CPUs={cpus} RealMemory=64000 Feature=tests" + (f" Gres=gpu:{gpus}" if gpus else "")
         for node, port in zip(self.nodes, ports, strict=True):
             config += f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} {resources}\n"
@@ -157,7 +163,7 @@ class Cluster:
             )  # fmt: skip
 
     def _until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + DEADLINE
         while not condition():
             ended = {name: daemon.returncode for name, daemon in self._daemons.items() if daemon.poll() is not None}
             if ended or time.monotonic() > deadline:
@@ -198,24 +204,35 @@ class Cluster:
         """All that the steps of jobs left running on these nodes, slurmstepds first."""
         nodes = set(self.nodes if nodes is None else nodes)
         daemons = {daemon.pid for daemon in self._daemons.values()}
-        found = [p for p in psutil.process_iter() if p.pid not in daemons and self._node(p) in nodes]
-        return sorted(found, key=lambda process: not process.name().startswith("slurmstepd"))
+        steps: list[psutil.Process] = []
+        others: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):  # it has ended meanwhile
+                if process.pid in daemons or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                is_step = process.name().startswith("slurmstepd")
+                if (self._node_of_step(process) if is_step else self._node(process)) in nodes:
+                    (steps if is_step else others).append(process)
+        return steps + others
 
     def _node(self, process: psutil.Process) -> str | None:
-        """The node a process of a job runs on.
-
-        A slurmstepd wipes its environment, but holds its node's log open.
-        """
-        try:
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return None
-            if process.name().startswith("slurmstepd"):
-                links = {os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()}
-                return next((node for node in self.nodes if f"{self.root}/log/slurmd-{node}.log" in links), None)
-            own = process.environ()
-        except (psutil.Error, OSError):
-            return None
+        own = process.environ()
         return own.get("SLURMD_NODENAME") if own.get("SLURM_CONF") == self.environment["SLURM_CONF"] else None
+
+    def _node_of_step(self, process: psutil.Process) -> str | None:
+        """A slurmstepd wipes its environment, but holds its node's log open."""
+        links = {os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()}
+        return next((node for node in self.nodes if f"{self.root}/log/slurmd-{node}.log" in links), None)
+
+    def running(self, script: Path | str, nodes: Iterable[str] | None = None) -> list[psutil.Process]:
+        """Those of them that are shells which run a script with this path, or this name."""
+        found = []
+        for process in self.processes(nodes):
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                if len(words) > 1 and Path(words[1]).parts[-len(Path(script).parts) :] == Path(script).parts:
+                    found.append(process)
+        return found
 
     def run(self, *command: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
         """A client command, to its end."""
@@ -227,35 +244,40 @@ class Cluster:
 
     def node_states(self) -> dict[str, str]:
         """Node -> Slurm's short word for its state."""
-        lines = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t").stdout.splitlines()
+        lines = self._ask("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t").splitlines()
         return dict(line.split() for line in lines)
 
     def job(self, number: int) -> dict[str, str]:
         """What `scontrol show job` says."""
-        words = self.run("scontrol", "show", "job", "-o", number).stdout.split()
+        words = self._ask("scontrol", "show", "job", "-o", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait(self, number: int, states: Sequence[str] = ENDED) -> dict[str, str]:
         """Waits until a job is in one of the states."""
-        wait_until(lambda: self.job(number).get("JobState") in states, f"job {number} is not {' or '.join(states)}")
-        return self.job(number)
+        there = f"job {number} is not {' or '.join(states)}"
+        return wait_until(lambda: (job := self.job(number))["JobState"] in states and job, there)
 
     def jobs(self) -> list[int]:
         """Jobs that are queued or run."""
-        return [int(line) for line in self.run("squeue", "-h", "-o", "%i").stdout.split()]
+        return [int(line) for line in self._ask("squeue", "-h", "-o", "%i").split()]
+
+    def _ask(self, *command: object) -> str:
+        """What a client says of the state; a controller with much to do is asked again."""
+        return wait_until(lambda: not (said := self.run(*command)).returncode and said, f"{command} fails").stdout
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Polls until `condition` holds.
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    """Polls until `condition` holds, and returns what it then is.
 
     Raises:
         TimeoutError: It did not become true in time; says `what`.
     """
     deadline = time.monotonic() + DEADLINE
-    while not condition():
+    while not (found := condition()):
         if time.monotonic() > deadline:
             raise TimeoutError(what)
         time.sleep(0.1)
+    return found
 
 
 def _namespaces() -> list[str]:

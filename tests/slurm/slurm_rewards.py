@@ -22,27 +22,34 @@ def disturbed(sample: Sample) -> float:
     if (sample.policy_version, os.environ["RANK"]) == (int(version), rank) and not Path(file).exists():
         if file != "-":
             Path(file).touch()
-        globals()[kind]()
+        globals()[kind](Path(file))
     return sum(sample.token_ids) % 7 / 7
 
 
-def hold() -> None:
+def rest(file: Path) -> None:
+    """Waits until the file is gone; what happens then is over, so the rank makes it again."""
+    while file.exists():
+        time.sleep(0.02)
+    file.touch()
+
+
+def hold(file: Path) -> None:
     """Waits until the trainer has noted a signal."""
     while getattr(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), "received", None) is None:
         time.sleep(0.02)
 
 
-def hang() -> None:
+def hang(file: Path) -> None:
     """Never comes back."""
     while True:
         signal.pause()
 
 
-def crash() -> None:
+def crash(file: Path) -> None:
     """A bug."""
     raise KeyError("no such column")
 
 
-def die() -> None:
+def die(file: Path) -> None:
     """What the kernel does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -72,7 +72,7 @@ def test_what_the_configuration_names_is_there_and_the_projects_code_comes_first
     (hidden / "models" / "mine").symlink_to(hidden / "store" / "blob")
     inside = {"RUNTIME": "apptainer", "IMAGE": f"{hidden}/image", "PATH": f"{cluster.root}/bin:{SEARCH}"}
     settings = ["run.steps=1", f"run.root={hidden}/runs", f"run.init_from={hidden}/models/mine"]
-    second = submit(cluster, "second", *settings, START_SECONDS="60", MAX_FAILURES="1", **inside)
+    second = submit(cluster, "second", *settings, MAX_FAILURES="1", **inside)
     assert second.finish() == "COMPLETED", second.log
     assert second.steps() == [1]
 

@@ -22,7 +22,7 @@ def large() -> Iterator[Cluster]:
     if why := missing():
         pytest.skip(why)
     root = Path(tempfile.mkdtemp(prefix="slurm-"))
-    started = Cluster(root, nodes=64, gpus=8)
+    started = Cluster(root, nodes=64, gpus=8, silence=300)
     try:
         yield started.start()
     finally:

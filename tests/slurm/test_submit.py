@@ -25,6 +25,7 @@ def assert_refused(cluster: Cluster, made: subprocess.CompletedProcess[str], *wo
     [
         (["--partition=gpu"], {}, ["invalid partition", "--partition=NAME", "main* 4 (null)"]),
         (["--gpus-per-node=8"], {"GPUS_PER_NODE": "8"}, ["not available", "2 nodes with 8 GPUs", "layout=NAME"]),
+        ([], {"GPUS_PER_NODE": "8"}, ["not available", "2 nodes with 8 GPUs"]),
         ([], {"NODES": "8", "RANKS_PER_NODE": "1"}, ["8 nodes", "NODES=N", "main* 4"]),
         (
             ["layout=pp2"],

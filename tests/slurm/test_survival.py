@@ -123,24 +123,16 @@ def test_a_preempted_run_saves_and_continues_when_the_urgent_one_is_over(cluster
 
 def test_a_signal_that_reaches_one_task_and_none_of_its_children_stops_all_ranks(cluster, peace, caught):
     launch = caught("hold", 0, "run.save_every=0")
-    tasks = [
-        p
-        for p in cluster.processes([node_of(launch, 0)])
-        if p.cmdline()[1:2] == [f"{code_of(launch)}/slurm/lib/node.sh"]
-    ]
-    assert len(tasks) == 1
-    tasks[0].terminate()  # as versions of Slurm do that signal the first process of a task only
+    (task,) = cluster.running("slurm/lib/node.sh", [node_of(launch, 0)])
+    task.terminate()  # as versions of Slurm do that signal the first process of a task only
     assert_as_in(peace, launch)
     assert "continuing behind step 2" in log_of(launch, "restart-1-attempt-1", 0)
 
 
-def code_of(launch: Launch) -> Path:
-    (code,) = (launch.run / "slurm").glob("code-*")
-    return code
-
-
 def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluster, peace, caught):
     launch = caught("hang", 1, HANG_SECONDS="30")
+    beats = [launch.files / "restart-0-attempt-1" / f"rank-{rank:04d}.beat" for rank in range(2)]
+    wait_until(lambda: all("reward" in beat.read_text() for beat in beats), "not both ranks come to the rewards")
     told = cluster.run(REPOSITORY / "slurm" / "status.sh", launch.number).stdout
     assert f"state=running job={launch.number} restart=0 attempt=1 step=" in told
     assert "2 ranks  reward (phase " in told
@@ -222,24 +214,31 @@ def in_use(cluster: Cluster, name: str) -> Iterator[Path]:
 
 
 def test_a_controller_that_is_away_for_a_while_does_not_end_the_job(cluster, peace):
-    with in_use(cluster, "orphaned"):  # between steps: one that ends meanwhile is reported by Slurm a minute later
-        launch = submit(cluster, "orphaned")
+    """First when the job goes back into the queue, then in a step; not at the end of one, which Slurm notes late."""
+    resting = cluster.root / "orphaned.struck"
+    with in_use(cluster, "orphaned"):
+        launch = submit(cluster, "orphaned", fault=f"rest 2 0 {resting}")
         wait_until(lambda: "waiting for up to" in launch.log, launch.log)
         cluster.stop_controller()
-        for process in cluster.processes():
-            if process.cmdline()[1:2] and process.cmdline()[1].endswith("/slurm_script"):
-                process.send_signal(signal.SIGUSR1)
+        for shell in cluster.running("slurm_script"):
+            shell.send_signal(signal.SIGUSR1)
         wait_until(lambda: "scontrol: " in launch.log, launch.log)
         cluster.start_controller()
         wait_until(lambda: "back into the queue" in launch.log, launch.log)
+    wait_until(resting.exists, "the fault does not strike")
+    cluster.stop_controller()
+    resting.unlink()
+    wait_until(lambda: 3 in launch.steps(), "the ranks do not go on")
+    cluster.start_controller()
     assert_as_in(peace, launch)
     assert cluster.job(launch.number)["Restarts"] == "1"
 
 
 def test_two_nodes_with_two_ranks_each_train_and_survive(cluster, caught):
-    calm = submit(cluster, "two_by_two", RANKS_PER_NODE="2")
+    calm = submit_as_it_is(cluster, "two_by_two", RANKS_PER_NODE="")  # as the script has it
     assert calm.finish() == "COMPLETED", calm.log
     assert calm.steps() == [1, 2, 3, 4]
+    assert sorted(file.name for file in calm.files.glob("*/rank-*.code")) == [f"rank-{r:04d}.code" for r in range(4)]
     launch = caught("die", 3, RANKS_PER_NODE="2")
     assert_as_in(calm.run, launch)
     assert "first to fail: rank 3 on node2, exit code 137" in launch.log
@@ -296,7 +295,7 @@ def test_input_that_all_ranks_refuse_ends_the_job_and_that_of_one_rank_is_its_fa
 
 
 def test_a_spare_takes_the_place_of_a_node_that_dies_and_the_job_keeps_its_nodes(cluster, peace, caught):
-    launch = caught("hold", 0, SPARES="1", CHECK_LINKS="1", CHECK_SECONDS="60")
+    launch = caught("hold", 0, SPARES="1", CHECK_LINKS="1")
     measured = (launch.files / "restart-0-attempt-1" / "preflight").glob("*.link-0.json")
     assert sorted(file.name.partition(".")[0] for file in measured) == ["node1", "node2", "node3"], launch.log
     dead = launch.log.split("attempt 1 on ")[1].split()[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -56,7 +57,7 @@ def test_summary_says_what_was_achieved(finished):
     assert set(summary) >= SUMMARY
     assert (summary["status"], summary["steps"]) == ("completed", 3)
     assert summary["layout"]["ep"] == summary["layout"]["dp"] == 2
-    assert summary["versions"]["torch"] == torch.__version__
+    assert summary["versions"]["torch"] == version("torch")
     for name in SUMMARY - {"status", "seconds", "layout", "versions"}:
         assert math.isfinite(summary[name]), name
     assert {"base", "generate", "reward", "logprobs", "update", "evaluate", "checkpoint"} <= set(summary["seconds"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 MARK = "GRPO_MEGA_TEST_JOB"
 """Environment variable that all processes of a job inherit: orphans keep it."""
-DEADLINE = 240.0
+DEADLINE = 900.0
 """Seconds after which anything that is waited for counts as hung."""
 
 SMALL = [
@@ -103,7 +104,8 @@ class Job:
     def kill(self) -> None:
         """kill -9 to everything that belongs to the job."""
         for member in self.members():
-            member.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
 
     def kill_group(self) -> None:
         """kill -9 to the job's process group, faster than `kill`; `finish` finds what is left."""

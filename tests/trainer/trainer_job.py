@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def run_state() -> dict[str, Any]:
         built.load_state_dict(state)
         seen["same versions"] = len(warnings)
         built.load_state_dict(state | {"versions": state["versions"] | {"torch": "1.0", "python": "3.0"}})
-    return seen | {"warnings": warnings, "torch": torch.__version__}
+    return seen | {"warnings": warnings, "torch": version("torch")}
 
 
 def on_policy() -> list[dict[str, float]]:
