@@ -53,14 +53,17 @@ def _engine(config: Config, vocab_size: int, gpus: int, trainer: list[dict[str, 
     mib, algorithm = config.cluster.gpu_memory_mib, config.algorithm
     if mib is None or config.rollout.sglang.first_gpu is not None:
         return None
-    found = plan_engine(config, vocab_size, max(lines["weights"] for lines in trainer), mib * 2**20)
+    capacity = mib * 2**20
+    found = plan_engine(config, vocab_size, max(lines["weights"] for lines in trainer), capacity)
     peak = sum(found["hand-over"].values())
+    excess = sum(found["generation"].values()) - capacity  # SGLang fills a GPU, as far as it is told
     engines = gpus // config.rollout.sglang.tp
     return found | {
         "engines": engines,
         "samples": -(-algorithm.prompts_per_step // engines) * algorithm.group_size,
         "peak": peak,
-        "fits": peak <= MAY_BE_PLANNED * mib * 2**20 and found["longest"] > 0,
+        "excess": max(0.0, excess),
+        "fits": peak <= MAY_BE_PLANNED * capacity and excess <= 0 and found["longest"] > 0,
     }
 
 

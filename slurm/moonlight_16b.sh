@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on Moonlight-16B-A3B: one node of 8 H100 with 80 GB.
 #
-#     slurm/moonlight_16b.sh --partition=NAME --account=NAME run.init_from=/path/to/Moonlight-16B-A3B
+#     slurm/moonlight_16b.sh --partition=NAME --account=NAME run.init_from=/models/Moonlight data.tokenizer=/models/mine
 #
 #SBATCH --job-name=moonlight_16b
 #SBATCH --nodes=1

@@ -85,6 +85,11 @@ def engine_verdict(engine: dict[str, Any]) -> str:
     """One line: whether the engine's turn fits."""
     if engine["fits"]:
         return "fits: there is room to hand weights over, and to generate"
+    if engine["excess"]:
+        return (
+            f"does not fit: generation takes {_gb(engine['excess'])} GB more than a GPU has; lower "
+            "rollout.sglang.arguments.mem_fraction_static"
+        )
     if engine["longest"]:
         return f"does not fit: {_gb(engine['peak'])} GB are too much while weights arrive; raise rollout.sglang.tp"
     return "does not fit: no sequence of model.context tokens has room in the KV cache; raise rollout.sglang.tp"
@@ -115,7 +120,7 @@ def _gb(size: float) -> str:
 def main(arguments: list[str]) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", help="a file of configs/experiment")
+    parser.add_argument("experiment", help="a file of configs/experiment, with or without experiment= before it")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for training")
     parser.add_argument("--json", action="store_true", help="print numbers for programs, in parameters and bytes")
     options = parser.parse_intermixed_args(arguments)
@@ -123,8 +128,9 @@ def main(arguments: list[str]) -> int:
     platform.start_planning()
     from grpo_mega.plan import plan  # imports Megatron, which wants the platform prepared
 
+    experiment = options.experiment.removeprefix("experiment=")
     try:
-        found = plan(compose_config([f"experiment={options.experiment}", *options.overrides]))
+        found = plan(compose_config([f"experiment={experiment}", *options.overrides]))
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {str(error).partition('Config search path')[0].strip()}", file=sys.stderr)
         return BAD_INPUT

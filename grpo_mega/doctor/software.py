@@ -111,6 +111,8 @@ def _usable(name: str) -> bool:
 
 
 ACCELERATORS = (
+    ("nvidia-ml-py", "pynvml", "what GPUs are and hold; a Slurm job calls a node with GPUs and without it unfit",
+     "python -m pip install nvidia-ml-py"),
     ("transformer-engine", "transformer_engine.pytorch", "faster layers",
      "python -m pip install --no-build-isolation 'transformer-engine[pytorch]'"),
     ("flash-attn", "flash_attn", "attention over long sequences in little memory",

@@ -118,7 +118,7 @@ def _gpus(expected: int) -> tuple[list[str], dict[str, str]]:
 
         nvml.nvmlInit()
     except ImportError:
-        return ["nvidia-ml-py is not installed: pip install 'grpo_mega[gpu]'"], {}
+        return ["nvidia-ml-py is not installed: python -m pip install nvidia-ml-py"], {}
     except Exception as error:
         return [f"no NVIDIA driver answers ({error}): this job needs {expected} GPUs per node"], {}
     handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]

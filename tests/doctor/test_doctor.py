@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import venv
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_this_machine_is_fit_and_everything_is_looked_at(tmp_path: Path) -> None
     assert code == 0, found
     required = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {requirement.split(">")[0].split("<")[0] for requirement in required}
-    packages = {"transformer-engine", "apex", "flash-attn", "sglang", "torch-memory-saver"}
+    packages = {"nvidia-ml-py", "transformer-engine", "apex", "flash-attn", "sglang", "torch-memory-saver"}
     others = {"python", "driver", "CUDA", "shared memory", "main memory", "open files", "filesystem"}
     assert names | packages | others == found.keys()
     assert all(finding["why"] and finding["fix"] for finding in found.values() if finding["verdict"] == WARNING)
@@ -139,6 +140,7 @@ def test_a_gpu_that_torch_cannot_use(tmp_path: Path) -> None:
     assert found["torch"]["verdict"] == FAILURE
     assert found["transformer-engine"]["verdict"] == FAILURE
     assert found["flash-attn"]["verdict"] == WARNING
+    assert found["nvidia-ml-py"]["verdict"] == (OK if util.find_spec("pynvml") else WARNING)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,6 +118,59 @@ def test_a_gpu_that_is_lost_makes_its_node_unfit_and_not_silent(folder):
     made = check(folder, "a", "--gpus", "8", "--free-mb", "1", PYTHONPATH=str(folder))
     assert (made.returncode, made.stderr) == (0, "")
     assert "its GPUs fail (NVMLError_GpuIsLost: GPU is lost)" in verdicts(folder)["a"]
+
+
+class PlantedNVML(SimpleNamespace):
+    """What NVML says of two GPUs, of which the second, or the driver, has one fault."""
+
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+
+    class NVMLError_NotSupported(Exception):
+        """Raised for memory without error correction."""
+
+    def __init__(self, fault: str) -> None:
+        def of_second(name: str, healthy: object, sick: object) -> Callable[..., object]:
+            return lambda number, *_: sick if (fault, number) == (name, 1) else healthy
+
+        def errors(number: int, *_: object) -> int:
+            if fault == "no ECC":
+                raise self.NVMLError_NotSupported
+            return 7 * (fault == "errors" and number == 1)
+
+        super().__init__(
+            nvmlInit=lambda: None,
+            nvmlSystemGetDriverVersion=lambda: "580.1",
+            nvmlDeviceGetCount=lambda: 1 if fault == "count" else 2,
+            nvmlDeviceGetHandleByIndex=lambda number: number,
+            nvmlDeviceGetName=lambda number: "NVIDIA H100",
+            nvmlDeviceGetMemoryInfo=of_second("memory", SimpleNamespace(used=1 << 30), SimpleNamespace(used=3 << 30)),
+            nvmlDeviceGetTotalEccErrors=errors,
+            nvmlDeviceGetRemappedRows=of_second(fault, (2, 0, 0, 0), (2, 0, fault == "pending", fault == "failed")),
+            nvmlDeviceGetCurrentClocksThrottleReasons=of_second("heat", 0x4, 0x4 | 0x40),
+        )
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("none", ""),
+        ("no ECC", ""),
+        ("count", "1 GPUs instead of 2"),
+        ("memory", "GPU 1: 3072 MiB are in use before the job starts: end what holds them"),
+        ("errors", "GPU 1: 7 uncorrected memory errors since the driver started: reset or replace it"),
+        ("pending", "GPU 1: memory rows wait to be remapped, or could not be: reset or replace it"),
+        ("failed", "GPU 1: memory rows wait to be remapped, or could not be: reset or replace it"),
+        ("heat", "GPU 1: the clock is held down by heat or power (reasons 0x44)"),
+    ],
+)
+def test_what_the_driver_says_of_a_gpu_is_judged(fault, said, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", PlantedNVML(fault))
+    monkeypatch.setattr(preflight, "settled", lambda used: None)  # a minute's patience
+    monkeypatch.setattr(preflight, "_rates", lambda gpus: {"GPU 0 matmul TFLOP/s": 700.0})
+    found = preflight.check(folder, gpus=2, free=1, token="12", node="a")
+    assert found["problems"] == [said] * bool(said)
+    assert found["rates"] == ({} if said else {"GPU 0 matmul TFLOP/s": 700.0})
+    assert (found["software"]["driver"], found["software"]["GPU"]) == ("580.1", "NVIDIA H100")
 
 
 def test_other_software_than_on_most_nodes_is_named(folder):

@@ -318,6 +318,14 @@ def test_the_command_says_what_does_not_fit(plans: dict[str, Any]) -> None:
     assert json.loads(done.stdout) == plans["qwen3_one_node"]
 
 
+def test_the_command_says_that_an_engine_takes_more_than_there_is() -> None:
+    done = command("experiment=moonlight_16b", "+rollout.sglang.arguments.mem_fraction_static=0.95")
+    assert done.returncode == 1
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("does not fit: generation takes ")
+    assert last.endswith("lower rollout.sglang.arguments.mem_fraction_static")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -14,7 +14,7 @@ from grpo_mega import platform
 HERE = platform.start()
 platform.join_processes(HERE)
 
-from engine_contract import CHECKS, Bench  # noqa: E402
+from engine_contract import CHECKS, Bench, refused  # noqa: E402
 from on_cuda import TINY  # noqa: E402
 
 from grpo_mega.config.load import compose_config  # noqa: E402
@@ -59,10 +59,18 @@ def problem(bench: Bench, check: Callable[[Bench], None]) -> str:
     return ""
 
 
+def check_a_stale_expert_is_refused(bench: Bench) -> None:
+    """One that is not what is trained; the last check, for its session stays open."""
+    bench.engine.begin_update()
+    bucket, name = next((b, name) for b in bench.buckets() for name, _ in b if ".experts." in name)
+    refused(lambda: bench.engine.push([(n, 0 * t if n == name else t) for n, t in bucket]), name, "stale")
+
+
 if __name__ == "__main__":
     bench = made(Path(sys.argv[1]), "embedded")
     bench.push_all()
     found = {name: problem(bench, check) for name, check in CHECKS.items()}
+    found["stale expert"] = problem(bench, check_a_stale_expert_is_refused)
     bench.engine.close()
     leave_layout()
     print(json.dumps(found))

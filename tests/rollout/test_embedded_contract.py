@@ -19,3 +19,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("check", CHECKS)
 def test_contract(found: dict[str, str], check: str) -> None:
     assert not found[check], found[check]
+
+
+def test_an_expert_that_is_not_the_trained_one_is_refused_by_name(found: dict[str, str]) -> None:
+    assert not found["stale expert"], found["stale expert"]
