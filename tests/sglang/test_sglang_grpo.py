@@ -66,12 +66,14 @@ def test_the_engine_was_killed_and_the_run_went_on(sglang: dict[str, Any]) -> No
 def test_weights_are_pushed_once_for_every_version_and_engine(sglang: dict[str, Any]) -> None:
     """A version that was evaluated is there already when the next step begins.
 
-    The engine that is started anew gets its version again, unless the loss was noticed when the next was to be pushed.
+    The engine that is started anew gets its version again. If its loss was noticed only while the next one was pushed,
+    what it had of that one by then was in vain.
     """
     every = [step["sync/bytes"] for step in sglang["metrics"]]
     whole = min(size for size in every if size)
     versions = 8 + 1
-    assert sum(every) in (versions * whole, (versions + 1) * whole)
+    assert versions * whole <= sum(every) <= (versions + 1) * whole
+    assert sum(size % whole != 0 for size in every) <= 1
     assert all(step["time/sync"] > 0 for step in sglang["metrics"])
 
 
