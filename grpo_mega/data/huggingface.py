@@ -62,4 +62,5 @@ def _loaded(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"data.tokenizer={folder} holds no tokenizer that can be read: {error}") from error
+        why = "" if (folder / "tokenizer.json").exists() else "; it has no tokenizer.json, and runs no code of its own"
+        raise ValueError(f"data.tokenizer={folder} holds no tokenizer that can be read: {error}{why}") from error

@@ -61,7 +61,8 @@ def start_planning() -> None:
     Raises:
         RuntimeError: A GPU is visible, and Megatron would allocate there.
     """
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns of a toolkit that sees no GPU
+    # It warns where there is a toolkit and no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if start().backend != "gloo":
         raise RuntimeError("planning needs no GPU and must not see one; set CUDA_VISIBLE_DEVICES= before torch starts")
     torch.cuda.current_device = lambda: META  # type: ignore[assignment,return-value]

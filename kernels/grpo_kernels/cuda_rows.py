@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import cpp_extension
 
 from grpo_kernels import launch
 from grpo_kernels.options import GRPOLoss
@@ -106,7 +105,9 @@ def kernel_name(logits: torch.dtype, out: torch.dtype) -> str:
 
 @contextmanager
 def some_toolkit() -> Iterator[None]:
-    """torch refuses to compile where no CUDA toolkit is installed, although the source includes none of its headers."""
+    """Gives torch some path where there is no CUDA toolkit: it refuses to compile without one, needed or not."""
+    from torch.utils import cpp_extension  # only where it is needed: it imports setuptools
+
     before = cpp_extension.CUDA_HOME
     cpp_extension.CUDA_HOME = before or str(SOURCES)
     try:

@@ -9,7 +9,6 @@ STOPPED=75  # exit code of a rank that saved because it was asked to stop
 SETTINGS=(NODES RANKS_PER_NODE GPUS_PER_NODE SPARES CLUSTER RUNTIME IMAGE MOUNTS PYTHON HOST_PYTHON INTERFACE
     START_SECONDS HANG_SECONDS STOP_SECONDS SAVE_GB_PER_SECOND CHECK_SECONDS CHECK_LINKS NOTICE_SECONDS LOCK_SECONDS
     CONTROLLER_SECONDS POLL_SECONDS MIN_FREE_MB MAX_FAILURES MAX_EXCLUSIONS)
-GPUS='gpus-per-node(?:=.*:)?' # in words for sbatch, perhaps with their type
 INTERFACES=(NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME)
 
 refuse() {
@@ -29,7 +28,7 @@ load_profile() {
     set +a
     : "${SPARES:=0}" "${RUNTIME:=bare}" "${IMAGE:=}" "${MOUNTS:=}" "${INTERFACE:=}"
     if [[ -n $INTERFACE ]]; then export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=$INTERFACE; fi
-    : "${NODES:=$(asked_for nodes)}" "${GPUS_PER_NODE:=$(asked_for "$GPUS")}"
+    : "${NODES:=$(asked_for nodes)}" "${GPUS_PER_NODE:=$(gpus_asked_for)}"
     : "${GPUS_PER_NODE:=0}"
     : "${RANKS_PER_NODE:=$((GPUS_PER_NODE > 0 ? GPUS_PER_NODE : 1))}"
     if [[ $RUNTIME == bare ]]; then : "${PYTHON:=$(host_python)}" "${HOST_PYTHON:=$PYTHON}"; fi
@@ -48,6 +47,8 @@ load_profile() {
 asked_for() {
     { printf '%s\n' "${user[@]}" && grep -oP '^#SBATCH \K.*' "$0"; } | grep -oP "^--$1=?\K[0-9]+$" | head -n 1
 }
+
+gpus_asked_for() { asked_for 'gpus-per-node(?:=.*:)?'; } # perhaps with their type, as in h100:8
 
 profiles() {
     local file

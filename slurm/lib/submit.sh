@@ -14,8 +14,8 @@ submit() {
     forget_job
     ask_configuration "${own[@]}" "${settings[@]}"
     options=(--export=ALL --nodes=$((NODES + SPARES)) "${options[@]}") # the settings travel in the environment
-    if [[ $GPUS_PER_NODE != "$(asked_for "$GPUS")" ]] && ((GPUS_PER_NODE)); then
-        options=(--gpus-per-node="$GPUS_PER_NODE" "${options[@]}")
+    if ((GPUS_PER_NODE)) && [[ $GPUS_PER_NODE != "$(gpus_asked_for)" ]]; then
+        options+=(--gpus-per-node="$GPUS_PER_NODE")
     fi
     if ((SPARES)); then options+=(--no-kill); fi
     check_slurm_takes "$0" "${options[@]}"

@@ -42,6 +42,7 @@ def test_the_plan_counts_671_billion_parameters() -> None:
     assert [int(row[0]) for row in rows] == [1, 8, 16, 32, 64]
     assert rows[0][1] == rows[0][3]
     assert rows[-1][1] == rows[0][1]
-    experts = 58 * 256 * 3 * 7168 * 2048 * 2 / 2**30
-    for ranks, everything, own in ((int(row[0]), *(float(row[k].replace(",", "")) for k in (1, 3))) for row in rows):
+    experts = 58 * 256 * 3 * 7168 * 2048 * 2 / 2**30  # GiB: layers, experts, matrices of 7168 x 2048, bytes
+    for row in rows:
+        ranks, everything, own = (float(row[column].replace(",", "")) for column in (0, 1, 3))
         assert own == pytest.approx(everything - experts * (1 - 1 / ranks), abs=0.1)

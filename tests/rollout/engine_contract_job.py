@@ -60,7 +60,7 @@ def problem(bench: Bench, check: Callable[[Bench], None]) -> str:
 
 
 def check_a_stale_expert_is_refused(bench: Bench) -> None:
-    """One that is not what is trained; the last check, for its session stays open."""
+    """An expert with other weights than those trained is named; the last check, for its session stays open."""
     bench.engine.begin_update()
     bucket, name = next((b, name) for b in bench.buckets() for name, _ in b if ".experts." in name)
     refused(lambda: bench.engine.push([(n, 0 * t if n == name else t) for n, t in bucket]), name, "stale")

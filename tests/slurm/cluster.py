@@ -11,15 +11,15 @@ import contextlib
 import getpass
 import os
 import shutil
-import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+from ranks import free_port
 
 SMALL_DISK = "small"
 """Folder of a cluster that may be a file system of its own, of 40 MiB."""
@@ -130,7 +130,7 @@ class Cluster:
         self.start_controller()
         for node in self.nodes:
             self.start_node(node)
-        self._until(lambda: set(self.node_states().values()) == {"idle"})
+        self._until(lambda: set(self.run("sinfo", "-h", "-N", "-o", "%t").stdout.split()) == {"idle"})
         return self
 
     def start_controller(self) -> None:
@@ -138,10 +138,15 @@ class Cluster:
         self._spawn("slurmctld", [_program("slurmctld"), "-D"])
         self._until(lambda: self.run("scontrol", "ping").returncode == 0)
 
-    def stop_controller(self) -> None:
-        """slurmctld saves its state and ends."""
+    @contextlib.contextmanager
+    def without_controller(self) -> Iterator[None]:
+        """slurmctld saves its state and ends, and comes back afterwards."""
         self._daemons["slurmctld"].terminate()
         self._daemons["slurmctld"].wait()
+        try:
+            yield
+        finally:
+            self.start_controller()
 
     def start_node(self, node: str, prepare: str = "true") -> None:
         """Starts a node in namespaces of its own, after the shell command `prepare` was run in them.
@@ -225,7 +230,7 @@ class Cluster:
         return next((node for node in self.nodes if f"{self.root}/log/slurmd-{node}.log" in links), None)
 
     def running(self, script: Path | str, nodes: Iterable[str] | None = None) -> list[psutil.Process]:
-        """Those of them that are shells which run a script with this path, or this name."""
+        """The shells among `processes` that run a script whose path ends with this."""
         found = []
         for process in self.processes(nodes):
             with contextlib.suppress(psutil.Error):
@@ -263,7 +268,9 @@ class Cluster:
 
     def _ask(self, *command: object) -> str:
         """What a client says of the state; a controller with much to do is asked again."""
-        return wait_until(lambda: not (said := self.run(*command)).returncode and said, f"{command} fails").stdout
+        said = []
+        wait_until(lambda: said.append(self.run(*command)) or not said[-1].returncode, "the controller does not answer")
+        return said[-1].stdout
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> Any:
@@ -295,8 +302,7 @@ def _kill(process: psutil.Process) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [found.getsockname()[1] for found in sockets]
-    for found in sockets:
-        found.close()
-    return ports
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return [*ports]

@@ -12,7 +12,7 @@ from grpo_mega.types import Sample
 FAULT = "GRPO_MEGA_TEST_FAULT"
 """`KIND VERSION RANK FILE`: at the first sample of this policy version on this rank, FILE is made and KIND happens.
 
-Once FILE is there, nothing happens any more; FILE - never is.
+Once FILE is there, nothing happens any more; FILE - never is. `rest` goes on when it is taken away.
 """
 
 

@@ -41,6 +41,7 @@ torch.cuda.set_device = lambda device: None
 def settings(large: Cluster, data: Path) -> list[str]:
     for name in ("train.jsonl", "test.jsonl"):
         (data / name).write_text('{"prompt": "1+1=?", "answer": 2}\n')
+    (data / "tokenizer.json").touch()
     paths = [f"data.train_path={data}/train.jsonl", f"data.test_path={data}/test.jsonl", f"run.init_from={data}"]
     return [f"run.root={large.root}/runs", *paths]
 

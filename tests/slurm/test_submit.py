@@ -68,16 +68,17 @@ def test_the_directory_of_another_experiment_is_not_touched(cluster):
     assert [entry.name for entry in path.iterdir()] == ["run.json"]
 
 
-def test_a_tokenizer_that_is_a_program_is_refused(cluster, tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
+def test_a_tokenizer_that_may_be_a_program_is_warned_of(cluster, tmp_path):
     (tmp_path / "problems.jsonl").write_text('{"prompt": "1+1=?", "answer": 2}\n')
     files = [f"data.{name}_path={tmp_path}/problems.jsonl" for name in ("train", "test")]
     settings = ["data=boxed", *files, f"data.tokenizer={tmp_path}", "model.vocab_size=64"]
-    made = start(cluster, "refused", *settings)
-    assert_refused(cluster, made, f"data.tokenizer={tmp_path} has no tokenizer.json", "convert it once")
-    (tmp_path / "tokenizer.json").touch()
     made = start(cluster, "spoken_for", "--hold", *settings)
-    cluster.run("scancel", submitted(cluster, made).number)
+    assert f"warning: data.tokenizer={tmp_path} has no tokenizer.json; code of its own is not run" in made.stderr
+    (tmp_path / "tokenizer.json").touch()
+    again = start(cluster, "spoken_for", "--hold", *settings)
+    assert "tokenizer" not in again.stderr
+    for one in (made, again):
+        cluster.run("scancel", submitted(cluster, one).number)
 
 
 def test_without_slurm_it_says_how_to_run_all_the_same(tmp_path):

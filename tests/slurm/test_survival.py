@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from cluster import SMALL_DISK, Cluster, wait_until
 from launches import REPOSITORY, Launch, submit, submit_as_it_is
@@ -214,22 +215,21 @@ def in_use(cluster: Cluster, name: str) -> Iterator[Path]:
 
 
 def test_a_controller_that_is_away_for_a_while_does_not_end_the_job(cluster, peace):
-    """First when the job goes back into the queue, then in a step; not at the end of one, which Slurm notes late."""
+    """First while no rank runs, then while they train. Not when they end: that Slurm would notice a minute later."""
     resting = cluster.root / "orphaned.struck"
     with in_use(cluster, "orphaned"):
-        launch = submit(cluster, "orphaned", fault=f"rest 2 0 {resting}")
-        wait_until(lambda: "waiting for up to" in launch.log, launch.log)
-        cluster.stop_controller()
-        for shell in cluster.running("slurm_script"):
-            shell.send_signal(signal.SIGUSR1)
-        wait_until(lambda: "scontrol: " in launch.log, launch.log)
-        cluster.start_controller()
-        wait_until(lambda: "back into the queue" in launch.log, launch.log)
+        launch = submit(cluster, "orphaned", fault=f"rest 1 0 {resting}")
+        wait_until(lambda: "waiting for up to" in launch.log, "the job does not wait for its directory")
+        with cluster.without_controller():
+            for shell in cluster.running("slurm_script"):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    shell.send_signal(signal.SIGUSR1)
+            wait_until(lambda: "scontrol: " in launch.log, "the job does not miss the controller")
+        wait_until(lambda: "back into the queue" in launch.log, "the job does not leave")
     wait_until(resting.exists, "the fault does not strike")
-    cluster.stop_controller()
-    resting.unlink()
-    wait_until(lambda: 3 in launch.steps(), "the ranks do not go on")
-    cluster.start_controller()
+    with cluster.without_controller():
+        resting.unlink()
+        wait_until(lambda: 2 in launch.steps(), "the ranks do not go on")
     assert_as_in(peace, launch)
     assert cluster.job(launch.number)["Restarts"] == "1"
 
@@ -276,7 +276,7 @@ def test_a_run_directory_in_use_is_waited_for_and_its_user_named(cluster, peace)
         assert f"{path} is in use by pid 7 on nodeX: wait for it" in launch.log
         assert launch.status == {"state": "running", "job": "7"}, "the status is that of the job that runs"
         launch = submit(cluster, "locked")
-        wait_until(lambda: "is in use by pid 7 on nodeX: waiting for up to" in launch.log, launch.log)
+        wait_until(lambda: "is in use by pid 7 on nodeX: waiting for up to" in launch.log, "the job does not wait")
     assert_as_in(peace, launch)
 
 
