@@ -92,6 +92,13 @@ def test_a_script_given_to_sbatch_plans_its_checkpoint_on_a_node_with_gpus(large
     assert "cannot be planned" not in log.read_text()
 
 
+def test_scripts_ask_to_be_told_of_their_time_limit_and_to_come_back():
+    scripts = [path for path in (REPOSITORY / "slurm").glob("*.sh") if "#SBATCH" in path.read_text()]
+    assert len(scripts) == 6
+    for path in scripts:
+        assert re.search(r"^#SBATCH --signal=B:USR1@\d+\n#SBATCH --requeue\n", path.read_text(), re.MULTILINE), path
+
+
 def test_scripts_ask_for_the_machines_that_their_experiments_plan_for():
     scripts = [path for path in (REPOSITORY / "slurm").glob("*.sh") if "#SBATCH --gpus-per-node" in path.read_text()]
     assert len(scripts) == 5
