@@ -37,7 +37,7 @@ def assert_refused(cluster: Cluster, made: subprocess.CompletedProcess[str], *wo
         (["run.init_from=/absent/model"], {}, ["run.init_from=/absent/model does not exist"]),
         ([], {"RUNTIME": "apptainer"}, ["RUNTIME=apptainer needs IMAGE", "export IMAGE="]),
         ([], {"RUNTIME": "apptainer", "IMAGE": "/absent.sif"}, ["IMAGE=/absent.sif does not exist"]),
-        ([], {"RUNTIME": "pyxis", "IMAGE": "nvcr.io#nvidia/pytorch:25.06"}, ["--container-image", "pyxis plugin"]),
+        ([], {"RUNTIME": "pyxis", "IMAGE": "registry#image:1"}, ["--container-image", "pyxis plugin"]),
         ([], {"RUNTIME": "docker"}, ["docker is none of: bare, apptainer, pyxis"]),
         ([], {"CLUSTER": "mars"}, ["CLUSTER=mars has no profile", "default"]),
         (["--signal=B:USR1@60"], {}, ["STOP_SECONDS=0 is no time to save in", "--signal=B:USR1@90"]),
