@@ -150,8 +150,11 @@ class Trainer:
                 self.in_progress = self.experience()
         now = self.in_progress
         metrics = rollout_metrics(now.groups, self.config.reward.success)
-        if now.batch is None:
-            return metrics, now.groups
+        if now.batch is None:  # nothing to learn, but whether engine and trainer agree is to be seen at every step
+            with self.timer("logprobs"):
+                batch = pack([sample for group in now.groups for sample in group.samples])
+                logprob = self.policy.logprobs(batch, self.config.rollout.temperature)
+            return metrics | self.mismatch(batch, logprob), now.groups
         with self.timer("update"):
             for mini_batch in islice(self.mini_batches(now.batch), len(now.updates), None):
                 if now.updates:
@@ -161,10 +164,8 @@ class Trainer:
                 now.updates.append(found.metrics)
                 if self.on_policy:
                     now.batch = now.batch.with_(old_logprob=found.logprob)
-        mask = now.batch.mask
-        mismatch = rollout_mismatch(now.batch.old_logprob[mask], now.batch.rollout_logprob[mask])
-        self.watch_mismatch(mismatch)
-        return metrics | _named("policy", _mean(now.updates)) | _named("mismatch", mismatch), now.groups
+        mismatch = self.mismatch(now.batch, now.batch.old_logprob)
+        return metrics | _named("policy", _mean(now.updates)) | mismatch, now.groups
 
     def experience(self) -> StepInProgress:
         """What a step is made of before its first update: questions, groups of answers, rewards, advantages, log-probs.
@@ -321,8 +322,12 @@ class Trainer:
         with self.timer(phase):
             return work()
 
-    def watch_mismatch(self, mismatch: Metrics) -> None:
-        """Warns when, in the first step behind a start, the engine's log-probs are not those of its own weights."""
+    def mismatch(self, batch: Batch, logprob: torch.Tensor) -> Metrics:
+        """How far the trainer's log-probs are from the engine's.
+
+        Warns when they are not those of the same weights, in the first step behind a start.
+        """
+        mismatch = rollout_mismatch(logprob[batch.mask], batch.rollout_logprob[batch.mask])
         allowed = ROUNDING[self.config.model.dtype]
         if not self.mismatch_watched and not mismatch["mean_abs"] <= allowed:
             logger.warning(
@@ -333,6 +338,7 @@ class Trainer:
                 allowed,
             )
         self.mismatch_watched = True
+        return _named("mismatch", mismatch)
 
     def watch_signal(self, batch: Batch | None) -> None:
         """Warns when step after step no group had two different rewards: nothing is being learned."""

@@ -6,8 +6,9 @@ host, shrunk to nothing, and later grown and filled again, so every view stays a
 used where they do that, for gradients: for parameters they cover the distributed optimizer only, and for the optimizer
 they make new tensors, which cuts it off from the buffers.
 
-What process groups (NCCL) and CUDA itself hold stays. torch_memory_saver would add nothing here: it frees what is freed
-here, at addresses that stay, which only captured graphs need, and it must be loaded before everything else.
+Process groups give back what NCCL can (`platform/process_groups.py`), last of all and in place, too. What CUDA itself
+holds stays. torch_memory_saver would add nothing here: it frees what is freed here, at addresses that stay, which only
+captured graphs need, and it must be loaded before everything else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NoReturn, cast
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
+from grpo_mega.platform import process_groups
 from grpo_mega.policy.chunks import ModelChunks
 from grpo_mega.policy.policy import Policy
 from grpo_mega.policy.reference import ReferencePolicy
@@ -34,9 +36,14 @@ class TrainerMemory:
     The host memory of one trip is kept for the next, because pinning it is slow.
     """
 
-    def __init__(self, policy: Policy, reference: ReferencePolicy | None = None) -> None:
+    def __init__(
+        self, policy: Policy, reference: ReferencePolicy | None = None, suspend_process_groups: bool = True
+    ) -> None:
+        """With `suspend_process_groups` nothing can be sent over NCCL while all is on the host."""
         self._policy = policy
         self._reference = reference
+        self._suspends = suspend_process_groups
+        self._suspended: list[Any] = []
         self._real: tuple[Any, Any, Any] | None = None
         self._freed: list[torch.UntypedStorage] = []
         self._staying: list[torch.UntypedStorage] = []
@@ -60,7 +67,8 @@ class TrainerMemory:
         """Moves everything to the host, between two updates; with `keep_weights` all but the weights, or then the rest.
 
         Gradients are dropped: the last update has used them, and the next one begins with zeros. Until `onload`,
-        whoever uses what is away gets an error.
+        whoever uses what is away gets an error. Process groups are suspended when the weights are away; every rank must
+        make the calls, therefore.
 
         Raises:
             Offloaded: It is there already.
@@ -71,9 +79,9 @@ class TrainerMemory:
             raise Offloaded("the trainer is offloaded already: call onload before offload")
         if self._real:
             self._free(self._staying)
-            self._to_driver()
             self._staying = []
             policy.gpt = policy.model = cast(Any, stand_in)
+            self._to_driver()
             return
         storages = self._storages()
         _refuse_fixed(storages)
@@ -92,10 +100,13 @@ class TrainerMemory:
         self._to_driver()
 
     def _to_driver(self) -> None:
-        """What is free for torch becomes free for other processes, too."""
-        if self._policy.platform.device.type == "cuda":
+        """What is free for torch becomes free for other processes, too, and so do groups that have nothing to send."""
+        device = self._policy.platform.device
+        if device.type == "cuda":
             torch.cuda.ipc_collect()  # what an engine had opened, and has closed
             torch.cuda.empty_cache()
+        if self._suspends and not self._staying:
+            self._suspended = process_groups.suspend(device)
 
     def _free(self, storages: list[torch.UntypedStorage]) -> None:
         torch.cuda.synchronize()  # does nothing on a CPU (platform/cpu.py)
@@ -114,6 +125,8 @@ class TrainerMemory:
         """
         if not self._real:
             raise RuntimeError("the trainer is on the device: call offload before onload")
+        process_groups.resume(self._suspended)
+        self._suspended = []
         for storage in self._freed:
             host = self._host[storage._cdata]
             storage.resize_(host.nbytes)

@@ -68,7 +68,9 @@ class Turns:
         self._engine, self._timer = engine, timer
         self._weights = WeightSync(policy, engine, config.bucket_bytes, config.verify_every, text, config.fp8)
         self._verified: float | None = None
-        self._memory = TrainerMemory(policy, reference) if take_turns(config, policy.platform) else None
+        self._memory: TrainerMemory | None = None
+        if take_turns(config, policy.platform):
+            self._memory = TrainerMemory(policy, reference, config.suspend_process_groups)
         self._file = path / "logs" / f"post_mortem-rank-{dist.get_rank()}.json"
         self.ledger = Ledger(lambda: meter(device, {"trainer": [os.getpid()], "engine": engine.pids()})())
         self.lease = Lease(config.timeouts, time.monotonic)
@@ -179,7 +181,7 @@ class Turns:
     def _leave(self, keep_weights: bool) -> None:
         """The trainer, or the rest of it, leaves the device: for torch, for its allocator, and for the driver.
 
-        What CUDA and NCCL hold was there before and stays, so it is not due.
+        What CUDA holds was there before and stays, and how much NCCL can give back is not known: neither is due.
         """
         if self._memory is None:
             return

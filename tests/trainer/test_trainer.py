@@ -63,6 +63,12 @@ def test_equal_rewards_move_no_bit_even_with_a_kl_term(seen):
     assert all(m["rollout/groups_with_signal"] == 0 and "policy/loss" not in m for m in found["metrics"])
 
 
+def test_engine_and_trainer_are_compared_in_steps_without_signal_too(seen):
+    for metrics in seen["equal_rewards"]["metrics"]:
+        assert metrics["mismatch/max_abs"] < 1e-5
+        assert metrics["mismatch/effective_sample_size"] == pytest.approx(1, abs=1e-5)
+
+
 def test_patience_ends_after_three_steps_without_signal_with_one_warning(seen):
     found = seen["equal_rewards"]
     assert found["warnings"] == [0, 0, 0, 1]
