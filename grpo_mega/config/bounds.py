@@ -60,7 +60,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "layout.recompute": ("none", "selective", "full"),
     "data.task": ("chain_sum", "jsonl"),
     "rollout.engine": ("embedded", "sglang"),
-    "rollout.sglang.transport": ("shared", "broadcast", "disk"),
+    "rollout.sglang.transport": ("shared", "network", "disk"),
     "algorithm.advantage_std": ("sample", "population", "none"),
     "algorithm.objective": ("ppo", "gspo", "cispo"),
     "algorithm.correction": ("none", "truncate", "mask"),

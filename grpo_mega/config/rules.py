@@ -374,7 +374,7 @@ def _rollout(config: Config) -> Iterator[str]:
     if sglang.first_gpu is not None and sglang.transport == "shared":
         yield (
             f"rollout.sglang.first_gpu={sglang.first_gpu} puts the engines on other GPUs than the trainer's, and "
-            "rollout.sglang.transport=shared reaches those only; set rollout.sglang.transport=broadcast"
+            "rollout.sglang.transport=shared reaches those only; set rollout.sglang.transport=network"
         )
     for name, limit in vars(sglang.timeouts).items():
         if name.startswith("engine_") and limit <= sglang.answer_seconds:

@@ -278,13 +278,16 @@ class SGLangConfig:
     bucket_bytes: int = 536870912
     """Most bytes of weights that are pushed at once; each rank holds two such buckets meanwhile."""
     transport: str = "shared"
-    """How weights reach the engines: shared (memory of the GPU that both are on; with the server argument ep_size, only
-    the experts that a rank keeps), broadcast (NCCL, to engines on other GPUs; gloo on a CPU), or disk (a model
-    directory in the run directory, written and read for every update, within timeouts.engine_loading; where nothing
-    else works)."""
+    """How weights reach the engines: shared (memory of the GPU that both are on), network (NCCL, to engines on other
+    GPUs; gloo on a CPU), or disk (a model directory in the run directory, written and read for every update, within
+    timeouts.engine_loading; where nothing else works). With the server argument ep_size a rank of an engine gets only
+    the experts that it keeps."""
     first_gpu: int | None = None
     """The engines are on GPUs of their own on the trainer's nodes, from this number on, one for each process there, and
     trainer and engines stay where they are; null: they are on the trainer's GPUs, and both take turns."""
+    suspend_process_groups: bool = True
+    """While the engines have the GPUs, the trainer's process groups give back what NCCL keeps for them (gigabytes;
+    needs torch 2.12 and NCCL 2.29.7, without which they keep it)."""
     verify_every: int = 20
     """The engines' log-probs of a sequence are compared with the trainer's after the first push and every so many."""
     routing_replay: bool = False

@@ -21,6 +21,7 @@ from grpo_mega.checkpoint.huggingface.names import entries
 from grpo_mega.config.schema import Config, SGLangConfig
 from grpo_mega.observe.files import write_atomic
 from grpo_mega.platform import Platform
+from grpo_mega.rollout import sglang_loader
 from grpo_mega.rollout.contract import EngineError, Spec
 
 ROOM = 8
@@ -74,6 +75,7 @@ def server_arguments(config: Config, platform: Platform, folder: Path, number: i
         **({"enable_return_routed_experts": True} if sglang.routing_replay else {}),
         **(ON_CPU if platform.device.type == "cpu" else IN_TURNS if take_turns(sglang, platform) else {}),
         **sglang.arguments,
+        **({} if sglang.transport == "shared" else {"custom_weight_loader": [sglang_loader.NAME]}),
     }
 
 
@@ -90,9 +92,9 @@ def check_platform(config: Config, platform: Platform) -> None:
             if getattr(sglang, name) not in (None, False):
                 raise ValueError(f"rollout.sglang.{name} needs GPUs, and there are none here; drop it")
         return
-    if sglang.transport == "broadcast" and sglang.first_gpu is None:
+    if sglang.transport == "network" and sglang.first_gpu is None:
         raise ValueError(
-            "rollout.sglang.transport=broadcast: NCCL reaches no engine on the GPU of the trainer itself; set "
+            "rollout.sglang.transport=network: NCCL reaches no engine on the GPU of the trainer itself; set "
             "rollout.sglang.first_gpu to have the engines on others, or rollout.sglang.transport=shared"
         )
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()

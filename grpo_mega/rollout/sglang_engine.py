@@ -47,7 +47,7 @@ from grpo_mega.rollout.sglang_arguments import (
 from grpo_mega.rollout.sglang_generation import Generation, Share, run_together
 from grpo_mega.rollout.sglang_memory import mem_fraction_static
 from grpo_mega.rollout.sglang_process import EngineLost, EngineProcess
-from grpo_mega.rollout.sglang_transport import Broadcast, Bucket, Disk, Shared, Transport
+from grpo_mega.rollout.sglang_transport import Bucket, Disk, Network, Shared, Transport
 from grpo_mega.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,8 @@ class SGLangEngine:
         self._number, place = divmod(dist.get_rank(), self._config.tp)
         self._engines, self._nodes = dist.get_world_size() // self._config.tp, self._config.tp // on_node
         self._node, self._host, self._owner = place // on_node, place % on_node == 0, place == 0
-        self._transport = self._way(config, vocab_size)
-        self.experts_of = own_experts(config, place) if self._transport.own_experts else None
+        self._transport = self._way(config, vocab_size, place)
+        self.experts_of = self._transport.experts_of
         expected = expected_weights(config, vocab_size, self.experts_of)
         self._contract = Contract(lambda: expected, has_weights=False)
         self._hosting = dist.get_rank() - place % on_node
@@ -177,7 +177,7 @@ class SGLangEngine:
         gathered: list = [None] * self._config.tp
         with self._transport.offered([] if refusal else bucket) as mine:
             dist.all_gather_object(gathered, (refusal, mine), group=self._group)
-            self._on_owners(lambda: self._push(bucket, gathered))
+            self._on(True, lambda: self._push(bucket, gathered))
         self._contract.push(bucket)
 
     def end_update(self, version: int) -> None:
@@ -213,15 +213,17 @@ class SGLangEngine:
             self._process = None
         self._pids = []
 
-    def _way(self, config: Config, vocab_size: int) -> Transport:
-        """Of the weights to the engine of this group."""
-        if self._config.transport == "broadcast":
-            return Broadcast(self._ask, self._platform, self._config.tp, self._config.answer_seconds)
+    def _way(self, config: Config, vocab_size: int, place: int) -> Transport:
+        """Of the weights to the engine of this group, from its rank at `place`."""
+        experts = [own_experts(config, rank) for rank in range(self._config.tp)]
+        if self._config.transport == "network":
+            seconds = self._config.answer_seconds
+            return Network(self._ask, experts[place], self._platform, place, self._config.tp, seconds)
         if self._config.transport == "disk":
-            first = self._owner and self._number == 0
             ask = partial(self._ask_within, self._config.timeouts.engine_loading)  # one request reads the whole model
-            return Disk(ask, self._path / "engine-weights", model_config(config, vocab_size), writes=first)
-        return Shared(self._ask)
+            folder, writes = self._path / "engine-weights", dist.get_rank() == 0
+            return Disk(ask, self._owner, writes, folder, model_config(config, vocab_size), experts)
+        return Shared(self._ask, self._owner, experts[place])
 
     def _push(self, bucket: Bucket, gathered: list[tuple[EngineError | None, Any]]) -> None:
         """A bucket to the engine, unless one of its ranks refuses."""
@@ -241,6 +243,8 @@ class SGLangEngine:
         of_group = [found[rank] for rank in self._groups[self._number]]
         hosted = self._on(self._host, lambda: self._start(of_group) if mine else self._leave())
         self._pids = hosted[self._hosting] or self._pids
+        opened = self._on(self._owner and mine, self._transport.opened)
+        self._on(mine, lambda: self._transport.connect(opened[self._groups[self._number][0]]))
         self._contract.start_anew(self._at_rest)
 
     def _circumstances(self) -> dict[str, Any]:
@@ -277,8 +281,6 @@ class SGLangEngine:
             environment(self._platform),
             self._config.start_seconds,
         )
-        if self._owner:
-            self._transport.connect()
         if self._owner and self._at_rest:
             self._ask("release", tags=[*self._at_rest])
         return self._process.facts["pids"]

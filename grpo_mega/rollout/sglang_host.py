@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import inspect
+import json
 import math
 import os
 import signal
@@ -107,23 +108,19 @@ class Host:
         # The KV cache of the old weights goes with `end_update`, once and not with every bucket.
         _succeeded(self._engine.update_weights_from_tensor(payloads, "flattened_bucket", flush_cache=False))
 
-    def join(self, address: str, port: int, ranks: int, group: str, backend: str) -> None:
-        """The engine's ranks join a process group in which rank 0 will broadcast."""
-        _succeeded(self._engine.init_weights_update_group(address, port, 1, ranks, group, backend))
+    def join(self, address: str, port: int, group: str, first: int, ranks: int, backend: str) -> None:
+        """The engine's ranks join a process group of so many `ranks` as numbers `first` and following."""
+        _succeeded(self._engine.init_weights_update_group(address, port, first, ranks, group, backend))
 
-    def receive(self, group: str, tensors: Described) -> None:
-        """Replaces weights by those that are broadcast now, as one tensor of bytes."""
-        names, shapes, kinds = ([*column] for column in zip(*((n, [*s], k) for n, s, k in tensors), strict=True))
-        _succeeded(
-            self._engine.update_weights_from_distributed(
-                names, kinds, shapes, group, flush_cache=False, load_format="flattened_bucket"
-            )
-        )
+    def receive(self, group: str, tensors: list[Described]) -> None:
+        """Replaces weights by what each rank of the engine is sent now."""
+        self._load({"group": group, "tensors": tensors})
 
-    def load(self, path: str) -> None:
-        """Replaces all weights by those of a model directory; what the old ones had cached is forgotten."""
-        _succeeded(self._engine.update_weights_from_disk(path, "auto"))
-        self.flush()
+    def load(self, folder: str, experts: list[list[int] | None]) -> None:
+        """Replaces all weights by those of a model directory, of which each rank reads some experts."""
+        self.begin_update()
+        self._load({"folder": folder, "experts": experts})
+        self.end_update()
 
     def end_update(self) -> None:
         """Closes the session; what the old weights had cached is forgotten."""
@@ -145,6 +142,15 @@ class Host:
     def resume(self, tags: list[str]) -> None:
         """Takes memory again."""
         _succeeded(self._engine.resume_memory_occupation(tags=tags))
+
+    def _load(self, order: dict[str, Any]) -> None:
+        """Has the engine's ranks get weights by themselves."""
+        import torch
+
+        from grpo_mega.rollout.sglang_loader import NAME
+
+        words = [(json.dumps(order), torch.empty(0))]
+        _succeeded(self._engine.update_weights_from_tensor(words, NAME, flush_cache=False))
 
     async def _flush(self) -> list[bool]:
         """Whether each cache is empty; SGLang's `flush_cache` tells of one, also under data parallel attention."""

@@ -1,5 +1,7 @@
 """The ways of an update's weights from a group of ranks to their SGLang engine; `rollout.sglang.transport` chooses.
 
+By all of them each rank of an engine gets the routed experts that it keeps, and no others.
+
 All have one interface, and all requests to the engine go through `ask`, whose limit is `rollout.sglang.answer_seconds`:
 an engine that dies, or never takes what it is sent, is lost and does not keep the trainer. By disk the limit is
 `rollout.sglang.timeouts.engine_loading`.
@@ -24,6 +26,7 @@ from grpo_mega.checkpoint.huggingface.directory import Writer
 from grpo_mega.platform import Platform
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.sglang_arguments import own_address
+from grpo_mega.rollout.sglang_process import EngineLost
 
 Bucket = Sequence[tuple[str, torch.Tensor]]
 Described = list[tuple[str, tuple[int, ...], str]]
@@ -36,19 +39,22 @@ DEVICE = 6
 
 
 class Transport:
-    """What all ways have in common. Only the rank that owns an engine calls the methods, `offered` aside.
+    """What all ways have in common. Every rank of an engine has one; where it is not said, only the owner's is called.
 
     Attributes:
-        own_experts: Whether every rank of an engine gets a bucket of its own, that of the trainer's rank at its place.
+        experts_of: The routed experts that this rank is to push; None for all of them.
     """
 
-    own_experts = False
+    def __init__(self, ask: Ask, owner: bool, experts_of: range | None) -> None:
+        """`ask` is for the rank that is the `owner` of the engine."""
+        self._ask, self._owner = ask, owner
+        self.experts_of = experts_of
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def opened(self) -> Any:
+        """The engine was started: where its ranks can meet it."""
 
-    def connect(self) -> None:
-        """The engine was started."""
+    def connect(self, where: Any) -> None:
+        """Meets the engine; on every rank."""
 
     def begin(self) -> None:
         """Opens an update."""
@@ -56,11 +62,11 @@ class Transport:
 
     @contextmanager
     def offered(self, bucket: Bucket) -> Iterator[Any]:
-        """What a rank contributes to the bucket that its owner pushes, until the body ends; on every rank."""
+        """What a rank tells the owner about its bucket, and keeps until the body ends; on every rank."""
         yield None
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
-        """Sends a bucket; `offers` is what the engine's ranks contribute."""
+        """Hands a bucket over; `offers` is what all ranks of the engine told; on every rank."""
         raise NotImplementedError
 
     def complete(self) -> None:
@@ -74,91 +80,113 @@ class Transport:
 class Shared(Transport):
     """For engines on the trainer's devices: a rank hands its engine rank a handle of the bucket, on a CPU the bytes."""
 
-    own_experts = True
-
     @contextmanager
     def offered(self, bucket: Bucket) -> Iterator[Any]:
         """Where the bytes lie, or they themselves, and what they are."""
-        flat, described = flattened(bucket)
-        yield _shared(flat), described
+        yield _shared(flattened(bucket)), described(bucket)
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
         """The engine has copied the bytes when it answers."""
-        self._ask("push", parts=offers)
+        if self._owner:
+            self._ask("push", parts=offers)
 
 
-class Broadcast(Transport):
-    """For engines on devices of their own: the owner broadcasts, in a process group with the ranks of its engine.
+class Network(Transport):
+    """For engines on devices of their own: each rank sends its engine rank its bucket, all of them at once.
 
-    Our part of a collective goes on in a thread, because the engine may never come to its part. The engine's answer is
-    waited for, and when there is none the engine is ended and the group given up, which ends the thread's work, too.
+    They do so in a process group of the ranks and, behind them, those of the engine. Our part goes on in a thread,
+    because the engine may never come to its part: then the engine is lost, and the group given up, which ends the
+    thread's work, too.
     """
 
-    def __init__(self, ask: Ask, platform: Platform, engine_ranks: int, seconds: float) -> None:
-        """The engine answers within `seconds`, or is lost."""
-        super().__init__(ask)
+    def __init__(
+        self, ask: Ask, experts_of: range | None, platform: Platform, place: int, ranks: int, seconds: float
+    ) -> None:
+        """This is the rank at `place` of `ranks`; the engine answers within `seconds`, or is lost."""
+        super().__init__(ask, place == 0, experts_of)
         self._device, self._backend = platform.device, platform.backend
-        self._ranks, self._seconds = engine_ranks + 1, seconds
+        self._place, self._ranks, self._seconds = place, ranks, seconds
+        self._timeout = timedelta(seconds=2 * seconds)  # first the engine is lost: NCCL would end this process
         self._connections = 0
+        self._name = ""
+        self._store: dist.Store | None = None
         self._group: dist.ProcessGroup | None = None
 
-    def connect(self) -> None:
-        """Makes a new process group: in one with an engine that is gone nothing can be sent."""
-        self._group = None
+    def opened(self) -> dict[str, Any]:
+        """The store of a new process group: in one with an engine that is gone nothing can be sent."""
         self._connections += 1
-        timeout = timedelta(seconds=2 * self._seconds)  # first the engine is lost: NCCL would end this process
-        store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        place = {"address": own_address(), "port": store.port, "ranks": self._ranks, "backend": self._backend}
-        self._together(lambda: self._join(store, timeout), "join", group=self._name, **place)
+        self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        return {"address": own_address(), "port": self._store.port, "group": f"weights-{self._connections}"}
+
+    def connect(self, where: dict[str, Any]) -> None:
+        """Joins that group, as the engine's ranks do."""
+        self._give_up()
+        self._name, address, port = where["group"], where["address"], where["port"]
+        store = self._store if self._owner else dist.TCPStore(address, port, is_master=False, timeout=self._timeout)
+        assert store, "it was opened"
+        sizes = {"first": self._ranks, "ranks": 2 * self._ranks, "backend": self._backend}
+        self._together(lambda: self._join(store), "join", **where, **sizes)
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
-        """Sends it to all ranks of the engine."""
-        flat, described = flattened(bucket)
-        self._together(lambda: self._send(flat), "receive", group=self._name, tensors=described)
+        """The engine has the bytes when it answers."""
+        flat = flattened(bucket)
+        self._together(lambda: self._send(flat), "receive", group=self._name, tensors=offers)
 
-    @property
-    def _name(self) -> str:
-        return f"weights-{self._connections}"
+    @contextmanager
+    def offered(self, bucket: Bucket) -> Iterator[Described]:
+        """What it will send."""
+        yield described(bucket)
 
-    def _join(self, store: dist.Store, timeout: timedelta) -> None:
+    def _join(self, store: dist.Store) -> None:
         """As SGLang does it on its side (`init_custom_process_group`): a group beside those of our own job."""
         name: Any = self._name  # a type of its own in some releases
         # It is given, so that names which torch counts out stay the same on all ranks.
         self._group, _ = distributed_c10d._new_process_group_helper(
-            self._ranks,
-            0,
+            2 * self._ranks,
+            self._place,
             [],
             dist.Backend(self._backend),
             dist.PrefixStore(self._name, store),
             name,
-            timeout=timeout,
+            timeout=self._timeout,
         )
-        assert self._group, "rank 0 is in it"
-        distributed_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self._ranks)}
+        assert self._group, "this rank is in it"
+        distributed_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(2 * self._ranks)}
 
     def _send(self, flat: torch.Tensor) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # a thread starts on the first one
-        dist.broadcast(flat, src=0, group=self._group)
+        if len(flat):
+            dist.send(flat, dst=self._ranks + self._place, group=self._group)
 
     def _together(self, work: Callable[[], None], method: str, **arguments: Any) -> None:
-        """Does `work` while the engine does its part.
+        """Does `work` while the engine does its part, for which the owner asks.
 
         Raises:
-            EngineError: One of them failed.
+            EngineError: The engine refused.
+            EngineLost: It did not answer, or its rank did not do its part.
         """
         failures: list[Exception] = []
         thread = Thread(target=_tried, args=(work, failures), daemon=True)
         thread.start()
         try:
-            self._ask(method, **arguments)
+            if self._owner:
+                self._ask(method, **arguments)
         except EngineError:
-            if self._group:
-                self._group.abort()
+            self._give_up()
             raise
         thread.join(self._seconds)
         if failures or thread.is_alive():
-            raise EngineError(f"{method}: the engine has done its part, and ours failed: {[*failures, 'no end']}")
+            self._give_up()
+            why = failures[0] if failures else f"no end within {self._seconds:g} s"
+            raise EngineLost(
+                f"{method}: rank {self._place} of an engine and the trainer's did not come together: {why}"
+            )
+
+    def _give_up(self) -> None:
+        if self._group:
+            self._group.abort()
+        self._group = None
 
 
 class Disk(Transport):
@@ -167,10 +195,22 @@ class Disk(Transport):
     Works wherever the engines are; takes room for one copy of the weights, and the time to write and read them.
     """
 
-    def __init__(self, ask: Ask, folder: Path, config: dict[str, Any], writes: bool) -> None:
-        """`config` is the config.json; of all owners one `writes` into `folder`, which is ours alone."""
-        super().__init__(ask)
+    def __init__(
+        self,
+        ask: Ask,
+        owner: bool,
+        writes: bool,
+        folder: Path,
+        config: dict[str, Any],
+        experts: Sequence[range | None],
+    ) -> None:
+        """Of all ranks of the job one `writes` into `folder`, which is ours alone; only that one gets routed experts.
+
+        `config` is the config.json; `experts` are those that each rank of the engine reads, None for all.
+        """
+        super().__init__(ask, owner, experts_of=None if writes else range(0))
         self._folder, self._config, self._writes = folder, config, writes
+        self._experts = [numbers and [numbers.start, numbers.stop] for numbers in experts]
         self._updates = 0
         self._writer: Writer | None = None
 
@@ -194,7 +234,7 @@ class Disk(Transport):
 
     def end(self) -> None:
         """The engine reads it."""
-        self._ask("load", path=str(self._path))
+        self._ask("load", folder=str(self._path), experts=self._experts)
 
     @property
     def _path(self) -> Path:
@@ -216,12 +256,20 @@ def _written(work: Callable[[], None]) -> None:
         raise EngineError(f"weights cannot be written: {error}; make room, or set rollout.sglang.transport") from error
 
 
-def flattened(bucket: Bucket) -> tuple[torch.Tensor, Described]:
-    """All tensors as one of bytes, and what it holds; the longest elements come first, so that all are aligned."""
-    ordered = sorted(bucket, key=lambda pair: -pair[1].dtype.itemsize)
-    described = [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in ordered]
-    parts = [tensor.detach().flatten().view(torch.uint8) for _, tensor in ordered]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8), described
+def described(bucket: Bucket) -> Described:
+    """What the bytes of `flattened` are."""
+    return [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in _aligned(bucket)]
+
+
+def flattened(bucket: Bucket) -> torch.Tensor:
+    """All tensors as one of bytes."""
+    parts = [tensor.detach().flatten().view(torch.uint8) for _, tensor in _aligned(bucket)]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+def _aligned(bucket: Bucket) -> Bucket:
+    """The longest elements first, so that each begins at a multiple of its size."""
+    return sorted(bucket, key=lambda pair: -pair[1].dtype.itemsize)
 
 
 def _shared(flat: torch.Tensor) -> Any:

@@ -87,7 +87,7 @@ def test_an_engine_on_the_trainers_gpu_gives_its_memory_back(tmp_path) -> None:
 
 
 def test_an_engine_on_a_gpu_of_its_own_stays_there(tmp_path) -> None:
-    config = configured("rollout.sglang.first_gpu=4", "rollout.sglang.transport=broadcast")
+    config = configured("rollout.sglang.first_gpu=4", "rollout.sglang.transport=network")
     given = server_arguments(config, GPU, tmp_path, 0, 1)
     assert not take_turns(config.rollout.sglang, GPU)
     assert given["base_gpu_id"] == 7
@@ -97,7 +97,7 @@ def test_an_engine_on_a_gpu_of_its_own_stays_there(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "platform", "words"),
     [
-        (["rollout.sglang.transport=broadcast"], GPU, "set rollout.sglang.first_gpu"),
+        (["rollout.sglang.transport=network"], GPU, "set rollout.sglang.first_gpu"),
         (["rollout.sglang.first_gpu=1", "rollout.sglang.transport=disk"], GPU, "there are 0 in all"),
         (["rollout.sglang.first_gpu=1", "rollout.sglang.transport=disk"], CPU, "rollout.sglang.first_gpu needs GPUs"),
         (
@@ -118,4 +118,4 @@ def test_what_works_everywhere_is_accepted() -> None:
     for platform in (CPU, GPU):
         check_platform(configured(), platform)
         check_platform(configured("rollout.sglang.transport=disk"), platform)
-    check_platform(configured("rollout.sglang.transport=broadcast"), CPU)
+    check_platform(configured("rollout.sglang.transport=network"), CPU)

@@ -61,7 +61,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stopped(root: Path) -> Ended:
     """Every rank got SIGTERM after two steps, for which each had broadcast to its engine."""
-    job = start(root, "stopped", "sevens", FOREVER, "rollout.sglang.transport=broadcast")
+    job = start(root, "stopped", "sevens", FOREVER, "rollout.sglang.transport=network")
     wait_for_step(root, "stopped", job, 2)
     for rank in ranks(job):
         rank.send_signal(signal.SIGTERM)

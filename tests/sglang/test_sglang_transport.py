@@ -1,4 +1,4 @@
-"""Weights reach a real SGLang engine by broadcast and through the disk, also when it dies on the way."""
+"""Weights reach a real SGLang engine over the network and through the disk, also when it dies on the way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ranks import results, run_ranks
 JOB = Path(__file__).with_name("transport_job.py")
 
 
-@pytest.mark.parametrize(("transport", "checks"), [("broadcast", 7), ("disk", 8)])
+@pytest.mark.parametrize(("transport", "checks"), [("network", 7), ("disk", 8)])
 def test_transport(transport: str, checks: int, tmp_path: Path) -> None:
     found = results(run_ranks(JOB, 1, [str(tmp_path), transport], timeout=900))
     assert len(found) == checks

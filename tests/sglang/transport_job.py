@@ -1,6 +1,6 @@
-"""A real SGLang engine that gets its weights by broadcast or through the disk; prints {check: what went wrong}.
+"""A real SGLang engine that gets its weights over the network or through the disk; prints {check: what went wrong}.
 
-Usage: transport_job.py FOLDER broadcast|disk
+Usage: transport_job.py FOLDER network|disk
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from engine_contract import CHECKS, Bench, move, refused, sampling  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from grpo_mega.rollout.contract import EngineRestarted  # noqa: E402
+from grpo_mega.rollout.sglang_transport import described  # noqa: E402
 
 OF_ALL = [
     "pushed_weights_are_used",
@@ -77,7 +78,7 @@ def end(bench: Bench, buckets: list) -> None:
     bench.engine.end_update(bench.version)
 
 
-class Broadcasts:
+class Networks:
     """Checks of this way alone."""
 
     @staticmethod
@@ -88,7 +89,7 @@ class Broadcasts:
         scheduler(bench).send_signal(signal.SIGSTOP)
         bucket = [("model.norm.weight", torch.zeros(LARGE, dtype=torch.uint8))]
         with pytest.raises(EngineRestarted, match="did not answer receive within 2 s"):
-            engine._on_owners(lambda: engine._transport.push(bucket, []))
+            engine._on_owners(lambda: engine._transport.push(bucket, [described(bucket)]))
         engine._config.answer_seconds = before
         goes_on(bench)
 
@@ -122,7 +123,7 @@ def of(holder: object) -> dict:
     return {name.removeprefix("check_"): getattr(holder, name) for name in dir(holder) if name.startswith("check_")}
 
 
-OWN = {"broadcast": of(Broadcasts), "disk": dict(sorted(of(Directories).items(), reverse=True))}
+OWN = {"network": of(Networks), "disk": dict(sorted(of(Directories).items(), reverse=True))}
 
 if __name__ == "__main__":
     folder, transport = sys.argv[1:]
