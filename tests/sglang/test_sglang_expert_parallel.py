@@ -1,4 +1,4 @@
-"""Engines of two ranks that keep half of the experts each, and get no others.
+"""Engines of two ranks that keep half of the experts each, and get no others, whichever way.
 
 With one KV cache for both, whose heads they share, and with one for each, under data parallel attention, where two such
 engines share a machine and its ports; Qwen3-MoE, and DeepSeek-V3 as its presets run it.
@@ -21,8 +21,13 @@ DEEPSEEK = ["model=tiny_mla_moe", "model.qk_norm=true", "model.yarn.factor=2", "
 
 @pytest.fixture(
     scope="module",
-    params=[(2, []), (4, DATA_PARALLEL_ATTENTION), (2, [*DEEPSEEK, *DATA_PARALLEL_ATTENTION])],
-    ids=["one cache", "two engines with data parallel attention", "DeepSeek-V3"],
+    params=[
+        (2, []),
+        (4, DATA_PARALLEL_ATTENTION),
+        (2, [*DEEPSEEK, *DATA_PARALLEL_ATTENTION]),
+        (2, ["rollout.sglang.transport=network"]),
+    ],
+    ids=["one cache", "two engines with data parallel attention", "DeepSeek-V3", "over the network"],
 )
 def asked(request: pytest.FixtureRequest) -> tuple[int, list[str]]:
     """Ranks and settings of the run."""
@@ -56,6 +61,12 @@ def test_each_rank_is_handed_half_of_the_experts_and_none_travels(found: list[di
         assert (rank["traffic"]["received_bytes"], rank["traffic"]["sent_bytes"]) == (0, others)
 
 
+def test_what_one_rank_refuses_is_raised_on_both(found: list[dict]) -> None:
+    for rank in found:
+        assert "no tensor model.layers.1.mlp.experts.3.down_proj.weight is expected here" in rank["alien"]
+        assert "1 tensors were not pushed, the first: model.layers.1.mlp.experts.3.down" in rank["incomplete"]
+
+
 @pytest.mark.parametrize("what", ["outdated", "half outdated"])
 def test_an_outdated_expert_or_a_copy_of_attention_that_differs_is_noticed(what: str, found: list[dict]) -> None:
     for rank in found:
@@ -63,3 +74,11 @@ def test_an_outdated_expert_or_a_copy_of_attention_that_differs_is_noticed(what:
         assert accepted == "nothing"
         assert verified.startswith("engine 0")
         assert "does not compute with the weights that it was sent" in verified
+
+
+def test_each_rank_reads_what_it_needs_of_a_directory(tmp_path: Path) -> None:
+    """`tests/rollout` has that it reads no other experts."""
+    settings = [*DATA_PARALLEL_ATTENTION, "rollout.sglang.transport=disk"]
+    for rank in results(run_ranks(JOB, 2, [str(tmp_path), *settings], timeout=900)):
+        assert rank["right"] == "nothing"
+        assert rank["distance"] < 1e-4

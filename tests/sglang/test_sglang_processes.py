@@ -60,7 +60,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stopped(root: Path) -> Ended:
-    """Every rank got SIGTERM after two steps, for which each had broadcast to its engine."""
+    """Every rank got SIGTERM after two steps, for which each had sent its engine the weights."""
     job = start(root, "stopped", "sevens", FOREVER, "rollout.sglang.transport=network")
     wait_for_step(root, "stopped", job, 2)
     for rank in ranks(job):
@@ -117,4 +117,12 @@ def test_engines_end_with_a_trainer_that_fails(root: Path) -> None:
     ended = start(root, "failing", "broken", FOREVER).finish()
     assert ended.code != 0
     assert "this reward is broken" in ended.stderr
+    assert not ended.orphans
+
+
+def test_a_sequence_longer_than_the_engines_context_ends_the_run_with_words(root: Path) -> None:
+    ended = start(root, "context", "sevens", FOREVER, "+rollout.sglang.arguments.context_length=16").finish()
+    assert ended.code != 0
+    assert "was not generated" in ended.stderr
+    assert "context length" in ended.stderr
     assert not ended.orphans

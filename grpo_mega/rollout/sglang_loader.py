@@ -1,0 +1,71 @@
+"""Takes weights inside SGLang's own processes, each rank of an engine those that are meant for it.
+
+SGLang calls `load` for updates that name it, which its server argument custom_weight_loader permits. Its own ways, a
+broadcast or a directory, would give every rank all routed experts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NAME = f"{__name__}.load"
+"""How SGLang is told of it."""
+EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
+"""What the names of a routed expert's weights contain."""
+
+Described = Sequence[tuple[str, Sequence[int], str]]
+"""Name, shape and dtype of tensors, in the order of their bytes."""
+
+
+def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Gives a model weights: SGLang calls it in every rank of an engine, with the same arguments.
+
+    The name of the only tensor says where they come from, in JSON: {"group": name of a process group, "tensors": for
+    each rank what it is sent}, or {"folder": a model directory, "experts": for each rank [first, behind the last] or
+    null}.
+    """
+    ((words, _),) = named_tensors
+    order, rank = json.loads(words), dist.get_rank()
+    if "group" in order:
+        model.load_weights(sent(order["tensors"][rank], rank, order["group"], next(model.parameters()).device))
+    else:
+        numbers = order["experts"][rank]
+        model.load_weights(stored(Path(order["folder"]), numbers and range(*numbers)))
+
+
+def sent(tensors: Described, rank: int, group_name: Any, device: torch.device) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that the trainer's process of the same `rank` sends as one of bytes, if it sends any."""
+    sizes = [math.prod(shape) * getattr(torch, kind).itemsize for _, shape, kind in tensors]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    if tensors:
+        dist.recv(flat, src=rank, group=dist.distributed_c10d._resolve_process_group(group_name))
+    parts = flat.split(sizes) if tensors else ()
+    return [
+        (name, part.view(getattr(torch, kind)).view(shape))
+        for (name, shape, kind), part in zip(tensors, parts, strict=True)
+    ]
+
+
+def stored(folder: Path, experts: range | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model directory with an index, of the routed experts only these; one at a time."""
+    from safetensors import safe_open
+
+    where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    inside = defaultdict(list)
+    for name, file in where.items():
+        number = EXPERT.search(name)
+        if not number or experts is None or int(number[1]) in experts:
+            inside[file].append(name)
+    for file, names in sorted(inside.items()):
+        with safe_open(folder / file, "pt") as content:
+            for name in names:
+                yield name, content.get_tensor(name)
