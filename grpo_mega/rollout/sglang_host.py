@@ -114,12 +114,12 @@ class Host:
 
     def receive(self, group: str, tensors: list[Described]) -> None:
         """Replaces weights by what each rank of the engine is sent now."""
-        self._load({"group": group, "tensors": tensors})
+        self._fetch({"group": group, "tensors": tensors})
 
     def load(self, folder: str, experts: list[list[int] | None]) -> None:
         """Replaces all weights by those of a model directory, of which each rank reads some experts."""
         self.begin_update()
-        self._load({"folder": folder, "experts": experts})
+        self._fetch({"folder": folder, "experts": experts})
         self.end_update()
 
     def end_update(self) -> None:
@@ -143,7 +143,7 @@ class Host:
         """Takes memory again."""
         _succeeded(self._engine.resume_memory_occupation(tags=tags))
 
-    def _load(self, order: dict[str, Any]) -> None:
+    def _fetch(self, order: dict[str, Any]) -> None:
         """Has the engine's ranks get weights by themselves."""
         import torch
 

@@ -83,7 +83,8 @@ class Shared(Transport):
     @contextmanager
     def offered(self, bucket: Bucket) -> Iterator[Any]:
         """Where the bytes lie, or they themselves, and what they are."""
-        yield _shared(flattened(bucket)), described(bucket)
+        flat = flattened(bucket)  # lives as long as this frame: a handle alone does not keep it
+        yield _shared(flat), described(bucket)
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
         """The engine has copied the bytes when it answers."""
