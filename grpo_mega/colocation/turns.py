@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from grpo_mega.colocation.lease import Lease, Owner, State
@@ -34,7 +35,7 @@ from grpo_mega.policy.policy import Policy
 from grpo_mega.policy.reference import ReferencePolicy
 from grpo_mega.rollout.contract import TAGS, EngineError, EngineRestarted
 from grpo_mega.rollout.engine import Engine
-from grpo_mega.rollout.sglang_arguments import take_turns
+from grpo_mega.rollout.sglang_arguments import suspends, take_turns
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,14 @@ class Turns:
         self._verified: float | None = None
         self._memory: TrainerMemory | None = None
         if take_turns(config, policy.platform):
-            self._memory = TrainerMemory(policy, reference, config.suspend_process_groups)
+            self._memory = TrainerMemory(policy, reference, suspends(config))
+            if config.suspend_process_groups and not suspends(config):
+                logger.warning(
+                    "what NCCL holds stays on the GPUs while the engines have them: torch %s with NCCL %s cannot give "
+                    "it back; torch 2.12 with NCCL 2.29.7 can",
+                    torch.__version__,
+                    ".".join(map(str, torch.cuda.nccl.version())),
+                )
         self._file = path / "logs" / f"post_mortem-rank-{dist.get_rank()}.json"
         self.ledger = Ledger(lambda: meter(device, {"trainer": [os.getpid()], "engine": engine.pids()})())
         self.lease = Lease(config.timeouts, time.monotonic)

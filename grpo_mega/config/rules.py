@@ -51,6 +51,17 @@ _ORDERED = (
     ("sft.warmup_steps", 1, "sft.steps", "sft.steps"),
 )
 
+_FOLLOWING = {
+    "context_length": "model.context",
+    "custom_weight_loader": "rollout.sglang.transport",
+    "dtype": "model.dtype",
+    "load_format": "rollout.sglang.transport",
+    "model_path": "model",
+    "skip_tokenizer_init": "data.tokenizer",
+    "tp_size": "rollout.sglang.tp",
+}
+"""Server arguments of SGLang's that are not the user's to give, and what gives them."""
+
 _EXAMPLES = {
     "run.name": "run.name=my_run",
     "run.steps": "run.steps=60",
@@ -355,9 +366,9 @@ def _rollout(config: Config) -> Iterator[str]:
         return
     if sglang.routing_replay and not config.model.moe.experts:
         yield "rollout.sglang.routing_replay=true needs experts; set model.moe.experts above 0, or drop it"
-    for name in ("model_path", "load_format", "skip_tokenizer_init", "tp_size", "dtype"):
+    for name, setting in _FOLLOWING.items():
         if name in sglang.arguments:
-            yield f"rollout.sglang.arguments.{name} follows from the model and rollout.sglang.tp; drop it"
+            yield f"rollout.sglang.arguments.{name} follows from {setting}; drop it"
     if sglang.fp8 and config.model.dtype != "bf16":
         yield f"rollout.sglang.fp8=true rounds weights that are trained in {config.model.dtype}; set model.dtype=bf16"
     yield from _parts_of_an_engine(sglang, config.model.moe.experts)

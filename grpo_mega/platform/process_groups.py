@@ -7,24 +7,26 @@ of it and stays what it is, so nothing that refers to it has to be made anew.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Backend
 from torch.distributed import distributed_c10d
 
-logger = logging.getLogger(__name__)
-
+NEEDED = (2, 29, 7)
+"""The first NCCL that can suspend."""
 UNUSED = "not initialized"
 """What torch says of a group through which nothing was sent yet."""
-TOO_OLD = "requires NCCL"
-"""What it says when the NCCL that it was built with cannot do it."""
+
+
+def can_suspend() -> bool:
+    """Whether torch and its NCCL can; of machines without a GPU, whether torch could elsewhere."""
+    return hasattr(Backend, "suspend") and (not torch.cuda.is_available() or torch.cuda.nccl.version() >= NEEDED)
 
 
 def suspend(device: torch.device) -> list[Any]:
-    """Suspends all groups of this process on a device; what `resume` takes. All ranks of the job must call it.
+    """Suspends all groups of NCCL's on a device; what `resume` takes. All ranks of the job must call it.
 
     Until then nothing may be sent through them. Groups are taken in the order in which they were made, which is the
     same on all ranks: NCCL has the ranks of each wait for each other.
@@ -47,18 +49,8 @@ def _suspended(backend: Any) -> bool:
     """Suspends it, if there is something to suspend."""
     try:
         backend.suspend()
-    except AttributeError:
-        _warn(f"torch {torch.__version__} cannot suspend process groups; 2.12 can")
     except RuntimeError as error:
-        if TOO_OLD in str(error):
-            _warn(str(error).partition("\n")[0])
-        elif UNUSED not in str(error):
+        if UNUSED not in str(error):
             raise
-    else:
-        return True
-    return False
-
-
-@cache
-def _warn(why: str) -> None:
-    logger.warning("what NCCL holds stays on the GPUs while the engines have them: %s", why)
+        return False
+    return True

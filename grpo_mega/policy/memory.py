@@ -13,8 +13,11 @@ from grpo_mega.policy.model import head_channels
 
 MAY_BE_PLANNED = 0.92
 """Share of a GPU's memory; the rest is lost to fragments."""
-FIXED = 8e9
-"""CUDA context, workspaces of cuBLAS and Transformer Engine, buffers of NCCL."""
+FIXED = 12e9
+"""CUDA context, workspaces of cuBLAS and Transformer Engine, and buffers of NCCL, of which 7 GB were measured under
+TP2 x PP2 x DP2, and 9.5 GB with experts (verl's pull request 6408)."""
+SUSPENDED = 6e9
+"""The same while process groups are suspended: 3.5 GB of NCCL's stayed of a Megatron job (NCCL's pull request 2060)."""
 ENGINE_ASLEEP = 4e9
 """What an inference engine keeps while the trainer has the device."""
 IMBALANCE = 1.5

@@ -20,7 +20,7 @@ from grpo_mega.checkpoint.huggingface.families import hf_config
 from grpo_mega.checkpoint.huggingface.names import entries
 from grpo_mega.config.schema import Config, SGLangConfig
 from grpo_mega.observe.files import write_atomic
-from grpo_mega.platform import Platform
+from grpo_mega.platform import Platform, process_groups
 from grpo_mega.rollout import sglang_loader
 from grpo_mega.rollout.contract import EngineError, Spec
 
@@ -82,6 +82,11 @@ def server_arguments(config: Config, platform: Platform, folder: Path, number: i
 def take_turns(sglang: SGLangConfig, platform: Platform) -> bool:
     """Whether trainer and engines share GPUs, so that one has to leave for the other."""
     return platform.device.type == "cuda" and sglang.first_gpu is None
+
+
+def suspends(sglang: SGLangConfig) -> bool:
+    """Whether the trainer's process groups give memory back while engines have the GPUs."""
+    return sglang.suspend_process_groups and process_groups.can_suspend()
 
 
 def check_platform(config: Config, platform: Platform) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 from grpo_mega.checkpoint.huggingface import fp8
 from grpo_mega.checkpoint.huggingface.names import Entry, entries
 from grpo_mega.config.schema import Config
-from grpo_mega.policy.memory import ENGINE_ASLEEP, FIXED
+from grpo_mega.policy.memory import ENGINE_ASLEEP, FIXED, SUSPENDED
 from grpo_mega.policy.model import DTYPES, head_channels
 from grpo_mega.rollout.contract import EngineError
-from grpo_mega.rollout.sglang_arguments import attention_copies, own_experts
+from grpo_mega.rollout.sglang_arguments import attention_copies, own_experts, suspends
 
 logger = logging.getLogger(__name__)
 
@@ -82,16 +82,21 @@ def work(config: Config, capacity: float) -> float:
     return max(MIB * (512 + 1.5 * piece + graphs + 128 * config.rollout.sglang.tp), least if capacity > size else 0)
 
 
+def trainer_away(config: Config) -> float:
+    """Bytes that the trainer keeps of a GPU while the engine has it."""
+    return SUSPENDED if suspends(config.rollout.sglang) else FIXED
+
+
 def static_bytes(config: Config, capacity: float) -> float:
     """Bytes that weights and KV cache may take of a GPU of `capacity` bytes.
 
-    Unless the user's mem_fraction_static says: what is left when the trainer keeps `FIXED`, a bucket of weights is not
-    gone yet, and the engine works.
+    Unless the user's mem_fraction_static says: what is left when the trainer keeps what it keeps, a bucket of weights
+    is not gone yet, and the engine works.
     """
     given = config.rollout.sglang.arguments.get("mem_fraction_static")
     if given is not None:
         return given * capacity
-    return capacity - FIXED - config.rollout.sglang.bucket_bytes - work(config, capacity)
+    return capacity - trainer_away(config) - config.rollout.sglang.bucket_bytes - work(config, capacity)
 
 
 def mem_fraction_static(config: Config, free: float, capacity: float) -> float:
@@ -147,7 +152,7 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
             "engine's work": work(config, capacity),
             "trainer's weights": 0.0,
             "buckets": 0.0,
-            "libraries": FIXED,
+            "libraries": trainer_away(config),
         },
         "cache_bytes": cache_bytes(config),
         "caches": caches,

@@ -176,6 +176,10 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
         ({"rollout.sglang.tp": 2}, "rollout.sglang.tp has no effect with rollout.engine=embedded"),
         ({"rollout.sglang.arguments": {"a": 1}}, "rollout.sglang.arguments has no effect with rollout.engine=embedded"),
         ({"rollout.engine": "sglang", "rollout.sglang.arguments": {"tp_size": 2}}, "rollout.sglang.arguments.tp_size "),
+        (
+            {"rollout.engine": "sglang", "rollout.sglang.arguments": {"context_length": 16}},
+            "rollout.sglang.arguments.context_length follows from model.context; drop it",
+        ),
         ({"rollout.engine": "sglang", "rollout.sglang.fp8": True}, "rollout.sglang.fp8=true rounds weights that are "),
         (
             {"rollout.engine": "sglang", "rollout.sglang.first_gpu": 4},

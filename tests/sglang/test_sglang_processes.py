@@ -118,11 +118,3 @@ def test_engines_end_with_a_trainer_that_fails(root: Path) -> None:
     assert ended.code != 0
     assert "this reward is broken" in ended.stderr
     assert not ended.orphans
-
-
-def test_a_sequence_longer_than_the_engines_context_ends_the_run_with_words(root: Path) -> None:
-    ended = start(root, "context", "sevens", FOREVER, "+rollout.sglang.arguments.context_length=16").finish()
-    assert ended.code != 0
-    assert "was not generated" in ended.stderr
-    assert "context length" in ended.stderr
-    assert not ended.orphans
