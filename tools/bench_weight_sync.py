@@ -11,8 +11,8 @@ every platform; seconds and memory are of this machine. What an engine does with
 `time/sync` in metrics.jsonl of a run has both.
 
 The plan needs no model and no GPU. It counts the tensors of DeepSeek-V3 without its prediction module: what every rank
-of an engine is handed when each gets everything, and when routed experts go only to the ranks that own them
-(`rollout.sglang.transport=shared` with the server argument ep_size), in bf16 and what `rollout.sglang.fp8` makes of it.
+of an engine is handed when each gets everything, and when routed experts go only to the ranks that own them (with the
+server argument ep_size), in bf16 and what `rollout.sglang.fp8` makes of it.
 """
 
 from __future__ import annotations
