@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from threading import Event
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ class Contract:
         self._due: dict[str, Spec] | None = None
         self._released: set[str] = set()
         self._generating = False
+        self._pause: Event | None = None  # each generation's own: what comes too late holds nothing
 
     @property
     def version(self) -> int | None:
@@ -119,11 +121,30 @@ class Contract:
             raise EngineError("generate: the engine has no weights, or undefined ones; push all of them first")
         if None not in (version, self.version) and version != self.version:
             raise EngineError(f"generate: asked for version {version}, and the engine has version {self.version}")
-        self._generating = True
+        self._generating, self._pause = True, None if version is None else Event()
         try:
             yield
         finally:
-            self._generating = False
+            self._generating, self._pause = False, None
+
+    @property
+    def paused(self) -> bool:
+        """Whether this rank wants the generation to be held."""
+        return (pause := self._pause) is not None and pause.is_set()
+
+    def pause(self) -> None:
+        """The generation is to be held; from any thread."""
+        if (pause := self._pause) is None:
+            raise EngineError("pause: nothing is being generated")
+        if pause.is_set():
+            raise EngineError("pause: the generation is paused already; proceed() first")
+        pause.set()
+
+    def proceed(self) -> None:
+        """The generation is to go on; from any thread."""
+        if (pause := self._pause) is None or not pause.is_set():
+            raise EngineError("proceed: no generation is paused; pause() one first")
+        pause.clear()
 
     def release(self, tags: Collection[str]) -> None:
         """Memory is about to be given back; weights are undefined afterwards."""

@@ -29,6 +29,8 @@ ROOM = 8
 PORTS, NEIGHBOURS = (20000, 30000), 20
 """Where the parts of an engine meet: SGLang takes some of the ports behind the one that it is given."""
 
+NEVER = 7 * 24 * 3600.0
+"""SGLang's watchdog would take a pause for a batch that hangs, and end the engine; for those is `silence_seconds`."""
 ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # processes of other nodes than the first have to answer us
@@ -72,6 +74,7 @@ def server_arguments(config: Config, platform: Platform, folder: Path, number: i
         "base_gpu_id": (platform.device.index or 0) + (sglang.first_gpu or 0),
         "random_seed": config.run.seed * engines + number,
         "log_level": "warning",
+        "watchdog_timeout": NEVER,
         **({"enable_return_routed_experts": True} if sglang.routing_replay else {}),
         **(ON_CPU if platform.device.type == "cpu" else IN_TURNS if take_turns(sglang, platform) else {}),
         **sglang.arguments,

@@ -143,7 +143,14 @@ class SGLangEngine:
                 self._config.silence_seconds,
                 self._config.answer_seconds,
             )
-            run_together(generation, self._any_rank, interrupted, lambda: self._aborted, SECONDS_BETWEEN_QUESTIONS)
+            run_together(
+                generation,
+                self._any_rank,
+                interrupted,
+                lambda: self._aborted,
+                lambda: self._contract.paused,
+                SECONDS_BETWEEN_QUESTIONS,
+            )
         self._gathered(None, generation.failure)
         finished = from_all_ranks(share.finished, self._everyone)
         self._share = Share()
@@ -205,6 +212,14 @@ class SGLangEngine:
     def abort(self) -> None:
         """Ends the generation in progress; see `Engine`."""
         self._aborted = True
+
+    def pause(self) -> None:
+        """Holds the generation in progress, in all engines; see `Engine`."""
+        self._contract.pause()
+
+    def proceed(self) -> None:
+        """Goes on."""
+        self._contract.proceed()
 
     def close(self) -> None:
         """Ends what this rank hosts; ranks may call it whenever they like."""

@@ -3,8 +3,8 @@
     python -m grpo_mega.rollout.sglang_host FILE_DESCRIPTOR
 
 Reads requests (method, arguments) from the connection and answers each with ("answer", value) or ("error", text). While
-it generates, ("sample", ...) comes for every finished sample and ("alive",) when there are new tokens, and "abort" is
-heard. The first message holds the server arguments. Nothing of the trainer is imported here.
+it generates, ("sample", ...) comes for every finished sample and ("alive",) when there are new tokens, and "pause",
+"proceed" and "abort" are heard. The first message holds the server arguments. Nothing of the trainer is imported here.
 
 Releases on both sides of SGLang 0.5.21 are served: from then on weights are pushed between `begin_weight_update` and
 `end_weight_update`, before that there are no such methods.
@@ -31,10 +31,11 @@ from typing import Any
 SECONDS_BETWEEN_LOOKS = 1.0
 """How long after the trainer's death the engine may live."""
 SECONDS_BETWEEN_POLLS = 0.1
-"""How long "abort" may wait to be heard."""
+"""How long what is said to a generating engine may wait to be heard."""
 SECONDS_BETWEEN_SIGNS = 0.5
 """How often the trainer hears of new tokens, at most."""
-
+OF_A_GENERATION = ("pause", "proceed", "abort")
+"""What is heard while there is one, is not answered, and may come when it has just ended."""
 
 LATER = ("disable_prefill_cuda_graph",)
 """Server arguments of the trainer's own that turn off what older releases do not have."""
@@ -165,11 +166,15 @@ class Host:
         aside = [asyncio.ensure_future(self._listen()), asyncio.ensure_future(self._give_signs())]
         waiting = [asyncio.ensure_future(self._complete(number, request)) for number, request in enumerate(requests)]
         try:
-            await asyncio.gather(*waiting)
+            tasks: list[asyncio.Future] = [asyncio.gather(*waiting), *aside]
+            for task in (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]:
+                task.result()  # what stands aside ends only when it fails
         finally:
             for task in aside:
                 task.cancel()
+            await asyncio.gather(*aside, return_exceptions=True)  # a pause may be on its way to SGLang
             await self._abort_until(waiting)  # nothing is left to do, but when one of them failed
+            await self._proceed()
 
     async def _complete(self, number: int, request: dict[str, Any]) -> None:
         found = await self._engine.async_generate(**request, return_logprob=True)
@@ -191,21 +196,40 @@ class Host:
             await asyncio.sleep(SECONDS_BETWEEN_SIGNS)
 
     async def _listen(self) -> None:
-        """Waits for "abort", which is all that can come now.
+        """Does what of `OF_A_GENERATION` the trainer says; nothing comes behind "abort"."""
+        while True:
+            # Not loop.add_reader: uvloop would make reading from the connection fail when nothing is there.
+            while not self._connection.poll():
+                await asyncio.sleep(SECONDS_BETWEEN_POLLS)
+            said, _ = self._connection.recv()
+            if said == "abort":
+                await self._abort_until([asyncio.get_running_loop().create_future()])
+            await (self._pause() if said == "pause" else self._proceed())
 
-        SGLang aborts what its scheduler knows of; requests on their way there need another call.
-        """
-        # Not loop.add_reader: uvloop would make reading from the connection fail when nothing is there.
-        while not self._connection.poll():
-            await asyncio.sleep(SECONDS_BETWEEN_POLLS)
-        self._connection.recv()
-        await self._abort_until([asyncio.get_running_loop().create_future()])
+    async def _pause(self) -> None:
+        """Has SGLang draw no more tokens, and keep requests and caches where they are; it answers nothing."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+
+    async def _proceed(self) -> None:
+        """Has it go on, if it was paused."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        manager = self._engine.tokenizer_manager
+        if manager.is_pause:
+            await manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     async def _abort_until(self, waiting: Sequence[asyncio.Future]) -> None:
-        """Aborts requests until those that are waited for have ended."""
+        """Aborts requests until those that are waited for have ended.
+
+        SGLang aborts what its scheduler knows of; requests on their way there need another call. What it was computing
+        ends in the next decode step, which a pause would hold.
+        """
         while not all(future.done() for future in waiting):
             self._aborting = True
             self._engine.tokenizer_manager.abort_request(abort_all=True)
+            await self._proceed()
             await asyncio.sleep(SECONDS_BETWEEN_POLLS)
 
 
@@ -299,7 +323,7 @@ def serve(connection: Connection) -> None:
             if host is None:
                 host = Host(connection, arguments)
                 connection.send(("answer", host.facts()))
-            elif method != "abort":  # of a generation that had just ended
+            elif method not in OF_A_GENERATION:
                 connection.send(("answer", getattr(host, method)(**arguments)))
         except Refused as error:
             connection.send(("error", f"{method}: {error}"))

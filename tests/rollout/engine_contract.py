@@ -1,6 +1,7 @@
 """What both engines promise, as checks of one engine; `engine_contract_job.py` makes it and calls them.
 
-Checks depend on each other in one thing only: each leaves an engine that can generate.
+Checks depend on each other in one thing only: each leaves an engine that can generate. Of several ranks the last alone
+pauses and aborts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from on_cuda import CLOSE
 
 from grpo_mega.colocation.weight_stream import hf_buckets
@@ -253,6 +255,106 @@ def check_an_abort_brings_what_there_is(bench: Bench) -> None:
     assert all(len(s.token_ids) < LONG for s in aborted)
     assert all(len(s.token_ids) == LONG for s in samples if s.finish_reason == "length")
     check_samples_are_complete_and_in_order(bench)
+
+
+@dataclass
+class Asked:
+    """An `interrupted` that counts how often it is asked, and does what is due `at` a question, on the last rank alone.
+
+    Attributes:
+        at: Number of the question -> what to do.
+        gives_up: Number of the question that is answered with True.
+    """
+
+    at: dict[int, Callable[[], object]]
+    gives_up: int = 0
+    questions: int = 0
+
+    def __call__(self) -> bool:
+        self.questions += 1
+        if dist.get_rank() < dist.get_world_size() - 1:
+            return False
+        self.at.get(self.questions, lambda: None)()
+        return self.questions == self.gives_up
+
+
+def check_a_paused_generation_draws_nothing_and_goes_on_where_it_was(bench: Bench) -> None:
+    """It is asked several times as often as one that is not paused, ends only behind `proceed`, and with its tokens."""
+    engine, how = bench.engine, sampling(max_new_tokens=LONG, stop_ids=()).greedy()
+    free = Asked({})
+    undisturbed = bench.samples(how, interrupted=free)
+    last = 3 * free.questions + 10
+
+    def meddle() -> None:
+        refused(engine.pause, "pause", "paused already")
+        refused(lambda: engine.release(["kv_cache"]), "generating", "abort")
+        refused(engine.begin_update, "generating")
+
+    asked = Asked({1: engine.pause, 2: meddle, last: engine.proceed})
+    samples = bench.samples(how, interrupted=asked)
+    assert asked.questions > last, "it had ended before"
+    assert [s.token_ids for s in samples] == [s.token_ids for s in undisturbed]
+    assert bench.distance(samples, 1.0) < CLOSE
+
+
+def check_a_pause_can_be_taken_up_again_and_come_from_another_thread(bench: Bench) -> None:
+    engine, started, paused, asked = bench.engine, threading.Event(), threading.Event(), threading.Semaphore(0)
+
+    def hold() -> None:
+        started.wait(60)
+        for _ in range(2):
+            engine.pause()
+            paused.set()
+            assert all(asked.acquire(timeout=60) for _ in range(20))
+            engine.proceed()
+
+    def watch() -> bool:
+        started.set()
+        assert paused.wait(60)
+        asked.release()
+        return False
+
+    if dist.get_rank() < dist.get_world_size() - 1:
+        samples = bench.samples(sampling(), interrupted=lambda: False)
+    else:
+        thread = threading.Thread(target=hold)
+        thread.start()
+        samples = bench.samples(sampling(), interrupted=watch)
+        thread.join()
+    assert {s.finish_reason for s in samples} <= {"stop", "length"}
+    assert bench.distance(samples, 1.0) < CLOSE
+
+
+def check_an_abort_ends_a_pause(bench: Bench) -> None:
+    """Whoever aborts, the next generation is not paused."""
+    engine = bench.engine
+    how = sampling(max_new_tokens=LONG, stop_ids=())
+    asked = Asked({1: engine.pause, 12: engine.abort})
+    samples = bench.samples(how, interrupted=asked)
+    assert asked.questions >= 12
+    assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in bench.prompts for i in range(3)]
+    assert {s.finish_reason for s in samples} == {"abort"}
+    assert all(len(s.token_ids) < LONG for s in samples)
+    refused(engine.proceed, "proceed", "no generation is paused")
+    check_samples_are_complete_and_in_order(bench)
+
+
+def check_an_interruption_ends_a_pause(bench: Bench) -> None:
+    asked = Asked({1: bench.engine.pause}, gives_up=12)
+    with pytest.raises(Interrupted):
+        bench.samples(sampling(max_new_tokens=LONG, stop_ids=()), interrupted=asked)
+    assert asked.questions >= 12
+    bench.engine.flush()
+    check_samples_are_complete_and_in_order(bench)
+
+
+def check_only_what_is_generated_can_be_paused(bench: Bench) -> None:
+    engine = bench.engine
+    refused(engine.pause, "pause", "nothing is being generated")
+    refused(engine.proceed, "proceed", "no generation is paused")
+    asked = Asked({1: lambda: refused(engine.proceed, "proceed", "no generation is paused")})
+    assert bench.samples(sampling(), interrupted=asked)
+    assert asked.questions
 
 
 CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}

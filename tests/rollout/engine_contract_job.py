@@ -1,6 +1,6 @@
-"""One rank that makes an embedded engine and puts it through `engine_contract.py`; prints {check: what went wrong}.
+"""One of the ranks of an embedded engine, which goes through `engine_contract.py`; prints {check: what went wrong}.
 
-Usage: engine_contract_job.py FOLDER
+Usage: engine_contract_job.py FOLDER OVERRIDE...
 """
 
 import json
@@ -14,7 +14,9 @@ from grpo_mega import platform
 HERE = platform.start()
 platform.join_processes(HERE)
 
-from engine_contract import CHECKS, Bench, refused  # noqa: E402
+import pytest  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from engine_contract import CHECKS, LONG, Asked, Bench, refused, sampling  # noqa: E402
 from on_cuda import TINY  # noqa: E402
 
 from grpo_mega.config.load import compose_config  # noqa: E402
@@ -51,25 +53,38 @@ def made(folder: Path, kind: str, *overrides: str) -> Bench:
 
 
 def problem(bench: Bench, check: Callable[[Bench], None]) -> str:
-    """What a check finds wrong; nothing, if all is well."""
+    """What a check finds wrong on any rank; nothing, if all is well."""
+    wrong = ""
     try:
         check(bench)
-    except Exception:
-        return traceback.format_exc()
-    return ""
+    except (Exception, pytest.fail.Exception):  # the other ranks go on as well
+        wrong = traceback.format_exc()
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, wrong)
+    return "".join(everyone)
+
+
+def check_a_pause_moves_no_bit(bench: Bench) -> None:
+    """Samples and log-probs are those of a generation that nobody paused."""
+    how = sampling(max_new_tokens=LONG)
+    asked = Asked({2: bench.engine.pause, 9: bench.engine.proceed, 10: bench.engine.pause, 30: bench.engine.proceed})
+    assert bench.samples(how, interrupted=asked) == bench.samples(how)
+    assert asked.questions > 30
 
 
 def check_a_stale_expert_is_refused(bench: Bench) -> None:
-    """An expert with other weights than those trained is named; the last check, for its session stays open."""
+    """An expert with other weights than this rank trains is named; the last check, for its session stays open."""
     bench.engine.begin_update()
-    bucket, name = next((b, name) for b in bench.buckets() for name, _ in b if ".experts." in name)
+    mine = f".experts.{bench.policy.architecture.moe.experts // dist.get_world_size() * dist.get_rank()}."
+    bucket, name = next((b, name) for b in bench.buckets() for name, _ in b if mine in name)
     refused(lambda: bench.engine.push([(n, 0 * t if n == name else t) for n, t in bucket]), name, "stale")
 
 
 if __name__ == "__main__":
-    bench = made(Path(sys.argv[1]), "embedded")
+    bench = made(Path(sys.argv[1]), "embedded", *sys.argv[2:])
     bench.push_all()
     found = {name: problem(bench, check) for name, check in CHECKS.items()}
+    found["pause"] = problem(bench, check_a_pause_moves_no_bit)
     found["stale expert"] = problem(bench, check_a_stale_expert_is_refused)
     bench.engine.close()
     leave_layout()
