@@ -1,6 +1,6 @@
 """One of two ranks, each on a node of its own as far as it knows, with an engine each or one over both.
 
-Loses what rank 1 hosts once, prints what was found. Usage: two_nodes_job.py FOLDER each|both OVERRIDE...
+Pauses on rank 1, loses what it hosts once, prints what was found. Usage: two_nodes_job.py FOLDER each|both OVERRIDE...
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"  # SGLang would give each rank
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "rollout"))
 
-from grpo_mega import platform
+import engine_contract_job  # prepares the platform
+import psutil
+import torch.distributed as dist
+from engine_contract import (
+    Bench,
+    check_a_paused_generation_draws_nothing_and_goes_on_where_it_was,
+    check_an_abort_ends_a_pause,
+    sampling,
+)
 
-HERE = platform.start()
-platform.join_processes(HERE)
+from grpo_mega.config.load import compose_config
+from grpo_mega.data import build_data
+from grpo_mega.policy.policy import Policy
+from grpo_mega.policy.topology import join_layout, leave_layout
+from grpo_mega.rollout.contract import EngineRestarted
+from grpo_mega.rollout.sglang_engine import SGLangEngine
 
-import psutil  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from engine_contract import Bench, sampling  # noqa: E402
-
-from grpo_mega.config.load import compose_config  # noqa: E402
-from grpo_mega.data import build_data  # noqa: E402
-from grpo_mega.policy.policy import Policy  # noqa: E402
-from grpo_mega.policy.topology import join_layout, leave_layout  # noqa: E402
-from grpo_mega.rollout.contract import EngineRestarted  # noqa: E402
-from grpo_mega.rollout.sglang_engine import SGLangEngine  # noqa: E402
-
+HERE = engine_contract_job.HERE
 OVERRIDES = ["experiment=tiny_sglang", "base=none", "layout=dp2", "data.validation_size=8", "data.test_size=8"]
 
 
@@ -55,6 +57,12 @@ def lost_between_pushes(bench: Bench) -> str:
     words = said(lambda: bench.engine.push(buckets[1]))
     assert dist.get_rank() or bench.engine.pids() == mine
     return words
+
+
+def paused(bench: Bench) -> str:
+    """What is wrong with it."""
+    checks = check_a_paused_generation_draws_nothing_and_goes_on_where_it_was, check_an_abort_ends_a_pause
+    return "".join(engine_contract_job.problem(bench, check) for check in checks)
 
 
 def kill_what_rank_1_hosts(bench: Bench) -> None:
@@ -83,7 +91,7 @@ if __name__ == "__main__":
     policy.initialize(seed=0)
     engine = SGLangEngine(config, data.tokenizer.vocab_size, HERE, data.tokenizer.decode, folder)
     bench = Bench(engine, policy, data.test[:4])
-    found = {"first": distance(bench), "lost": lose(bench), "then": distance(bench)}
+    found = {"first": distance(bench), "paused": paused(bench), "lost": lose(bench), "then": distance(bench)}
     mine = len(engine.pids())
     engine.close()
     left = [p.pid for p in psutil.Process().children(recursive=True) if "sglang_host" in " ".join(p.cmdline())]
