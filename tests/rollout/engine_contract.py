@@ -27,6 +27,8 @@ STOP = 2
 BUDGET = 20_000
 LONG = 90
 """Tokens of a completion that takes several questions whether to go on."""
+MUCH = 10
+"""How often all prompts are asked for what is not done when the first question comes."""
 
 
 @dataclass
@@ -54,8 +56,8 @@ class Bench:
         text = [token for prompt in self.prompts * 9 for token in prompt.token_ids]
         return WeightSync(self.policy, self.engine, BUDGET, verify_every, text)
 
-    def samples(self, sampling: SamplingParams, **arguments):
-        return self.engine.generate(self.prompts, 3, sampling, self.version, **arguments)
+    def samples(self, sampling: SamplingParams, times: int = 1, **arguments):
+        return self.engine.generate(self.prompts * times, 3, sampling, self.version, **arguments)
 
     def distance(self, samples, temperature: float) -> float:
         """How far the engine's log-probs are from the policy's, at most."""
@@ -282,7 +284,7 @@ def check_a_paused_generation_draws_nothing_and_goes_on_where_it_was(bench: Benc
     """It is asked several times as often as one that is not paused, ends only behind `proceed`, and with its tokens."""
     engine, how = bench.engine, sampling(max_new_tokens=LONG, stop_ids=()).greedy()
     free = Asked({})
-    undisturbed = bench.samples(how, interrupted=free)
+    undisturbed = bench.samples(how, MUCH, interrupted=free)
     last = 3 * free.questions + 10
 
     def meddle() -> None:
@@ -291,7 +293,7 @@ def check_a_paused_generation_draws_nothing_and_goes_on_where_it_was(bench: Benc
         refused(engine.begin_update, "generating")
 
     asked = Asked({1: engine.pause, 2: meddle, last: engine.proceed})
-    samples = bench.samples(how, interrupted=asked)
+    samples = bench.samples(how, MUCH, interrupted=asked)
     assert asked.questions > last, "it had ended before"
     assert [s.token_ids for s in samples] == [s.token_ids for s in undisturbed]
     assert bench.distance(samples, 1.0) < CLOSE
@@ -299,29 +301,31 @@ def check_a_paused_generation_draws_nothing_and_goes_on_where_it_was(bench: Benc
 
 def check_a_pause_can_be_taken_up_again_and_come_from_another_thread(bench: Bench) -> None:
     engine, started, paused, asked = bench.engine, threading.Event(), threading.Event(), threading.Semaphore(0)
+    held: list[bool] = []
 
     def hold() -> None:
         started.wait(60)
         for _ in range(2):
             engine.pause()
             paused.set()
-            assert all(asked.acquire(timeout=60) for _ in range(20))
+            held.append(all(asked.acquire(timeout=60) for _ in range(20)))
             engine.proceed()
 
     def watch() -> bool:
         started.set()
-        assert paused.wait(60)
+        paused.wait(60)
         asked.release()
         return False
 
-    if dist.get_rank() < dist.get_world_size() - 1:
-        samples = bench.samples(sampling(), interrupted=lambda: False)
-    else:
-        thread = threading.Thread(target=hold)
+    thread = threading.Thread(target=hold)
+    if pauses := dist.get_rank() == dist.get_world_size() - 1:
         thread.start()
-        samples = bench.samples(sampling(), interrupted=watch)
+    how = sampling(max_new_tokens=LONG, stop_ids=())
+    samples = bench.samples(how, MUCH, interrupted=watch if pauses else lambda: False)
+    if pauses:
         thread.join()
-    assert {s.finish_reason for s in samples} <= {"stop", "length"}
+        assert held == [True, True]
+    assert {s.finish_reason for s in samples} == {"length"}
     assert bench.distance(samples, 1.0) < CLOSE
 
 
@@ -330,11 +334,12 @@ def check_an_abort_ends_a_pause(bench: Bench) -> None:
     engine = bench.engine
     how = sampling(max_new_tokens=LONG, stop_ids=())
     asked = Asked({1: engine.pause, 12: engine.abort})
-    samples = bench.samples(how, interrupted=asked)
+    samples = bench.samples(how, MUCH, interrupted=asked)
     assert asked.questions >= 12
-    assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in bench.prompts for i in range(3)]
-    assert {s.finish_reason for s in samples} == {"abort"}
-    assert all(len(s.token_ids) < LONG for s in samples)
+    assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in bench.prompts * MUCH for i in range(3)]
+    aborted = [s for s in samples if s.finish_reason == "abort"]
+    assert aborted
+    assert all(len(s.token_ids) < LONG for s in aborted)
     refused(engine.proceed, "proceed", "no generation is paused")
     check_samples_are_complete_and_in_order(bench)
 
@@ -342,7 +347,7 @@ def check_an_abort_ends_a_pause(bench: Bench) -> None:
 def check_an_interruption_ends_a_pause(bench: Bench) -> None:
     asked = Asked({1: bench.engine.pause}, gives_up=12)
     with pytest.raises(Interrupted):
-        bench.samples(sampling(max_new_tokens=LONG, stop_ids=()), interrupted=asked)
+        bench.samples(sampling(max_new_tokens=LONG, stop_ids=()), MUCH, interrupted=asked)
     assert asked.questions >= 12
     bench.engine.flush()
     check_samples_are_complete_and_in_order(bench)

@@ -19,7 +19,7 @@ import engine_contract_job  # noqa: E402  (prepares the platform)
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from engine_contract import CHECKS, LONG, Asked, Bench, move, refused, sampling  # noqa: E402
+from engine_contract import CHECKS, LONG, MUCH, Asked, Bench, move, refused, sampling  # noqa: E402
 from on_cuda import CLOSE, CUDA  # noqa: E402
 
 from grpo_mega.rollout.contract import EngineError, EngineRestarted  # noqa: E402
@@ -169,7 +169,7 @@ def check_an_engine_that_dies_while_it_is_paused_is_lost(bench: Bench) -> None:
     old = scheduler(bench)
     asked = Asked({1: bench.engine.pause, 12: lambda: old.send_signal(signal.SIGKILL)})
     with pytest.raises(EngineRestarted, match="died"):
-        bench.samples(sampling(max_new_tokens=LONG, stop_ids=()), interrupted=asked)
+        bench.samples(sampling(max_new_tokens=LONG, stop_ids=()), MUCH, interrupted=asked)
     assert asked.questions >= 12
     refused(bench.engine.proceed, "no generation is paused")
     bench.engine._restarts -= 1  # the other checks need theirs
