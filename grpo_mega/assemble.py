@@ -71,6 +71,8 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
             _first_weights(config, policy, embedded, data, recorder, timer)
             trainer.begin()
         yield trainer
+        if sglang:
+            sglang.close()  # while there are process groups
         leave_layout()
     finally:
         if sglang:

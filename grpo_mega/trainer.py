@@ -150,11 +150,8 @@ class Trainer:
                 self.in_progress = self.experience()
         now = self.in_progress
         metrics = rollout_metrics(now.groups, self.config.reward.success)
-        if now.batch is None:  # nothing to learn, but whether engine and trainer agree is to be seen at every step
-            with self.timer("logprobs"):
-                batch = pack([sample for group in now.groups for sample in group.samples])
-                logprob = self.policy.logprobs(batch, self.config.rollout.temperature)
-            return metrics | self.mismatch(batch, logprob), now.groups
+        if now.batch is None:
+            return metrics | now.mismatch, now.groups
         with self.timer("update"):
             for mini_batch in islice(self.mini_batches(now.batch), len(now.updates), None):
                 if now.updates:
@@ -179,14 +176,18 @@ class Trainer:
         self.obey()
         with self.timer("reward"):
             groups = self.score(samples)
-        batch = self.make_batch(groups)
-        if batch is not None:
-            with self.timer("logprobs"):
-                batch = self.with_logprobs(batch)
+        step = StepInProgress(groups, self.make_batch(groups))
+        with self.timer("logprobs"):
+            if step.batch is not None:
+                step.batch = self.with_logprobs(step.batch)
+            else:  # nothing to learn, but whether engine and trainer agree is to be seen at every step
+                self.obey()
+                batch = pack(samples)
+                step.mismatch = self.mismatch(batch, self.policy.logprobs(batch, self.config.rollout.temperature))
         self.obey()
         self.tokens["generated"] += sum(len(s.token_ids) for s in samples)
-        self.watch_signal(batch)
-        return StepInProgress(groups, batch)
+        self.watch_signal(step.batch)
+        return step
 
     def with_logprobs(self, batch: Batch) -> Batch:
         """The batch with the log-probs its updates need; a signal is obeyed before each pass."""

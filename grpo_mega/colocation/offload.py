@@ -106,7 +106,7 @@ class TrainerMemory:
             torch.cuda.ipc_collect()  # what an engine had opened, and has closed
             torch.cuda.empty_cache()
         if self._suspends and not self._staying:
-            self._suspended = process_groups.suspend(device)
+            process_groups.suspend(device, self._suspended)
 
     def _free(self, storages: list[torch.UntypedStorage]) -> None:
         torch.cuda.synchronize()  # does nothing on a CPU (platform/cpu.py)
@@ -126,7 +126,6 @@ class TrainerMemory:
         if not self._real:
             raise RuntimeError("the trainer is on the device: call offload before onload")
         process_groups.resume(self._suspended)
-        self._suspended = []
         for storage in self._freed:
             host = self._host[storage._cdata]
             storage.resize_(host.nbytes)

@@ -57,6 +57,9 @@ _FOLLOWING = {
     "dtype": "model.dtype",
     "load_format": "rollout.sglang.transport",
     "model_path": "model",
+    "nnodes": "rollout.sglang.tp",
+    "node_rank": "rollout.sglang.tp",
+    "pp_size": "rollout.sglang.tp",
     "skip_tokenizer_init": "data.tokenizer",
     "tp_size": "rollout.sglang.tp",
 }
@@ -369,6 +372,11 @@ def _rollout(config: Config) -> Iterator[str]:
     for name, setting in _FOLLOWING.items():
         if name in sglang.arguments:
             yield f"rollout.sglang.arguments.{name} follows from {setting}; drop it"
+    if sglang.transport == "network" and "speculative_algorithm" in sglang.arguments:
+        yield (
+            "rollout.sglang.arguments.speculative_algorithm: a draft model would wait for weights of its own; set "
+            "rollout.sglang.transport=shared or disk"
+        )
     if sglang.fp8 and config.model.dtype != "bf16":
         yield f"rollout.sglang.fp8=true rounds weights that are trained in {config.model.dtype}; set model.dtype=bf16"
     yield from _parts_of_an_engine(sglang, config.model.moe.experts)

@@ -7,7 +7,6 @@ of it and stays what it is, so nothing that refers to it has to be made anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,24 +24,30 @@ def can_suspend() -> bool:
     return hasattr(Backend, "suspend") and (not torch.cuda.is_available() or torch.cuda.nccl.version() >= NEEDED)
 
 
-def suspend(device: torch.device) -> list[Any]:
-    """Suspends all groups of NCCL's on a device; what `resume` takes. All ranks of the job must call it.
+def suspend(device: torch.device, suspended: list[Any]) -> None:
+    """Suspends all groups of NCCL's on a device, and adds them to `suspended`. All ranks of the job must call it.
 
-    Until then nothing may be sent through them. Groups are taken in the order in which they were made, which is the
+    Until `resume` nothing may be sent through them. Groups are taken in the order in which they were made, which is the
     same on all ranks: NCCL has the ranks of each wait for each other.
 
     Raises:
-        RuntimeError: NCCL failed.
+        RuntimeError: NCCL failed; what was suspended until then is in the list.
     """
     groups = [group for group in distributed_c10d._world.pg_map if torch.device(device.type) in group._device_types]
-    backends = [group._get_backend(device) for group in groups]
-    return [backend for backend in backends if backend.name() == "nccl" and _suspended(backend)]
+    for backend in (group._get_backend(device) for group in groups):
+        if backend.name() == "nccl" and _suspended(backend):
+            suspended.append(backend)
 
 
-def resume(suspended: Sequence[Any]) -> None:
-    """Makes groups usable again; all ranks of the job must call it."""
-    for backend in suspended:
-        backend.resume()
+def resume(suspended: list[Any]) -> None:
+    """Makes groups usable again, and removes them from the list; all ranks of the job must call it.
+
+    Raises:
+        RuntimeError: NCCL failed, perhaps for want of memory; it can be called again.
+    """
+    while suspended:
+        suspended[0].resume()
+        suspended.pop(0)
 
 
 def _suspended(backend: Any) -> bool:

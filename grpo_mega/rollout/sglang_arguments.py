@@ -113,9 +113,13 @@ def check_platform(config: Config, platform: Platform) -> None:
         )
 
 
-def environment(platform: Platform) -> dict[str, str]:
+def environment(sglang: SGLangConfig, platform: Platform) -> dict[str, str]:
     """Variables that join those of the trainer."""
-    return ENVIRONMENT | ({"SGLANG_USE_CPU_ENGINE": "1"} if platform.device.type == "cpu" else {})
+    if platform.device.type == "cpu":
+        return ENVIRONMENT | {"SGLANG_USE_CPU_ENGINE": "1"}
+    if sglang.transport == "network":  # both ends must agree, and SGLang would set 0
+        return ENVIRONMENT | {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "1")}
+    return ENVIRONMENT
 
 
 def model_config(config: Config, vocab_size: int) -> dict[str, Any]:

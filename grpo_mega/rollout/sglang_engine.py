@@ -101,6 +101,7 @@ class SGLangEngine:
         self._arguments = server_arguments(config, platform, folder, self._number, self._engines)
         self._arguments |= {"nnodes": self._nodes, "node_rank": self._node}
         self._process: EngineProcess | None = None
+        self._connected = False
         self._pids: list[int] = []
         self._restarts = 0
         self._at_rest = TAGS if take_turns(config.rollout.sglang, platform) else ()
@@ -223,6 +224,7 @@ class SGLangEngine:
 
     def close(self) -> None:
         """Ends what this rank hosts; ranks may call it whenever they like."""
+        self._transport.close()
         if self._process:
             self._process.end()
             self._process = None
@@ -254,13 +256,19 @@ class SGLangEngine:
         """Starts engines, without weights; every rank must call it. `mine`: that of this rank's group is among them."""
         if mine:
             self.close()  # of an engine that was lost on another node
+            self._connected = False
         found = self._on(True, self._circumstances)  # also, what the first rank has written is there for all now
         of_group = [found[rank] for rank in self._groups[self._number]]
         hosted = self._on(self._host, lambda: self._start(of_group) if mine else self._leave())
         self._pids = hosted[self._hosting] or self._pids
-        opened = self._on(self._owner and mine, self._transport.opened)
-        self._on(mine, lambda: self._transport.connect(opened[self._groups[self._number][0]]))
+        alone = not self._connected  # also when it was lost with another one, which did not start
+        opened = self._on(self._owner and alone, self._transport.opened)
+        self._on(alone, lambda: self._connect(opened[self._groups[self._number][0]]))
         self._contract.start_anew(self._at_rest)
+
+    def _connect(self, where: Any) -> None:
+        self._transport.connect(where)
+        self._connected = True
 
     def _circumstances(self) -> dict[str, Any]:
         """Where the parts of an engine can meet, if it is this rank's, and what is free of a GPU that it shares.
@@ -293,7 +301,7 @@ class SGLangEngine:
             f"the SGLang engine of rank{f's {first} to {last}' if last > first else f' {first}'}",
             self._arguments | self._agreed(of_group),
             self._path / "logs" / f"{name}.log",
-            environment(self._platform),
+            environment(self._config, self._platform),
             self._config.start_seconds,
         )
         if self._owner and self._at_rest:

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -118,10 +119,18 @@ class Host:
         self._fetch({"group": group, "tensors": tensors})
 
     def load(self, folder: str, experts: list[list[int] | None]) -> None:
-        """Replaces all weights by those of a model directory, of which each rank reads some experts."""
-        self.begin_update()
-        self._fetch({"folder": folder, "experts": experts})
-        self.end_update()
+        """Replaces all weights by those of a model directory, of which each rank reads some experts, or all of them."""
+        from grpo_mega.rollout.sglang_loader import missing
+
+        if files := missing(Path(folder)):
+            raise Refused(f"{folder} is not whole where the engine runs, it lacks {files[0]}; do all nodes see it?")
+        if any(experts):
+            self.begin_update()
+            self._fetch({"folder": folder, "experts": experts})
+            self.end_update()
+        else:
+            _succeeded(self._engine.update_weights_from_disk(folder, "auto"))
+            self.flush()
 
     def end_update(self) -> None:
         """Closes the session; what the old weights had cached is forgotten."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 NAME = f"{__name__}.load"
 """How SGLang is told of it."""
+INDEX = "model.safetensors.index.json"
 EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 """What the names of a routed expert's weights contain."""
 
@@ -48,6 +49,8 @@ def sent(tensors: Described, rank: int, group_name: Any, device: torch.device) -
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     if tensors:
         dist.recv(flat, src=rank, group=dist.distributed_c10d._resolve_process_group(group_name))
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # NCCL has only begun
     parts = flat.split(sizes) if tensors else ()
     return [
         (name, part.view(getattr(torch, kind)).view(shape))
@@ -55,11 +58,19 @@ def sent(tensors: Described, rank: int, group_name: Any, device: torch.device) -
     ]
 
 
+def missing(folder: Path) -> list[str]:
+    """The files of a model directory that are not to be seen from here."""
+    if not (folder / INDEX).is_file():
+        return [INDEX]
+    files = {*json.loads((folder / INDEX).read_text())["weight_map"].values()}
+    return sorted(file for file in files if not (folder / file).is_file())
+
+
 def stored(folder: Path, experts: range | None) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a model directory with an index, of the routed experts only these; one at a time."""
     from safetensors import safe_open
 
-    where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    where = json.loads((folder / INDEX).read_text())["weight_map"]
     inside = defaultdict(list)
     for name, file in where.items():
         number = EXPERT.search(name)

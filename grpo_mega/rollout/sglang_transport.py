@@ -56,6 +56,9 @@ class Transport:
     def connect(self, where: Any) -> None:
         """Meets the engine; on every rank."""
 
+    def close(self) -> None:
+        """Leaves the engine, which is about to end; on every rank."""
+
     def begin(self) -> None:
         """Opens an update."""
         self._ask("begin_update")
@@ -96,8 +99,8 @@ class Network(Transport):
     """For engines on devices of their own: each rank sends its engine rank its bucket, all of them at once.
 
     They do so in a process group of the ranks and, behind them, those of the engine. Our part goes on in a thread,
-    because the engine may never come to its part: then the engine is lost, and the group given up, which ends the
-    thread's work, too.
+    because the engine may never come to its part: then the engine is lost, and the group given up, which ends what is
+    being sent, too.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class Network(Transport):
 
     def connect(self, where: dict[str, Any]) -> None:
         """Joins that group, as the engine's ranks do."""
-        self._give_up()
+        self.close()
         self._name, address, port = where["group"], where["address"], where["port"]
         store = self._store if self._owner else dist.TCPStore(address, port, is_master=False, timeout=self._timeout)
         assert store, "it was opened"
@@ -130,8 +133,10 @@ class Network(Transport):
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
         """The engine has the bytes when it answers."""
+        if not (group := self._group):  # torch would send through the job's own
+            raise EngineLost("an engine that was given up was not started anew")
         flat = flattened(bucket)
-        self._together(lambda: self._send(flat), "receive", group=self._name, tensors=offers)
+        self._together(lambda: self._send(flat, group), "receive", group=self._name, tensors=offers)
 
     @contextmanager
     def offered(self, bucket: Bucket) -> Iterator[Described]:
@@ -154,11 +159,13 @@ class Network(Transport):
         assert self._group, "this rank is in it"
         distributed_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(2 * self._ranks)}
 
-    def _send(self, flat: torch.Tensor) -> None:
+    def _send(self, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # a thread starts on the first one
         if len(flat):
-            dist.send(flat, dst=self._ranks + self._place, group=self._group)
+            dist.send(flat, dst=self._ranks + self._place, group=group)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # NCCL has only begun
 
     def _together(self, work: Callable[[], None], method: str, **arguments: Any) -> None:
         """Does `work` while the engine does its part, for which the owner asks.
@@ -174,19 +181,20 @@ class Network(Transport):
             if self._owner:
                 self._ask(method, **arguments)
         except EngineError:
-            self._give_up()
+            self.close()
             raise
         thread.join(self._seconds)
         if failures or thread.is_alive():
-            self._give_up()
+            self.close()
             why = failures[0] if failures else f"no end within {self._seconds:g} s"
             raise EngineLost(
                 f"{method}: rank {self._place} of an engine and the trainer's did not come together: {why}"
             )
 
-    def _give_up(self) -> None:
+    def close(self) -> None:
+        """Gives the group up: to end it as usual would take the engine's ranks."""
         if self._group:
-            self._group.abort()
+            distributed_c10d._abort_process_group(self._group)
         self._group = None
 
 

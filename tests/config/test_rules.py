@@ -177,6 +177,12 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
         ({"rollout.sglang.arguments": {"a": 1}}, "rollout.sglang.arguments has no effect with rollout.engine=embedded"),
         ({"rollout.engine": "sglang", "rollout.sglang.arguments": {"tp_size": 2}}, "rollout.sglang.arguments.tp_size "),
         (
+            {"rollout.engine": "sglang", "rollout.sglang.transport": "network"}
+            | {"rollout.sglang.arguments": {"speculative_algorithm": "EAGLE"}},
+            "rollout.sglang.arguments.speculative_algorithm: a draft model would wait",
+        ),
+        ({"rollout.engine": "sglang", "rollout.sglang.arguments": {"pp_size": 2}}, "rollout.sglang.arguments.pp_size "),
+        (
             {"rollout.engine": "sglang", "rollout.sglang.arguments": {"context_length": 16}},
             "rollout.sglang.arguments.context_length follows from model.context; drop it",
         ),

@@ -22,7 +22,8 @@ for group in groups:
     dist.all_reduce(ones if group is not groups[2] else torch.ones(1), group=group)
 torch.cuda.synchronize()
 free, _ = torch.cuda.mem_get_info(HERE.device)
-suspended = process_groups.suspend(HERE.device)
+suspended: list = []
+process_groups.suspend(HERE.device, suspended)
 report = {"suspended": len(suspended), "freed": torch.cuda.mem_get_info(HERE.device)[0] - free}
 process_groups.resume(suspended)
 for group in (*groups[:2], never_used):

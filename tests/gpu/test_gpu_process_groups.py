@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import results, run_ranks
-from torch._C._distributed_c10d import Backend
+
+from grpo_mega.platform.process_groups import can_suspend
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(not hasattr(Backend, "suspend"), reason="torch cannot suspend process groups before 2.12"),
+    pytest.mark.skipif(not can_suspend(), reason="it takes torch 2.12 and NCCL 2.29.7"),
 ]
 JOB = Path(__file__).with_name("gpu_process_groups_job.py")
 

@@ -28,6 +28,8 @@ class Planted:
         self.calls.append(f"suspend {self.number}")
 
     def resume(self) -> None:
+        if self.error:
+            raise self.error
         self.calls.append(f"resume {self.number}")
 
 
@@ -51,21 +53,43 @@ def test_all_that_were_used_are_suspended_in_the_order_in_which_they_were_made(
 ) -> None:
     unused = RuntimeError("NCCL communicator not initialized")
     plant(monkeypatch, Planted(1, calls), Planted(2, calls, unused), Planted(3, calls, name="gloo"), Planted(4, calls))
-    suspended = process_groups.suspend(GPU)
+    suspended: list = []
+    process_groups.suspend(GPU, suspended)
     assert calls == ["suspend 1", "suspend 4"]
     process_groups.resume(suspended)
     assert calls[2:] == ["resume 1", "resume 4"]
+    assert not suspended
 
 
 def test_groups_of_another_device_stay(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
     plant(monkeypatch, Planted(1, calls), device="cpu")
-    assert process_groups.suspend(GPU) == calls == []
+    process_groups.suspend(GPU, suspended := [])
+    assert suspended == calls == []
 
 
-def test_a_failure_of_nccl_is_not_hidden(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
-    plant(monkeypatch, Planted(1, calls, RuntimeError("NCCL error: invalid usage")))
+def test_a_failure_of_nccl_is_not_hidden_and_what_was_suspended_can_be_resumed(
+    monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    plant(monkeypatch, Planted(1, calls), Planted(2, calls, RuntimeError("NCCL error: invalid usage")))
+    suspended: list = []
     with pytest.raises(RuntimeError, match="invalid usage"):
-        process_groups.suspend(GPU)
+        process_groups.suspend(GPU, suspended)
+    process_groups.resume(suspended)
+    assert calls == ["suspend 1", "resume 1"]
+
+
+def test_groups_for_which_there_was_no_room_are_resumed_later(
+    monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    full = Planted(2, calls)
+    plant(monkeypatch, Planted(1, calls), full, Planted(3, calls))
+    process_groups.suspend(GPU, suspended := [])
+    full.error = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        process_groups.resume(suspended)
+    full.error = None
+    process_groups.resume(suspended)
+    assert calls[3:] == ["resume 1", "resume 2", "resume 3"]
 
 
 @pytest.mark.parametrize(("version", "can"), [((2, 28, 9), False), ((2, 29, 7), True), ((2, 30, 1), True)])

@@ -19,6 +19,7 @@ from grpo_mega import platform
 HERE = platform.start()
 platform.join_processes(HERE)
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from engine_contract import Bench, move, sampling  # noqa: E402
@@ -83,7 +84,10 @@ def found(bench: Bench) -> dict:
     expected = sync.expected()
     report = {"right": said(lambda: sync.verify(expected)), "traffic": vars(sync.take_traffic())}
     report["distance"] = bench.distance(bench.samples(sampling()), 1.0)
-    return report if bench.engine._config.transport == "disk" else report | mistakes(bench, expected, sync.verify)
+    if bench.engine._config.transport == "disk":
+        return report
+    report |= mistakes(bench, expected, sync.verify)
+    return report if bench.engine._config.transport == "shared" else report | lost(bench)
 
 
 def mistakes(bench: Bench, expected: list[float], verify) -> dict:
@@ -101,6 +105,18 @@ def mistakes(bench: Bench, expected: list[float], verify) -> dict:
     engine.begin_update()
     report["half outdated"] = [pushed(bench, half_outdated), said(lambda: verify(expected))]
     return report
+
+
+def lost(bench: Bench) -> dict:
+    """What is said when the second of an engine's ranks dies in an update, and how the new engine does."""
+    bench.engine.begin_update()
+    processes = [psutil.Process(pid) for pid in bench.engine.pids()]  # none where no engine is hosted
+    for process in [p for p in processes if "sglang::scheduler" in " ".join(p.cmdline())][1:]:
+        process.kill()
+    dist.barrier()
+    found = {"lost": pushed(bench, lambda bucket: bucket)}
+    bench.push_all()
+    return found | {"again": bench.distance(bench.samples(sampling()), 1.0)}
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ DEEPSEEK = ["model=tiny_mla_moe", "model.qk_norm=true", "model.yarn.factor=2", "
         (2, []),
         (4, DATA_PARALLEL_ATTENTION),
         (2, [*DEEPSEEK, *DATA_PARALLEL_ATTENTION]),
-        (2, ["rollout.sglang.transport=network"]),
+        (2, [*DATA_PARALLEL_ATTENTION, "rollout.sglang.transport=network"]),
     ],
     ids=["one cache", "two engines with data parallel attention", "DeepSeek-V3", "over the network"],
 )
@@ -74,6 +74,15 @@ def test_an_outdated_expert_or_a_copy_of_attention_that_differs_is_noticed(what:
         assert accepted == "nothing"
         assert verified.startswith("engine 0")
         assert "does not compute with the weights that it was sent" in verified
+
+
+def test_all_ranks_meet_an_engine_again_that_was_started_anew(found: list[dict], asked: tuple) -> None:
+    """Over the network, where each of them sends; `test_sglang_transport.py` has the other ways with one rank."""
+    if "rollout.sglang.transport=network" not in asked[1]:
+        pytest.skip("only over the network ranks meet their engine")
+    for rank in found:
+        assert "the SGLang engine of ranks 0 to 1" in rank["lost"]
+        assert rank["again"] < 1e-4
 
 
 def test_each_rank_reads_what_it_needs_of_a_directory(tmp_path: Path) -> None:
