@@ -110,9 +110,9 @@ def mistakes(bench: Bench, expected: list[float], verify) -> dict:
 def lost(bench: Bench) -> dict:
     """What is said when the second of an engine's ranks dies in an update, and how the new engine does."""
     bench.engine.begin_update()
-    processes = [psutil.Process(pid) for pid in bench.engine.pids()]  # none where no engine is hosted
-    for process in [p for p in processes if "sglang::scheduler" in " ".join(p.cmdline())][1:]:
-        process.kill()
+    if dist.get_rank() == 0:
+        processes = [psutil.Process(pid) for pid in bench.engine.pids()]
+        [p for p in processes if "sglang::scheduler" in " ".join(p.cmdline())][1].kill()
     dist.barrier()
     found = {"lost": pushed(bench, lambda bucket: bucket)}
     bench.push_all()
