@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS_BETWEEN_LOOKS = 1.0
-"""How long after the trainer's death the engine may live."""
+"""How long after the death of the trainer, or of a part of its own, the engine may live."""
 SECONDS_BETWEEN_POLLS = 0.1
 """How long what is said to a generating engine may wait to be heard."""
 SECONDS_BETWEEN_SIGNS = 0.5
@@ -62,11 +63,13 @@ class Host:
             torch.multiprocessing.set_sharing_strategy("file_system")
         self._connection = connection
         self._engine = Engine(**arguments)
+        parts = [child for child in _children() if child.name().startswith("sglang::")]
+        threading.Thread(target=_end_without, args=(parts,), daemon=True).start()
         self._aborting = self._updating = False
 
     def facts(self) -> dict[str, Any]:
         """The release of SGLang, and the processes that hold memory."""
-        return {"version": version("sglang"), "pids": [os.getpid(), *_children(os.getpid())]}
+        return {"version": version("sglang"), "pids": [os.getpid(), *(child.pid for child in _children())]}
 
     def generate(self, requests: list[dict[str, Any]]) -> None:
         """Sends ("sample", number of the request, token ids, log-probs, reason, experts) as each request ends."""
@@ -310,16 +313,26 @@ def _succeeded(result: Any) -> None:
         raise Refused(message)
 
 
-def _children(process: int) -> list[int]:
+def _children() -> list[Any]:
     import psutil
 
-    return [child.pid for child in psutil.Process(process).children(recursive=True)]
+    return psutil.Process().children(recursive=True)
 
 
 def _end_with(parent: int) -> None:
     """Ends the whole process group when the trainer is gone, however it ended."""
     while os.getppid() == parent:
         time.sleep(SECONDS_BETWEEN_LOOKS)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _end_without(parts: list[Any]) -> None:
+    """Ends the whole process group when a part of the engine is gone: not every release of SGLang sees that it is."""
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        while all(part.status() != psutil.STATUS_ZOMBIE for part in parts):
+            time.sleep(SECONDS_BETWEEN_LOOKS)
     os.killpg(0, signal.SIGKILL)
 
 
