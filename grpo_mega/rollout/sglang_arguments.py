@@ -1,6 +1,7 @@
 """What an SGLang engine is started with: server arguments, environment, its model directory, and who owns which expert.
 
-Names of server arguments and what they mean are those of SGLang's ServerArgs, releases 0.5.20 and 0.5.23.
+Names of server arguments and what they mean are those of SGLang's ServerArgs, releases 0.5.20 and 0.5.23; what the
+installed release does not have `sglang_host.py` refuses.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ ENVIRONMENT = {
 IN_TURNS = {
     "enable_memory_saver": True,
     "disable_prefill_cuda_graph": True,  # SGLang's kind of graphs for prompts is refused beside the memory saver
+    "disable_piecewise_cuda_graph": True,  # their name before 0.5.14
 }
 ON_CPU = {
     "device": "cpu",

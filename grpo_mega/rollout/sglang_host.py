@@ -6,8 +6,8 @@ Reads requests (method, arguments) from the connection and answers each with ("a
 it generates, ("sample", ...) comes for every finished sample and ("alive",) when there are new tokens, and "pause",
 "proceed" and "abort" are heard. The first message holds the server arguments. Nothing of the trainer is imported here.
 
-Releases on both sides of SGLang 0.5.21 are served: from then on weights are pushed between `begin_weight_update` and
-`end_weight_update`, before that there are no such methods.
+Releases of SGLang from 0.5.6 on are served; docs/STATUS.md says which were tried. From 0.5.21 on weights are pushed
+between `begin_weight_update` and `end_weight_update`, before that there are no such methods.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ SECONDS_BETWEEN_SIGNS = 0.5
 OF_A_GENERATION = ("pause", "proceed", "abort")
 """What is heard while there is one, is not answered, and may come when it has just ended."""
 
-LATER = ("disable_prefill_cuda_graph",)
-"""Server arguments of the trainer's own that turn off what older releases do not have."""
+NOT_ALWAYS = ("disable_prefill_cuda_graph", "disable_piecewise_cuda_graph")
+"""Server arguments of the trainer's own that turn off what other releases do not have, or call otherwise."""
+NEEDED = {
+    "enable_return_routed_experts": ("return_routed_experts", "0.5.9"),
+    "enable_dp_attention": ("routed_dp_rank", "0.5.10"),
+}
+"""Server arguments for which requests need a parameter, and the first release that has it."""
 Described = list[tuple[str, tuple[int, ...], str]]
 """Name, shape and dtype of tensors, in the order of their bytes."""
 
@@ -56,7 +61,8 @@ class Host:
         import torch
         from sglang.srt.entrypoints.engine import Engine  # slow, and after the watch over the parent has begun
 
-        arguments = {name: value for name, value in arguments.items() if name not in LATER or _known(name)}
+        arguments = {name: value for name, value in arguments.items() if name not in NOT_ALWAYS or _known(name)}
+        _check_release(arguments)
         _check(arguments)
         if arguments.get("nnodes", 1) > 1:
             # Tensors on a CPU travel as file descriptors else, which only relatives can hand on to each other.
@@ -263,11 +269,13 @@ def _tensor(part: Any) -> Any:
     return torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else _Elsewhere(*part)
 
 
-def _experts(encoded: str | None) -> Any:
-    """[tokens * layers * top k] which experts the tokens went to, when it was asked for."""
+def _experts(found: Any) -> Any:
+    """[tokens * layers * top k] which experts the tokens went to, when it was asked for; a tensor before 0.5.10."""
     import numpy
 
-    return None if encoded is None else numpy.frombuffer(base64.b64decode(encoded), dtype=numpy.int32)
+    if isinstance(found, str):
+        return numpy.frombuffer(base64.b64decode(found), dtype=numpy.int32)
+    return None if found is None else found.flatten().numpy()
 
 
 def _places(tensors: Described) -> list[Any]:
@@ -282,6 +290,19 @@ def _places(tensors: Described) -> list[Any]:
         found.append(FlattenedTensorMetadata(name, torch.Size(shape), dtype, behind, behind + size, size))
         behind += size
     return found
+
+
+def _check_release(arguments: dict[str, Any]) -> None:
+    """Refuses releases that would fail later, in words that do not say why."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    if not hasattr(FlattenedTensorBucket, "supports_multi_dtypes"):
+        raise Refused(f"SGLang {version('sglang')} does not take weights as bytes; install 0.5.6 or newer")
+    there = inspect.signature(Engine.async_generate).parameters
+    for argument, (parameter, oldest) in NEEDED.items():
+        if arguments.get(argument) and parameter not in there:
+            raise Refused(f"{argument}: SGLang {version('sglang')} cannot be asked for it; install {oldest} or newer")
 
 
 def _check(arguments: dict[str, Any]) -> None:
