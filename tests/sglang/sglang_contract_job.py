@@ -129,7 +129,7 @@ def check_an_engine_that_generates_nothing_is_lost(bench: Bench) -> None:
     engine._config.silence_seconds, before = 3.0, engine._config.silence_seconds
 
     def suspend() -> bool:
-        if engine._share.finished:
+        if engine._share.finished and old.is_running():
             old.send_signal(signal.SIGSTOP)
         return False
 

@@ -59,6 +59,22 @@ def _unpinned(module):
     module._cuda_host_register = lambda buffer, *_: None
 
 
+class _UnpinnedTorch:
+    """What a module of releases before 0.5.20, which asks torch itself for pinned memory, takes for torch."""
+
+    def __getattr__(self, name):
+        import torch
+
+        return getattr(torch, name)
+
+    def zeros(self, *shape, pin_memory=False, **arguments):
+        return self.__getattr__("zeros")(*shape, **arguments)
+
+
+def _without_pinning(module):
+    module.torch = _UnpinnedTorch()
+
+
 def _with_experts_elsewhere(module):
     forward = module.moe_forward_native
 
@@ -115,6 +131,8 @@ _changes = {
     "sglang.srt.distributed.parallel_state": _without_nccl,
     "sglang.srt.layers.attention.torch_native_backend": _with_fill_value,
     "sglang.srt.mem_cache.pool_host.common": _unpinned,
+    "sglang.srt.state_capturer.base": _without_pinning,
+    "sglang.srt.layers.moe.routed_experts_capturer": _without_pinning,
     "sglang.srt.layers.moe.fused_moe_native": _with_experts_elsewhere,
 }
 _declared = []

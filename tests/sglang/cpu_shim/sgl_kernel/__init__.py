@@ -3,12 +3,15 @@
 It must not declare `torch.ops.sgl_kernel.convert_weight_packed`: SGLang would take the CPU for one with AMX.
 """
 
+import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 import torch
 
 __version__ = "0.4.10"  # SGLang asks for a minimum
+
+sys.modules[f"{__name__}.kvcacheio"] = sys.modules[__name__]  # from there releases before 0.5.13 import some
 
 
 def _spans(rows: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor):
