@@ -236,7 +236,7 @@ class Host:
 
         manager = self._engine.tokenizer_manager
         if manager.is_pause:
-            await manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+            await manager.continue_generation(ContinueGenerationReqInput())
 
     async def _abort_until(self, waiting: Sequence[asyncio.Future]) -> None:
         """Aborts requests until those that are waited for have ended.
