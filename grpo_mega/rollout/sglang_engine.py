@@ -257,10 +257,11 @@ class SGLangEngine:
         if mine:
             self.close()  # of an engine that was lost on another node
             self._connected = False
+            self._contract.start_anew(self._at_rest)  # now: should another one fail, this one is not released twice
         found = self._on(True, self._circumstances)  # also, what the first rank has written is there for all now
         of_group = [found[rank] for rank in self._groups[self._number]]
         hosted = self._on(self._host, lambda: self._start(of_group) if mine else self._leave())
-        self._pids = hosted[self._hosting] or self._pids
+        self._pids = hosted[self._hosting] or []
         alone = not self._connected  # also when it was lost with another one, which did not start
         opened = self._on(self._owner and alone, self._transport.opened)
         self._on(alone, lambda: self._connect(opened[self._groups[self._number][0]]))
@@ -308,11 +309,13 @@ class SGLangEngine:
             self._ask("release", tags=[*self._at_rest])
         return self._process.facts["pids"]
 
-    def _leave(self) -> None:
-        """Releases what the engine still holds."""
+    def _leave(self) -> list[int]:
+        """Releases what the engine still holds; its processes."""
+        assert self._process, "only engines that were lost have none"
         held = [tag for tag in self._at_rest if tag not in self._contract.released]
         if self._owner and held:
             self._ask("release", tags=held)
+        return self._process.facts["pids"]
 
     def _ask(self, method: str, **arguments: Any) -> Any:
         return self._ask_within(self._config.answer_seconds, method, **arguments)

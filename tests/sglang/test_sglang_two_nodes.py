@@ -12,6 +12,7 @@ JOB = Path(__file__).with_name("two_nodes_job.py")
 
 ONE = ("the SGLang engine of ranks 0 to 1", ["engine-0-node-1.log", "engine-0.log"])
 TWO = ("the SGLang engine of rank 1 died", ["engine-0.log", "engine-1.log"])
+TOGETHER = ("the SGLang engine of rank 1 did not answer start within 0.1 s", TWO[1])
 DATA_PARALLEL_ATTENTION = [
     "+rollout.sglang.arguments={enable_dp_attention: true, dp_size: 2, ep_size: 2}",
     "layout=ep2",
@@ -20,12 +21,17 @@ DATA_PARALLEL_ATTENTION = [
 
 @pytest.mark.parametrize(
     ("engines", "overrides", "expected"),
-    [("both", [], ONE), ("both", DATA_PARALLEL_ATTENTION, ONE), ("each", [], TWO)],
-    ids=["both", "both, data parallel attention", "each"],
+    [
+        ("both", [], ONE),
+        ("both", DATA_PARALLEL_ATTENTION, ONE),
+        ("each", [], TWO),
+        ("together", ["rollout.sglang.transport=network"], TOGETHER),
+    ],
+    ids=["both", "both, data parallel attention", "each", "together"],
 )
 def test_engines_on_two_nodes(tmp_path: Path, engines: str, overrides: list[str], expected: tuple) -> None:
     """They get the weights, sample with them, are paused together, and go on when what the second node hosts is lost:
-    one engine over both while it generates, one of two between two pushes."""
+    one engine over both while it generates, one of two between two pushes, or two at once, one of them again."""
     lost, logs = expected
     found = results(run_ranks(JOB, 2, [str(tmp_path), engines, *overrides], timeout=600))
     assert found["first"] < 1e-4

@@ -1,6 +1,7 @@
 """One of two ranks, each on a node of its own as far as it knows, with an engine each or one over both.
 
-Pauses on rank 1, loses what it hosts once, prints what was found. Usage: two_nodes_job.py FOLDER each|both OVERRIDE...
+Pauses on rank 1, loses what it hosts once, prints what was found.
+Usage: two_nodes_job.py FOLDER each|both|together OVERRIDE...
 """
 
 from __future__ import annotations
@@ -59,6 +60,26 @@ def lost_between_pushes(bench: Bench) -> str:
     return words
 
 
+def lost_together(bench: Bench) -> str:
+    """Both engines are, and that of rank 1 does not start at once again: it has no time to."""
+    engine, usual = bench.engine, bench.engine._start
+
+    def too_short(of_group: list) -> list[int]:
+        engine._start = usual
+        engine._config.start_seconds, before = 0.1, engine._config.start_seconds
+        try:
+            return usual(of_group)
+        finally:
+            engine._config.start_seconds = before
+
+    if dist.get_rank() == 1:
+        engine._start = too_short
+    for pid in engine.pids():
+        psutil.Process(pid).kill()
+    dist.barrier()
+    return said(lambda: bench.samples(sampling(max_new_tokens=90, stop_ids=())))
+
+
 def paused(bench: Bench) -> str:
     """What is wrong with it."""
     checks = check_a_paused_generation_draws_nothing_and_goes_on_where_it_was, check_an_abort_ends_a_pause
@@ -82,7 +103,8 @@ def said(work: Callable[[], object]) -> str:
 
 if __name__ == "__main__":
     folder, how = Path(sys.argv[1]), sys.argv[2]
-    engine_ranks, lose = {"each": (1, lost_between_pushes), "both": (2, lost_while_generating)}[how]
+    ways = {"each": (1, lost_between_pushes), "both": (2, lost_while_generating), "together": (1, lost_together)}
+    engine_ranks, lose = ways[how]
     (folder / "logs").mkdir(exist_ok=True)
     engines = [f"rollout.sglang.tp={engine_ranks}", "rollout.sglang.silence_seconds=200"]
     config = compose_config([*OVERRIDES, *engines, *sys.argv[3:]])
