@@ -20,9 +20,13 @@ SGLANG_BEFORE := 0.5.20
 
 define HELP
 make train    teach a small model to reason, here and now; everything lies in runs/$(EXPERIMENT) then
-make test     run the whole test suite
-make test-sglang   test generation in SGLang $(SGLANG) and $(SGLANG_BEFORE) on a CPU, in $(SGLANG_VENV): 3 GB, under an hour;
-                   make test-sglang-newest is the first of them
+make test     test every room, in a quarter of an hour
+make test-all  run the whole test suite: the long suites below as well, an hour and a half in all
+    test-parity    training under a hundred layouts against one process, and whether planted bugs are noticed
+    test-slurm     faults of jobs on a real Slurm
+    test-train     runs that are killed, stopped, and continued under other layouts
+    test-sglang    generation in SGLang $(SGLANG) and $(SGLANG_BEFORE) on a CPU, in $(SGLANG_VENV): 3 GB, under an hour;
+                   test-sglang-newest is the first of them, test-sglang-contract the shortest part of that
 make lint     check style and types
 make clean    remove virtual environments and caches; runs/ stays
 
@@ -38,7 +42,8 @@ The others make $(VENV) when it is missing or older than pyproject.toml. Variabl
                     make test: further pytest options, such as '-k advantage'
 endef
 
-.PHONY: help train test test-sglang test-sglang-newest slurm lint clean
+.PHONY: help train test test-all test-parity test-slurm test-train \
+    test-sglang test-sglang-newest test-sglang-contract slurm lint clean
 
 help:
 	@: $(info $(HELP))
@@ -47,13 +52,22 @@ train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m grpo_mega.train experiment=$(EXPERIMENT) $(ARGS)
 
 test: $(READY) slurm
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not long' $(ARGS)
+
+test-all: test test-parity test-slurm test-train test-sglang
+
+# What `make test` leaves out of a room.
+test-parity test-slurm test-train: $(READY) slurm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/$(@:test-%=%) $(ARGS)
 
 test-sglang: test-sglang-newest $(SGLANG_BEFORE_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(SGLANG_VENV)/before:$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)
 
 test-sglang-newest: $(SGLANG_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)
+
+test-sglang-contract: $(SGLANG_READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang -k 'contract or grpo' $(ARGS)
 
 # tests/slurm start a Slurm of their own. Where it cannot be installed they are skipped, and say what to do.
 slurm:

@@ -15,9 +15,9 @@ platform.join_processes(here)
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -98,4 +98,12 @@ optimizer = build_optimizer(schema.OptimizerConfig(lr=1e-3), [ddp], torch.float3
 shards = {name: ShardedTensor.from_rank_offsets(name, weight) for name, weight in weights.named_parameters()}
 state = optimizer.sharded_state_dict(shards, metadata={"distrib_optim_sharding_type": "fully_reshardable"})
 say(f"6. {[part['param'].data.mean().item() for part in state['param_state'].values()]}, should be [1.0, 1.0]")
+
+# 7. The norm of latent attention's compressed query, without SP: whole on both ranks, and so is its gradient, here 1.
+module = torch.nn.ModuleDict({"q_layernorm": torch.nn.RMSNorm(8)}).to(here.device)
+latent = dict(num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2, qk_layernorm=True)
+ddp = DistributedDataParallel(MLATransformerConfig(**latent), DistributedDataParallelConfig(), module)
+module["q_layernorm"].weight.main_grad.fill_(1)
+finalize_model_grads([ddp])
+say(f"7. gradient {module['q_layernorm'].weight.main_grad[0]:.0f}, should be 1")
 dist.destroy_process_group()

@@ -12,14 +12,16 @@ import torch.distributed as dist
 
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.checkpoint.huggingface import directory as huggingface
+from grpo_mega.checkpoint.integrity import main_says
 from grpo_mega.config.load import identity, to_yaml
 from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.data import Data
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.observe.console import columns_of
 from grpo_mega.observe.heartbeat import Heartbeat
 from grpo_mega.observe.logs import setup_rank_logging
 from grpo_mega.observe.recorder import Recorder
-from grpo_mega.observe.run_dir import open_run_dir
+from grpo_mega.observe.run_dir import RunDir, open_run_dir
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform import Platform
 from grpo_mega.policy.policy import Policy
@@ -43,11 +45,12 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
     _check_origin(config.run.init_from)
     path = Path(config.run.root) / config.run.name
     main = dist.get_rank() == 0
-    run_dir = open_run_dir(path, to_yaml(config), identity=identity(config)) if main else None
-    dist.barrier()
+    run_dir = _opened(path, config)
     setup_rank_logging(path, dist.get_rank())
-    topology = join_layout(config.layout, config.run.seed)
-    recorder = Recorder(config.run, path, main)
+    for warning in data.warnings if main else ():
+        logging.getLogger(__name__).warning(warning)
+    topology = join_layout(config.layout, config.run.seed, config.cluster.timeout_seconds)
+    recorder = Recorder(config.run, path, main, columns_of(config))
     timer = PhaseTimer(Heartbeat())
     decode, vocabulary = partial(_text, data.tokenizer), _vocabulary(config.model, data.tokenizer)
     sglang: SGLangEngine | None = None
@@ -80,6 +83,30 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
         recorder.close()
         if run_dir:
             run_dir.close()
+
+
+def _opened(path: Path, config: Config) -> RunDir | None:
+    """The run directory, on the main rank.
+
+    Raises:
+        ValueError: It cannot be used for this run.
+        RuntimeError: The disk failed. Both are raised on every rank: none waits for another.
+    """
+    opened: list[RunDir] = []
+
+    def refused() -> tuple[type[Exception], str] | None:
+        try:
+            opened.append(open_run_dir(path, to_yaml(config), identity=identity(config)))
+        except ValueError as error:
+            return ValueError, str(error)
+        except OSError as error:
+            return RuntimeError, f"{path}: {error}"
+        return None
+
+    if problem := main_says(refused):
+        kind, words = problem
+        raise kind(words)
+    return opened[0] if opened else None
 
 
 def _vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> int:

@@ -21,7 +21,10 @@ def plan(config: Config) -> dict[str, Any]:
     """
     cluster, layout = config.cluster, config.layout
     gpus = cluster.nodes * cluster.gpus_per_node if cluster.nodes else fewest_processes(layout)
-    check_layout(config, gpus)
+    counted = (
+        f"cluster.nodes={cluster.nodes} * cluster.gpus_per_node={cluster.gpus_per_node} =" if cluster.nodes else ""
+    )
+    check_layout(config, gpus, counted or "the number of GPUs")
     vocab_size = _vocabulary(config)
     stages = take_stock(config.model, layout, vocab_size, gpus)
     parameters, ahead = total(stages)

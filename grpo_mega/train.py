@@ -17,6 +17,13 @@ import signal
 import sys
 import time
 import traceback
+from functools import partial
+from pathlib import Path
+
+from grpo_mega.config.help import answer
+
+if __name__ == "__main__":
+    answer(sys.argv[1:])  # now: to import torch takes seconds
 
 import hydra
 from hydra.errors import HydraException
@@ -24,16 +31,20 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega import platform
+from grpo_mega.config.inputs import check_inputs
 from grpo_mega.config.load import config_dir, explained, load
 from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import Config
 from grpo_mega.data import build_data
 from grpo_mega.observe.heartbeat import mark_failed, mark_refused
+from grpo_mega.platform.orphans import end_with_launcher
 from grpo_mega.platform.stop import SIGNALS, Stopped
 from grpo_mega.reward.compose import build_reward
+from grpo_mega.reward.truths import why_unreachable
+from grpo_mega.rollout.sglang_release import check_installed
 
 FAILED = 1
-"""Exit code after an unexpected error, whose traceback every rank prints."""
+"""Exit code after an unexpected error, or when something called sys.exit; every rank prints the traceback."""
 BAD_INPUT = 2
 """Exit code when the configuration, the data or the run directory cannot be used."""
 STOPPED = 75
@@ -52,6 +63,8 @@ def main(raw: DictConfig) -> None:
     try:
         config = load(raw)
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+        check_installed(config.rollout)
+        check_inputs(config)
         train(config)
     except (ValueError, FileNotFoundError, OmegaConfBaseException) as error:
         _refuse(f"error: {error}")
@@ -62,30 +75,43 @@ def main(raw: DictConfig) -> None:
         )
     except Stopped as stopped:
         _leave(str(stopped), STOPPED)
-    except Exception:
+    except (Exception, SystemExit) as error:  # whoever calls sys.exit in a rank, the run is not completed
         mark_failed()
         logging.getLogger("uncaught").critical("this rank ends", exc_info=True)
         traceback.print_exc()
-        _leave("failed; the same command continues at the newest checkpoint", FAILED)
+        _leave(str(error) if isinstance(error, FailedInStep) else "failed before the first step", FAILED)
+
+
+class FailedInStep(Exception):
+    """Training had begun; the message says where it failed, and what the same command will do."""
+
+    def __init__(self, place: str, newest: Path | None) -> None:
+        after = (
+            f"; the same command continues at the newest checkpoint, {newest}" if newest else ", nothing is saved yet"
+        )
+        super().__init__(f"failed {place}{after}")
 
 
 def train(config: Config) -> None:
     """Runs one experiment to its end."""
-    data, reward = build_data(config), build_reward(config.reward)
+    data = build_data(config, partial(why_unreachable, config.reward.terms))
+    reward = build_reward(config.reward, config.run.seed)
     for number in SIGNALS:  # until the trainer takes them over, there is nothing to save
         signal.signal(number, lambda *_: _leave("stopped before the first step", STOPPED))
     here = platform.start()
     check_backend(config, here.backend)
-    platform.join_processes(here)
+    platform.join_processes(here, config.cluster.timeout_seconds)
     # Megatron may only be imported now that the platform is prepared.
     from grpo_mega.assemble import assemble
 
     with assemble(config, here, data, reward) as trainer:
         try:
             trainer.run()
-        except (ValueError, FileNotFoundError) as error:
+        except Stopped:
+            raise
+        except (Exception, SystemExit) as error:
             # The input was accepted on every rank; what goes wrong now may be seen by one of them alone.
-            raise RuntimeError(f"in step {trainer.step + 1}: {error}") from error
+            raise FailedInStep(trainer.place(), trainer.newest) from error
 
 
 def _refuse(message: str) -> None:
@@ -119,12 +145,13 @@ def _leave(message: str, code: int) -> None:
 
 def run() -> None:
     """Reports what hydra refuses as everything else is reported."""
+    end_with_launcher()
     faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, and goes on
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, do not print
     try:
         main()
-    except HydraException as error:
-        _refuse(f"error: {explained(error)}")
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # a ValueError of hydra's own, too
+        _refuse(f"error: {explained(error, sys.argv[1:])}")
     _end()
 
 

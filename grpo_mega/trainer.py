@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -13,7 +12,8 @@ from typing import Any
 
 import torch
 
-from grpo_mega.algorithm.advantage import group_advantages
+from grpo_mega.algorithm.advantage import group_advantages, has_signal
+from grpo_mega.algorithm.mini_batches import Share, deal
 from grpo_mega.algorithm.mismatch import rollout_mismatch
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.checkpoint import checkpoint, random_state, step_in_progress, unfinished
@@ -73,7 +73,7 @@ class Trainer:
         self.timer = timer
         self.first_sampling = SamplingParams(
             max_new_tokens=config.rollout.max_new_tokens,
-            stop_ids=tuple(data.tokenizer.token_id(token) for token in config.rollout.stop),
+            stop_ids=data.stop_ids,
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
             top_k=config.rollout.top_k,
@@ -150,10 +150,11 @@ class Trainer:
                 self.in_progress = self.experience()
         now = self.in_progress
         metrics = rollout_metrics(now.groups, self.config.reward.success)
+        metrics["rollout/groups_with_signal"] = average(has_signal(group.rewards) for group in now.groups)
         if now.batch is None:
             return metrics | now.mismatch, now.groups
         with self.timer("update"):
-            for mini_batch in islice(self.mini_batches(now.batch), len(now.updates), None):
+            for mini_batch in islice(self.mini_batches(now), len(now.updates), None):
                 if now.updates:
                     self.obey()
                 self.timer.go_on()
@@ -186,7 +187,7 @@ class Trainer:
                 step.mismatch = self.mismatch(batch, self.policy.logprobs(batch, self.config.rollout.temperature))
         self.obey()
         self.tokens["generated"] += sum(len(s.token_ids) for s in samples)
-        self.watch_signal(step.batch)
+        self.watch_signal(groups)
         return step
 
     def with_logprobs(self, batch: Batch) -> Batch:
@@ -226,7 +227,7 @@ class Trainer:
     def place(self) -> str:
         """Where the run stands, in words."""
         if self.in_progress:
-            of = self.config.algorithm.epochs * self.parts(self.in_progress.batch)
+            of = len(self.shares(self.in_progress.groups))
             return f"in step {self.step + 1} after {len(self.in_progress.updates)} of {of} updates"
         if self.step >= self.config.run.steps:
             return f"after step {self.step}, before the result was measured"
@@ -247,38 +248,50 @@ class Trainer:
         """Total reward and terms of every sample; each sample is scored by one rank alone, for all."""
         return self.policy.topology.spread_over_ranks(samples, lambda mine: self.reward.score(list(mine)))
 
-    def make_batch(self, groups: list[Group]) -> Batch | None:
-        """Packs the groups that carry a signal, with their advantages; None when there is none.
+    def chosen(self, groups: Sequence[Group]) -> tuple[list[int], list[int]]:
+        """Numbers of the samples that updates compute, and of those that count in their denominators.
 
-        A group whose rewards are all equal has advantage 0 everywhere: it is dropped, so that exactly nothing, not
-        even the KL term, moves the policy because of it.
+        A group without signal has advantage 0 everywhere. By equation 3 its samples count all the same, and the KL
+        term, like an entropy bonus, moves them; where there is neither they have no gradient and need no computation.
         """
-        samples: list[Sample] = []
-        advantages: list[torch.Tensor] = []
-        for group in groups:
-            advantage = group_advantages(torch.tensor(group.rewards), self.config.algorithm.advantage_std)
-            if advantage.any():
-                samples += group.samples
-                advantages.append(advantage)
-        if not samples:
+        algorithm = self.config.algorithm
+        signal = [has_signal(group.rewards) for group in groups for _ in group.samples]
+        with_signal, everyone = [i for i, there in enumerate(signal) if there], list(range(len(signal)))
+        if algorithm.groups_without_signal == "drop":
+            return with_signal, with_signal
+        return (everyone if algorithm.kl_coef or algorithm.entropy_coef else with_signal), everyone
+
+    def make_batch(self, groups: Sequence[Group]) -> Batch | None:
+        """Packs the samples that updates compute, with their advantages; None when there is none."""
+        std = self.config.algorithm.advantage_std
+        advantages = [group_advantages(torch.tensor(g.rewards, dtype=torch.float64), std) for g in groups]
+        trained, _ = self.chosen(groups)
+        if not trained:
             return None
-        batch = pack(samples)
-        return batch.with_(advantage=torch.cat(advantages).repeat_interleave(batch.lengths) * batch.mask)
+        samples = [sample for group in groups for sample in group.samples]
+        batch = pack([samples[i] for i in trained])
+        advantage = torch.cat(advantages)[trained].repeat_interleave(batch.lengths)
+        return batch.with_(advantage=advantage * batch.mask)
 
-    def mini_batches(self, batch: Batch) -> Iterator[Batch]:
-        """The batch cut into `mini_batches` parts, `epochs` times, each with its weights over the whole part."""
-        algorithm, longest = self.config.algorithm, self.sampling(self.step).max_new_tokens
-        for epoch in range(algorithm.epochs):
-            order = list(range(len(batch.lengths)))
-            random.Random(f"{self.config.run.seed}/mini-batches/{self.step}/{epoch}").shuffle(order)
-            for part in range(self.parts(batch)):
-                chosen = batch.select(sorted(order[part :: algorithm.mini_batches]))
-                weight = token_weights(chosen.mask, chosen.cu_seqlens, algorithm.aggregation, longest)
-                yield chosen.with_(weight=weight)
+    def shares(self, groups: Sequence[Group]) -> list[Share]:
+        """The samples of every mini-batch of a step, epoch after epoch; the same whenever it is asked for."""
+        algorithm = self.config.algorithm
+        trained, counted = self.chosen(groups)
+        seeds = [f"{self.config.run.seed}/mini-batches/{self.step}/{epoch}" for epoch in range(algorithm.epochs)]
+        return [share for seed in seeds for share in deal(counted, trained, algorithm.mini_batches, seed)]
 
-    def parts(self, batch: Batch | None) -> int:
-        """How many mini-batches an epoch has; none is empty."""
-        return min(self.config.algorithm.mini_batches, len(batch.lengths) if batch else 0)
+    def mini_batches(self, step: StepInProgress) -> Iterator[Batch]:
+        """The batch of the step cut into the updates, each with its weights over all samples that count in it."""
+        batch, longest = step.batch, self.sampling(self.step).max_new_tokens
+        if batch is None:
+            return
+        place = {sample: i for i, sample in enumerate(self.chosen(step.groups)[0])}
+        tokens = [len(sample.token_ids) for group in step.groups for sample in group.samples]
+        for share in self.shares(step.groups):
+            part = batch.select([place[i] for i in share.trained])
+            left_out = [tokens[i] for i in share.left_out]
+            weight = token_weights(part.mask, part.cu_seqlens, self.config.algorithm.aggregation, longest, left_out)
+            yield part.with_(weight=weight)
 
     def update(self, mini_batch: Batch) -> Gradients:
         """One optimizer update on the GRPO objective."""
@@ -341,13 +354,14 @@ class Trainer:
         self.mismatch_watched = True
         return _named("mismatch", mismatch)
 
-    def watch_signal(self, batch: Batch | None) -> None:
+    def watch_signal(self, groups: Sequence[Group]) -> None:
         """Warns when step after step no group had two different rewards: nothing is being learned."""
-        self.steps_without_signal = 0 if batch is not None else self.steps_without_signal + 1
+        signal = any(has_signal(group.rewards) for group in groups)
+        self.steps_without_signal = 0 if signal else self.steps_without_signal + 1
         if self.steps_without_signal == PATIENCE:
             logger.warning(
-                "no group had two different rewards for %d steps, so nothing was trained: the problems are too hard or "
-                "too easy for the policy, or the answer format was never sampled; look at samples/",
+                "no group had two different rewards for %d steps, so nothing was learned from them: the problems are "
+                "too hard or too easy for the policy, or the answer format was never sampled; look at samples/",
                 PATIENCE,
             )
 

@@ -1,6 +1,7 @@
 """What flows through one GRPO iteration: Prompt -> Sample -> Group -> Batch.
 
-Everything here is plain data; the rooms agree on these types and on nothing else.
+Everything here is plain data; the rooms agree on these types and on nothing else. torch is imported where tensors are
+made and not before: processes that only read samples, as those of user rewards do, start without it.
 
 Shape letters used in the project: T packed tokens, N sequences, G samples per prompt, V vocabulary, H hidden size.
 """
@@ -9,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class Batch:
 
     def select(self, sequences: list[int]) -> Batch:
         """The batch that holds only these sequences, in this order."""
+        import torch
+
         starts = self.cu_seqlens.tolist()
         rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in sequences]) if sequences else torch.arange(0)
         lengths = torch.tensor([0, *(starts[i + 1] - starts[i] for i in sequences)])
@@ -141,6 +145,8 @@ class Batch:
 
 def pack_tokens(sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> Batch:
     """Packs token sequences; in each, the tokens from its start on are masked in. All other vectors are zero."""
+    import torch
+
     lengths = torch.tensor([0, *map(len, sequences)])
     tokens = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64)
     cu_seqlens = lengths.cumsum(0)
@@ -153,6 +159,8 @@ def pack_tokens(sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> Ba
 
 def pack(samples: Sequence[Sample]) -> Batch:
     """Packs samples: completions are masked in and carry their rollout log-probs; prompts may be shared."""
+    import torch
+
     lengths = [len(s.prompt.token_ids) for s in samples]
     batch = pack_tokens([s.prompt.token_ids + s.token_ids for s in samples], lengths)
     rollout = torch.zeros(len(batch.tokens))
@@ -165,6 +173,8 @@ def pack(samples: Sequence[Sample]) -> Batch:
 
 def _packed_experts(samples: Sequence[Sample], batch: Batch) -> torch.Tensor | None:
     """The experts of all tokens. A prompt's are those of its first sample: it may be computed once for all of them."""
+    import torch
+
     known = [s.experts for s in samples if s.experts is not None]
     if not known:
         return None

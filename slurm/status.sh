@@ -8,8 +8,26 @@ if [[ $run =~ ^[0-9]+$ ]]; then
     [[ -n $run ]] || { echo "error: Slurm knows no job $1 any more, or it was not submitted by a script of slurm/;" \
         "name the run directory: slurm/status.sh runs/NAME" >&2 && exit 2; }
 fi
-[[ -f $run/slurm/status ]] || { echo "error: $run has no slurm/status: name a job or a run directory in which a job" \
-    "has started" >&2 && exit 2; }
+[[ -z $run ]] || run=$(realpath -m "$run")
+
+# Jobs of this run that wait, why, and when Slurm expects them to start.
+waiting() {
+    local id why start comment latest
+    latest=$(basename "$(readlink -f "$run/slurm/latest")")
+    squeue --noheader --states=PENDING --format='%i|%r|%S|%k' 2>/dev/null | while IFS='|' read -r id why start comment; do
+        [[ $comment == "$run" && job-$id != "$latest" ]] || continue
+        [[ $start != N/A ]] || start="unknown yet"
+        echo "job $id is in the queue: $why; its start, as Slurm estimates it: $start"
+    done
+}
+
+waits=$(waiting)
+[[ -z $waits ]] || echo "$waits"
+if [[ ! -f $run/slurm/status ]]; then
+    [[ -z $waits ]] || exit 0
+    echo "error: ${run:-nothing} has no slurm/status, and no job of it waits: name a job or a run directory of one" >&2
+    exit 2
+fi
 
 job=$(readlink -f "$run/slurm/latest")
 attempt=$(find "$job" -maxdepth 1 -name 'restart-*-attempt-*' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2)

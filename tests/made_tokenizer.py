@@ -13,12 +13,13 @@ ASKING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 SPECIAL = ["<bos>", "<|im_start|>", "<|im_end|>"]
 
 
-def write_tokenizer(folder: Path, with_bos: bool, chat: bool = True) -> Path:
-    """A byte-level BPE tokenizer, as Qwen (no first token) and DeepSeek have."""
-    made = Tokenizer(models.BPE())
+def write_tokenizer(folder: Path, with_bos: bool, chat: bool = True, unigram: bool = False) -> Path:
+    """A byte-level BPE tokenizer, as Qwen (no first token) and DeepSeek have, or a unigram model."""
+    made = Tokenizer(models.Unigram() if unigram else models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.UnigramTrainer if unigram else trainers.BpeTrainer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(TEXT, trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=SPECIAL))
+    made.train_from_iterator(TEXT, trainer(initial_alphabet=alphabet, special_tokens=SPECIAL))
     if with_bos:
         made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
     fast = PreTrainedTokenizerFast(

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from limits import limit
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -25,7 +27,7 @@ def free_port() -> int:
 
 
 def run_ranks(script: Path, world_size: int, arguments: list[str], timeout: float = 900) -> list[str]:
-    """Runs `script` on `world_size` ranks and returns what each printed.
+    """Runs `script` on `world_size` ranks and returns what each printed, within `limit(timeout)` seconds.
 
     Raises:
         AssertionError: A rank failed or the job hung; carries the output of the ranks. All ranks are ended.
@@ -50,7 +52,7 @@ def run_ranks(script: Path, world_size: int, arguments: list[str], timeout: floa
         for rank in range(world_size)
     ]
     try:
-        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=limit(timeout))[0] for rank in ranks]
     finally:
         for rank in ranks:
             if rank.poll() is None:

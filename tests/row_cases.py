@@ -26,6 +26,10 @@ OPTIONS = {
     "k1": GRPOLoss(kl="k1", kl_coef=0.1),
     "k2": GRPOLoss(kl="k2", kl_coef=0.1, entropy_coef=-0.02),
     "cispo": GRPOLoss(kind="cispo", clip_low=0.9, clip_high=0.5, kl_coef=0.02),
+    "wide bounds": GRPOLoss(clip_low=10.0, clip_high=10.0),
+    "no bounds": GRPOLoss(clip_low=1.0, clip_high=INF),
+    "cispo, no bound below": GRPOLoss(kind="cispo", clip_low=1.0, clip_high=0.5),
+    "cispo, no bounds": GRPOLoss(kind="cispo", clip_low=INF, clip_high=INF),
 }
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernel_check import LOSSES, LossFunction, check_losses, own_loss
 from kernel_contenders import RIVALS, Contender, Problem, Result, options, own
 from torch import Tensor
 
@@ -94,7 +95,7 @@ def main() -> int:
         print("No GPU here: small sizes on the CPU, which say nothing about a GPU.")
     ours = [contender for backend in backends for contender in own(backend)]
     if chosen.check:
-        return check(ours, device)
+        return check(ours, {f"grpo_kernels, {backend}": own_loss(backend) for backend in backends}, device)
     missing = sorted({c.library for c in RIVALS if not installed(c.library)})
     print(f"not installed: {', '.join(missing) or 'nothing'}")
     triton_runs = device.type == "cuda" or interpreted()
@@ -396,8 +397,8 @@ def format_traps(traps: dict[str, dict[str, str]]) -> str:
 # ------------------------------------------------------------------------------------------------ --check
 
 
-def check(ours: list[Contender], device: torch.device) -> int:
-    """0 when every kernel of this project is right on every trap and on a linear problem."""
+def check(ours: list[Contender], losses: dict[str, LossFunction], device: torch.device) -> int:
+    """0 when every kernel of this project is right on every trap, on a linear problem and in every setting."""
     traps = table_of_traps(ours, device)
     print(format_traps(traps))
     bad = [
@@ -409,6 +410,8 @@ def check(ours: list[Contender], device: torch.device) -> int:
             for contender in ours:
                 if contender.operation.startswith("linear") == (len(shape) == 3):
                     bad += wrong(contender, problem)
+    bad += check_losses(losses, device)
+    print(f"{len(LOSSES)} settings of the loss compared with float64: {'; '.join(LOSSES)}")
     print("\n".join(f"WRONG  {line}" for line in bad) or "all right")
     return 1 if bad else 0
 

@@ -73,9 +73,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     here = platform.start()
     platform.join_processes(here)
-    config = compose_config(SHAPE + options.overrides)
-    check_layout(config, dist.get_world_size())
-    check_backend(config, dist.get_backend())
+    try:
+        config = compose_config(SHAPE + options.overrides)
+        check_layout(config, dist.get_world_size())
+        check_backend(config, dist.get_backend())
+    except ValueError as error:
+        platform.refuse(f"error: {error}")
     steps = measure(config, here, options)
     result = summarize(config, steps, here)
     if dist.get_rank() == 0:
@@ -106,7 +109,7 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     for _ in range(options.warmup + options.steps):
         before = trainer.tokens["trained"]
         trainer.train_step()
-        trainer.step += 1
+        trainer.end_step()
         phases = {name: list(spent) for name, spent in timer.step_seconds().items()}
         everyone: list = [None] * topology.world_size
         dist.all_gather_object(everyone, {name: cpu for name, (_, cpu) in phases.items()})

@@ -17,13 +17,14 @@ server argument ep_size), in bf16 and what `rollout.sglang.fp8` makes of it.
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 import time
 from dataclasses import replace
 
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config
+from grpo_mega.config.rules import check_backend, check_layout
 
 GIB = 2**30
 EXPERT_RANKS = (1, 8, 16, 32, 64)
@@ -67,7 +68,12 @@ def bench(overrides: list[str]) -> None:
     from grpo_mega.policy.topology import join_layout, leave_layout
     from grpo_mega.rollout.sglang_arguments import own_experts
 
-    config = compose_config(overrides)
+    try:
+        config = compose_config(overrides)
+        check_layout(config, dist.get_world_size())
+        check_backend(config, dist.get_backend())
+    except ValueError as error:
+        platform.refuse(f"error: {error}")
     vocab_size = build_data(config).tokenizer.vocab_size
     policy = Policy(config.model, config.layout, vocab_size, join_layout(config.layout, config.run.seed), here)
     policy.initialize(config.run.seed)
@@ -96,5 +102,16 @@ def _line(traffic: object, largest: int, peak: int) -> str:
     )
 
 
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", action="store_true", help="print the plan for 671B parameters, run nothing")
+    parser.add_argument(
+        "overrides", nargs="*", help="configuration overrides, such as experiment=tiny_sglang layout=ep2"
+    )
+    options = parser.parse_args()
+    plan() if options.plan else bench(options.overrides)
+
+
 if __name__ == "__main__":
-    plan() if sys.argv[1:] == ["--plan"] else bench(sys.argv[1:])
+    main()

@@ -24,9 +24,6 @@ from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is built here must not land on a GPU
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config
 
@@ -131,8 +128,8 @@ def main(arguments: list[str]) -> int:
     experiment = options.experiment.removeprefix("experiment=")
     try:
         found = plan(compose_config([f"experiment={experiment}", *options.overrides]))
-    except (ValueError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {str(error).partition('Config search path')[0].strip()}", file=sys.stderr)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     print(json.dumps(found)) if options.json else show(found)
     turns = [found["fits"], found["engine"] and found["engine"]["fits"]]

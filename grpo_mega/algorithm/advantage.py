@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-STD_EPSILON = 1e-6
-"""Added to the standard deviation. Far below any difference between rewards that means something, far above rounding:
-rewards that differ only in their last bits must not turn into advantages of size one."""
+ROUNDING = 1e-6
+"""Rewards whose spread is no more than this part of the largest of them are equal: a few units in the last place of
+float32, in which many a reward is computed. Divided by their standard deviation they would become advantages of size
+one."""
+
+
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Whether the rewards of a group, finite numbers, differ by more than `ROUNDING` of the largest size among them."""
+    low, high = min(rewards), max(rewards)
+    return high - low > ROUNDING * max(abs(low), abs(high))
 
 
 def group_advantages(rewards: Tensor, std: str) -> Tensor:
-    """Group-relative advantages of one prompt's samples: (reward - mean) / (standard deviation + epsilon).
+    """Group-relative advantages of one prompt's samples: (reward - mean) / standard deviation.
 
     DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision; with `std="none"` the centred rewards of
-    Dr. GRPO (arXiv 2503.20783). Rewards that are all equal give exactly 0, so such a group updates nothing.
+    Dr. GRPO (arXiv 2503.20783).
+
+    A group without signal (see `has_signal`) has advantages of exactly 0. Otherwise nothing is added to the standard
+    deviation, so advantages do not change when all rewards are multiplied by a positive number (with "none" they are
+    multiplied as well) or shifted by one that leaves their differences above rounding.
 
     Args:
         rewards: [G] total rewards of one group, G at least 2.
@@ -32,9 +45,11 @@ def group_advantages(rewards: Tensor, std: str) -> Tensor:
         raise ValueError(f"rewards have shape {list(rewards.shape)}; a group is a vector of at least 2 (group_size)")
     if not rewards.float().isfinite().all():
         raise ValueError(f"rewards {rewards.tolist()} are not all finite in float32; check the reward functions")
-    if (rewards == rewards[0]).all():  # the mean of equal numbers need not round back to them
+    if not has_signal(rewards.tolist()):
         return torch.zeros_like(rewards, dtype=torch.float32)
-    centred = rewards.double() - rewards.double().mean()
+    size = rewards.double().abs().max()
+    scaled = rewards.double() / size  # of which no square over- or underflows
+    centred = scaled - scaled.mean()
     if std == "none":
-        return centred.float()
-    return (centred / (centred.std(correction=1 if std == "sample" else 0) + STD_EPSILON)).float()
+        return (centred * size).float()
+    return (centred / centred.std(correction=1 if std == "sample" else 0)).float()

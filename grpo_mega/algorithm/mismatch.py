@@ -20,7 +20,7 @@ def rollout_mismatch(logprob: Tensor, rollout_logprob: Tensor) -> dict[str, floa
     Returns:
         With d = logprob - rollout_logprob and w = exp(d): "mean_abs", "max_abs", "p50_abs", "p90_abs" and "p99_abs"
         (nearest rank) of |d|, "mean_ratio" of w, and "effective_sample_size" = (sum w)^2 / (n * sum w^2), 1 when the
-        two agree. Empty when n is 0.
+        two agree and 1 / n when one token outweighs all others, however far apart they are. Empty when n is 0.
 
     Raises:
         ValueError: The arguments are not vectors of one length.
@@ -38,9 +38,17 @@ def rollout_mismatch(logprob: Tensor, rollout_logprob: Tensor) -> dict[str, floa
         "max_abs": distance.max(),
         **{f"p{p}_abs": _percentile(distance, p) for p in (50, 90, 99)},
         "mean_ratio": ratio.mean(),
-        "effective_sample_size": ratio.sum().square() / (n * ratio.square().sum()),
+        "effective_sample_size": _effective_sample_size(difference),
     }
     return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+
+
+def _effective_sample_size(log_ratio: Tensor) -> Tensor:
+    """(sum w)^2 / (n * sum w^2) of w = exp(log_ratio), with all w divided by the largest: that changes nothing, and no
+    overflow of w, or of its square, makes it NaN."""
+    relative = (log_ratio - log_ratio.max()).exp()
+    ratio = torch.where(log_ratio == torch.inf, 1.0, relative)
+    return ratio.sum().square() / (len(ratio) * ratio.square().sum())
 
 
 def _percentile(values: Tensor, percent: int) -> Tensor:

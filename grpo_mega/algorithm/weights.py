@@ -6,15 +6,19 @@ is then cut into micro-batches, packed or spread over ranks cannot change the lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
-def token_weights(mask: Tensor, cu_seqlens: Tensor, aggregation: str, constant_length: int) -> Tensor:
+def token_weights(
+    mask: Tensor, cu_seqlens: Tensor, aggregation: str, constant_length: int, left_out: Sequence[int] = ()
+) -> Tensor:
     """Weights that turn per-token losses of the global batch into one number by a plain sum.
 
     With n the number of sequences that have a masked-in token (the others count for nothing) and |o| the number of
-    such tokens in a sequence, the denominator of a masked-in token is
+    such tokens in a sequence, those left out included, the denominator of a masked-in token is
 
     - "sequence_mean": n * |o|, mean over sequences of the mean over tokens (DeepSeekMath, equation 3);
     - "token_mean": the sum of all |o| (DAPO, arXiv 2503.14476, equation 8);
@@ -25,6 +29,8 @@ def token_weights(mask: Tensor, cu_seqlens: Tensor, aggregation: str, constant_l
         cu_seqlens: [N + 1] integers, start of every sequence, and T.
         aggregation: One of the three names above.
         constant_length: Tokens every sequence is divided by; read by "constant" only.
+        left_out: |o| of sequences that count in n and in the sum of all |o| although they are not in the batch, because
+            their losses have no gradient. The weights here are the same as if they were in it.
 
     Returns:
         [T] float32; all zeros when nothing is masked in.
@@ -35,11 +41,11 @@ def token_weights(mask: Tensor, cu_seqlens: Tensor, aggregation: str, constant_l
     """
     sequence = _sequence_of_token(mask, cu_seqlens)
     tokens = torch.zeros(len(cu_seqlens) - 1, dtype=torch.int64, device=mask.device).index_add(0, sequence, mask.long())
-    sequences = (tokens > 0).sum()
+    sequences = (tokens > 0).sum() + sum(length > 0 for length in left_out)
     if aggregation == "sequence_mean":
         denominator = sequences * tokens[sequence]
     elif aggregation == "token_mean":
-        denominator = tokens.sum()
+        denominator = tokens.sum() + sum(left_out)
     elif aggregation == "constant":
         if constant_length < 1:
             raise ValueError(f"constant_length is {constant_length}; use the longest completion, max_new_tokens")

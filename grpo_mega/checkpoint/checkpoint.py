@@ -22,14 +22,15 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_mega.checkpoint import random_state, step_in_progress
-from grpo_mega.checkpoint.integrity import MANIFEST, damage, if_all_can, main_says, seal
+from grpo_mega.checkpoint import random_state, reading, step_in_progress
+from grpo_mega.checkpoint.integrity import MANIFEST, damage, if_all_can, main_says, seal, vouched
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
-from grpo_mega.checkpoint.writers import start_results_queue
+from grpo_mega.checkpoint.writers import ForkedQueue, finalized, start_results_queue, summing, waiting_on_hosts
 from grpo_mega.observe.files import sync_folder, write_atomic
+from grpo_mega.platform.orphans import forks_end_with_us
 from grpo_mega.platform.stop import shielded_children
 from grpo_mega.policy.policy import Policy
 from grpo_mega.policy.reference import ReferencePolicy
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 STATE = "state.json"
+NEEDED = (STATE, *(f"weights/{name}" for name in reading.NEEDED))
+"""What the manifest of every checkpoint names."""
 SECONDS_TO_MAKE_ROOM = 10
 """How long other ranks wait for the main rank to remove what was written of a checkpoint that failed."""
 NAME = re.compile(r"step-(\d+)(?:-updates-(\d+))?")
@@ -77,36 +80,40 @@ class Saving:
         self.is_main = policy.topology.is_main
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._writers = AsyncCallsQueue()
-        with self._nothing_left_on_failure(), shielded_children():
+        self._sums = ForkedQueue()
+        with self._nothing_left_on_failure(), shielded_children(), forks_end_with_us():
             start_results_queue()
             if_all_can(lambda: _begin(self._temporary, state, reference, rest) if self.is_main else None)
             if_all_can(lambda: random_state.save(self._temporary))
             if reference:
                 with reference.in_place():
-                    dist_checkpointing.save(
-                        _model(policy), str(self._temporary / "reference"), content_metadata=METADATA
-                    )
+                    waiting_on_hosts(self._written(_model(policy), "reference")).execute_sync()
             weights = _weights(policy, is_loading=False)
             _take_hollow(weights)
             # What only the main rank writes may fail on it alone. It then leaves, and the others with it: their
             # connection to it breaks. What any rank writes is checked by Megatron, on all of them.
-            written = dist_checkpointing.save(
-                weights, str(self._temporary / "weights"), async_sharded_save=True, content_metadata=METADATA
-            )
+            written = self._written(weights, "weights")
             if background:
                 self._writers.schedule_async_request(written)
             else:
-                written.execute_sync()
+                waiting_on_hosts(written).execute_sync()
 
     def finish(self, wait: bool = True) -> bool:
         """Seals the checkpoint and gives it its name; False when files are still being written and `wait` is false."""
         with self._nothing_left_on_failure():
-            self._writers.maybe_finalize_async_calls(blocking=wait)
-            if self._writers.get_num_unfinalized_calls():
+            if not finalized(self._writers, wait):
                 return False
-            seal(self._temporary)
+            sums = {f"{part}/{name}": s for part, found in self._sums.all() for name, s in found.items()}
+            seal(self._temporary, sums)
+            self._sums.close()
             if_all_can(lambda: _rename(self._temporary, self.path) if self.is_main else None)
             return True
+
+    def _written(self, state: dict[str, Any], part: str) -> AsyncRequest:
+        """What writes this rank's share of a state into a folder of the checkpoint, and its checksums into `_sums`."""
+        folder = self._temporary / part
+        request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, content_metadata=METADATA)
+        return summing(request, folder, self._sums)
 
     @contextmanager
     def _nothing_left_on_failure(self) -> Iterator[None]:
@@ -162,25 +169,28 @@ def _cause(error: BaseException, path: Path) -> str:
 def load(path: Path, policy: Policy, reference: ReferencePolicy | None = None) -> dict[str, Any]:
     """Reads a checkpoint into policy, optimizer (when the policy has one) and reference; returns its state.
 
+    Only files are read that its manifest names, and nothing in them is executed.
+
     Raises:
         FileNotFoundError: There is no checkpoint at `path`.
-        ValueError: It holds no reference policy although one is wanted.
+        ValueError: It holds no reference policy although one is wanted, or something that would be executed.
     """
     if not (path / STATE).is_file():
         raise FileNotFoundError(f"{path} holds no checkpoint (no {STATE})")
+    files = vouched(path)
     wanted = _weights(policy, is_loading=True)
     hollow = _take_hollow(wanted)
-    loaded = dist_checkpointing.load(wanted, str(path / "weights"))
+    loaded = reading.load_sharded(wanted, path, "weights", files)
     _put_back(loaded, hollow)
     policy.gpt.load_state_dict(loaded["model"], strict=True)
     if policy.optimizer is not None:
         with torch.no_grad():
             policy.optimizer.load_state_dict(loaded["optimizer"])
     if reference:
-        if not (path / "reference").is_dir():
+        if f"reference/{reading.INDEX}" not in files:
             raise ValueError(f"{path} holds no reference policy; it was saved with algorithm.kl_coef=0")
         with reference.in_place():
-            loaded = dist_checkpointing.load(_model(policy), str(path / "reference"))
+            loaded = reading.load_sharded(_model(policy), path, "reference", files)
             policy.gpt.load_state_dict(loaded["model"], strict=True)
     return json.loads((path / STATE).read_text())
 
@@ -193,7 +203,7 @@ def load_weights(path: Path, policy: Policy) -> dict[str, Any]:
         ValueError: The checkpoint is damaged.
     """
     assert policy.optimizer is None, "an optimizer made before would keep the old master weights"
-    if problem := damage(path) if main_says((path / STATE).is_file) else None:
+    if problem := damage(path, NEEDED) if main_says((path / STATE).is_file) else None:
         raise ValueError(f"the checkpoint {path} is damaged: {problem}; delete it or name another one")
     return load(path, policy)
 
@@ -208,7 +218,8 @@ def newest_whole(folder: Path) -> Path | None:
     """
     damaged: dict[Path, str] = {}
     for path in reversed(main_says(lambda: _by_step(folder))):
-        problem = damage(path)
+        rest = (step_in_progress.FILE,) if _place(path)[1] >= 0 else ()
+        problem = damage(path, NEEDED + rest)
         if problem is None:
             for other, why in damaged.items():
                 logger.warning("the checkpoint %s is damaged (%s); using %s instead", other, why, path)

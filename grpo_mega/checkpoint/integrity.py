@@ -1,7 +1,10 @@
 """Checksums of a checkpoint's files: what was written is what is read, or it is not used.
 
-The files are shared out over the ranks, so that a large checkpoint is read by all of them at once. Which files there
-are is the main rank's to say: on a shared file system the others may see an older state.
+The manifest vouches for what it names, and nothing else is read: a file that was put beside the others is as if it were
+not there. It is no signature: whoever can write the folder can write the manifest.
+
+Files whose checksums nobody knows yet are shared out over the ranks. Which files there are is the main rank's to say:
+on a shared file system the others may see an older state.
 """
 
 from __future__ import annotations
@@ -9,32 +12,58 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
+from datetime import timedelta
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from grpo_mega.observe.files import write_atomic
 
 Answer = TypeVar("Answer")
+Sums = dict[str, tuple[int, str]]
+"""{name of a file: (bytes, SHA-256)}"""
 
 MANIFEST = "manifest.json"
 """{file: [bytes, SHA-256]} of every other file of the checkpoint."""
+PATIENCE = timedelta(hours=6)
+"""How long ranks wait for work on files: the main rank alone may write for minutes, and file systems stall. A rank that
+dies ends the wait at once."""
+_groups: dict[Any, Any] = {}
 
 
-def seal(path: Path) -> None:
-    """Writes the manifest of a checkpoint whose files are all written; every rank must call it."""
-    dist.barrier()  # all ranks have written theirs
-    names = main_says(lambda: sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()))
-    sums = _checksums(path, names)
-    if_all_can(lambda: write_atomic(path / MANIFEST, json.dumps(sums, indent=1)) if dist.get_rank() == 0 else None)
+def seal(path: Path, known: Sums | None = None) -> None:
+    """Writes the manifest of a checkpoint whose files are all written; every rank must call it.
+
+    `known` are the sums of files that this rank has taken already; they are not read again.
+    """
+    dist.barrier(host_group())  # all ranks have written theirs
+    seen = main_says(lambda: sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()))
+    sums = _from_all(known or {})
+    # A file that its writer summed belongs to the checkpoint although the main rank may not see it yet.
+    names = sorted({*seen, *sums})
+    sums |= _checksums(path, [name for name in names if name not in sums])
+
+    def write() -> None:
+        if lost := [name for name in names if name not in sums]:
+            raise FileNotFoundError(f"{path / lost[0]} was there, and no rank can read it")
+        if dist.get_rank() == 0:
+            write_atomic(path / MANIFEST, json.dumps({name: sums[name] for name in names}, indent=1))
+
+    if_all_can(write)
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None when it is whole; every rank must call it and gets the same answer."""
+def damage(path: Path, needed: tuple[str, ...] = ()) -> str | None:
+    """What is wrong with a checkpoint, or None when it is whole; every rank must call it and gets the same answer.
+
+    Whole is one whose files are what the manifest says, and whose manifest names at least those `needed`.
+    """
     sealed = main_says(lambda: _manifest(path))
     if isinstance(sealed, str):
         return sealed
+    for name in needed:
+        if name not in sealed:
+            return f"its {MANIFEST} does not name {name}"
     found = _checksums(path, sorted(sealed))
     for name, (size, digest) in sealed.items():
         if name not in found:
@@ -46,10 +75,22 @@ def damage(path: Path) -> str | None:
     return None
 
 
+def vouched(path: Path) -> set[str]:
+    """The names of the files that a checkpoint's manifest vouches for.
+
+    Raises:
+        ValueError: It has none that can be used.
+    """
+    sealed = _manifest(path)
+    if isinstance(sealed, str):
+        raise ValueError(f"the checkpoint {path} cannot be used: {sealed}")
+    return {*sealed}
+
+
 def main_says(ask: Callable[[], Answer]) -> Answer:
     """What `ask` answers on the main rank, on all ranks."""
     said = [ask() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(said, src=0)
+    dist.broadcast_object_list(said, src=0, group=host_group())
     return said[0]  # type: ignore[return-value]
 
 
@@ -65,33 +106,55 @@ def if_all_can(work: Callable[[], None]) -> None:
     except Exception as error:  # whatever it is, the others must hear of it
         mine = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
     everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, mine, group=host_group())
     if failed := [problem for problem in everyone if problem]:
         raise RuntimeError("; ".join(failed))
 
 
-def _manifest(path: Path) -> dict[str, list] | str:
+def host_group() -> Any:
+    """All ranks, over the network of their hosts: devices have nothing to do with files, and NCCL gives up soon."""
+    world = dist.group.WORLD
+    if world not in _groups:
+        _groups.clear()  # those of a job before, in the same process
+        _groups[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return _groups[world]
+
+
+def _manifest(path: Path) -> Sums | str:
     """The manifest, or what is wrong with it."""
     try:
-        return json.loads((path / MANIFEST).read_text())
+        sealed = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
         return f"it has no {MANIFEST}, so it was never finished"
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"its {MANIFEST} is not JSON: {error}"
+    if not isinstance(sealed, dict):
+        return f"its {MANIFEST} holds no object"
+    for name, said in sealed.items():
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            return f"its {MANIFEST} names {name}, which is no file of the checkpoint"
+        if not (isinstance(said, list) and [type(part) for part in said] == [int, str]):
+            return f"its {MANIFEST} says {json.dumps(said):.80} of {name} instead of [bytes, SHA-256]"
+    return {name: (size, digest) for name, (size, digest) in sealed.items()}
 
 
-def _checksums(path: Path, names: list[str]) -> dict[str, list]:
-    """{name: [bytes, SHA-256]} of those files that exist; each rank reads its share."""
-    mine = {name: _checksum(path / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: found for name, found in mine.items() if found})
+def _checksums(path: Path, names: list[str]) -> Sums:
+    """The sums of those files that exist; each rank reads its share."""
+    mine = {name: checksum(path / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
+    return _from_all({name: found for name, found in mine.items() if found})
+
+
+def _from_all(mine: Sums) -> Sums:
+    """Those of all ranks together."""
+    everyone: list[Sums] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine, group=host_group())
     return {name: found for share in everyone for name, found in share.items()}
 
 
-def _checksum(file: Path) -> list | None:
-    try:
-        with file.open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
-            return [content.tell(), digest]
-    except FileNotFoundError:
+def checksum(file: Path) -> tuple[int, str] | None:
+    """The bytes of a file and their SHA-256; None when there is no such file."""
+    if not file.is_file():  # a pipe or a device would be read for ever
         return None
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+        return content.tell(), digest

@@ -1,6 +1,7 @@
 """Every random number generator of every rank: saved with a checkpoint, restored where the layout is the same.
 
-Nothing in the product draws from them today, sampling noise is a function of counters; but dropout and user code may.
+Nothing in the product draws from them today, sampling noise is a function of counters; but dropout may. Reward
+functions of users have generators of their own, seeded for every call (`reward/user_worker.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from grpo_mega.checkpoint.integrity import vouched
+from grpo_mega.checkpoint.reading import load_tensors
+
 FOLDER = "random"
 
 
@@ -25,7 +29,8 @@ def save(checkpoint: Path) -> None:
 
 def load(checkpoint: Path, seed: int, step: int) -> None:
     """Restores this rank's generators; under another layout than the checkpoint's they are seeded anew."""
-    saved = torch.load(_file(checkpoint), map_location="cpu") if _file(checkpoint).exists() else None
+    file = _file(checkpoint)
+    saved = load_tensors(file) if str(file.relative_to(checkpoint)) in vouched(checkpoint) else None
     if saved and saved["layout"] == _layout():
         restore(saved["generators"])
     else:
@@ -48,7 +53,7 @@ def current() -> dict[str, Any]:
     assert isinstance(numbers, dict)
     return {
         "python": random.getstate(),
-        # As a list, so that reading the file back needs no arbitrary unpickling.
+        # As a list: the file is read by what knows tensors and plain values only, see reading.py.
         "numpy": numbers | {"state": {"key": numbers["state"]["key"].tolist(), "pos": numbers["state"]["pos"]}},
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,

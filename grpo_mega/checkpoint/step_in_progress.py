@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from grpo_mega.checkpoint import unfinished
+from grpo_mega.checkpoint.integrity import vouched
+from grpo_mega.checkpoint.reading import load_tensors
 from grpo_mega.types import Batch, Group
 
 FILE = "step-in-progress.pt"
@@ -24,7 +26,7 @@ class StepInProgress:
 
     Attributes:
         groups: The answers and their rewards.
-        batch: Those that carry a signal, with every log-prob the updates need; None when none does.
+        batch: Those that updates compute, with every log-prob these need; None when nothing can move the policy.
         updates: The metrics of each update done so far.
         mismatch: Without a batch, how far the trainer's log-probs of the answers are from the engine's, for the log.
     """
@@ -45,9 +47,9 @@ def save(checkpoint: Path, step: StepInProgress) -> None:
 
 def load(checkpoint: Path) -> StepInProgress | None:
     """The step that `save` was given, equal in every bit; None when the checkpoint was written between two steps."""
-    if not (checkpoint / FILE).exists():
+    if FILE not in vouched(checkpoint):
         return None
-    saved = torch.load(checkpoint / FILE, map_location="cpu")
+    saved = load_tensors(checkpoint / FILE)
     said = json.loads(saved["said"])
     batch = Batch(**saved["batch"]) if saved["batch"] else None
     groups = [_group_from_json(group) for group in said["groups"]]

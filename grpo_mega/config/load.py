@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import cast
+from typing import Any, cast, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException, MissingConfigException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from grpo_mega.config.rules import check_complete, check_config
+from grpo_mega.config.rules import ConfigError, check_complete, check_config
 from grpo_mega.config.schema import Config
 
 ConfigStore.instance().store(name="config_schema", node=Config)
@@ -27,6 +32,8 @@ _MAY_CHANGE = frozenset({
     "run.samples_per_step",
     "run.tensorboard",
     "run.root",
+    "run.name",
+    "reward.timeout_seconds",
     "rollout.concurrent_sequences",
     "optimizer.overlap",
 })  # fmt: skip
@@ -49,11 +56,14 @@ def load(raw: DictConfig) -> Config:
     """The typed configuration behind what hydra composed.
 
     Raises:
-        ConfigError: Required fields are not set, or rules are violated; the message lists all of them.
-        omegaconf.errors.ConfigKeyError: A field that the schema does not have.
+        ConfigError: Required fields are not set, rules are violated (the message lists all of them), or the schema does
+            not have a field.
     """
-    # Hydra lets `+model.new=1` through; merging into a fresh schema refuses it.
-    typed = cast(DictConfig, OmegaConf.merge(Config, OmegaConf.to_container(raw, resolve=True)))
+    try:
+        # Hydra lets `+model.new=1` through; merging into a fresh schema refuses it.
+        typed = cast(DictConfig, OmegaConf.merge(Config, OmegaConf.to_container(raw, resolve=True)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explained(error)) from error
     check_complete(typed)
     config = cast(Config, OmegaConf.to_object(typed))
     check_config(config)
@@ -61,17 +71,111 @@ def load(raw: DictConfig) -> Config:
 
 
 def compose_config(overrides: list[str]) -> Config:
-    """The configuration that the entry point would see with `overrides` as its command line."""
+    """The configuration that the entry point would see with `overrides` as its command line.
+
+    Raises:
+        ConfigError: As `load` does, or hydra refuses the overrides; names the setting and the way out.
+    """
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return load(compose("config", overrides))
+        try:
+            raw = compose("config", overrides)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            raise ConfigError(explained(error, overrides)) from error
+        return load(raw)
 
 
-def explained(error: HydraException) -> str:
-    """What hydra refuses, in a line that says where to look."""
+def explained(error: Exception, words: Sequence[str] = ()) -> str:
+    """What hydra or OmegaConf refuse, in this project's words: the setting, and what to write instead.
+
+    Args:
+        error: What they raised.
+        words: The command line, for what they refuse without naming it.
+    """
     if isinstance(error, MissingConfigException):
         return " ".join(str(error).partition("Config search path")[0].split())
-    cause = f" ({str(error.__cause__).splitlines()[0]})" if error.__cause__ else ""
-    return f"{str(error).splitlines()[0]}{cause}; fields are in grpo_mega/config/schema.py, options in configs/"
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error.override)
+    cause = error.__cause__ or error
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
+        return _unknown(str(cause.full_key))
+    if not isinstance(error, (HydraException, OmegaConfBaseException)):  # hydra's ValueError names no group
+        return next((_no_option(word) for word in words if _names_no_option(word)), str(error))
+    said, _, override = str(error).splitlines()[0].partition("Error merging override ")
+    if "Ambiguous value" in said:
+        name = said.partition("'")[2].partition("=")[0]
+        return f"{name}: a list is written in brackets, text with a comma in quotes, as in \"{name}='one, two'\""
+    name = override or (str(cause.full_key) if isinstance(cause, OmegaConfBaseException) else "")
+    why = str(cause).splitlines()[0]
+    room = name.lstrip("+~").partition(".")[0]
+    return (
+        f"{name}: {why}; {_help_of(room)} says what it takes" if name else f"{said}; {_help_of('')} lists the settings"
+    )
+
+
+def _unreadable(word: str) -> str:
+    """A word that is no override, and how it would be one: mostly the shell has taken its quotes away."""
+    name, equals, value = word.partition("=")
+    if not equals:
+        return f"{word!r} is no setting: write FIELD=VALUE, such as run.steps=20; {_help_of('')} lists the settings"
+    if "{" in value and value.startswith("["):  # the shell has cut it at its first space
+        return f"{word!r} cannot be read: a word with spaces or braces is written in quotes as a whole, '{name}=[...]'"
+    written = f"{name}='{value}'"
+    if value.startswith("["):
+        items = [item.strip().strip("'\"") for item in value.strip("[]").split(",")]
+        written = f"{name}=[{','.join(map(repr, items))}]"
+    try:
+        OverridesParser.create().parse_override(written)
+    except HydraException:
+        return f"{word!r} cannot be read; text with special characters is written {name}='...', within double quotes"
+    shown = shlex.quote(written) if set(written) & set('"$`!\\') else f'"{written}"'
+    return f"{word!r} cannot be read: special characters need quotes, and the shell takes one pair away; write {shown}"
+
+
+def _unknown(name: str) -> str:
+    """A field that the schema does not have, and the ones that may have been meant."""
+    known = {one: one.rpartition(".")[2] for one in settings()}
+    like = get_close_matches(name.rpartition(".")[2], known.values(), cutoff=0.75)
+    close = [one for one, last in known.items() if last in like]
+    meant = f"; did you mean {' or '.join(close)}?" if close else ""
+    room = name.partition(".")[0]
+    return f"{name} is no setting{meant}; {_help_of(room if '.' in name else '')} lists those that there are"
+
+
+def _help_of(room: str) -> str:
+    known = room if room in {field.name for field in fields(Config)} else ""
+    return f"`python -m grpo_mega.train --help{' ' + known if known else ''}`"
+
+
+def _names_no_option(word: str) -> bool:
+    """Whether a word gives a group of `configs/` something else than the name of an option."""
+    name, equals, _ = word.partition("=")
+    return bool(equals) and name in groups() and not isinstance(_value(word), (str, list))
+
+
+def _no_option(word: str) -> str:
+    name = word.partition("=")[0]
+    none = "; for none leave it out" if name == "experiment" else ""
+    return f"{word}: choose one of {', '.join(groups()[name])}{none}"
+
+
+def _value(word: str) -> Any:
+    return OverridesParser.create().parse_override(word).value()
+
+
+def groups() -> dict[str, list[str]]:
+    """{group: its options}, the folders of `configs/` and the files in them."""
+    folders = sorted(path for path in config_dir().iterdir() if path.is_dir())
+    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
+
+
+def settings(node: Any = Config, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all fields of the schema."""
+    hints = get_type_hints(node)
+    for field in fields(node):
+        if is_dataclass(hints[field.name]):
+            yield from settings(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
 
 
 def to_yaml(config: Config) -> str:
@@ -82,11 +186,30 @@ def to_yaml(config: Config) -> str:
 def identity(config: Config) -> dict[str, object]:
     """Dotted name -> value of every field that must not change when a run directory is continued.
 
-    How long the run is, where it lies, what it reports and keeps, and what changes numbers by rounding at most (the
-    layout, the machines, how generation and reduction are cut, how engines are run) may change. List items are named by
-    position, for example `reward.terms[0].weight`; all values fit in JSON.
+    How long the run is, what it is called, where it lies, what it reports and keeps, and what changes numbers by
+    rounding at most (the layout, the machines, how generation and reduction are cut, how engines are run) may change.
+    List items are named by position, for example `reward.terms[0].weight`; all values fit in JSON.
     """
-    leaves = _flat(asdict(config), "")
+    return _must_stay(asdict(config))
+
+
+def identity_in(text: str) -> dict[str, object]:
+    """The `identity` of the configuration that `to_yaml` made `text` of.
+
+    Raises:
+        ValueError: It is no configuration.
+    """
+    try:
+        found = OmegaConf.to_container(OmegaConf.create(text))
+    except Exception as error:  # whatever a text that is no YAML leads to
+        raise ValueError(" ".join(str(error).split())) from error
+    if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
+        raise ValueError("it is not the configuration of a run")
+    return _must_stay(found)
+
+
+def _must_stay(config: object) -> dict[str, object]:
+    leaves = _flat(config, "")
     return {name: value for name, value in leaves if name not in _MAY_CHANGE and not name.startswith(_MAY_CHANGE_WHOLE)}
 
 

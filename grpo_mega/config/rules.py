@@ -6,11 +6,14 @@ communicate with.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from operator import attrgetter
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -47,7 +50,6 @@ _ORDERED = (
     ("model.moe.first_dense", 1, "model.layers", "model.moe.experts"),
     ("model.moe.group_top_k", 0, "model.moe.groups", "model.moe.groups"),
     ("model.yarn.beta_slow", 0, "model.yarn.beta_fast", None),
-    ("base.gate_from", 0, "base.max_steps", "base.train"),
     ("sft.warmup_steps", 1, "sft.steps", "sft.steps"),
 )
 
@@ -74,6 +76,12 @@ _EXAMPLES = {
 }
 
 
+HEAVIEST = 1000000
+"""Largest weight of a reward term: rewards are summed in 32 bits, where 1e38 would be the end."""
+LONGEST_NAME = 100
+"""Characters of a run's name: it becomes a file name, with more around it."""
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run; the message has one line per violated rule."""
 
@@ -91,8 +99,8 @@ def check_config(config: Config) -> None:
     _refuse([*field_problems(config), *(problem for rule in rules for problem in rule(config))])
 
 
-def check_layout(config: Config, world_size: int) -> None:
-    """Raises a ConfigError when `world_size` processes cannot be arranged in the configured layout.
+def check_layout(config: Config, world_size: int, counted: str = "the world size") -> None:
+    """Raises a ConfigError when `world_size` processes, `counted` in these words, cannot be arranged in the layout.
 
     Megatron-Core (parallel_state.py) cuts the ranks of a pipeline stage twice: into tp * cp * dp for attention and
     dense layers, and into etp * ep * expert replicas for routed experts. Every data parallel rank takes whole prompts.
@@ -100,10 +108,11 @@ def check_layout(config: Config, world_size: int) -> None:
     layout, prompts = config.layout, config.algorithm.prompts_per_step
     model_size, expert_size = layout.tp * layout.cp * layout.pp, layout.etp * layout.ep
     if world_size % model_size:
+        product = f"a product of {_divisors(world_size)}" if world_size > 1 else "layout=single"
         _refuse([
-            f"the world size {world_size} is not divisible by layout.tp={layout.tp} * layout.cp={layout.cp} * "
+            f"{counted} {world_size} is not divisible by layout.tp={layout.tp} * layout.cp={layout.cp} * "
             f"layout.pp={layout.pp}; start "
-            f"{_multiples(world_size, model_size)} processes, or choose a product of {_divisors(world_size)}"
+            f"{_multiples(world_size, model_size)} processes, or choose {product}"
         ])  # fmt: skip
     dp, stage = world_size // model_size, world_size // layout.pp
     problems = []
@@ -126,7 +135,7 @@ def check_layout(config: Config, world_size: int) -> None:
     if config.optimizer.overlap and dp * layout.cp == 1:
         problems.append(
             "optimizer.overlap=true has no effect without data or context parallelism: a lone replica reduces no "
-            "gradients; drop it, or start more processes"
+            "gradients; set optimizer.overlap=false, or start more processes"
         )
     _refuse(problems)
 
@@ -170,19 +179,25 @@ def _divisible(config: Config) -> Iterator[str]:
 def _indivisible(config: Config, name: str, by: str) -> Iterator[str]:
     value, divisor = _get(config, name), _get(config, by)
     if value > 0 and divisor > 0 and value % divisor:
-        yield (
-            f"{name}={value} is not divisible by {by}={divisor}; choose {name}={_multiples(value, divisor)}, "
-            f"or {by}={max(d for d in range(1, divisor) if value % d == 0)}"
-        )
+        # A smaller layout must still divide the processes that are there.
+        fitting = (d for d in range(1, divisor) if value % d == 0 and not (by.startswith("layout.") and divisor % d))
+        fix = f"choose {by}={max(fitting)}"
+        if config.run.init_from is None:
+            fix = f"choose {name}={_multiples(value, divisor)}, or {fix.removeprefix('choose ')}"
+        elif by.startswith("model."):  # weights that are loaded have their shape
+            fix = f"set both as run.init_from={config.run.init_from} has them"
+        yield f"{name}={value} is not divisible by {by}={divisor}; {fix}"
 
 
 def _ordered(config: Config) -> Iterator[str]:
     for name, margin, other, when in _ORDERED:
         value, limit = _get(config, name), _get(config, other)
         if (when is None or _get(config, when)) and value + margin > limit:
+            too_short = name == "model.context" and limit <= config.rollout.max_new_tokens
+            lower = "" if too_short else f"lower {name} to {limit - margin} or "
             yield (
                 f"{name}={value} must be {'below' if margin else 'at most'} {other}={limit}; "
-                f"lower {name} to {limit - margin} or raise {other} to {value + margin}"
+                f"{lower}raise {other} to {value + margin}"
             )
 
 
@@ -274,9 +289,11 @@ def _stages_of_pipeline(config: Config) -> Iterator[str]:
     rest, stages = layers - sum(given.values()), layout.pp - len(given)
     taken = "".join(f" - {name}={size}" for name, size in given.items())
     if rest < stages or (rest % stages if stages else rest):
+        shared = f"cannot be shared out equally over {stages} pipeline stages (layout.pp={layout.pp})"
+        left = f"leaves {rest} layers to share out equally over the other stages ({stages} of layout.pp={layout.pp})"
         yield (
-            f"model.layers={layers}{taken} cannot be shared out equally over {stages} pipeline stages (layout.pp="
-            f"{layout.pp}); change layout.pp, layout.first_stage_layers or layout.last_stage_layers"
+            f"model.layers={layers}{taken} {left if given else shared}; "
+            "change layout.pp, layout.first_stage_layers or layout.last_stage_layers"
         )
         return
     for size in {*given.values(), *([rest // stages] if stages else [])}:
@@ -292,8 +309,9 @@ def _layout(config: Config) -> Iterator[str]:
     yield from _stages_of_pipeline(config)
     if layout.sp and layout.tp == 1:
         yield "layout.sp=true needs tensor parallelism; set layout.tp=2 or more, or layout.sp=false"
-    if experts > 0 and layout.tp > 1 and not layout.sp:
-        yield "layout.sp=false: Megatron needs sequence parallelism for experts with layout.tp > 1; set layout.sp=true"
+    if layout.tp > 1 and not layout.sp and (experts > 0 or config.model.attention == "mla"):
+        what = "experts" if experts > 0 else "latent attention (model.attention=mla)"
+        yield f"layout.sp=false: Megatron needs sequence parallelism for {what} with layout.tp > 1; set layout.sp=true"
     for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
         if size > 1 and experts == 0:
             yield f"{name}={size} needs experts; set model.moe.experts above 0, or {name}=1"
@@ -305,7 +323,7 @@ def _data(config: Config) -> Iterator[str]:
         if data.task == "jsonl" and not path:
             yield f"{name} is not set, and data.task=jsonl reads it; give {name}=FILE.jsonl"
         if data.task == "chain_sum" and path is not None:
-            yield f"{name}={path} has no effect with data.task=chain_sum; drop it, or choose data=jsonl"
+            yield f"{name}={path} has no effect with data.task=chain_sum; set {name}=null, or choose data=jsonl"
     if data.task == "chain_sum" and data.tokenizer != "chars":
         yield f"data.tokenizer={data.tokenizer} has no effect with data.task=chain_sum; set it to chars"
     if data.tokenizer == "chars" and data.template != "{prompt}":
@@ -313,7 +331,9 @@ def _data(config: Config) -> Iterator[str]:
             f"data.template={data.template!r} has no effect with data.tokenizer=chars; give data.tokenizer=FOLDER, a "
             "Hugging Face model's, or choose data=jsonl"
         )
-    elif data.template != "chat" and "{prompt}" not in data.template:
+    if data.tokenizer == "chars" and data.parse_special:
+        yield "data.parse_special=true has no effect with data.tokenizer=chars; set data.parse_special=false"
+    if data.template != "chat" and "{prompt}" not in data.template and data.tokenizer != "chars":
         yield f"data.template={data.template!r} has no place for the problem; write {{prompt}} there, or choose chat"
 
 
@@ -324,6 +344,11 @@ def _reward(config: Config) -> Iterator[str]:
         yield "reward.terms=[] scores nothing; list at least one term, or choose reward=think_answer"
     elif config.reward.success not in names:
         yield f"reward.success={config.reward.success} is not a term of the reward; choose one of {', '.join(names)}"
+    if terms and not any(term.weight for term in terms):
+        yield (
+            f"reward.terms all have weight 0, so every reward is 0 and nothing is learned; set "
+            f"reward.terms.{names.index(config.reward.success) if config.reward.success in names else 0}.weight=1"
+        )
     for name, count in Counter(names).items():
         if count > 1:
             yield f"reward.terms has {count} terms named {name}; give every term a name of its own"
@@ -331,8 +356,8 @@ def _reward(config: Config) -> Iterator[str]:
         field = f"reward.terms[{index}]"
         if not re.fullmatch(r"[A-Za-z]\w*", term.name):
             yield f"{field}.name={term.name!r} becomes a metric; use letters, digits and '_', a letter first"
-        if not math.isfinite(term.weight):
-            yield f"{field}.weight={term.weight}; choose a finite number"
+        if not abs(term.weight) <= HEAVIEST:
+            yield f"{field}.weight={term.weight}: choose a value in [-{HEAVIEST}, {HEAVIEST}]"
         if term.function is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", term.function):
             yield f"{field}.function={term.function!r}; write it as package.module:function"
 
@@ -365,13 +390,20 @@ def _rollout(config: Config) -> Iterator[str]:
     if rollout.engine != "sglang":
         for name, default in vars(SGLangConfig()).items():
             if getattr(sglang, name) != default:
-                yield f"rollout.sglang.{name} has no effect with rollout.engine={rollout.engine}; drop it"
+                undone = " ".join(_taken_back(getattr(sglang, name), default, f"rollout.sglang.{name}"))
+                yield (
+                    f"rollout.sglang.{name} has no effect with rollout.engine={rollout.engine}; give {undone}, or "
+                    "rollout.engine=sglang"
+                )
         return
     if sglang.routing_replay and not config.model.moe.experts:
-        yield "rollout.sglang.routing_replay=true needs experts; set model.moe.experts above 0, or drop it"
+        yield (
+            "rollout.sglang.routing_replay=true needs experts; set model.moe.experts above 0, or "
+            "rollout.sglang.routing_replay=false"
+        )
     for name, setting in _FOLLOWING.items():
         if name in sglang.arguments:
-            yield f"rollout.sglang.arguments.{name} follows from {setting}; drop it"
+            yield f"rollout.sglang.arguments.{name} follows from {setting}; give ~rollout.sglang.arguments.{name}"
     if sglang.transport == "network" and "speculative_algorithm" in sglang.arguments:
         yield (
             "rollout.sglang.arguments.speculative_algorithm: a draft model would wait for weights of its own; set "
@@ -423,8 +455,8 @@ def _parts_of_an_engine(sglang: SGLangConfig, experts: int) -> Iterator[str]:
         )
     if given.get("dp_size", 1) > 1 and not given.get("enable_dp_attention"):
         yield (
-            "rollout.sglang.arguments.dp_size makes copies of an engine, and each rank has a part of one; drop it, or "
-            "set rollout.sglang.arguments.enable_dp_attention=true for copies of its attention"
+            "rollout.sglang.arguments.dp_size makes copies of an engine, and each rank has a part of one; set it to 1, "
+            "or set rollout.sglang.arguments.enable_dp_attention=true for copies of its attention"
         )
 
 
@@ -445,7 +477,7 @@ def _fp8_blocks(config: Config) -> Iterator[str]:
             yield (
                 f"rollout.sglang.fp8=true needs blocks of {FP8_BLOCK} columns, and {name}={size} on {gpus} GPUs has "
                 "none; lower rollout.sglang.tp, raise rollout.sglang.arguments.ep_size (experts) or set "
-                "rollout.sglang.arguments.moe_dense_tp_size=1 (dense layers), or drop fp8"
+                "rollout.sglang.arguments.moe_dense_tp_size=1 (dense layers), or rollout.sglang.fp8=false"
             )
 
 
@@ -455,8 +487,18 @@ def _stages(config: Config) -> Iterator[str]:
         yield f"base.train=true needs worked arithmetic, not data.task={task}; choose data=chain_sum or base=none"
     if sft.steps > 0 and task != "chain_sum":
         yield f"sft.steps={sft.steps} needs worked arithmetic, not data.task={task}; choose data=chain_sum or sft=none"
+    earliest = base.gate_from + (base.gate_passes - 1) * base.gate_every
+    if base.train and earliest > base.max_steps:
+        yield (
+            f"base.gate_from={base.gate_from}, base.gate_every={base.gate_every} and base.gate_passes="
+            f"{base.gate_passes} let the gate be passed at step {earliest} at the earliest; raise base.max_steps="
+            f"{base.max_steps}"
+        )
     if base.train and config.run.init_from is not None:
-        yield f"run.init_from={config.run.init_from} contradicts base.train=true; drop the first or choose base=none"
+        yield (
+            f"run.init_from={config.run.init_from} contradicts base.train=true; set run.init_from=null, or "
+            "choose base=none"
+        )
 
 
 def _run(config: Config) -> Iterator[str]:
@@ -465,6 +507,22 @@ def _run(config: Config) -> Iterator[str]:
             f"run.name={config.run.name!r} must be a plain file name: letters, digits, '_', '-' and '.', "
             "beginning with a letter, digit or '_'"
         )
+    if len(config.run.name) > LONGEST_NAME:
+        yield f"run.name has {len(config.run.name)} characters and names a directory; choose at most {LONGEST_NAME}"
+    if not config.run.root.strip():
+        yield "run.root='' names no directory; set run.root=. for the working directory, or run.root=runs"
+
+
+def _taken_back(value: Any, default: Any, name: str) -> list[str]:
+    """Overrides that undo what was set, in an experiment's file or elsewhere."""
+    if is_dataclass(value):
+        pairs = vars(value).items()
+        return [one for key, inner in pairs for one in _taken_back(inner, getattr(default, key), f"{name}.{key}")]
+    if value == default:
+        return []
+    if isinstance(value, dict):
+        return [f"~{name}.{key}" for key in value]
+    return [f"{name}={default if isinstance(default, str) else json.dumps(default)}"]
 
 
 def _multiples(value: int, divisor: int) -> str:

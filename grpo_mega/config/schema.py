@@ -144,7 +144,7 @@ class LayoutConfig:
     etp: int = 1
     """Tensor parallel size inside an expert; 1 keeps each expert whole (DeepSeek-V3)."""
     sp: bool = False
-    """Sequence parallelism; needs tp > 1, and Megatron requires it for MoE with tp > 1."""
+    """Sequence parallelism; needs tp > 1, and Megatron requires it for experts and for latent attention with tp > 1."""
     micro_batch_tokens: int = 16384
     """Most tokens in one micro-batch, prompts of a group counted once, context parallel ranks together."""
     recompute: str = "none"
@@ -162,6 +162,9 @@ class DataConfig:
     template: str = "{prompt}"
     """What a Hugging Face model is given for a problem: a text in which {prompt} stands for it (the token that texts
     begin with is added), or chat for the tokenizer's chat template."""
+    parse_special: bool = False
+    """Special tokens, such as <|im_end|>, that a problem spells count as such: for problems that hold whole dialogues.
+    Otherwise they are text like any other, and only the template writes special tokens."""
     min_terms: int = 3
     """chain_sum: fewest numbers in a sum."""
     max_terms: int = 5
@@ -186,7 +189,16 @@ class RewardTerm:
     weight: float = 1.0
     """Factor in the total reward."""
     function: str | None = None
-    """Import path `package.module:function` of `f(sample: Sample) -> float`; replaces the built-in."""
+    """Import path `package.module:function` of `f(sample: Sample) -> float`; replaces the built-in.
+
+    It runs in a process beside each rank, with the rank's working directory, import path and environment (RANK and its
+    kin), one sample at a time. Each call gets a copy of its sample, and its own seed, made of run.seed, the term and
+    the sample, for the generators of `random`, and of numpy and torch if the function's module imports them: what it
+    draws depends on nothing else, not on earlier calls and not on the rank. What it keeps between calls (caches,
+    globals, a model loaded at import) is per rank, and lost when a run is continued. Wrong values, exceptions, exits
+    and calls that take too long end the run, with the term and the sample named. Processes that it starts are killed
+    when the run ends; it must not join process groups of torch.distributed.
+    """
 
 
 @dataclass
@@ -197,6 +209,8 @@ class RewardConfig:
     """The total reward is the sum of weight * term."""
     success: str = "accuracy"
     """The term whose mean is reported as accuracy."""
+    timeout_seconds: float = 60.0
+    """Longest that a call of a term's `function` may take; then the run ends, and says where the function was."""
 
 
 @dataclass
@@ -207,25 +221,32 @@ class AlgorithmConfig:
     """Prompts sampled per step."""
     group_size: int = 8
     """G, samples per prompt; at least 2."""
+    groups_without_signal: str = "count"
+    """What becomes of groups whose rewards are all equal, so that every advantage is 0. count: their sequences and
+    tokens count in the denominators of `aggregation`, and the KL term and an entropy bonus act on them (DeepSeekMath,
+    equation 3; Dr. GRPO); with neither they have no gradient and are not computed, so they do not take part in experts'
+    balance and prediction modules' loss either. drop: as if never sampled (DAPO, equation 8, without refilling)."""
     advantage_std: str = "sample"
     """Divide group-centred rewards by the group's standard deviation: sample, population, or none (Dr. GRPO)."""
     objective: str = "ppo"
     """ppo: the token's importance ratio is clipped (GRPO, DAPO); gspo: the sequence's (arXiv 2507.18071); cispo: the
     clipped ratio is a constant factor of the log-prob (MiniMax-M1, arXiv 2506.13585)."""
     clip_low: float = 0.2
-    """Ratio is clipped from below at 1 - clip_low."""
+    """Ratio is clipped from below at 1 - clip_low; 1 or more for no bound, as ratios are positive (DeepSeek-R1: 10)."""
     clip_high: float = 0.2
-    """Ratio is clipped from above at 1 + clip_high (DAPO: 0.28)."""
+    """Ratio is clipped from above at 1 + clip_high (DAPO: 0.28, DeepSeek-R1: 10); inf (.inf in a file) for no bound."""
     dual_clip: float | None = None
     """Upper bound c > 1 on the loss of negative advantages (dual-clip PPO); null for none."""
     entropy_coef: float = 0.0
     """The loss falls by this times the entropy of each token's distribution."""
     correction: str = "none"
-    """What to do about the ratio c of the trainer's to the engine's probability of a token (truncated importance
-    sampling): none; truncate: the policy term is multiplied by min(c, correction_cap); mask: it is multiplied by c, and
-    a token whose c is above the cap does not count."""
+    """What to do about the ratio c of the trainer's to the engine's probability of a token: none; truncate: the policy
+    term is multiplied by min(c, correction_cap) (truncated importance sampling: IMPALA, arXiv 1802.01561; between
+    engine and trainer: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025); mask:
+    it is multiplied by c, and a token whose c is above the cap has no loss, but counts in the denominators (the upper
+    half of IcePop, arXiv 2510.18855)."""
     correction_cap: float = 2.0
-    """See `correction`."""
+    """See `correction`; at least 1, where engine and trainer agree."""
     kl_coef: float = 0.0
     """Coefficient of the KL term to the reference policy; 0 keeps no reference."""
     kl_estimator: str = "k3"
@@ -330,8 +351,9 @@ class RolloutConfig:
     """Nucleus sampling: smallest set of tokens whose probability reaches this; 1 for all."""
     top_k: int = 0
     """Sample among the k likeliest tokens; 0 for all."""
-    stop: list[str] = field(default_factory=lambda: ["<eos>"])
-    """Tokens that end a completion."""
+    stop: list[str] | None = None
+    """Tokens that end a completion; null for the model's own: the tokenizer's end of text, and what
+    generation_config.json of data.tokenizer and run.init_from names."""
     concurrent_sequences: int = 512
     """Sequences a data parallel replica of the embedded engine generates at once; bounds the key-value cache."""
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
@@ -390,6 +412,8 @@ class BaseConfig:
     """Steps between gate checks."""
     gate_from: int = 150
     """First gate check."""
+    gate_passes: int = 2
+    """Checks in a row that must be passed: accuracy jumps about while it rises, and one check may be luck."""
 
 
 @dataclass
@@ -442,7 +466,8 @@ class RunConfig:
 
 @dataclass
 class ClusterConfig:
-    """The machines that an experiment is meant for: what the planner plans for. Training takes what torchrun starts."""
+    """The machines that an experiment is meant for: what the planner plans for, and how long they wait for each other.
+    Training takes what torchrun starts."""
 
     nodes: int | None = None
     """Machines; null for the fewest processes that fit the layout."""
@@ -450,6 +475,9 @@ class ClusterConfig:
     """GPUs of one machine."""
     gpu_memory_mib: int | None = None
     """Memory of one GPU in MiB, as nvidia-smi shows it (H100: 81559, H200: 143771); null gives no verdict."""
+    timeout_seconds: int = 1800
+    """How long a rank waits in a collective for the others before it ends the job. A rank that has read its part of a
+    checkpoint waits there, too: it has to be more than the slowest takes. Writing and checking one is not limited."""
 
 
 @dataclass

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_mega.config.schema import Config
 from grpo_mega.data.chain_sum import SPLIT_SEED, ChainSum
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
-from grpo_mega.data.jsonl import load_jsonl
+from grpo_mega.data.jsonl import Unreachable, load_jsonl
+from grpo_mega.data.overlap import check_held_out, check_repeated, check_split
 from grpo_mega.data.source import PromptSource, shuffled_epochs
+from grpo_mega.data.stops import stop_ids
 from grpo_mega.data.tokenizer import CharTokenizer, Tokenizer
 from grpo_mega.types import Prompt
 
@@ -25,17 +27,31 @@ class Data:
     test: list[Prompt]
     chain_sum: ChainSum | None
     """The generated task, for base documents and demonstrations; None for problems from files."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a completion."""
+    warnings: tuple[str, ...] = ()
+    """What is odd about the data, and to be said before training."""
 
 
-def build_data(config: Config) -> Data:
-    """The data of a run. Raises ValueError or FileNotFoundError that names the field, or the file and line."""
-    if config.data.task == "chain_sum":
-        return _chain_sum(config, CharTokenizer())
-    if config.data.task == "jsonl":
-        name = config.data.tokenizer
-        tokenizer = CharTokenizer() if name == "chars" else HuggingFaceTokenizer(name, config.data.template)
-        return _jsonl(config, tokenizer)
-    raise ValueError(f"data.task is {config.data.task!r}; it must be chain_sum or jsonl")
+def build_data(config: Config, unreachable: Unreachable = lambda answer: None) -> Data:
+    """The data of a run; `unreachable` says why an answer could never be rewarded (`reward/truths.py`).
+
+    Raises ValueError or FileNotFoundError that names the field, or the file and line.
+    """
+    data = config.data
+    if data.task == "chain_sum":
+        found = _chain_sum(config, CharTokenizer())
+    elif data.task == "jsonl":
+        chars = data.tokenizer == "chars"
+        tokenizer = (
+            CharTokenizer() if chars else HuggingFaceTokenizer(data.tokenizer, data.template, data.parse_special)
+        )
+        found = _jsonl(config, tokenizer, unreachable)
+    else:
+        raise ValueError(f"data.task is {data.task!r}; it must be chain_sum or jsonl")
+    ends = stop_ids(config, found.tokenizer)
+    endless = "rollout.stop=[]: no token ends a completion, so every one is cut off, which no format allows"
+    return replace(found, stop_ids=ends, warnings=found.warnings if ends else (*found.warnings, endless))
 
 
 def _chain_sum(config: Config, tokenizer: CharTokenizer) -> Data:
@@ -57,11 +73,13 @@ def _chain_sum(config: Config, tokenizer: CharTokenizer) -> Data:
     return Data(tokenizer, train, task.validation, task.test, task)
 
 
-def _jsonl(config: Config, tokenizer: Tokenizer) -> Data:
+def _jsonl(config: Config, tokenizer: Tokenizer, unreachable: Unreachable) -> Data:
     data, seed = config.data, config.run.seed
     if data.train_path is None or data.test_path is None:
         raise ValueError("data.task=jsonl needs both data.train_path and data.test_path")
-    problems, test = (load_jsonl(path, tokenizer) for path in (data.train_path, data.test_path))
+    warnings: list[str] = []
+    paths = data.train_path, data.test_path
+    problems, test = (load_jsonl(path, tokenizer, unreachable, warnings.append) for path in paths)
     if not 0 <= data.validation_size < len(problems):
         raise ValueError(
             f"data.validation_size is {data.validation_size}, but {data.train_path} holds {len(problems)} problems and "
@@ -70,9 +88,15 @@ def _jsonl(config: Config, tokenizer: Tokenizer) -> Data:
     _check_room(problems + test, config.model.context)
     shuffled = random.Random(SPLIT_SEED).sample(problems, len(problems))
     cut = len(problems) - data.validation_size
+    train, validation = shuffled[:cut], shuffled[cut:]
+    for prompts, path in ((problems, data.train_path), (test, data.test_path)):
+        warnings += check_repeated(prompts, path)
+    warnings += check_split(train, validation, data.train_path)
+    warnings += check_held_out(problems, test, *paths)
     digest = hashlib.sha256(repr(problems).encode()).hexdigest()[:16]
     identity = f"jsonl sha256={digest} seed={seed} held_out={data.validation_size}"
-    return Data(tokenizer, PromptSource(shuffled_epochs(shuffled[:cut], seed), identity), shuffled[cut:], test, None)
+    source = PromptSource(shuffled_epochs(train, seed), identity)
+    return Data(tokenizer, source, validation, test, None, warnings=tuple(warnings))
 
 
 def _check_room(prompts: list[Prompt], context: int) -> None:

@@ -6,38 +6,55 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.data.plain_text import PlainText
+
 CHAT = "chat"
 """The template that stands for the tokenizer's own chat template."""
+ORDINARY = "What is 3 + 5?"
+"""A problem that quotes no special token."""
 
 
 class HuggingFaceTokenizer:
     """A fast tokenizer with the special tokens it puts in front of a text, and a template for problems."""
 
-    def __init__(self, folder: str | Path, template: str) -> None:
-        """Reads `folder` and nothing from the network; `template`: see `data.template`.
+    def __init__(self, folder: str | Path, template: str, parse_special: bool = False) -> None:
+        """Reads `folder` and nothing from the network; `template` and `parse_special`: see `schema.DataConfig`.
 
         Raises:
             FileNotFoundError: There is no such directory.
-            ValueError: It holds no tokenizer, or one without a chat template that is asked for.
+            ValueError: It holds no tokenizer, one without a chat template that is asked for or with one that fails, or
+                one whose special tokens cannot be told from text.
         """
         if not Path(folder).is_dir():
             raise FileNotFoundError(
                 f"data.tokenizer={folder}: no such directory; give one with a tokenizer.json, or chars"
             )
-        self._tokenizer, self._template = _loaded(Path(folder)), template
+        self._folder, self._tokenizer, self._template = folder, _loaded(Path(folder)), template
         if template == CHAT and not self._tokenizer.chat_template:
             raise ValueError(f"data.template=chat, but the tokenizer in {folder} has no chat template; write one out")
         self.vocab_size = len(self._tokenizer)
+        self.eos_id: int | None = self._tokenizer.eos_token_id
         bos = self._tokenizer.bos_token_id
         added = bos is not None and self._tokenizer.encode("a")[:1] == [bos]
         self._opening = self._tokenizer.bos_token if added else ""
+        self._plain: PlainText | None = None if parse_special else self._plain_text()
 
-    def prompt(self, problem: str) -> str:
-        """The text that the policy reads: the problem in the template, behind the token that texts begin with."""
-        if self._template == CHAT:
-            turns = [{"role": "user", "content": problem}]
-            return self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return self._opening + self._template.replace("{prompt}", problem)
+    def prompt(self, problem: str) -> tuple[str, list[int]]:
+        """What the policy reads: the problem in the template, behind the token that texts begin with; and its tokens.
+
+        Special tokens in the template count as such, in the problem only with `parse_special`.
+
+        Raises:
+            ValueError: The template refuses the problem, or it cannot be encoded.
+        """
+        if self._plain is None:
+            text = self._rendered(problem)
+            return text, self.encode(text)
+        return self._plain.encode(self._rendered(self._plain.protected(problem)))
+
+    def quoted(self, problem: str) -> list[str]:
+        """Special tokens that the problem spells and that count as text."""
+        return self._plain.quoted(problem) if self._plain else []
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; special tokens in it count as such, and none is added."""
@@ -55,12 +72,39 @@ class HuggingFaceTokenizer:
             raise ValueError(f"{token!r} is not a token; the tokenizer's special tokens are {special}")
         return found
 
+    def _rendered(self, problem: str) -> str:
+        if self._template != CHAT:
+            return self._opening + self._template.replace("{prompt}", problem)
+        turns = [{"role": "user", "content": problem}]
+        try:
+            return self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program: it raises what it likes, and jinja what it forbids
+            raise ValueError(f"the chat template in {self._folder} fails: {type(error).__name__}: {error}") from error
+
+    def _plain_text(self) -> PlainText:
+        """What keeps problems apart from special tokens; an ordinary problem must have the tokens that it has without.
+
+        Raises:
+            ValueError: The tokenizer cannot be treated so.
+        """
+        anyway = "; set data.parse_special=true to have special tokens in problems count as such"
+        if not self._tokenizer.is_fast:
+            raise ValueError(f"data.tokenizer={self._folder} is no fast tokenizer{anyway}")
+        try:
+            plain = PlainText(self._tokenizer.backend_tokenizer)
+        except ValueError as error:
+            raise ValueError(f"data.tokenizer={self._folder}: {error}{anyway}") from error
+        text = self._rendered(ORDINARY)
+        if plain.encode(text) != (text, self.encode(text)):
+            raise ValueError(f"data.tokenizer={self._folder}: special tokens cannot be told from text in it{anyway}")
+        return plain
+
 
 def _loaded(folder: Path) -> Any:
     from transformers import AutoTokenizer  # takes seconds to import, and toys do not need it
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # a bare Exception is what tokenizers raises
         why = "" if (folder / "tokenizer.json").exists() else "; it has no tokenizer.json, and runs no code of its own"
         raise ValueError(f"data.tokenizer={folder} holds no tokenizer that can be read: {error}{why}") from error

@@ -19,8 +19,20 @@ class Tokenizer(Protocol):
 
     vocab_size: int
 
-    def prompt(self, problem: str) -> str:
-        """The text that the policy reads when it is given a problem, special tokens included."""
+    @property
+    def eos_id(self) -> int | None:
+        """The token that ends a text; None when there is none."""
+        ...
+
+    def prompt(self, problem: str) -> tuple[str, list[int]]:
+        """The text that the policy reads when it is given a problem, special tokens included, and its token ids.
+
+        Raises ValueError when the problem cannot be given.
+        """
+        ...
+
+    def quoted(self, problem: str) -> list[str]:
+        """Special tokens that the problem spells and that count as text there."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -50,9 +62,14 @@ class CharTokenizer:
         self._ids = {token: i for i, token in enumerate(self.tokens)}
         self._split = re.compile("|".join(map(re.escape, _SPECIAL)) + "|.", re.DOTALL)
 
-    def prompt(self, problem: str) -> str:
-        """The problem behind `<bos>`, unless it begins with it."""
-        return problem if problem.startswith("<bos>") else "<bos>" + problem
+    def prompt(self, problem: str) -> tuple[str, list[int]]:
+        """The problem behind `<bos>`, unless it begins with it. Raises ValueError as `encode` does."""
+        text = problem if problem.startswith("<bos>") else "<bos>" + problem
+        return text, self.encode(text)
+
+    def quoted(self, problem: str) -> list[str]:
+        """None: there are no characters that a tag could be spelt with."""
+        return []
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Raises ValueError at the first character that is neither in the vocabulary nor a tag."""

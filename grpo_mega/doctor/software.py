@@ -113,8 +113,8 @@ def _usable(name: str) -> bool:
 ACCELERATORS = (
     ("nvidia-ml-py", "pynvml", "what GPUs are and hold; a Slurm job calls a node with GPUs and without it unfit",
      "python -m pip install nvidia-ml-py"),
-    ("transformer-engine", "transformer_engine.pytorch", "faster layers",
-     "python -m pip install --no-build-isolation 'transformer-engine[pytorch]'"),
+    ("transformer-engine", "transformer_engine.pytorch", "much faster layers: without it experts compute one by one",
+     "python -m pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12'"),
     ("flash-attn", "flash_attn", "attention over long sequences in little memory",
      "python -m pip install --no-build-isolation flash-attn"),
     ("sglang", "sglang", "fast generation", "python -m pip install sglang"),
@@ -123,6 +123,9 @@ ACCELERATORS = (
 )  # fmt: skip
 """Package, module, what it is good for, how to get it."""
 
+BOUNDS = {"transformer-engine": ">=2.9,<2.12"}
+"""Versions of optional packages that can be used, as pyproject.toml and platform/transformer_engine.py have them."""
+
 
 def accelerators(on_gpu: bool) -> Iterator[Finding]:
     """Optional packages; one that is there and cannot be imported is worse than none."""
@@ -130,6 +133,11 @@ def accelerators(on_gpu: bool) -> Iterator[Finding]:
         found = installed(name)
         if found is None:
             yield Finding(name, "missing", WARNING if on_gpu else ABSENT, use, fix if on_gpu else "")
+            continue
+        bounds = BOUNDS.get(name, "")
+        if not _satisfies(found, bounds):
+            why = f"{bounds} is what megatron-core works with; training refuses this one"
+            yield Finding(name, found, FAILURE if on_gpu else WARNING, why, fix)
             continue
         _, problem = run([sys.executable, "-c", f"import {module}"])
         if problem:

@@ -1,21 +1,31 @@
-"""What people see while a run learns: a progress bar on a terminal, plain ASCII lines everywhere else.
+"""What people see while a run learns: a table and a progress bar on a terminal, lines that stand alone elsewhere.
 
-The table looks like this; columns without a metric are left out, and so are those a narrow terminal has no room for:
+The table looks like this; a narrow terminal has room for the first columns only:
 
       step    reward  accuracy    format    length   clipped  grad norm   seconds
         10     0.213      4.7%     93.8%      18.2      0.1%      0.412      0.52
+
+In a file, among lines of others and far from any header, the same row is
+
+    step 10/80: reward 0.213, accuracy 4.7%, format 93.8%, length 18.2, clipped 0.1%, grad norm 0.412, 0.52 s, 0:36 left
+
+A value that a step does not have, because nothing was trained in it, is a dash.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
 import textwrap
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TextIO
+
+from grpo_mega.config.schema import Config
 
 PLAIN_WIDTH = 120
 ROWS_PER_HEADER = 20
@@ -55,6 +65,14 @@ TABLE = (REWARD, ACCURACY, FORMAT, LENGTH, KL, ENTROPY, CLIPPED, GRAD_NORM, TIME
 BAR = (REWARD, ACCURACY, FORMAT, LENGTH)
 STEP_WIDTH = 8
 
+
+def columns_of(config: Config) -> list[Column]:
+    """The columns of a run, from its first row to its last; entropy stands in where there is no KL term."""
+    there = {f"reward/{term.name}" for term in config.reward.terms} | {REWARD.metric, ACCURACY.metric}
+    idle = ENTROPY if config.algorithm.kl_coef else KL
+    return [c for c in TABLE if c is not idle and (c.metric in there or not c.metric.startswith("reward/"))]
+
+
 ACHIEVEMENTS = (
     ("held-out accuracy", "held_out_accuracy", ".1%"),
     ("format rate", "format_rate", ".1%"),
@@ -65,16 +83,27 @@ ACHIEVEMENTS = (
 class Console:
     """Prints the progress of one run. It has no clock: seconds per step are the metric "time/step"."""
 
-    def __init__(self, total_steps: int, name: str, print_every: int, stream: TextIO | None = None) -> None:
-        """Prints to `stream` (default stderr) a row every `print_every` steps of the run `name`."""
+    def __init__(
+        self,
+        total_steps: int,
+        name: str,
+        print_every: int,
+        columns: Sequence[Column] = TABLE,
+        stream: TextIO | None = None,
+    ) -> None:
+        """Prints to `stream` (default stderr) a row of `columns` every `print_every` steps of the run `name`."""
         self._total = total_steps
         self._name = name
         self._print_every = print_every
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty()
-        self._fancy = self._live and "utf" in (self._stream.encoding or "").lower()
+        if not self._live and isinstance(self._stream, io.TextIOWrapper):
+            # Whatever the locale: jobs have none. Tracebacks, which may hold anything, go the same way.
+            self._stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+        self._utf = "utf" in (self._stream.encoding or "utf").lower()
         self._recent: deque[float] = deque(maxlen=20)
-        self._columns: list[Column] = []
+        self._columns = columns
+        self._begun = False
         self._rows_until_header = 0
         self._bar = ""
 
@@ -89,8 +118,12 @@ class Console:
         """A finished step: moves the bar, and prints a row when it is due (the first and the last step included)."""
         if metrics.get(SECONDS) is not None:
             self._recent.append(metrics[SECONDS])
-        if not self._columns or step % self._print_every == 0 or step == self._total:
-            self._row(step, metrics)
+        if not self._begun or step % self._print_every == 0 or step == self._total:
+            self._begun = True
+            if self._live:
+                self._row(step, metrics)
+            else:
+                self._sentence(step, metrics)
         self._bar = self._draw_bar(step, metrics)
         self._redraw()
 
@@ -155,8 +188,6 @@ class Console:
         self._stream.flush()
 
     def _row(self, step: int, metrics: dict[str, float]) -> None:
-        if not self._columns:
-            self._columns = _columns(metrics)
         if self._rows_until_header == 0:
             self._print(_fitting(f"{'step':>{STEP_WIDTH}}", [(c.title, c.width) for c in self._columns], self._width))
             self._rows_until_header = ROWS_PER_HEADER
@@ -164,14 +195,27 @@ class Console:
         self._print(_fitting(f"{step:>{STEP_WIDTH}}", cells, self._width))
         self._rows_until_header -= 1
 
+    def _sentence(self, step: int, metrics: dict[str, float]) -> None:
+        """A row on a line of its own, never cut or wrapped."""
+        values = [f"{column.title} {column.text(metrics)}" for column in self._columns if column is not TIME]
+        if TIME in self._columns:
+            values.append(f"{TIME.text(metrics)} s")
+        if self._recent:
+            values.append(f"{self._time_left(step)} left")
+        self._stream.write(f"step {step}/{self._total}: {', '.join(values)}\n")
+        self._stream.flush()
+
+    def _time_left(self, step: int) -> str:
+        return _clock(fmean(self._recent) * max(self._total - step, 0))
+
     def _draw_bar(self, step: int, metrics: dict[str, float]) -> str:
         """The last line of a terminal; what does not fit is left out from the right."""
         length = 20 if self._width >= 80 else 10
         done = round(length * min(step / max(self._total, 1), 1.0))
-        full, rest = ("━", "─") if self._fancy else ("=", "-")
+        full, rest = ("━", "─") if self._utf else ("=", "-")
         parts = [f"{_shorten(self._name, 20)}  {full * done}{rest * (length - done)}  {step}/{self._total}"]
         if self._recent:
-            parts.append(f"{_clock(fmean(self._recent) * max(self._total - step, 0))} left")
+            parts.append(f"{self._time_left(step)} left")
         parts += [f"{column.title} {column.text(metrics)}" for column in BAR if column.metric in metrics]
         if self._recent:
             parts.append(f"{fmean(self._recent):.2f} s/step")
@@ -180,16 +224,11 @@ class Console:
         return _shorten("  ".join(parts), self._width)
 
     def _printable(self, text: str) -> str:
-        """Control characters escaped, so that a completion cannot steer the terminal; off a terminal, ASCII only."""
+        """Control characters escaped, so that a completion cannot steer a terminal, also one that shows a log."""
         return "".join(
-            char if char.isprintable() and (self._fancy or char.isascii()) else char.encode("unicode_escape").decode()
+            char if char.isprintable() and (self._utf or char.isascii()) else char.encode("unicode_escape").decode()
             for char in text
         )
-
-
-def _columns(metrics: dict[str, float]) -> list[Column]:
-    """The columns the first metrics have values for; entropy stands in when there is no KL."""
-    return [c for c in TABLE if c.metric in metrics and not (c is ENTROPY and KL.metric in metrics)]
 
 
 def _fitting(line: str, cells: list[tuple[str, int]], width: int) -> str:

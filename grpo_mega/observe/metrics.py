@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.observe.files import write_atomic
 
 METRICS = "metrics.jsonl"
+HELD_OUT = "eval/heldout/"
+"""What names of held-out results begin with; they have lines of their own, of step 0 and of the last step."""
 
 logger = logging.getLogger(__name__)
+
+SHOWN = 10
+"""Steps without a line that are named, at most."""
 
 
 class MetricsLog:
@@ -30,6 +36,7 @@ class MetricsLog:
         path = run_dir_path / METRICS
         if path.exists():
             _trim(path, resume_from_step)
+        _warn_of_holes(path, resume_from_step)
         self._file = path.open("a")
         self._writer = _open_tensorboard(run_dir_path, resume_from_step + 1) if tensorboard else None
 
@@ -40,6 +47,7 @@ class MetricsLog:
         values = {name: _finite(step, name, value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
+        os.fsync(self._file.fileno())  # the checkpoint behind this step may outlive the machine, and counts on the line
         if self._writer is not None:
             for name, value in values.items():
                 if value is not None:
@@ -80,10 +88,25 @@ def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _trim(path: Path, last_step: int) -> None:
-    """Removes lines of later steps and a half-written last line."""
-    kept = b"".join(line + b"\n" for line, record in _parse(path) if record["step"] <= last_step)
+    """Removes lines of later steps, a half-written last line, and held-out results of an end that now is none."""
+    lines = [(line, record) for line, record in _parse(path) if record["step"] <= last_step]
+    kept = b"".join(line + b"\n" for line, record in lines if not (record["step"] and _is_held_out(record)))
     if kept != path.read_bytes():
         write_atomic(path, kept)
+
+
+def _is_held_out(record: dict[str, Any]) -> bool:
+    return any(name.startswith(HELD_OUT) for name in record)
+
+
+def _warn_of_holes(path: Path, last_step: int) -> None:
+    """Names the steps that a checkpoint covers and that have no line: they do not run again."""
+    records = [record for _, record in _parse(path)] if path.exists() else []
+    there = {record["step"] for record in records if not _is_held_out(record)}
+    lost = [step for step in range(1, last_step + 1) if step not in there]
+    if lost:
+        named = ", ".join(map(str, lost[:SHOWN])) + (f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else "")
+        logger.warning("%s: the numbers of step %s are lost; the run goes on without them", path, named)
 
 
 def _finite(step: int, name: str, value: float) -> float | None:

@@ -32,6 +32,7 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
     _curve(reward, metrics, "reward/format", "format rate", ORANGE)
     _curve(accuracy, metrics, "reward/accuracy", "training batch", BLUE)
     _points(accuracy, metrics, "eval/accuracy", "validation", ORANGE)
+    _points(accuracy, metrics, "eval/heldout/accuracy", "held-out", INK)
     _curve(length, metrics, "rollout/length_mean", "tokens per response", BLUE)
     accuracy.set_ylim(-0.03, 1.03)
     for axes, name in ((reward, "Reward"), (accuracy, "Accuracy"), (length, "Response length")):

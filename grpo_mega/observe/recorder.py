@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.schema import RunConfig
-from grpo_mega.observe.console import Console
-from grpo_mega.observe.metrics import METRICS, MetricsLog, read_metrics
+from grpo_mega.observe.console import TABLE, Column, Console
+from grpo_mega.observe.metrics import HELD_OUT, METRICS, MetricsLog, read_metrics
 from grpo_mega.observe.rollout import sample_records
 from grpo_mega.observe.samples import write_samples
 from grpo_mega.observe.summary import SUMMARY, write_summary
@@ -20,11 +21,11 @@ SHOWN_SAMPLES = 2
 class Recorder:
     """Writes metrics, samples, curves and the summary into the run directory, and shows progress."""
 
-    def __init__(self, run: RunConfig, path: Path, main: bool) -> None:
-        """Records the run in directory `path` when this is the main rank."""
+    def __init__(self, run: RunConfig, path: Path, main: bool, columns: Sequence[Column] = TABLE) -> None:
+        """Records the run in directory `path` when this is the main rank, and prints these `columns`."""
         self.run = run
         self.path = path
-        self.console = Console(run.steps, run.name, run.print_every) if main else None
+        self.console = Console(run.steps, run.name, run.print_every, columns) if main else None
         self.metrics: MetricsLog | None = None
 
     def start(self, lines: list[str]) -> None:
@@ -51,14 +52,16 @@ class Recorder:
         write_samples(self.path, step, sample_records(groups, self.run.samples_per_step))
         self.console.step(step, metrics)
         if self.console.shows_samples(step):
-            for group in groups[:SHOWN_SAMPLES]:
-                prompt, best = group.prompt, max(range(len(group.rewards)), key=group.rewards.__getitem__)
-                self.console.sample(prompt.text, group.samples[best].text, prompt.answer, group.rewards[best])
+            for group in groups[:SHOWN_SAMPLES]:  # the first of each group, as in samples/: nobody chose it
+                prompt = group.prompt
+                self.console.sample(prompt.text, group.samples[0].text, prompt.answer, group.rewards[0])
 
     def evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
-        """Results on validation or held-out problems."""
+        """Results on validation or held-out problems; the latter get a line of metrics of their own."""
         if self.console:
             self.console.evaluation(step, split, metrics)
+        if split == "held-out" and self.metrics:
+            self.metrics.write(step, {f"{HELD_OUT}{name}": value for name, value in metrics.items()})
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Writes summary.json and curves.png, and says what was achieved and where it lies."""

@@ -15,7 +15,7 @@ def average(values: Iterable[float]) -> float:
 
 
 def rollout_metrics(groups: list[Group], success: str) -> dict[str, float]:
-    """Rewards, lengths and how many groups carry a signal; `success` names the term reported as accuracy."""
+    """Rewards and lengths; `success` names the term reported as accuracy."""
     samples = [sample for group in groups for sample in group.samples]
     terms = {name: average(x for g in groups for x in g.components[name]) for name in groups[0].components}
     return {
@@ -25,7 +25,6 @@ def rollout_metrics(groups: list[Group], success: str) -> dict[str, float]:
         "rollout/length_mean": average(len(s.token_ids) for s in samples),
         "rollout/length_max": max(len(s.token_ids) for s in samples),
         "rollout/truncated": average(s.finish_reason == "length" for s in samples),
-        "rollout/groups_with_signal": average(len(set(g.rewards)) > 1 for g in groups),
     }
 
 

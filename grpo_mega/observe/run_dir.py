@@ -3,27 +3,40 @@
     runs/NAME/  config.yaml  run.json  run.lock  metrics.jsonl  samples/  checkpoints/  tensorboard/  logs/
                 summary.json  curves.png  slurm/
 
-`run.json` holds the identity of the experiment: the part of the configuration that must not change between starts.
+`run.json` holds the identity of the experiment: the part of the configuration that must not change between starts. The
+name is no part of it: a directory may be renamed. As long as there is no result, neither step nor checkpoint, another
+experiment may have the directory.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.config.load import identity_in
 from grpo_mega.observe.files import write_atomic
+from grpo_mega.observe.metrics import METRICS, read_metrics
 
 IDENTITY = "run.json"
+CONFIG = "config.yaml"
 LOCK = "run.lock"
 LAUNCHER = "slurm"
 """The launcher's folder: code and logs of jobs, there before the run begins."""
-FOLDERS = ("samples", "checkpoints", "logs")
-WAY_OUT = "choose another run.name or delete the directory"
+CHECKPOINTS = "checkpoints"
+FOLDERS = ("samples", CHECKPOINTS, "logs")
+NO_PLACE = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG,
+)  # fmt: skip
+"""What a disk says of a folder below a file, a read-only place, a name that is too long."""
+WAY_OUT = "choose another run.name, or move the directory away"
 
 
 @dataclass(frozen=True)
@@ -38,24 +51,40 @@ class RunDir:
         os.close(self.lock)
 
 
+@contextmanager
+def _disk_that_refuses_named() -> Iterator[None]:
+    """A place where no run directory can be made is bad input; other errors, such as a full disk, may pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_PLACE:
+            raise
+        raise ValueError(f"{error.filename}: {error.strerror}; choose a run.root that can be written to") from error
+
+
+@_disk_that_refuses_named()
 def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any]) -> RunDir:
     """Creates the run directory or re-opens the one of the same experiment. Called on rank 0 only, before any logging.
 
+    A directory without results goes to the experiment that asks; one whose `run.json` is lost is adopted when its
+    config.yaml says that it is of the same experiment.
+
     Args:
         path: The directory, `run.root`/`run.name`.
-        config_yaml: The resolved configuration, written to config.yaml.
+        config_yaml: The resolved configuration, a YAML object, written to config.yaml.
         identity: Dotted key to value (as JSON knows them) of everything that must not change between starts.
 
     Raises:
         ValueError: The path is something else than a run directory, holds another experiment (each differing key is
-            listed with both values), or is in use by a live process.
+            listed with both values), is in use by a live process, or cannot be made there; names the file.
+        OSError: The disk fails otherwise.
     """
     _refuse_foreign(path)
     path.mkdir(parents=True, exist_ok=True)
     lock = _acquire_lock(path)
     try:
         _claim(path, identity)
-        write_atomic(path / "config.yaml", config_yaml)
+        write_atomic(path / CONFIG, config_yaml)
         for folder in FOLDERS:
             (path / folder).mkdir(exist_ok=True)
     except BaseException:
@@ -67,19 +96,21 @@ def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any]) -> R
 def check_run_dir(path: Path, *, identity: dict[str, Any]) -> None:
     """Raises what `open_run_dir` would raise over a directory that is not in use, and writes nothing."""
     _refuse_foreign(path)
-    if (path / IDENTITY).exists():
-        _compare(path, json.loads(json.dumps(identity)))
+    _refuse_other(path, json.loads(json.dumps(identity)))
 
 
 def _refuse_foreign(path: Path) -> None:
     """Refuses what is not a run directory; one whose creation was cut short counts as a run directory."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is not a directory: {WAY_OUT}")
-    if not path.exists() or (path / IDENTITY).exists():
+    if not path.exists() or (path / IDENTITY).exists() or ((path / CONFIG).exists() and _has_results(path)):
         return
     foreign = sorted({entry.name for entry in path.iterdir()} - {LOCK, LAUNCHER, f".{IDENTITY}.tmp"})
     if foreign:
-        raise ValueError(f"{path} is not a run directory (no {IDENTITY}) but holds {', '.join(foreign[:5])}: {WAY_OUT}")
+        raise ValueError(
+            f"{path} is not a run directory (no {IDENTITY}, and no {CONFIG} beside results of a run) but holds "
+            f"{', '.join(foreign[:5])}: put {IDENTITY} back if it was one, or {WAY_OUT}"
+        )
 
 
 def _acquire_lock(path: Path) -> int:
@@ -97,32 +128,54 @@ def _acquire_lock(path: Path) -> int:
 
 
 def _claim(path: Path, identity: dict[str, Any]) -> None:
-    """Writes the identity of a new run, or compares it with the one that is there."""
-    file = path / IDENTITY
+    """Makes the directory that of this experiment, unless it is that of another one."""
     wanted = json.loads(json.dumps(identity))
-    if file.exists():
-        _compare(path, wanted)
-    else:
-        write_atomic(file, json.dumps(wanted, indent=2) + "\n")
+    _refuse_other(path, wanted)
+    write_atomic(path / IDENTITY, json.dumps(wanted, indent=2) + "\n")
 
 
-def _compare(path: Path, wanted: dict[str, Any]) -> None:
-    """Refuses a run directory whose identity is not the `wanted` one, as JSON knows it."""
-    found = _read_identity(path / IDENTITY)
+def _refuse_other(path: Path, wanted: dict[str, Any]) -> None:
+    """Refuses a directory with results of an experiment that is not the `wanted` one, as JSON knows it."""
+    if not _has_results(path):
+        return
+    found, file = _identity(path)
     differing = [key for key in sorted({*wanted, *found}) if _shown(wanted, key) != _shown(found, key)]
     if differing:
         lines = [f"  {key}: {_shown(found, key)} there, {_shown(wanted, key)} now" for key in differing]
-        raise ValueError("\n".join([f"{path} belongs to another experiment:", *lines, WAY_OUT]))
+        raise ValueError("\n".join([f"{path} belongs to another experiment (its {file}):", *lines, WAY_OUT]))
 
 
-def _read_identity(file: Path) -> dict[str, Any]:
+def _has_results(path: Path) -> bool:
+    """Whether a training step was recorded, or a checkpoint finished."""
+    checkpoints = path / CHECKPOINTS
+    return _has_steps(path / METRICS) or (
+        checkpoints.is_dir() and any(not entry.name.startswith(".") for entry in checkpoints.iterdir())
+    )
+
+
+def _has_steps(metrics: Path) -> bool:
+    """Whether there is a line of a training step; that of step 0 is the evaluation before the first."""
     try:
-        found = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}): {WAY_OUT}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} does not hold an object: {WAY_OUT}")
-    return found
+        return metrics.is_file() and any(record["step"] > 0 for record in read_metrics(metrics))
+    except ValueError:  # not readable is not nothing
+        return True
+
+
+def _identity(path: Path) -> tuple[dict[str, Any], str]:
+    """Whose results these are, and the file that says so: run.json, or config.yaml where that cannot be read."""
+    try:
+        found = json.loads((path / IDENTITY).read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+        return {key: value for key, value in found.items() if key != "run.name"}, IDENTITY
+    except (OSError, ValueError) as lost:
+        try:
+            return identity_in((path / CONFIG).read_text()), CONFIG
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{path} holds results, but not whose: {path / IDENTITY} cannot be read ({lost}), nor can {CONFIG} "
+                f"({error}); put one of them back. Weights can be taken from one of its checkpoints with run.init_from"
+            ) from None
 
 
 def _shown(identity: dict[str, Any], key: str) -> str:

@@ -1,23 +1,26 @@
 """The only room that knows whether this is CUDA with NCCL or a CPU with gloo.
 
 Call `start()` before anything imports megatron.core: on a machine without CUDA it applies the substitutions of
-`cpu.py`; on CUDA it changes nothing in any library.
+`cpu.py`, on CUDA without Transformer Engine two of them; on CUDA with it, it changes nothing in any library.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import resource
+import signal
+import sys
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from grpo_mega.platform import cpu
+from grpo_mega.platform.transformer_engine import usable_transformer_engine
 
 META = torch.device("meta")
 
@@ -38,7 +41,11 @@ class Platform:
 
 
 def start() -> Platform:
-    """Chooses the platform and prepares torch for it. Call once, before megatron.core is imported."""
+    """Chooses the platform and prepares torch for it. Call once, before megatron.core is imported.
+
+    Raises:
+        ValueError: There is a GPU, and a Transformer Engine that cannot be used.
+    """
     # Optional accelerators are reported once, in summary.json and by tools; not by every module of Megatron.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*(not installed|Falling back)")
     # Megatron's tensor parallelism relies on kernels being launched in the order they were queued; CUDA reads it once.
@@ -46,7 +53,9 @@ def start() -> Platform:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        return Platform(device, "nccl", importlib.util.find_spec("transformer_engine") is not None)
+        transformer_engine = usable_transformer_engine()
+        cpu.install(transformer_engine=transformer_engine)
+        return Platform(device, "nccl", transformer_engine)
     cpu.install()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms(), without importing the compiler
@@ -76,11 +85,24 @@ def pretend_rank(rank: int, world_size: int) -> Platform:
     return Platform(META, "fake", transformer_engine=False)
 
 
-def join_processes(platform: Platform, timeout_seconds: int = 600) -> None:
-    """Joins the job torchrun started; a lone process without torchrun becomes a job of one."""
+def join_processes(platform: Platform, timeout_seconds: int = 1800) -> None:
+    """Joins the job torchrun started; a lone process without torchrun becomes a job of one.
+
+    A collective that takes longer than `timeout_seconds` ends the process; NCCL's own limit would be 600 s.
+    """
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(name, value)
     dist.init_process_group(platform.backend, timeout=timedelta(seconds=timeout_seconds))
+
+
+def refuse(message: str) -> NoReturn:
+    """Ends a tool whose settings cannot work with exit code 2; every rank has found the same, the first one says it."""
+    if dist.get_rank() == 0:
+        print(message, file=sys.stderr)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, as soon as one rank has left
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(2)
 
 
 def peak_memory_bytes(platform: Platform) -> int:

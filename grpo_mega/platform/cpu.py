@@ -2,8 +2,9 @@
 
 megatron-core names CUDA in a few dozen places although most of its arithmetic runs anywhere. Each substitution below
 answers one of those places and says why it is needed; tests/platform leaves them out one at a time and shows what
-breaks. `install()` does nothing when CUDA is present. Two other modules replace something in another library:
-`policy/optimizer.py` the class of Megatron's Adam, where Transformer Engine and Apex are absent, and
+breaks. Two of them mend what Megatron does wherever Transformer Engine is absent, also on a GPU; all others are for
+CPUs alone, and `install()` leaves them out when CUDA is present. Two other modules replace something in another
+library: `policy/optimizer.py` the class of Megatron's Adam, where Transformer Engine and Apex are absent, and
 `checkpoint/writers.py` a queue.
 """
 
@@ -30,12 +31,14 @@ class Substitution:
         reason: What megatron-core does that a CPU cannot.
         apply: Puts it in place.
         after_import: Whether it replaces something inside megatron.core, which must be imported first.
+        on_gpu_too: Whether a GPU without Transformer Engine needs it as well.
     """
 
     name: str
     reason: str
     apply: Callable[[], None]
     after_import: bool = False
+    on_gpu_too: bool = False
 
 
 class _NullStream:
@@ -199,6 +202,7 @@ SUBSTITUTIONS = (
         "0.16.1 reads the undefined name te_general_gemm when Transformer Engine is absent (moe_utils.py)",
         _te_gemm,
         after_import=True,
+        on_gpu_too=True,
     ),
     Substitution(
         "splits_to_host",
@@ -211,6 +215,7 @@ SUBSTITUTIONS = (
         "0.16.1 believes Transformer Engine is present and evaluates isinstance(x, None) (multi_latent_attention.py)",
         _have_te,
         after_import=True,
+        on_gpu_too=True,
     ),
 )
 
@@ -229,25 +234,33 @@ def _compiler_away() -> Iterator[None]:
         torch.compile = original
 
 
-def install(without: Collection[str] = ()) -> bool:
+def install(without: Collection[str] = (), transformer_engine: bool = False) -> bool:
     """Puts the substitutions in place, once; `without` leaves some out and exists for the tests that show their need.
 
+    With CUDA those alone that Megatron needs where there is no Transformer Engine.
+
     Returns:
-        Whether anything was replaced: False when CUDA is present or when they are in place already.
+        Whether anything was replaced: False with CUDA and Transformer Engine, or when a CPU has them already.
     """
-    if torch.cuda.is_available() or hasattr(torch, "_grpo_mega_cpu"):
+    cuda = torch.cuda.is_available()
+    if (cuda and transformer_engine) or hasattr(torch, "_grpo_mega_cpu"):
         return False
+    wanted = [s for s in SUBSTITUTIONS if s.name not in without and (s.on_gpu_too or not cuda)]
+    if cuda:
+        _apply(wanted, after_import=True)
+        return True
     torch._grpo_mega_cpu = True  # type: ignore[attr-defined]
-    wanted = [s for s in SUBSTITUTIONS if s.name not in without]
-    for substitution in wanted:
-        if not substitution.after_import:
-            substitution.apply()
+    _apply(wanted, after_import=False)
     with _compiler_away():
         import megatron.core  # noqa: F401
     from megatron.core import jit
 
     jit.disable_jit_fuser()  # what is imported from here on
-    for substitution in wanted:
-        if substitution.after_import:
-            substitution.apply()
+    _apply(wanted, after_import=True)
     return True
+
+
+def _apply(substitutions: list[Substitution], after_import: bool) -> None:
+    for substitution in substitutions:
+        if substitution.after_import == after_import:
+            substitution.apply()

@@ -13,9 +13,10 @@ A signal that reaches one rank alone stops its own replica so soon; the others f
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from types import FrameType
 
@@ -54,7 +55,7 @@ class StopRequest:
         self.received: str | None = None
 
     def listen(self) -> None:
-        """Takes over the signals for the rest of the process; they only leave a note, however many come."""
+        """Takes over the signals for the rest of the process; they only leave a note, and the first one says so."""
         for number in SIGNALS:
             signal.signal(number, self._note)
 
@@ -63,4 +64,8 @@ class StopRequest:
         return self.received is not None
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
+        if self.received is None:
+            name, rank = signal.Signals(number).name, os.environ.get("RANK", "0")
+            with suppress(OSError):  # past sys.stderr, in the middle of whose work the signal may have come
+                os.write(2, f"rank {rank}: {name} received, stopping where nothing is lost\n".encode())
+            self.received = name

@@ -138,7 +138,7 @@ class PackedAttention(MegatronModule):
         q = _Place.apply(query.index_select(0, shard.queries), shard.cells, n * shard.longest)
         q = q.unflatten(0, (n, shard.longest)).transpose(1, 2)
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=shard.seen, scale=self.softmax_scale)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=shard.seen(packed.longest), scale=self.softmax_scale)
         out = out.transpose(1, 2).flatten(0, 1).index_select(0, shard.cells)
         return _Place.apply(out, shard.queries, rows)
 

@@ -1,7 +1,8 @@
 """How many bytes of a GPU training takes: exact for weights, gradients and optimizer, estimated for the rest.
 
 The estimate assumes attention that never holds its matrix of scores, and sequence parallelism where there is tensor
-parallelism. Lines of the result add up to the peak of the trainer's turn on the device.
+parallelism. Micro-batches are as skewed as schedule.py lets them be: one long sequence, and short ones in a table as
+wide. Lines of the result add up to the peak of the trainer's turn on the device.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from grpo_kernels.chunked import BLOCK_GPU
 from grpo_mega.config.schema import Config, ModelConfig, MoEConfig
 from grpo_mega.policy.inventory import Stage
 from grpo_mega.policy.model import head_channels
+from grpo_mega.policy.schedule import cells_per_token
 
 MAY_BE_PLANNED = 0.92
 """Share of a GPU's memory; the rest is lost to fragments."""
@@ -31,8 +33,8 @@ def memory(config: Config, stage: Stage, number: int, vocab_size: int) -> dict[s
         held["reference policy"] = held["weights"]
     return held | {
         "activations kept": kept(config, stage, number),
-        "one layer's work": 2 * max(layer_bytes(config, stage)) * _tokens(config),
-        "keys and values of all context ranks": _gathered(config),
+        "one layer, saved": _layer(config, stage),
+        "one layer, at work": max(_layer(config, stage), attention(config, *most_skewed(config))),
         "output layer": _output(config, vocab_size) if number == config.layout.pp - 1 else 0.0,
         "libraries": FIXED,
         "engine, asleep": ENGINE_ASLEEP if _engine_sleeps(config) else 0.0,
@@ -72,8 +74,39 @@ def kept(config: Config, stage: Stage, number: int) -> float:
     in_flight = float(layout.pp - number)
     if layout.vpp > 1:
         in_flight = (2 * (layout.pp - number - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
-    each = 2.0 * config.model.hidden / _split(config) if layout.recompute == "full" else max(layer_bytes(config, stage))
-    return in_flight * (stage.layers + stage.predictors) * each * _tokens(config)
+    each = _layer(config, stage)
+    if layout.recompute == "full":
+        each = 2.0 * config.model.hidden / _split(config) * _tokens(config)
+    elif layout.recompute == "none":
+        each += attention(config, *most_skewed(config), gradients=False)
+    return in_flight * (stage.layers + stage.predictors) * each
+
+
+def most_skewed(config: Config) -> tuple[float, float, float]:
+    """The (sequences, tokens of the longest, most rows of one on a rank) that take the most room.
+
+    Under context parallelism a rank holds up to all of a sequence no longer than its own rows; the shortest for which
+    that is so has the most sequences beside it.
+    """
+    layout = config.layout
+    longest = min(_tokens(config), config.model.context)
+    return cells_per_token(layout.cp) * layout.micro_batch_tokens / longest, longest, longest
+
+
+def attention(config: Config, sequences: float, longest: float, rows: float, gradients: bool = True) -> float:
+    """Bytes that one layer's attention holds: tables, `gradients` of them, and under context parallelism a mask.
+
+    Keys and values lie in a table of [sequences, longest], repeated for every head; queries and outputs in one of
+    [sequences, rows]. Of the mask torch makes one of numbers as wide as theirs; what it was made of is gone by then.
+    """
+    model, layout = config.model, config.layout
+    mla, channels = model.mla, 2 * head_channels(model)
+    if model.attention == "mla":
+        channels = mla.qk_head_dim + mla.qk_rope_dim + mla.v_head_dim
+    width = 2 if model.dtype == "bf16" else 4
+    tables = sequences * (longest + rows) * model.heads / layout.tp * channels
+    mask = sequences * rows * longest if layout.cp > 1 else 0.0
+    return width * (tables * (2 if gradients else 1) + mask)
 
 
 def layer_bytes(config: Config, stage: Stage) -> list[float]:
@@ -110,16 +143,9 @@ def _engine_sleeps(config: Config) -> bool:
     return config.rollout.engine == "sglang" and config.rollout.sglang.first_gpu is None
 
 
-def _gathered(config: Config) -> float:
-    """Under context parallelism: keys and values of one layer for the whole row, their gradients, and the mask."""
-    model, layout = config.model, config.layout
-    if layout.cp == 1:
-        return 0.0
-    mla, channels = model.mla, 2 * head_channels(model)
-    if model.attention == "mla":
-        channels = mla.qk_head_dim + mla.qk_rope_dim + mla.v_head_dim
-    row = layout.micro_batch_tokens
-    return 4.0 * model.kv_heads / layout.tp * channels * row + _tokens(config) * row
+def _layer(config: Config, stage: Stage) -> float:
+    """Bytes that the largest layer saves of a micro-batch."""
+    return max(layer_bytes(config, stage)) * _tokens(config)
 
 
 def _output(config: Config, vocab_size: int) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 
 from grpo_mega.policy.packed import PackedTokens
-from grpo_mega.policy.schedule import schedule
+from grpo_mega.policy.schedule import cells_per_token, schedule
 from grpo_mega.policy.topology import Topology
 from grpo_mega.types import Batch
 
@@ -82,9 +84,57 @@ class MicroBatch:
     ahead: list[Predicted]
 
 
-def micro_batches(
-    batch: Batch, topology: Topology, budget: int, device: torch.device, depths: int = 0
-) -> list[MicroBatch]:
+@dataclass(frozen=True)
+class MicroBatches:
+    """This rank's micro-batches of a batch. Their number is known; each is made when it is asked for, and not kept.
+
+    A pass over a whole step can be hundreds of them: together they would fill a GPU.
+
+    Attributes:
+        batch: The global batch.
+        plan: Sequence numbers of each micro-batch of this rank.
+        depths: How many tokens ahead multi-token prediction reads.
+    """
+
+    batch: Batch
+    plan: list[list[int]]
+    topology: Topology
+    device: torch.device
+    depths: int
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for sequences in self.plan:
+            yield self._made(sequences)
+
+    def readers(self, count: int) -> list[Iterator[MicroBatch]]:
+        """`count` iterators over the same objects, one for each of a rank's interleaved pieces of the model.
+
+        A micro-batch is let go when the last reader has it. (`itertools.tee` would hold on to dozens of them.)
+        """
+        made, waiting = iter(self), [deque[MicroBatch]() for _ in range(count)]
+
+        def read(mine: deque[MicroBatch]) -> Iterator[MicroBatch]:
+            for _ in self.plan:
+                if not mine:
+                    following = next(made)
+                    for queue in waiting:
+                        queue.append(following)
+                    del following
+                yield mine.popleft()
+
+        return [read(mine) for mine in waiting]
+
+    def _made(self, sequences: list[int]) -> MicroBatch:
+        micro = _micro_batch(self.batch, sequences, self.topology, self.device, self.depths)
+        micro.packed.batch_sequences, micro.packed.batch_tokens = len(self.batch.lengths), len(self.batch.tokens)
+        micro.packed.loss_scale = len(self) * self.topology.dp_size
+        return micro
+
+
+def micro_batches(batch: Batch, topology: Topology, budget: int, device: torch.device, depths: int = 0) -> MicroBatches:
     """This rank's micro-batches of at most `budget` tokens; equally many on every data parallel rank.
 
     Megatron's interleaved schedule wants a multiple of the pipeline size. `depths` of multi-token prediction read that
@@ -104,13 +154,9 @@ def micro_batches(
         topology.dp_size,
         budget,
         multiple=topology.pp_size if topology.interleaved else 1,
+        cells=cells_per_token(topology.cp_size),
     )
-    mine = plan[topology.dp_rank]
-    micros = [_micro_batch(batch, sequences, topology, device, depths) for sequences in mine]
-    for micro in micros:
-        micro.packed.batch_sequences, micro.packed.batch_tokens = len(batch.lengths), len(batch.tokens)
-        micro.packed.loss_scale = len(micros) * topology.dp_size
-    return micros
+    return MicroBatches(batch, plan[topology.dp_rank], topology, device, depths)
 
 
 def _micro_batch(

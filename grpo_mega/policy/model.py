@@ -10,7 +10,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -227,22 +226,11 @@ def _replace(spec: Any, replacements: dict[type, Any]) -> Any:
     return replacements.get(spec, spec) if isinstance(spec, type) else spec
 
 
-class _ContiguousGradient(torch.autograd.Function):
-    """Identity. Megatron's reduction of a strided gradient reduces a copy and returns the original."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.contiguous()
-
-
 def _set_latent_norms(gpt: GPTModel) -> None:
+    """Their epsilon, wherever the norm is: Transformer Engine has it inside the projection behind."""
     for module in gpt.modules():
-        for name in ("q_layernorm", "kv_layernorm") if isinstance(module, MultiLatentAttention) else ():
-            norm: Any = getattr(module, name, None)
+        for part in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            norm: Any = getattr(module, part, None) if isinstance(module, MultiLatentAttention) else None
             if hasattr(norm, "eps"):
                 norm.eps = LATENT_NORM_EPS
 
@@ -251,23 +239,19 @@ def _sum_latent_key_gradient(gpt: GPTModel) -> None:
     """Repairs latent attention under tensor parallelism (megatron-core 0.16.1 without Transformer Engine).
 
     The rotary part of the key is shared by all heads, but each rank back-propagates through its own heads only and
-    nothing adds these gradients up. Gathering in a forward hook, with an operator whose backward sums, mends it.
+    nothing adds these gradients up. Gathering in a forward hook, with an operator whose backward sums, mends it:
+    Megatron gathers the rows of sequence parallelism again behind it, and that gather's backward sums.
     """
     config = gpt.config
     if not config.multi_latent_attention or config.tensor_model_parallel_size == 1:
         return
-    sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+    channels = config.kv_lora_rank + config.qk_pos_emb_head_dim
 
-    def gather(module: torch.nn.Module, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    def gather(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         combined, bias = output
-        if combined.size(-1) == sum(sizes):  # Transformer Engine's duplicated projection is not affected
+        if combined.size(-1) == channels:  # Transformer Engine's duplicated projection is not affected
             return output
-        combined = gather_from_tensor_model_parallel_region(combined)
-        if module.sequence_parallel:  # Megatron gathers the key again, and that gather's backward sums
-            return scatter_to_sequence_parallel_region(combined), bias
-        latent, key = combined.split(sizes, -1)
-        key = _ContiguousGradient.apply(copy_to_tensor_model_parallel_region(key))
-        return torch.cat([latent, key], -1), bias
+        return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(combined)), bias
 
     for name, module in gpt.named_modules():
         if name.endswith("linear_kv_down_proj"):

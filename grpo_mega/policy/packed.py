@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 
+HOST = torch.device("cpu")
+
 
 @dataclass
 class KVCache:
@@ -44,7 +46,7 @@ class ContextShard:
         queries: [n] which of the T' rows belong to a sequence.
         cells: [n] where they lie in a table of [N, longest].
         longest: Most rows of one sequence that are held here.
-        seen: [N, 1, longest, most tokens of a sequence] whether a cell's token sees a key: up to and including itself.
+        places: [N, 1, longest, 1] int32 place of each cell's token in its sequence; 0 in cells of no token.
     """
 
     rows: torch.Tensor
@@ -52,7 +54,7 @@ class ContextShard:
     queries: torch.Tensor
     cells: torch.Tensor
     longest: int
-    seen: torch.Tensor
+    places: torch.Tensor
 
     @classmethod
     def of(cls, packed: PackedTokens, rank: int, size: int) -> ContextShard:
@@ -67,9 +69,16 @@ class ContextShard:
         longest = int(counts.max()) if len(counts) else 0
         starts = counts.cumsum(0) - counts
         cells = sequence * longest + torch.arange(len(sequence), device=rows.device) - starts[sequence]
-        table = positions.new_zeros(packed.sequences * longest).index_copy_(0, cells, positions)
-        seen = torch.arange(packed.longest, device=rows.device) <= table.view(packed.sequences, 1, longest, 1)
-        return cls(rows, torch.cat(held).argsort(), queries, cells, longest, seen)
+        places = positions.new_zeros(packed.sequences * longest).index_copy_(0, cells, positions).int()
+        places = places.view(packed.sequences, 1, longest, 1)
+        return cls(rows, torch.cat(held).argsort(), queries, cells, longest, places)
+
+    def seen(self, keys: int) -> torch.Tensor:
+        """[N, 1, longest, keys] whether a cell's token sees a key of its sequence: those up to and including itself.
+
+        By far the largest tensor of a micro-batch, up to a gigabyte in the longest: made for each use, never kept.
+        """
+        return torch.arange(keys, dtype=torch.int32, device=self.places.device) <= self.places
 
     def to(self, device: torch.device) -> ContextShard:
         """The same on another device."""
@@ -228,7 +237,7 @@ class PackedTokens(PackedSeqParams):
         padding = -len(positions) % multiple or (0 if len(positions) else multiple)
         positions = F.pad(positions, (0, padding))
         # Megatron applies rotary frequencies that are given per token when it sees one sequence of all tokens.
-        whole = torch.tensor([0, len(positions)], dtype=torch.int32, device=positions.device)
+        whole = torch.tensor([0, len(positions)], dtype=torch.int32, device=HOST)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=whole,
@@ -243,6 +252,10 @@ class PackedTokens(PackedSeqParams):
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """A dataclass with its tensors, and those of its shard, on another device."""
-    found = {f.name: getattr(value, f.name) for f in fields(value)}
+    """A dataclass with its tensors, and those of its shard, on another device.
+
+    Megatron's `cu_seqlens_*` stay where they are: its rotary embedding alone reads them, as Python numbers, and would
+    wait for a GPU to bring them back in every layer.
+    """
+    found = {f.name: getattr(value, f.name) for f in fields(value) if not f.name.startswith("cu_seqlens")}
     return replace(value, **{name: x.to(device) for name, x in found.items() if hasattr(x, "to")})

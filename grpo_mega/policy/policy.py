@@ -21,9 +21,10 @@ from megatron.core.transformer.module import Float16Module
 
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, OptimizerConfig
 from grpo_mega.platform import Platform
+from grpo_mega.policy.finite import refuse_non_finite_gradients
 from grpo_mega.policy.head import LogProbHead
 from grpo_mega.policy.losses import Loss, mean_over, of_all
-from grpo_mega.policy.microbatch import MicroBatch, micro_batches
+from grpo_mega.policy.microbatch import MicroBatch, MicroBatches, micro_batches
 from grpo_mega.policy.model import DTYPES, build_model
 from grpo_mega.policy.optimizer import build_optimizer, set_learning_rate
 from grpo_mega.policy.packed import PackedTokens
@@ -85,6 +86,7 @@ class Policy:
             no_sync = [chunk.no_sync for chunk in self.model]
             self.gpt.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         _keep_balancing_in_fp32(self.gpt)
+        torch.cuda.empty_cache()  # weights have moved to Megatron's buffers; where they were before is not needed again
         self.optimizer: MegatronOptimizer | None = None
 
     @property
@@ -145,7 +147,8 @@ class Policy:
         """Forward and backward of the loss over the whole batch.
 
         Raises:
-            FloatingPointError: The loss of a scored token is not finite; names the sequence and the token.
+            FloatingPointError: The loss of a scored token is not finite; names the sequence and the token. Or a
+                gradient is not; names the parameter.
         """
         for chunk in self.model:
             chunk.zero_grad_buffer()
@@ -174,6 +177,7 @@ class Policy:
             return total * micro.packed.loss_scale, {}
 
         self._forward_backward(micros, of_micro_batch, forward_only=False)
+        refuse_non_finite_gradients(self.gpt, self.model)
         self.topology.sum_over_samples(logprob)
         sums_and_counts = self.topology.sum_by_name(sums)
         metrics = {name: total / max(tokens, 1.0) for name, (total, tokens) in sums_and_counts.items()}
@@ -230,10 +234,10 @@ class Policy:
         ]
         return torch.stack(losses).mean()
 
-    def _micro_batches(self, batch: Batch, depths: int = 0) -> list[MicroBatch]:
+    def _micro_batches(self, batch: Batch, depths: int = 0) -> MicroBatches:
         return micro_batches(batch, self.topology, self._budget, self.platform.device, depths)
 
-    def _forward_backward(self, micros: list[MicroBatch], on_last_stage: Callable, forward_only: bool) -> None:
+    def _forward_backward(self, micros: MicroBatches, on_last_stage: Callable, forward_only: bool) -> None:
         """Runs Megatron's pipeline schedule; `on_last_stage(micro, hidden [1, T', H], ...)` gets what comes out."""
 
         def forward(iterator: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
@@ -242,7 +246,7 @@ class Policy:
 
         get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=[iter(micros) for _ in self.model],
+            data_iterator=micros.readers(len(self.model)),
             model=self.model,
             num_microbatches=len(micros),
             seq_length=self.context,
@@ -255,7 +259,7 @@ class Policy:
         """A piece of the model with Megatron's gradient buffers."""
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            check_for_nan_in_grad=True,
+            check_for_nan_in_grad=False,  # see finite.py
             use_distributed_optimizer=self._distributed_optimizer,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap and self._distributed_optimizer,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import distributed_c10d
 
 from grpo_mega.config.schema import LayoutConfig
 
@@ -141,7 +143,7 @@ def _any(value: bool, device: torch.device, group: dist.ProcessGroup | None) -> 
     return bool(flag.item())
 
 
-def _lock_step() -> dist.ProcessGroup:
+def _lock_step(timeout_seconds: int) -> dist.ProcessGroup:
     """The group `Topology.lock_step`. A replica and an expert group may overlap without one holding the other."""
     replica = parallel_state.get_model_parallel_group()
     experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
@@ -152,11 +154,13 @@ def _lock_step() -> dist.ProcessGroup:
     for ranks in everyone:
         met = [other for other in together if ranks & other]
         together = [other for other in together if other not in met] + [ranks.union(*met)]
-    group, _ = dist.new_subgroups_by_enumeration([sorted(ranks) for ranks in together])
+    group, _ = dist.new_subgroups_by_enumeration(
+        [sorted(ranks) for ranks in together], timeout=timedelta(seconds=timeout_seconds)
+    )
     return group
 
 
-def make_groups(layout: LayoutConfig, seed: int, pretended: bool = False) -> None:
+def make_groups(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800, pretended: bool = False) -> None:
     """Makes Megatron's process groups, pretended ones among pretended ranks, and seeds its random number trackers."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -165,14 +169,18 @@ def make_groups(layout: LayoutConfig, seed: int, pretended: bool = False) -> Non
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=timeout_seconds / 60,
         create_gloo_process_groups=not pretended,
     )
+    if not pretended:  # the one group that megatron-core 0.16.1 makes without the timeout it was given
+        experts = parallel_state.get_expert_data_parallel_group_gloo()
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), experts)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def join_layout(layout: LayoutConfig, seed: int) -> Topology:
+def join_layout(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800) -> Topology:
     """Makes the layout's process groups, see `make_groups`, and says where this process stands."""
-    make_groups(layout, seed)
+    make_groups(layout, seed, timeout_seconds)
     return Topology(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -184,7 +192,7 @@ def join_layout(layout: LayoutConfig, seed: int) -> Topology:
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         interleaved=layout.vpp > 1,
-        lock_step=_lock_step(),
+        lock_step=_lock_step(timeout_seconds),
     )
 
 

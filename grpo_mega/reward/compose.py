@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import numbers
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.reward.extract import answer_tag, boxed
 from grpo_mega.reward.format import think_answer_format
+from grpo_mega.reward.user_functions import UserFunctions
 from grpo_mega.reward.verify import equivalent
 from grpo_mega.types import Sample
 
@@ -59,8 +59,8 @@ class Reward:
     def score(self, samples: list[Sample]) -> list[tuple[float, dict[str, float]]]:
         """(total, unweighted value of every term) of each sample, in the order of `samples`.
 
-        Raises RuntimeError when a term fails on a sample and ValueError when it does not return a finite number; both
-        name the term and the sample.
+        Raises RuntimeError when a term fails on a sample and ValueError when a user function does not return a finite
+        number; both name the term and the sample.
         """
         columns = [_values(term, samples) for term in self.terms]
         names = [term.name for term in self.terms]
@@ -68,8 +68,12 @@ class Reward:
         return [(sum(term.weight * row[term.name] for term in self.terms), row) for row in rows]
 
 
-def build_reward(config: RewardConfig) -> Reward:
-    """The reward that `config` describes. Raises ValueError on anything that cannot be scored, naming the field."""
+def build_reward(config: RewardConfig, seed: int = 0) -> Reward:
+    """The reward that `config` describes, with the run's seed for what user functions draw.
+
+    To be called by the main thread: the process of the user functions ends with the thread that has started it.
+    Raises ValueError on anything that cannot be scored, naming the field.
+    """
     if not config.terms:
         raise ValueError(f"reward.terms is empty: nothing would be learned. Built-in terms: {', '.join(BUILT_IN)}")
     names = [term.name for term in config.terms]
@@ -77,52 +81,43 @@ def build_reward(config: RewardConfig) -> Reward:
         raise ValueError(f"reward.terms: the name {min(repeated)!r} is used twice; give every term a name of its own")
     if config.success not in names:
         raise ValueError(f"reward.success is {config.success!r}, which is no term; choose one of: {', '.join(names)}")
-    return Reward(tuple(_build_term(term) for term in config.terms))
+    for term in config.terms:
+        _check(term)
+    paths = {term.name: term.function for term in config.terms if term.function is not None}
+    functions = dict(BUILT_IN)
+    if paths:
+        own = UserFunctions(paths, seed, config.timeout_seconds)
+        functions |= {name: partial(own.value, name) for name in paths}
+    return Reward(tuple(Term(t.name, t.weight, functions[t.name], t.function is None) for t in config.terms))
 
 
-def _build_term(term: RewardTerm) -> Term:
-    """Finds the function behind one configured term."""
+def _check(term: RewardTerm) -> None:
+    """Refuses a term that is not known or whose path has no module or function."""
     if not math.isfinite(term.weight):
         raise ValueError(f"reward term {term.name!r}: weight is {term.weight}; it must be a finite number")
-    if term.function is not None:
-        return Term(term.name, term.weight, _import(term.name, term.function), built_in=False)
-    if term.name not in BUILT_IN:
+    if term.function is None and term.name not in BUILT_IN:
         raise ValueError(
             f"reward term {term.name!r} is not built in. Built-in terms: {', '.join(BUILT_IN)}. "
             "For a function of your own, set the term's function to its import path, package.module:function"
         )
-    return Term(term.name, term.weight, BUILT_IN[term.name], built_in=True)
-
-
-def _import(name: str, path: str) -> Callable[[Sample], float]:
-    """The callable at `package.module:function`."""
-    module, _, attribute = path.partition(":")
-    if not module or not attribute:
-        raise ValueError(f"reward term {name!r}: function {path!r} must have the form package.module:function")
-    try:
-        function: Callable[[Sample], float] = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # importing user code can raise anything
-        raise ValueError(f"reward term {name!r}: cannot import {path!r}: {error}") from error
-    if not callable(function):
-        raise ValueError(f"reward term {name!r}: {path!r} is a {type(function).__name__}, not a function")
-    return function
+    if term.function is not None and not all(term.function.partition(":")):
+        raise ValueError(
+            f"reward term {term.name!r}: function {term.function!r} must have the form package.module:function"
+        )
 
 
 def _values(term: Term, samples: list[Sample]) -> list[float]:
     """The term's value for every sample. User functions run one after the other: they need not be thread-safe."""
     if not term.built_in:
-        return [_value(term, sample) for sample in samples]
+        return [term.function(sample) for sample in samples]
     with ThreadPoolExecutor(VERIFY_THREADS) as threads:
-        return list(threads.map(lambda sample: _value(term, sample), samples))
+        return list(threads.map(lambda sample: _built_in_value(term, sample), samples))
 
 
-def _value(term: Term, sample: Sample) -> float:
-    """The term's value for one sample, checked."""
-    where = f"reward term {term.name!r}, prompt {sample.prompt.id!r}, sample {sample.index}"
+def _built_in_value(term: Term, sample: Sample) -> float:
+    """The term's value for one sample."""
     try:
-        value = term.function(sample)
+        return term.function(sample)
     except Exception as error:
+        where = f"reward term {term.name!r}, prompt {sample.prompt.id!r}, sample {sample.index}"
         raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f"{where}: returned {value!r}; a reward must be a finite number (a float, int or bool)")
-    return float(value)

@@ -1,4 +1,4 @@
-"""math-verify in worker processes that the kernel kills when a comparison takes too long.
+"""sympy in worker processes that the kernel kills when a comparison takes too long.
 
 A hostile answer such as `9^{9^9}` keeps sympy busy for ever, in C code that no Python exception interrupts, and
 math-verify's own time-outs work only in a main thread. So every comparison runs in a worker: a bare interpreter (it
@@ -29,6 +29,8 @@ START_SECONDS = 300.0
 MEMORY_BYTES = 4 << 30
 """Address space of one worker."""
 
+Pairs = tuple[tuple[str, str], ...]
+
 _SCRIPT = Path(__file__).with_name("symbolic_worker.py")
 _logger = logging.getLogger(__name__)
 _warned = threading.Event()
@@ -52,14 +54,14 @@ class _Worker:
         if self._read(START_SECONDS) != b"ready\n":
             self.close()
             raise RuntimeError(
-                f"the math-verify worker did not start (exit code {self.process.returncode}); its error is on stderr. "
-                f"Check that `{sys.executable} -c 'import math_verify'` works"
+                f"the symbolic worker did not start (exit code {self.process.returncode}); its error is on stderr. "
+                f"Check that `{sys.executable} -c 'import sympy, latex2sympy2_extended'` works"
             )
 
-    def ask(self, answer: str, truth: str) -> bool | None:
-        """The verdict, or None when the worker died over the question."""
+    def ask(self, pairs: Pairs) -> list[bool] | None:
+        """The verdicts, or None when the worker died over the question."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([answer, truth]).encode() + b"\n")
+        self.process.stdin.write(json.dumps(pairs).encode() + b"\n")
         line = self._read(WALL_SECONDS)
         return json.loads(line) if line else None
 
@@ -76,20 +78,20 @@ class _Worker:
 
 
 @functools.lru_cache(maxsize=4096)
-def symbolically_equal(answer: str, truth: str) -> bool:
-    """Whether math-verify finds the two equal within the limits. Thread-safe: concurrent calls use different workers.
+def symbolically_equal(pairs: Pairs) -> tuple[bool, ...]:
+    """Of each pair (answer, truth) whether sympy proves the two equal; all pairs share the limits of one question.
 
-    Callers bound length and nesting first (`verify.py`). The cache makes a wrong answer that a whole group repeats
-    cost once.
+    Thread-safe: concurrent calls use different workers. Callers bound length and nesting first (`verify.py`). The cache
+    makes a wrong answer that a whole group repeats cost once.
     """
     worker = _take_idle() or _Worker()
-    verdict = worker.ask(answer, truth)
-    if verdict is None:
+    verdicts = worker.ask(pairs)
+    if verdicts is None:
         worker.close()
-        _warn_once(answer, worker.process.returncode)
-        return False
+        _warn_once(pairs[0][0], worker.process.returncode)
+        return (False,) * len(pairs)
     _idle.append(worker)
-    return verdict
+    return tuple(verdicts)
 
 
 def close_workers() -> None:
@@ -116,8 +118,8 @@ def _warn_once(answer: str, code: int) -> None:
     if not _warned.is_set():
         _warned.set()
         _logger.warning(
-            "math-verify gave up on the answer %.80r (exit code %d; limits: %g s of CPU, %d GiB): counted as wrong. "
-            "Further cases are not logged.",
+            "the symbolic worker gave up on the answer %.80r (exit code %d; limits: %g s of CPU, %d GiB): counted as "
+            "wrong. Further cases are not logged.",
             answer,
             code,
             CPU_SECONDS,

@@ -1,29 +1,105 @@
-"""The process behind `symbolic.py`: `python -P symbolic_worker.py CPU_SECONDS MEMORY_BYTES`.
+r"""The process behind `symbolic.py`: `python -P symbolic_worker.py CPU_SECONDS MEMORY_BYTES`.
 
-Writes `ready`, then for every line `[answer, truth]` on standard input one line `true` or `false`, until the input
-ends. Both texts are wrapped in a box, so that math-verify reads each as one expression and does not pick the part it
-likes best.
+Writes `ready`, then for every line `[[answer, truth], ...]` on standard input one line `[true, false, ...]`, until the
+input ends. The texts are LaTeX of single expressions, or of two with ` = `, ` < ` or ` \le ` between them.
+
+math-verify's parser (latex2sympy) reads them; its comparison is not used, because that rounds to six decimals and
+forgives too much. Here two expressions are equal when sympy proves that their difference is zero; numbers in 60 digits
+only sort out early what is certainly different.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
 
-from math_verify import parse, verify
+import sympy
+from latex2sympy2_extended import latex2sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from sympy.core.random import seed
+
+DIGITS = 60
+POINTS = (sympy.Rational(13, 7), sympy.Rational(29, 11), sympy.Rational(3, 17))
+"""Where free symbols are put for the numeric filter: the k-th symbol gets a multiple of them."""
+
+_CONFIG = ConversionConfig(lowercase_symbols=False)
+_DECIMAL = re.compile(r"(\d*)\.(\d+)|(\d+)\.(?!\d)")
+_DEGREES = re.compile(r"(\d+|\\frac\{\d+\}\{\d+\})\^\{\\circ\}")
+_OPERATOR = re.compile(r" (=|<|\\le) ")
+_UNFINISHED = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
 
 
 def equal(answer: str, truth: str) -> bool:
-    """math-verify's verdict; an answer that it cannot digest is not equal to anything."""
+    """Whether the two are the same expression or relation; what cannot be digested is not equal to anything."""
     try:
-        expected, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
-        return bool(verify(expected, given, timeout_seconds=None))
+        given, wanted = (_OPERATOR.split(text) for text in (answer, truth))
+        if len(wanted) == 1:
+            return _equal_expressions(_read(given[0]), _read(wanted[0]))
+        return _equal_relations(_read(given[0]) - _read(given[2]), _read(wanted[0]) - _read(wanted[2]), wanted[1])
     except Exception:  # sympy raises almost any type on hostile input; the verdict is what the caller asked for
         return False
+
+
+@functools.lru_cache(maxsize=256)
+def _read(text: str) -> sympy.Expr:
+    """The expression, unevaluated, with decimals as exact fractions and `i` as the imaginary unit."""
+    text = _DECIMAL.sub(_fraction, text)
+    text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
+    expression = latex2sympy(text, is_real=True, normalization_config=None, conversion_config=_CONFIG)
+    if not isinstance(expression, sympy.Expr) or expression.has(sympy.Float, sympy.nan, sympy.zoo, *_UNFINISHED):
+        raise ValueError(f"not an exact expression: {text}")
+    return expression.xreplace({sympy.Symbol("i", real=True): sympy.I})
+
+
+def _fraction(decimal: re.Match[str]) -> str:
+    """A decimal as LaTeX of the same fraction."""
+    whole, places = decimal[1] or decimal[3] or "", decimal[2] or ""
+    return rf"{{\frac{{{int(whole + places)}}}{{{10 ** len(places)}}}}}"
+
+
+def _equal_expressions(answer: sympy.Expr, truth: sympy.Expr) -> bool:
+    """Whether the difference is zero, and the answer brings no symbol or factorial that the truth does not need."""
+    counting = (sympy.factorial, sympy.binomial, sympy.gamma)
+    if not answer.free_symbols <= truth.free_symbols or (answer.has(sympy.factorial) and not truth.has(*counting)):
+        return False
+    return not _differ(answer, truth) and _is_zero(answer - truth)
+
+
+def _equal_relations(answer: sympy.Expr, truth: sympy.Expr, operator: str) -> bool:
+    """Whether `answer` and `truth`, both against 0, are multiples of each other: for inequalities positive ones."""
+    if answer.free_symbols != truth.free_symbols:
+        return False
+    ratio = sympy.cancel(sympy.simplify(answer.doit()) / sympy.simplify(truth.doit()))
+    return bool(ratio.is_number and ratio.is_finite and (ratio.is_positive or (operator == "=" and ratio.is_negative)))
+
+
+def _differ(answer: sympy.Expr, truth: sympy.Expr) -> bool:
+    """Whether the values certainly differ somewhere."""
+    symbols = sorted(truth.free_symbols, key=str)
+    for point in POINTS if symbols else POINTS[:1]:
+        values = {symbol: point * (2 * index + 1) / (index + 1) for index, symbol in enumerate(symbols)}
+        left, right = (side.evalf(DIGITS, subs=values) for side in (answer, truth))
+        if left.is_finite and right.is_finite:
+            distance = abs(sympy.N(left - right, DIGITS))
+            if distance > (abs(left) + abs(right)) * sympy.Float(10) ** (10 - DIGITS):
+                return True
+    return False
+
+
+def _is_zero(difference: sympy.Expr) -> bool:
+    """Whether sympy proves it, by ever more expensive means."""
+    seed(0)  # sympy tries random points: the same question must get the same verdict
+    for means in (lambda d: d.doit(), sympy.expand, sympy.cancel, sympy.simplify, sympy.radsimp, sympy.trigsimp):
+        difference = means(difference)
+        if difference.is_zero:
+            return True
+    return difference.equals(0) is True
 
 
 def main(cpu_seconds: float, memory_bytes: int) -> None:
@@ -39,9 +115,9 @@ def main(cpu_seconds: float, memory_bytes: int) -> None:
     print("ready", file=verdicts, flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        verdict = equal(*json.loads(line))
+        answers = [equal(*pair) for pair in json.loads(line)]
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(verdict), file=verdicts, flush=True)
+        print(json.dumps(answers), file=verdicts, flush=True)
 
 
 if __name__ == "__main__":

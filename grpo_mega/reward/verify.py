@@ -1,37 +1,45 @@
 r"""Decides whether an answer equals the ground truth, at bounded cost and without paying for tricks.
 
-Exact text first, then exact rational arithmetic, and only for what is left math-verify in a guarded process
-(`symbolic.py`). math-verify is lenient by design; the rules here close what a policy would find: `\boxed{9=10}` counts
-as 10, `9 \to 10` as 10, `9 10` as 19, the question itself (`3+16`) as its answer, any anagram of a word as the word.
+Exact text first, then exact rational arithmetic; then both texts are normalized (`normalize.py`), their structure is
+read (`form.py`) and compared here, and only what is left, pairs of expressions, goes to sympy in a guarded process
+(`symbolic.py`), all pairs of an answer as one question. docs/rewards.md says what is accepted and what is refused.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import accumulate
 
+from grpo_mega.reward.form import (
+    Expression,
+    Form,
+    Named,
+    Number,
+    Numeral,
+    Ordered,
+    Relation,
+    Unordered,
+    Words,
+    in_unit,
+    parse,
+)
+from grpo_mega.reward.normalize import fold_symbols
+from grpo_mega.reward.rational import MAX_EXPONENT
 from grpo_mega.reward.symbolic import symbolically_equal
 
 MAX_CHARACTERS = 1000
 MAX_NESTING = 10  # the time to parse nested groups grows exponentially
-MAX_EXPONENT = 1000
+MAX_QUESTIONS = 64
+"""Pairs of expressions that one answer may put to sympy."""
 
 _INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]*)?|\.[0-9]+)"
 _NUMBER = re.compile(
     rf"[-+]?(?:{_DECIMAL}(?:[eE](?P<exponent>[-+]?[0-9]+))?|{_INTEGER}\s*/\s*(?P<denominator>{_INTEGER}))"
 )
-_LATEX_FRACTION = (
-    rf"(?:{_INTEGER}\s*)?\\[dt]?frac\s*(?:\{{\s*[-+]?{_INTEGER}\s*\}}|[0-9])\s*(?:\{{\s*{_INTEGER}\s*\}}|[0-9])"
-)
-_ONE_NUMBER = re.compile(
-    r"(?:[\s${(]|\\[(\[]|\\(?:text|mathrm|mathbf|left)\b)*[-+]?\s*"
-    rf"(?:{_LATEX_FRACTION}|{_INTEGER}\s*/\s*{_INTEGER}|{_DECIMAL})"
-    r"(?:[\s$})%.]|\\[)\]%,;! ]|\\right\b|\^\{?\\circ\b|\\(?:text|mathrm|mbox)\{[A-Za-z .]*\})*"
-)
-_WORDS = re.compile(r"[A-Za-z ]{3,}")
-_RELATION = re.compile(r"=|\\(?:to|approx|equiv|sim|implies|iff|mapsto|[A-Za-z]*[aA]rrow)\b|\\boxed\b")
+Same = Callable[[str, str], bool]
 
 
 def equivalent(answer: str, truth: str) -> bool:
@@ -44,8 +52,20 @@ def equivalent(answer: str, truth: str) -> bool:
     value, expected = _number(answer), _number(truth)
     if value is not None and expected is not None:
         return value == expected
-    comparable = _well_formed(answer) and _well_formed(truth) and _same_kind(answer, truth)
-    return comparable and symbolically_equal(answer, truth)
+    if not (_well_formed(answer) and _well_formed(truth)):
+        return False
+    given, wanted = parse(answer), parse(truth)
+    # First as if all expressions agreed, which collects what sympy must be asked; then with its verdicts, which can
+    # only end the comparison earlier.
+    pairs: dict[tuple[str, str], bool] = {}
+    if not _compare(given, wanted, lambda a, t: pairs.setdefault((a, t), True)):
+        return False
+    if not pairs:
+        return True
+    if len(pairs) > MAX_QUESTIONS:
+        return False
+    verdicts = dict(zip(pairs, symbolically_equal(tuple(pairs)), strict=True))
+    return _compare(given, wanted, lambda a, t: verdicts[a, t])
 
 
 def _number(text: str) -> Fraction | None:
@@ -59,7 +79,7 @@ def _number(text: str) -> Fraction | None:
 
 def _well_formed(text: str) -> bool:
     """Whether the text is short, shallow and balanced enough for a parser, and no number that `_number` refused."""
-    if len(text) > MAX_CHARACTERS or any(c.isnumeric() and not c.isascii() for c in text):
+    if len(text) > MAX_CHARACTERS or any(c.isnumeric() and not c.isascii() for c in fold_symbols(text)):
         return False
     depth = accumulate((c in "{[(") - (c in "}])") for c in text)
     braces = list(accumulate((c == "{") - (c == "}") for c in text))
@@ -68,13 +88,132 @@ def _well_formed(text: str) -> bool:
     return balanced and max(depth, default=0) <= MAX_NESTING and not out_of_range
 
 
-def _same_kind(answer: str, truth: str) -> bool:
-    """Whether the answer states one value, as the truth does: a number for a number, no chain of values for a value.
+def _compare(answer: Form, truth: Form, same: Same) -> bool:
+    """Whether the whole answer is the whole truth: the same solutions, of the same unknown as far as both name it."""
+    given, wanted = _record(answer), _record(truth)
+    if given and wanted:
+        return given.keys() == wanted.keys() and all(_equal(given[n], wanted[n], same) for n in wanted)
+    answer, truth = (_point(record) if record else form for record, form in ((given, answer), (wanted, truth)))
+    (name, items), (expected, solutions) = _solutions(answer), _solutions(truth)
+    if isinstance(answer, Relation) or isinstance(truth, Relation) or (name and expected and name != expected):
+        left, right = _as_relation(answer), _as_relation(truth)
+        return left is not None and right is not None and _equal(left, right, same)
+    return _match(items, solutions, same)
 
-    A truth made of words is compared as text only: to math-verify a word is a product of its letters.
+
+def _record(form: Form) -> dict[str, Form] | None:
+    """The values of several unknowns, by name: `x = 1, y = 2`, `(x, y) = (1, 2)`."""
+    if isinstance(form, Named) and isinstance(form.value, Ordered) and form.name[0] == "(":
+        names = form.name.strip("()").split(",")
+        if form.value.kind == "()" and len(names) == len(form.value.items) == len(set(names)):
+            return dict(zip(names, form.value.items, strict=True))
+    if isinstance(form, Unordered) and all(isinstance(item, Named) for item in form.items):
+        record = {item.name: item.value for item in form.items if isinstance(item, Named)}
+        if len(record) == len(form.items) > 1:
+            return record
+    return None
+
+
+def _point(record: dict[str, Form]) -> Form:
+    """The values of a record as a tuple: (1, 2) for `y = 2, x = 1`; unusual names stay as they are given."""
+    names = sorted(record)
+    places = [ord(name) for name in names if len(name) == 1]
+    consecutive = places == list(range(ord(names[0][0]), ord(names[0][0]) + len(names)))  # a, b, c or m, n
+    conventional = consecutive or set(names) <= set("xyz")
+    return Ordered("()", tuple(record[name] for name in (names if conventional else record)))
+
+
+def _solutions(form: Form) -> tuple[str | None, tuple[Form, ...]]:
+    """The name that all solutions share, if they do, and the solutions without it."""
+    items = form.items if isinstance(form, Unordered) else (form,)
+    names = {item.name for item in items if isinstance(item, Named)}
+    if len(names) > 1:  # x = 1, y = 2 or x = 3, y = 4: which belong together is in their order only
+        return None, (Ordered("several unknowns", items),)
+    if len(names) == 1:
+        items = tuple(item.value if isinstance(item, Named) else item for item in items)
+    if len(items) == 1 and isinstance(items[0], Unordered):
+        items = items[0].items
+    return min(names, default=None), items
+
+
+def _as_relation(form: Form) -> Relation | None:
+    """The form as an equation, to compare `y = 2x + 1` with `2x - y + 1 = 0`.
+
+    A name with a constant is solved, and stays so: `2x = 10` does not answer `x = 5`.
     """
-    if _WORDS.fullmatch(truth):
+    if isinstance(form, Named) and isinstance(form.value, (Expression, Words)):
+        text = form.value.latex if isinstance(form.value, Expression) else form.value.text
+        variable = re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", text)
+        return Relation(form.name, "=", text) if variable else None
+    return form if isinstance(form, Relation) else None
+
+
+def _match(answers: tuple[Form, ...], truths: tuple[Form, ...], same: Same) -> bool:
+    """Whether the two lists hold the same values, each as often, in any order."""
+    if len(answers) != len(truths):
         return False
-    if _ONE_NUMBER.fullmatch(truth) and not _ONE_NUMBER.fullmatch(answer):
+    fits = [[i for i, answer in enumerate(answers) if _equal(answer, truth, same)] for truth in truths]
+    taken: dict[int, int] = {}
+
+    def place(truth: int, tried: set[int]) -> bool:
+        """Finds an answer for this truth, moving earlier ones where that helps (Kuhn's algorithm)."""
+        for answer in fits[truth]:
+            if answer not in tried:
+                tried.add(answer)
+                if answer not in taken or place(taken[answer], tried):
+                    taken[answer] = truth
+                    return True
         return False
-    return all(relation in truth for relation in _RELATION.findall(answer))
+
+    return all(place(truth, set()) for truth in range(len(truths)))
+
+
+def _equal(answer: Form, truth: Form, same: Same) -> bool:
+    """Whether two values are equal. For a number only a number will do: an expression would repeat the question."""
+    if isinstance(answer, (Number, Expression)) and isinstance(truth, (Number, Expression)):
+        answer, truth = in_unit(answer, truth.unit), in_unit(truth, answer.unit)
+    match answer, truth:
+        case Number(), Number():
+            return _equal_numbers(answer, truth)
+        case Expression() | Number(), Expression():
+            return _units_agree(answer.unit, truth.unit) and same(_latex(answer), truth.latex)
+        case Number(), Numeral():
+            return answer.unit == "" and str(answer.value) == truth.digits
+        case Ordered(), Ordered():
+            shape = answer.kind == truth.kind and len(answer.items) == len(truth.items)
+            pairs = zip(answer.items, truth.items, strict=False)
+            return shape and _units_agree(answer.unit, truth.unit) and all(_equal(a, t, same) for a, t in pairs)
+        case Unordered(), Unordered():
+            return _match(answer.items, truth.items, same)
+        case Named(), Named():
+            return answer.name == truth.name and _equal(answer.value, truth.value, same)
+        case Relation(), Relation():
+            return answer.operator == truth.operator and same(_text(answer), _text(truth))
+    return answer == truth  # words, numerals, and kinds that differ
+
+
+def _equal_numbers(answer: Number, truth: Number) -> bool:
+    """Numbers in the same unit, or one without; `p%` is p/100, and p where the other side is a bare p of at least 1."""
+    if (answer.unit == "%") == (truth.unit == "%"):
+        return answer.value == truth.value and _units_agree(answer.unit, truth.unit)
+    percent, other = (answer, truth) if answer.unit == "%" else (truth, answer)
+    if other.unit:
+        return False
+    return other.value * 100 == percent.value or (other.value == percent.value and abs(other.value) >= 1)
+
+
+def _units_agree(answer: str, truth: str) -> bool:
+    """A unit may be missing, because the question asks for it; it must not be another."""
+    return answer == truth or not answer or not truth
+
+
+def _latex(form: Number | Expression) -> str:
+    """The value for sympy."""
+    if isinstance(form, Expression):
+        return form.latex
+    return rf"\frac{{{form.value.numerator}}}{{{form.value.denominator}}}"
+
+
+def _text(relation: Relation) -> str:
+    """The relation for sympy; the operator stands between spaces."""
+    return f"{relation.left} {relation.operator} {relation.right}"

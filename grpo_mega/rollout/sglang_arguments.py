@@ -36,6 +36,9 @@ ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # processes of other nodes than the first have to answer us
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # else CUDA graphs keep their memory when they are released
+    # NCCL would register buffers under captured graphs; these are mapped anew when memory comes back, and a replay that
+    # uses the old ones can hang (torch_memory_saver's issue 88). SGLang 0.5.23 sets it too, older ones may not.
+    "NCCL_GRAPH_REGISTER": "0",
 }
 IN_TURNS = {
     "enable_memory_saver": True,
@@ -98,9 +101,11 @@ def check_platform(config: Config, platform: Platform) -> None:
     """Raises a ValueError when the engines cannot be started, or reached, on machines such as this."""
     sglang = config.rollout.sglang
     if platform.device.type == "cpu":
-        for name in ("first_gpu", "fp8"):
+        for name, without in (("first_gpu", "null"), ("fp8", "false")):
             if getattr(sglang, name) not in (None, False):
-                raise ValueError(f"rollout.sglang.{name} needs GPUs, and there are none here; drop it")
+                raise ValueError(
+                    f"rollout.sglang.{name} needs GPUs, and there are none here; give rollout.sglang.{name}={without}"
+                )
         return
     if sglang.transport == "network" and sglang.first_gpu is None:
         raise ValueError(

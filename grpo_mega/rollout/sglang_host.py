@@ -41,6 +41,8 @@ OF_A_GENERATION = ("pause", "proceed", "abort")
 
 NOT_ALWAYS = ("disable_prefill_cuda_graph", "disable_piecewise_cuda_graph")
 """Server arguments of the trainer's own that turn off what other releases do not have, or call otherwise."""
+OLDEST = "0.5.6"
+"""The first release that takes weights as bytes."""
 NEEDED = {
     "enable_return_routed_experts": ("return_routed_experts", "0.5.9"),
     "enable_dp_attention": ("routed_dp_rank", "0.5.10"),
@@ -298,7 +300,7 @@ def _check_release(arguments: dict[str, Any]) -> None:
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
     if not hasattr(FlattenedTensorBucket, "supports_multi_dtypes"):
-        raise Refused(f"SGLang {version('sglang')} does not take weights as bytes; install 0.5.6 or newer")
+        raise Refused(f"SGLang {version('sglang')} does not take weights as bytes; install {OLDEST} or newer")
     there = inspect.signature(Engine.async_generate).parameters
     for argument, (parameter, oldest) in NEEDED.items():
         if arguments.get(argument) and parameter not in there:

@@ -10,6 +10,7 @@ an engine that dies, or never takes what it is sent, is lost and does not keep t
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -119,8 +120,9 @@ class Network(Transport):
     def opened(self) -> dict[str, Any]:
         """The store of a new process group: in one with an engine that is gone nothing can be sent."""
         self._connections += 1
-        self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-        return {"address": own_address(), "port": self._store.port, "group": f"weights-{self._connections}"}
+        address = own_address()
+        self._store = _store_at(address, self._timeout)
+        return {"address": address, "port": self._store.port, "group": f"weights-{self._connections}"}
 
     def connect(self, where: dict[str, Any]) -> None:
         """Joins that group, as the engine's ranks do."""
@@ -248,6 +250,16 @@ class Disk(Transport):
     @property
     def _path(self) -> Path:
         return self._folder / f"update-{self._updates}"
+
+
+def _store_at(address: str, timeout: timedelta) -> dist.TCPStore:
+    """A store that listens at this address only; torch would listen on all interfaces, and asks nobody who they are."""
+    listening = socket.create_server((address, 0), backlog=1024)
+    port = listening.getsockname()[1]
+    # The store closes the descriptor.
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
+    )
 
 
 def _tried(work: Callable[[], None], failures: list[Exception]) -> None:

@@ -84,21 +84,29 @@ def _train(
         documents = task.documents(seed, step, base.batch_size, base.tagged, base.direct)
         return supervised_update(policy, [(ids, 1) for ids in documents], lr).metrics["loss"]
 
+    accuracies: list[float] = []
     for step in range(1, base.max_steps + 1):
         loss = learn(step, warmed_up(base.lr, base.warmup_steps, step - 1))
         if step >= base.gate_from and (step - base.gate_from) % base.gate_every == 0:
-            accuracy = _working_accuracy(engine, task, longest)
-            report(step, {"loss": loss, "working_accuracy": accuracy})
-            if accuracy >= base.gate_accuracy:
+            accuracies.append(_working_accuracy(engine, task, longest))
+            report(step, {"loss": loss, "working_accuracy": accuracies[-1]})
+            if gate_is_passed(accuracies, base):
                 break
     else:
         raise RuntimeError(
-            f"the base model did not reach base.gate_accuracy={base.gate_accuracy} within base.max_steps="
-            f"{base.max_steps} (last loss {loss:.3f}); raise base.max_steps or change base.lr"
+            f"the base model did not reach base.gate_accuracy={base.gate_accuracy} in base.gate_passes="
+            f"{base.gate_passes} checks in a row within base.max_steps={base.max_steps} (last loss {loss:.3f}); "
+            "raise base.max_steps or change base.lr"
         )
     for decay in range(base.decay_steps):
         learn(step + 1 + decay, base.lr * (1 - decay / base.decay_steps))
     return step + base.decay_steps
+
+
+def gate_is_passed(accuracies: list[float], base: BaseConfig) -> bool:
+    """Whether the last `gate_passes` of all checks so far, the latest at the end, reached the gate."""
+    last = accuracies[-base.gate_passes :]
+    return len(last) == base.gate_passes and min(last) >= base.gate_accuracy
 
 
 def _working_accuracy(engine: Engine, task: ChainSum, longest: int) -> float:

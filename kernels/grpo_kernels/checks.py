@@ -79,6 +79,8 @@ def require_tokens(tokens: Tokens, options: GRPOLoss, count: int, device: torch.
         _require_tensor(name, vector, 1, (torch.float32,))
         _require_device(name, vector, device)
         _require_length(name, vector, count)
+        if vector.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, and the loss gives it none; pass {name}.detach()")
     if options.kl_coef and tokens.ref is None:
         raise ValueError(f"ref_logprob is None, and options.kl_coef is {options.kl_coef}; pass it or set kl_coef to 0")
     if options.correction != "none" and tokens.rollout is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -58,10 +57,11 @@ class Scalars:
 
 def scalars(options: GRPOLoss) -> Scalars:
     """The numbers behind the options, for "ppo" and "cispo"; `kl` is 1, 2 or 3."""
+    log_low, log_high, log_dual = options.log_bounds
     return Scalars(
-        log_low=math.log1p(-options.clip_low),
-        log_high=math.log1p(options.clip_high),
-        log_dual=math.inf if options.dual_clip is None else math.log(options.dual_clip),
+        log_low=log_low,
+        log_high=log_high,
+        log_dual=log_dual,
         kl_coef=float(options.kl_coef),
         entropy_coef=float(options.entropy_coef),
         kl=1 + KL_ESTIMATORS.index(options.kl),

@@ -2,7 +2,7 @@
 
 With ratio rho = exp(logprob - old), advantage A and c = exp(old - rollout) (see `GRPOLoss.correction`):
 
-    ppo     max(-A rho, -A clip(rho, 1 - low, 1 + high)), at most dual_clip * -A where A < 0
+    ppo     max(-A rho, -A clip(rho, 1 - low, 1 + high)), at most dual_clip * -A where A < 0; low >= 1 bounds nothing
     gspo    the same with the sequence's rho = exp(mean over its tokens of (logprob - old))
     cispo   -stopgrad(clip(rho, 1 - low, 1 + high)) A logprob
     loss    weight * (policy term * correction + kl_coef * KL(policy || reference) - entropy_coef * entropy)
@@ -139,13 +139,12 @@ def _policy_term(
     The sign of A decides which bound can bind, and clamping the logarithm keeps an overflowing ratio out of a clipped
     token: the loss is -A exp(clamped log-ratio), its own derivative where nothing is clamped.
     """
-    low, high = math.log1p(-options.clip_low), math.log1p(options.clip_high)
+    low, high, ceiling = options.log_bounds
     if options.kind == "cispo":
         factor = -advantage * log_ratio.clamp(low, high).exp()
         loss = torch.where((advantage == 0) & (logprob == -math.inf), 0.0, factor * logprob)  # 0 * -inf is no loss
         trained = advantage != 0
         return loss, factor, _codes(trained & (log_ratio < low), trained & (log_ratio > high), None)
-    ceiling = math.inf if options.dual_clip is None else math.log(options.dual_clip)
     falls, rises = advantage < 0, advantage > 0
     bounded = torch.where(falls, log_ratio.clamp(low, ceiling), log_ratio.clamp(max=high))
     loss = -advantage * bounded.exp()

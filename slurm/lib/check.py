@@ -1,9 +1,9 @@
 """Asks a configuration where its run lies, and whether it can start here: check.py --nodes N ... -- SETTING...
 
 Prints `run DIRECTORY` and `reads PATH` for everything that it reads, or an error with the way out, in about a second:
-nothing is started or written. With --stop-seconds, where torch and Megatron are, it also plans the checkpoint, refuses
-one that cannot be written and read again in that time, or in --hang-seconds, and prints the `room` that it needs in
-MiB; this takes some seconds.
+nothing is started or written. Where torch and Megatron are, it also compares the model that the run starts from with
+the configuration, and with --stop-seconds plans the checkpoint, refuses one that cannot be written and read again in
+that time, or in --hang-seconds, and prints the `room` that it needs in MiB; this takes some seconds.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ import argparse
 import os
 import sys
 import warnings
+from functools import cache
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # in a job there are GPUs, and what is planned here must not land on them
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 try:
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
+    import hydra  # noqa: F401
+    import omegaconf  # noqa: F401
 except ImportError as error:
     sys.exit(
         f"error: {sys.executable} has no {error.name}: set PYTHON, or with a container HOST_PYTHON, to an interpreter "
         "(3.11 or newer) with `pip install hydra-core`, or run `make .venv/.ready`"
     )
 
-from grpo_mega.config.load import compose_config, explained, identity
+from grpo_mega.config.inputs import check_inputs, inputs
+from grpo_mega.config.load import compose_config, identity
 from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import Config
 from grpo_mega.observe.run_dir import check_run_dir
@@ -60,26 +62,36 @@ def _check_machines(config: Config, nodes: int, ranks_per_node: int) -> None:
         )
 
 
-def inputs(config: Config) -> dict[str, str]:
-    """{field: path} of what the run reads and must be there."""
-    named = {"data.train_path": config.data.train_path, "data.test_path": config.data.test_path}
-    named |= {} if config.base.train else {"run.init_from": config.run.init_from}
-    named |= {"data.tokenizer": config.data.tokenizer} if Path(config.data.tokenizer).exists() else {}
-    return {name: place for name, place in named.items() if place}
-
-
-def check_inputs(config: Config) -> None:
-    """Looks for what the run reads.
-
-    Raises:
-        FileNotFoundError: Its data or its first weights are not there.
-    """
-    for name, place in inputs(config).items():
-        if not Path(place).exists():
-            raise FileNotFoundError(f"{name}={place} does not exist")
+def warn_of_tokenizer(config: Config) -> None:
+    """A tokenizer that may be a program is not run."""
     tokenizer = Path(config.data.tokenizer)
     if tokenizer.is_dir() and not (tokenizer / "tokenizer.json").exists():
         print(f"warning: data.tokenizer={tokenizer} has no tokenizer.json; code of its own is not run", file=sys.stderr)
+
+
+def check_shape(config: Config) -> None:
+    """Compares a Hugging Face model that the run starts from with the configuration, by the code that loads it.
+
+    Raises:
+        ImportError: There is no torch or Megatron, which loading needs.
+        ValueError: It is of another model, or cannot be read.
+    """
+    path = Path(config.run.init_from or "")
+    if config.base.train or not config.run.init_from or not (path / "config.json").is_file():
+        return
+    prepare()
+    from grpo_mega.checkpoint.huggingface.directory import check_architecture
+
+    check_architecture(path, config.model, config.model.vocab_size)
+
+
+@cache
+def prepare() -> None:
+    """Makes torch and Megatron ready to be imported, without a GPU; once."""
+    from grpo_mega import platform
+
+    warnings.filterwarnings("ignore", module="megatron")
+    platform.start_planning()
 
 
 def places(path: Path) -> set[Path]:
@@ -95,10 +107,7 @@ def room(config: Config, stop_seconds: int, hang_seconds: int, rate: float) -> i
         ImportError: There is no torch or Megatron to plan with.
         ValueError: It cannot be written and read again, for its checksums, in these seconds at `rate` GB/s.
     """
-    from grpo_mega import platform
-
-    warnings.filterwarnings("ignore", module="megatron")
-    platform.start_planning()
+    prepare()
     from grpo_mega.plan import plan
 
     size = plan(config)["checkpoint"]
@@ -137,18 +146,22 @@ def main() -> None:
         found = run_directory(config, options.nodes, options.ranks_per_node)
         if not options.queued:
             check_inputs(config)
+            warn_of_tokenizer(config)
         print("run", found)
         for place in sorted({place for named in inputs(config).values() for place in places(Path(named))}):
             print("reads", place)
+        if not options.queued:
+            check_shape(config)
         if options.stop_seconds is not None:
             print("room", room(config, options.stop_seconds, options.hang_seconds, options.save_gb_per_second))
     except ImportError as error:
-        print(f"warning: {sys.executable} has no {error.name}, so the checkpoint is not planned", file=sys.stderr)
+        print(
+            f"warning: {sys.executable} has no {error.name}, so neither weights nor checkpoint are looked at",
+            file=sys.stderr,
+        )
     except RuntimeError as error:
         print(f"warning: the checkpoint cannot be planned: {error}", file=sys.stderr)
-    except HydraException as error:
-        sys.exit(f"error: {explained(error)}")
-    except (ValueError, FileNotFoundError, OmegaConfBaseException) as error:
+    except (ValueError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
 
 

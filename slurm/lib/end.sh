@@ -10,10 +10,11 @@ note_attempt() {
     status "$outcome"
 }
 
-# How the attempt ended, from what the ranks left.
+# How the attempt ended, from what the ranks left. A program may end with 0 without a reason: a run is completed when its
+# summary says so, and a run that begins or continues has none.
 outcome() {
     local ranks=$((NODES * RANKS_PER_NODE))
-    if (($(cat "$ATTEMPT"/rank-*.code 2>/dev/null | grep -cx 0) == ranks)); then
+    if all_ended_well && grep -q '"status": "completed"' "$RUN/summary.json" 2>/dev/null; then
         echo completed
     elif [[ $(first_code) == "$STOPPED" ]]; then
         echo stopped
@@ -24,6 +25,11 @@ outcome() {
     else
         echo failed
     fi
+}
+
+# Whether every rank left with 0.
+all_ended_well() {
+    (($(cat "$ATTEMPT"/rank-*.code 2>/dev/null | grep -cx 0) == NODES * RANKS_PER_NODE))
 }
 
 # The exit code of the rank that was the first to leave, or to say that it will. Those after it may leave because it did.
@@ -125,6 +131,9 @@ report() {
                 "last sign of life: $(cat "$first.beat" 2>/dev/null || echo none)"
             echo "its last lines ($first.log):"
             last_lines "$first" | sed 's/^/    /'
+        elif all_ended_well; then
+            echo "every rank ended with exit code 0, but $RUN/summary.json does not say that the run is completed:" \
+                "something has ended the ranks before their time, see $ATTEMPT/rank-*.log"
         else
             echo "no rank said why; see $ATTEMPT/node-*.log"
         fi

@@ -2,7 +2,8 @@
 # shellcheck disable=SC2154,SC2153,SC2034 # names that the other files set or use
 # Run by Slurm, a script starts its experiment on the nodes it was given, watches it, and decides what comes next:
 #
-#     every rank ended with 0        done, exit 0
+#     every rank ended with 0,       done, exit 0
+#     and summary.json is there
 #     a rank ended with 75           the run saved because it was asked to: back into the queue, exit 0
 #     every rank refused its input   it cannot run: exit 2
 #     anything else, or a hang       again in this allocation, on nodes that pass the checks; MAX_FAILURES failures
@@ -66,10 +67,10 @@ status() {
     mv "$RUN/slurm/.status.tmp" "$RUN/slurm/status"
 }
 
-# Step, reward and seconds per step from the last line of the metrics.
+# Step, reward and seconds per step from the last line of a step in the metrics; the one behind it may be held-out results.
 progress() {
     local line
-    line=$(tail -n 1 "$RUN/metrics.jsonl" 2>/dev/null)
+    line=$(tail -n 2 "$RUN/metrics.jsonl" 2>/dev/null | grep '"reward/mean"' | tail -n 1)
     echo "step=$(number step "$line") reward=$(number reward/mean "$line") step_seconds=$(number time/step "$line")"
 }
 

@@ -45,7 +45,10 @@ choose_nodes() {
         check_links "${fit[@]}"
         sort_nodes "${fit[@]}"
     fi
-    phase "checked: ${#fit[@]} of ${#allocated[@]} nodes are fit; no answer: ${!silent[*]}; down: ${!down[*]}"
+    local others=''
+    ((${#silent[@]} == 0)) || others+="; no answer from ${!silent[*]}"
+    ((${#down[@]} == 0)) || others+="; down: ${!down[*]}"
+    phase "checked: ${#fit[@]} of ${#allocated[@]} nodes are fit$others"
     if heard_stop; then leave_for_later; fi
     if ((${#fit[@]} < NODES)); then too_few; fi
     rm -f "$JOB/excluded"

@@ -4,11 +4,19 @@
 
 # The arguments are the user's; `own` holds the script's settings, which it adds again when Slurm runs it.
 submit() {
-    local word options=() settings=()
+    local word before='' options=() settings=()
     for word in "$@"; do
         [[ ! $word =~ ^(-N|--nodes) ]] || refuse "$word says nothing of spares: give NODES=N, and SPARES=N, before the script"
-        if [[ $word == -* ]]; then options+=("$word"); else settings+=("$word"); fi
+        if [[ $word == -* ]]; then
+            options+=("$word")
+        elif [[ $word == *=* || $word == "~"* ]]; then
+            settings+=("$word")
+        else
+            refuse_word "$before" "$word"
+        fi
+        before=$word
     done
+    check_time_limit
     command -v sbatch >/dev/null || refuse "there is no Slurm here (no sbatch): log in to a machine of the cluster, or" \
         "run without it: torchrun --standalone --nproc-per-node N -m grpo_mega.train ${own[*]} ${settings[*]}"
     forget_job
@@ -24,6 +32,57 @@ submit() {
     sbatch --output="$RUN/slurm/job-%j.log" --comment="$RUN" "${options[@]}" "$GRPO_MEGA_CODE/slurm/${0##*/}" \
         "${settings[@]}" || exit "$BAD_INPUT"
     echo "run directory $RUN; slurm/status.sh $RUN shows how it goes"
+}
+
+# A word that is neither an option nor a setting is mostly the value of the option before it.
+refuse_word() {
+    local option=$1 value=$2
+    [[ $option == -* ]] || refuse "$value is no setting of the experiment (FIELD=VALUE), and no option of sbatch"
+    case $option in
+        -p) option=--partition ;;
+        -t) option=--time ;;
+        -A) option=--account ;;
+        -q) option=--qos ;;
+        -w) option=--nodelist ;;
+        -x) option=--exclude ;;
+        -J) option=--job-name ;;
+        -C) option=--constraint ;;
+    esac
+    [[ $option == --* ]] || refuse "$1 $value: options of sbatch are one word here: $option$value"
+    refuse "$1 $value: options of sbatch are one word here: $option=$value"
+}
+
+# Slurm asks for a stop some seconds ahead of the time limit, or up to a minute earlier: there must be time before that.
+check_time_limit() {
+    local limit seconds window other
+    limit=$(time_limit)
+    seconds=$(seconds_of "$limit")
+    window=$(asked_for 'signal=.*@')
+    if [[ -n $seconds ]] && ((seconds <= ${window:=300} + 60)); then
+        ((seconds > 150)) && other=", or less time to save in, such as --signal=B:USR1@90"
+        refuse "--time=$limit is $seconds s, and the job is asked to stop $window s ahead of its end (--signal): give" \
+            "--time=$(((window + 660) / 60)) or more${other:-}"
+    fi
+}
+
+time_limit() {
+    local asked
+    asked=$(printf '%s\n' "${user[@]}" | grep -oP '^(--time=|-t)\K\d.*' | head -n 1)
+    : "${asked:=${SBATCH_TIMELIMIT:-$(grep -oP '^#SBATCH --time=\K.*' "$0")}}"
+    echo "$asked"
+}
+
+# Seconds of a time limit as Slurm writes them: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; nothing of UNLIMITED.
+seconds_of() {
+    local days=0 parts
+    [[ $1 =~ ^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$ ]] || return
+    IFS=: read -ra parts <<<"${1#*-}"
+    if [[ $1 == *-* ]]; then
+        days=${1%%-*}
+    elif ((${#parts[@]} < 3)); then
+        parts=(0 "${parts[@]}") # minutes come first
+    fi
+    echo $((((10#$days * 24 + 10#${parts[0]}) * 60 + 10#${parts[1]:-0}) * 60 + 10#${parts[2]:-0}))
 }
 
 # From within salloc or srun --pty, what describes that job would be taken for options of the new one.

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.algorithm.advantage import group_advantages
+from grpo_mega.algorithm.advantage import group_advantages, has_signal
 
 STDS = ("sample", "population", "none")
 distinct_rewards = st.lists(st.integers(-20, 20), min_size=2, max_size=16).filter(lambda r: len(set(r)) > 1)
@@ -46,6 +46,53 @@ def test_equal_rewards_give_exactly_zero(reward: float, size: int, std: str, dty
 @pytest.mark.parametrize("std", ["sample", "population"])
 def test_rounding_between_rewards_stays_tiny(std: str) -> None:
     assert advantages([0.1 + 0.2, 0.3, 0.3, 0.3], std).abs().max() < 1e-9
+
+
+def rounded(reward: float, ulps: int) -> float:
+    """So many units in the last place of float32 above a positive reward."""
+    bits = torch.tensor(reward, dtype=torch.float32).view(torch.int32) + ulps
+    return float(bits.view(torch.float32))
+
+
+@given(
+    reward=st.floats(1e-30, 1e30),
+    ulps=st.lists(st.integers(0, 8), min_size=2, max_size=8),
+    sign=st.sampled_from([1, -1]),
+    std=st.sampled_from(STDS),
+)
+def test_rewards_that_differ_in_their_last_bits_are_equal_whatever_their_size(
+    reward: float, ulps: list[int], sign: int, std: str
+) -> None:
+    rewards = [sign * rounded(reward, n) for n in ulps]
+    assert not advantages(rewards, std).any()
+    assert not has_signal(rewards)
+
+
+def test_a_reward_of_a_hundred_that_was_rounded_is_no_signal() -> None:
+    assert not group_advantages(torch.tensor([100, 100.00001, 100, 100]), "sample").any()
+    assert advantages([100, 100.001, 100, 100], "sample").tolist() == pytest.approx([-0.5, 1.5, -0.5, -0.5])
+
+
+@given(rewards=distinct_rewards, std=st.sampled_from(["sample", "population"]), exponent=st.integers(-36, 36))
+def test_advantages_do_not_depend_on_the_unit_of_the_rewards(rewards: list[int], std: str, exponent: int) -> None:
+    scaled = advantages([r * 10.0**exponent for r in rewards], std)
+    torch.testing.assert_close(scaled, advantages(rewards, std), atol=1e-6, rtol=1e-5)
+
+
+@given(rewards=distinct_rewards, shift=st.integers(-(10**6), 10**6), std=st.sampled_from(STDS))
+def test_advantages_do_not_depend_on_a_shift_that_leaves_differences_visible(
+    rewards: list[int], shift: int, std: str
+) -> None:
+    shifted = [r + shift for r in rewards]
+    if max(shifted) - min(shifted) > 1e-6 * max(map(abs, shifted)):
+        torch.testing.assert_close(advantages(shifted, std), advantages(rewards, std), atol=1e-6, rtol=1e-5)
+
+
+@given(rewards=st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=8), std=st.sampled_from(STDS))
+def test_a_group_has_a_signal_where_it_has_an_advantage(rewards: list[float], std: str) -> None:
+    got = advantages(rewards, std)
+    assert got.isfinite().all()
+    assert bool(got.any()) == has_signal(rewards) or (std == "none" and max(map(abs, rewards)) < 1e-30)
 
 
 @given(rewards=distinct_rewards, std=st.sampled_from(STDS), data=st.data())

@@ -64,6 +64,33 @@ def test_equals_plain_python(pairs: list[tuple[float, float]]) -> None:
     assert 1 / n * (1 - 1e-9) <= got["effective_sample_size"] <= 1 + 1e-9
 
 
+@pytest.mark.parametrize(
+    ("differences", "size"),
+    [
+        ([800.0, 0.0, 0.0], 1 / 3),  # exp(800) is infinite in float64
+        ([800.0, 800.0, 0.0, 0.0], 2 / 4),
+        ([400.0, 400.0], 1.0),  # exp(400) is not, its square is
+        ([-800.0, -800.0, -800.0], 1.0),
+        ([math.inf, 3.0], 1 / 2),
+        ([-math.inf, 3.0], 1 / 2),
+    ],
+)
+def test_an_overflow_of_the_ratio_does_not_hide_the_effective_sample_size(
+    differences: list[float], size: float
+) -> None:
+    got = rollout_mismatch(torch.tensor(differences), torch.zeros(len(differences)))
+    assert got["effective_sample_size"] == pytest.approx(size)
+
+
+@given(st.lists(st.floats(-20, 0), min_size=1, max_size=20), st.floats(-1e4, 1e4))
+def test_the_effective_sample_size_does_not_depend_on_the_scale_of_the_ratios(
+    log_ratios: list[float], by: float
+) -> None:
+    here = torch.tensor(log_ratios, dtype=torch.float64)
+    sizes = [rollout_mismatch(x, torch.zeros_like(x))["effective_sample_size"] for x in (here, here + by)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=1e-6)
+
+
 def test_small_differences_are_measured_in_float64() -> None:
     n = 100_000
     got = rollout_mismatch(torch.full((n,), -1e-4), torch.zeros(n))

@@ -84,7 +84,7 @@ def one_rank(folder: Path) -> dict:
     directory.load_weights(folder / "deepseek_v3", rounded)
     report["rounded"] = [pair for bucket in hf_buckets(rounded, 10**9) for pair in bucket]
     for path in sorted((folder / "bad").iterdir()):
-        model = {**MODELS, "fp8": IN_FP8}[path.name.split("-")[0]]
+        model = {**MODELS, "fp8": IN_FP8, "ahead": WITH_MTP}[path.name.split("-")[0]]
         report["bad"][path.name] = refusal(path, policy_of(model, LayoutConfig(), topology))
     ahead = policy_of(WITH_MTP, LayoutConfig(), topology)
     with torch.no_grad():  # norms other than 1, which would hide that two of them changed places
@@ -92,6 +92,7 @@ def one_rank(folder: Path) -> dict:
             parameter.add_(0.25 * torch.randn(parameter.shape))
     directory.save(folder / "mtp", ahead)
     report["ahead"] = logits_ahead(ahead, tokens)
+    report["unwanted"] = refusal(folder / "mtp", policy_of(replace(WITH_MTP, mtp_layers=0), LayoutConfig(), topology))
     report["refused"] = [
         said(lambda: directory.save(folder / "mtp", ahead)),
         said(lambda: directory.save(folder / "tokens.pt" / "x", ahead)),

@@ -14,7 +14,7 @@ HERE = platform.start()
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
-from grpo_mega.checkpoint import random_state  # noqa: E402
+from grpo_mega.checkpoint import integrity, random_state  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig  # noqa: E402
 from grpo_mega.policy.topology import join_layout  # noqa: E402
 
@@ -37,6 +37,7 @@ if __name__ == "__main__":
     random_state.reseed(seed=1, step=0)
     seen["begun"] = draws()
     random_state.save(checkpoint)
+    integrity.seal(checkpoint)
     seen["went on"] = draws()
     random_state.reseed(seed=2, step=0)
     seen["spoiled"] = draws()

@@ -33,6 +33,7 @@ def transformers_model(model_config: Any) -> Any:
     """The transformers model with random weights, none of them at the value it starts with."""
     transformers = pytest.importorskip("transformers")
     config = hf_config(model_config, VOCAB)
+    config.pop("num_nextn_predict_layers", None)  # transformers then names one, whose tensors it does not write
     torch.manual_seed(4)
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**config), dtype=torch.float32, attn_implementation="eager"
@@ -167,6 +168,13 @@ BAD |= {
 }
 
 
+BAD["ahead-absent"] = (
+    lambda path: None,
+    "model.mtp_layers=1, and no tensors of so many prediction modules are there (config.json names 1, the files hold "
+    "0); set model.mtp_layers=0",
+)
+
+
 def bad_head(path: Path) -> None:
     found = load_file(path / ONE_FILE)
     found["lm_head.weight"] = found["model.embed_tokens.weight"] + 1
@@ -204,6 +212,7 @@ def folder(models: dict[str, Any], tokens: torch.Tensor, tmp_path_factory: pytes
         # One of several files with an index, the others of one.
         model.save_pretrained(folder / name, max_shard_size="30KB" if name == "qwen3_moe_first_dense" else "1GB")
     write_in_fp8(folder / "fp8")
+    shutil.copytree(folder / "deepseek_v3", folder / "ahead")
     for name, (break_it, _) in BAD.items():
         shutil.copytree(folder / name.split("-")[0], folder / "bad" / name)
         break_it(folder / "bad" / name)
@@ -316,6 +325,18 @@ def test_a_directory_of_another_model_is_refused_by_name(name: str, report: dict
     said = report["bad"][name]
     assert said.startswith(f"{folder / 'bad' / name} cannot be loaded: ")
     assert BAD[name][1] in said
+
+
+def test_transformers_names_a_prediction_module_that_it_does_not_write(folder: Path) -> None:
+    """What makes the tests of reading and of ahead-absent worth something."""
+    assert json.loads((folder / "deepseek_v3" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert not [name for name in stored(folder / "deepseek_v3") if name.startswith("model.layers.4.")]
+
+
+def test_modules_that_would_be_dropped_are_refused(report: dict[str, Any]) -> None:
+    assert report["unwanted"].endswith(
+        "the files hold 1 prediction modules (num_nextn_predict_layers), and model.mtp_layers=0; set model.mtp_layers=1"
+    )
 
 
 def test_modules_that_look_ahead_are_those_of_transformers(

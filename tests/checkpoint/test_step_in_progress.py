@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.checkpoint.step_in_progress import StepInProgress, load, save
+from grpo_mega.checkpoint.integrity import MANIFEST, checksum
+from grpo_mega.checkpoint.step_in_progress import FILE, StepInProgress, load, save
 from grpo_mega.types import Batch, Group, Prompt, Sample, pack
 
 TOKENS = st.lists(st.integers(0, 2**31), min_size=1, max_size=5).map(tuple)
@@ -50,6 +52,7 @@ def test_a_step_comes_back_equal_in_every_bit(found, updates, data):
     batch = batch.with_(old_logprob=old) if data.draw(st.booleans()) else None
     with TemporaryDirectory() as folder:
         save(Path(folder), StepInProgress(found, batch, updates))
+        (Path(folder) / MANIFEST).write_text(json.dumps({FILE: checksum(Path(folder) / FILE)}))
         back = load(Path(folder))
     assert (back.groups, back.updates) == (found, updates)
     assert (back.batch is None) == (batch is None)
@@ -63,4 +66,5 @@ def test_a_step_comes_back_equal_in_every_bit(found, updates, data):
 
 
 def test_a_checkpoint_between_steps_has_none(tmp_path: Path):
+    (tmp_path / MANIFEST).write_text("{}")
     assert load(tmp_path) is None

@@ -10,7 +10,9 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
 
+from grpo_kernels import GRPOLoss, fused_logprob
 from grpo_mega.config.bounds import CHOICES, RANGES, REASONS, field_problems
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config
@@ -93,5 +95,34 @@ def test_every_choice_is_accepted_and_a_near_miss_is_suggested(tiny: Config, nam
     assert problem.endswith(f"did you mean {CHOICES[name][-1]}?")
 
 
+def test_the_kernels_accept_exactly_the_temperatures_of_a_configuration() -> None:
+    (interval,) = (interval for interval, names in RANGES.items() if "rollout.temperature" in names)
+    low, high = (float(bound) for bound in interval.strip("[]").split(","))
+    logits, targets = torch.zeros(1, 4), torch.zeros(1, dtype=torch.long)
+    for temperature in (low, high):
+        fused_logprob(logits, targets, temperature=temperature)
+    for temperature in (low / 2, high * 2):
+        with pytest.raises(ValueError, match="temperature"):
+            fused_logprob(logits, targets, temperature=temperature)
+
+
 def test_dual_clipping_may_be_off(tiny: Config) -> None:
     assert list(field_problems(changed(tiny, "algorithm.dual_clip", None))) == []
+
+
+@pytest.mark.parametrize("bounds", [(10.0, 10.0), (1.0, 4.0), (math.inf, math.inf), (3e-4, 4e-4)])
+def test_wide_and_absent_clip_bounds_can_be_written_and_are_what_the_kernels_take(
+    tiny: Config, bounds: tuple[float, float]
+) -> None:
+    low, high = ("inf" if bound == math.inf else str(bound) for bound in bounds)
+    overrides = [f"algorithm.clip_low={low}", f"algorithm.clip_high={high}"]
+    algorithm = compose_config(["experiment=tiny", *overrides]).algorithm
+    options = GRPOLoss(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
+    assert (options.clip_low, options.clip_high) == bounds
+
+
+def test_the_kernels_and_the_bounds_refuse_the_same(tiny: Config) -> None:
+    for name, value in (("clip_low", -0.1), ("clip_high", -0.1), ("kl_coef", -0.1), ("correction_cap", 0.5)):
+        assert list(field_problems(changed(tiny, f"algorithm.{name}", value)))
+        with pytest.raises(ValueError, match=f"^{name} is {value}; use a"):
+            GRPOLoss(correction="mask", **{name: value})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from limits import limit
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from grpo_mega.config.load import compose_config, config_dir, identity, load, to_yaml
+from grpo_mega.config.load import compose_config, config_dir, identity, identity_in, load, to_yaml
 from grpo_mega.config.rules import ConfigError, check_layout
 from grpo_mega.config.schema import Config, ModelConfig, RewardTerm
 
@@ -184,6 +185,7 @@ def test_every_field_can_be_set_from_the_command_line() -> None:
             "model.vocab_size=30",
             "rollout.longer_from_step=3",
             "rollout.longer_max_new_tokens=64",
+            "rollout.stop=[a]",
             "rollout.engine=sglang",
             "rollout.sglang.first_gpu=1",
             "rollout.sglang.transport=disk",
@@ -203,18 +205,53 @@ def test_every_field_can_be_set_from_the_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "error", "message"),
+    ("override", "words"),
     [
-        ("model.layesr=3", HydraException, "layesr"),
-        ("+model.new=1", OmegaConfBaseException, "Key 'new' not in 'ModelConfig'"),
-        ("+new=1", OmegaConfBaseException, "Key 'new' not in 'Config'"),
-        ("model=huge", HydraException, "model/huge"),
-        ("run.steps=many", HydraException, "run.steps"),
+        ("model.layesr=3", ["model.layesr is no setting", "did you mean model.layers?"]),
+        ("+model.new=1", ["model.new is no setting", "--help model`"]),
+        ("+run.wandb=true", ["run.wandb is no setting", "--help run`"]),
+        ("+new=1", ["new is no setting", "--help`"]),
+        ("lr=1e-4", ["lr is no setting", "optimizer.lr or base.lr or sft.lr"]),
+        ("model=huge", ["model/huge", "tiny_moe"]),
+        ("experiment=null", ["experiment=null: choose one of", "tiny_dense", "for none leave it out"]),
+        ("model=5", ["model=5: choose one of", "tiny_moe"]),
+        ("layout=true", ["layout=true: choose one of", "single"]),
+        ("run=5", ["run=5: "]),
+        ("run.steps=many", ["run.steps=many: ", "'many'", "Integer"]),
+        ("run.steps=1,2", ["run.steps: a list is written in brackets"]),
+        ("data.template=one, two", ["data.template: a list is written in brackets"]),
+        ("reward.terms=[{name:", ["in quotes as a whole, 'reward.terms=[...]'"]),
+        ("run.name=${nothing}", ["run.name: ", "'nothing' not found"]),
+        ("main", ["'main' is no setting: write FIELD=VALUE"]),
+        ("30", ["'30' is no setting: write FIELD=VALUE"]),
     ],
 )
-def test_unknown_fields_options_and_types_are_refused(override: str, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_unknown_fields_options_and_types_are_refused(override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
         compose_config(["experiment=tiny", override])
+    assert [word for word in words if word not in str(refused.value)] == [], str(refused.value)
+    assert "full_key" not in str(refused.value)
+    assert "Lexer" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "rollout.stop=['<|im_end|>']",
+        "rollout.stop=['<|im_end|>','</s>']",
+        "run.init_from=models/mine (copy)",
+        "data.template={prompt}!",
+        "data.template=Sum: {prompt} = $",
+    ],
+)
+def test_text_that_lost_its_quotes_to_the_shell_comes_back_with_the_command_that_keeps_them(typed: str) -> None:
+    arrived = typed.replace("'", "")  # what a shell hands on
+    with pytest.raises(ConfigError) as refused:
+        compose_config(["experiment=tiny", arrived])
+    _, advice = str(refused.value).split("; write ")
+    (written,) = shlex.split(advice)
+    value = OverridesParser.create().parse_override(written).value()
+    assert value == (arrived.partition("=")[2].strip("[]").split(",") if "[" in arrived else arrived.partition("=")[2])
 
 
 def test_load_gives_typed_objects() -> None:
@@ -247,8 +284,21 @@ def test_identity_is_flat_and_fits_in_json() -> None:
     values = identity(compose_config(["experiment=tiny"]))
     assert json.loads(json.dumps(values)) == values
     assert values["reward.terms[1].weight"] == 0.2
-    assert values["rollout.stop[0]"] == "<eos>"
+    assert values["rollout.stop"] is None
+    assert identity(compose_config(["experiment=tiny", "rollout.stop=[a,b]"]))["rollout.stop[1]"] == "b"
     assert values["model.moe.experts"] == 4
+
+
+@pytest.mark.parametrize("experiment", ["tiny", "tiny_sglang", "r1zero_671b"])
+def test_identity_can_be_read_from_what_was_written(experiment: str) -> None:
+    config = compose_config([f"experiment={experiment}", "optimizer.lr=1e-5", "rollout.stop=[a, b]"])
+    assert identity_in(to_yaml(config)) == identity(config)
+
+
+@pytest.mark.parametrize("text", ["", "text", "[1]", "model: mine", "a: [", "a: &a [*a]", "\x00"])
+def test_what_is_no_configuration_has_no_identity(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        identity_in(text)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +306,8 @@ def test_identity_is_flat_and_fits_in_json() -> None:
     [
         "run.steps=99", "run.eval_every=3", "run.save_every=3", "run.keep_checkpoints=9", "run.print_every=1",
         "run.samples_per_step=0", "run.tensorboard=false", "layout=tp2_pp2", "layout.micro_batch_tokens=128",
-        "run.async_save=true", "optimizer.overlap=true", "cluster.nodes=3",
+        "run.async_save=true", "optimizer.overlap=true", "cluster.nodes=3", "reward.timeout_seconds=5",
+        "run.name=other",
     ],
 )  # fmt: skip
 def test_a_continued_run_may_change_this(override: str) -> None:
@@ -289,7 +340,7 @@ def start(entry: Path, *command: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=limit(120),
     )
 
 

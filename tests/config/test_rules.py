@@ -51,7 +51,7 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"model.ffn_hidden": 255, "layout.tp": 2, "layout.sp": True}, "model.ffn_hidden=255"),
     ({"model.vocab_multiple": 33, "layout.tp": 2, "layout.sp": True}, "model.vocab_multiple=33"),
     ({"layout.pp": 3}, "model.layers=2 cannot be shared out equally over 3 pipeline stages (layout.pp=3)"),
-    ({"layout.pp": 2, "layout.last_stage_layers": 2}, "model.layers=2 - layout.last_stage_layers=2 cannot"),
+    ({"layout.pp": 2, "layout.last_stage_layers": 2}, "model.layers=2 - layout.last_stage_layers=2 leaves 0"),
     ({"layout.last_stage_layers": 1}, "layout.last_stage_layers=1 needs pipeline stages; set layout.pp=2"),
     ({"layout.vpp": 2}, "layout.vpp=2 needs pipeline stages; set layout.pp=2"),
     ({"layout.pp": 2, "layout.vpp": 2}, "layout.vpp=2 does not divide the 1 layers of a pipeline stage"),
@@ -88,8 +88,13 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"model.yarn.beta_slow": 33.0}, "model.yarn.beta_slow=33.0 must be at most model.yarn.beta_fast=32.0"),
     ({"model.mtp_layers": 1, "model.tie_embeddings": True}, "model.mtp_layers=1 reads the embedding"),
     ({"layout.sp": True}, "layout.sp=true needs tensor parallelism"),
-    ({"layout.tp": 2}, "layout.sp=false: Megatron needs"),
+    ({"layout.tp": 2}, "layout.sp=false: Megatron needs sequence parallelism for experts"),
+    (
+        {"layout.tp": 2, "model.moe.experts": 0, "model.attention": "mla", "model.kv_heads": 4},
+        "layout.sp=false: Megatron needs sequence parallelism for latent attention",
+    ),
     ({"data.min_terms": 6}, "data.min_terms=6"),
+    ({"data.parse_special": True}, "data.parse_special=true has no effect with data.tokenizer=chars"),
     ({"data.train_path": "train.jsonl"}, "data.train_path=train.jsonl has no effect"),
     ({"data.test_path": "test.jsonl"}, "data.test_path=test.jsonl has no effect"),
     ({"data.task": "jsonl", "base.train": False, "data.test_path": "t"}, "data.train_path is not set"),
@@ -126,7 +131,16 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ),
     ({"run.init_from": "checkpoints/9"}, "run.init_from=checkpoints/9 contradicts"),
     ({"base.gate_from": 1201}, "base.gate_from=1201"),
+    ({"base.gate_passes": 30}, "base.gate_from=150, base.gate_every=50 and base.gate_passes=30 let the gate"),
     ({"sft.steps": 5}, "sft.warmup_steps=5 must be below sft.steps=5"),
+    ({"reward.terms": [RewardTerm("accuracy", 1e300)]}, "reward.terms[0].weight=1e+300: choose a value in"),
+    ({"reward.terms": [RewardTerm("accuracy", 1), RewardTerm("format", -2e6)]}, "reward.terms[1].weight=-2000000.0: "),
+    ({"reward.terms": [RewardTerm("accuracy", 0.0)]}, "reward.terms all have weight 0"),
+    ({"rollout.temperature": 1e-30}, "rollout.temperature=1e-30: choose a value in [1e-06, 1000000]"),
+    ({"model.vocab_size": 10**10}, "model.vocab_size=10000000000: choose a value in [1, 10000000]"),
+    ({"run.seed": 2**64}, "run.seed=18446744073709551616: choose a value in [0, 4294967295]"),
+    ({"run.root": ""}, "run.root='' names no directory"),
+    ({"run.name": "a" * 101}, "run.name has 101 characters"),
     ({"run.name": "../elsewhere"}, "run.name='../elsewhere'"),
     ({"run.name": ""}, "run.name=''"),
     ({"run.name": ".."}, "run.name='..'"),
@@ -184,7 +198,7 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
         ({"rollout.engine": "sglang", "rollout.sglang.arguments": {"pp_size": 2}}, "rollout.sglang.arguments.pp_size "),
         (
             {"rollout.engine": "sglang", "rollout.sglang.arguments": {"context_length": 16}},
-            "rollout.sglang.arguments.context_length follows from model.context; drop it",
+            "rollout.sglang.arguments.context_length follows from model.context; give ~rollout.",
         ),
         ({"rollout.engine": "sglang", "rollout.sglang.fp8": True}, "rollout.sglang.fp8=true rounds weights that are "),
         (
@@ -215,7 +229,7 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
         ),
         (
             {"rollout.engine": "sglang", "rollout.sglang.tp": 2, "rollout.sglang.arguments": {"dp_size": 2}},
-            "rollout.sglang.arguments.dp_size makes copies of an engine, and each rank has a part of one; drop it",
+            "rollout.sglang.arguments.dp_size makes copies of an engine, and each rank has a part of one; set it to 1,",
         ),
         (
             {"rollout.engine": "sglang", "rollout.sglang.fp8": True, "model.dtype": "bf16", "model.moe.ffn_hidden": 128}
@@ -238,6 +252,38 @@ def test_settings_of_sglang_are_neither_idle_nor_twice(values: dict[str, object]
 def test_server_arguments_of_ones_own_are_accepted() -> None:
     arguments = {"rollout.engine": "sglang", "rollout.sglang.arguments": {"mem_fraction_static": 0.6}}
     assert problems_of(with_values(TINY, arguments)) == []
+
+
+def test_what_has_no_effect_is_undone_by_the_overrides_that_are_advised() -> None:
+    """An experiment's file may have set it, so there may be nothing that the user could leave out."""
+    own = [
+        "rollout.sglang.timeouts.free=3",
+        "+rollout.sglang.arguments.log_level=info",
+        "rollout.sglang.transport=disk",
+    ]
+    command = ["experiment=tiny_sglang", *own, "rollout.engine=embedded"]
+    with pytest.raises(ConfigError) as refused:
+        compose_config(command)
+    undone = re.findall(r"give (.*?), or rollout.engine=sglang", str(refused.value))
+    assert len(undone) == 3
+    assert compose_config([*command, *" ".join(undone).split()]).rollout.engine == "embedded"
+
+
+def test_reduction_without_replicas_is_turned_off_by_the_override_that_is_advised() -> None:
+    (problem,) = problems_of(with_values(DENSE, {"optimizer.overlap": True}), 1)
+    assert "set optimizer.overlap=false" in problem
+
+
+def test_a_released_model_keeps_its_shape() -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose_config(["experiment=qwen3_30b_a3b", "layout.tp=8"])
+    assert "model.kv_heads=4 is not divisible by layout.tp=8; choose layout.tp=4" in str(refused.value)
+    assert "choose model.kv_heads" not in str(refused.value)
+
+
+def test_a_lone_process_is_told_of_the_layout_for_one() -> None:
+    (problem,) = problems_of(with_values(TINY, {"layout.tp": 2}), 1)
+    assert problem.endswith("start 2 processes, or choose layout=single")
 
 
 def test_reward_terms_of_ones_own_are_accepted() -> None:
@@ -278,6 +324,25 @@ def test_every_number_that_is_advised_solves_the_problem(values: dict[str, objec
     for name, number in fixes:
         assert problem not in problems_of(with_values(broken, {name: int(number)}))
         assert attrgetter(name)(broken) != int(number)
+
+
+def test_a_context_is_not_advised_that_no_completion_fits_into() -> None:
+    (problem,) = problems_of(with_values(TINY, {"layout.micro_batch_tokens": 1}))
+    assert problem.endswith("; raise layout.micro_batch_tokens to 128")
+
+
+def test_stages_that_leave_nothing_for_the_others_are_named() -> None:
+    values = {"model.layers": 4, "layout.pp": 2, "layout.last_stage_layers": 4}
+    (problem,) = problems_of(with_values(TINY, values))
+    assert "leaves 0 layers to share out equally over the other stages (1 of layout.pp=2)" in problem
+
+
+def test_a_smaller_expert_parallel_size_fits_the_processes_too() -> None:
+    config = with_values(TINY, {"model.moe.experts": 6, "layout.ep": 4})
+    (problem,) = problems_of(config)
+    (size,) = advised(r"layout.ep=(\d+)$", problem)
+    config = with_values(config, {"layout.ep": size})
+    assert problems_of(config) == problems_of(config, 4) == []
 
 
 LAYOUTS = st.fixed_dictionaries({

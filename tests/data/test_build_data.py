@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from grpo_mega.config.load import compose_config
-from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RunConfig
+from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RewardTerm, RunConfig
 from grpo_mega.data import build_data
+from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.reward.truths import why_unreachable
 
 
 def config(context: int = 64, seed: int = 0, **data: object) -> Config:
@@ -69,6 +73,53 @@ def test_jsonl_validation_must_leave_training_problems(tmp_path: Path, size: int
 def test_jsonl_needs_both_files(tmp_path: Path, field: str):
     with pytest.raises(ValueError, match=field):
         build_data(jsonl(tmp_path, **{field: None}))
+
+
+def test_the_training_file_is_no_test_file(tmp_path: Path):
+    train = write(tmp_path / "train.jsonl", 20)
+    with pytest.raises(
+        ValueError, match=r"all 20 problems of data\.test_path=.*train\.jsonl are in data\.train_path=.*"
+    ):
+        build_data(jsonl(tmp_path, test_path=train))
+    with pytest.raises(ValueError, match="all 3 problems of data"):  # those that validation may have got
+        build_data(jsonl(tmp_path, test_path=write(tmp_path / "part.jsonl", 3)))
+
+
+def test_problems_that_are_there_twice_are_said(tmp_path: Path):
+    assert build_data(jsonl(tmp_path)).warnings == ()
+    train, test = write(tmp_path / "twice.jsonl", 20), write(tmp_path / "overlapping.jsonl", 10, 15)
+    with (tmp_path / "twice.jsonl").open("a") as file:
+        for i in range(20):
+            file.write("\n" + json.dumps({"prompt": f"{i}=? ", "answer": i}))
+    said = build_data(jsonl(tmp_path, train_path=train, test_path=test)).warnings
+    repeated, split, overlap = said
+    assert repeated.startswith(f"20 problems are more than once in {train}: 'twice/21', ")
+    assert re.match(r"[1-6] of the 6 validation problems are trained on too", split)
+    assert overlap.startswith(f"5 of the 10 problems of data.test_path={test} are in data.train_path={train} too")
+
+
+def test_answers_that_cannot_be_reached_are_refused_in_either_file(tmp_path: Path):
+    both = jsonl(tmp_path)
+    unreachable = partial(why_unreachable, [RewardTerm(name="accuracy")])
+    build_data(both, unreachable)
+    for file in (tmp_path / "test.jsonl", tmp_path / "train.jsonl"):
+        with file.open("a") as lines:
+            lines.write("\n" + json.dumps({"prompt": "0=?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}))
+        with pytest.raises(ValueError, match=rf"{file}:\d+: field 'answer' is a whole solution of GSM8K.* '2'"):
+            build_data(both, unreachable)
+        build_data(both, partial(why_unreachable, [RewardTerm(name="accuracy", function="mine:f")]))
+
+
+def test_stop_tokens_are_known_before_anything_is_made(tmp_path: Path):
+    assert build_data(jsonl(tmp_path)).stop_ids == (CharTokenizer.eos_id,)
+    assert build_data(config(task="chain_sum")).stop_ids == (CharTokenizer.eos_id,)
+    unknown = jsonl(tmp_path)
+    unknown.rollout.stop = ["<|im_end|>"]
+    with pytest.raises(ValueError, match=r"rollout\.stop: '<\|im_end\|>' is not a token"):
+        build_data(unknown)
+    unknown.rollout.stop = []
+    assert build_data(unknown).stop_ids == ()
+    assert "rollout.stop=[]: no token ends a completion" in build_data(unknown).warnings[-1]
 
 
 def test_prompt_that_fills_the_context():

@@ -35,6 +35,34 @@ def test_last_newline_is_optional_and_other_fields_are_ignored(tmp_path: Path):
     assert [p.answer for p in load_jsonl(path, TOKENIZER)] == ["1", "2"]
 
 
+def test_blank_lines_at_the_end_and_a_byte_order_mark_are_no_problems(tmp_path: Path):
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "1=?", "answer": "1"}\r\n{"prompt": "2=?", "answer": "2"}\r\n\r\n  \n\n')
+    assert [(p.id, p.answer) for p in load_jsonl(path, TOKENIZER)] == [("windows/1", "1"), ("windows/2", "2")]
+
+
+def test_a_blank_line_between_problems_is_named(tmp_path: Path):
+    path = write(tmp_path, GOOD, "", " ", {**GOOD, "id": "x"}, "")
+    with pytest.raises(ValueError, match=r"problems.jsonl:2: the line is blank, and others follow; remove it"):
+        load_jsonl(path, TOKENIZER)
+
+
+def test_a_surrogate_pair_is_a_character(tmp_path: Path):
+    path = write(tmp_path, {"prompt": "1=?", "answer": "\U0001f600"})
+    assert "\\ud83d\\ude00" in path.read_text()
+    assert load_jsonl(path, TOKENIZER)[0].answer == "\U0001f600"
+
+
+def test_answers_that_nothing_can_reach_are_counted_and_named(tmp_path: Path):
+    lines = [{"prompt": "1=?", "answer": answer} for answer in ("1", "bad 2", "3", "bad 4", "bad 5", "bad 6")]
+    path = write(tmp_path, *lines)
+    with pytest.raises(ValueError, match="no completion can be right for 4 of 6 problems") as raised:
+        load_jsonl(path, TOKENIZER, lambda answer: f"is {answer}; fix it" if answer.startswith("bad") else None)
+    assert str(raised.value).splitlines()[1:] == [
+        f"  {path}:{number}: field 'answer' is bad {number}; fix it" for number in (2, 4, 5)
+    ]
+
+
 def test_only_newline_ends_a_line(tmp_path: Path):
     path = write(tmp_path, json.dumps({"prompt": "1=?", "answer": "a\u2028b"}, ensure_ascii=False))
     assert load_jsonl(path, TOKENIZER)[0].answer == "a\u2028b"
@@ -59,7 +87,16 @@ GOOD = {"prompt": "1=?", "answer": "1"}
         ({"prompt": "1=?", "answer": "1", "task": ""}, "field 'task' is empty"),
         ("[1]", "object is needed, not list"),
         ("{", "not JSON"),
-        ("", "not JSON"),
+        (
+            {"prompt": "1=?\ud800", "answer": "1"},
+            r"field 'prompt' holds half of a surrogate pair \(\\ud800\) at char.* 4",
+        ),
+        (
+            {"prompt": "1=?", "answer": "\udfff"},
+            r"field 'answer' holds half of a surrogate pair \(\\udfff\) at char.* 1",
+        ),
+        ({"prompt": "1=?", "answer": "1", "id": "\ud800"}, "field 'id' holds half of a surrogate pair"),
+        ({"prompt": "1\0=?", "answer": "1"}, "field 'prompt' holds a NUL at character 2; remove it"),
         ("[" * 100_000, "not JSON"),
         ('{"prompt": "1=?", "answer": ' + "9" * 5000 + "}", "not JSON"),
     ],
@@ -86,8 +123,9 @@ def test_not_utf8(tmp_path: Path):
 
 
 def test_empty_file(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"problems.jsonl: the file is empty"):
-        load_jsonl(write(tmp_path), TOKENIZER)
+    for lines in ([], ["", " "]):
+        with pytest.raises(ValueError, match=r"problems.jsonl: the file is empty"):
+            load_jsonl(write(tmp_path, *lines), TOKENIZER)
 
 
 def test_missing_file(tmp_path: Path):

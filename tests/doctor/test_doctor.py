@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import limit
 from ranks import REPOSITORY
 
 from grpo_mega.doctor import machine, software
@@ -41,7 +42,7 @@ def consult(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=limit(120),
     )
     assert done.stderr == ""
     report = json.loads(done.stdout)
@@ -119,6 +120,19 @@ def test_sick_packages_are_told_apart(tmp_path: Path) -> None:
     assert found["torch-memory-saver"]["verdict"] == ABSENT
 
 
+@pytest.mark.parametrize(("version", "verdict"), [("2.20.2", FAILURE), ("2.8.0", FAILURE), ("2.11.0", OK)])
+def test_megatron_does_not_work_with_every_transformer_engine(version: str, verdict: str, tmp_path: Path) -> None:
+    path = plant_driver(tmp_path / "bin", H100.format(driver="580.65.06", errors=0))
+    plant(tmp_path, "transformer-engine", version)
+    (tmp_path / "transformer_engine" / "pytorch.py").touch()
+    _, found = consult(tmp_path, path=path)
+    finding = found["transformer-engine"]
+    assert (finding["found"], finding["verdict"]) == (version, verdict)
+    if verdict == FAILURE:
+        assert finding["why"] == ">=2.9,<2.12 is what megatron-core works with; training refuses this one"
+        assert finding["fix"].endswith("'transformer-engine[pytorch]>=2.9,<2.12'")
+
+
 def test_nvidias_apex_is_known(tmp_path: Path) -> None:
     plant(tmp_path, "apex", "0.1")
     for name in ("multi_tensor_apply", "optimizers"):
@@ -187,7 +201,7 @@ def test_output_for_people(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=limit(120),
     )
     assert done.returncode == 1
     lines = done.stdout.splitlines()

@@ -1,12 +1,26 @@
-"""`tools/bench_kernels.py --check` finds this project's kernels right on every trap, here."""
+"""`tools/bench_kernels.py --check` finds this project's kernels right on every trap, here, and wrong ones wrong."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+import pytest
+import torch
+from limits import limit
 from ranks import REPOSITORY
+
+from grpo_kernels import GRPOLoss
+
+sys.path.insert(0, str(REPOSITORY / "tools"))
+
+from kernel_check import LOSSES, Found, LossFunction, check_losses, own_loss
+
+HERE = torch.device("cpu")
 
 
 def test_check():
@@ -16,8 +30,87 @@ def test_check():
         env=os.environ | {"PYTHONPATH": str(REPOSITORY / "kernels")},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=limit(300),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all right" in done.stdout
     assert done.stdout.count("everybody right") == 8
+    assert f"{len(LOSSES)} settings of the loss compared with float64" in done.stdout
+
+
+def other_options(**fields: Any) -> Callable[[LossFunction], LossFunction]:
+    """A loss that takes a setting for another one, where it applies."""
+
+    def wrong(right: LossFunction) -> LossFunction:
+        def run(inputs: tuple[torch.Tensor, ...], arguments: dict[str, Any]) -> Found:
+            options = arguments["options"]
+            new = {name: value(options) if callable(value) else value for name, value in fields.items()}
+            changed = replace(options, **new)
+            ends = arguments["cu_seqlens"] if changed.kind == "gspo" else None
+            return right(inputs, arguments | {"options": changed, "cu_seqlens": ends})
+
+        return run
+
+    return wrong
+
+
+def changed(change: Callable[[Found], Found]) -> Callable[[LossFunction], LossFunction]:
+    """A loss whose results are changed."""
+    return lambda right: lambda inputs, arguments: change(right(inputs, arguments))
+
+
+def _another_kl(options: GRPOLoss) -> str:
+    return {"k1": "k2", "k2": "k3", "k3": "k1"}[options.kl]
+
+
+KLS = {"ppo, k1", "ppo, k2", "ppo, k3", "ppo, all of it", "gspo, all of it", "cispo, all of it"}
+ENTROPIES = {"ppo, entropy bonus", "ppo, entropy penalty", "ppo, all of it", "gspo, all of it", "cispo, all of it"}
+WRONG = {
+    "the entropy's sign": (other_options(entropy_coef=lambda o: -o.entropy_coef), ENTROPIES),
+    "no entropy": (other_options(entropy_coef=0.0), ENTROPIES),
+    "another KL estimator": (other_options(kl=_another_kl), KLS),
+    "no KL": (other_options(kl_coef=0.0), KLS),
+    "no dual clip": (other_options(dual_clip=None), {"ppo, dual clip", "gspo, dual clip"}),
+    "no correction": (
+        other_options(correction="none"),
+        {"ppo, truncate", "ppo, mask", "ppo, all of it", "gspo, all of it", "cispo, all of it"},
+    ),
+    "truncation for a mask": (
+        other_options(correction=lambda o: "none" if o.correction == "none" else "truncate"),
+        {"ppo, mask", "gspo, all of it", "cispo, all of it"},
+    ),
+    "another cap": (other_options(correction_cap=3.0), {"ppo, truncate", "ppo, mask"}),
+    "no bound below": (other_options(clip_low=1.0), {"ppo", "ppo, no bound above", "gspo", "cispo"}),
+    "no bound above": (other_options(clip_high=float("inf")), {"ppo", "ppo, no bound below", "gspo", "cispo"}),
+    "a bound where there is none": (
+        other_options(clip_low=lambda o: min(o.clip_low, 0.5), clip_high=lambda o: min(o.clip_high, 1.0)),
+        {"ppo, no bound below", "ppo, no bound above", "cispo, all of it"},
+    ),
+    "the token's ratio for the sequence's": (
+        other_options(kind=lambda o: "ppo" if o.kind == "gspo" else o.kind),
+        {"gspo", "gspo, dual clip", "gspo, all of it"},
+    ),
+    "the gradient stops at cispo's bounds": (
+        other_options(kind=lambda o: "ppo" if o.kind == "cispo" else o.kind),
+        {"cispo", "cispo, all of it"},
+    ),
+    "log-probs a little off": (changed(lambda found: replace(found, logprob=found.logprob + 1e-4)), set(LOSSES)),
+    "another sum of the losses": (changed(lambda found: replace(found, loss=found.loss * 1.001)), set(LOSSES)),
+    "one of the gradients": (
+        changed(lambda found: replace(found, gradients=(*found.gradients[:-1], found.gradients[-1] * 1.01))),
+        set(LOSSES),
+    ),
+}
+"""What a kernel does wrong, and the settings that have to show it."""
+
+
+@pytest.mark.parametrize("bug", WRONG)
+def test_a_wrong_kernel_fails(bug: str) -> None:
+    wrong, shown_by = WRONG[bug]
+    lines = check_losses({"right": own_loss("torch"), "wrong": wrong(own_loss("torch"))}, HERE)
+    assert not [line for line in lines if not line.startswith("wrong: ")]
+    for source in ("logits", "hidden states"):
+        for dtype in ("float32", "bfloat16"):
+            here = [line for line in lines if f", {source}, torch.{dtype}: " in line]
+            settings = {line.removeprefix("wrong: ").removesuffix(line[line.index(f", {source}") :]) for line in here}
+            assert {setting.removesuffix(", on-policy") for setting in settings} >= shown_by

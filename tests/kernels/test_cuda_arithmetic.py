@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import row_cases
 import torch
+from limits import limit
 
 import grpo_kernels
 from grpo_kernels.launch import scalars
@@ -72,7 +73,9 @@ def host(tmp_path_factory) -> Host:
         "-fPIC",
         f"-I{HEADERS}",
     ]
-    done = subprocess.run(["g++", *flags, str(source), "-o", str(library)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["g++", *flags, str(source), "-o", str(library)], capture_output=True, text=True, timeout=limit(300)
+    )
     assert done.returncode == 0, done.stderr
     return Host(library)
 

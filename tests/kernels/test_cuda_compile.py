@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import limit
 from torch.utils import cpp_extension
 
 cuda_rows = pytest.importorskip("grpo_kernels.cuda_rows", reason="triton is not installed", exc_type=ImportError)
@@ -25,7 +26,11 @@ def test_registers_and_spills(architecture, tmp_path):
     target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
     flags = ["-std=c++17", target, "-Xptxas", "-v", "-Werror", "all-warnings", "-cubin", f"-I{cuda_rows.SOURCES}"]
     done = subprocess.run(
-        ["nvcc", *flags, "kernels.cu", "-o", "kernels.cubin"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        ["nvcc", *flags, "kernels.cu", "-o", "kernels.cubin"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=limit(300),
     )
     assert done.returncode == 0, done.stderr
     registers = [int(found) for found in re.findall(r"Used (\d+) registers", done.stderr)]

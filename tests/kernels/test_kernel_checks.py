@@ -50,6 +50,10 @@ LOGITS: list[tuple[dict[str, Any], str]] = [
     ({"rows": torch.tensor([True, True, True, True])}, r"rows is torch\.bool; use torch\.int64"),
 ]
 LOSS: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({name: torch.ones(N, requires_grad=True)}, f"{name} requires a gradient, .*; pass {name}.detach")
+        for name in ("advantages", "weights", "old_logprob", "ref_logprob", "rollout_logprob")
+    ),
     ({"advantages": ONES[:2]}, "advantages has 2 entries; it needs 4"),
     ({"weights": ONES.double()}, r"weights is torch\.float64; use torch\.float32"),
     ({"old_logprob": ONES[:, None]}, r"old_logprob has shape \[4, 1\]; it needs 1 dimension"),
@@ -140,22 +144,31 @@ def test_bad_sequences(bad: dict[str, Any], message: str) -> None:
     ("field", "value"),
     [
         ("kind", "grpo"),
-        ("clip_low", 1.0),
         ("clip_low", -0.1),
         ("clip_high", -0.1),
-        ("clip_high", float("inf")),
+        ("clip_high", float("nan")),
         ("clip_low", float("nan")),
         ("dual_clip", 1.0),
         ("kl", "k4"),
         ("kl_coef", float("nan")),
+        ("kl_coef", -0.01),
+        ("kl_coef", float("inf")),
         ("entropy_coef", float("inf")),
         ("correction", "clamp"),
-        ("correction_cap", 0.0),
+        ("correction_cap", 0.99),  # with "mask", a token about which engine and trainer agree would not count
+        ("correction_cap", float("inf")),
+        ("correction_cap", float("nan")),
     ],
 )
 def test_bad_options(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{field} is "):
         GRPOLoss(**{field: value})
+
+
+def test_a_vector_with_a_gradient_is_fine_where_nothing_gets_one() -> None:
+    with torch.no_grad():
+        vectors = loss() | {"advantages": torch.ones(N, requires_grad=True)}
+        assert grpo_kernels.fused_grpo_loss(**logits(), **vectors)[0].isfinite()
 
 
 def test_cispo_has_no_dual_clip() -> None:

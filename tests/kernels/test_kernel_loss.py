@@ -26,8 +26,8 @@ def losses(draw: st.DrawFn) -> GRPOLoss:
     kind = draw(st.sampled_from(["ppo", "gspo", "cispo"]))
     return GRPOLoss(
         kind=kind,
-        clip_low=draw(st.sampled_from([0.1, 0.3, 0.99])),
-        clip_high=draw(st.sampled_from([0.1, 0.28, 5.0])),
+        clip_low=draw(st.sampled_from([0.1, 0.3, 0.99, 1.0, 10.0, INF])),
+        clip_high=draw(st.sampled_from([0.1, 0.28, 5.0, 1e6, INF])),
         dual_clip=None if kind == "cispo" else draw(st.sampled_from([None, 3.0])),
         kl=draw(st.sampled_from(["k1", "k2", "k3"])),
         kl_coef=draw(st.sampled_from([0.0, 0.1])),

@@ -14,6 +14,7 @@ N, V = 6, 5
 CU_SEQLENS = torch.tensor([0, 2, 2, 6])
 OPTIONS = [
     GRPOLoss(),
+    GRPOLoss(clip_low=10.0, clip_high=10.0),
     GRPOLoss(dual_clip=1.5, kl="k1", kl_coef=0.3),
     GRPOLoss(kl="k2", kl_coef=0.3, entropy_coef=0.2),
     GRPOLoss(kl="k3", kl_coef=0.3, correction="truncate", correction_cap=1.1),
@@ -21,7 +22,11 @@ OPTIONS = [
     GRPOLoss(kind="gspo", clip_low=0.05, clip_high=0.05, entropy_coef=0.1),
     GRPOLoss(kind="gspo", dual_clip=1.5, kl_coef=0.1, correction="mask", correction_cap=1.1),
 ]
-CISPO = [GRPOLoss(kind="cispo"), GRPOLoss(kind="cispo", clip_low=0.1, clip_high=0.1, kl_coef=0.2, entropy_coef=0.1)]
+CISPO = [
+    GRPOLoss(kind="cispo"),
+    GRPOLoss(kind="cispo", clip_low=1.0, clip_high=float("inf")),
+    GRPOLoss(kind="cispo", clip_low=0.1, clip_high=0.1, kl_coef=0.2, entropy_coef=0.1),
+]
 
 
 def arguments(options: GRPOLoss, seed: int) -> tuple[Tensor, dict[str, Any]]:

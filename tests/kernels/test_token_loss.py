@@ -25,8 +25,8 @@ def found(logprob: Tensor, advantage: Tensor, options: GRPOLoss, **known: Tensor
 @given(
     log_ratio=st.floats(-3, 3),
     advantage=st.floats(-5, 5),
-    low=st.floats(0, 0.9),
-    high=st.floats(0, 2),
+    low=st.floats(0, 0.9) | st.sampled_from([1.0, 10.0, math.inf]),
+    high=st.floats(0, 2) | st.just(math.inf),
     dual_clip=st.none() | st.floats(1.01, 5),
 )
 def test_a_clip_is_reported_exactly_where_the_gradient_stops(
@@ -67,6 +67,29 @@ def test_which_bound_binds(ratio: float, advantage: float, clipped: bool) -> Non
     token = found(torch.tensor([math.log(ratio)]), torch.tensor([advantage]), options, old=torch.zeros(1))
     assert (token.clipped != 0).tolist() == [clipped]
     assert token.log_ratio.exp().item() == pytest.approx(ratio, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("clip_low", [1.0, 10.0, math.inf])
+def test_from_one_on_there_is_no_bound_below(kind: str, clip_low: float) -> None:
+    log_ratio, advantage = torch.tensor([-1e-3, -5.0, -80.0]).double(), -torch.ones(3).double()
+    options = GRPOLoss(kind=kind, clip_low=clip_low, clip_high=10.0)
+    ends = {"cu_seqlens": torch.arange(4)} if kind == "gspo" else {}
+    token = found(log_ratio, advantage, options, old=torch.zeros(3).double(), **ends)
+    assert not token.clipped.any()
+    torch.testing.assert_close(token.grad_logprob, log_ratio.exp())
+    assert (token.grad_logprob > 0).all()
+
+
+@pytest.mark.parametrize("kind", ["ppo", "cispo"])
+@pytest.mark.parametrize(("clip_high", "bound"), [(10.0, 11.0), (math.inf, math.exp(60))])
+def test_a_wide_bound_above_lets_large_ratios_through(kind: str, clip_high: float, bound: float) -> None:
+    log_ratio = torch.tensor([2.0, 60.0]).double()
+    options = GRPOLoss(kind=kind, clip_high=clip_high)
+    token = found(log_ratio, torch.ones(2).double(), options, old=torch.zeros(2).double())
+    assert token.clipped.tolist() == [0, 2 if clip_high == 10 else 0]
+    held = -bound if kind == "cispo" or clip_high == math.inf else 0.0
+    assert token.grad_logprob.tolist() == pytest.approx([-math.exp(2), held])
 
 
 @pytest.mark.parametrize("kind", ["ppo", "cispo"])

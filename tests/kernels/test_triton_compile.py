@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from limits import limit
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
@@ -52,7 +53,7 @@ def machine_code(binary: bytes, folder: Path) -> tuple[int, str]:
             capture_output=True,
             text=True,
             check=True,
-            timeout=120,
+            timeout=limit(120),
         ).stdout
         for what in ("-res-usage", "-sass")
     )

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import limit
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -19,6 +20,6 @@ def test_in_the_interpreter():
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=limit(600),
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

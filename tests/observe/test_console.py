@@ -1,4 +1,4 @@
-"""The console: plain ASCII lines off a terminal, a bar that keeps to its line on one."""
+"""The console: lines that stand alone off a terminal, a table and a bar that keeps to its line on one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.observe.console import PLAIN_WIDTH, Console
+from grpo_mega.config.load import compose_config
+from grpo_mega.observe.console import PLAIN_WIDTH, TABLE, Console, columns_of
 
 METRICS = {
     "reward/mean": 0.213,
@@ -30,6 +31,7 @@ METRICS = {
     "policy/grad_norm": 0.412,
     "time/step": 0.5,
 }
+COLUMNS = columns_of(compose_config(["experiment=tiny"]))
 SUMMARY = {
     "status": "completed",
     "steps": 10,
@@ -41,7 +43,7 @@ SUMMARY = {
 
 
 def whole_run(stream: TextIO, steps: int = 10) -> None:
-    console = Console(steps, "tiny", 5, stream)
+    console = Console(steps, "tiny", 5, COLUMNS, stream)
     console.start(["layout: dp 2 on 2 processes"])
     for step in range(1, steps + 1):
         console.step(step, METRICS)
@@ -76,17 +78,19 @@ def screen(output: str) -> list[str]:
     return [line.rpartition("\x1b[K")[2] for line in output.replace("\r\n", "\n").split("\n")]
 
 
-def test_off_a_terminal_the_run_is_a_plain_table() -> None:
+ROW = "reward 0.213, accuracy 4.7%, format 93.8%, length 18.2, entropy -, clipped 0.1%, grad norm 0.412, 0.50 s"
+
+
+def test_off_a_terminal_every_line_stands_alone() -> None:
     stream = io.StringIO()
     whole_run(stream)
     assert stream.getvalue() == (
         "grpo_mega  tiny\n"
         "  layout: dp 2 on 2 processes\n"
         "\n"
-        "    step    reward  accuracy    format    length   clipped  grad norm   seconds\n"
-        "       1     0.213      4.7%     93.8%      18.2      0.1%      0.412      0.50\n"
-        "       5     0.213      4.7%     93.8%      18.2      0.1%      0.412      0.50\n"
-        "      10     0.213      4.7%     93.8%      18.2      0.1%      0.412      0.50\n"
+        f"step 1/10: {ROW}, 0:04 left\n"
+        f"step 5/10: {ROW}, 0:02 left\n"
+        f"step 10/10: {ROW}, 0:00 left\n"
         "  | 3+5=? -> <think>\\n\\x1b[31m\\x07</think><answer>8</answer>  [answer 8, reward 1.20]\n"
         "      10  validation: accuracy 50.0%, length 20.25\n"
         "tiny completed: 10 steps, held-out accuracy 5.2% -> 87.0%. Everything is in runs/tiny\n"
@@ -99,24 +103,44 @@ def test_off_a_terminal_the_run_is_a_plain_table() -> None:
     value=st.floats() | st.none(),
     step=st.integers(1, 10**7),
 )
-def test_off_a_terminal_lines_are_ascii_and_keep_the_width(
+def test_off_a_terminal_lines_are_printable_and_keep_the_width(
     texts: tuple[str, str, str], value: float | None, step: int
 ) -> None:
     stream = io.StringIO()
-    console = Console(step, "tiny", 1, stream)
-    console.step(step, dict.fromkeys([*METRICS, "policy/kl"], value))
+    console = Console(step, "tiny", 1, TABLE, stream)
     console.sample(*texts, reward=1.0)
     console.note(" ".join(texts[0][i : i + 10] for i in range(0, len(texts[0]), 10)))
     output = stream.getvalue()
-    assert output.isascii()
-    assert set(output) <= {"\n", *map(chr, range(32, 127))}
+    assert all(char.isprintable() for char in output.replace("\n", ""))
     assert max(map(len, output.split("\n"))) <= PLAIN_WIDTH
+    console.step(step, dict.fromkeys([*METRICS, "policy/kl"], value))
+    assert stream.getvalue().removeprefix(output).count("\n") == 1
+
+
+def written_to_a_pipe(body: Callable[[TextIO], None], encoding: str) -> bytes:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    body(stream)
+    stream.flush()
+    return raw.getvalue()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_on_a_pipe_text_is_utf_8_and_cannot_steer_a_terminal(encoding: str) -> None:
+    def answer(stream: TextIO) -> None:
+        Console(1, "tiny", 1, stream=stream).sample("x ≤ √2?", "答案是\x1b[31m\u202e\ud800\x9b 红", "√2", 1.0)
+
+        print("ValueError: \ud800", file=stream)  # a traceback
+
+    written, said = written_to_a_pipe(answer, encoding).decode("utf-8").splitlines(keepends=True)
+    assert said == "ValueError: \\ud800\n"
+    assert written == "  | x ≤ √2? -> 答案是\\x1b[31m\\u202e\\ud800\\x9b 红  [answer √2, reward 1.00]\n"
 
 
 def test_a_long_path_is_not_cut() -> None:
     stream = io.StringIO()
     path = Path("/scratch/" + "x" * 200)
-    Console(1, "tiny", 1, stream).finish(SUMMARY, path)
+    Console(1, "tiny", 1, stream=stream).finish(SUMMARY, path)
     assert str(path) in stream.getvalue()
 
 
@@ -133,29 +157,44 @@ def test_on_a_terminal_the_bar_never_wraps_and_is_gone_at_the_end(columns: int) 
 
 
 def test_on_a_terminal_the_bar_shows_time_left() -> None:
-    output = on_a_terminal(120, lambda stream: Console(7210, "tiny", 5, stream).step(10, METRICS))
+    output = on_a_terminal(120, lambda stream: Console(7210, "tiny", 5, stream=stream).step(10, METRICS))
     assert output.endswith("10/7210  1:00:00 left  reward 0.213  accuracy 4.7%  format 93.8%  length 18.2  0.50 s/step")
 
 
-@pytest.mark.parametrize(
-    ("extra", "shown", "hidden"),
-    [
-        ({"policy/kl": 0.01, "policy/entropy": 1.0}, "kl", "entropy"),
-        ({"policy/entropy": 1.0}, "entropy", "kl"),
-    ],
-)
-def test_entropy_stands_in_for_a_missing_kl(extra: dict[str, float], shown: str, hidden: str) -> None:
+def test_columns_follow_from_the_configuration() -> None:
+    kl = columns_of(compose_config(["experiment=tiny", "algorithm.kl_coef=0.1"]))
+    boxed = columns_of(compose_config(["experiment=tiny", "reward=boxed"]))
+    plain = ["reward", "accuracy", "format", "length", "entropy", "clipped", "grad norm", "seconds"]
+    assert [column.title for column in COLUMNS] == plain
+    assert [column.title for column in kl] == [title.replace("entropy", "kl") for title in plain]
+    assert [column.title for column in boxed] == [title for title in plain if title != "format"]
+
+
+def test_columns_are_there_although_the_first_step_trained_nothing() -> None:
+    idle = {name: value for name, value in METRICS.items() if not name.startswith("policy/")}
+
+    def two_steps(stream: TextIO) -> None:
+        console = Console(2, "tiny", 1, COLUMNS, stream)
+        console.step(1, idle)
+        console.step(2, METRICS | {"policy/entropy": 0.14})
+        console.close()
+
+    header, first, second, _ = screen(on_a_terminal(120, two_steps))
+    assert header.split() == ["step", *" ".join(column.title for column in COLUMNS).split()]
+    assert first.split() == ["1", "0.213", "4.7%", "93.8%", "18.2", "-", "-", "-", "0.50"]
+    assert second.split() == ["2", "0.213", "4.7%", "93.8%", "18.2", "0.140", "0.1%", "0.412", "0.50"]
     stream = io.StringIO()
-    Console(10, "tiny", 5, stream).step(1, METRICS | extra)
-    header = stream.getvalue().splitlines()[0].split()
-    assert shown in header
-    assert hidden not in header
+    two_steps(stream)
+    assert "entropy -, clipped -, grad norm -, 0.50 s" in stream.getvalue().splitlines()[0]
+    assert "entropy 0.140, clipped 0.1%, grad norm 0.412, 0.50 s" in stream.getvalue().splitlines()[1]
 
 
 def test_the_header_comes_back_on_long_runs() -> None:
-    stream = io.StringIO()
-    console = Console(100, "tiny", 1, stream)
-    for step in range(1, 42):
-        console.step(step, METRICS)
-    headers = [i for i, line in enumerate(stream.getvalue().splitlines()) if line.startswith("    step")]
-    assert headers == [0, 21, 42]
+    def long_run(stream: TextIO) -> None:
+        console = Console(100, "tiny", 1, COLUMNS, stream)
+        for step in range(1, 42):
+            console.step(step, METRICS)
+        console.close()
+
+    lines = screen(on_a_terminal(120, long_run))
+    assert [i for i, line in enumerate(lines) if line.startswith("    step")] == [0, 21, 42]

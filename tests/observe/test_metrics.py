@@ -43,6 +43,25 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == list(range(11))
 
 
+def test_held_out_results_stay_at_the_beginning_and_go_with_an_end_that_is_none(tmp_path: Path) -> None:
+    def run(steps: range, resume_from_step: int) -> None:
+        log = MetricsLog(tmp_path, tensorboard=False, resume_from_step=resume_from_step)
+        if resume_from_step < 0:
+            log.write(0, {"eval/heldout/accuracy": 0.0})
+        for step in steps:
+            log.write(step, {"reward/mean": 0.5, "eval/accuracy": 0.25})
+        log.write(steps.stop - 1, {"eval/heldout/accuracy": 1.0})
+        log.close()
+
+    run(range(1, 3), resume_from_step=-1)
+    assert steps_of(tmp_path) == [0, 1, 2, 2]
+    run(range(3, 5), resume_from_step=2)
+    assert steps_of(tmp_path) == [0, 1, 2, 3, 4, 4]
+    run(range(5, 5), resume_from_step=4)
+    assert steps_of(tmp_path) == [0, 1, 2, 3, 4, 4]
+    assert "eval/heldout/accuracy" in read_metrics(tmp_path / "metrics.jsonl")[-1]
+
+
 def test_a_run_without_checkpoint_starts_from_an_empty_file(tmp_path: Path) -> None:
     write_steps(tmp_path, 0, 3, resume_from_step=-1)
     write_steps(tmp_path, 0, 2, resume_from_step=-1)
@@ -69,6 +88,28 @@ def test_dropping_a_torn_line_is_said(tmp_path: Path, caplog: pytest.LogCaptureF
     path.write_bytes(b'{"step": 1}\n{"step": 2, "rew')
     assert read_metrics(path) == [{"step": 1}]
     assert "metrics.jsonl:2: dropped a half-written last line" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("lines", "lost"),
+    [
+        ([1, 2, 4, 7], "step 3, 5, 6 are lost"),
+        ([], "step 1, 2, 3, 4, 5, 6, 7 are lost"),
+        (None, "step 1, 2, 3, 4, 5, 6, 7 are lost"),
+        ([1, 2, 3, 4, 5, 6], "step 7 are lost"),
+        ([1, 2, 3, 4, 5, 6, 7], None),
+    ],
+)
+def test_steps_that_do_not_run_again_and_have_no_line_are_named(tmp_path: Path, caplog, lines, lost) -> None:
+    if lines is not None:
+        (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in lines))
+    MetricsLog(tmp_path, tensorboard=False, resume_from_step=7).close()
+    assert (lost is None and not caplog.text) or f"metrics.jsonl: the numbers of {lost}" in caplog.text
+
+
+def test_of_many_lost_steps_the_first_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    MetricsLog(tmp_path, tensorboard=False, resume_from_step=500).close()
+    assert "step 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 490 more are lost" in caplog.text
 
 
 def test_leftovers_of_a_killed_trim_do_no_harm(tmp_path: Path) -> None:

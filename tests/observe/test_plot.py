@@ -40,6 +40,14 @@ def test_curves_leave_more_ink_than_empty_axes(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"curves.png", "empty.png"}
 
 
+def test_held_out_results_are_in_the_picture(tmp_path: Path) -> None:
+    steps = [line(step) for step in range(1, 101)]
+    held_out = [{"step": step, "eval/heldout/accuracy": 0.5} for step in (0, 100)]
+    plot_curves(steps, tmp_path / "without.png", "")
+    plot_curves([held_out[0], *steps, held_out[1]], tmp_path / "with.png", "")
+    assert picture(tmp_path / "with.png")[1] > picture(tmp_path / "without.png")[1] + 100
+
+
 @pytest.mark.parametrize("title", [r"$\frac{broken$ 50 $$", "run_1^2 \\boxed{$x$}", ""])
 def test_a_title_is_printed_as_it_is(tmp_path: Path, title: str) -> None:
     plot_curves([line(1)], tmp_path / "curves.png", title)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.observe.run_dir import open_run_dir
+from grpo_mega.config.load import compose_config, identity, to_yaml
+from grpo_mega.config.schema import Config
+from grpo_mega.observe.run_dir import check_run_dir, open_run_dir
 
 IDENTITY = {"model.layers": 2, "optimizer.lr": 3e-4, "data.task": "chain_sum"}
 
@@ -25,6 +28,13 @@ open_run_dir(pathlib.Path(sys.argv[1]), "", identity={})
 print("held", flush=True)
 sys.stdin.read()
 """
+
+
+def with_a_step(path: Path, identity: dict[str, Any], config: str = "run: {}\n") -> Path:
+    """A run directory with a result."""
+    open_and_close(path, identity, config)
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
+    return path
 
 
 def open_and_close(path: Path, identity: dict[str, Any], config: str = "run: {}\n") -> None:
@@ -47,7 +57,7 @@ def test_the_same_experiment_continues_with_its_new_config(tmp_path: Path) -> No
 
 
 def test_another_experiment_is_refused_with_every_differing_key(tmp_path: Path) -> None:
-    open_and_close(tmp_path / "tiny", IDENTITY, "old\n")
+    with_a_step(tmp_path / "tiny", IDENTITY, "old\n")
     other = {"model.layers": 4, "optimizer.lr": 3e-4, "model.hidden": 64}
     with pytest.raises(ValueError, match="belongs to another experiment") as refused:
         open_run_dir(tmp_path / "tiny", "new\n", identity=other)
@@ -57,13 +67,13 @@ def test_another_experiment_is_refused_with_every_differing_key(tmp_path: Path) 
         "  model.hidden: absent there, 64 now",
         "  model.layers: 2 there, 4 now",
     ]
-    assert "choose another run.name or delete the directory" in lines[-1]
+    assert lines[-1] == "choose another run.name, or move the directory away"
     assert "optimizer.lr" not in str(refused.value)
     assert (tmp_path / "tiny" / "config.yaml").read_text() == "old\n"
 
 
 def test_a_refusal_does_not_keep_the_lock(tmp_path: Path) -> None:
-    open_and_close(tmp_path / "tiny", IDENTITY)
+    with_a_step(tmp_path / "tiny", IDENTITY)
     with pytest.raises(ValueError, match="another experiment"):
         open_run_dir(tmp_path / "tiny", "", identity={})
     open_and_close(tmp_path / "tiny", IDENTITY)
@@ -98,6 +108,30 @@ def test_a_foreign_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
+@pytest.mark.parametrize("place", ["below_a_file", "proc", "name"])
+def test_a_place_where_nothing_can_be_made_is_bad_input(tmp_path: Path, place: str) -> None:
+    """Even for root, who may write into folders that others may not."""
+    (tmp_path / "file").write_text("")
+    places = {"below_a_file": tmp_path / "file" / "tiny", "proc": Path("/proc/tiny"), "name": tmp_path / ("x" * 300)}
+    path = places[place]
+    with pytest.raises(ValueError, match=r"choose a run\.root that can be written to") as refused:
+        open_run_dir(path, "", identity=IDENTITY)
+    assert str(path) in str(refused.value)
+
+
+def test_a_disk_that_fails_is_no_bad_input(tmp_path: Path) -> None:
+    """It may have room the next time: a launcher is to try again."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            open_run_dir(tmp_path / "tiny", "run: {}\n", identity=IDENTITY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tiny").write_text("")
     with pytest.raises(ValueError, match="is not a directory"):
@@ -111,12 +145,75 @@ def test_a_creation_that_was_cut_short_is_taken_up(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run.json").read_text()) == IDENTITY
 
 
-@pytest.mark.parametrize("damage", ["", "[1, 2]", '{"model.layers": '])
-def test_a_damaged_identity_is_named(tmp_path: Path, damage: str) -> None:
-    open_and_close(tmp_path, IDENTITY)
-    (tmp_path / "run.json").write_text(damage)
-    with pytest.raises(ValueError, match=r"run\.json .*delete the directory"):
+def test_a_directory_without_results_goes_to_whoever_asks(tmp_path: Path) -> None:
+    open_and_close(tmp_path, IDENTITY, "old\n")
+    (tmp_path / "checkpoints" / ".step-000001.tmp").mkdir()  # of a save that was killed
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/heldout/accuracy": 0.5}\n')
+    check_run_dir(tmp_path, identity={"model.layers": 4})
+    open_and_close(tmp_path, {"model.layers": 4}, "new\n")
+    assert json.loads((tmp_path / "run.json").read_text()) == {"model.layers": 4}
+    assert (tmp_path / "config.yaml").read_text() == "new\n"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    for refuse in (check_run_dir, lambda path, identity: open_run_dir(path, "", identity=identity)):
+        with pytest.raises(ValueError, match=r"model\.layers: 4 there, absent now"):
+            refuse(tmp_path, identity={})
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return compose_config(["experiment=tiny", "run.name=tiny"])
+
+
+LOST = {"gone": None, "empty": "", "list": "[1, 2]", "cut": '{"model.layers": '}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_directory_whose_identity_is_lost_is_adopted_by_the_experiment_of_its_config(tmp_path, config, lost) -> None:
+    with_a_step(tmp_path, identity(config), to_yaml(config))
+    lose(tmp_path / "run.json", LOST[lost])
+    check_run_dir(tmp_path, identity=identity(config))
+    open_and_close(tmp_path, identity(config), to_yaml(config))
+    assert json.loads((tmp_path / "run.json").read_text()) == json.loads(json.dumps(identity(config)))
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_directory_whose_identity_is_lost_is_refused_to_other_experiments(tmp_path, config, lost) -> None:
+    with_a_step(tmp_path, identity(config), to_yaml(config))
+    lose(tmp_path / "run.json", LOST[lost])
+    other = identity(compose_config(["experiment=tiny", "run.name=tiny", "optimizer.lr=0.5"]))
+    with pytest.raises(ValueError, match=r"\(its config.yaml\):\n  optimizer.lr: 0.0003 there, 0.5 now\n") as refused:
+        open_run_dir(tmp_path, "", identity=other)
+    assert "delete" not in str(refused.value)
+
+
+@pytest.mark.parametrize("config_yaml", [None, "", "model", "a: [", "other: 1"])
+def test_results_of_nobody_are_left_alone_and_said_how_to_use(tmp_path, config, config_yaml) -> None:
+    with_a_step(tmp_path, identity(config), to_yaml(config))
+    lose(tmp_path / "run.json", "{")
+    lose(tmp_path / "config.yaml", config_yaml)
+    with pytest.raises(ValueError, match=r"run\.json cannot be read .*config.yaml.*run.init_from") as refused:
+        open_run_dir(tmp_path, "", identity=identity(config))
+    assert "delete" not in str(refused.value)
+
+
+def lose(file: Path, content: str | None) -> None:
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
+
+
+def test_a_foreign_directory_with_a_config_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: mine\n")
+    with pytest.raises(ValueError, match="not a run directory"):
         open_run_dir(tmp_path, "", identity=IDENTITY)
+    assert (tmp_path / "config.yaml").read_text() == "model: mine\n"
+
+
+def test_a_renamed_directory_is_the_same_run(tmp_path, config) -> None:
+    path = with_a_step(tmp_path / "tiny", identity(config) | {"run.name": "tiny"}).rename(tmp_path / "other")
+    open_and_close(path, identity(compose_config(["experiment=tiny", "run.name=other"])))
 
 
 def test_a_directory_in_use_is_refused_until_its_process_is_killed(tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
 """One GRPO step's samples, loss and whole gradients under several layouts, in one process group; started by run_ranks.
 
-Usage: layouts_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt for each.
+Usage: layouts_job.py OUT [MUTATION@]MODEL:LAYOUT... ; rank 0 writes OUT/[MUTATION@]MODEL:LAYOUT.pt for each. A mutation
+is a bug of mutations.py, there for its case only.
 """
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
+from mutations import MUTATIONS
+from parity_cases import LAYOUTS, LONG, MODELS, OBJECTIVE, OBJECTIVES, optimizer
 
 from grpo_mega import platform
 
@@ -17,129 +22,69 @@ platform.join_processes(HERE)
 from megatron.core import parallel_state  # noqa: E402
 
 from grpo_mega.algorithm.weights import token_weights  # noqa: E402
-from grpo_mega.config.schema import (  # noqa: E402
-    AlgorithmConfig,
-    LayoutConfig,
-    MLAConfig,
-    ModelConfig,
-    MoEConfig,
-    OptimizerConfig,
-    YarnConfig,
-)
-from grpo_mega.policy.losses import grpo_loss  # noqa: E402
-from grpo_mega.policy.policy import Policy  # noqa: E402
+from grpo_mega.config.schema import ModelConfig  # noqa: E402
+from grpo_mega.policy.losses import Loss, grpo_loss  # noqa: E402
+from grpo_mega.policy.policy import Gradients, Policy  # noqa: E402
+from grpo_mega.policy.router import PackedRouter  # noqa: E402
 from grpo_mega.policy.topology import join_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
-from grpo_mega.types import Prompt, Sample, pack  # noqa: E402
+from grpo_mega.types import Batch, Prompt, Sample, pack  # noqa: E402
 
-DENSE = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=128, context=64, init_std=0.1)
-MOE = replace(DENSE, moe=MoEConfig(experts=4, top_k=2, ffn_hidden=32, shared_ffn_hidden=32, first_dense=1))
-MLA = MLAConfig(16, 16, 8, 8, 8)
-MODELS = {
-    "dense": DENSE,
-    "tied": replace(DENSE, tie_embeddings=True, qk_norm=True),
-    "moe": MOE,
-    "mla": replace(
-        MOE,
-        attention="mla",
-        kv_heads=4,
-        mla=MLA,
-        yarn=YarnConfig(factor=4, original_context=16, beta_fast=2, beta_slow=0.1),
-    ),
-    "padded": replace(
-        MOE,
-        attention="mla",
-        kv_heads=4,
-        mla=replace(MLA, q_lora_rank=None),
-        vocab_multiple=64,
-        moe=replace(MOE.moe, bias_update_rate=0.0, frozen_bias=True),
-    ),
-    "deepseek": replace(
-        MOE, layers=4, attention="mla", kv_heads=4, mla=MLA, moe=replace(MOE.moe, groups=2, group_top_k=1)
-    ),
-    "mtp": replace(
-        MOE,
-        layers=4,
-        attention="mla",
-        kv_heads=4,
-        mla=MLA,
-        mtp_layers=1,
-        mtp_loss_coef=0.1,
-        moe=replace(MOE.moe, groups=2, group_top_k=1, aux_loss_coef=0.1),
-    ),
-    "replayed": replace(MOE, layers=4, mtp_layers=1, mtp_loss_coef=0.1, moe=replace(MOE.moe, aux_loss_coef=0.1)),
-    "dense_mtp2": replace(DENSE, mtp_layers=2, mtp_loss_coef=0.5),
-    "balanced": replace(MOE, moe=replace(MOE.moe, aux_loss_coef=0.5, z_loss_coef=0.05)),
-    "dense_gspo": DENSE,
-    "dense_cispo": DENSE,
-    "dense_bf16": replace(DENSE, dtype="bf16"),
-    "deepseek_bf16": replace(
-        MOE, layers=4, attention="mla", kv_heads=4, mla=MLA, moe=replace(MOE.moe, groups=2, group_top_k=1), dtype="bf16"
-    ),
-}
-LAYOUTS = {
-    "single": LayoutConfig(),
-    "small": LayoutConfig(micro_batch_tokens=70),
-    "tp2": LayoutConfig(tp=2),
-    "tp2sp": LayoutConfig(tp=2, sp=True),
-    "tp4sp": LayoutConfig(tp=4, sp=True),
-    "tp2etp2": LayoutConfig(tp=2, sp=True, etp=2),
-    "pp2": LayoutConfig(pp=2),
-    "pp2small": LayoutConfig(pp=2, micro_batch_tokens=70),
-    "vpp2": LayoutConfig(pp=2, vpp=2, micro_batch_tokens=150),
-    "pp2uneven": LayoutConfig(pp=2, last_stage_layers=1),
-    "tp2vpp2": LayoutConfig(tp=2, pp=2, vpp=2, sp=True),
-    "cp2": LayoutConfig(cp=2),
-    "cp2small": LayoutConfig(cp=2, micro_batch_tokens=70),
-    "cp2one": LayoutConfig(cp=2, micro_batch_tokens=1),
-    "vpp2recompute": LayoutConfig(pp=2, vpp=2, recompute="full", micro_batch_tokens=100),
-    "cp2tp2": LayoutConfig(cp=2, tp=2, sp=True),
-    "cp2pp2": LayoutConfig(cp=2, pp=2),
-    "cp2ep2": LayoutConfig(cp=2, ep=2),
-    "cp2dp2": LayoutConfig(cp=2),
-    "cp4": LayoutConfig(cp=4),
-    "dp2zero": LayoutConfig(micro_batch_tokens=100),
-    "ep2zero": LayoutConfig(ep=2, micro_batch_tokens=100),
-    "tp2dp2zero": LayoutConfig(tp=2, sp=True, micro_batch_tokens=100),
-    "vpp2zero": LayoutConfig(pp=2, vpp=2, micro_batch_tokens=100),
-    "pp2dp2zero": LayoutConfig(pp=2, micro_batch_tokens=100),
-    "cp2zero": LayoutConfig(cp=2),
-    "recompute": LayoutConfig(recompute="full", micro_batch_tokens=100),
-    "selective": LayoutConfig(recompute="selective"),
-    "tp2recompute": LayoutConfig(tp=2, sp=True, recompute="full"),
-    "ep2": LayoutConfig(ep=2),
-    "dp2": LayoutConfig(micro_batch_tokens=100),
-    "tp2ep2": LayoutConfig(tp=2, sp=True, ep=2),
-    "tp2pp2": LayoutConfig(tp=2, pp=2, sp=True),
-    "tp2dp2": LayoutConfig(tp=2, sp=True),
-    "ep2pp2": LayoutConfig(ep=2, pp=2),
-    "tp2ep4": LayoutConfig(tp=2, sp=True, ep=4),
-    "ep2dp4": LayoutConfig(ep=2),
-}
-# A large epsilon keeps Adam's first steps smooth: with a small one they hang on the sign of gradients near 0.
-OPTIMIZER = OptimizerConfig(lr=0.01, eps=0.01, weight_decay=0.1, clip_grad=0.5)
-OPTIMIZERS = {
-    "dp2zero": replace(OPTIMIZER, distributed=True),
-    "ep2zero": replace(OPTIMIZER, distributed=True, overlap=True),
-    "tp2dp2zero": replace(OPTIMIZER, distributed=True, overlap=True),
-    "vpp2zero": replace(OPTIMIZER, distributed=True, overlap=True),
-    "pp2dp2zero": replace(OPTIMIZER, distributed=True, overlap=True),
-    "cp2zero": replace(OPTIMIZER, distributed=True, overlap=True),
-}
-OBJECTIVE = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl_coef=0.1)
-OBJECTIVES = {
-    "dense_gspo": AlgorithmConfig(objective="gspo", clip_low=0.01, clip_high=0.02, entropy_coef=0.1),
-    "dense_cispo": AlgorithmConfig(objective="cispo", kl_coef=0.1, correction="mask", correction_cap=1.1),
-}
 VOCAB = 26
-SAMPLING = SamplingParams(max_new_tokens=24, stop_ids=(2,), temperature=1.2, top_p=0.95, top_k=20, seed=5)
+SAMPLES = 3
+"""Of every prompt."""
+TEMPERATURE = 1.2
+SAMPLING = SamplingParams(max_new_tokens=24, stop_ids=(2,), temperature=TEMPERATURE, top_p=0.95, top_k=20, seed=5)
 
 
 class SmallBuckets(Policy):
     """Megatron's own buckets would hold any of these models."""
 
     bucket_size = 10_000
+
+
+def one_step(model_name: str, layout_name: str) -> dict:
+    """Samples, log-probs, loss and gradients of one step from seeded weights, and what two updates change."""
+    model, layout, adam = MODELS[model_name], LAYOUTS[layout_name], optimizer(layout_name)
+    policy = SmallBuckets(model, layout, VOCAB, join_layout(layout, seed=0), HERE, adam.distributed, adam.overlap)
+    policy.initialize(seed=3)
+    long = layout_name == "single" or f"{model_name}:{layout_name}" in LONG
+    engine = EmbeddedEngine(policy, str, concurrent_sequences=16 if long else 64)
+    result = {"parameters": policy.parameters()}
+    if model.dtype == "fp32":  # in bf16 a layout's rounding may change what is drawn
+        result |= sampled(engine, policy, replace(SAMPLING, max_new_tokens=24 if long else 8))
+    batch = made_up_batch(model, replayed=model_name == "replayed")
+    loss = grpo_loss(OBJECTIVES.get(model_name, OBJECTIVE), on_policy=False)
+    scored = policy.logprobs(batch, TEMPERATURE)
+    found = policy.gradients(batch, loss, TEMPERATURE)
+    result |= {
+        "scored": scored,
+        "trained": found.logprob,
+        "tokens": len(batch.tokens),
+        "metrics": found.metrics,
+        "expert_loads": found.expert_loads,
+        "gradients": policy.whole_gradients(),
+    }
+    before = policy.whole_weights()
+    policy.use_optimizer(adam)
+    updates = [update(policy, batch, loss, adam.lr) for _ in range(2)]
+    result["grad_norms"] = [found.metrics["grad_norm"] for found, _ in updates]
+    result["bias_off"] = max(off for _, off in updates)
+    if model.dtype == "fp32":  # before anything else looks at the new weights
+        after = engine.generate(prompts()[:4], 1, replace(SAMPLING, max_new_tokens=4), version=8)
+        result["after"] = {s.token_ids: s.logprobs for s in after}
+    result["updates"] = {key: whole - before[key] for key, whole in policy.whole_weights().items()}
+    return result
+
+
+def leave_groups() -> None:
+    """Ends all process groups but the one of all ranks: the threads of hundreds of them would take their time."""
+    torch.distributed.barrier()
+    parallel_state.destroy_model_parallel()
+    for group in [*torch.distributed.distributed_c10d._world.pg_map]:
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
 
 
 def prompts() -> list[Prompt]:
@@ -150,61 +95,40 @@ def prompts() -> list[Prompt]:
     return [Prompt(f"p{i}", tokens, "", "", "") for i, tokens in enumerate(ids)]
 
 
-def one_step(
-    model: ModelConfig, layout: LayoutConfig, optimizer: OptimizerConfig, objective: AlgorithmConfig, replay: bool
-) -> dict:
-    """Samples, log-probs, loss and gradients of one step from seeded weights, and what two updates change."""
-    topology = join_layout(layout, seed=0)
-    policy = SmallBuckets(model, layout, VOCAB, topology, HERE, optimizer.distributed, optimizer.overlap)
-    policy.initialize(seed=3)
-    engine = EmbeddedEngine(policy, str, concurrent_sequences=16)
-    samples = engine.generate(prompts(), 3, SAMPLING, version=7)
-    trained = made_up(samples) if model.dtype == "bf16" else samples
-    if replay:
-        trained = routed_at_random(trained, model)
-    batch = pack(trained)
-    if trained is not samples:
-        batch = batch.with_(rollout_logprob=policy.logprobs(batch, SAMPLING.temperature))
-    advantage = torch.linspace(-1.5, 1.5, len(samples)).repeat_interleave(batch.lengths)
-    weight = token_weights(batch.mask, batch.cu_seqlens, "sequence_mean", 1)
-    # The old and reference policies are made up, but the same everywhere: ratios clip and the KL term has a gradient.
+def sampled(engine: EmbeddedEngine, policy: Policy, sampling: SamplingParams) -> dict:
+    """What the engine draws, its log-probs and the trainer's."""
+    samples = engine.generate(prompts(), SAMPLES, sampling, version=7)
+    batch = pack(samples)
+    return {
+        "samples": [s.token_ids for s in samples],
+        "longest": sampling.max_new_tokens,
+        "rollout_logprob": batch.rollout_logprob,
+        "logprob": policy.logprobs(batch, sampling.temperature),
+    }
+
+
+def made_up_batch(model: ModelConfig, replayed: bool) -> Batch:
+    """Groups of random completions of 3 to 24 tokens, with everything that an update reads.
+
+    Tokens and the log-probs of the old and the reference policy are made up, so that no layout's rounding is in them:
+    those of one that guesses, more or less. Ratios clip on both sides and the KL term has a gradient. No completion is
+    shorter than 3: a token's rounding must not weigh more than a thirtieth of a sequence's.
+    """
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for i, prompt in enumerate(p for p in prompts() for _ in range(SAMPLES)):
+        tokens = tuple(torch.randint(3, VOCAB, (3 + 7 * i % 22,), generator=generator).tolist())
+        samples.append(Sample(prompt, i % SAMPLES, tokens, (-math.log(VOCAB),) * len(tokens), "length", 7, ""))
+    if replayed:
+        samples = routed_at_random(samples, model)
+    batch = pack(samples)
     shift = torch.sin(torch.arange(len(batch.tokens)))
-    batch = batch.with_(
-        advantage=advantage,
-        weight=weight,
+    return batch.with_(
+        advantage=torch.linspace(-1.5, 1.5, len(samples)).repeat_interleave(batch.lengths),
+        weight=token_weights(batch.mask, batch.cu_seqlens, "sequence_mean", 1),
         old_logprob=batch.rollout_logprob + 0.3 * shift,
         ref_logprob=batch.rollout_logprob - 0.2 * shift,
     )
-    loss = grpo_loss(objective, on_policy=False)
-    scored = policy.logprobs(batch, SAMPLING.temperature)
-    found = policy.gradients(batch, loss, SAMPLING.temperature)
-    result = {
-        "tokens": [s.token_ids for s in samples],
-        "rollout_logprob": batch.rollout_logprob,
-        "logprob": scored,
-        "sequence_tokens": len(batch.tokens),
-        "metrics": found.metrics,
-        "gradients": policy.whole_gradients(),
-        "parameters": policy.parameters(),
-        "expert_loads": found.expert_loads,
-    }
-    before = policy.whole_weights()
-    policy.use_optimizer(optimizer)
-    updates = [policy.update(batch, loss, optimizer.lr, SAMPLING.temperature) for _ in range(2)]
-    result["grad_norms"] = [update.metrics["grad_norm"] for update in updates]
-    after = engine.generate(prompts()[:4], 1, SAMPLING, version=8)  # before anything else looks at the new weights
-    result["after"] = {s.token_ids: s.logprobs for s in after}
-    result["updates"] = {key: whole - before[key] for key, whole in policy.whole_weights().items()}
-    parallel_state.destroy_model_parallel()
-    return result
-
-
-def made_up(samples: list[Sample]) -> list[Sample]:
-    """As many samples whose tokens no policy drew: in bf16 a layout's rounding may change what is drawn."""
-    generator = torch.Generator().manual_seed(1)
-    lengths = [1 + i % SAMPLING.max_new_tokens for i in range(len(samples))]
-    drawn = [tuple(torch.randint(3, VOCAB, (n,), generator=generator).tolist()) for n in lengths]
-    return [replace(s, token_ids=t, logprobs=(-3.0,) * len(t)) for s, t in zip(samples, drawn, strict=True)]
 
 
 def routed_at_random(samples: list[Sample], model: ModelConfig) -> list[Sample]:
@@ -216,12 +140,29 @@ def routed_at_random(samples: list[Sample], model: ModelConfig) -> list[Sample]:
     return [replace(s, experts=experts) for s, experts in zip(samples, chosen, strict=True)]
 
 
+def update(policy: Policy, batch: Batch, loss: Loss, lr: float) -> tuple[Gradients, float]:
+    """An update, and how far from DeepSeek-V3's rule any rank's balancing bias moved: by the load of all ranks."""
+    routers = [m for m in policy.gpt.modules() if isinstance(m, PackedRouter) and m.enable_expert_bias]
+    before = [router.expert_bias.clone() for router in routers]
+    found = policy.update(batch, loss, lr, TEMPERATURE)
+    off = torch.zeros(1)
+    for router, bias in zip(routers, before, strict=True):
+        load = torch.tensor(found.expert_loads[router.layer_number])
+        moved = router.config.moe_router_bias_update_rate * (load.mean() - load).sign()
+        off = torch.maximum(off, (router.expert_bias - bias - moved).abs().max())
+    torch.distributed.all_reduce(off, torch.distributed.ReduceOp.MAX)
+    return found, off.item()
+
+
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     for name in sys.argv[2:]:
-        model, layout = name.split(":")
-        optimizer, objective = OPTIMIZERS.get(layout, OPTIMIZER), OBJECTIVES.get(model, OBJECTIVE)
-        step = one_step(MODELS[model], LAYOUTS[layout], optimizer, objective, replay=model == "replayed")
+        mutation, _, case = name.rpartition("@")
+        with pytest.MonkeyPatch.context() as patch:
+            if mutation:
+                MUTATIONS[mutation].plant(patch)
+            step = one_step(*case.split(":"))
+        leave_groups()
         if torch.distributed.get_rank() == 0:
             torch.save(step, out / f"{name}.pt")
     torch.distributed.destroy_process_group()

@@ -6,30 +6,26 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+from limits import limit
 from ranks import REPOSITORY
 
 TOOL = REPOSITORY / "tools" / "parity.py"
-FORGETS_THE_REPLICAS = f"""
+SPOILED = f"""
 import sys
-sys.path.insert(0, {str(TOOL.parent)!r})
+sys.path[:0] = [{str(TOOL.parent)!r}, {str(Path(__file__).parent)!r}]
 import parity
+from mutations import MUTATIONS
+from pytest import MonkeyPatch
 
 join_processes = parity.platform.join_processes
 
 def and_spoil(here):  # Megatron may be imported from here on
     join_processes(here)
-    from grpo_mega.policy import policy
-    micro_batches = policy.micro_batches
-
-    def spoiled(batch, topology, *others):
-        micros = micro_batches(batch, topology, *others)
-        for micro in micros:
-            micro.packed.loss_scale /= topology.dp_size
-        return micros
-    policy.micro_batches = spoiled
+    MUTATIONS[BUG].plant(MonkeyPatch())
 
 parity.platform.join_processes = and_spoil
 parity.main()
@@ -54,14 +50,14 @@ def torchrun(*arguments) -> Ended:
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=limit(900),
     )
     codes = [0] * 2 if job.returncode == 0 else [int(c) for c in re.findall(r"exitcode\s+: (-?\d+)", job.stderr)]
     return Ended(codes, job.stdout, job.stderr)
 
 
 def test_every_layout_of_a_correct_trainer_agrees():
-    ended = torchrun(TOOL, "--all", "--steps", "2", "model=tiny_mla_moe", "model.layers=2")
+    ended = torchrun(TOOL, "--all", "--steps", "2", "model=tiny_mla_moe", "model.layers=2", "model.qk_norm=true")
     assert ended.codes == [0, 0], ended
     passed = ended.lines("pass ")
     assert not ended.lines("FAIL")
@@ -71,24 +67,37 @@ def test_every_layout_of_a_correct_trainer_agrees():
     assert any("layout.ep=8: " in line and "experts=4 is not divisible" in line for line in ended.lines("left out"))
 
 
+def spoiled(folder: Path, bug: str, *arguments: str) -> Ended:
+    """One step of a layout with a bug of mutations.py; the run on one process is without it."""
+    program = folder / "spoiled.py"
+    program.write_text(SPOILED.replace("BUG", repr(bug)))
+    return torchrun(program, "--steps", "1", "model.layers=2", *arguments)
+
+
 def test_a_wrong_normalisation_fails_and_names_the_first_tensor(tmp_path):
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text(FORGETS_THE_REPLICAS)
-    ended = torchrun(wrong, "--steps", "1", "model=tiny_dense", "model.layers=2")
+    ended = spoiled(tmp_path, "loss_divided_by_replicas", "model=tiny_dense")
     assert ended.codes == [1, 1], ended
     assert re.search(r"^gradient, all .* 5\.0e-01 .* FAIL$", ended.out, re.MULTILINE), ended.out
     assert re.search(r"^loss .* pass$", ended.out, re.MULTILINE), ended.out
     assert "first tensor that differs: embedding.word_embeddings.weight (gradient of step 1)" in ended.out
 
 
+def test_latent_norms_that_are_not_summed_fail_though_loss_and_log_probs_agree(tmp_path):
+    ended = spoiled(tmp_path, "latent_norms_not_summed", "model=tiny_mla_moe", "model.qk_norm=true", "layout=tp2")
+    assert ended.codes == [1, 1], ended
+    assert re.search(r"^gradient, worst .* FAIL .*self_attention\.(q|kv)_layernorm\.weight$", ended.out, re.MULTILINE)
+    assert re.search(r"^loss .* pass$", ended.out, re.MULTILINE), ended.out
+    assert re.search(r"^log-probs .* pass$", ended.out, re.MULTILINE), ended.out
+
+
 def test_a_field_that_does_not_exist_is_refused():
     ended = torchrun(TOOL, "model.nonsense=1")
     assert ended.codes == [2, 2], ended
-    assert ended.err.count("error: Could not override 'model.nonsense'") == 1, ended.err
+    assert ended.err.count("error: model.nonsense is no setting") == 1, ended.err
 
 
 def test_a_layout_that_does_not_fit_is_refused():
-    job = subprocess.run([sys.executable, TOOL, "layout=tp2_pp2"], capture_output=True, text=True, timeout=100)
+    job = subprocess.run([sys.executable, TOOL, "layout=tp2_pp2"], capture_output=True, text=True, timeout=limit(100))
     assert job.returncode == 2, job
     assert "error: the configuration cannot run" in job.stderr
     assert "the world size 1 is not divisible" in job.stderr

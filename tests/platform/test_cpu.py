@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import limit
 from ranks import run_ranks
 
 from grpo_mega.platform import cpu
@@ -107,7 +108,8 @@ def test_factories_still_follow_a_device_context() -> None:
     assert {tensor.device.type for tensor in made} == {"meta"}
 
 
-def test_nothing_is_replaced_where_cuda_is_present() -> None:
+def test_nothing_is_replaced_where_cuda_is_present_but_what_mends_megatron_without_transformer_engine() -> None:
+    assert [s.name for s in cpu.SUBSTITUTIONS if s.on_gpu_too] == ["te_gemm", "have_te"]
     run_ranks(HERE / "torch_contents.py", 1, [])
 
 
@@ -117,5 +119,7 @@ def test_megatron_is_imported_without_the_compiler_which_takes_seconds() -> None
         "print('torch._dynamo' in sys.modules, torch.compile.__module__, torch.are_deterministic_algorithms_enabled())"
     )
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    made = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    made = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=limit(120)
+    )
     assert made.stdout == "False torch True\n", made.stderr

@@ -13,6 +13,8 @@ from grpo_mega.config.load import compose_config
 platform.start_planning()
 
 from grpo_mega.plan import plan  # noqa: E402
+from grpo_mega.policy.memory import attention, most_skewed  # noqa: E402
+from grpo_mega.policy.schedule import cells_per_token  # noqa: E402
 from grpo_mega.rollout.contract import EngineError  # noqa: E402
 from grpo_mega.rollout.sglang_memory import mem_fraction_static, work  # noqa: E402
 
@@ -35,6 +37,33 @@ LAYOUTS = {
     "pp2_vpp2_cp2": ["layout=pp2", "layout.vpp=2", "layout.cp=2", "model.layers=4"],
     "whole_4_layers": ["layout=single", "model.layers=4"],
 }
+
+
+SKEWED = {"33000 and 4 x 8000": (5, 33_000, 8125), "60000 and 3 x 2500": (4, 60_000, 9375)}
+"""Sequences, tokens of the longest, rows of it on the first of four context parallel ranks."""
+
+
+def skewed(found: dict) -> dict[str, float]:
+    """Bytes beyond what is static on R1-Zero's last stage, with a mask of bits."""
+    config, lines = compose_config(["experiment=r1zero_671b"]), found["memory"][-1]
+    rest = lines["activations kept"] + lines["one layer, saved"]
+    return {
+        name: rest + attention(config, sequences, longest, rows) + sequences * longest * rows
+        for name, (sequences, longest, rows) in SKEWED.items()
+    }
+
+
+def others() -> list[dict[str, float]]:
+    """Micro-batches of tables as large as they may be, of all widths, beside the one that is planned."""
+    found = []
+    for name in ("r1zero_671b", "qwen3_30b_a3b", "moonlight_16b"):
+        config = compose_config([f"experiment={name}"])
+        budget, most = config.layout.micro_batch_tokens, attention(config, *most_skewed(config))
+        cells, held = cells_per_token(config.layout.cp) * budget, budget // config.layout.cp
+        for longest in range(256, config.model.context + 1, 1024):
+            size = attention(config, cells // longest, longest, min(longest, held))
+            found.append({"name": name, "longest": longest, "bytes": size, "most": most})
+    return found
 
 
 def no_vocabulary() -> None:
@@ -63,6 +92,7 @@ if __name__ == "__main__":
     asked["qwen3_one_node"] = ["experiment=qwen3_30b_a3b", "cluster.nodes=1"]
     asked |= {f"tiny_{name}": ["experiment=tiny", *overrides] for name, overrides in LAYOUTS.items()}
     asked |= {f"r1zero_{name}": ["experiment=r1zero_671b", *overrides] for name, overrides in ENGINES.items()}
+    asked["moonlight_keeps_all"] = ["experiment=moonlight_16b", "layout.recompute=none"]
     asked["qwen3_tp8"] = ["experiment=qwen3_30b_a3b", "rollout.sglang.tp=8"]
     found = {name: plan(compose_config(overrides)) for name, overrides in asked.items()}
     shares = [
@@ -73,6 +103,5 @@ if __name__ == "__main__":
         for capacity in (int(config.cluster.gpu_memory_mib) * 2**20,)
         for free in (capacity - int(held * 1e9) for held in (0, 0.5, 2, 8, 16))
     ]
-    print(
-        json.dumps({"plans": found, "shares": shares, "refused": [refused(case) for case in (no_vocabulary, no_room)]})
-    )
+    said = {"plans": found, "shares": shares, "refused": [refused(case) for case in (no_vocabulary, no_room)]}
+    print(json.dumps(said | {"skewed": skewed(found["r1zero_671b"]), "others": others()}))

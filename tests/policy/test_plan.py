@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import limit
 from ranks import REPOSITORY, results, run_ranks
 from torch._C._distributed_c10d import Backend
 
@@ -119,11 +120,39 @@ def test_activations_of_r1_zero_with_16384_tokens_on_a_gpu(plans: dict[str, Any]
         assert lines["activations kept"] == (4 - number) * layers[number] * 2 * V3_HIDDEN * tokens / 4
         saved_forced_balance = 490_112  # bytes per token and layer without tensor parallelism
         saved = saved_forced_balance + 0.5 * 8 * (2 * V3_HIDDEN + 6 * 2048)
-        assert lines["one layer's work"] == pytest.approx(2 * saved / 4 * tokens)
+        assert lines["one layer, saved"] == pytest.approx(saved / 4 * tokens)
+        # Four sequences of 16,384 tokens; a rank's 32 heads have 192 channels of keys and 128 of values, for the tokens
+        # of all ranks, and as many of queries and outputs; all have gradients. And a mask in bf16.
+        tables, mask = 2 * 4 * (tokens + tokens) * 32 * (192 + 128), 4 * tokens * tokens
+        assert lines["one layer, at work"] == 2 * (tables + mask)
     assert memory[1]["activations kept"] / 1e9 == pytest.approx(2.8, abs=0.05)
     assert memory[0]["activations kept"] / 1e9 == pytest.approx(3.8, abs=0.1)
-    assert memory[1]["one layer's work"] / 1e9 == pytest.approx(4.9, abs=0.05)
+    assert memory[1]["one layer, saved"] / 1e9 == pytest.approx(2.4, abs=0.05)
     assert [lines["output layer"] > 0 for lines in memory] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("case", "measured"), [("33000 and 4 x 8000", 15.7e9), ("60000 and 3 x 2500", 21.3e9)])
+def test_skewed_micro_batches_take_what_they_took(case: str, measured: float, job: dict[str, Any]) -> None:
+    """Allocated beyond what is static on a rank of R1-Zero's last stage, as counted by torch's allocator on a device
+    that computes nothing. At that time a mask of bits was held as well.
+    """
+    assert job["skewed"][case] == pytest.approx(measured, rel=0.02)
+
+
+def test_no_micro_batch_takes_more_than_the_most_skewed(job: dict[str, Any]) -> None:
+    """Under context parallelism and without, over tables as large as schedule.py allows."""
+    assert len(job["others"]) > 50
+    for case in job["others"]:
+        assert case["bytes"] <= case["most"] * (1 + 1e-9), case
+
+
+def test_without_recomputation_every_layer_keeps_its_tables(plans: dict[str, Any]) -> None:
+    full, none = (plans[name]["memory"][0] for name in ("moonlight_16b", "moonlight_keeps_all"))
+    layers, tokens = 27, 16_384
+    # q, k, v and the output of 8 heads of a rank, of tables of 4 x 16,384 cells
+    tables = 2 * 4 * tokens * 2 * 8 * (128 + 64 + 128)
+    assert none["activations kept"] == pytest.approx(layers * (none["one layer, saved"] + tables))
+    assert none["activations kept"] > 20 * full["activations kept"]
 
 
 def test_layers_in_flight_of_interleaved_stages(plans: dict[str, Any]) -> None:
@@ -136,6 +165,7 @@ def test_layers_in_flight_of_interleaved_stages(plans: dict[str, Any]) -> None:
 def test_what_fits_and_what_does_not(plans: dict[str, Any]) -> None:
     fits = {name: found["fits"] for name, found in plans.items() if not name.startswith("tiny")}
     assert fits.pop("qwen3_one_node") is False, "with its optimizer on the GPUs it needs a second machine"
+    assert fits.pop("moonlight_keeps_all") is False, "without recomputation"
     assert all(fits.values())
     assert plans["tiny"]["fits"] is None
     assert (plans["r1zero_671b"]["capacity"], plans["r1zero_671b_h200"]["capacity"]) == (H100, H200)
@@ -300,7 +330,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=limit(120),
     )
 
 
@@ -333,7 +363,10 @@ def test_the_command_says_that_an_engine_takes_more_than_there_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["qwen3_30b_a3b", "cluster.gpus_per_node=7"], "the world size 14 is not divisible by layout.tp=4"),
+        (
+            ["qwen3_30b_a3b", "cluster.gpus_per_node=7"],
+            "cluster.nodes=2 * cluster.gpus_per_node=7 = 14 is not divisible by layout.tp=4",
+        ),
         (["r1zero_700b"], "Could not find 'experiment/r1zero_700b'"),
     ],
 )

@@ -7,12 +7,13 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.policy.schedule import CELLS
+from grpo_mega.policy.schedule import CELLS, cells_per_token
 from grpo_mega.policy.schedule import schedule as schedule_groups
 
 lengths_of_sequences = st.lists(st.integers(1, 60), max_size=50)
 replica_counts = st.integers(1, 9)
 budgets = st.integers(1, 100)
+cells_of_tables = st.integers(1, 5)
 groups = st.lists(st.tuples(st.integers(0, 20), st.lists(st.integers(1, 30), min_size=1, max_size=8)), max_size=8)
 """Length of the prompt and of its completions, group by group."""
 
@@ -77,20 +78,20 @@ def test_a_worked_example() -> None:
     assert schedule([5, 9, 1, 4, 4], replicas=2, budget=8) == [[[1], [4]], [[0, 2], [3]]]
 
 
-@given(groups, replica_counts, budgets)
+@given(groups, replica_counts, budgets, cells_of_tables)
 def test_groups_keep_the_budget_with_each_prompt_counted_once(
-    groups: list[tuple[int, list[int]]], replicas: int, budget: int
+    groups: list[tuple[int, list[int]]], replicas: int, budget: int, cells: int
 ) -> None:
     members = [(group, prompt, n) for group, (prompt, completions) in enumerate(groups) for n in completions]
     numbers, prompts, lengths = [g for g, _, _ in members], [p for _, p, _ in members], [p + n for _, p, n in members]
-    plan = schedule_groups(lengths, numbers, prompts, replicas, budget)
+    plan = schedule_groups(lengths, numbers, prompts, replicas, budget, cells=cells)
     assert sorted(i for replica in plan for micro in replica for i in micro) == list(range(len(members)))
     assert len({len(replica) for replica in plan}) == 1
     for micro in (m for replica in plan for m in replica):
         shared = {members[i][:2] for i in micro}
         tokens = sum(prompt for _, prompt in shared) + sum(members[i][2] for i in micro)
-        cells = len(micro) * max((lengths[i] for i in micro), default=0)
-        assert (tokens <= budget and cells <= CELLS * budget) or len(micro) == 1
+        table = len(micro) * max((lengths[i] for i in micro), default=0)
+        assert (tokens <= budget and table <= cells * budget) or len(micro) == 1
 
 
 def test_a_group_stays_together() -> None:
@@ -111,3 +112,12 @@ def test_a_few_groups_give_work_to_every_replica(groups: int, replicas: int, per
     counts = [sum(map(len, replica)) for replica in plan]
     assert max(counts) - min(counts) <= 2 * max(1, len(numbers) // replicas // 2)
     assert min(counts) > 0
+
+
+def test_tables_with_masks_are_no_larger_than_the_budget() -> None:
+    """One sequence of 8 and eight of 1: as 9 x 8 cells without masks, or apart with them."""
+    assert (cells_per_token(1), cells_per_token(2), cells_per_token(4)) == (CELLS, 1, 1)
+    lengths, alone = [8, *[1] * 8], [0] * 9
+    for cells, sizes in ((CELLS, [8, 1]), (1, [2, 7])):
+        plan = schedule_groups(lengths, list(range(9)), alone, 1, budget=16, cells=cells)
+        assert [len(micro) for micro in plan[0]] == sizes

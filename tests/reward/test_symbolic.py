@@ -1,4 +1,4 @@
-"""The worker processes behind math-verify: hostile answers die alone, and nothing outlives the trainer."""
+"""The worker processes behind the symbolic comparison: hostile answers die alone, and nothing outlives the trainer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from limits import limit
 
 from grpo_mega.reward import symbolic
 from grpo_mega.reward.verify import equivalent
 
-HOSTILE = "9^{9^9}"
+HOSTILE = "(x+1)^{3000}-(x^{2}+2x+1)^{1500}+x+1"
+"""Equal to x+1, but to prove it would take minutes."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,12 +54,14 @@ def test_hostile_answers_are_given_up_and_logged_once(caplog: pytest.LogCaptureF
         assert not equivalent(HOSTILE, "x+2")
         assert equivalent("x+1", "1+x")
     (record,) = caplog.records
-    assert record.message.startswith(f"math-verify gave up on the answer '{HOSTILE}' (exit code {-signal.SIGPROF};")
+    start = f"the symbolic worker gave up on the answer '{HOSTILE}' (exit code {-signal.SIGPROF};"
+    assert record.message.startswith(start)
 
 
 @pytest.mark.parametrize(
     "answer",
     [
+        "9^{9^9}",
         "9**9**9**9",
         "9^{9^{9^9}}",
         "(10^7)!",
@@ -124,10 +128,10 @@ def test_no_worker_outlives_its_parent(ending: str):
     code = (
         "import os, signal\n"
         "from grpo_mega.reward import symbolic\n"
-        "assert symbolic.symbolically_equal('x+1', '1+x')\n"
+        "assert symbolic.symbolically_equal((('x+1', '1+x'),)) == (True,)\n"
         f"{ending}\n"
     )
-    parent = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=120, check=False)
+    parent = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=limit(120), check=False)
     assert parent.returncode in (0, 3, -signal.SIGKILL)
     assert parent.stderr == b""
 
@@ -147,10 +151,10 @@ def test_a_worker_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch,
     script = tmp_path / "broken.py"
     script.write_text("raise SystemExit(7)")
     monkeypatch.setattr(symbolic, "_SCRIPT", script)
-    with pytest.raises(RuntimeError, match=r"did not start \(exit code"):
+    with pytest.raises(RuntimeError, match=r"symbolic worker did not start \(exit code"):
         equivalent("x+1", "1+x")
 
 
-def test_math_verify_has_a_grammar_for_the_installed_antlr_runtime():
-    """Hydra pins antlr 4.9.3, math-verify also supports newer ones: a mismatch would fail every parse silently."""
+def test_latex2sympy_has_a_grammar_for_the_installed_antlr_runtime():
+    """Hydra pins antlr 4.9.3, latex2sympy also supports newer ones: a mismatch would fail every parse silently."""
     assert equivalent(r"\frac{\sqrt{8}}{2}", r"\sqrt{2}")

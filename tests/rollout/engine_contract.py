@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.distributed as dist
+from limits import limit
 from on_cuda import CLOSE
 
 from grpo_mega.colocation.weight_stream import hf_buckets
@@ -243,7 +244,7 @@ def check_an_abort_brings_what_there_is(bench: Bench) -> None:
         return False
 
     def abort() -> None:
-        started.wait(60)
+        started.wait(limit(60))
         bench.engine.abort()
 
     thread = threading.Thread(target=abort)
@@ -304,11 +305,11 @@ def check_a_pause_can_be_taken_up_again_and_come_from_another_thread(bench: Benc
     held: list[bool] = []
 
     def hold() -> None:
-        started.wait(60)
+        started.wait(limit(60))
         for _ in range(2):
             engine.pause()
             paused.set()
-            held.append(all(asked.acquire(timeout=60) for _ in range(20)))
+            held.append(all(asked.acquire(timeout=limit(60)) for _ in range(20)))
             engine.proceed()
 
     def watch() -> bool:

@@ -19,6 +19,7 @@ from grpo_mega.checkpoint.huggingface.names import entries  # noqa: E402
 from grpo_mega.rollout.contract import Contract  # noqa: E402
 from grpo_mega.rollout.sglang_arguments import (  # noqa: E402
     check_platform,
+    environment,
     expected_weights,
     model_config,
     own_experts,
@@ -127,3 +128,13 @@ def test_what_works_everywhere_is_accepted() -> None:
         check_platform(configured(), platform)
         check_platform(configured("rollout.sglang.transport=disk"), platform)
     check_platform(configured("rollout.sglang.transport=network"), CPU)
+
+
+@pytest.mark.parametrize("transport", ["shared", "network"])
+def test_nccl_registers_nothing_under_graphs_whose_memory_comes_and_goes(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the user's environment says otherwise: a graph that is replayed on what was mapped before can hang."""
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    sglang = configured(f"rollout.sglang.transport={transport}").rollout.sglang
+    assert environment(sglang, GPU)["NCCL_GRAPH_REGISTER"] == "0"

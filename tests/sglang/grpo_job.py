@@ -19,12 +19,12 @@ from grpo_mega.config.load import compose_config
 
 HERE = platform.start()
 
+from metric_lines import of_steps  # noqa: E402
 from on_cuda import TINY  # noqa: E402
 
 from grpo_mega.assemble import assemble  # noqa: E402
 from grpo_mega.colocation.lease import State  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
-from grpo_mega.observe.metrics import read_metrics  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
 from grpo_mega.trainer import Trainer  # noqa: E402
 
@@ -77,7 +77,7 @@ def main() -> None:
             built.stop.asked = killing(built)  # type: ignore[method-assign]
         built.run()
         turns = built.turns.post_mortem() if built.turns else None
-    metrics = read_metrics(Path(folder) / engine / "metrics.jsonl")
+    metrics = of_steps(Path(folder) / engine)
     left = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
     print(json.dumps({"metrics": metrics, "warnings": warnings, "turns": turns, "left": left}))
 

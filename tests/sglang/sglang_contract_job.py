@@ -20,6 +20,7 @@ import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from engine_contract import CHECKS, LONG, MUCH, Asked, Bench, move, refused, sampling  # noqa: E402
+from limits import limit  # noqa: E402
 from on_cuda import CLOSE, CUDA  # noqa: E402
 
 from grpo_mega.rollout.contract import EngineError, EngineRestarted  # noqa: E402
@@ -126,7 +127,7 @@ def check_a_single_stale_expert_is_noticed(bench: Bench) -> None:
 def check_an_engine_that_generates_nothing_is_lost(bench: Bench) -> None:
     """Tokens are signs of life, also when no sample is finished; without any the engine is started anew."""
     engine, old = bench.engine, scheduler(bench)
-    engine._config.silence_seconds, before = 3.0, engine._config.silence_seconds
+    engine._config.silence_seconds, before = round(limit(3.0)), engine._config.silence_seconds
 
     def suspend() -> bool:
         if engine._share.finished and old.is_running():
@@ -135,7 +136,7 @@ def check_an_engine_that_generates_nothing_is_lost(bench: Bench) -> None:
 
     prompts = [replace(p, id=f"{p.id}-{i}") for i in range(60) for p in bench.prompts]
     how = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5))
-    with pytest.raises(EngineRestarted, match="generated nothing within 3 s"):
+    with pytest.raises(EngineRestarted, match=f"generated nothing within {engine._config.silence_seconds:g} s"):
         engine.generate(prompts, 3, how, bench.version, suspend)
     assert not old.is_running()
     engine._config.silence_seconds = before
@@ -146,7 +147,7 @@ def check_an_engine_that_generates_nothing_is_lost(bench: Bench) -> None:
 def check_a_paused_engine_is_silent_and_not_lost(bench: Bench) -> None:
     """Once what was on its way has arrived, no sample is finished for longer than an engine may be silent else."""
     engine = bench.engine
-    engine._config.silence_seconds, before = 3.0, engine._config.silence_seconds
+    engine._config.silence_seconds, before = round(limit(3.0)), engine._config.silence_seconds
     finished: list[int] = []
 
     def hold() -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from limits import limit
 from ranks import free_port
 
 SMALL_DISK = "small"
@@ -26,7 +27,7 @@ SMALL_DISK = "small"
 INSTALL = "apt-get install -y --no-install-recommends slurm-wlm"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/local/sbin"
-DEADLINE = 600.0
+DEADLINE = limit(600.0)
 """Seconds after which anything that is waited for counts as hung."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY")
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster import Cluster, wait_until
+from metric_lines import of_steps
 from slurm_rewards import FAULT
-
-from grpo_mega.observe.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -23,6 +22,7 @@ SMALL = [
     "algorithm.group_size=4",
     "rollout.max_new_tokens=16",
     "reward.terms=[{name:accuracy},{name:own,function:slurm_rewards:disturbed}]",
+    "reward.timeout_seconds=3600",  # a reward may hold a step until Slurm's own clock strikes
     "run.steps=4",
     "run.save_every=1",
     "run.eval_every=0",
@@ -64,8 +64,8 @@ class Launch:
         return dict(word.split("=", 1) for word in (self.run / "slurm" / "status").read_text().split())
 
     def steps(self) -> list[int]:
-        """The steps in metrics.jsonl."""
-        return [line["step"] for line in read_metrics(self.run / "metrics.jsonl")]
+        """The training steps in metrics.jsonl."""
+        return [line["step"] for line in of_steps(self.run)]
 
     def finish(self) -> str:
         """Waits for the end of the job and of its processes; Slurm's word for how it ended."""

@@ -14,6 +14,8 @@ import pytest
 from cluster import SEARCH, Cluster
 from launches import submit
 
+pytestmark = pytest.mark.long
+
 SRUN = """#!/bin/bash
 [[ $* != --help ]] || {{ echo --container-image && exit; }}
 words=()

@@ -16,6 +16,8 @@ from launches import REPOSITORY, submitted
 
 from grpo_mega.config.load import compose_config
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def large() -> Iterator[Cluster]:

@@ -11,6 +11,7 @@ import sys
 import pytest
 from cluster import Cluster
 from launches import ENVIRONMENT, REPOSITORY, SMALL, start, submit, submitted
+from safetensors.torch import save_file
 
 
 def assert_refused(cluster: Cluster, made: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -42,6 +43,14 @@ def assert_refused(cluster: Cluster, made: subprocess.CompletedProcess[str], *wo
         ([], {"CLUSTER": "mars"}, ["CLUSTER=mars has no profile", "default"]),
         (["--signal=B:USR1@60"], {}, ["STOP_SECONDS=0 is no time to save in", "--signal=B:USR1@90"]),
         (["--nodes=3"], {}, ["--nodes=3 says nothing of spares", "NODES=N"]),
+        (["--time=1"], {}, ["--time=1 is 60 s", "300 s ahead of its end", "--time=16 or more"]),
+        ([], {"SBATCH_TIMELIMIT": "00:05:30"}, ["--time=00:05:30 is 330 s"]),
+        (["--time=3", "--signal=B:USR1@120"], {}, ["--time=3 is 180 s", "120 s ahead of its end"]),
+        (["-p", "main"], {}, ["-p main: options of sbatch are one word here: --partition=main"]),
+        (["-t", "30"], {}, ["-t 30: options of sbatch are one word here: --time=30"]),
+        (["--qos", "high"], {}, ["--qos high: options of sbatch are one word here: --qos=high"]),
+        (["high"], {}, ["high is no setting of the experiment (FIELD=VALUE), and no option of sbatch"]),
+        (["+run.wandb=true"], {}, ["run.wandb is no setting"]),
         (["cluster.nodes=3"], {}, ["cluster.nodes=3", "trains on 2 nodes", "cluster.nodes=2", "NODES=3"]),
     ],
 )
@@ -50,6 +59,49 @@ def test_what_cannot_run_is_not_queued(cluster, arguments, environment, words):
     made = start(cluster, "refused", *arguments, **environment)
     assert_refused(cluster, made, *words)
     assert not (cluster.root / "runs" / "refused").exists()
+
+
+def test_all_missing_files_are_named_at_once(cluster):
+    absent = {
+        "data.train_path": "/absent/train.jsonl",
+        "data.test_path": "/absent/test.jsonl",
+        "run.init_from": "/absent/model",
+        "data.tokenizer": "/absent/tokenizer",
+    }
+    made = start(cluster, "refused", "data=boxed", *(f"{name}={path}" for name, path in absent.items()))
+    assert_refused(cluster, made, *(f"{name}={path} does not exist" for name, path in absent.items()))
+
+
+TINY_DENSE = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "intermediate_size": 256,
+    "hidden_act": "silu",
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+"""The config.json of a Llama of the shape of model=tiny_dense."""
+
+
+def test_a_model_of_another_shape_is_refused_as_loading_it_would_be(cluster, tmp_path):
+    settings = ["model=tiny_dense", "layout=dp2", f"run.init_from={tmp_path}", "model.vocab_size=64"]
+    file = tmp_path / "config.json"
+    file.write_text("not JSON")
+    assert_refused(cluster, start(cluster, "refused", *settings), f"{tmp_path} cannot be loaded: model.safetensors: ")
+    save_file({}, tmp_path / "model.safetensors")
+    assert_refused(cluster, start(cluster, "refused", *settings), "cannot be loaded: config.json is not JSON: ")
+    file.write_text(json.dumps(TINY_DENSE | {"hidden_size": 64, "num_hidden_layers": 9}))
+    made = start(cluster, "refused", *settings)
+    assert_refused(cluster, made, "is of another model", "hidden_size is 64, not 96", "num_hidden_layers is 9")
+    file.write_text(json.dumps(TINY_DENSE))
+    made = start(cluster, "shaped", "--hold", *settings)
+    cluster.run("scancel", submitted(cluster, made).number)
 
 
 def test_an_interpreter_without_hydra_is_named(cluster):
@@ -64,8 +116,9 @@ def test_the_directory_of_another_experiment_is_not_touched(cluster):
     path = cluster.root / "runs" / "other"
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps({"run.seed": 5}))
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert_refused(cluster, start(cluster, "other"), "belongs to another experiment", "run.seed: 5 there, 0 now")
-    assert [entry.name for entry in path.iterdir()] == ["run.json"]
+    assert sorted(entry.name for entry in path.iterdir()) == ["metrics.jsonl", "run.json"]
 
 
 def test_a_tokenizer_that_may_be_a_program_is_warned_of(cluster, tmp_path):
@@ -122,6 +175,20 @@ def test_from_within_an_allocation_a_script_submits_a_job_of_its_own(cluster):
     assert (job["JobState"], job["NumNodes"].split("-")[0]) == ("PENDING", "2")
     assert job.get("MinMemoryNode") != "17M"
     cluster.run("scancel", launch.number)
+
+
+def test_status_of_a_job_that_waits_says_why_and_since_when_it_may_start(cluster):
+    launch = submit(cluster, "waiting", "--hold")
+    for what in (launch.number, launch.run, os.path.relpath(launch.run, cluster.root)):
+        made = cluster.run(REPOSITORY / "slurm" / "status.sh", what)
+        assert made.returncode == 0, made.stderr
+        assert made.stdout.startswith(
+            f"job {launch.number} is in the queue: JobHeldUser; its start, as Slurm estimates it: "
+        )
+    cluster.run("scancel", launch.number)
+    made = cluster.run(REPOSITORY / "slurm" / "status.sh", launch.run)
+    assert made.returncode == 2
+    assert "no job of it waits" in made.stderr
 
 
 def test_status_of_what_has_not_started_says_so(cluster):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import shutil
 import signal
 import sys
@@ -14,7 +15,10 @@ import psutil
 import pytest
 from cluster import SMALL_DISK, Cluster, wait_until
 from launches import REPOSITORY, Launch, submit, submit_as_it_is
+from limits import limit
 from train_jobs import half_written, numbers, saved, without_seconds
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +57,7 @@ def assert_as_in(peace: Path, launch: Launch) -> None:
     assert half_written(launch.run) == []
     assert launch.status["state"] == "completed"
     assert launch.status["step"] == "4"
+    assert float(launch.status["reward"]) == pytest.approx(numbers(peace)[-1]["reward/mean"])
 
 
 def node_of(launch: Launch, rank: int) -> str:
@@ -79,8 +84,9 @@ def test_the_node_of_the_batch_script_may_die_too(cluster, peace, caught):
 
 def test_ahead_of_the_time_limit_a_run_saves_and_goes_back_into_the_queue(cluster, peace, caught):
     """Slurm's own clock, which may signal a minute early."""
-    limit = {"SBATCH_TIMELIMIT": "3", "SBATCH_SIGNAL": "B:USR1@90", "STOP_SECONDS": "60"}
-    launch = caught("hold", 0, "run.save_every=0", how=submit_as_it_is, **limit)
+    minutes = math.ceil(limit(180) / 60)
+    clock = {"SBATCH_TIMELIMIT": str(minutes), "SBATCH_SIGNAL": "B:USR1@90", "STOP_SECONDS": "60"}
+    launch = caught("hold", 0, "run.save_every=0", how=submit_as_it_is, **clock)
     assert_as_in(peace, launch)
     assert "asked to stop by SIGUSR1" in launch.log
     assert cluster.job(launch.number)["Restarts"] == "1"
@@ -133,7 +139,7 @@ def test_a_signal_that_reaches_one_task_and_none_of_its_children_stops_all_ranks
 
 
 def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluster, peace, caught):
-    launch = caught("hang", 1, HANG_SECONDS="30")
+    launch = caught("hang", 1, HANG_SECONDS=str(math.ceil(limit(30))))
     beats = [launch.files / "restart-0-attempt-1" / f"rank-{rank:04d}.beat" for rank in range(2)]
     wait_until(lambda: all("reward" in beat.read_text() for beat in beats), "not both ranks come to the rewards")
     told = cluster.run(REPOSITORY / "slurm" / "status.sh", launch.number).stdout
@@ -142,9 +148,9 @@ def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluste
     assert "rank-0000 rank-0001" in told
     assert_as_in(peace, launch)
     assert cluster.job(launch.number)["Restarts"] == "0"
-    assert "in hang" in log_of(launch, "restart-0-attempt-1", 1)
+    assert "in _listen" in log_of(launch, "restart-0-attempt-1", 1), "it waits for its reward function"
     assert "no sign of life from rank 0 for 30 s" in launch.log
-    assert "in hang: rank-0001" in (launch.files / "report.txt").read_text()
+    assert "in _listen: rank-0001" in (launch.files / "report.txt").read_text()
 
 
 def test_a_rank_that_is_killed_is_started_again_with_the_others(cluster, peace, caught):
@@ -165,6 +171,19 @@ def test_a_crash_loop_ends_with_the_rank_that_failed_first_and_its_last_lines(cl
     assert launch.steps() == [1, 2]
     again = submit(cluster, "loop")
     assert_as_in(peace, again)
+
+
+def test_ranks_that_end_with_0_and_no_summary_have_failed(cluster):
+    python = cluster.root / "no_trainer"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *grpo_mega.train*) exit 0 ;; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    launch = submit(cluster, "unfinished", PYTHON=str(python), MAX_FAILURES="2")
+    assert launch.finish() == "FAILED", launch.log
+    assert cluster.job(launch.number)["ExitCode"] == "1:0"
+    assert launch.status["state"] == "gave-up"
+    report = (launch.files / "report.txt").read_text()
+    assert report.count("every rank ended with exit code 0, but ") == 2
+    assert f"{launch.run}/summary.json does not say that the run is completed" in report
 
 
 def test_a_cancelled_run_saves_does_not_come_back_and_can_be_continued(cluster, peace, caught):

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metric_lines import of_steps
 from train_jobs import SMALL, Ended, Job, contents, rewarded_by
-
-from grpo_mega.observe.metrics import read_metrics
 
 
 @dataclass(frozen=True)
@@ -33,5 +32,5 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     overrides = [*SMALL, rewarded_by("varied"), "run.name=first", "run.steps=3", "run.save_every=2", "run.eval_every=2"]
     ended = Job(root, overrides, ranks=2).finish()
     assert ended.code == 0, ended
-    summary, metrics = json.loads((path / "summary.json").read_text()), read_metrics(path / "metrics.jsonl")
+    summary, metrics = json.loads((path / "summary.json").read_text()), of_steps(path)
     return Finished(root, path, overrides, ended, summary, metrics, contents(path))

@@ -9,6 +9,8 @@ import pytest
 from train_jobs import SMALL, Ended, Job, contents, half_written, numbers, rewarded_by, saved
 from train_rewards import HOLD
 
+pytestmark = pytest.mark.long
+
 OVERRIDES = [
     *SMALL,
     rewarded_by("varied"),

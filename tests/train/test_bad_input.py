@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
+from metric_lines import of_steps
 from train_jobs import REPOSITORY, SMALL, Job, contents, half_written, rewarded_by
+from train_rewards import HOLD
+
+from grpo_mega.rollout.sglang_release import is_installed
 
 REFUSED = [
     (2, ["layout=tp2_pp2"], ["world size 2", "layout.tp=2 * layout.cp=1 * layout.pp=2", "start 4 processes"]),
     (0, ["layout=tp2"], ["world size 1", "layout.tp=2", "start 2 processes"]),
-    (0, ["layout.ep=3"], ["model.moe.experts=4", "layout.ep=3", "layout.ep=2"]),
-    (0, ["layout.tp=3", "layout.sp=true"], ["model.heads=4", "layout.tp=3", "layout.tp=2"]),
+    (0, ["layout.ep=3"], ["model.moe.experts=4", "layout.ep=3", "layout.ep=1"]),
+    (0, ["layout.tp=3", "layout.sp=true"], ["model.heads=4", "layout.tp=3", "layout.tp=1"]),
     (2, ["algorithm.prompts_per_step=7"], ["algorithm.prompts_per_step=7", "choose 6 or 8"]),
     (0, ["layout=single", "algorithm.group_size=1"], ["algorithm.group_size=1", "[2, inf)"]),
     (0, ["layout=single", "algorithm.group_size=many"], ["algorithm.group_size", "'many'", "Integer"]),
     (0, ["optimizer.learning_rate=1"], ["optimizer.learning_rate"]),
     (0, ["+optimizer.learning_rate=1"], ["optimizer.learning_rate"]),
     (0, ["experiment=tinny"], ["experiment/tinny", "tiny_dense tiny_sft"]),
+    (0, ["experiment=null"], ["error: experiment=null: choose one of", "tiny_dense"]),
+    (2, ["model=5"], ["error: model=5: choose one of", "tiny_moe"]),
+    (0, ["rollout.stop=[<|im_end|>]"], ["error: ", "write \"rollout.stop=['<|im_end|>']\""]),
     (0, ["layout=single", "rollout.max_new_tokens=128"], ["rollout.max_new_tokens=128", "model.context=128"]),
 ]
 """Ranks (0: without torchrun), overrides, and what the message must contain; seen before any process group is made."""
@@ -30,6 +38,23 @@ def test_configuration_is_refused(tmp_path, ranks, overrides, words):
     ended = Job(tmp_path, [*SMALL, *overrides], ranks).finish()
     assert_refused(ended, words)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(is_installed(), reason="SGLang is installed here")
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_missing_sglang_is_refused_before_anything_is_made(tmp_path, ranks):
+    ended = Job(tmp_path, [*SMALL, "experiment=tiny_sglang", "layout.ep=1"], ranks).finish()
+    assert_refused(ended, ["error: rollout.engine=sglang, and there is no SGLang here: install it with", "pip install"])
+    assert ranks or ended.code == 2
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_root_that_cannot_be_written_is_refused(tmp_path, ranks):
+    (tmp_path / "runs").symlink_to("/dev/null")
+    ended = Job(tmp_path, [*SMALL, "layout.ep=1"], ranks).finish()
+    assert_refused(ended, ["error: ", "/runs/tiny: Not a directory; choose a run.root that can be written to"])
+    assert ranks or ended.code == 2
 
 
 SLOW_START = """
@@ -82,6 +107,14 @@ def test_problems_are_refused(tmp_path, jsonl, train, test, words):
     assert not (tmp_path / "runs").exists()
 
 
+def test_files_that_are_missing_are_named_all_at_once(tmp_path):
+    paths = ["data.train_path=train.jsonl", "data.test_path=test.jsonl", "data.tokenizer=model", "run.init_from=model"]
+    small = [o for o in SMALL if not o.startswith(("base.", "data."))]
+    ended = Job(tmp_path, [*small, "layout=single", "data=chat", "base=none", *paths]).finish()
+    assert_refused(ended, [f"{path} does not exist" for path in paths])
+    assert not (tmp_path / "runs").exists()
+
+
 def test_unknown_reward_is_refused_on_every_rank(tmp_path):
     terms = ["reward.terms=[{name:acuracy}]", "reward.success=acuracy"]
     ended = Job(tmp_path, [*SMALL, *terms], ranks=2).finish()
@@ -91,18 +124,24 @@ def test_unknown_reward_is_refused_on_every_rank(tmp_path):
 
 def test_run_directory_of_another_experiment_is_refused_and_left_alone(finished):
     before = contents(finished.path)
-    overrides = [*finished.overrides, "layout=single", "optimizer.lr=0.5", "run.steps=9"]
-    ended = Job(finished.root, overrides).finish()
+    overrides = [*finished.overrides, "optimizer.lr=0.5", "run.steps=9"]
+    ended = Job(finished.root, overrides, ranks=2).finish()
     assert_refused(ended, ["optimizer.lr: 0.0003 there, 0.5 now", "run.name"])
+    assert ended.stderr.count("optimizer.lr: 0.0003 there") == 1
     assert "run.steps" not in ended.stderr
     assert contents(finished.path) == before
 
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [("raises", ["KeyError: 'no such column'"]), ("not_a_number", ["returned nan"])],
+    [
+        ("raises", ["KeyError: 'no such column'"]),
+        ("not_a_number", ["returned nan"]),
+        ("exits", ["SystemExit: 0", "failed in step 2 before its first update, nothing is saved yet"]),
+        ("leaves", ["ended with exit code 0", "failed in step 2 before its first update, nothing is saved yet"]),
+    ],
 )
-def test_reward_function_that_fails_on_one_rank_ends_all(finished, function, words):
+def test_reward_function_that_fails_on_one_rank_or_all_ends_all(finished, function, words):
     path = finished.root / "runs" / function
     ended = Job(finished.root, [*SMALL, rewarded_by(function), f"run.name={function}", "run.steps=3"], ranks=2).finish()
     assert ended.code != 0
@@ -111,7 +150,35 @@ def test_reward_function_that_fails_on_one_rank_ends_all(finished, function, wor
         assert word in ended.stderr
     assert not (path / "summary.json").exists()
     assert half_written(path) == []
-    assert len((path / "metrics.jsonl").read_text().splitlines()) == 1
+    assert len(of_steps(path)) == 1
+    assert "the same command continues" not in ended.stderr
+
+
+LEAVES = """
+import signal, sys
+signal.signal(signal.SIGALRM, lambda *_: sys.exit(0))
+"""
+"""A sitecustomize.py: a library that ends the program when it is told to."""
+
+
+def test_sys_exit_in_a_rank_is_a_failure_and_says_where_the_run_continues(finished, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(LEAVES)
+    own = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}:{Path(__file__).parent}", HOLD: f"1:{tmp_path / 'held'}"}
+    overrides = [*SMALL, rewarded_by("varied"), "layout=single", "run.name=left", "run.steps=3", "run.save_every=1"]
+    job = Job(finished.root, overrides, environment=own)
+    job.wait_until_there(tmp_path / "held")
+    job.process.send_signal(signal.SIGALRM)
+    ended = job.finish()
+    path = finished.root / "runs" / "left"
+    assert ended.code == 1, ended
+    newest = path / "checkpoints" / "step-000001"
+    assert (
+        f"failed in step 2 before its first update; the same command continues at the newest checkpoint, {newest}"
+        in ended.stderr
+    )
+    assert "SystemExit: 0" in ended.stderr
+    assert not (path / "summary.json").exists()
+    assert ended.orphans == []
 
 
 def assert_refused(ended, words) -> None:

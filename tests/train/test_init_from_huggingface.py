@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_tokenizer import write_tokenizer
+from metric_lines import of_steps
 from safetensors.torch import save_file
 from train_jobs import SMALL, Job, rewarded_by
 
@@ -20,7 +21,6 @@ from grpo_mega.checkpoint.huggingface.families import hf_config  # noqa: E402
 from grpo_mega.checkpoint.huggingface.names import entries  # noqa: E402
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.data.tokenizer import CharTokenizer  # noqa: E402
-from grpo_mega.observe.metrics import read_metrics  # noqa: E402
 
 OVERRIDES = [
     *(o for o in SMALL if not o.startswith("base.")),
@@ -48,28 +48,57 @@ def even_handed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_starts_from_its_weights(tmp_path: Path, even_handed: Path) -> None:
     ended = Job(tmp_path, [*OVERRIDES, rewarded_by("varied"), f"run.init_from={even_handed}"]).finish()
     assert ended.code == 0, ended.stderr
-    (first,) = read_metrics(tmp_path / "runs" / "from_huggingface" / "metrics.jsonl")
+    (first,) = of_steps(tmp_path / "runs" / "from_huggingface")
     assert first["policy/entropy"] == pytest.approx(math.log(CharTokenizer().vocab_size), rel=1e-5)
 
 
 def test_a_run_on_its_tokenizer_and_chat_template(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer", with_bos=False)
-    problems = [json.dumps({"prompt": f"What is {i} + 5?", "answer": i + 5}) + "\n" for i in range(20)]
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(problems))
+    # Half of the tokens end a completion: one that goes on for 16 did not hear of them.
+    (tmp_path / "tokenizer" / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 250, 2)]}))
+    for name, first in (("train", 0), ("test", 15)):
+        problems = [{"prompt": f"What is {i} + 5?", "answer": i + 5} for i in range(first, first + 20)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     files = [f"data.{name}_path={tmp_path}/{name}.jsonl" for name in ("train", "test")]
     named = [o for o in OVERRIDES if not o.startswith(("data.", "model.qk_norm", "run.name"))]
     ended = Job(
         tmp_path,
         [
             *(*named, "data=chat", *files, f"data.tokenizer={tmp_path}/tokenizer", "data.validation_size=4"),
-            *("rollout.stop=['<|im_end|>']", "run.name=chat", rewarded_by("varied")),
+            *("run.name=chat", rewarded_by("varied")),
         ],
     ).finish()
     assert ended.code == 0, ended.stderr
     (samples,) = (tmp_path / "runs" / "chat" / "samples").iterdir()
     for line in samples.read_text().splitlines():
         assert json.loads(line)["prompt"].startswith("<|im_start|>user\nWhat is ")
+        assert json.loads(line)["finish_reason"] == "stop"
+    assert "5 of the 20 problems of data.test_path=" in ended.stderr
+
+
+def test_mistakes_in_data_are_found_before_a_run_directory_is_made(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer", with_bos=False)
+    raw = '{"prompt": "What is 3 + 5?", "answer": "3 + 5 = <<3+5=8>>8\\n#### 8"}\n'
+    (tmp_path / "train.jsonl").write_text(raw + '{"prompt": "What is 3 + 7?", "answer": 10}\n')
+    (tmp_path / "test.jsonl").write_text('{"prompt": "What is 3 + 6?", "answer": 9}\n')
+    files = [f"data.{name}_path={tmp_path}/{name}.jsonl" for name in ("train", "test")]
+    named = [o for o in OVERRIDES if not o.startswith("data.")]
+    overrides = [*named, "data=chat", *files, f"data.tokenizer={tmp_path}/tokenizer", "data.validation_size=1"]
+    for more, why in (
+        (
+            [],
+            f"{tmp_path}/train.jsonl:1: field 'answer' is a whole solution of GSM8K's; write what follows its ####: ",
+        ),
+        (
+            ["rollout.stop=['<eos>']", "reward.terms=[{name:own,function:train_rewards:varied}]", "reward.success=own"],
+            "rollout.stop: '<eos>' is not a token",
+        ),
+    ):
+        ended = Job(tmp_path, [*overrides, *more]).finish()
+        assert ended.code == 2
+        assert why in ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert not (tmp_path / "runs").exists()
 
 
 def test_another_model_is_refused(tmp_path: Path, even_handed: Path) -> None:

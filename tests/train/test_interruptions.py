@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from metric_lines import held_out
 from train_jobs import SMALL, Ended, Job, contents, half_written, numbers, rewarded_by, saved, without_seconds
 from train_rewards import HOLD
+
+pytestmark = pytest.mark.long
 
 OVERRIDES = [
     *SMALL,
@@ -117,6 +120,7 @@ def test_metrics_are_those_of_the_run_in_peace(story, peaceful):
     assert [line["step"] for line in numbers(story.path)] == [1, 2, 3, 4]
     assert all(line["policy/grad_norm"] > 0 and "policy/kl" in line for line in numbers(peaceful))
     assert numbers(story.path) == numbers(peaceful)
+    assert held_out(story.path) == held_out(peaceful)
 
 
 def test_samples_and_summary_are_those_of_the_run_in_peace(story, peaceful):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metric_lines import held_out
 from train_jobs import (
     SMALL,
     Ended,
@@ -22,6 +23,8 @@ from train_jobs import (
     wait_until,
     without_seconds,
 )
+
+pytestmark = pytest.mark.long
 
 KILLS = 20
 STEPS = 40
@@ -117,6 +120,7 @@ def test_no_line_of_metrics_is_missing_double_or_different(killed, peaceful):
     assert [line["step"] for line in numbers(peaceful)] == [*range(1, STEPS + 1)]
     assert all(line["policy/grad_norm"] > 0 for line in numbers(peaceful))
     assert numbers(killed.path) == numbers(peaceful)
+    assert held_out(killed.path) == held_out(peaceful)
 
 
 def test_samples_and_summary_are_those_of_the_run_without_kills(killed, peaceful):

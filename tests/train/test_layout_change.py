@@ -9,6 +9,8 @@ import pytest
 from ranks import results, run_ranks
 from train_jobs import Job, contents, numbers
 
+pytestmark = pytest.mark.long
+
 JOB = Path(__file__).with_name("layout_change_job.py")
 OPTIMIZERS = ("plain", "distributed")
 TOLERANCE = 5e-6

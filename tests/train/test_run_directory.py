@@ -7,12 +7,14 @@ import math
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
+from metric_lines import held_out, of_steps
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train_jobs import SMALL, Job, rewarded_by
 
 from grpo_mega.config.load import compose_config, to_yaml
-from grpo_mega.observe.metrics import read_metrics
 
 SUMMARY = {
     "status", "steps", "held_out_accuracy_before", "held_out_accuracy_after", "format_rate_before",
@@ -45,6 +47,19 @@ def test_metrics_have_one_line_per_step_of_finite_numbers(finished):
         assert line["rollout/groups_with_signal"] > 0
         assert {"reward/own", "policy/loss", "policy/grad_norm", "policy/lr", "time/generate"} <= set(line)
     assert ["eval/accuracy" in line for line in finished.metrics] == [False, True, False]
+
+
+def test_held_out_results_before_and_after_have_lines_of_their_own(finished):
+    before, after = held_out(finished.path)
+    assert (before["step"], after["step"]) == (0, 3)
+    for line, when in ((before, "before"), (after, "after")):
+        assert line["eval/heldout/accuracy"] == finished.summary[f"held_out_accuracy_{when}"]
+        assert line["eval/heldout/format"] == finished.summary[f"format_rate_{when}"]
+        assert line["eval/heldout/length"] == finished.summary[f"mean_length_{when}"]
+    events = EventAccumulator(str(finished.path / "tensorboard"))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("eval/heldout/length")]
+    assert shown == [(line["step"], pytest.approx(line["eval/heldout/length"])) for line in (before, after)]
 
 
 def test_engine_and_trainer_agree_at_every_step(finished):
@@ -111,7 +126,7 @@ def test_each_sample_is_scored_once_for_all_ranks(finished):
     overrides = [*SMALL, "layout=tp2", rewarded_by("which_rank"), "run.name=scored-once", "run.steps=2"]
     ended = Job(finished.root, overrides, ranks=2).finish()
     assert ended.code == 0, ended
-    lines = read_metrics(finished.root / "runs" / "scored-once" / "metrics.jsonl")
+    lines = of_steps(finished.root / "runs" / "scored-once")
     # Both tensor parallel ranks trained on the same rewards: half of them from either.
     assert [line["reward/own"] for line in lines] == [0.5, 0.5]
     assert all(line["policy/grad_norm"] > 0 for line in lines)

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metric_lines import held_out
 from ranks import results, run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train_jobs import SMALL, Job, contents, half_written, numbers, rewarded_by, saved, without_seconds
 from train_rewards import HOLD
 
 from grpo_mega.rollout.engine import STEPS_BETWEEN_QUESTIONS
+
+pytestmark = pytest.mark.long
 
 JOB = Path(__file__).with_name("stops_job.py")
 OVERRIDES = [*SMALL, "layout=single", rewarded_by("lucky"), "run.steps=4", "run.save_every=2", "run.eval_every=0"]
@@ -116,6 +119,7 @@ def test_numbers_samples_and_summary_are_those_of_the_run_in_peace(story):
     peace, stopped = (story[0].folder / run for run in ("peace", "stopped"))
     assert all(line["policy/grad_norm"] > 0 and "policy/kl" in line for line in numbers(peace))
     assert numbers(stopped) == numbers(peace)
+    assert held_out(stopped) == held_out(peace)
     assert contents(stopped / "samples") == contents(peace / "samples")
     assert without_seconds(stopped / "summary.json") == without_seconds(peace / "summary.json")
 

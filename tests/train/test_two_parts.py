@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from metric_lines import held_out
 from train_jobs import SMALL, Job, contents, numbers, rewarded_by, saved, without_seconds
 
 OVERRIDES = [
@@ -42,5 +43,7 @@ def test_metrics_samples_and_summary_are_the_same(runs):
     expected, found = (numbers(path) for path in runs)
     assert all(line["policy/grad_norm"] > 0 and line["policy/mtp_loss"] > 0 for line in expected)
     assert found == expected
+    assert [line["step"] for line in held_out(runs[1])] == [0, 2], "the end of the first part is none"
+    assert held_out(runs[1]) == held_out(runs[0])
     assert contents(runs[1] / "samples") == contents(runs[0] / "samples")
     assert without_seconds(runs[1] / "summary.json") == without_seconds(runs[0] / "summary.json")

@@ -17,20 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-from grpo_mega.observe.metrics import read_metrics
+from limits import limit
+from metric_lines import of_steps
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 MARK = "GRPO_MEGA_TEST_JOB"
 """Environment variable that all processes of a job inherit: orphans keep it."""
-DEADLINE = 900.0
+DEADLINE = limit(900.0)
 """Seconds after which anything that is waited for counts as hung."""
 
 SMALL = [
     "experiment=tiny",
     "base.gate_accuracy=0",
     "base.gate_from=10",
+    "base.gate_passes=1",
     "base.max_steps=10",
     "base.warmup_steps=0",
     "base.decay_steps=5",
@@ -115,7 +116,7 @@ class Job:
         """Waits for the end; a job that hangs, and orphans, are killed."""
         try:
             code = self.process.wait(DEADLINE)
-            _, orphans = psutil.wait_procs(self.members(), timeout=20)
+            _, orphans = psutil.wait_procs(self.members(), timeout=limit(20))
             names = [str(orphan) for orphan in orphans]
         finally:
             self.kill()
@@ -146,8 +147,7 @@ def half_written(folder: Path) -> list[str]:
 
 def numbers(path: Path) -> list[dict[str, Any]]:
     """The metrics of every step of a run, time aside."""
-    lines = read_metrics(path / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
+    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in of_steps(path)]
 
 
 def without_seconds(file: Path) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import signal
+import sys
 import time
 from pathlib import Path
+
+import psutil
 
 from grpo_mega.types import Sample
 
@@ -20,20 +22,26 @@ def varied(sample: Sample) -> float:
     catch = file and sample.policy_version == int(version) and os.environ["RANK"] == "0"
     if catch and not Path(file).exists():
         Path(file).touch()
-        while not _asked_to_stop():  # signal.pause() would miss a signal that is faster than it
-            time.sleep(0.02)
+        wait_for_a_signal()
     return sum(sample.token_ids) % 7 / 7
 
 
 def lucky(sample: Sample) -> float:
-    """As `varied`, and draws from a random number generator that a checkpoint holds."""
+    """As `varied`, and draws from a random number generator."""
     return varied(sample) + random.random()
 
 
-def _asked_to_stop() -> bool:
-    """Whether the trainer has noted a signal."""
-    noted_by = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    return getattr(noted_by, "received", None) is not None
+def rank() -> psutil.Process:
+    """The rank that this process works for; between them is the guard."""
+    return psutil.Process().parent().parent()
+
+
+def wait_for_a_signal() -> None:
+    """Until the trainer has noted one, as it then says."""
+    said = Path(f"/proc/{rank().pid}/fd/2").resolve()  # of all ranks, where they share it
+    noted = f"rank {os.environ['RANK']}: SIG"
+    while noted not in said.read_text(errors="replace"):
+        time.sleep(0.02)
 
 
 def raises(sample: Sample) -> float:
@@ -46,6 +54,20 @@ def raises(sample: Sample) -> float:
 def not_a_number(sample: Sample) -> float:
     """Returns nonsense in the second step, on the last rank alone."""
     return float("nan") if sample.policy_version == 1 and os.environ["RANK"] == "1" else varied(sample)
+
+
+def exits(sample: Sample) -> float:
+    """Ends the program in the second step, as a script does that is done."""
+    if sample.policy_version == 1:
+        sys.exit(0)
+    return varied(sample)
+
+
+def leaves(sample: Sample) -> float:
+    """Ends its process in the second step, without any clean-up."""
+    if sample.policy_version == 1:
+        os._exit(0)
+    return varied(sample)
 
 
 def which_rank(_: Sample) -> float:

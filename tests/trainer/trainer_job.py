@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import plain_grpo
 import torch
 import trainer_rewards
 
@@ -23,14 +24,18 @@ from grpo_mega.platform.stop import Interrupted
 
 here = platform.start()
 
+from metric_lines import of_steps  # noqa: E402
+
+from grpo_kernels import linear_token_loss  # noqa: E402
 from grpo_mega.assemble import assemble  # noqa: E402
+from grpo_mega.checkpoint.step_in_progress import StepInProgress  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
-from grpo_mega.observe.metrics import read_metrics  # noqa: E402
+from grpo_mega.policy.losses import LossFound, grpo_loss  # noqa: E402
 from grpo_mega.policy.topology import leave_layout  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.trainer import Trainer  # noqa: E402
-from grpo_mega.types import Batch, Group  # noqa: E402
+from grpo_mega.types import Batch, Group, pack  # noqa: E402
 
 SMALL = [
     "experiment=tiny",
@@ -48,6 +53,8 @@ SMALL = [
     "run.steps=9",
 ]
 root = sys.argv[1]
+equal, half = Path(root, "equal"), Path(root, "half")
+os.environ |= {trainer_rewards.EQUAL: str(equal), trainer_rewards.HALF: str(half)}
 
 
 @contextmanager
@@ -85,56 +92,155 @@ def digest(built: Trainer) -> str:
         assert tensors, "there are no moments to compare"
         for tensor in tensors:
             found.update(tensor.numpy().tobytes())
-    for model in (built.policy.gpt.state_dict(), dict(enumerate(built.reference.held))):
+    held = built.reference.held if built.reference else []
+    for model in (built.policy.gpt.state_dict(), dict(enumerate(held))):
         for tensor in model.values():
             if torch.is_tensor(tensor):
                 found.update(tensor.detach().numpy().tobytes())
     return found.hexdigest()
 
 
-def batches() -> dict[str, Any]:
-    """Packing of groups with and without signal, and mini-batches of what is left."""
-    seen: dict[str, Any] = {}
-    with trainer("batches") as built:
-        groups = generated(built, [(1, 0, 1, 0), (1, 1, 1, 1), (0, 0, 0, 0), (5, 5, 5, 0)])
-        batch = built.make_batch(groups)
-        kept = [s for g in (groups[0], groups[3]) for s in g.samples]
-        seen["tokens"] = rows(batch, batch.tokens)
-        seen["expected_tokens"] = [[*s.prompt.token_ids, *s.token_ids] for s in kept]
-        seen["prompt_lengths"] = [len(s.prompt.token_ids) for s in kept]
-        seen["advantages"] = rows(batch, batch.advantage)
-        seen["only_equal"] = built.make_batch(groups[1:3]) is None
+REWARDS = [(1, 0, 1, 0), (1, 1, 1, 1), (0, 0, 0, 0), (5, 5, 5, 0)]
+"""Of four groups, of which two have no signal."""
 
-        numbered = batch.with_(advantage=torch.repeat_interleave(batch.lengths).float())
-        for parts in (1, 3, 12):
-            built.config.algorithm.mini_batches, built.config.algorithm.epochs = parts, 2
-            built.config.algorithm.aggregation = "token_mean"
-            seen[f"parts_{parts}"] = [
-                {
-                    "sequences": [int(row[0]) for row in rows(part, part.advantage)],
-                    "weight": part.weight.double().sum().item(),
-                    "off_mask": part.weight[~part.mask].abs().sum().item(),
-                }
-                for part in built.mini_batches(numbered)
-            ]
+
+def batches() -> dict[str, Any]:
+    """Packing of groups with and without signal, and the mini-batches made of them, by what becomes of the latter."""
+    seen: dict[str, Any] = {}
+    with trainer("batches", "algorithm.aggregation=token_mean", "algorithm.epochs=2") as built:
+        groups = generated(built, REWARDS)
+        algorithm, samples = built.config.algorithm, [s for group in groups for s in group.samples]
+        seen["lengths"] = [len(s.token_ids) for s in samples]
+        seen["prompt_lengths"] = [len(s.prompt.token_ids) for s in samples]
+        seen["expected_tokens"] = [[*s.prompt.token_ids, *s.token_ids] for s in samples]
+        for name, without_signal, kl_coef in WITHOUT_SIGNAL:
+            algorithm.groups_without_signal, algorithm.kl_coef, algorithm.mini_batches = without_signal, kl_coef, 1
+            batch = built.make_batch(groups)
+            found = {"tokens": rows(batch, batch.tokens), "advantages": rows(batch, batch.advantage)}
+            found["only_equal"] = built.make_batch(groups[1:3]) is None
+            found["nothing_to_do"] = len(built.shares(groups[1:3]))
+            for parts in (1, 3, 12, 16):
+                algorithm.mini_batches = parts
+                step = StepInProgress(groups, batch)
+                found[f"parts_{parts}"] = [
+                    {
+                        "sequences": [found["tokens"].index(row) for row in rows(part, part.tokens)],
+                        "dealt": [share.trained, share.left_out],
+                        "weight": part.weight.double().sum().item(),
+                        "tokens": int(part.mask.sum()),
+                        "off_mask": part.weight[~part.mask].abs().sum().item(),
+                    }
+                    for part, share in zip(built.mini_batches(step), built.shares(groups), strict=True)
+                ]
+            seen[name] = found
     return seen
+
+
+WITHOUT_SIGNAL = (("drop", "drop", 0.1), ("left out", "count", 0.0), ("kl", "count", 0.1))
+"""Name, `algorithm.groups_without_signal` and `algorithm.kl_coef` of all that can become of a group without signal."""
+
+
+def gradients() -> dict[str, dict[str, Any]]:
+    """Gradients of a step's mini-batches beside those of the papers' formulas over every sampled sequence."""
+    seen = {}
+    dense = ["model=tiny_dense", "algorithm.clip_high=0.28", "algorithm.dual_clip=null"]
+    with trainer("gradients", *dense) as built:
+        groups = generated(built, REWARDS)
+        everything = pack([sample for group in groups for sample in group.samples])
+        logprob = built.policy.logprobs(everything, 1.0)
+        shift = torch.sin(torch.arange(len(logprob)))  # so far away that ratios clip and the KL term has a gradient
+        everything = everything.with_(old_logprob=logprob + 0.4 * shift, ref_logprob=logprob - 0.3 * shift.roll(1))
+        for objective, aggregation, std, kl_coef, entropy_coef, parts in GRADIENTS:
+            overrides = [f"algorithm.objective={objective}", f"algorithm.aggregation={aggregation}"]
+            overrides += [f"algorithm.advantage_std={std}", f"algorithm.kl_coef={kl_coef}"]
+            overrides += [f"algorithm.entropy_coef={entropy_coef}", f"algorithm.mini_batches={parts}"]
+            built.config = compose_config([*SMALL, *dense, f"run.root={root}", "run.name=gradients", *overrides])
+            key = f"{objective}, {aggregation}, kl {kl_coef}, entropy {entropy_coef}, {parts} mini-batches"
+            seen[key] = _gradients(built, groups, everything, logprob)
+    return seen
+
+
+GRADIENTS = [
+    *(("ppo", aggregation, std, kl_coef, 0.0, parts)
+      for aggregation, std in (("sequence_mean", "sample"), ("constant", "none"), ("token_mean", "population"))
+      for kl_coef in (0.0, 0.2) for parts in (1, 2, 8)),
+    ("gspo", "sequence_mean", "sample", 0.0, 0.0, 4),
+    ("gspo", "sequence_mean", "sample", 0.2, 0.0, 4),
+    ("ppo", "sequence_mean", "sample", 0.0, 0.1, 2),
+]  # fmt: skip
+
+
+def _gradients(built: Trainer, groups: list[Group], everything: Batch, logprob: torch.Tensor) -> dict[str, Any]:
+    algorithm = built.config.algorithm
+    built.loss = grpo_loss(algorithm, on_policy=False)
+    batch = built.make_batch(groups)
+    computed = [i for i, row in enumerate(rows(everything, everything.tokens)) if row in rows(batch, batch.tokens)]
+    known = everything.select(computed)
+    step = StepInProgress(groups, batch.with_(old_logprob=known.old_logprob, ref_logprob=known.ref_logprob))
+    found, shares = {}, 0.0
+    for mini_batch, share in zip(built.mini_batches(step), built.shares(groups), strict=True):
+        tokens = [everything.lengths[i] - everything.prompt_lengths[i] for i in (*share.trained, *share.left_out)]
+        part = len(tokens) / len(everything.lengths)
+        if algorithm.aggregation == "token_mean":
+            part = float(sum(tokens) / everything.mask.sum())
+        built.policy.gradients(mini_batch, built.loss, 1.0)
+        for name, gradient in built.policy.whole_gradients().items():
+            found[name] = found.get(name, 0.0) + part * gradient.double()
+        shares += part
+    by_logprob = plain_grpo.gradient(
+        [(group.rewards, [len(sample.token_ids) for sample in group.samples]) for group in groups],
+        *(x[everything.mask] for x in (logprob, everything.old_logprob, everything.ref_logprob)),
+        algorithm,
+        built.config.rollout.max_new_tokens,
+    )
+    built.policy.gradients(*_as_given(everything, by_logprob, algorithm.entropy_coef))
+    exact = {name: gradient.double() for name, gradient in built.policy.whole_gradients().items()}
+    assert exact.keys() == found.keys()
+    errors = [float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact]
+    norm = float(sum(gradient.norm() ** 2 for gradient in exact.values()) ** 0.5)
+    return {"error": max(errors), "norm": norm, "computed": len(computed), "shares": shares}
+
+
+def _as_given(everything: Batch, by_logprob: torch.Tensor, entropy_coef: float) -> tuple[Batch, Any, float]:
+    """Arguments of `Policy.gradients` for a loss with the derivative `by_logprob` in every completion token's log-prob,
+    and for an entropy bonus the mean over sequences of the mean over tokens.
+    """
+    tokens = everything.lengths - everything.prompt_lengths
+    weight = (1.0 / (tokens * len(tokens))).repeat_interleave(everything.lengths) * everything.mask
+    given = torch.zeros(len(everything.tokens))
+    given[everything.mask] = by_logprob.float()
+
+    def loss(hidden: torch.Tensor, matrix: torch.Tensor, scored: Any, **how: Any) -> LossFound:
+        def linear(logprob: torch.Tensor, entropy: torch.Tensor, part: slice) -> tuple[torch.Tensor, dict]:
+            losses = scored.advantage[part] * logprob - entropy_coef * scored.weight[part] * entropy
+            return losses, {"loss": losses, "logprob": logprob}
+
+        total, of = linear_token_loss(hidden, matrix, scored.tokens, linear, **how)
+        return LossFound(total, of["loss"], of["logprob"], {})
+
+    return everything.with_(advantage=given, weight=weight), loss, 1.0
 
 
 def equal_rewards() -> dict[str, Any]:
     """Steps without signal, behind one with signal that moved the policy away from its reference."""
+    return {name: _equal_rewards(name, *how) for name, *how in WITHOUT_SIGNAL}
+
+
+def _equal_rewards(name: str, without_signal: str, kl_coef: float) -> dict[str, Any]:
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     seen: dict[str, Any] = {"digests": [], "warnings": [], "metrics": []}
-    with trainer("equal_rewards", "algorithm.kl_coef=0.5") as built:
+    overrides = [f"algorithm.groups_without_signal={without_signal}", f"algorithm.kl_coef={5 * kl_coef}"]
+    with trainer(f"equal_rewards_{name.replace(' ', '_')}", *overrides) as built:
         logging.getLogger("grpo_mega.trainer").addHandler(handler)
         seen["signal"] = step(built)
         for _ in range(4):
             seen["digests"].append(digest(built))
             seen["warnings"].append(len(warnings))
-            trainer_rewards.equal = True
+            equal.touch()
             seen["metrics"].append(step(built))
-        trainer_rewards.equal = False
+        equal.unlink()
         step(built)
         seen["after"] = digest(built)
         seen["text"] = warnings
@@ -143,17 +249,52 @@ def equal_rewards() -> dict[str, Any]:
     return seen
 
 
+def continued() -> dict[str, Any]:
+    """A step whose groups are half without signal, stopped behind each of its updates, beside one left in peace."""
+    overrides = ["algorithm.epochs=2", "algorithm.mini_batches=3", "algorithm.aggregation=sequence_mean"]
+    half.touch()
+    with trainer("peace", *overrides) as built:
+        built.train_step()
+        expected, updates = digest(built), built.in_progress.updates
+        with_signal = sum(len(set(group.rewards)) > 1 for group in built.in_progress.groups)
+    places: list[str] = []
+    again = None
+    for _ in updates:
+        with trainer("continued", *overrides) as built:
+            places.append(built.place())
+            update = built.update
+
+            def stopped(mini_batch: Batch, built: Trainer = built, update: Any = update) -> Any:
+                built.stop.received = "SIGTERM"
+                return update(mini_batch)
+
+            built.update = stopped  # type: ignore[method-assign]
+            try:
+                built.train_step()
+                again = digest(built)
+            except Interrupted:
+                built.save()
+    half.unlink()
+    return {
+        "with_signal": with_signal,
+        "updates": len(updates),
+        "places": places,
+        "same": again == expected,
+        "losses": built.in_progress.updates == updates,
+    }
+
+
 def resumed_without_update() -> list[dict[str, Any]]:
     """Checkpoints taken before the optimizer ever moved, plain and sharded, are continued."""
     return [_resumed(f"resumed_{sharded}", f"optimizer.distributed={sharded}") for sharded in ("false", "true")]
 
 
 def _resumed(name: str, override: str) -> dict[str, Any]:
-    trainer_rewards.equal = True
+    equal.touch()
     with trainer(name, override) as built:
         step(built)
         built.save()
-    trainer_rewards.equal = False
+    equal.unlink()
     with trainer(name, override) as built:
         return {"step": built.step, "metrics": step(built)}
 
@@ -179,23 +320,18 @@ def run_state() -> dict[str, Any]:
 
 
 def on_policy() -> list[dict[str, float]]:
-    """Single updates, with warm-up and a reference that is refreshed behind step 2."""
+    """Single updates, with warm-up, at a temperature, and with a reference that is refreshed behind step 2."""
     overrides = ["algorithm.kl_coef=0.1", "algorithm.reference_refresh=2", "optimizer.warmup_steps=4", "run.steps=3"]
+    overrides += ["rollout.temperature=0.7"]
     with trainer("on_policy", *overrides) as built:
         built.run()
-    return read_metrics(Path(root) / "on_policy" / "metrics.jsonl")
+    return of_steps(Path(root) / "on_policy")
 
 
 def two_epochs() -> dict[str, Any]:
     """Both updates of a step with two epochs."""
     with trainer("two_epochs", "algorithm.epochs=2", "optimizer.lr=1e-2") as built:
-        updates, update = [], built.update
-
-        def watched(mini_batch: Batch) -> Any:
-            updates.append((mini_batch, update(mini_batch)))
-            return updates[-1][1]
-
-        built.update = watched  # type: ignore[method-assign]
+        updates = watched_updates(built)
         metrics = step(built)
         (batch, first), (_, second) = updates
         moved = (second.logprob - first.logprob)[batch.mask].double()
@@ -207,6 +343,33 @@ def two_epochs() -> dict[str, Any]:
             "trained": built.tokens["trained"],
             "completion_tokens": int(batch.mask.sum()),
         }
+
+
+def watched_updates(built: Trainer) -> list[tuple[Batch, Any]]:
+    """Filled with every update's mini-batch and what it found."""
+    updates, update = [], built.update
+
+    def watched(mini_batch: Batch) -> Any:
+        updates.append((mini_batch, update(mini_batch)))
+        return updates[-1][1]
+
+    built.update = watched  # type: ignore[method-assign]
+    return updates
+
+
+def two_mini_batches() -> dict[str, Any]:
+    """A step of two updates, each on half of the samples, and one without signal, both at a temperature."""
+    overrides = ["algorithm.mini_batches=2", "algorithm.kl_coef=0.1", "rollout.temperature=0.7", "optimizer.lr=1e-2"]
+    with trainer("two_mini_batches", *overrides) as built:
+        updates = watched_updates(built)
+        seen = {"step": step(built), "updates": [found.metrics for _, found in updates]}
+        batch, second = updates[1]
+        moved = (second.logprob - batch.old_logprob)[batch.mask].double()
+        seen |= {"ratio": moved.exp().mean().item(), "tokens": [int(batch.mask.sum()) for batch, _ in updates]}
+        equal.touch()
+        seen["without_signal"] = step(built)
+        equal.unlink()
+    return seen
 
 
 def stale_engine() -> dict[str, Any]:
@@ -279,10 +442,10 @@ def longer() -> dict[str, Any]:
     """Steps before and after completions may be longer, by a model that knows more tokens than the tokenizer."""
     more = ["rollout.longer_from_step=1", "rollout.longer_max_new_tokens=20", "rollout.stop=[]", "model.vocab_size=64"]
     with trainer("longer", *more, "algorithm.aggregation=constant") as built:
-        batch = built.make_batch(generated(built, [(1, 0, 1, 0)]))
+        group = generated(built, [(1, 0, 1, 0)])
         seen: dict[str, Any] = {"lengths": [], "denominators": [], "evaluated": [], "samples": []}
         for _ in range(2):
-            (part,) = built.mini_batches(batch)
+            (part,) = built.mini_batches(StepInProgress(group, built.make_batch(group)))
             seen["denominators"].append(1 / part.weight.max().item())
             seen["evaluated"].append(built.evaluate("validation", built.data.validation, built.step)["length"])
             _, groups = built.train_step()
@@ -302,11 +465,14 @@ def longer() -> dict[str, Any]:
 if __name__ == "__main__":
     parts = (
         batches,
+        gradients,
         equal_rewards,
+        continued,
         resumed_without_update,
         run_state,
         on_policy,
         two_epochs,
+        two_mini_batches,
         stale_engine,
         begun,
         drawing_and_scoring,

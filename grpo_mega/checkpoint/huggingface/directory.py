@@ -19,14 +19,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 
 from grpo_mega.checkpoint.huggingface import fp8
-from grpo_mega.checkpoint.huggingface.families import differences, hf_config
+from grpo_mega.checkpoint.huggingface.companions import CONFIG, Companions
+from grpo_mega.checkpoint.huggingface.families import RENAMED, differences, hf_config
 from grpo_mega.checkpoint.huggingface.names import Entry, copies, entries
 from grpo_mega.checkpoint.integrity import if_all_can, main_says
 from grpo_mega.colocation.weight_stream import held_parts, hf_buckets
+from grpo_mega.config.schema import ModelConfig
 from grpo_mega.observe.files import sync_folder, write_atomic
 from grpo_mega.policy.policy import Policy
 
-CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PREDICTION = "num_nextn_predict_layers"
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Of weights that can be read: as config.json calls them, and as safetensors does."""
 
@@ -73,10 +76,25 @@ def load_weights(path: Path, policy: Policy) -> None:
                         part[source] = values.to(part)
 
 
-def save(path: Path, policy: Policy, byte_budget: int = 4 * 2**30) -> None:
+def check_architecture(path: Path, model: ModelConfig, vocab_size: int | None) -> None:
+    """Compares a model directory with a configuration as loading it does, before there is a policy.
+
+    `vocab_size` is what the policy will have, or None when only the tokenizer knows.
+
+    Raises:
+        ValueError: It is of another model, or cannot be read.
+    """
+    try:
+        _compared(path, _files(path), model, vocab_size)
+    except _Unusable as error:
+        raise ValueError(f"{path} cannot be loaded: {error}") from None
+
+
+def save(path: Path, policy: Policy, byte_budget: int = 4 * 2**30, beside: Companions | None = None) -> None:
     """Writes the policy as a model directory, files of at most `byte_budget` bytes; every rank must call it.
 
-    Main memory on the first rank: two files.
+    `beside` the weights lie a tokenizer and the tokens that end a text, see `companions.py`; without them only weights
+    and architecture. Main memory on the first rank: two files.
 
     Raises:
         ValueError: No supported family describes the model, or `path` exists.
@@ -85,7 +103,7 @@ def save(path: Path, policy: Policy, byte_budget: int = 4 * 2**30) -> None:
     config = hf_config(policy.architecture, policy.vocab_size)
     if main_says(path.exists):
         raise ValueError(f"{path} exists; name another directory, or remove it")
-    writer = Writer(path, config) if policy.topology.is_main else None
+    writer = Writer(path, config, beside) if policy.topology.is_main else None
     try:
         if_all_can(lambda: writer.begin() if writer else None)
         for bucket in hf_buckets(policy, byte_budget):
@@ -99,9 +117,11 @@ def save(path: Path, policy: Policy, byte_budget: int = 4 * 2**30) -> None:
 class Writer:
     """A model directory that one process writes, bucket by bucket; it has its name when it is whole."""
 
-    def __init__(self, path: Path, config: dict[str, Any]) -> None:
-        """`path` must not exist; `config` becomes its config.json."""
-        self._path, self._temporary, self._config = path, path.with_name(f".{path.name}.tmp"), config
+    def __init__(self, path: Path, config: dict[str, Any], beside: Companions | None = None) -> None:
+        """`path` must not exist; `config` becomes its config.json, with what comes `beside` the weights."""
+        self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
+        self._files = beside.files if beside else {}
+        self._config = config | (beside.config if beside else {})
         self._names: list[list[str]] = []
         self._bytes = 0
 
@@ -126,6 +146,8 @@ class Writer:
             where |= dict.fromkeys(inside, file)
         index = {"metadata": {"total_size": self._bytes}, "weight_map": where}
         write_atomic(self._temporary / INDEX, json.dumps(index, indent=1))
+        for name, content in self._files.items():
+            write_atomic(self._temporary / name, content)
         write_atomic(self._temporary / CONFIG, json.dumps(self._config, indent=1))
         self._temporary.rename(self._path)
         sync_folder(self._path.parent)
@@ -141,11 +163,8 @@ class Writer:
 def _examined(path: Path, policy: Policy, found: list[Entry]) -> tuple[dict[str, str], str | None]:
     """{name of a tensor: its file}, or what is wrong with the directory."""
     try:
-        config = _json(path / CONFIG)
-        unlike = differences(config, policy.architecture, policy.vocab_size)
-        if unlike:
-            raise _Unusable(f"{CONFIG} is of another model than the configuration: {'; '.join(unlike)}")
         files = _files(path)
+        config = _compared(path, files, policy.architecture, policy.vocab_size)
         quantised = fp8.is_fp8(config.get("quantization_config"))
         _check_tensors(path, files, found, copies(policy.architecture), _declared(config), quantised)
         return files, None
@@ -153,6 +172,40 @@ def _examined(path: Path, policy: Policy, found: list[Entry]) -> tuple[dict[str,
         return {}, str(error)
     except Exception as error:  # whatever is wrong with a file, the other ranks must hear of it
         return {}, f"{type(error).__name__}: {error}"
+
+
+def _compared(path: Path, files: dict[str, str], model: ModelConfig, vocab_size: int | None) -> dict[str, Any]:
+    """The directory's config.json, which is of this model.
+
+    Raises:
+        _Unusable: It is not, or the files hold other prediction modules.
+    """
+    config = _json(path / CONFIG)
+    found = config | {PREDICTION: model.mtp_layers}  # of which the files say more
+    if unlike := differences(found, model, vocab_size or config.get("vocab_size", 0)):
+        raise _Unusable(f"{CONFIG} is of another model than the configuration: {'; '.join(unlike)}")
+    _check_prediction_modules(config, files, model)
+    return config
+
+
+def _check_prediction_modules(config: dict[str, Any], files: dict[str, str], model: ModelConfig) -> None:
+    """Raises `_Unusable` when a directory has other multi-token prediction modules than the configuration.
+
+    Its tensors count: of DeepSeek-V3, transformers names one module in config.json and writes none.
+    """
+    named = config.get(PREDICTION, config.get(RENAMED[PREDICTION])) or 0
+    layers = range(model.layers, model.layers + named)
+    there = sum(any(name.startswith(f"model.layers.{layer}.") for name in files) for layer in layers)
+    if model.mtp_layers > there:
+        raise _Unusable(
+            f"model.mtp_layers={model.mtp_layers}, and no tensors of so many prediction modules are there ({CONFIG} "
+            f"names {named}, the files hold {there}); set model.mtp_layers={there}"
+        )
+    if model.mtp_layers < there:
+        raise _Unusable(
+            f"the files hold {there} prediction modules ({PREDICTION}), and model.mtp_layers={model.mtp_layers}; set "
+            f"model.mtp_layers={there}"
+        )
 
 
 def _declared(config: dict[str, Any]) -> str | None:

@@ -1,0 +1,188 @@
+"""Reading tensors from files that somebody else may have written: nothing that they say is executed.
+
+A pickle can name any function and have it called. torch.load has a mode that knows tensors only, but torch's sharded
+checkpoints are not read in it: their index (`.metadata`) is unpickled as it is, and so are objects between the tensors
+(`*.distcp`); Transformer Engine unpickles bytes that lie in tensors. Here the index is read by an unpickler that knows
+the classes of an index and nothing else, torch.load is held to its mode, and state of FP8 training is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+INDEX = ".metadata"
+NEEDED = (INDEX, "common.pt", "metadata.json")
+"""What is in every folder of Megatron's beside the files that the index names."""
+FORMAT = ("torch_dist", 1), ("torch", 1)
+"""Megatron's names for how tensors, and what is not sharded, are stored; others would be read by other code."""
+FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""Environment variable that holds torch.load to the mode that executes nothing, whatever its caller asks for."""
+
+RECORDS = (
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    filesystem._StoragePrefix,
+    planner.BytesIOWriteData,
+    planner.SavePlan,
+    planner.TensorWriteData,
+    planner.WriteItem,
+    planner.WriteItemType,
+)
+"""torch's classes of which an index is made: values with names and nothing else. No release since 2.11 uses others."""
+OF_AN_INDEX: dict[tuple[str, str], Any] = {
+    **{(record.__module__, record.__name__): record for record in RECORDS},
+    **{("torch", name): found for name, found in vars(torch).items() if isinstance(found, torch.dtype)},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+}
+"""{(module, name): what it is}: what an index may name; the last one looks a layout up by its name."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Everything that a pickle calls it must have found first, and only here."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return OF_AN_INDEX[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module}.{name}") from None
+
+
+def load_tensors(file: Path) -> Any:
+    """What torch.save wrote into a file, on the CPU.
+
+    Raises:
+        ValueError: It holds more than tensors and plain values.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise _refusal(file, error) from error
+
+
+def load_sharded(state: dict[str, Any], checkpoint: Path, part: str, files: set[str]) -> dict[str, Any]:
+    """What Megatron reads from the folder `part` of a checkpoint, for the shards that `state` asks for.
+
+    Every rank must call it. The library is shown a folder of links to those of the checkpoint's `files`, named relative
+    to it, that belong to the part, and an index made anew from what the old one says: what was seen is what is read.
+
+    Raises:
+        ValueError: A file holds more than tensors and plain values, or is missing in `files`; on every rank.
+    """
+    folder = checkpoint / part
+    index = _read_index(folder / INDEX)
+    names = _named(folder, index)
+    if unknown := [name for name in (*NEEDED, *names) if f"{part}/{name}" not in files]:
+        raise ValueError(f"{folder / unknown[0]} is needed, and the checkpoint's manifest does not name it")
+    load_tensors(folder / "common.pt")  # Megatron would not say which file it cannot read
+    with TemporaryDirectory(prefix="checkpoint-") as temporary, _tensors_only():
+        shown = Path(temporary)
+        (shown / INDEX).write_bytes(pickle.dumps(index))
+        for name in {*NEEDED, *names} - {INDEX}:
+            (shown / name).symlink_to((folder / name).resolve())
+        sharded, common = (
+            get_default_strategy(action, *how)
+            for action, how in zip((StrategyAction.LOAD_SHARDED, StrategyAction.LOAD_COMMON), FORMAT, strict=True)
+        )
+        try:
+            loaded = dist_checkpointing.load(state, temporary, sharded, common)
+        except CheckpointException as error:  # which is no Exception
+            raise _explained(error, folder, index) from error
+    _refuse_fp8_state(folder, loaded)
+    return loaded
+
+
+def _read_index(file: Path) -> Metadata:
+    try:
+        with file.open("rb") as content:
+            index = _IndexUnpickler(content).load()
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing") from None
+    except Exception as error:  # whatever a pickle that is none leads to
+        raise _refusal(file, error) from error
+    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+        raise ValueError(f"{file} is no index of a checkpoint of torch's")
+    vars(index).pop("all_local_plans", None)  # which rank wrote what: much, and nobody asks
+    return index
+
+
+def _named(folder: Path, index: Metadata) -> list[str]:
+    """The files that an index names, all of them in its own folder."""
+    names = set()
+    for entry in index.storage_data.values():
+        name = getattr(entry, "relative_path", None)
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{folder / INDEX} names {name!r}, which is no file of its folder")
+        names.add(name)
+    return sorted(names)
+
+
+@contextmanager
+def _tensors_only() -> Iterator[None]:
+    """Holds torch.load to tensors and plain values, whoever calls it."""
+    before = os.environ.get(FORCED)
+    os.environ[FORCED] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FORCED]
+        else:
+            os.environ[FORCED] = before
+
+
+def _refuse_fp8_state(folder: Path, state: dict[Any, Any]) -> None:
+    """Transformer Engine unpickles what it finds here; models that are not trained in FP8 have nothing there."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            _refuse_fp8_state(folder, value)
+        elif str(key).endswith("_extra_state") and isinstance(value, torch.Tensor) and value.numel():
+            raise ValueError(
+                f"{folder} holds state of FP8 training ({key}), which Transformer Engine would execute: nothing here "
+                "trains in FP8; take a checkpoint without it"
+            )
+
+
+def _explained(error: CheckpointException, folder: Path, index: Metadata) -> Exception:
+    """Names the file that holds more than tensors and plain values, if that is what was wrong."""
+    failures = [failure[0] for failure in error.failures.values()]
+    for entry in index.storage_data.values() if any(isinstance(f, pickle.UnpicklingError) for f in failures) else ():
+        file = folder / entry.relative_path
+        with file.open("rb") as content:
+            content.seek(entry.offset)
+            inside = BytesIO(content.read(entry.length))
+        try:
+            torch.load(inside, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as refused:
+            return _refusal(file, refused)
+    said = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()) or "see rank 0"
+    return RuntimeError(f"{folder} cannot be read: {said}")
+
+
+def _refusal(file: Path, error: Exception) -> ValueError:
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    said = re.sub(r"(?s).*WeightsUnpickler error: (.*?)\n.*", r"\1", str(error))  # torch says much around it
+    what = f"names {found[1]}, which no checkpoint needs" if found else f"cannot be read ({said})"
+    return ValueError(f"{file} {what}; nothing in it was executed: take a checkpoint from whom you trust")

@@ -1,0 +1,102 @@
+r"""Problems as plain text: what looks like a special token in a problem counts as characters, not as the token.
+
+A template joins the turns of a chat and the problem into one text, and a tokenizer finds its special tokens anywhere in
+it: a problem that quotes `<|im_end|>\n<|im_start|>assistant` would forge a turn. transformers' `split_special_tokens`
+is no help, for it splits the template's own too, and leaves added tokens alone that are not called special (`<think>`,
+DeepSeek's `<|User|>` with wide bars). So there is a second tokenizer here, the same but for the names of these tokens,
+which nobody can write: they consist of code points that Unicode keeps for internal use, and a problem that holds those
+is refused. What the template wrote is renamed before it is encoded, what the problem wrote is not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_OURS, _QUOTED, _END, _DIGITS = "\ufdd0", "\ufdd1", "\ufdd2", 0xFDE0
+"""Noncharacters (The Unicode Standard, section 23.7): begin a token's new name, begin the place of one that a problem
+quotes, end both; from the last one on, sixteen digits."""
+_QUOTE = re.compile(f"{_QUOTED}([\ufde0-\ufdef]+){_END}")
+_FORBIDDEN = re.compile("[\ufdd0-\ufdef]")
+
+
+class PlainText:
+    """Tells the template's special tokens from those that a problem quotes.
+
+    Attributes:
+        names: The tokens that only a template may write: all that were added to the vocabulary, but for spaces and
+            single characters, which are ordinary text in some models' vocabularies (DeepSeek's `ü`).
+    """
+
+    def __init__(self, backend: Any) -> None:
+        """For `backend`, a `tokenizers.Tokenizer`.
+
+        Raises:
+            ValueError: Its special tokens cannot be told from ordinary text.
+        """
+        from tokenizers import Tokenizer
+
+        content = json.loads(backend.to_str())
+        added = {token["content"]: token["id"] for token in content["added_tokens"]}
+        # The longest first: that is the one a tokenizer finds where several begin.
+        self.names = sorted((name for name in added if len(name.strip()) > 1), key=len, reverse=True)
+        self._number = {name: number for number, name in enumerate(self.names)}
+        # With no names the pattern must match nothing, and an empty one matches everywhere.
+        self._pattern = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
+        renamed = {name: _spelt(_OURS, number) for name, number in self._number.items()}
+        try:
+            self._backend = Tokenizer.from_str(json.dumps(_with_names(content, renamed)))
+        except Exception as error:  # a bare Exception is what tokenizers raises
+            raise ValueError(f"its special tokens are also ordinary text to it: {error}") from error
+        if moved := [name for name in self.names if self._backend.token_to_id(renamed[name]) != added[name]]:
+            raise ValueError(f"its special token {moved[0]!r} cannot be told from ordinary text")
+
+    def quoted(self, problem: str) -> list[str]:
+        """The special tokens that a problem spells, in order."""
+        return self._pattern.findall(problem)
+
+    def protected(self, problem: str) -> str:
+        """The problem for the template, in which what it quotes is out of sight.
+
+        Raises:
+            ValueError: It holds a code point that is needed for that.
+        """
+        if found := _FORBIDDEN.search(problem):
+            raise ValueError(
+                f"U+{ord(found[0]):04X} at character {found.start() + 1} is no character (Unicode keeps it for "
+                "internal use); remove it"
+            )
+        return self._pattern.sub(lambda found: _spelt(_QUOTED, self._number[found[0]]), problem)
+
+    def encode(self, rendered: str) -> tuple[str, list[int]]:
+        """What a template made of a protected problem: as everybody would write it, and its token ids."""
+        ours = self._pattern.sub(lambda found: _spelt(_OURS, self._number[found[0]]), rendered)
+        ids = self._backend.encode(self._shown(ours), add_special_tokens=False).ids
+        return self._shown(rendered), ids
+
+    def _shown(self, text: str) -> str:
+        """The text with what the problem quotes in it."""
+        return _QUOTE.sub(lambda found: self.names[_number(found[1])], text)
+
+
+def _spelt(mark: str, number: int) -> str:
+    return mark + "".join(chr(_DIGITS + int(digit, 16)) for digit in f"{number:x}") + _END
+
+
+def _number(digits: str) -> int:
+    return int("".join(f"{ord(digit) - _DIGITS:x}" for digit in digits), 16)
+
+
+def _with_names(content: dict[str, Any], renamed: dict[str, str]) -> dict[str, Any]:
+    """A tokenizer.json in which some tokens have other names and the same ids."""
+    added = [token | {"content": renamed.get(token["content"], token["content"])} for token in content["added_tokens"]]
+    model = content["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        vocabulary = {renamed.get(piece, piece): i for piece, i in vocabulary.items()}
+    else:  # Unigram: pairs of piece and score, in the order of their ids
+        vocabulary = [[renamed.get(piece, piece), score] for piece, score in vocabulary]
+    unknown = {"unk_token": renamed.get(model["unk_token"], model["unk_token"])} if model.get("unk_token") else {}
+    without = {"post_processor": None, "truncation": None, "padding": None}  # nothing is added, cut or filled up
+    return content | without | {"added_tokens": added, "model": model | {"vocab": vocabulary} | unknown}

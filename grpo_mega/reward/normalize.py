@@ -1,0 +1,202 @@
+r"""Many ways to write one answer -> one: the text steps before `form.py` reads the structure.
+
+Every step maps text to text, is linear in its length and keeps the meaning. What no step knows stays as it is; such an
+answer then only equals its own text. Look-alikes (full-width digits, Cyrillic letters) are not folded.
+"""
+
+from __future__ import annotations
+
+import re
+
+SYMBOLS = {
+    **dict.fromkeys("\u2212\u2013\u2010\u2011", "-"),
+    **dict.fromkeys("\u00a0\u2009\u202f", " "),
+    **{
+        "\u00d7": r"\cdot ",
+        "\u00b7": r"\cdot ",
+        "\u22c5": r"\cdot ",
+        "\u00f7": "/",
+        "\u00b1": r"\pm ",
+        "\u2213": r"\mp ",
+    },
+    **{
+        "\u03c0": r"\pi ",
+        "\u221e": r"\infty ",
+        "\u00b0": r"^{\circ}",
+        "\u2205": r"\emptyset ",
+        "\u211d": r"\mathbb{R}",
+    },
+    **{
+        "\u2264": r"\le ",
+        "\u2265": r"\ge ",
+        "\u2260": r"\ne ",
+        "\u2208": r"\in ",
+        "\u222a": r"\cup ",
+        "\u221a": r"\sqrt ",
+    },
+    **{"\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}", "\u2153": r"\frac{1}{3}"},
+    **{
+        "\u2154": r"\frac{2}{3}",
+        "\u00a3": r"\pounds ",
+        "\u00a2": r"\text{ cents}",
+        "\u20ac": r"\euro ",
+        "\u2019": "'",
+        "\u201c": '"',
+        "\u201d": '"',
+    },
+}
+"""Typographic signs that have one meaning in mathematics, as LaTeX."""
+
+COMMANDS = {
+    **dict.fromkeys(["dfrac", "tfrac", "cfrac"], r"\frac"),
+    **dict.fromkeys(["dbinom", "tbinom"], r"\binom"),
+    **dict.fromkeys(["leq", "leqslant", "leqq"], r"\le"),
+    **dict.fromkeys(["geq", "geqslant", "geqq"], r"\ge"),
+    **{"neq": r"\ne", "times": r"\cdot", "lt": "<", "gt": ">", "varnothing": r"\emptyset", "degree": r"^{\circ}"},
+    **{"lbrace": r"\{", "rbrace": r"\}", "lvert": "|", "rvert": "|", "vert": "|", "backslash": r"\setminus"},
+    **{"langle": "(", "rangle": ")", "vee": " or ", "lor": " or ", "colon": ":"},
+    **dict.fromkeys(["displaystyle", "textstyle", "scriptstyle", "limits", "left", "right", "middle"], ""),
+    **dict.fromkeys(["big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr"], ""),
+    **dict.fromkeys(["tiny", "small", "normalsize", "large", "Large", "LARGE", "huge", "Huge", "bf", "rm", "it"], ""),
+    **dict.fromkeys(["quad", "qquad", "thinspace"], " "),
+}
+r"""LaTeX commands that are other spellings of one command, or say only how the text looks."""
+
+UPRIGHT = "text|textbf|textit|textrm|textnormal|textsf|texttt|textup|emph|mbox|hbox|mathrm|mathit|rm"
+r"""Fonts of words and units; `\mathrm{e}` and `\mathrm{i}` are the constants."""
+BOLD = "mathbf|boldsymbol|bm|mathsf|underline|pmb|boldmath"
+"""Fonts and lines that may stand around any formula."""
+
+SUPERSCRIPTS = dict(
+    zip("\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "-0123456789", strict=True)
+)
+"""Raised digits and the raised minus sign."""
+
+_RAISED = re.compile(f"(?<=[0-9A-Za-z)}}\\]])\u207b?[{''.join(SUPERSCRIPTS)[1:]}]+")
+_SYMBOLS = {ord(sign): latex for sign, latex in SYMBOLS.items()}
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_UPRIGHT = re.compile(rf"\\(?:{UPRIGHT})\s*\{{([^{{}}]*)\}}")
+_BOLD = re.compile(rf"\\(?:{BOLD})\s*(?=\{{)")
+_ARGUMENT = r"([0-9A-Za-z]|\\[A-Za-z]+)"
+_BARE_FIRST = re.compile(rf"\\(frac|binom|sqrt)(\[[^\[\]]*\])?\s*{_ARGUMENT}(?!\w*\()")
+_TWO_ARGUMENTS = re.compile(r"\\(?:frac|binom)\s*(?=\{)")
+_OVER = re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}")
+_PLAIN_FUNCTION = re.compile(r"(?<![\\A-Za-z])(arc(?:sin|cos|tan)|sin|cos|tan|cot|sec|csc|log|ln|exp)(?=[(^_])")
+
+
+def normalize(text: str) -> str:
+    """The text after all steps, in the order in which they are listed below."""
+    for step in STEPS:
+        text = step(text)
+    return text
+
+
+def fold_symbols(text: str) -> str:
+    r"""Typographic signs become LaTeX: `π/2` is `\pi /2`, `x²` is `x^{2}`; `√12` and `√(x)` take what follows them."""
+    text = _RAISED.sub(lambda match: "^{" + "".join(SUPERSCRIPTS[sign] for sign in match[0]) + "}", text)
+    text = re.sub("\u221a\\s*([0-9]+|[A-Za-z])", r"\\sqrt{\1}", text)
+    text = re.sub("\u221a\\s*(?=\\()", "sqrt", text)
+    return text.translate(_SYMBOLS)
+
+
+def unwrap_delimiters(text: str) -> str:
+    r"""The frame around the whole goes: `$...$`, `\(...\)`, `**...**`, quotes, a final full stop, "answer:"."""
+    text = re.sub(r"^(?:the\s+)?(?:final\s+)?answer\s*:\s*", "", text.strip(), flags=re.IGNORECASE)
+    text = re.sub(r"(?<=[^.\s])\s*\.$", "", text)
+    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ('"', '"')):
+        inner = text[len(opening) : len(text) - len(closing)]
+        framed = len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing)
+        if framed and opening not in inner and closing not in inner:
+            text = re.sub(r"(?<=[^.\s])\s*\.$", "", inner.strip())
+    return re.sub(r"(?<!\\)\$(?=\s*[0-9.])", r"\\$", text)  # what is left before a number is the currency
+
+
+def unify_commands(text: str) -> str:
+    r"""Layout goes, synonyms become one: `\left(\dfrac12\right)` is `(\frac12)`, `70\,000` is `70 000`."""
+    text = text.replace(r"\%", "%").replace("{,}", ",").replace("{:}", ":")
+    text = re.sub(r",\\!\s*", ",", text).replace(r"\!", "")
+    text = re.sub(r"(?<!\\)\\[,;:> ]|~", " ", text)
+    text = re.sub(r"\\color\s*\{[a-z]*\}", "", text)
+    text = _COMMAND.sub(lambda match: COMMANDS.get(match[1], match[0]), text)
+    return text.replace("<=", r"\le ").replace(">=", r"\ge ").replace("!=", r"\ne ")
+
+
+def unify_fonts(text: str) -> str:
+    r"""`\mathrm{~cm}` and `\mbox{ cm}` are `\text{ cm}`; `\mathbf{64}` and `\text{64}` are `64`."""
+    for _ in range(3):  # fonts inside fonts
+        text = _UPRIGHT.sub(lambda match: _upright(match[1]), text)
+        text = _BOLD.sub("", text)
+        if whole := re.fullmatch(r"\s*\\text\{([^{}]*)\}\s*", text):
+            text = whole[1]
+    return re.sub(r"\\text\{[\s,]*(and|or)\s*\}", r" \1 ", text)
+
+
+def _upright(content: str) -> str:
+    r"""Words and units stay marked; numbers, `e` and `i` need no mark."""
+    if content in ("e", "i") or not re.search(r"[A-Za-z]", content):
+        return content
+    return rf"\text{{{content}}}"
+
+
+def spell_out(text: str) -> str:
+    r"""Plain-text mathematics becomes LaTeX: `2*sqrt(3)`, `x**2`, `pi/2`, `sin(x)`, `infinity`."""
+    start = text.find("sqrt(")
+    while start >= 0:
+        end = closing(text, start + 4)
+        if end < 0:
+            break
+        command = "sqrt{" if text[start - 1 : start] == "\\" else r"\sqrt{"
+        text = text[:start] + command + text[start + 5 : end] + "}" + text[end + 1 :]
+        start = text.find("sqrt(", start)
+    text = re.sub(r"(?<![\\A-Za-z])(pi)(?![A-Za-z])", r"\\pi ", text)
+    text = re.sub(r"(?<![\\A-Za-z])infinity(?![A-Za-z])", r"\\infty ", text, flags=re.IGNORECASE)
+    text = _PLAIN_FUNCTION.sub(r"\\\1", text).replace("**", "^")
+    return re.sub(r"(?<!^)\*", r"\\cdot ", text)
+
+
+def complete_arguments(text: str) -> str:
+    r"""Every argument gets its braces: `\frac12`, `\sqrt3`, `x^10`, `x_1`, `{1 \over 2}`."""
+    text = _OVER.sub(r"\\frac{\1}{\2}", text)
+    text = _BARE_FIRST.sub(lambda match: f"\\{match[1]}{match[2] or ''}{{{match[3]}}}", text)
+    for match in reversed(list(_TWO_ARGUMENTS.finditer(text))):
+        end = closing(text, match.end()) + 1
+        if end and (second := re.compile(rf"\s*{_ARGUMENT}").match(text, end)):
+            text = f"{text[:end]}{{{second[1]}}}{text[second.end() :]}"
+    text = re.sub(r"\^\s*(-?[0-9]+|[A-Za-z]|\\circ|\\prime)(?![0-9])", r"^{\1}", text)
+    text = re.sub(r"_\s*([0-9]+|[A-Za-z])", r"_{\1}", text)
+    text = re.sub(r"\^\{\s*\\circ\s*\}", r"^{\\circ}", text)
+    return re.sub(r"\\(frac|sqrt|binom)\s+(?=[\[{])", r"\\\1", re.sub(r"\}\s+\{", "}{", text))
+
+
+def standard_interval(text: str) -> str:
+    r"""`]-\infty, 2]` is the French way to write `(-\infty, 2]`."""
+    if match := re.fullmatch(r"\s*([\[\]])([^\[\]()]*,[^\[\]()]*)([\[\]])\s*", text):
+        return f"{'[' if match[1] == '[' else '('}{match[2]}{']' if match[3] == ']' else ')'}"
+    return text
+
+
+def single_spaces(text: str) -> str:
+    """Runs of white space are one space."""
+    return " ".join(text.split())
+
+
+STEPS = (
+    fold_symbols,
+    unwrap_delimiters,
+    unify_commands,
+    unify_fonts,
+    spell_out,
+    complete_arguments,
+    standard_interval,
+    single_spaces,
+)
+
+
+def closing(text: str, opening: int) -> int:
+    """Where the bracket at `opening` closes; -1 when it never does. All brackets count as one kind, as in `[0, 1)`."""
+    depth = 0
+    for position in range(opening, len(text)):
+        depth += (text[position] in "([{") - (text[position] in ")]}")
+        if depth == 0:
+            return position
+    return -1

@@ -1,0 +1,232 @@
+r"""What may follow a value without changing it: units, currencies and the things that are counted."""
+
+from __future__ import annotations
+
+import re
+
+_SPELLINGS = {
+    "%": "percent percents",
+    "degree": "degrees deg",
+    "dollar": "dollars usd buck bucks",
+    "cent": "cents",
+    "euro": "euros eur",
+    "pound sterling": "gbp",
+    "m": "meter meters metre metres",
+    "cm": "centimeter centimeters centimetre centimetres cms",
+    "mm": "millimeter millimeters millimetre millimetres",
+    "km": "kilometer kilometers kilometre kilometres kms",
+    "in": "inch inches",
+    "ft": "foot feet",
+    "yd": "yard yards",
+    "mi": "mile miles",
+    "g": "gram grams",
+    "kg": "kilogram kilograms kilo kilos kgs",
+    "milligram": "milligrams",
+    "lb": "lbs",
+    "oz": "ounce ounces",
+    "L": "l liter liters litre litres",
+    "mL": "ml milliliter milliliters",
+    "gal": "gallon gallons",
+    "s": "sec secs second seconds",
+    "min": "mins minute minutes",
+    "h": "hr hrs hour hours",
+    "day": "days",
+    "week": "weeks",
+    "month": "months",
+    "year": "years yr yrs",
+    "mph": "mi/h",
+    "km/h": "kmh kph",
+    "unit": "units",
+    "Hz": "hz hertz",
+    "N": "newton newtons",
+    "J": "joule joules",
+    "W": "watt watts",
+    "V": "volt volts",
+    "A": "amp amps ampere amperes",
+    "kelvin": "kelvins",
+    "C": "coulomb coulombs",
+    "Pa": "pascal pascals",
+    "mol": "mole moles",
+    "rad": "radian radians",
+    "kW": "kilowatt kilowatts",
+    "kWh": "kilowatt-hour kilowatt-hours",
+    "kJ": "kilojoule kilojoules",
+    "MB": "megabyte megabytes",
+    "GB": "gigabyte gigabytes",
+    "am": "a.m. a.m",
+    "pm": "p.m. p.m",
+}
+UNITS = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in (unit, *spellings.split())}
+"""Spelling -> unit."""
+
+SIGNS = {r"\$": "dollar", r"\pounds": "pound sterling", r"\euro": "euro", "USD": "dollar", r"US\$": "dollar"}
+"""Currency signs, before the value."""
+
+_NUMBERS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand dozen score gross grand "
+    "lakh crore myriad googol half halve halves third quarter first fraction infinite infinity once twice thrice "
+    "double triple treble kilo mega giga milli micro nano pico deci deca semi demi hemi mil bil nil null nought "
+    "naught"
+)
+_OPERATIONS = (
+    "root power squared cubed factorial inverse reciprocal negative negation minus plus over divided multiplied times "
+    "added subtracted negated opposite modulo mod remainder logarithm log exponent exponential radical conjugate "
+    "complement derivative integral absolute sum difference product quotient imaginary equal equals divide exceed "
+    "multiply multiplies surd subtract add doubled tripled halved quartered rounded truncated"
+)
+_HEDGES = (
+    "about again almost around approx approximate circa perhaps maybe guess estimate estimated unsure likely odd "
+    "tentative doubtful wrong incorrect false fake invalid mistaken error untrue true yes fail err seem appear ish "
+    "etc"
+)
+_FUNCTION_WORDS = (
+    "all and any are aren't as at be because been before after below beneath beside besides between both but by can "
+    "can't cannot could did do does don't each either else ever every except few fewer for from greater had has have "
+    "he hence her him his how however if in instead into is isn't it its just least less many may might more most "
+    "much must my neither never no nobody none nor not nothing nowhere of off on only or other otherwise our out "
+    "perchance quite rather same several shall she should since so some somewhat sometimes such than that the their "
+    "them then there these they this those though thus till to too toward towards under unless until up upon us "
+    "versus very via was wasn't we were what whatever when whenever where whereas whether which while who whose why "
+    "will with without won't would yet you your always per wait beyond above hers ours theirs yours others backwards "
+    "upwards downwards afterwards forwards nowadays past also near being something anything nothing everything"
+)
+_CHANGING = frozenset(f"{_NUMBERS} {_OPERATIONS} {_HEDGES} {_FUNCTION_WORDS}".split())
+"""Words that make another value, a guess or a sentence of what precedes them. These classes of words are closed."""
+
+_CHANGING_FORMS = re.compile(
+    r".*(?:th|milliard|illion|uple|upled|upling|fold|ly|n't)"
+    r"|half[a-z]*|(?:twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)[a-z]*"
+)
+"""Fractions and ordinals, magnitudes, multipliers, adverbs."""
+_LOOKALIKES = (
+    "month path moth cloth tablecloth booth bath tooth teeth youth mouth broth length depth width math "
+    "health wealth north south earth family jelly belly fly butterfly lily daily weekly monthly yearly elderly"
+)
+_HARMLESS_FORMS = frozenset(_LOOKALIKES.split())
+"""Words that only look so."""
+_FUNCTIONS = re.compile(
+    "arc[a-z]+|sin|cos|tan|cot|sec|csc|log|exp|sqrt|abs|max|det|lim|arg|alpha|beta|gamma|delta|epsilon|zeta|eta|theta|"
+    "iota|kappa|lambda|rho|sigma|tau|phi|chi|psi|omega"
+)
+_PRODUCT = re.compile("[abckmnpqrstxyz]{3}|[^aeiouy]+")
+"""Letters that stand for variables: `3 xyz` is no number of things."""
+
+_PLURAL = re.compile(r"[a-z]+[^siu']s")
+_COMMON_NOUNS = (
+    "people children men women kids policemen firemen salesmen geese mice teeth dice sheep fish goldfish deer shrimp "
+    "moose oxen cattle feet buses gases menus taxis skis cacti person child man woman boy girl student friend apple "
+    "orange egg cookie cake pizza slice piece candy fruit book page ticket box bag pack bottle car truck bike bus "
+    "trip dog cat tv tshirt bird cow horse chicken rabbit flower tree rock stone toy game card coin bill mark vote "
+    "item way solution integer digit number triangle circle side face edge vertex vertices value letter word money "
+    "change profit map pan cap can ant bat rat tax art feed water milk juice rice flour sugar butter bread homework "
+    "laundry luggage meat beef paper paint gold silver gas gasoline soda soup tea coffee food clothing furniture "
+    "equipment"
+)
+_NOUNS = frozenset(_COMMON_NOUNS.split())
+"""Nouns that are counted and do not look like a plural."""
+
+_LAST_WORDS = (
+    "old tall long wide high deep away apart ago later left leftover remaining total altogether overall each taller "
+    "shorter longer older younger heavier lighter faster slower farther further sold needed used earned spent saved"
+)
+_TAILS = frozenset(_LAST_WORDS.split())
+"""Words that may end a phrase: `35 years old`, `5 apples left`."""
+_TIMES = re.compile(
+    r"times(?: (?:more|as (?:many|much|large|big|long|fast|tall|old|heavy|high)|bigger|larger|longer|faster|slower"
+    r"|taller|older|younger|heavier|higher|smaller|greater))?"
+)
+
+
+def unit_name(text: str, counted: bool) -> str | None:
+    r"""The canonical name of a unit: `cm^2` for ` \text{ square centimeters}`; None when the text is not a unit.
+
+    `counted`: the text follows a plain number, so that it may also name what is counted, as in `18 wooden chairs`. ""
+    stands for words that name nothing, like `more` and `left`.
+    """
+    text = re.sub(r"\\text|[{}()~]", " ", text).strip(" .,")
+    text = re.sub(r"(?<=[A-Za-z0-9]) *\^ *(?=[23])", "^", " ".join(text.split()))
+    text = re.sub(r"\bper cent\b", "percent", text)
+    text = re.sub(r" ?(?:/|\bper\b|(?:^|(?<=[a-z]) )(?:an?|each|every) (?=[a-z])) ?", "/", text)
+    text = re.sub(r"\b(?:square|sq\.?) ([A-Za-z]+)", r"\1^2", text)
+    text = re.sub(r"\b(?:cubic|cu\.?) ([A-Za-z]+)", r"\1^3", text)
+    rate = "/" if text.startswith("/") else ""  # `$5 an hour`
+    parts = text.removeprefix("/").split("/")
+    names = [_known(part) for part in parts]
+    if counted and text:
+        for index, part in enumerate(parts):
+            if names[index] is None:
+                names[index] = _share(part) if rate or index else _things(part.lower())
+    if None in names:
+        return None
+    name = "/".join(map(str, names))
+    return rate + UNITS.get(name, name)
+
+
+def _known(part: str) -> str | None:
+    """One unit with its power, like `cm^2`; case counts only where it is a unit's own, as in `mL`."""
+    word, power, exponent = part.partition("^")
+    unit = UNITS.get(word) or (UNITS.get(word.lower()) if len(word) > 1 else None)
+    return None if unit is None else unit + power + exponent
+
+
+def _share(part: str) -> str | None:
+    """What a rate is for: `person` in `3 apples per person`; a noun in the singular can be any word."""
+    words = part.lower().split()
+    return _join(words) if 0 < len(words) <= 3 and all(map(_harmless, words)) else None
+
+
+def _things(text: str) -> str | None:
+    """What is counted: nouns in the plural or well-known ones, with what describes them and compares them.
+
+    An open class of words can only be admitted where none of them changes the value, so the noun must look like one,
+    and every word before it must not belong to the closed classes that count, calculate, hedge or deny.
+    """
+    if _TIMES.fullmatch(text):
+        return "times"
+    text = re.sub(r"^(.+) (more|fewer|less)$", r"\2 \1", text)  # `40 dollars more`
+    compared = re.match(r"(more|fewer|less)(?: |$)", text)
+    fewer = "fewer" if compared and compared[1] != "more" else ""
+    if compared:
+        text, _, others = text[compared.end() :].partition(" than ")
+        if others and not all(map(_harmless, others.removeprefix("the ").split())):
+            return None
+    text = re.sub(r"(?:^| )in (?:total|all)$", "", text)
+    words = text.replace("left over", "left").replace("t-shirt", "tshirt").split()
+    while words and words[-1] in _TAILS:
+        words.pop()
+    if not words:
+        return fewer
+    thing, _, content = " ".join(words).partition(" of ")
+    name = _known(thing) or _nouns(thing)
+    inside = re.sub(r"\b(?:for|the|all) (?=[a-z])", "", content).split()
+    if name is None or not all(map(_harmless, inside)):
+        return None
+    return " ".join([*fewer.split(), name, *_join(inside).split()])
+
+
+def _nouns(text: str) -> str | None:
+    """`wooden chair` for `wooden chairs`; None unless the last word names things and no word changes the number."""
+    *described, noun = text.replace("-", " ").split() or [""]
+    plural = noun in _NOUNS or noun in UNITS or _PLURAL.fullmatch(noun)
+    if not plural or len(described) > 3 or not all(map(_harmless, [*described, noun])):
+        return None
+    return _join([*described, noun])
+
+
+def _harmless(word: str) -> bool:
+    """Whether a word leaves the number before it as it is, in the singular and in the plural."""
+    if "-" in word:
+        return all(map(_harmless, word.split("-")))
+    forms = {word, word.removesuffix("s"), word.removesuffix("es"), word.removesuffix("'s")}
+    if forms & _NOUNS:
+        return True
+    if not re.fullmatch(r"[a-z']{3,}", word) or _PRODUCT.fullmatch(word) or forms & _CHANGING:
+        return False
+    looks = {form for form in forms if _CHANGING_FORMS.fullmatch(form) or _FUNCTIONS.fullmatch(form)}
+    return not looks or bool(forms & _HARMLESS_FORMS)
+
+
+def _join(words: list[str]) -> str:
+    """The name of things, in the singular as far as an s makes the difference."""
+    return " ".join(word.removesuffix("s") for word in words)

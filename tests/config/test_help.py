@@ -1,0 +1,70 @@
+"""`--help` shows every setting with what the schema says of it, and does so before anything heavy is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.config.bounds import CHOICES, RANGES
+from grpo_mega.config.help import help_text
+from grpo_mega.config.load import config_dir, groups, settings
+
+
+@pytest.fixture(scope="module")
+def whole() -> str:
+    return "\n".join(help_text([]))
+
+
+def test_every_setting_is_there_with_its_docstring_and_what_it_may_hold(whole: str) -> None:
+    lines = whole.splitlines()
+    for name in settings():
+        (at,) = (number for number, line in enumerate(lines) if line.split("=")[0].split(",")[0].strip() == name)
+        assert lines[at + 1].startswith("      ")
+        for interval in (interval for interval, names in RANGES.items() if name in names):
+            assert lines[at].endswith(f"in {interval}")
+        if name in CHOICES:
+            assert lines[at].endswith(", ".join(CHOICES[name]))
+
+
+def test_defaults_docstrings_options_and_examples_are_shown(whole: str) -> None:
+    flat = " ".join(whole.split())
+    for shown in (
+        "run.name, must be given The run's directory is `root`/`name`.",
+        "optimizer.overlap=false Reduce gradients",
+        "rollout.stop=null Tokens that end a completion",
+        "reward.terms.0.weight=1.0 Factor in the total reward.",
+        "\"rollout.stop=['<|im_end|>']\"",
+        "model [tiny_moe]",
+    ):
+        assert shown in flat
+    assert [name for options in groups().values() for name in options if name not in whole] == []
+
+
+def test_a_group_alone_is_shown_when_it_is_named() -> None:
+    found = "\n".join(help_text(["rollout"]))
+    assert "rollout.sglang.timeouts.free=60.0" in found
+    assert "optimizer.lr" not in found
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
+    path = os.environ | {"PYTHONPATH": str(config_dir().parent)}
+    command = [sys.executable, "-m", "grpo_mega.train", "--help"]
+    reading, writing = os.pipe()
+    os.close(reading)  # at once
+    done = subprocess.run(command, env=path, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.stderr == ""
+
+
+def test_the_entry_point_answers_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+    command = [sys.executable, "-m", "grpo_mega.train", "run", "--help"]
+    for words in (command, [*command[:3], "-h", "experiment=tiny"]):
+        path = os.environ | {"PYTHONPATH": str(config_dir().parent)}
+        done = subprocess.run(words, cwd=tmp_path, env=path, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "run.steps, must be given  in [1, inf)" in done.stdout

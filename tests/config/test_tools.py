@@ -1,0 +1,58 @@
+"""The tools refuse settings as training does: one line that names the setting, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from ranks import REPOSITORY
+
+FOREIGN = ("Traceback", "full_key", "Lexer", "hydra.cc")
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels")))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *command], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("tool", ["bench_step.py", "bench_weight_sync.py", "parity.py", "plan.py"])
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["model.foo=1"], "error: model.foo is no setting"),
+        (["layout=5"], "error: layout=5: choose one of"),
+        (["algorithm.group_size=1"], "  - algorithm.group_size=1: choose a value in [2, inf)"),
+    ],
+)
+def test_wrong_settings_are_refused(tool: str, settings: list[str], said: str) -> None:
+    experiment = {"plan.py": ["tiny"], "bench_weight_sync.py": ["experiment=tiny"]}.get(tool, [])
+    done = run(f"tools/{tool}", *experiment, *settings)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert [word for word in FOREIGN if word in done.stderr] == []
+
+
+def test_under_torchrun_one_rank_says_it() -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run(*torchrun, "tools/bench_step.py", "layout=ep2")
+    assert done.returncode != 0
+    assert done.stderr.count("error: the configuration cannot run") == 1
+    assert "layout.ep=2 needs experts" in done.stderr
+
+
+@pytest.mark.parametrize("tool", ["bench_step.py", "bench_weight_sync.py"])
+def test_help_is_the_tools_own(tool: str) -> None:
+    done = run(f"tools/{tool}", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "overrides" in done.stdout
+
+
+def test_the_planner_speaks_of_the_machines_that_were_given() -> None:
+    done = run("tools/plan.py", "tiny", "layout=tp2_pp2", "cluster.nodes=1", "cluster.gpus_per_node=1")
+    assert done.returncode == 2
+    assert "cluster.nodes=1 * cluster.gpus_per_node=1 = 1 is not divisible by layout.tp=2" in done.stderr
+    assert "start 4 processes, or choose layout=single" in done.stderr

@@ -1,0 +1,80 @@
+"""Problems that are there twice are refused, or counted and said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_mega.data.overlap import check_held_out, check_repeated, check_split, wording
+from grpo_mega.types import Prompt
+
+
+def problems(name: str, *texts: str) -> list[Prompt]:
+    return [Prompt(f"{name}/{i}", (1, 2), text, str(len(text)), "t") for i, text in enumerate(texts, start=1)]
+
+
+TRAIN = problems("train", "What is 3+5?", "What is 3+6?", "What is 3+7?", "Find x.")
+
+
+@pytest.mark.parametrize("same", ["What is 3+5?", " what  is\n3+5? ", "What\u00a0is 3\uff0b5?"])
+def test_the_same_problem_in_other_letters_is_the_same(same: str) -> None:
+    (warning,) = check_held_out(TRAIN, problems("test", "What is 4+5?", same), "a.jsonl", "b.jsonl")
+    assert warning.startswith("1 of the 2 problems of data.test_path=b.jsonl are in data.train_path=a.jsonl too")
+    assert "'test/2'" in warning
+
+
+@pytest.mark.parametrize("other", ["What is 35?", "What is 3-5?", "What is 3+5", "Find y."])
+def test_another_problem_is_another(other: str) -> None:
+    assert check_held_out(TRAIN, problems("test", other), "a.jsonl", "b.jsonl") == []
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_a_test_file_that_is_all_trained_on_is_refused(count: int) -> None:
+    test = [replace(prompt, id=f"other/{prompt.id}") for prompt in TRAIN[:count]]
+    with pytest.raises(ValueError, match=rf"all {count} problems of data\.test_path=b.* give a test file with other"):
+        check_held_out(TRAIN, test, "a.jsonl", "b.jsonl")
+
+
+def test_only_the_first_are_named() -> None:
+    test = problems("test", *(prompt.text for prompt in TRAIN), "new")
+    (warning,) = check_held_out(TRAIN, test, "a.jsonl", "b.jsonl")
+    assert warning.startswith("4 of the 5 ")
+    assert "'test/1', 'test/2', 'test/3', ..." in warning
+    assert "test/4" not in warning
+
+
+def test_repetitions_in_a_file_are_counted_and_so_are_those_with_other_answers() -> None:
+    assert check_repeated(TRAIN, "a.jsonl") == []
+    twice = [*TRAIN, *problems("more", "find X.", "What is 3+5?"), *problems("again", "What is 3+5?")]
+    (warning,) = check_repeated(twice, "a.jsonl")
+    assert warning == "2 problems are more than once in a.jsonl: 'more/2', 'more/1'"
+    twice[-1] = replace(twice[-1], answer="9")
+    (warning,) = check_repeated(twice, "a.jsonl")
+    assert warning.endswith("; 1 of them with different answers: 'more/2'")
+
+
+def test_validation_problems_that_are_trained_on_are_counted() -> None:
+    assert check_split(TRAIN[:2], TRAIN[2:], "a.jsonl") == []
+    assert check_split(TRAIN, [], "a.jsonl") == []
+    (warning,) = check_split(TRAIN[:3], TRAIN[2:], "a.jsonl")
+    assert warning.startswith(
+        "1 of the 2 validation problems are trained on too, because a.jsonl repeats them: 'train/3'"
+    )
+
+
+@given(st.text(), st.text(" \n\t\u2003", min_size=1))
+def test_white_space_never_tells_problems_apart(text: str, space: str) -> None:
+    (one,) = problems("a", f"{text} x")
+    assert wording(replace(one, text=f"{space}{text}{space}x{space}")) == wording(one)
+
+
+def test_what_mathematics_tells_apart_is_told_apart_and_a_composed_accent_is_not() -> None:
+    power, product, small, capital, composed, apart = problems(
+        "a", "What is 2\u00b2?", "What is 22?", "find a", "find A", "caf\u00e9", "cafe\u0301"
+    )
+    assert wording(power) != wording(product)
+    assert wording(small) != wording(capital)
+    assert wording(composed) == wording(apart)

@@ -1,0 +1,99 @@
+"""What ends a completion: the model's own tokens unless others are named, known before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from made_tokenizer import write_tokenizer
+
+from grpo_mega.config.schema import Config, DataConfig, RolloutConfig, RunConfig
+from grpo_mega.data.huggingface import HuggingFaceTokenizer
+from grpo_mega.data.stops import stop_ids
+from grpo_mega.data.tokenizer import CharTokenizer
+
+BOS, START, END = 0, 1, 2
+"""Ids of the special tokens of made tokenizers."""
+
+
+def stops(folder: Path, stop: list[str] | None = None, init_from: Path | None = None) -> tuple[int, ...]:
+    config = Config(
+        run=RunConfig(init_from=str(init_from) if init_from else None),
+        data=DataConfig(tokenizer=str(folder)),
+        rollout=RolloutConfig(stop=stop),
+    )
+    return stop_ids(config, HuggingFaceTokenizer(folder, "{prompt}"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path / "tokenizer", with_bos=False)
+
+
+def generation(folder: Path, content: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "generation_config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+def test_the_toys_tokenizer_ends_with_its_end_of_text() -> None:
+    config = Config(data=DataConfig(tokenizer="chars"))
+    assert stop_ids(config, CharTokenizer()) == (CharTokenizer.eos_id,)
+
+
+def test_the_tokenizers_end_of_text_is_the_default(folder: Path) -> None:
+    assert stops(folder) == (END,)
+
+
+@pytest.mark.parametrize("named", [START, [START], [START, END]])
+def test_generation_config_adds_its_own(folder: Path, named: object) -> None:
+    generation(folder, {"eos_token_id": named, "temperature": 0.6})
+    assert stops(folder) == (START, END)
+
+
+@pytest.mark.parametrize("content", [{}, {"eos_token_id": None}, {"eos_token_id": []}])
+def test_generation_config_may_say_nothing(folder: Path, content: object) -> None:
+    assert stops(generation(folder, content)) == (END,)
+
+
+def test_the_models_folder_counts_as_the_tokenizers_does(folder: Path, tmp_path: Path) -> None:
+    assert stops(folder, init_from=generation(tmp_path / "model", {"eos_token_id": BOS})) == (BOS, END)
+    assert stops(folder, init_from=tmp_path / "checkpoint") == (END,)
+
+
+def test_what_is_named_counts_alone(folder: Path) -> None:
+    generation(folder, {"eos_token_id": START})
+    assert stops(folder, stop=["<bos>"]) == (BOS,)
+    assert stops(folder, stop=[]) == ()
+    with pytest.raises(ValueError, match=r"rollout\.stop: '<eos>' is not a token; .*<\|im_end\|>; rollout\.stop=null"):
+        stops(folder, stop=["<eos>"])
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "holds no JSON object"),
+        ([1], "holds no JSON object"),
+        ({"eos_token_id": "<|im_end|>"}, r"eos_token_id is \['<\|im_end\|>'\], not a number or several"),
+        ({"eos_token_id": [True]}, r"eos_token_id is \[True\], not a number"),
+        ({"eos_token_id": 5000}, "ends texts with token 5000, and there are "),
+        ({"eos_token_id": -1}, "ends texts with token -1, and there are "),
+    ],
+)
+def test_a_generation_config_that_makes_no_sense_is_named(folder: Path, content: object, why: str) -> None:
+    generation(folder, content)
+    with pytest.raises(ValueError, match=rf"generation_config\.json.*{why}.*\"rollout\.stop="):
+        stops(folder)
+
+
+def test_a_tokenizer_without_an_end_is_refused(folder: Path) -> None:
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    del settings["eos_token"]
+    file.write_text(json.dumps(settings))
+    with pytest.raises(
+        ValueError, match=r"no token ends a completion: data\.tokenizer=.* has no eos_token.*rollout\.stop"
+    ):
+        stops(folder)
+    assert stops(generation(folder, {"eos_token_id": START})) == (START,)

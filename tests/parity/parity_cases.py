@@ -1,0 +1,166 @@
+"""What tests/parity runs: models, layouts, and which of them together on how many processes. Megatron is not needed.
+
+A case is MODEL:LAYOUT; MODEL:single is the one process that the model's other cases are compared with.
+"""
+
+from dataclasses import replace
+
+from grpo_mega.config.schema import (
+    AlgorithmConfig,
+    LayoutConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    YarnConfig,
+)
+
+DENSE = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=128, context=64, init_std=0.1)
+MOE = replace(DENSE, moe=MoEConfig(experts=4, top_k=2, ffn_hidden=32, shared_ffn_hidden=32, first_dense=1))
+LATENT = dict(attention="mla", kv_heads=4, mla=MLAConfig(16, 16, 8, 8, 8), qk_norm=True)
+LATENT_MOE = replace(MOE, **LATENT)
+DEEPSEEK = replace(LATENT_MOE, layers=4, moe=replace(MOE.moe, groups=2, group_top_k=1))
+MODELS = {
+    "dense": DENSE,
+    "tied": replace(DENSE, tie_embeddings=True, qk_norm=True),
+    "latent": replace(DENSE, **LATENT),
+    "moe": MOE,
+    "mla": replace(LATENT_MOE, yarn=YarnConfig(factor=4, original_context=16, beta_fast=2, beta_slow=0.1)),
+    "moonlight": replace(LATENT_MOE, mla=replace(LATENT_MOE.mla, q_lora_rank=None)),
+    "padded": replace(
+        LATENT_MOE,
+        qk_norm=False,
+        mla=replace(LATENT_MOE.mla, q_lora_rank=None),
+        vocab_multiple=64,
+        moe=replace(MOE.moe, bias_update_rate=0.0, frozen_bias=True),
+    ),
+    "deepseek": DEEPSEEK,
+    "mtp": replace(DEEPSEEK, mtp_layers=1, mtp_loss_coef=0.1, moe=replace(DEEPSEEK.moe, aux_loss_coef=0.1)),
+    "replayed": replace(MOE, layers=4, mtp_layers=1, mtp_loss_coef=0.1, moe=replace(MOE.moe, aux_loss_coef=0.1)),
+    "dense_mtp2": replace(DENSE, mtp_layers=2, mtp_loss_coef=0.5),
+    "balanced": replace(MOE, moe=replace(MOE.moe, aux_loss_coef=0.5, z_loss_coef=0.05)),
+    "dense_gspo": DENSE,
+    "dense_cispo": DENSE,
+    "dense_bf16": replace(DENSE, dtype="bf16"),
+    "deepseek_bf16": replace(DEEPSEEK, dtype="bf16"),
+}
+LAYOUTS = {
+    "single": LayoutConfig(),
+    "small": LayoutConfig(micro_batch_tokens=70),
+    "recompute": LayoutConfig(recompute="full", micro_batch_tokens=100),
+    "selective": LayoutConfig(recompute="selective"),
+    "tp2": LayoutConfig(tp=2),
+    "tp2sp": LayoutConfig(tp=2, sp=True),
+    "tp2recompute": LayoutConfig(tp=2, sp=True, recompute="full"),
+    "tp4": LayoutConfig(tp=4, sp=True),
+    "tp2etp2": LayoutConfig(tp=2, sp=True, etp=2),
+    "tp4etp4": LayoutConfig(tp=4, sp=True, etp=4),
+    "tp2ep2": LayoutConfig(tp=2, sp=True, ep=2),
+    "tp2ep2zero": LayoutConfig(tp=2, sp=True, ep=2),
+    "tp2ep4": LayoutConfig(tp=2, sp=True, ep=4),
+    "tp2pp2": LayoutConfig(tp=2, pp=2, sp=True),
+    "tp2vpp2": LayoutConfig(tp=2, pp=2, vpp=2, sp=True),
+    "tp2dp2": LayoutConfig(tp=2, sp=True),
+    "tp2dp2zero": LayoutConfig(tp=2, sp=True, micro_batch_tokens=100),
+    "pp2": LayoutConfig(pp=2),
+    "pp2small": LayoutConfig(pp=2, micro_batch_tokens=70),
+    "pp2uneven": LayoutConfig(pp=2, last_stage_layers=1),
+    "pp2dp2zero": LayoutConfig(pp=2, micro_batch_tokens=100),
+    "pp4": LayoutConfig(pp=4, micro_batch_tokens=100),
+    "vpp2": LayoutConfig(pp=2, vpp=2, micro_batch_tokens=150),
+    "vpp2recompute": LayoutConfig(pp=2, vpp=2, recompute="full", micro_batch_tokens=100),
+    "vpp2zero": LayoutConfig(pp=2, vpp=2, micro_batch_tokens=100),
+    "cp2": LayoutConfig(cp=2),
+    "cp2small": LayoutConfig(cp=2, micro_batch_tokens=70),
+    "cp2one": LayoutConfig(cp=2, micro_batch_tokens=1),
+    "cp2zero": LayoutConfig(cp=2),
+    "cp2tp2": LayoutConfig(cp=2, tp=2, sp=True),
+    "cp2pp2": LayoutConfig(cp=2, pp=2),
+    "cp2ep2": LayoutConfig(cp=2, ep=2),
+    "cp4": LayoutConfig(cp=4),
+    "cp4ep4": LayoutConfig(cp=4, ep=4),
+    "dp2": LayoutConfig(micro_batch_tokens=100),
+    "dp2zero": LayoutConfig(micro_batch_tokens=100),
+    "ep2": LayoutConfig(ep=2),
+    "ep2zero": LayoutConfig(ep=2, micro_batch_tokens=100),
+    "ep2pp2": LayoutConfig(ep=2, pp=2),
+    "ep2dp4": LayoutConfig(ep=2),
+    "ep4zero": LayoutConfig(ep=4),
+}
+# A large epsilon keeps Adam's first steps smooth: with a small one they hang on the sign of gradients near 0.
+OPTIMIZER = OptimizerConfig(lr=0.01, eps=0.01, weight_decay=0.1, clip_grad=0.5)
+OBJECTIVE = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl_coef=0.1)
+OBJECTIVES = {
+    "dense_gspo": AlgorithmConfig(objective="gspo", clip_low=0.01, clip_high=0.02, entropy_coef=0.1),
+    "dense_cispo": AlgorithmConfig(objective="cispo", kl_coef=0.1, correction="mask", correction_cap=1.1),
+}
+
+_EXACT = {
+    1: """
+        dense:small dense_gspo:small moe:small mla:small balanced:small replayed:small
+        moe:recompute moe:selective mtp:recompute
+    """,
+    2: """
+        dense:tp2 dense:tp2sp dense:pp2 dense:pp2small dense:dp2 dense:cp2 dense:dp2zero dense:cp2zero
+        tied:tp2 tied:tp2sp tied:pp2 tied:dp2 tied:cp2
+        dense_gspo:tp2sp dense_gspo:pp2small dense_gspo:cp2 dense_cispo:cp2small dense_cispo:dp2zero
+        latent:tp2sp latent:pp2 latent:cp2 latent:dp2zero
+        moe:tp2sp moe:tp2etp2 moe:pp2 moe:pp2small moe:ep2 moe:dp2 moe:tp2ep2 moe:tp2ep2zero moe:cp2small moe:cp2one
+        mla:tp2sp mla:pp2 mla:ep2 mla:cp2 mla:ep2zero moonlight:tp2sp moonlight:cp2 padded:tp2sp
+        balanced:tp2sp balanced:pp2small balanced:ep2 balanced:cp2small
+        deepseek:pp2uneven deepseek:vpp2 deepseek:ep2zero deepseek:tp2recompute deepseek:vpp2recompute
+        mtp:tp2sp mtp:vpp2 mtp:ep2zero mtp:vpp2recompute
+        replayed:tp2sp replayed:cp2small replayed:ep2zero replayed:vpp2recompute
+        dense_mtp2:tp2 dense_mtp2:pp2small dense_mtp2:cp2small
+    """,
+    4: """
+        dense:tp2pp2 dense:cp4 dense:cp2tp2 tied:tp2pp2 tied:pp2dp2zero tied:cp2pp2
+        latent:tp4 latent:tp2pp2 mla:tp4etp4 mla:tp2pp2 mla:cp2tp2 mla:cp2pp2 mla:cp4ep4 padded:tp4
+        moe:tp2pp2 moe:tp2dp2 moe:ep2pp2 moe:tp2ep4 moe:ep2dp4 moe:cp2ep2 moe:cp4 balanced:cp2tp2
+        deepseek:tp2vpp2 deepseek:tp2dp2zero deepseek:vpp2zero deepseek:pp4 replayed:tp2vpp2
+        mtp:tp2vpp2 mtp:cp2tp2 mtp:cp2pp2 mtp:ep4zero
+    """,
+}
+_ROUNDED = {2: "dense_bf16:tp2sp dense_bf16:pp2 deepseek_bf16:tp2sp deepseek_bf16:ep2zero deepseek_bf16:cp2"}
+COMPARED = {case: size for table in (_EXACT, _ROUNDED) for size, cases in table.items() for case in cases.split()}
+"""Every case that is compared with one process, and its number of processes."""
+
+CORE = (
+    "dense:small", "dense:pp2small", "dense:cp2zero", "tied:tp2", "latent:tp2sp", "moe:ep2", "mla:cp2", "deepseek:vpp2",
+    "mtp:tp2sp", "replayed:ep2zero", "moe:tp2pp2",
+)  # fmt: skip
+"""Cases of `make test`: each kind of parallelism, attention and expert layer. `make test-parity` runs the others."""
+
+LONG = (
+    "dense:tp2sp", "dense:pp2small", "dense:dp2", "dense:cp2zero", "moe:tp2etp2", "deepseek:ep2zero", "deepseek:vpp2"
+)  # fmt: skip
+"""Cases that sample long completions in several waves, one of each kind of layout; sampling is most of a case's time.
+
+A token's noise does not depend on how many follow, so the others' completions are the beginning of one process's.
+"""
+
+
+def model_of(case: str) -> ModelConfig:
+    """The model of [MUTATION@]MODEL:LAYOUT."""
+    return MODELS[case.rpartition("@")[2].split(":")[0]]
+
+
+def one_process(case: str) -> str:
+    """What [MUTATION@]MODEL:LAYOUT is compared with."""
+    return f"{case.rpartition('@')[2].split(':')[0]}:single"
+
+
+def processes(case: str) -> int:
+    """How many [MUTATION@]MODEL:LAYOUT needs."""
+    return COMPARED.get(case.rpartition("@")[2], 1)
+
+
+def optimizer(layout: str) -> OptimizerConfig:
+    """Distributed where the layout's name says zero; overlapped, too, but for the plainest."""
+    zero = layout.endswith("zero")
+    return replace(OPTIMIZER, distributed=zero, overlap=zero and layout != "dp2zero")
+
+
+def expert_layers(model: ModelConfig) -> int:
+    """Layers with experts, those of prediction modules included."""
+    return model.layers - model.moe.first_dense + model.mtp_layers if model.moe.experts else 0

@@ -1,0 +1,268 @@
+"""Functions of users: what they do stays in their process, what goes wrong is named, nothing outlives the run."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_mega.config.schema import RewardConfig, RewardTerm
+from grpo_mega.reward import user_functions
+from grpo_mega.reward.compose import Reward, build_reward
+from grpo_mega.reward.user_functions import UserFunctions
+from grpo_mega.types import Prompt, Sample
+
+HERE = Path(__file__).parent
+SECONDS = 60
+"""How long killed processes may take to be gone."""
+
+
+def sample(text: str = "abc", index: int = 0, version: int = 0) -> Sample:
+    prompt = Prompt(id="chain_sum/x", token_ids=(1,), text="<bos>3+5+2+9=?", answer="19", task="chain_sum")
+    return Sample(prompt, index, (2,), (0.0,), "stop", version, text)
+
+
+def reward(*functions: str, seconds: float = 600, seed: int = 0) -> Reward:
+    """Functions of hostile_functions.py or another module, each a term of its own name."""
+    paths = [name if ":" in name else f"hostile_functions:{name}" for name in functions]
+    terms = [RewardTerm(path.partition(":")[2], 1.0, path) for path in paths]
+    return build_reward(RewardConfig(terms, success=terms[0].name, timeout_seconds=seconds), seed)
+
+
+def value(function: str, of: Sample, seed: int = 0) -> float:
+    """Of the first call in a process of its own."""
+    ((total, _),) = reward(function, seed=seed).score([of])
+    return total
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("exits", "SystemExit: 0"),
+        ("interrupts", "KeyboardInterrupt: "),
+        ("leaves", "ended with exit code 0"),
+        ("kills_itself", r"was killed by SIGKILL \(memory may have run out\)"),
+        ("crashes", "was killed by SIGSEGV"),
+        ("eats_memory", "MemoryError"),
+        ("closes_all_files", "ended with exit code 1"),
+        ("writes_everywhere", "written into a descriptor that is not its own"),
+        ("raises_what_cannot_be_printed", "Unprintable"),
+    ],
+)
+def test_whatever_ends_a_function_is_an_error_that_names_term_prompt_and_sample(function: str, words: str):
+    with pytest.raises(RuntimeError, match=rf"^reward term '{function}', prompt 'chain_sum/x', sample 3: .*{words}"):
+        reward(function).score([sample(index=3)])
+
+
+@pytest.mark.parametrize(("function", "where"), [("hangs", "in hangs"), ("talks_for_ever", "la la la"), ("stops", "")])
+def test_a_function_that_does_not_come_back_is_ended_and_says_where_it_was(function: str, where: str):
+    words = rf"'{function}', prompt 'chain_sum/x', sample 3: no value within reward.timeout_seconds=2"
+    with pytest.raises(RuntimeError, match=words) as raised:
+        reward(function, seconds=2).score([sample(index=3)])
+    assert where in str(raised.value)
+
+
+def test_last_words_are_part_of_the_error():
+    with pytest.raises(RuntimeError, match=r"the last that it printed:\n    these are my last words$"):
+        reward("leaves").score([sample()])
+
+
+def test_a_crash_in_foreign_code_shows_where():
+    with pytest.raises(RuntimeError, match=r"(?s)Segmentation fault.*in crashes"):
+        reward("crashes").score([sample()])
+
+
+@pytest.mark.parametrize("returned", ["None", "math.nan", "-math.inf", "'1'", "[1.0]", "1j", "10**400"])
+def test_what_is_no_finite_number_is_an_error_with_the_value_in_it(returned: str):
+    text = returned.replace("math", "__import__('math')")
+    with pytest.raises((ValueError, RuntimeError), match=r"'returns', prompt 'chain_sum/x', sample 0: (ret|OverflowE)"):
+        reward("returns").score([sample(text)])
+
+
+def test_numbers_of_all_kinds_arrive_bit_for_bit():
+    kinds = [
+        sample(text) for text in ("True", "3", "0.1", "-1 / 3", "5e-324", "__import__('fractions').Fraction(1, 4)")
+    ]
+    assert [total for total, _ in reward("returns").score(kinds)] == [1.0, 3.0, 0.1, -1 / 3, 5e-324, 0.25]
+
+
+def test_a_number_of_numpy_is_a_number_and_a_tensor_is_none():
+    built = reward("drawing_functions:returns_single_precision", "drawing_functions:returns_a_tensor")
+    assert built.terms[0].function(sample()) == 0.5
+    with pytest.raises(ValueError, match=r"'returns_a_tensor', .* returned tensor\(1\.\)"):
+        built.terms[1].function(sample())
+
+
+def test_output_is_shown_up_to_a_limit_and_holds_nothing_up(capsys: pytest.CaptureFixture[str]):
+    assert [total for total, _ in reward("prints_megabytes").score([sample(), sample("abcd")])] == [3.0, 4.0]
+    shown = capsys.readouterr().err
+    assert shown.startswith("xxx")
+    assert shown.endswith("no more of it is shown\n")
+    assert shown.count("x") == user_functions.SHOWN_BYTES
+
+
+def test_a_function_gets_a_copy_of_its_sample_and_others_see_the_original():
+    terms = [RewardTerm("mutates", 0.0, "hostile_functions:mutates"), RewardTerm("boxed")]
+    terms += [RewardTerm("length", 0.0, "hostile_functions:length")]
+    mine = sample("rubbish")
+    assert (
+        build_reward(RewardConfig(terms, success="boxed")).score([mine, mine])
+        == [(0.0, {"mutates": 1.0, "boxed": 0.0, "length": 7.0})] * 2
+    )
+    assert mine.text == "rubbish"
+
+
+def test_what_a_function_changes_stays_in_its_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "5")
+    before = os.getcwd(), [*sys.path], signal.getsignal(signal.SIGTERM)
+    assert [total for total, _ in reward("changes_everything").score([sample(), sample()])] == [3.0, 3.0]
+    assert (os.getcwd(), sys.path, signal.getsignal(signal.SIGTERM), os.environ["RANK"]) == (*before, "5")
+
+
+def test_a_fork_that_comes_back_from_the_function_ends_and_the_original_goes_on():
+    built = reward("forks", "length")
+    assert built.score([sample("a" * n) for n in range(1, 4)]) == [
+        (1.0 + n, {"forks": 1.0, "length": float(n)}) for n in range(1, 4)
+    ]
+
+
+def test_what_a_function_keeps_is_there_at_the_next_call():
+    assert [total for total, _ in reward("count").score([sample(), sample(), sample()])] == [1.0, 2.0, 3.0]
+
+
+def test_a_function_sees_which_rank_it_works_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "5")
+    assert value("rank", sample()) == 5.0
+
+
+def test_what_a_function_draws_depends_on_run_term_and_sample_and_on_nothing_else():
+    samples = [sample(index=i, version=v) for i in range(3) for v in range(2)]
+    draws = "drawing_functions:draws"
+    together = [total for total, _ in reward(draws).score(samples)]
+    assert len(set(together)) == len(samples)
+    random.seed(1)
+    assert value(draws, samples[5]) == together[5], "not on earlier calls, nor on this process"
+    assert value(draws, samples[0], seed=1) != together[0]
+    two_terms = [RewardTerm(name, 1.0, draws) for name in ("draws", "other")]
+    ((_, row),) = build_reward(RewardConfig(two_terms, success="other")).score(samples[:1])
+    assert row["draws"] == together[0] != row["other"]
+
+
+def test_a_function_that_needs_no_torch_has_none():
+    assert value("modules", sample("torch")) == 0.0
+    assert value("modules", sample("grpo_mega.types")) == 1.0
+
+
+def test_strings_are_hashed_alike_in_every_run():
+    assert value("hashes", sample()) == value("hashes", sample())
+
+
+def test_when_memory_runs_out_the_function_is_to_go_first():
+    assert value("first_to_go", sample()) == 1000
+    assert int(Path("/proc/self/oom_score_adj").read_text()) < 1000
+
+
+def test_signals_for_the_rank_do_not_end_the_functions_but_their_children_obey_them():
+    built = reward("length", "terminates_its_child")
+    for process in psutil.Process().children(recursive=True):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            process.send_signal(number)
+    assert built.score([sample()]) == [(3.0 - signal.SIGTERM, {"length": 3.0, "terminates_its_child": -15.0})]
+
+
+def test_a_module_that_exits_cannot_be_imported_and_nothing_is_left_of_it():
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(ValueError, match="'mine': cannot import 'exits_on_import:f': SystemExit: 0"):
+        build_reward(RewardConfig([RewardTerm("mine", 1.0, "exits_on_import:f")], success="mine"))
+    assert psutil.Process().children(recursive=True) == before
+
+
+def test_a_module_whose_import_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(user_functions, "IMPORT_SECONDS", 2.0)
+    with pytest.raises(ValueError, match=r"(?s)'mine': cannot import 'hangs_on_import:f': not done within 2 s.*line 6"):
+        build_reward(RewardConfig([RewardTerm("mine", 1.0, "hangs_on_import:f")], success="mine"))
+
+
+def started(told: Path) -> list[psutil.Process]:
+    """The processes whose numbers `orphans` has written, those that are still there."""
+    numbers = [int(number) for number in told.read_text().split()]
+    assert len(numbers) == 4
+    return [psutil.Process(number) for number in numbers if psutil.pid_exists(number)]
+
+
+def left(processes: list[psutil.Process]) -> list[psutil.Process]:
+    _, alive = psutil.wait_procs(processes, timeout=SECONDS)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("end", ["close", "del"])
+def test_children_that_nobody_waits_for_end_with_the_reward(tmp_path: Path, end: str):
+    functions = UserFunctions({"orphans": "hostile_functions:orphans"}, 0, 600)
+    assert functions.value("orphans", sample(str(tmp_path / "told"))) == 1.0
+    processes = started(tmp_path / "told")
+    assert len(processes) == 4
+    if end == "close":
+        functions.close()
+    del functions
+    assert left(processes) == []
+
+
+def test_children_end_with_a_function_that_leaves(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="ended with exit code 3"):
+        reward("orphans_and_leaves").score([sample(str(tmp_path / "told"))])
+    assert left(started(tmp_path / "told")) == []
+
+
+OWNER = """
+import os, signal, sys
+sys.path[:0] = sys.argv[2:]
+from test_user_functions import reward, sample
+built = reward("orphans")
+built.score([sample(sys.argv[1])])
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("os._exit(4)", 4),
+        ("sys.exit(5)", 5),
+        # Helpers that hold copies of all descriptors, as those of checkpoints do, keep no worker alive.
+        ("os.fork() or os.execlp('sleep', 'sleep', '20'); os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("0 if os.fork() else signal.pause(); os.kill(os.getpid(), signal.SIGKILL)", -9),
+    ],
+)
+def test_nothing_outlives_the_rank_however_it_ends(tmp_path: Path, ending: str, code: int):
+    told = tmp_path / "told"
+    program = [sys.executable, "-W", "ignore", "-c", OWNER + ending, str(told), str(HERE)]
+    parent = subprocess.Popen(program, start_new_session=True)
+    try:
+        assert parent.wait() == code
+        assert left(started(told)) == []
+    finally:
+        for process in [p for p in psutil.process_iter() if _session(p) == parent.pid]:
+            process.kill()
+
+
+def _session(process: psutil.Process) -> int | None:
+    try:
+        return os.getsid(process.pid)
+    except OSError:
+        return None
+
+
+def test_a_fork_of_the_rank_that_ends_leaves_the_functions_to_the_rank():
+    built = reward("length")
+    child = os.fork()
+    if child == 0:
+        built.terms[0].function.func.__self__.close()  # what the end of an interpreter does
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert built.score([sample()]) == [(3.0, {"length": 3.0})]

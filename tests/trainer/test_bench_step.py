@@ -1,0 +1,33 @@
+"""tools/bench_step.py, started as its docstring and docs/benchmarks.md say: every measured step trains tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import REPOSITORY, run_ranks
+
+TOOL = REPOSITORY / "tools" / "bench_step.py"
+SMALL = ["algorithm.prompts_per_step=2", "algorithm.group_size=4", "rollout.max_new_tokens=6"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "documented"),
+    [
+        (1, ["model.qk_norm=true"]),
+        (1, ["model.moe.experts=8", "model.moe.top_k=2"]),
+        (2, ["layout=ep2", "model.moe.experts=8"]),
+    ],
+    ids=["dense", "experts", "torchrun"],
+)
+def test_every_measured_step_trains_the_same_tokens(ranks: int, documented: list[str], tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    options = ["--steps", "2", "--warmup", "1", "--json", str(result)]
+    printed = run_ranks(TOOL, ranks, [*options, *documented, *SMALL])[0]
+    measured = json.loads(result.read_text())
+    # 2 prompts of 4 samples of 6 tokens, unless the checksum gave a whole group the same reward.
+    assert measured["trained_tokens"] in (2 * 4 * 6, 4 * 6)
+    assert {"generate", "reward", "logprobs", "update"} <= measured["phases"].keys()
+    assert all(spent["cpu"] > 0 for spent in measured["phases"].values())
+    assert f"{measured['cpu_seconds_per_1000_trained_tokens']:.3f} CPU seconds per 1,000 trained tokens" in printed

@@ -1,0 +1,169 @@
+"""Every setting of the loss against float64: values, log-probs and gradients, from logits and from hidden states.
+
+`bench_kernels.py --check` runs it on this project's kernels. Any other function that takes the same arguments can be
+checked as well, a wrong one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import grpo_kernels
+from grpo_kernels import GRPOLoss, reference
+
+COUNT, COLUMNS, HIDDEN, TEMPERATURE = 40, 515, 32, 0.8
+VALUES = 2e-5  # of losses, relative to the largest; of log-probs; of gradients, relative (L2)
+ROUNDED = 5e-3  # of gradients that are rounded to bfloat16
+
+LOSSES: dict[str, GRPOLoss] = {
+    "ppo": GRPOLoss(clip_low=0.2, clip_high=0.28),
+    "ppo, no bound below": GRPOLoss(clip_low=1.0, clip_high=0.28),
+    "ppo, no bound above": GRPOLoss(clip_low=0.2, clip_high=float("inf")),
+    "ppo, dual clip": GRPOLoss(clip_low=0.2, clip_high=0.28, dual_clip=2.0),
+    "ppo, k1": GRPOLoss(kl="k1", kl_coef=0.5),
+    "ppo, k2": GRPOLoss(kl="k2", kl_coef=0.5),
+    "ppo, k3": GRPOLoss(kl="k3", kl_coef=0.5),
+    "ppo, entropy bonus": GRPOLoss(entropy_coef=0.3),
+    "ppo, entropy penalty": GRPOLoss(entropy_coef=-0.3),
+    "ppo, truncate": GRPOLoss(correction="truncate", correction_cap=1.5),
+    "ppo, mask": GRPOLoss(correction="mask", correction_cap=1.5),
+    "ppo, all of it": GRPOLoss(
+        dual_clip=2.0, kl="k3", kl_coef=0.5, entropy_coef=0.3, correction="truncate", correction_cap=1.5
+    ),
+    "gspo": GRPOLoss(kind="gspo", clip_low=0.1, clip_high=0.1),
+    "gspo, dual clip": GRPOLoss(kind="gspo", clip_low=0.1, clip_high=0.1, dual_clip=1.2),
+    "gspo, all of it": GRPOLoss(
+        kind="gspo", kl="k2", kl_coef=0.5, entropy_coef=0.3, correction="mask", correction_cap=1.5
+    ),
+    "cispo": GRPOLoss(kind="cispo", clip_low=0.5, clip_high=0.5),
+    "cispo, all of it": GRPOLoss(
+        kind="cispo", clip_low=1.0, kl="k1", kl_coef=0.5, entropy_coef=-0.3, correction="mask", correction_cap=1.5
+    ),
+}
+"""Coefficients are large: what one term gets wrong must not drown in rounding."""
+
+
+@dataclass
+class Found:
+    """What a loss function gives: the scalar, [n] weighted losses and log-probs, and the gradients of its inputs."""
+
+    loss: Tensor
+    losses: Tensor
+    logprob: Tensor
+    gradients: tuple[Tensor, ...]
+
+
+LossFunction = Callable[[tuple[Tensor, ...], dict[str, Any]], Found]
+"""(logits [n, V], or hidden states [n, H] and weight [V, H]; the other arguments of `fused_grpo_loss`) -> `Found`."""
+
+
+def own_loss(backend: str) -> LossFunction:
+    """This project's, on one of its paths."""
+
+    def run(inputs: tuple[Tensor, ...], arguments: dict[str, Any]) -> Found:
+        leaves = tuple(x.clone().requires_grad_() for x in inputs)
+        function: Any = grpo_kernels.fused_grpo_loss if len(leaves) == 1 else grpo_kernels.linear_grpo_loss
+        loss, metrics = function(*leaves, backend=backend, **arguments)
+        return Found(loss.detach(), metrics.loss, metrics.logprob, torch.autograd.grad(loss, leaves))
+
+    return run
+
+
+def check_losses(functions: dict[str, LossFunction], device: torch.device) -> list[str]:
+    """What is beyond rounding, a line for each wrong number; runs every setting, with and without old log-probs."""
+    wrong = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for inputs in made_up_inputs(dtype, device):
+            source = "logits" if len(inputs) == 1 else "hidden states"
+            for name, options in LOSSES.items():
+                for on_policy in (False, True):
+                    arguments = made_up_arguments(inputs, options, on_policy)
+                    exact = exact_of(inputs, arguments)
+                    where = f"{name}{', on-policy' if on_policy else ''}, {source}, {dtype}"
+                    for who, function in functions.items():
+                        errors = errors_of(function(inputs, arguments), exact, arguments["weights"] != 0)
+                        wrong += [
+                            f"{who}: {where}: {what} error {error:.1e}, limit {limit:.0e}"
+                            for what, error in errors.items()
+                            if not error <= (limit := limit_of(what, dtype))
+                        ]
+    return wrong
+
+
+def made_up_inputs(dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, ...]]:
+    """Logits, and hidden states with a weight."""
+    draw = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(COUNT, COLUMNS, generator=draw)
+    hidden, weight = torch.randn(COUNT, HIDDEN, generator=draw), 0.5 * torch.randn(COLUMNS, HIDDEN, generator=draw)
+    return [tuple(x.to(device, dtype) for x in inputs) for inputs in ((logits,), (hidden, weight))]
+
+
+def made_up_arguments(inputs: tuple[Tensor, ...], options: GRPOLoss, on_policy: bool) -> dict[str, Any]:
+    """Old, reference and sampled log-probs so far away that every bound and cap binds for some tokens, advantages of
+    both signs and 0, sequences of many lengths; on-policy, old log-probs are the present ones.
+    """
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(COLUMNS, (COUNT,), generator=draw)
+    logprob = reference.log_softmax(logits_of(inputs), TEMPERATURE).gather(1, ids[:, None])[:, 0]
+    old, ref, rollout = (logprob + scale * torch.randn(COUNT, generator=draw) for scale in (0.7, 0.7, 1.0))
+    lengths = torch.tensor([4, 0, 9, 1, 8, 7, 3, 8])
+    old += torch.tensor([0.5, 0.0, -0.5, 0.5, -0.5, 0.5, -0.5, 0.5]).repeat_interleave(lengths)  # of whole sequences
+    weights = torch.rand(COUNT, generator=draw)
+    weights[::7] = 0.0
+    signs = torch.tensor([1.0, 1.0, -1.5, 0.0, 1.5, -1.0, 1.0, -0.5])
+    vectors = {
+        "ids": ids,
+        "old_logprob": None if on_policy else old.float(),
+        "ref_logprob": ref.float(),
+        "advantages": signs.repeat_interleave(lengths),
+        "weights": weights / COUNT,
+        "rollout_logprob": rollout.float(),
+        "cu_seqlens": torch.cat([torch.zeros(1), lengths.cumsum(0)]).long() if options.kind == "gspo" else None,
+    }
+    on_device = {name: None if vector is None else vector.to(inputs[0].device) for name, vector in vectors.items()}
+    return on_device | {"options": options, "temperature": TEMPERATURE}
+
+
+def logits_of(inputs: tuple[Tensor, ...]) -> Tensor:
+    """[n, V] in float64, on the CPU."""
+    inputs = tuple(x.cpu().double() for x in inputs)
+    return inputs[0] if len(inputs) == 1 else inputs[0] @ inputs[1].t()
+
+
+def exact_of(inputs: tuple[Tensor, ...], arguments: dict[str, Any]) -> Found:
+    """The same in float64, from the formulas."""
+    on_cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    found = reference.grpo_loss(logits_of(inputs), **on_cpu)
+    gradients: tuple[Tensor, ...] = (found.gradient,)
+    if len(inputs) == 2:
+        hidden, weight = (x.cpu().double() for x in inputs)
+        gradients = (found.gradient @ weight, found.gradient.t() @ hidden)
+    return Found(found.loss.sum(), found.loss, found.logprob, gradients)
+
+
+def errors_of(found: Found, exact: Found, counted: Tensor) -> dict[str, float]:
+    """Name -> error; of log-probs only those of tokens that count are promised."""
+    counted, largest = counted.cpu(), float(exact.losses.abs().max())
+
+    def apart(a: Tensor, b: Tensor) -> Tensor:
+        return a.cpu().double() - b
+
+    errors = {
+        "loss": float(apart(found.loss, exact.loss).abs()) / float(exact.losses.abs().sum()),
+        "token loss": float(apart(found.losses, exact.losses).abs().max()) / largest,
+        "log-prob": float(apart(found.logprob, exact.logprob)[counted].abs().max()),
+    }
+    names = ("gradient",) if len(exact.gradients) == 1 else ("hidden gradient", "weight gradient")
+    for name, ours, right in zip(names, found.gradients, exact.gradients, strict=True):
+        errors[name] = float(apart(ours, right).norm() / right.norm())
+    return errors
+
+
+def limit_of(what: str, dtype: torch.dtype) -> float:
+    """Only gradients of bfloat16 are rounded."""
+    return ROUNDED if "gradient" in what and dtype == torch.bfloat16 else VALUES
