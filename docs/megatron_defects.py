@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 
 from grpo_mega.config import schema
-from grpo_mega.policy.optimizer import build_optimizer
+from grpo_mega.models.optimizer import build_optimizer
 
 rank = dist.get_rank()
 parallel_state.initialize_model_parallel(2)

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo_mega.checkpoint import checkpoint
-from grpo_mega.checkpoint.huggingface import directory as huggingface
-from grpo_mega.checkpoint.integrity import main_says
 from grpo_mega.config.load import identity, to_yaml
 from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.data import Data
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.models.policy import Policy
+from grpo_mega.models.topology import join_layout, leave_layout
 from grpo_mega.observe.console import columns_of
 from grpo_mega.observe.heartbeat import Heartbeat
 from grpo_mega.observe.logs import setup_rank_logging
@@ -24,15 +24,15 @@ from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.run_dir import RunDir, open_run_dir
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform import Platform
-from grpo_mega.policy.policy import Policy
-from grpo_mega.policy.topology import join_layout, leave_layout
+from grpo_mega.platform.collectives import main_says
 from grpo_mega.reward.compose import Reward
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
-from grpo_mega.rollout.sglang_engine import SGLangEngine
-from grpo_mega.stages.base import base_path, load_or_train_base
-from grpo_mega.stages.supervised import cold_start
+from grpo_mega.rollout.sglang.engine import SGLangEngine
+from grpo_mega.stages.pretrain import base_path, load_or_train_base
+from grpo_mega.stages.sft import cold_start
 from grpo_mega.trainer import Trainer
+from grpo_mega.weights import directory as huggingface
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from grpo_mega.platform.orphans import end_with_launcher
 from grpo_mega.platform.stop import SIGNALS, Stopped
 from grpo_mega.reward.compose import build_reward
 from grpo_mega.reward.truths import why_unreachable
-from grpo_mega.rollout.sglang_release import check_installed
+from grpo_mega.rollout.sglang.release import check_installed
 
 FAILED = 1
 """Exit code after an unexpected error, or when something called sys.exit; every rank prints the traceback."""

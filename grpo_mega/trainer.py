@@ -21,18 +21,18 @@ from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.colocation.turns import Turns
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data
+from grpo_mega.models.losses import grpo_loss
+from grpo_mega.models.optimizer import warmed_up
+from grpo_mega.models.policy import Gradients, Policy
+from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.rollout import average, rollout_metrics
 from grpo_mega.observe.summary import versions, warn_of_other_versions
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform.stop import Interrupted, Stopped, StopRequest
-from grpo_mega.policy.losses import grpo_loss
-from grpo_mega.policy.optimizer import warmed_up
-from grpo_mega.policy.policy import Gradients, Policy
-from grpo_mega.policy.reference import ReferencePolicy
 from grpo_mega.reward.compose import Reward
 from grpo_mega.rollout.engine import Engine, SamplingParams
-from grpo_mega.rollout.sglang_engine import SGLangEngine
+from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.types import Batch, Group, Prompt, Sample, pack
 
 logger = logging.getLogger(__name__)

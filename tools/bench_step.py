@@ -90,8 +90,8 @@ def main() -> None:
 
 def measure(config: Config, here: platform.Platform, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Phases (name -> wall and CPU seconds, the latter over all ranks) and trained tokens of every measured step."""
-    from grpo_mega.policy.policy import Policy
-    from grpo_mega.policy.topology import join_layout
+    from grpo_mega.models.policy import Policy
+    from grpo_mega.models.topology import join_layout
     from grpo_mega.rollout.embedded import EmbeddedEngine
     from grpo_mega.trainer import Trainer
 

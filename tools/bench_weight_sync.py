@@ -33,8 +33,8 @@ EXPERT_RANKS = (1, 8, 16, 32, 64)
 def plan() -> None:
     """Prints the table for 671B parameters."""
     platform.start()
-    from grpo_mega.checkpoint.huggingface.names import entries
-    from grpo_mega.rollout.sglang_arguments import expected_weights
+    from grpo_mega.rollout.sglang.arguments import expected_weights
+    from grpo_mega.weights.names import entries
 
     model = compose_config(["experiment=r1zero_671b"]).model
     assert model.vocab_size, "the preset of a released model says"
@@ -62,11 +62,11 @@ def bench(overrides: list[str]) -> None:
     platform.join_processes(here)
     import torch.distributed as dist
 
-    from grpo_mega.colocation.weight_stream import Traffic, hf_buckets
     from grpo_mega.data import build_data
-    from grpo_mega.policy.policy import Policy
-    from grpo_mega.policy.topology import join_layout, leave_layout
-    from grpo_mega.rollout.sglang_arguments import own_experts
+    from grpo_mega.models.policy import Policy
+    from grpo_mega.models.topology import join_layout, leave_layout
+    from grpo_mega.rollout.sglang.arguments import own_experts
+    from grpo_mega.weights.stream import Traffic, hf_buckets
 
     try:
         config = compose_config(overrides)

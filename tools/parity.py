@@ -279,9 +279,9 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
     # Megatron may only be imported now that the platform is prepared.
     from megatron.core import parallel_state
 
-    from grpo_mega.policy.losses import grpo_loss
-    from grpo_mega.policy.policy import Policy
-    from grpo_mega.policy.topology import join_layout
+    from grpo_mega.models.losses import grpo_loss
+    from grpo_mega.models.policy import Policy
+    from grpo_mega.models.topology import join_layout
 
     topology, optimizer = join_layout(config.layout, config.run.seed), config.optimizer
     policy = Policy(

@@ -5,10 +5,10 @@
 
 Composes the experiment with its overrides, checks every rule, and builds the modules of one rank of every pipeline
 stage on the meta device. Parameters, weights, gradients and optimizer state are counted; activations and the rest of
-the lines are estimates (grpo_mega/policy/memory.py says how). Machines are those of `cluster.*`, or the fewest
+the lines are estimates (grpo_mega/planning/memory.py says how). Machines are those of `cluster.*`, or the fewest
 processes that have the layout.
 
-With engines that share the GPUs a second table is about their turn (grpo_mega/rollout/sglang_memory.py).
+With engines that share the GPUs a second table is about their turn (grpo_mega/rollout/sglang/memory.py).
 
 Exit code: 0 the run fits (or nothing is known of the GPUs), 1 it does not, 2 the settings cannot run.
 """
@@ -123,7 +123,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     warnings.filterwarnings("ignore", module="megatron")
     platform.start_planning()
-    from grpo_mega.plan import plan  # imports Megatron, which wants the platform prepared
+    from grpo_mega.planning.plan import plan  # imports Megatron, which wants the platform prepared
 
     experiment = options.experiment.removeprefix("experiment=")
     try:

@@ -26,14 +26,15 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mega.checkpoint import random_state, reading, step_in_progress
-from grpo_mega.checkpoint.integrity import MANIFEST, damage, if_all_can, main_says, seal, vouched
+from grpo_mega.checkpoint.integrity import MANIFEST, damage, seal, vouched
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.checkpoint.writers import ForkedQueue, finalized, start_results_queue, summing, waiting_on_hosts
-from grpo_mega.observe.files import sync_folder, write_atomic
+from grpo_mega.models.policy import Policy
+from grpo_mega.models.reference import ReferencePolicy
+from grpo_mega.platform.collectives import if_all_can, main_says
+from grpo_mega.platform.files import sync_folder, write_atomic
 from grpo_mega.platform.orphans import forks_end_with_us
 from grpo_mega.platform.stop import shielded_children
-from grpo_mega.policy.policy import Policy
-from grpo_mega.policy.reference import ReferencePolicy
 
 logger = logging.getLogger(__name__)
 

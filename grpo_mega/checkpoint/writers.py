@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 
-from grpo_mega.checkpoint.integrity import Sums, checksum, host_group
+from grpo_mega.checkpoint.integrity import Sums, checksum
+from grpo_mega.platform.collectives import host_group
 
 SECONDS_BETWEEN_LOOKS = 0.05
 

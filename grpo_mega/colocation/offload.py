@@ -20,10 +20,10 @@ from typing import Any, NoReturn, cast
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
+from grpo_mega.models.chunks import ModelChunks
+from grpo_mega.models.policy import Policy
+from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.platform import process_groups
-from grpo_mega.policy.chunks import ModelChunks
-from grpo_mega.policy.policy import Policy
-from grpo_mega.policy.reference import ReferencePolicy
 
 
 class Offloaded(RuntimeError):

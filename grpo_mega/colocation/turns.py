@@ -26,16 +26,16 @@ import torch.distributed as dist
 from grpo_mega.colocation.lease import Lease, Owner, State
 from grpo_mega.colocation.ledger import Ledger, meter
 from grpo_mega.colocation.offload import TrainerMemory
-from grpo_mega.colocation.weight_sync import WeightSync
+from grpo_mega.colocation.sync import WeightSync
 from grpo_mega.config.schema import SGLangConfig
-from grpo_mega.observe.files import write_atomic
+from grpo_mega.models.policy import Policy
+from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.observe.timer import PhaseTimer
+from grpo_mega.platform.files import write_atomic
 from grpo_mega.platform.stop import Interrupted
-from grpo_mega.policy.policy import Policy
-from grpo_mega.policy.reference import ReferencePolicy
 from grpo_mega.rollout.contract import TAGS, EngineError, EngineRestarted
 from grpo_mega.rollout.engine import Engine
-from grpo_mega.rollout.sglang_arguments import suspends, take_turns
+from grpo_mega.rollout.sglang.arguments import suspends, take_turns
 
 logger = logging.getLogger(__name__)
 

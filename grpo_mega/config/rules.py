@@ -23,7 +23,7 @@ from grpo_mega.config.schema import Config, LayoutConfig, SGLangConfig
 # (field, what it must be divisible by, field that must be set for the rule to count)
 # The expert that every token visits is split like a dense layer, by tp; only routed experts are split by etp.
 FP8_BLOCK = 128
-"""As in checkpoint/huggingface/fp8.py, which takes torch to import."""
+"""As in weights/fp8.py, which takes torch to import."""
 
 _DIVISIBLE = (
     ("model.heads", "model.kv_heads", None),

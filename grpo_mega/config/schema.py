@@ -295,7 +295,7 @@ class SGLangConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further server arguments, by the names of SGLang's ServerArgs, such as
     +rollout.sglang.arguments.mem_fraction_static=0.6 (on a GPU it follows from the plan otherwise, see
-    `rollout/sglang_memory.py`); those that the installed release does not know are refused."""
+    `rollout/sglang/memory.py`); those that the installed release does not know are refused."""
     bucket_bytes: int = 536870912
     """Most bytes of weights that are pushed at once; each rank holds two such buckets meanwhile."""
     transport: str = "shared"

@@ -7,12 +7,12 @@ import random
 from dataclasses import dataclass, replace
 
 from grpo_mega.config.schema import Config
-from grpo_mega.data.chain_sum import SPLIT_SEED, ChainSum
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.jsonl import Unreachable, load_jsonl
 from grpo_mega.data.overlap import check_held_out, check_repeated, check_split
 from grpo_mega.data.source import PromptSource, shuffled_epochs
 from grpo_mega.data.stops import stop_ids
+from grpo_mega.data.tasks.chain_sum import SPLIT_SEED, ChainSum
 from grpo_mega.data.tokenizer import CharTokenizer, Tokenizer
 from grpo_mega.types import Prompt
 

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.observe.files import write_atomic
+from grpo_mega.platform.files import write_atomic
 
 METRICS = "metrics.jsonl"
 HELD_OUT = "eval/heldout/"

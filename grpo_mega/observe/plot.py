@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_mega.observe.files import write_atomic
+from grpo_mega.platform.files import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.load import identity_in
-from grpo_mega.observe.files import write_atomic
 from grpo_mega.observe.metrics import METRICS, read_metrics
+from grpo_mega.platform.files import write_atomic
 
 IDENTITY = "run.json"
 CONFIG = "config.yaml"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.observe.files import write_atomic
+from grpo_mega.platform.files import write_atomic
 
 
 def write_samples(run_dir_path: Path, step: int, records: list[dict[str, Any]]) -> Path:

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.observe.files import write_atomic
+from grpo_mega.platform.files import write_atomic
 
 SUMMARY = "summary.json"
 

@@ -4,7 +4,7 @@ megatron-core names CUDA in a few dozen places although most of its arithmetic r
 answers one of those places and says why it is needed; tests/platform leaves them out one at a time and shows what
 breaks. Two of them mend what Megatron does wherever Transformer Engine is absent, also on a GPU; all others are for
 CPUs alone, and `install()` leaves them out when CUDA is present. Two other modules replace something in another
-library: `policy/optimizer.py` the class of Megatron's Adam, where Transformer Engine and Apex are absent, and
+library: `models/optimizer.py` the class of Megatron's Adam, where Transformer Engine and Apex are absent, and
 `checkpoint/writers.py` a queue.
 """
 

@@ -13,15 +13,15 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 import torch.nn.functional as F
 
-from grpo_mega.checkpoint.huggingface.names import Entry, entries
-from grpo_mega.colocation.weight_stream import held_parts
+from grpo_mega.models.megatron.packed import KVCache, PackedTokens
+from grpo_mega.models.policy import Policy
 from grpo_mega.platform.stop import Interrupted
-from grpo_mega.policy.packed import KVCache, PackedTokens
-from grpo_mega.policy.policy import Policy
 from grpo_mega.rollout.contract import Contract, EngineError, Spec
 from grpo_mega.rollout.engine import STEPS_BETWEEN_QUESTIONS, SamplingParams, without_stop
 from grpo_mega.rollout.sampling import gumbel_noise, prompt_key, sample_tokens
 from grpo_mega.types import Prompt, Sample, pack_tokens
+from grpo_mega.weights.names import Entry, entries
+from grpo_mega.weights.stream import held_parts
 
 Completion = tuple[list[int], list[float], str]
 """Token ids, log-probs, finish reason."""

@@ -1,6 +1,6 @@
 """What every engine offers: completions of prompts, with the log-probs they were sampled with, from weights it gets.
 
-`contract.py` says which calls are legal when; two implementations obey it, `embedded.py` and `sglang_engine.py`, and
+`contract.py` says which calls are legal when; two implementations obey it, `embedded.py` and `sglang/engine.py`, and
 one suite of tests runs on both.
 """
 

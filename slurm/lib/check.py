@@ -80,7 +80,7 @@ def check_shape(config: Config) -> None:
     if config.base.train or not config.run.init_from or not (path / "config.json").is_file():
         return
     prepare()
-    from grpo_mega.checkpoint.huggingface.directory import check_architecture
+    from grpo_mega.weights.directory import check_architecture
 
     check_architecture(path, config.model, config.model.vocab_size)
 
@@ -108,7 +108,7 @@ def room(config: Config, stop_seconds: int, hang_seconds: int, rate: float) -> i
         ValueError: It cannot be written and read again, for its checksums, in these seconds at `rate` GB/s.
     """
     prepare()
-    from grpo_mega.plan import plan
+    from grpo_mega.planning.plan import plan
 
     size = plan(config)["checkpoint"]
     once = 2 * size / 1e9 / rate

@@ -16,7 +16,7 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 from grpo_mega.checkpoint import integrity, random_state  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig  # noqa: E402
-from grpo_mega.policy.topology import join_layout  # noqa: E402
+from grpo_mega.models.topology import join_layout  # noqa: E402
 
 
 def draws() -> list[float]:

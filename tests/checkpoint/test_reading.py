@@ -23,15 +23,15 @@ PLATFORM = start()  # before megatron.core is imported
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata  # noqa: E402
 
 from grpo_mega.checkpoint import checkpoint, integrity, random_state, reading, step_in_progress  # noqa: E402
-from grpo_mega.checkpoint.huggingface import directory as huggingface  # noqa: E402
 from grpo_mega.checkpoint.step_in_progress import StepInProgress  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, MLAConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
 from grpo_mega.data.huggingface import HuggingFaceTokenizer  # noqa: E402
+from grpo_mega.models.policy import Policy  # noqa: E402
+from grpo_mega.models.reference import ReferencePolicy  # noqa: E402
+from grpo_mega.models.topology import Topology, join_layout, leave_layout  # noqa: E402
 from grpo_mega.observe.metrics import MetricsLog  # noqa: E402
 from grpo_mega.observe.run_dir import open_run_dir  # noqa: E402
-from grpo_mega.policy.policy import Policy  # noqa: E402
-from grpo_mega.policy.reference import ReferencePolicy  # noqa: E402
-from grpo_mega.policy.topology import Topology, join_layout, leave_layout  # noqa: E402
+from grpo_mega.weights import directory as huggingface  # noqa: E402
 
 MOE = MoEConfig(experts=4, ffn_hidden=16, shared_ffn_hidden=16)
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, context=24, init_std=0.2, moe=MOE)

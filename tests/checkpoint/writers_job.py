@@ -20,14 +20,13 @@ HERE = platform.start()
 
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest  # noqa: E402
 
-from grpo_mega.checkpoint import integrity  # noqa: E402
 from grpo_mega.checkpoint.checkpoint import Saving  # noqa: E402
 from grpo_mega.checkpoint.writers import finalized, waiting_on_hosts  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
+from grpo_mega.models.policy import Policy  # noqa: E402
+from grpo_mega.models.reference import ReferencePolicy  # noqa: E402
+from grpo_mega.models.topology import join_layout  # noqa: E402
 from grpo_mega.platform.orphans import forks_end_with_us  # noqa: E402
-from grpo_mega.policy.policy import Policy  # noqa: E402
-from grpo_mega.policy.reference import ReferencePolicy  # noqa: E402
-from grpo_mega.policy.topology import join_layout  # noqa: E402
 
 MOE = MoEConfig(experts=4, ffn_hidden=16, shared_ffn_hidden=16)
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, context=24, init_std=0.2, moe=MOE)
@@ -87,7 +86,7 @@ if __name__ == "__main__":
         inside = f"{folder}/.{how}.tmp/"
         read_again[how] = [name.removeprefix(inside) for name in names if name.startswith(inside)]
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT), dist.group.WORLD)
-    integrity.if_all_can(lambda: outlast(2 * SHORT))
+    collectives.if_all_can(lambda: outlast(2 * SHORT))
     slow = AsyncRequest(partial(outlast, 2 * SHORT), (), [dist.barrier])
     waiting_on_hosts(slow if dist.get_rank() == 0 else slow._replace(async_fn=None)).execute_sync()
     calls = AsyncCallsQueue()

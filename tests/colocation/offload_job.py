@@ -26,11 +26,11 @@ from megatron.core import parallel_state  # noqa: E402
 from grpo_mega.checkpoint import checkpoint  # noqa: E402
 from grpo_mega.colocation.offload import TrainerMemory  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
-from grpo_mega.policy.losses import negative_log_likelihood  # noqa: E402
-from grpo_mega.policy.packed import PackedTokens  # noqa: E402
-from grpo_mega.policy.policy import Policy  # noqa: E402
-from grpo_mega.policy.reference import ReferencePolicy  # noqa: E402
-from grpo_mega.policy.topology import Topology, join_layout  # noqa: E402
+from grpo_mega.models.losses import negative_log_likelihood  # noqa: E402
+from grpo_mega.models.megatron.packed import PackedTokens  # noqa: E402
+from grpo_mega.models.policy import Policy  # noqa: E402
+from grpo_mega.models.reference import ReferencePolicy  # noqa: E402
+from grpo_mega.models.topology import Topology, join_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
 from grpo_mega.types import Batch, Prompt, pack_tokens  # noqa: E402

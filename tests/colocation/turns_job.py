@@ -21,10 +21,10 @@ HERE = platform.start()
 
 from grpo_mega.colocation.turns import Turns  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, SGLangConfig, Timeouts  # noqa: E402
+from grpo_mega.models.policy import Policy  # noqa: E402
+from grpo_mega.models.topology import join_layout, leave_layout  # noqa: E402
 from grpo_mega.observe.timer import PhaseTimer  # noqa: E402
 from grpo_mega.platform.stop import Interrupted  # noqa: E402
-from grpo_mega.policy.policy import Policy  # noqa: E402
-from grpo_mega.policy.topology import join_layout, leave_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
 from grpo_mega.types import Prompt, Sample  # noqa: E402

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.data.chain_sum import BASE_TAGGED, SFT_TAGGED, ChainSum, multisets, working, working_answer
+from grpo_mega.data.tasks.chain_sum import BASE_TAGGED, SFT_TAGGED, ChainSum, multisets, working, working_answer
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.types import Prompt
 

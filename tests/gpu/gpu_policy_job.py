@@ -10,8 +10,8 @@ HERE = platform.start()
 platform.join_processes(HERE)
 
 from grpo_mega.config.schema import LayoutConfig, ModelConfig  # noqa: E402
-from grpo_mega.policy.policy import Policy  # noqa: E402
-from grpo_mega.policy.topology import join_layout  # noqa: E402
+from grpo_mega.models.policy import Policy  # noqa: E402
+from grpo_mega.models.topology import join_layout  # noqa: E402
 
 MODEL = ModelConfig(layers=4, hidden=2048, heads=16, kv_heads=16, ffn_hidden=8192, context=128, dtype="bf16")
 

@@ -22,7 +22,7 @@ from sglang_contract_job import OWN  # noqa: E402
 from grpo_mega.colocation.ledger import Ledger, meter  # noqa: E402
 from grpo_mega.colocation.turns import PATIENCE, TOLERANCE  # noqa: E402
 from grpo_mega.rollout.contract import TAGS  # noqa: E402
-from grpo_mega.rollout.sglang_memory import static_bytes  # noqa: E402
+from grpo_mega.rollout.sglang.memory import static_bytes  # noqa: E402
 
 DEVICE = engine_contract_job.HERE.device
 ROUNDS = 3

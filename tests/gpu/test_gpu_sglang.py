@@ -89,4 +89,4 @@ def test_training_goes_on_as_if_it_had_never_left(run: dict[str, Any]) -> None:
 def test_the_engine_was_killed_and_started_anew(run: dict[str, Any]) -> None:
     assert any("died" in warning for warning in run["warnings"])
     assert run["turns"]["state"] == "training"
-    assert not [name for name in run["left"] if "sglang_host" in name or "sglang::" in name]
+    assert not [name for name in run["left"] if "sglang.host" in name or "sglang::" in name]

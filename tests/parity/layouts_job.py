@@ -23,10 +23,10 @@ from megatron.core import parallel_state  # noqa: E402
 
 from grpo_mega.algorithm.weights import token_weights  # noqa: E402
 from grpo_mega.config.schema import ModelConfig  # noqa: E402
-from grpo_mega.policy.losses import Loss, grpo_loss  # noqa: E402
-from grpo_mega.policy.policy import Gradients, Policy  # noqa: E402
-from grpo_mega.policy.router import PackedRouter  # noqa: E402
-from grpo_mega.policy.topology import join_layout  # noqa: E402
+from grpo_mega.models.losses import Loss, grpo_loss  # noqa: E402
+from grpo_mega.models.megatron.router import PackedRouter  # noqa: E402
+from grpo_mega.models.policy import Gradients, Policy  # noqa: E402
+from grpo_mega.models.topology import join_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
 from grpo_mega.types import Batch, Prompt, Sample, pack  # noqa: E402

@@ -44,7 +44,7 @@ def head_norms_not_summed(patch: MonkeyPatch) -> None:
 
 def rotary_key_not_summed(patch: MonkeyPatch) -> None:
     """The key that all heads share gets the gradient of each rank's own heads: Megatron's defect, not repaired."""
-    patch.setattr("grpo_mega.policy.model._sum_latent_key_gradient", lambda gpt: None)
+    patch.setattr("grpo_mega.models.body._sum_latent_key_gradient", lambda gpt: None)
 
 
 def expert_gradients_times_ep(patch: MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def expert_gradients_times_ep(patch: MonkeyPatch) -> None:
 
 def positions_off_by_a_chunk(patch: MonkeyPatch) -> None:
     """A context parallel rank takes the positions of its first chunk for those of its second, and the reverse."""
-    from grpo_mega.policy.packed import PackedTokens
+    from grpo_mega.models.megatron.packed import PackedTokens
 
     sharded = PackedTokens.sharded
 
@@ -96,7 +96,7 @@ def router_bias_of_local_counts(patch: MonkeyPatch) -> None:
 
 def loss_divided_by_replicas(patch: MonkeyPatch) -> None:
     """The loss of each replica is taken for a mean over its own tokens."""
-    from grpo_mega.policy.microbatch import MicroBatches
+    from grpo_mega.models.microbatch import MicroBatches
 
     made = MicroBatches._made
 
@@ -110,12 +110,12 @@ def loss_divided_by_replicas(patch: MonkeyPatch) -> None:
 
 def sequence_ratio_of_own_tokens(patch: MonkeyPatch) -> None:
     """GSPO's ratio is taken over the part of a sequence that a context parallel rank holds."""
-    patch.setattr("grpo_mega.policy.losses._context_parallel_group", lambda: None)
+    patch.setattr("grpo_mega.models.losses._context_parallel_group", lambda: None)
 
 
 def scored_at_another_temperature(patch: MonkeyPatch) -> None:
     """Old and reference log-probs are those of temperature 1."""
-    from grpo_mega.policy.policy import Policy
+    from grpo_mega.models.policy import Policy
 
     logprobs = Policy.logprobs
     patch.setattr(Policy, "logprobs", lambda policy, batch, temperature: logprobs(policy, batch, 1.0))
@@ -123,14 +123,14 @@ def scored_at_another_temperature(patch: MonkeyPatch) -> None:
 
 def trained_at_another_temperature(patch: MonkeyPatch) -> None:
     """The update's log-probs are those of temperature 1."""
-    from grpo_mega.policy.policy import Policy
+    from grpo_mega.models.policy import Policy
 
     gradients = Policy.gradients
     patch.setattr(Policy, "gradients", lambda policy, batch, loss, temperature: gradients(policy, batch, loss, 1.0))
 
 
 def _after_building(patch: MonkeyPatch, spoil: Callable[[Any], Any]) -> None:
-    from grpo_mega.policy.policy import Policy
+    from grpo_mega.models.policy import Policy
 
     build = Policy.__init__
 

@@ -27,9 +27,9 @@ VOCABULARY = 16
 
 def train(**options: Any) -> dict[str, float]:
     """One update of a mixture of experts with balancing bias and a shared expert."""
-    from grpo_mega.policy.losses import negative_log_likelihood
-    from grpo_mega.policy.policy import Policy
-    from grpo_mega.policy.topology import join_layout
+    from grpo_mega.models.losses import negative_log_likelihood
+    from grpo_mega.models.policy import Policy
+    from grpo_mega.models.topology import join_layout
 
     layout = options.pop("layout", LayoutConfig())
     topology = join_layout(layout, seed=1)
@@ -71,7 +71,7 @@ def random_streams() -> dict[str, list]:
     """What a tensor parallel rank draws inside its tracked stream and outside of it, by turns, twice."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from grpo_mega.policy.topology import join_layout
+    from grpo_mega.models.topology import join_layout
 
     join_layout(LayoutConfig(tp=2), seed=1)
     inside, outside = [], []

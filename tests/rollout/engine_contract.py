@@ -16,13 +16,13 @@ import torch.distributed as dist
 from limits import limit
 from on_cuda import CLOSE
 
-from grpo_mega.colocation.weight_stream import hf_buckets
-from grpo_mega.colocation.weight_sync import WeightSync
+from grpo_mega.colocation.sync import WeightSync
+from grpo_mega.models.policy import Policy
 from grpo_mega.platform.stop import Interrupted
-from grpo_mega.policy.policy import Policy
 from grpo_mega.rollout.contract import TAGS, EngineError
 from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.types import Prompt, pack
+from grpo_mega.weights.stream import hf_buckets
 
 STOP = 2
 BUDGET = 20_000

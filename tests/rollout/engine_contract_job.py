@@ -21,11 +21,11 @@ from on_cuda import TINY  # noqa: E402
 
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
-from grpo_mega.policy.policy import Policy  # noqa: E402
-from grpo_mega.policy.topology import join_layout, leave_layout  # noqa: E402
+from grpo_mega.models.policy import Policy  # noqa: E402
+from grpo_mega.models.topology import join_layout, leave_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import Engine  # noqa: E402
-from grpo_mega.rollout.sglang_engine import SGLangEngine  # noqa: E402
+from grpo_mega.rollout.sglang.engine import SGLangEngine  # noqa: E402
 
 MODEL = ["experiment=tiny_sglang", "base=none", "layout=single", "data.validation_size=8", "data.test_size=8"]
 MEMORY_SAVER = "+rollout.sglang.arguments.enable_memory_saver=true"

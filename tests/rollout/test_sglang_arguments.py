@@ -14,10 +14,8 @@ from grpo_mega.platform import Platform, start
 CPU = start()  # before megatron.core is imported
 GPU = Platform(torch.device("cuda", 3), "nccl", transformer_engine=False)
 
-from grpo_mega.checkpoint.huggingface import fp8  # noqa: E402
-from grpo_mega.checkpoint.huggingface.names import entries  # noqa: E402
 from grpo_mega.rollout.contract import Contract  # noqa: E402
-from grpo_mega.rollout.sglang_arguments import (  # noqa: E402
+from grpo_mega.rollout.sglang.arguments import (  # noqa: E402
     check_platform,
     environment,
     expected_weights,
@@ -26,6 +24,8 @@ from grpo_mega.rollout.sglang_arguments import (  # noqa: E402
     server_arguments,
     take_turns,
 )
+from grpo_mega.weights import fp8  # noqa: E402
+from grpo_mega.weights.names import entries  # noqa: E402
 
 VOCAB = 26
 

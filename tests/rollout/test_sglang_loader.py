@@ -12,9 +12,9 @@ from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
 
-from grpo_mega.checkpoint.huggingface.directory import Writer  # noqa: E402
-from grpo_mega.rollout.sglang_arguments import expected_weights, model_config  # noqa: E402
-from grpo_mega.rollout.sglang_loader import stored  # noqa: E402
+from grpo_mega.rollout.sglang.arguments import expected_weights, model_config  # noqa: E402
+from grpo_mega.rollout.sglang.loader import stored  # noqa: E402
+from grpo_mega.weights.directory import Writer  # noqa: E402
 
 VOCAB = 26
 

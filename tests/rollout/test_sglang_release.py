@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.config.schema import RolloutConfig, SGLangConfig
-from grpo_mega.rollout.sglang_release import check_installed
+from grpo_mega.rollout.sglang.release import check_installed
 
 
 @pytest.fixture

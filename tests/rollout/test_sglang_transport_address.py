@@ -16,7 +16,7 @@ from grpo_mega.rollout.contract import EngineError
 
 platform = start()  # before megatron.core is imported
 
-from grpo_mega.rollout.sglang_transport import Network  # noqa: E402
+from grpo_mega.rollout.sglang.transport import Network  # noqa: E402
 
 
 def ask(method: str, **arguments: object) -> None:

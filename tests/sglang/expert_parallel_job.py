@@ -26,10 +26,10 @@ from engine_contract import Bench, move, sampling  # noqa: E402
 
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
-from grpo_mega.policy.policy import Policy  # noqa: E402
-from grpo_mega.policy.topology import join_layout, leave_layout  # noqa: E402
+from grpo_mega.models.policy import Policy  # noqa: E402
+from grpo_mega.models.topology import join_layout, leave_layout  # noqa: E402
 from grpo_mega.rollout.contract import EngineError  # noqa: E402
-from grpo_mega.rollout.sglang_engine import SGLangEngine  # noqa: E402
+from grpo_mega.rollout.sglang.engine import SGLangEngine  # noqa: E402
 
 OVERRIDES = [
     "experiment=tiny_sglang",

@@ -232,7 +232,7 @@ def check_unknown_server_arguments_are_refused(bench: Bench) -> None:
 def nothing_is_left() -> None:
     """No process of an engine is."""
     names = [" ".join(p.cmdline()) for p in psutil.Process(os.getpid()).children(recursive=True)]
-    assert not [name for name in names if "sglang_host" in name or "sglang::" in name]
+    assert not [name for name in names if "sglang.host" in name or "sglang::" in name]
 
 
 OWN = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}

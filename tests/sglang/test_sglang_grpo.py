@@ -84,4 +84,4 @@ def test_it_is_the_trainers_turn_in_the_end(sglang: dict[str, Any]) -> None:
 
 
 def test_no_process_is_left(sglang: dict[str, Any]) -> None:
-    assert not [name for name in sglang["left"] if "sglang_host" in name or "sglang::" in name]
+    assert not [name for name in sglang["left"] if "sglang.host" in name or "sglang::" in name]

@@ -21,7 +21,7 @@ from engine_contract import CHECKS, Bench, move, refused, sampling  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from grpo_mega.rollout.contract import EngineRestarted  # noqa: E402
-from grpo_mega.rollout.sglang_transport import described  # noqa: E402
+from grpo_mega.rollout.sglang.transport import described  # noqa: E402
 
 OF_ALL = [
     "pushed_weights_are_used",

@@ -29,10 +29,10 @@ from engine_contract import (
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.data import build_data
-from grpo_mega.policy.policy import Policy
-from grpo_mega.policy.topology import join_layout, leave_layout
+from grpo_mega.models.policy import Policy
+from grpo_mega.models.topology import join_layout, leave_layout
 from grpo_mega.rollout.contract import EngineRestarted
-from grpo_mega.rollout.sglang_engine import SGLangEngine
+from grpo_mega.rollout.sglang.engine import SGLangEngine
 
 HERE = engine_contract_job.HERE
 OVERRIDES = ["experiment=tiny_sglang", "base=none", "layout=dp2", "data.validation_size=8", "data.test_size=8"]
@@ -116,7 +116,7 @@ if __name__ == "__main__":
     found = {"first": distance(bench), "paused": paused(bench), "lost": lose(bench), "then": distance(bench)}
     mine = len(engine.pids())
     engine.close()
-    left = [p.pid for p in psutil.Process().children(recursive=True) if "sglang_host" in " ".join(p.cmdline())]
+    left = [p.pid for p in psutil.Process().children(recursive=True) if "sglang.host" in " ".join(p.cmdline())]
     processes: list = [None, None]
     dist.all_gather_object(processes, (mine, len(left)))
     leave_layout()

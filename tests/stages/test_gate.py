@@ -7,7 +7,7 @@ from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
 
-from grpo_mega.stages.base import gate_is_passed  # noqa: E402
+from grpo_mega.stages.pretrain import gate_is_passed  # noqa: E402
 
 
 @pytest.mark.parametrize(

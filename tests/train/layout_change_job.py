@@ -25,9 +25,9 @@ from megatron.core.dist_checkpointing import load_plain_tensors  # noqa: E402
 
 from grpo_mega.checkpoint import checkpoint  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
-from grpo_mega.policy.policy import Policy  # noqa: E402
-from grpo_mega.policy.topology import join_layout  # noqa: E402
-from grpo_mega.stages.supervised import supervised_update  # noqa: E402
+from grpo_mega.models.policy import Policy  # noqa: E402
+from grpo_mega.models.topology import join_layout  # noqa: E402
+from grpo_mega.stages.sft import supervised_update  # noqa: E402
 
 MODEL = ModelConfig(
     layers=4,

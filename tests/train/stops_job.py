@@ -29,8 +29,8 @@ from grpo_mega.config.load import compose_config
 HERE = platform.start()
 
 from grpo_mega.assemble import assemble  # noqa: E402
-from grpo_mega.checkpoint.integrity import main_says  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
+from grpo_mega.platform.collectives import main_says  # noqa: E402
 from grpo_mega.platform.stop import Interrupted, Stopped  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
 from grpo_mega.trainer import Trainer  # noqa: E402

@@ -12,7 +12,7 @@ from metric_lines import of_steps
 from train_jobs import REPOSITORY, SMALL, Job, contents, half_written, rewarded_by
 from train_rewards import HOLD
 
-from grpo_mega.rollout.sglang_release import is_installed
+from grpo_mega.rollout.sglang.release import is_installed
 
 REFUSED = [
     (2, ["layout=tp2_pp2"], ["world size 2", "layout.tp=2 * layout.cp=1 * layout.pp=2", "start 4 processes"]),

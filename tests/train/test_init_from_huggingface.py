@@ -17,10 +17,10 @@ from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
 
-from grpo_mega.checkpoint.huggingface.families import hf_config  # noqa: E402
-from grpo_mega.checkpoint.huggingface.names import entries  # noqa: E402
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.data.tokenizer import CharTokenizer  # noqa: E402
+from grpo_mega.weights.families import hf_config  # noqa: E402
+from grpo_mega.weights.names import entries  # noqa: E402
 
 OVERRIDES = [
     *(o for o in SMALL if not o.startswith("base.")),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from grpo_mega.checkpoint.integrity import PATIENCE
 from grpo_mega.config.load import compose_config
+from grpo_mega.platform.collectives import PATIENCE
 
 
 @pytest.mark.parametrize(("overrides", "seconds"), [([], "1800.0"), (["cluster.timeout_seconds=4321"], "4321.0")])

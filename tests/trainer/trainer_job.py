@@ -30,8 +30,8 @@ from grpo_kernels import linear_token_loss  # noqa: E402
 from grpo_mega.assemble import assemble  # noqa: E402
 from grpo_mega.checkpoint.step_in_progress import StepInProgress  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
-from grpo_mega.policy.losses import LossFound, grpo_loss  # noqa: E402
-from grpo_mega.policy.topology import leave_layout  # noqa: E402
+from grpo_mega.models.losses import LossFound, grpo_loss  # noqa: E402
+from grpo_mega.models.topology import leave_layout  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.trainer import Trainer  # noqa: E402

@@ -1,1 +1,0 @@
-"""Models in the form of Hugging Face transformers: names and shapes, configuration, directories of safetensors."""

@@ -1,0 +1,258 @@
+"""From the configuration to a Megatron GPTModel: dense or mixture of experts, grouped-query or latent attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, YarnConfig
+from grpo_mega.models.chunks import ModelChunks
+from grpo_mega.models.heads import use_logprob_head
+from grpo_mega.models.megatron.attention import PackedAttention
+from grpo_mega.models.megatron.layers import RMSNorm, use_plain_layers
+from grpo_mega.models.megatron.mtp import PredictingGPT, use_packed_predictors
+from grpo_mega.models.megatron.rotary import use_packed_rotary
+from grpo_mega.models.megatron.router import use_packed_router
+from grpo_mega.platform import Platform
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms within latent attention, whatever `model.norm_eps` says, as in DeepSeek's own code."""
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+}
+
+
+def build_model(model: ModelConfig, layout: LayoutConfig, vocab_size: int, platform: Platform) -> ModelChunks:
+    """This rank's pieces of the model, weights not yet initialised.
+
+    `vocab_size` is the tokenizer's; embedding rows are padded up to a multiple of `model.vocab_multiple`.
+    """
+    config = transformer_config(model, layout, platform)
+    chunks = ModelChunks([_build_chunk(config, model, vocab_size, platform, i) for i in range(layout.vpp)])
+    for name, parameter in chunks.named_parameters():
+        # Megatron splits the optimizer by this mark when experts are spread over ranks; setting it always keeps
+        # checkpoints the same shape with and without expert parallelism.
+        if ".experts." in name:
+            parameter.allreduce = False
+        # Megatron leaves parameters with this mark out of the gradient norm. What the prediction modules learn must not
+        # change how far the policy moves, and they move with it: its clip factor is theirs.
+        if ".mtp." in name:
+            parameter.shared = True
+    return chunks.to(platform.device)
+
+
+def _build_chunk(
+    config: TransformerConfig, model: ModelConfig, vocab_size: int, platform: Platform, chunk: int
+) -> GPTModel:
+    vp_stage = chunk if config.virtual_pipeline_model_parallel_size else None
+    spec = get_gpt_decoder_block_spec(config, platform.transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
+    spec = _replace(spec, _replacements(platform, model))
+    ahead = get_gpt_mtp_block_spec(config, spec, platform.transformer_engine, vp_stage) if model.mtp_layers else None
+    gpt = (PredictingGPT if model.mtp_layers else GPTModel)(
+        config=config,
+        transformer_layer_spec=spec,
+        mtp_block_spec=_replace(ahead, _replacements(platform, model)),
+        vocab_size=padded_vocabulary(model, vocab_size),
+        max_sequence_length=model.context,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type="none",  # rotary positions are applied within the attention
+        vp_stage=vp_stage,
+    )
+    use_packed_rotary(gpt, model.context)
+    use_logprob_head(gpt, vocab_size)
+    use_plain_layers(gpt)
+    use_packed_router(gpt)
+    use_packed_predictors(gpt)
+    _set_latent_norms(gpt)
+    _sum_latent_key_gradient(gpt)
+    return gpt
+
+
+def padded_vocabulary(model: ModelConfig, vocab_size: int) -> int:
+    """Rows of the embedding: the tokenizer's vocabulary, rounded up."""
+    return -(-vocab_size // model.vocab_multiple) * model.vocab_multiple
+
+
+def has_balancing_bias(moe: MoEConfig) -> bool:
+    """Whether the routers choose experts by score plus bias."""
+    return moe.bias_update_rate > 0 or moe.frozen_bias
+
+
+def head_channels(model: ModelConfig) -> int:
+    """Channels per head of grouped-query attention."""
+    return model.head_dim or model.hidden // model.heads
+
+
+def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platform) -> TransformerConfig:
+    """Megatron's configuration of the same architecture and layout."""
+    dtype = DTYPES[model.dtype]
+    common: dict[str, Any] = dict(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        mtp_num_layers=model.mtp_layers or None,
+        ffn_hidden_size=model.ffn_hidden,
+        qk_layernorm=model.qk_norm,
+        layernorm_epsilon=model.norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # Its values are overwritten (shards.py), but only this marks which parameters are split over tensor ranks.
+        perform_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        context_parallel_size=layout.cp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        sequence_parallel=layout.sp,
+        **_RECOMPUTE[layout.recompute],
+        # Packed micro-batches differ in length; Megatron then asks for this dispatcher even of dense models.
+        variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        # Interleaved stages send in both directions at once, which Megatron keeps apart only in this mode when the
+        # stage before is also the one behind (pp = 2). gloo has no batched point-to-point operations on CPU tensors.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=platform.backend == "nccl" and layout.vpp == 1,
+        # Fused kernels of Megatron need Apex or Transformer Engine.
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+    )
+    if model.moe.experts:
+        common |= _moe_options(model.moe, model.layers, platform)
+    if model.attention == "gqa":
+        return TransformerConfig(num_query_groups=model.kv_heads, kv_channels=head_channels(model), **common)
+    mla = model.mla
+    return MLATransformerConfig(
+        multi_latent_attention=True,
+        q_lora_rank=mla.q_lora_rank,
+        kv_lora_rank=mla.kv_lora_rank,
+        qk_head_dim=mla.qk_head_dim,
+        qk_pos_emb_head_dim=mla.qk_rope_dim,
+        v_head_dim=mla.v_head_dim,
+        rotary_base=model.rope_base,
+        **_yarn_options(model.yarn),
+        **common,
+    )
+
+
+def _yarn_options(yarn: YarnConfig) -> dict[str, Any]:
+    if yarn.factor == 1:
+        return dict(rope_type="rope")
+    return dict(
+        rope_type="yarn",
+        rotary_scaling_factor=yarn.factor,
+        original_max_position_embeddings=yarn.original_context,
+        beta_fast=yarn.beta_fast,
+        beta_slow=yarn.beta_slow,
+        # Megatron multiplies sines and cosines by the ratio of the two, and logits by the square of the second.
+        mscale=yarn.mscale,
+        mscale_all_dim=yarn.mscale,
+    )
+
+
+def _moe_options(moe: MoEConfig, layers: int, platform: Platform) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=moe.experts,
+        moe_router_topk=moe.top_k,
+        moe_ffn_hidden_size=moe.ffn_hidden,
+        moe_shared_expert_intermediate_size=moe.shared_ffn_hidden or None,
+        moe_layer_freq=[0] * moe.first_dense + [1] * (layers - moe.first_dense),
+        moe_router_score_function=moe.score,
+        moe_router_enable_expert_bias=has_balancing_bias(moe),
+        moe_router_bias_update_rate=moe.bias_update_rate,
+        moe_router_load_balancing_type="seq_aux_loss" if moe.aux_loss_coef else "none",
+        moe_aux_loss_coeff=moe.aux_loss_coef,
+        moe_z_loss_coeff=moe.z_loss_coef or None,
+        moe_router_num_groups=moe.groups or None,
+        moe_router_group_topk=moe.group_top_k or None,
+        moe_router_topk_scaling_factor=moe.scaling,
+        moe_router_dtype="fp32",
+        moe_grouped_gemm=platform.transformer_engine,
+    )
+
+
+def _replacements(platform: Platform, model: ModelConfig) -> dict[type, Any]:
+    # Megatron's latent attention rotates by itself.
+    packed = ModuleSpec(PackedAttention, {"rope_base": None if model.attention == "mla" else model.rope_base})
+    replaced: dict[type, Any] = {WrappedTorchNorm: RMSNorm, DotProductAttention: packed}
+    if platform.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        replaced[TEDotProductAttention] = packed
+    return replaced
+
+
+def _replace(spec: Any, replacements: dict[type, Any]) -> Any:
+    """Swaps module classes anywhere inside a Megatron layer or block spec."""
+    if isinstance(spec, ModuleSpec) or (dataclasses.is_dataclass(spec) and not isinstance(spec, type)):
+        fields = {f.name: _replace(getattr(spec, f.name), replacements) for f in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **fields)
+    if isinstance(spec, list):
+        return [_replace(item, replacements) for item in spec]
+    return replacements.get(spec, spec) if isinstance(spec, type) else spec
+
+
+def _set_latent_norms(gpt: GPTModel) -> None:
+    """Their epsilon, wherever the norm is: Transformer Engine has it inside the projection behind."""
+    for module in gpt.modules():
+        for part in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            norm: Any = getattr(module, part, None) if isinstance(module, MultiLatentAttention) else None
+            if hasattr(norm, "eps"):
+                norm.eps = LATENT_NORM_EPS
+
+
+def _sum_latent_key_gradient(gpt: GPTModel) -> None:
+    """Repairs latent attention under tensor parallelism (megatron-core 0.16.1 without Transformer Engine).
+
+    The rotary part of the key is shared by all heads, but each rank back-propagates through its own heads only and
+    nothing adds these gradients up. Gathering in a forward hook, with an operator whose backward sums, mends it:
+    Megatron gathers the rows of sequence parallelism again behind it, and that gather's backward sums.
+    """
+    config = gpt.config
+    if not config.multi_latent_attention or config.tensor_model_parallel_size == 1:
+        return
+    channels = config.kv_lora_rank + config.qk_pos_emb_head_dim
+
+    def gather(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        combined, bias = output
+        if combined.size(-1) == channels:  # Transformer Engine's duplicated projection is not affected
+            return output
+        return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(combined)), bias
+
+    for name, module in gpt.named_modules():
+        if name.endswith("linear_kv_down_proj"):
+            module.register_forward_hook(gather)

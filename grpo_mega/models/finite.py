@@ -1,0 +1,52 @@
+"""A gradient that is not finite ends the run before it reaches a weight, and is named.
+
+Megatron's own check (`check_for_nan_in_grad`) looks at every bucket before it is reduced and waits for the GPU twice
+each time, so that nothing overlaps with the backward pass. Here one number says at the end whether all is well. The
+norm that Megatron clips by would not do: it leaves out the prediction modules, and is only told after the update.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+
+from grpo_mega.models.chunks import ModelChunks
+
+NAMED = 3
+"""How many parameters an error names."""
+
+
+@torch.no_grad()
+def refuse_non_finite_gradients(gpt: ModelChunks, model: list[DistributedDataParallel]) -> None:
+    """Looks at all gradients of all ranks, each of which must call it; waits for a GPU once.
+
+    Raises:
+        FloatingPointError: On every rank, when one has a gradient that is NaN, infinite, or too large for the fp32 norm
+            that it is clipped by; names parameters and ranks.
+    """
+    buffers = [buffer.grad_data for chunk in model for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    norms = [torch.linalg.vector_norm(gradient) for gradient in buffers]
+    # Sums of fp64 cannot overflow, and what is not finite on one rank is not finite in the sum.
+    squares = torch.stack(norms).double().square().sum()
+    dist.all_reduce(squares)
+    if squares.item() < torch.finfo(torch.float32).max:  # False for NaN
+        return
+    raise FloatingPointError(
+        f"the gradient is not finite, or too large for its norm: {_named(gpt)}. No weight was changed; look at the "
+        "metrics of the steps before, and continue at a checkpoint from before them with a lower optimizer.lr"
+    )
+
+
+def _named(gpt: ModelChunks) -> str:
+    """The parameters whose gradient is not finite on any rank; where there are none, the one with the largest."""
+    here = {name: torch.linalg.vector_norm(p.main_grad, float("inf")).item() for name, p in gpt.named_parameters()}
+    everywhere: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, here)
+    found = [(size, name, rank) for rank, sizes in enumerate(everywhere) for name, size in sizes.items()]
+    bad = {name: (size, name, rank) for size, name, rank in reversed(found) if not math.isfinite(size)}
+    worst = sorted(bad.values(), key=lambda item: item[2]) or [max(found)]
+    more = f" and {len(worst) - NAMED} more" if len(worst) > NAMED else ""
+    return ", ".join(f"{name} (up to {size:.3g}, rank {rank})" for size, name, rank in worst[:NAMED]) + more

@@ -1,0 +1,111 @@
+"""The output layer: from hidden states to log-probs, on the rows that carry a loss and nowhere else.
+
+The model's output layer hands its hidden states on unchanged. `grpo_kernels` makes logits of chosen rows, a chunk at a
+time, from the local vocabulary shard; [tokens, vocabulary] never exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+
+from grpo_kernels import linear_logits, linear_logprob, linear_token_loss
+from grpo_mega.models.losses import Loss, LossFound
+from grpo_mega.models.microbatch import ScoredTokens
+
+
+class LogProbHead(ColumnParallelLinear):
+    """Megatron's output layer, same parameters and checkpoint keys, whose forward returns the hidden states."""
+
+    vocab_size: int
+    tied_weight: Callable[[], torch.Tensor] | None
+
+    def forward(self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
+        """[T, 1, H] -> ([T, 1, H], None); with sequence parallelism the rows of all ranks are gathered."""
+        if self.sequence_parallel:  # the gather's backward reduce-scatters, as Megatron's own output layer does
+            return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True), None
+        return copy_to_tensor_model_parallel_region(hidden), None
+
+    def full_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, H] -> [n, V] float32 logits over the tokenizer's vocabulary, on every tensor parallel rank."""
+        logits = linear_logits(hidden, self._shard())
+        return gather_from_tensor_model_parallel_region(logits)[:, : self.vocab_size]
+
+    def logprob(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, H] hidden states, [n] tokens -> [n] log-probs and [n] entropies."""
+        return linear_logprob(hidden, self._shard(), targets, temperature=temperature, **self._place())
+
+    def loss(
+        self, loss: Loss, hidden: torch.Tensor, scored: ScoredTokens, temperature: float, grad_scale: float
+    ) -> LossFound:
+        """The loss of [n, H] hidden states; gradients are made with it, so the logits are made once.
+
+        The weight's gradient is added in float32 to Megatron's buffer, for a loss that is multiplied by `grad_scale`
+        before its backward pass.
+        """
+        weight: Any = self._shard()
+        how = self._place() | {"temperature": temperature, "main_grad": weight.main_grad, "grad_scale": grad_scale}
+        return loss(hidden, added_to_main_grad(weight), scored, **how)
+
+    def draft_loss(self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Sum of -log-prob of [n] tokens from [n, H] hidden states, which alone get a gradient."""
+        weight, how = self._shard().detach(), self._place() | {"temperature": temperature}
+        return linear_token_loss(hidden, weight, tokens, lambda logprob, *_: (-logprob, {}), **how)[0]
+
+    def _shard(self) -> torch.Tensor:
+        return self.tied_weight() if self.tied_weight else self.weight
+
+    def _place(self) -> dict[str, Any]:
+        """Which part of the vocabulary this rank holds; `forward` sums the parts of the hidden states' gradient."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        return {
+            "vocab_size": self.vocab_size,
+            "group": group if group.size() > 1 else None,
+            "hidden_grad": "partial",
+        }
+
+
+def use_logprob_head(gpt: GPTModel, vocab_size: int) -> None:
+    """Makes the last stage's output layer a `LogProbHead` over the tokenizer's `vocab_size` tokens."""
+    if gpt.post_process:
+        gpt.output_layer.__class__ = LogProbHead
+        gpt.output_layer.vocab_size = vocab_size
+        tied = gpt.share_embeddings_and_output_weights
+        gpt.output_layer.tied_weight = gpt.shared_embedding_or_output_weight if tied else None
+
+
+def added_to_main_grad(weight: torch.Tensor) -> torch.Tensor:
+    """The weight, for a function that adds its gradient to `weight.main_grad` itself and gives autograd none."""
+    return _AddedToMainGrad.apply(weight)
+
+
+class _AddedToMainGrad(torch.autograd.Function):
+    """Tells Megatron's data parallelism, as its own layers do, that a gradient is in its buffer already.
+
+    It wants some gradient all the same when reduction overlaps with the backward pass. What it gets is ignored, but
+    when `zero_out_wgrad` says that an embedding on this stage adds the gradient of its own use to it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor | None) -> torch.Tensor:
+        weight = ctx.weight
+        weight.grad_added_to_main_grad = True
+        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

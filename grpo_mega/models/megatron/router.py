@@ -1,0 +1,162 @@
+"""Megatron's router on packed tokens: what balances the experts counts every token of every sequence, and nothing else.
+
+Padding rows belong to no sequence, and a row that several sequences share stands for a token of each. Counted so, the
+balancing bias and the auxiliary losses do not depend on the layout, nor on how the batch is cut into micro-batches.
+
+Tokens may bring the experts that the engine sent them to (routing replay; R3, Ma et al., 2025, arXiv:2510.11370): they
+go to the same, weighted by this router's own scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from grpo_mega.models.megatron.packed import PackedTokens
+
+
+class PackedRouter(TopKRouter):
+    """Top-k routing with an expert bias and a sequence-wise balance loss (DeepSeek-V3, section 2.1.2).
+
+    Each rank adds its rows' part of a loss over the whole batch; `packed.loss_scale` undoes Megatron's averages.
+    """
+
+    packed: PackedTokens
+    load: torch.Tensor
+    """[experts] tokens of this rank's rows that each expert got since `start_counting`, while training."""
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: Any = None) -> None:
+        """Adds up tokens per expert; `routing_map` is [rows of this rank, experts]."""
+        if not torch.is_grad_enabled():  # sampling or scoring
+            return
+        tokens = self._local_copies() @ routing_map.float()
+        self.load += tokens
+        if self.enable_expert_bias:  # Megatron moves the bias by these, and zeroes them
+            self.local_tokens_per_expert += tokens
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: Any = None) -> torch.Tensor:
+        """Attaches coefficient * mean of logsumexp(logits)^2 over the batch's tokens (ST-MoE, equation 5)."""
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not torch.is_grad_enabled():
+            return logits
+        loss = (self._local_copies() * logits.logsumexp(-1).square()).sum()
+        return self._attach(logits, coefficient * loss / self.packed.batch_tokens)
+
+    def _apply_seq_aux_loss(
+        self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """Attaches coefficient * mean over the batch's sequences of sum_i f_i P_i (DeepSeek-V3, equations 17 to 20)."""
+        coefficient = self.get_aux_loss_coeff("seq_aux_loss")
+        if coefficient == 0 or self.packed.sequences == 0:
+            return probs
+        if self.packed.routed is None:  # the same in every layer
+            self.packed.routed = self._local_tokens()
+        rows, sequence, lengths = self.packed.routed
+        chosen = routing_map.new_zeros(self.packed.sequences, routing_map.shape[-1], dtype=torch.float32)
+        chosen.index_add_(0, sequence, routing_map[rows].float())
+        dist.all_reduce(chosen, group=self.tp_cp_group if self.config.sequence_parallel else self.cp_group)
+        # f_i / T of every sequence: how a row's score of expert i counts in sum_i f_i P_i
+        counts = chosen * routing_map.shape[-1] / (self.topk * lengths.square())
+        counts = torch.zeros_like(scores_for_aux_loss).index_add_(0, rows, counts[sequence])
+        return self._attach(probs, coefficient * (counts * scores_for_aux_loss).sum() / self.packed.batch_sequences)
+
+    def experts_of_engine(self) -> torch.Tensor | None:
+        """[rows of this rank, top k] as the tokens bring them, -1 where scores choose; None when they always do."""
+        layer = self.layer_number - 1 - self.config.moe_layer_freq.index(1)
+        if self.packed.experts is None or layer >= self.packed.experts.shape[1]:  # prediction modules are no engine's
+            return None
+        return self._local(self.packed.experts[:, layer].long())
+
+    def _attach(self, activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return MoEAuxLossAutoScaler.apply(activation, loss * self.packed.loss_scale)
+
+    def _local(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of something per row of this context parallel rank, the part of this tensor parallel rank."""
+        if not self.config.sequence_parallel:
+            return rows
+        return rows.chunk(self.tp_group.size())[self.tp_group.rank()]
+
+    def _local_copies(self) -> torch.Tensor:
+        """[rows of this rank] how many tokens each row stands for."""
+        return self._local(self.packed.copies)
+
+    def _local_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of every token that has its row on this rank: the row here, and its sequence; [N, 1] length of sequences."""
+        packed = self.packed
+        held = packed.shard.rows if packed.shard else torch.arange(packed.total, device=packed.rows.device)
+        held = self._local(held)
+        here = packed.rows.new_full((packed.total,), -1)
+        here[held] = torch.arange(len(held), device=held.device)
+        rows = here[packed.rows]
+        lengths = torch.bincount(packed.sequence, minlength=packed.sequences)[:, None]
+        return rows[rows >= 0], packed.sequence[rows >= 0], lengths
+
+
+class _Choice:
+    """What Megatron asks for the best experts of each row, in place of its own `RouterReplay`."""
+
+    def __init__(self, router: PackedRouter) -> None:
+        self._router = router
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, own: Callable
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and numbers of the chosen experts, [rows, top k] each."""
+        best = own(scores, topk, num_groups, group_topk)
+        brought = self._router.experts_of_engine()
+        if brought is None:
+            return best
+        chosen = torch.where(brought < 0, best[1], brought)
+        return scores.gather(1, chosen), chosen
+
+
+def start_counting(model: torch.nn.Module) -> None:
+    """Sets every router's `load` to zeros."""
+    for router in _routers(model):
+        router.load = torch.zeros(router.config.num_moe_experts, device=router.weight.device)
+
+
+def expert_loads(model: torch.nn.Module) -> dict[int, list[float]]:
+    """Layer number -> tokens that each expert got since `start_counting`, on all ranks together; for all ranks to call.
+
+    Layers behind the last are multi-token prediction modules.
+    """
+    loads, routers = {}, list(_routers(model))
+    if routers:
+        counted = torch.stack([router.load for router in routers])
+        dist.all_reduce(counted, group=routers[0].tp_dp_cp_group)
+        loads = dict(zip((router.layer_number for router in routers), counted.tolist(), strict=True))
+    stages: list = [None] * parallel_state.get_pipeline_model_parallel_world_size()
+    dist.all_gather_object(stages, loads, group=parallel_state.get_pipeline_model_parallel_group())
+    return dict(sorted(item for stage in stages for item in stage.items()))
+
+
+def _routers(model: torch.nn.Module) -> Iterator[PackedRouter]:
+    return (module for module in model.modules() if isinstance(module, PackedRouter))
+
+
+def use_packed_router(model: torch.nn.Module) -> None:
+    """Swaps the class of every router, and tells it before each forward pass which tokens it sees."""
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        router = getattr(getattr(module, "mlp", None), "router", None)
+        if isinstance(module, TransformerLayer) and router is not None:
+            if type(router) is not TopKRouter:
+                raise TypeError(
+                    f"the router of layer {module.layer_number} is {type(router)}, not Megatron's TopKRouter"
+                )
+            router.__class__ = PackedRouter
+            router.router_replay = _Choice(router)
+            module.register_forward_pre_hook(_tell_router, with_kwargs=True)
+    start_counting(model)
+
+
+def _tell_router(layer: Any, _: Any, arguments: dict[str, Any]) -> None:
+    layer.mlp.router.packed = arguments["packed_seq_params"]

@@ -1,0 +1,1 @@
+"""Memory and layouts before anybody queues: what a rank holds while it trains, and what its engine may have."""

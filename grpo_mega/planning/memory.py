@@ -1,0 +1,158 @@
+"""How many bytes of a GPU training takes: exact for weights, gradients and optimizer, estimated for the rest.
+
+The estimate assumes attention that never holds its matrix of scores, and sequence parallelism where there is tensor
+parallelism. Micro-batches are as skewed as schedule.py lets them be: one long sequence, and short ones in a table as
+wide. Lines of the result add up to the peak of the trainer's turn on the device.
+"""
+
+from __future__ import annotations
+
+from grpo_kernels.chunked import BLOCK_GPU
+from grpo_mega.config.schema import Config, ModelConfig, MoEConfig
+from grpo_mega.models.body import head_channels
+from grpo_mega.models.schedule import cells_per_token
+from grpo_mega.planning.inventory import Stage
+from grpo_mega.rollout.sglang.memory import ENGINE_ASLEEP, FIXED
+
+MAY_BE_PLANNED = 0.92
+"""Share of a GPU's memory; the rest is lost to fragments."""
+IMBALANCE = 1.5
+"""Tokens of the busiest rank's experts over the average."""
+
+
+def memory(config: Config, stage: Stage, number: int, vocab_size: int) -> dict[str, float]:
+    """{what: bytes} on a GPU of pipeline stage `number`."""
+    held = static(config, stage)
+    if config.algorithm.kl_coef:  # weights of the reference policy lie on the device too
+        held["reference policy"] = held["weights"]
+    return held | {
+        "activations kept": kept(config, stage, number),
+        "one layer, saved": _layer(config, stage),
+        "one layer, at work": max(_layer(config, stage), attention(config, *most_skewed(config))),
+        "output layer": _output(config, vocab_size) if number == config.layout.pp - 1 else 0.0,
+        "libraries": FIXED,
+        "engine, asleep": ENGINE_ASLEEP if _engine_sleeps(config) else 0.0,
+    }
+
+
+def static(config: Config, stage: Stage) -> dict[str, float]:
+    """Bytes that training holds from step to step.
+
+    Gradients are fp32. Adam has two fp32 moments, and an fp32 master copy of weights that are not fp32; the distributed
+    optimizer spreads all of these over the ranks that hold the same weights.
+    """
+    width = 2 if config.model.dtype == "bf16" else 4
+    state = 8 if width == 4 else 12
+    sharded = config.optimizer.distributed
+    parts = ((stage.dense, stage.replicas), (stage.experts, stage.expert_replicas))
+    parameters = stage.dense + stage.experts
+    return {
+        "weights": float(width * parameters),
+        "gradients": 4.0 * parameters,
+        "optimizer": sum(state * count / (replicas if sharded else 1) for count, replicas in parts),
+    }
+
+
+def leaves(lines: dict[str, float]) -> float:
+    """Bytes that go to main memory when the trainer leaves the device: gradients are dropped."""
+    return lines["weights"] + lines["optimizer"] + lines.get("reference policy", 0.0)
+
+
+def kept(config: Config, stage: Stage, number: int) -> float:
+    """Bytes of activations that wait for their backward pass.
+
+    With full recomputation that is each layer's input, otherwise everything the backward pass reads. Early stages hold
+    more micro-batches (Narayanan et al., 2021: 1F1B, and interleaved).
+    """
+    layout = config.layout
+    in_flight = float(layout.pp - number)
+    if layout.vpp > 1:
+        in_flight = (2 * (layout.pp - number - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
+    each = _layer(config, stage)
+    if layout.recompute == "full":
+        each = 2.0 * config.model.hidden / _split(config) * _tokens(config)
+    elif layout.recompute == "none":
+        each += attention(config, *most_skewed(config), gradients=False)
+    return in_flight * (stage.layers + stage.predictors) * each
+
+
+def most_skewed(config: Config) -> tuple[float, float, float]:
+    """The (sequences, tokens of the longest, most rows of one on a rank) that take the most room.
+
+    Under context parallelism a rank holds up to all of a sequence no longer than its own rows; the shortest for which
+    that is so has the most sequences beside it.
+    """
+    layout = config.layout
+    longest = min(_tokens(config), config.model.context)
+    return cells_per_token(layout.cp) * layout.micro_batch_tokens / longest, longest, longest
+
+
+def attention(config: Config, sequences: float, longest: float, rows: float, gradients: bool = True) -> float:
+    """Bytes that one layer's attention holds: tables, `gradients` of them, and under context parallelism a mask.
+
+    Keys and values lie in a table of [sequences, longest], repeated for every head; queries and outputs in one of
+    [sequences, rows]. Of the mask torch makes one of numbers as wide as theirs; what it was made of is gone by then.
+    """
+    model, layout = config.model, config.layout
+    mla, channels = model.mla, 2 * head_channels(model)
+    if model.attention == "mla":
+        channels = mla.qk_head_dim + mla.qk_rope_dim + mla.v_head_dim
+    width = 2 if model.dtype == "bf16" else 4
+    tables = sequences * (longest + rows) * model.heads / layout.tp * channels
+    mask = sequences * rows * longest if layout.cp > 1 else 0.0
+    return width * (tables * (2 if gradients else 1) + mask)
+
+
+def layer_bytes(config: Config, stage: Stage) -> list[float]:
+    """Bytes per token that the backward pass of a layer reads, in bf16, for every kind of layer on this stage."""
+    model = config.model
+    attention = 8 * model.hidden + (_latent(model) if model.attention == "mla" else _grouped(model))
+    kinds = []
+    if stage.moe_layers or stage.predictors:
+        kinds.append(_experts(model, model.moe))
+    if stage.layers > stage.moe_layers:
+        kinds.append(6.0 * model.ffn_hidden)
+    return [(attention + kind) / _split(config) * (1 if model.dtype == "bf16" else 2) for kind in kinds]
+
+
+def _experts(model: ModelConfig, moe: MoEConfig) -> float:
+    routed = IMBALANCE * moe.top_k * (2 * model.hidden + 6 * moe.ffn_hidden)
+    return routed + 6 * moe.shared_ffn_hidden + 8 * moe.experts
+
+
+def _grouped(model: ModelConfig) -> float:
+    """Queries, keys and values before and after rotation, the output, and fp32 sums of the softmax."""
+    return 2 * head_channels(model) * (3 * model.heads + 3 * model.kv_heads) + 4 * model.heads
+
+
+def _latent(model: ModelConfig) -> float:
+    mla = model.mla
+    down = 4 * (mla.q_lora_rank or 0) + 4 * mla.kv_lora_rank + 2 * mla.qk_rope_dim
+    channels = 2 * (mla.qk_head_dim + mla.qk_rope_dim) + mla.qk_head_dim + 2 * mla.v_head_dim
+    return down + 2 * model.heads * channels + 4 * model.heads
+
+
+def _engine_sleeps(config: Config) -> bool:
+    """Whether an engine with weights of its own shares the device."""
+    return config.rollout.engine == "sglang" and config.rollout.sglang.first_gpu is None
+
+
+def _layer(config: Config, stage: Stage) -> float:
+    """Bytes that the largest layer saves of a micro-batch."""
+    return max(layer_bytes(config, stage)) * _tokens(config)
+
+
+def _output(config: Config, vocab_size: int) -> float:
+    """Logits in fp32 and their gradient for a block of rows, and what stands for the weight's gradient in autograd."""
+    columns = vocab_size / config.layout.tp
+    return BLOCK_GPU * columns * 6 + 2 * columns * config.model.hidden
+
+
+def _tokens(config: Config) -> float:
+    """Tokens of a micro-batch that a rank works on."""
+    return config.layout.micro_batch_tokens / config.layout.cp
+
+
+def _split(config: Config) -> int:
+    """Ranks that share the activations of a token."""
+    return config.layout.tp if config.layout.sp else 1

@@ -1,0 +1,87 @@
+"""What a run will take on every GPU, before anybody queues: parameters and bytes of a rank of every pipeline stage."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from grpo_mega.config.rules import ConfigError, check_layout, fewest_processes
+from grpo_mega.config.schema import Config
+from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.planning.inventory import take_stock, total
+from grpo_mega.planning.memory import MAY_BE_PLANNED, leaves, memory, static
+from grpo_mega.rollout.sglang.memory import plan_engine
+
+
+def plan(config: Config) -> dict[str, Any]:
+    """What a run takes, in parameters and bytes, all of it JSON; call `platform.start_planning` first.
+
+    Raises:
+        ConfigError: The GPUs cannot be arranged in the layout, or nothing says how large the vocabulary is.
+    """
+    cluster, layout = config.cluster, config.layout
+    gpus = cluster.nodes * cluster.gpus_per_node if cluster.nodes else fewest_processes(layout)
+    counted = (
+        f"cluster.nodes={cluster.nodes} * cluster.gpus_per_node={cluster.gpus_per_node} =" if cluster.nodes else ""
+    )
+    check_layout(config, gpus, counted or "the number of GPUs")
+    vocab_size = _vocabulary(config)
+    stages = take_stock(config.model, layout, vocab_size, gpus)
+    parameters, ahead = total(stages)
+    found = [memory(config, stage, number, vocab_size) for number, stage in enumerate(stages)]
+    totals = [sum(lines.values()) for lines in found]
+    capacity = cluster.gpu_memory_mib * 2**20 if cluster.gpu_memory_mib else None
+    limit = MAY_BE_PLANNED * capacity if capacity else None
+    return {
+        "experiment": config.run.name,
+        "parameters": parameters,
+        "prediction_parameters": ahead,
+        "gpus": gpus,
+        "layout": asdict(layout) | {"dp": gpus // (layout.tp * layout.pp * layout.cp)},
+        "stages": [{key: value for key, value in asdict(stage).items() if key != "whole"} for stage in stages],
+        "memory": found,
+        "static": [sum(static(config, stage).values()) for stage in stages],
+        "total": totals,
+        "checkpoint": _checkpoint(config, parameters + ahead),
+        "host": min(gpus, cluster.gpus_per_node) * max(map(leaves, found)),
+        "capacity": capacity,
+        "limit": limit,
+        "fits": max(totals) <= limit if limit else None,
+        "engine": _engine(config, vocab_size, gpus, found) if config.rollout.engine == "sglang" else None,
+    }
+
+
+def _engine(config: Config, vocab_size: int, gpus: int, trainer: list[dict[str, float]]) -> dict[str, Any] | None:
+    """The turn of an engine that shares the GPUs; None when nothing is known of them, or it has others."""
+    mib, algorithm = config.cluster.gpu_memory_mib, config.algorithm
+    if mib is None or config.rollout.sglang.first_gpu is not None:
+        return None
+    capacity = mib * 2**20
+    found = plan_engine(config, vocab_size, max(lines["weights"] for lines in trainer), capacity)
+    peak = sum(found["hand-over"].values())
+    excess = sum(found["generation"].values()) - capacity  # SGLang fills a GPU, as far as it is told
+    engines = gpus // config.rollout.sglang.tp
+    return found | {
+        "engines": engines,
+        "samples": -(-algorithm.prompts_per_step // engines) * algorithm.group_size,
+        "peak": peak,
+        "excess": max(0.0, excess),
+        "fits": peak <= MAY_BE_PLANNED * capacity and excess <= 0 and found["longest"] > 0,
+    }
+
+
+def _checkpoint(config: Config, parameters: int) -> int:
+    """Bytes of a checkpoint: weights, Adam's fp32 state and, with a KL term, the reference policy."""
+    weights = 2 if config.model.dtype == "bf16" else 4
+    state = 12 if weights == 2 else 8  # an fp32 copy of narrower weights, and two moments
+    return parameters * (weights + state + (weights if config.algorithm.kl_coef else 0))
+
+
+def _vocabulary(config: Config) -> int:
+    """A plan reads no files, so no tokenizer but the one built in."""
+    if config.model.vocab_size is None and config.data.tokenizer != "chars":
+        raise ConfigError(
+            f"model.vocab_size is null, and a plan does not open data.tokenizer={config.data.tokenizer}; give "
+            "model.vocab_size, as in the model's config.json"
+        )
+    return config.model.vocab_size or CharTokenizer().vocab_size

@@ -1,0 +1,432 @@
+"""Generation in SGLang engines: each serves a group of ranks, and together they share out the prompts.
+
+`rollout.sglang.tp` consecutive ranks form a group, of a node or of several whole ones. The first of them on each node
+hosts the engine's process there (`process.py`), the first of all owns the engine and talks to it, the others
+take part in the collectives only. All ranks stay together: what one engine refuses, or that it was lost, is raised on
+every rank.
+
+The log-probs that SGLang returns are those under the softmax of logits / temperature before top-k and top-p, as
+`Sample` wants them; SGLANG_RETURN_ORIGINAL_LOGPROB would change that and is turned off. SGLang cannot take our noise: a
+sample comes again only with the server argument enable_deterministic_inference, on the same hardware and release.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo_mega.config.schema import Config
+from grpo_mega.platform import Platform
+from grpo_mega.rollout.completions import Completion, check, from_all_ranks, routed
+from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted
+from grpo_mega.rollout.engine import SamplingParams, without_stop
+from grpo_mega.rollout.sampling import prompt_key
+from grpo_mega.rollout.sglang.arguments import (
+    attention_copies,
+    check_platform,
+    environment,
+    expected_weights,
+    free_address,
+    model_config,
+    own_address,
+    own_experts,
+    server_arguments,
+    take_turns,
+    write_model,
+)
+from grpo_mega.rollout.sglang.generation import Generation, Share, run_together
+from grpo_mega.rollout.sglang.memory import mem_fraction_static
+from grpo_mega.rollout.sglang.process import EngineLost, EngineProcess
+from grpo_mega.rollout.sglang.transport import Bucket, Disk, Network, Shared, Transport
+from grpo_mega.types import Prompt, Sample
+from grpo_mega.weights import fp8
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+SECONDS_BETWEEN_QUESTIONS = 0.25
+"""How often the ranks ask each other, while their engines generate, whether to go on."""
+FOREVER = timedelta(days=7)
+"""Of collectives that wait for engines, whose own limits are in `rollout.sglang`."""
+
+
+class SGLangEngine:
+    """SGLang engines of a whole job; see `Engine`."""
+
+    def __init__(
+        self, config: Config, vocab_size: int, platform: Platform, decode: Callable[[Sequence[int]], str], path: Path
+    ) -> None:
+        """Starts the engines, without weights; on a GPU their memory is released at once.
+
+        Args:
+            config: The run's configuration.
+            vocab_size: The tokenizer's.
+            platform: Where the trainer computes.
+            decode: Turns token ids into text.
+            path: The run directory: the engines' logs go into its logs/, what they start from into engine-N/.
+
+        Raises:
+            ValueError: No Hugging Face model describes this one, an engine would have a part of a node, or there are
+                not the GPUs.
+            EngineError: An engine did not start.
+        """
+        check_platform(config, platform)
+        self._config, self._platform, self._decode, self._path = config.rollout.sglang, platform, decode, path
+        self._run = config
+        on_node = _ranks_on_node(self._config.tp)
+        self._number, place = divmod(dist.get_rank(), self._config.tp)
+        self._engines, self._nodes = dist.get_world_size() // self._config.tp, self._config.tp // on_node
+        self._node, self._host, self._owner = place // on_node, place % on_node == 0, place == 0
+        self._transport = self._way(config, vocab_size, place)
+        self.experts_of = self._transport.experts_of
+        expected = expected_weights(config, vocab_size, self.experts_of)
+        self._contract = Contract(lambda: expected, has_weights=False)
+        self._hosting = dist.get_rank() - place % on_node
+        self._everyone = dist.new_group(backend="gloo", timeout=FOREVER)
+        self._groups = [self._ranks_of(number) for number in range(self._engines)]
+        self._group = dist.new_subgroups_by_enumeration(self._groups, timeout=FOREVER, backend="gloo")[0]
+        folder = path / f"engine-{self._number}"
+        if self._owner:
+            write_model(folder, config, vocab_size)
+        self._arguments = server_arguments(config, platform, folder, self._number, self._engines)
+        self._arguments |= {"nnodes": self._nodes, "node_rank": self._node}
+        self._process: EngineProcess | None = None
+        self._connected = False
+        self._pids: list[int] = []
+        self._restarts = 0
+        self._at_rest = TAGS if take_turns(config.rollout.sglang, platform) else ()
+        self._share = Share()
+        self._aborted = False
+        self._start_engines(mine=True)
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the weights that the engines have; None before the first push, or when they are gone."""
+        return self._contract.version
+
+    def pids(self) -> list[int]:
+        """The processes of its engine on this node."""
+        return [*self._pids]
+
+    def generate(
+        self,
+        prompts: list[Prompt],
+        group_size: int,
+        sampling: SamplingParams,
+        version: int,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> list[Sample]:
+        """`group_size` samples of every prompt, prompt by prompt; the same list on every rank.
+
+        Raises:
+            Interrupted: `interrupted` held on some rank; all requests were aborted.
+            EngineRestarted: An engine was lost; push, and ask for the same again. What was finished is kept.
+            EngineError: It was lost too often, or failed otherwise.
+        """
+        with self._contract.generating(version):
+            self._aborted = False
+            share = self._share_of(prompts, group_size, sampling, version)
+            generation = Generation(
+                self._process,
+                share,
+                lambda place: self._request(prompts[place // group_size], place % group_size, sampling, version),
+                lambda place, *said: self._completion(prompts[place // group_size], *said),
+                self._config.silence_seconds,
+                self._config.answer_seconds,
+            )
+            run_together(
+                generation,
+                self._any_rank,
+                interrupted,
+                lambda: self._aborted,
+                lambda: self._contract.paused,
+                SECONDS_BETWEEN_QUESTIONS,
+            )
+        self._gathered(None, generation.failure)
+        finished = from_all_ranks(share.finished, self._everyone)
+        self._share = Share()
+        return [
+            _sample(prompt, index, version, finished[number * group_size + index])
+            for number, prompt in enumerate(prompts)
+            for index in range(group_size)
+        ]
+
+    def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
+        """Log-prob of every token but the first, as each of the engines, and each rank of its attention, sees it."""
+        copies = attention_copies(self._config)
+        with self._contract.generating(version=None):
+            found = self._on_owners(lambda: self._ask("score", token_ids=[*token_ids], copies=copies))
+        return {
+            f"engine {number}" + (f" (attention rank {copy})" if copies > 1 else ""): logprobs
+            for number, of_engine in enumerate(of_engine for of_engine in found if of_engine is not None)
+            for copy, logprobs in enumerate(of_engine)
+        }
+
+    def begin_update(self) -> None:
+        """Opens a session in which all weights are replaced."""
+        self._contract.begin_update()
+        self._on_owners(self._transport.begin)
+
+    def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Replaces some weights, of the routed experts those that are this rank's; they may be dropped afterwards."""
+        if self._config.fp8:
+            bucket = fp8.quantised_bucket(bucket)
+        refusal = _refusal(lambda: self._contract.check_push(bucket))
+        gathered: list = [None] * self._config.tp
+        with self._transport.offered([] if refusal else bucket) as mine:
+            dist.all_gather_object(gathered, (refusal, mine), group=self._group)
+            self._on(True, lambda: self._push(bucket, gathered))
+        self._contract.push(bucket)
+
+    def end_update(self, version: int) -> None:
+        """Closes the session; what was cached with the old weights is forgotten."""
+        self._on(True, lambda: self._contract.check_end_update(version))
+        self._on_owners(self._transport.complete)
+        self._on_owners(self._transport.end)
+        self._contract.end_update(version)
+
+    def release(self, tags: Collection[str]) -> None:
+        """Gives memory back; without the server argument enable_memory_saver SGLang keeps it."""
+        self._contract.release(tags)
+        self._on_owners(lambda: self._ask("release", tags=[*tags]))
+
+    def resume(self, tags: Collection[str]) -> None:
+        """Takes released memory again."""
+        self._contract.resume(tags)
+        self._on_owners(lambda: self._ask("resume", tags=[*tags]))
+
+    def flush(self) -> None:
+        """Empties the engines' prefix caches."""
+        self._contract.idle("flush")
+        self._on_owners(lambda: self._ask("flush"))
+
+    def abort(self) -> None:
+        """Ends the generation in progress; see `Engine`."""
+        self._aborted = True
+
+    def pause(self) -> None:
+        """Holds the generation in progress, in all engines; see `Engine`."""
+        self._contract.pause()
+
+    def proceed(self) -> None:
+        """Goes on."""
+        self._contract.proceed()
+
+    def close(self) -> None:
+        """Ends what this rank hosts; ranks may call it whenever they like."""
+        self._transport.close()
+        if self._process:
+            self._process.end()
+            self._process = None
+        self._pids = []
+
+    def _way(self, config: Config, vocab_size: int, place: int) -> Transport:
+        """Of the weights to the engine of this group, from its rank at `place`."""
+        experts = [own_experts(config, rank) for rank in range(self._config.tp)]
+        if self._config.transport == "network":
+            seconds = self._config.answer_seconds
+            return Network(self._ask, experts[place], self._platform, place, self._config.tp, seconds)
+        if self._config.transport == "disk":
+            ask = partial(self._ask_within, self._config.timeouts.engine_loading)  # one request reads the whole model
+            folder, writes = self._path / "engine-weights", dist.get_rank() == 0
+            return Disk(ask, self._owner, writes, folder, model_config(config, vocab_size), experts)
+        return Shared(self._ask, self._owner, experts[place])
+
+    def _push(self, bucket: Bucket, gathered: list[tuple[EngineError | None, Any]]) -> None:
+        """A bucket to the engine, unless one of its ranks refuses."""
+        for refusal, _ in gathered:
+            if refusal:
+                raise refusal
+        self._transport.push(bucket, [offer for _, offer in gathered])
+
+    def _ranks_of(self, number: int) -> list[int]:
+        return [*range(number * self._config.tp, (number + 1) * self._config.tp)]
+
+    def _start_engines(self, mine: bool) -> None:
+        """Starts engines, without weights; every rank must call it. `mine`: that of this rank's group is among them."""
+        if mine:
+            self.close()  # of an engine that was lost on another node
+            self._connected = False
+            self._contract.start_anew(self._at_rest)  # now: should another one fail, this one is not released twice
+        found = self._on(True, self._circumstances)  # also, what the first rank has written is there for all now
+        of_group = [found[rank] for rank in self._groups[self._number]]
+        hosted = self._on(self._host, lambda: self._start(of_group) if mine else self._leave())
+        self._pids = hosted[self._hosting] or []
+        alone = not self._connected  # also when it was lost with another one, which did not start
+        opened = self._on(self._owner and alone, self._transport.opened)
+        self._on(alone, lambda: self._connect(opened[self._groups[self._number][0]]))
+        self._contract.start_anew(self._at_rest)
+
+    def _connect(self, where: Any) -> None:
+        self._transport.connect(where)
+        self._connected = True
+
+    def _circumstances(self) -> dict[str, Any]:
+        """Where the parts of an engine can meet, if it is this rank's, and what is free of a GPU that it shares.
+
+        Data parallel attention meets on ports on one node, too, and those are the same for all engines if not given.
+        """
+        found: dict[str, Any] = {}
+        if self._owner and (self._nodes > 1 or attention_copies(self._config) > 1):
+            found["address"] = free_address(own_address() if self._nodes > 1 else "127.0.0.1")
+        if take_turns(self._config, self._platform) and "mem_fraction_static" not in self._config.arguments:
+            torch.cuda.empty_cache()
+            found["memory"] = torch.cuda.mem_get_info(self._platform.device)
+        return found
+
+    def _agreed(self, of_group: list[Any]) -> dict[str, Any]:
+        """Server arguments that all parts of an engine must have alike; its fullest GPU decides for all."""
+        arguments: dict[str, Any] = {}
+        if "address" in of_group[0]:
+            arguments["dist_init_addr"] = of_group[0]["address"]
+        if "memory" in of_group[0]:
+            free, capacity = map(min, zip(*(found["memory"] for found in of_group), strict=True))
+            arguments["mem_fraction_static"] = mem_fraction_static(self._run, free, capacity)
+        return arguments
+
+    def _start(self, of_group: list[Any]) -> list[int]:
+        """Starts the part of the engine that this rank hosts; its processes."""
+        first, *_, last = [*self._groups[self._number], self._groups[self._number][-1]]
+        name = f"engine-{self._number}" + (f"-node-{self._node}" if self._node else "")
+        self._process = EngineProcess(
+            f"the SGLang engine of rank{f's {first} to {last}' if last > first else f' {first}'}",
+            self._arguments | self._agreed(of_group),
+            self._path / "logs" / f"{name}.log",
+            environment(self._config, self._platform),
+            self._config.start_seconds,
+        )
+        if self._owner and self._at_rest:
+            self._ask("release", tags=[*self._at_rest])
+        return self._process.facts["pids"]
+
+    def _leave(self) -> list[int]:
+        """Releases what the engine still holds; its processes."""
+        assert self._process, "only engines that were lost have none"
+        held = [tag for tag in self._at_rest if tag not in self._contract.released]
+        if self._owner and held:
+            self._ask("release", tags=held)
+        return self._process.facts["pids"]
+
+    def _ask(self, method: str, **arguments: Any) -> Any:
+        return self._ask_within(self._config.answer_seconds, method, **arguments)
+
+    def _ask_within(self, seconds: float, method: str, **arguments: Any) -> Any:
+        assert self._process, "the engine is closed"
+        return self._process.ask(method, seconds, **arguments)
+
+    def _on_owners(self, work: Callable[[], Result]) -> list[Result | None]:
+        """What `work` came to on every rank that owns an engine, None elsewhere; fails on all ranks when one fails."""
+        return self._on(self._owner, work)
+
+    def _on(self, here: bool, work: Callable[[], Result]) -> list[Result | None]:
+        """The same for ranks that say that they are meant. Whatever fails, no rank is left waiting for another."""
+        result, failure = None, None
+        if here:
+            try:
+                result = work()
+            except EngineError as error:
+                failure = error
+            except Exception as error:
+                logger.exception("the engine's rank failed")
+                failure = EngineError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+        return self._gathered(result, failure)
+
+    def _gathered(self, mine: Result, failure: EngineError | None) -> list[Result]:
+        """What every rank has, unless something went wrong on one of them."""
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (mine, failure), group=self._everyone)
+        self._raise_on_all([failure for _, failure in everyone])
+        return [found for found, _ in everyone]
+
+    def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of the flags hold on any rank."""
+        state = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(state, dist.ReduceOp.MAX, group=self._everyone)
+        return [*map(bool, state.tolist())]
+
+    def _raise_on_all(self, failures: Sequence[EngineError | None]) -> None:
+        """Raises what went wrong, on every rank alike; engines that were lost are started anew before."""
+        found = [failure for failure in failures if failure]
+        if not found:
+            return
+        message = "\n".join(dict.fromkeys(map(str, found)))  # of several ranks that say the same, one
+        if not all(isinstance(failure, EngineLost) for failure in found):
+            raise EngineError(message)
+        self._restarts += 1
+        if self._restarts > self._config.restarts:
+            raise EngineError(f"{message}\nit was lost more than rollout.sglang.restarts={self._config.restarts} times")
+        self._start_engines(mine=any(failures[rank] for rank in self._groups[self._number]))
+        raise EngineRestarted(message)
+
+    def _share_of(self, prompts: list[Prompt], group_size: int, sampling: SamplingParams, version: int) -> Share:
+        """This rank's share, with what is finished of it when the same was asked for before."""
+        asked = ([p.id for p in prompts], group_size, sampling, version)
+        if self._share.of != asked:
+            mine = [i for i in range(len(prompts)) if i % self._engines == self._number] if self._owner else []
+            self._share = Share(asked, [i * group_size + sample for i in mine for sample in range(group_size)])
+        return self._share
+
+    def _request(self, prompt: Prompt, index: int, sampling: SamplingParams, version: int) -> dict[str, Any]:
+        """SGLang's arguments for one sample."""
+        parameters = {
+            "max_new_tokens": min(sampling.max_new_tokens, self._run.model.context - len(prompt.token_ids)),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "stop_token_ids": [*sampling.stop_ids],
+            # Read in SGLang's deterministic mode only, which would make all samples of a prompt the same without it.
+            "sampling_seed": prompt_key(f"{sampling.seed} {version} {prompt.id} {index}") & 0x7FFFFFFF,
+        }
+        experts = {"return_routed_experts": True} if self._config.routing_replay else {}
+        return {"input_ids": [*prompt.token_ids], "sampling_params": parameters, **experts}
+
+    def _completion(
+        self, prompt: Prompt, token_ids: list[int], logprobs: list[float], reason: str, experts: np.ndarray | None
+    ) -> Completion:
+        """What SGLang says of a sample, checked.
+
+        Raises:
+            EngineError: It cannot be trained on.
+        """
+        check(token_ids, logprobs)
+        text, chosen = self._decode(without_stop(token_ids, reason)), None
+        unknown = reason == "abort" and experts is None  # it had been given up, and waited to be computed anew
+        if self._config.routing_replay and token_ids and not unknown:
+            chosen = routed(experts, len(prompt.token_ids) + len(token_ids) - 1, self._run.model)
+        return Completion(tuple(token_ids), tuple(logprobs), reason, text, chosen)
+
+
+def _sample(prompt: Prompt, index: int, version: int, found: Completion) -> Sample:
+    return Sample(
+        prompt, index, found.token_ids, found.logprobs, found.finish_reason, version, found.text, found.experts
+    )
+
+
+def _ranks_on_node(tp: int) -> int:
+    """How many ranks of a node share an engine of `tp` ranks."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    if here % tp and tp % here:
+        raise ValueError(
+            f"rollout.sglang.tp={tp}: an engine has a part of a node that divides its {here} processes, or several "
+            "whole nodes"
+        )
+    return min(tp, here)
+
+
+def _refusal(check: Callable[[], None]) -> EngineError | None:
+    """What `check` refuses, for the other ranks."""
+    try:
+        check()
+    except EngineError as error:
+        return error
+    return None

@@ -1,0 +1,205 @@
+"""What an SGLang engine takes of its GPUs, and which share of a GPU it is told to take while the trainer has the rest.
+
+SGLang's server argument mem_fraction_static is a share of the memory that is free when the engine starts: weights and
+KV cache take that much together (`KVCacheConfigurator._profile_available_bytes` in mem_cache/kv_cache_configurator.py),
+and what is left is for its CUDA graphs and activations. When nobody gives it, SGLang chooses it as if it were alone on
+the GPU (arg_groups/memory_hook.py). Here engines start before the policy is on the GPU (assemble.py), so it would leave
+no room for what the trainer keeps when it is away. `mem_fraction_static` leaves it. Planner and engine both ask here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from typing import Any
+
+from grpo_mega.config.schema import Config
+from grpo_mega.models.body import DTYPES, head_channels
+from grpo_mega.rollout.contract import EngineError
+from grpo_mega.rollout.sglang.arguments import attention_copies, own_experts, suspends
+from grpo_mega.weights import fp8
+from grpo_mega.weights.names import Entry, entries
+
+logger = logging.getLogger(__name__)
+
+FIXED = 12e9
+"""CUDA context, workspaces of cuBLAS and Transformer Engine, and buffers of NCCL, of which 7 GB were measured under
+TP2 x PP2 x DP2, and 9.5 GB with experts (verl's pull request 6408)."""
+SUSPENDED = 6e9
+"""The same while process groups are suspended: 3.5 GB of NCCL's stayed of a Megatron job (NCCL's pull request 2060)."""
+ENGINE_ASLEEP = 4e9
+"""What an inference engine keeps while the trainer has the device."""
+MIB = 2**20
+PIECES = ((160 * 2**30, 16384), (60 * 2**30, 8192), (0, 4096))
+"""Bytes of a GPU above which SGLang reads prompts in pieces of so many tokens."""
+REQUESTS = 512
+"""The most requests that SGLang makes CUDA graphs for unless it is told how many."""
+LEAST_WORK = (60 * 2**30, 10 * 2**30)
+"""Bytes of a GPU above which SGLang sets aside so many at least."""
+WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "gate")
+"""Matrices that every GPU of an engine has whole, besides vectors."""
+
+
+def weights(config: Config, vocab_size: int) -> dict[str, float]:
+    """Bytes of an engine's weights on each of its GPUs: {"routed experts", "other weights"}.
+
+    SGLang loads no prediction modules, and keeps the up-projection of latent keys and values a second time.
+    """
+    found = {"routed experts": 0.0, "other weights": 0.0}
+    for entry in entries(replace(config.model, mtp_layers=0), vocab_size):
+        kind = "other weights" if entry.expert is None else "routed experts"
+        twice = 2 if ".kv_b_proj." in entry.name else 1
+        found[kind] += twice * _bytes(entry, config) / _gpus(entry, config)
+    return found
+
+
+def cache_bytes(config: Config) -> int:
+    """Bytes of KV cache for a token on each GPU that holds it.
+
+    Latent attention keeps one vector for all heads (DeepSeek-V2, section 2.1), on all GPUs that share the heads;
+    otherwise each GPU has the keys and values of its heads, of one at least.
+    """
+    model, arguments = config.model, config.rollout.sglang.arguments
+    channels = model.mla.kv_lora_rank + model.mla.qk_rope_dim
+    if model.attention == "gqa":
+        channels = 2 * max(1, model.kv_heads // _attention_gpus(config)) * head_channels(model)
+    fp8 = str(arguments.get("kv_cache_dtype", "auto")).startswith("fp8")
+    return model.layers * channels * (1 if fp8 else DTYPES[model.dtype].itemsize)
+
+
+def work(config: Config, capacity: float) -> float:
+    """Bytes for activations, CUDA graphs and collectives while it generates: what SGLang itself sets aside for them.
+
+    1.5 MiB for each token of a piece of a prompt, 2 MiB for each request in CUDA graphs, under data parallel attention
+    3 MiB more (4.5 from 301 requests on) for each of them times its ranks, and a GiB for every 8 GPUs
+    (arg_groups/memory_hook.py).
+    """
+    arguments = config.rollout.sglang.arguments
+    piece = next(tokens for size, tokens in PIECES if capacity > size)
+    given = arguments.get("chunked_prefill_size") or 0
+    piece = given if given > 0 else piece
+    requests = arguments.get("cuda_graph_max_bs_decode") or REQUESTS
+    graphs = 2.0 * requests
+    copies = attention_copies(config.rollout.sglang)
+    if copies > 1:
+        graphs += (4.5 if requests > 300 else 3) * requests * copies
+    size, least = LEAST_WORK
+    return max(MIB * (512 + 1.5 * piece + graphs + 128 * config.rollout.sglang.tp), least if capacity > size else 0)
+
+
+def trainer_away(config: Config) -> float:
+    """Bytes that the trainer keeps of a GPU while the engine has it."""
+    return SUSPENDED if suspends(config.rollout.sglang) else FIXED
+
+
+def static_bytes(config: Config, capacity: float) -> float:
+    """Bytes that weights and KV cache may take of a GPU of `capacity` bytes.
+
+    Unless the user's mem_fraction_static says: what is left when the trainer keeps what it keeps, a bucket of weights
+    is not gone yet, and the engine works.
+    """
+    given = config.rollout.sglang.arguments.get("mem_fraction_static")
+    if given is not None:
+        return given * capacity
+    return capacity - trainer_away(config) - config.rollout.sglang.bucket_bytes - work(config, capacity)
+
+
+def mem_fraction_static(config: Config, free: float, capacity: float) -> float:
+    """SGLang's share for an engine that starts with `free` bytes: `static_bytes`, if its work has room beside them.
+
+    An engine that is started anew may find the trainer's weights on the GPU, and has a smaller cache then.
+
+    Raises:
+        EngineError: Nothing is left for weights and cache.
+    """
+    planned, left = static_bytes(config, capacity), free - work(config, capacity)
+    if left < planned:
+        logger.warning(
+            "an SGLang engine is started with %.1f GB of a GPU for weights and KV cache, and not the planned %.1f GB: "
+            "others, such as the trainer's weights, hold the rest",
+            left / 1e9,
+            planned / 1e9,
+        )
+    share = math.floor(1000 * min(planned, left) / free) / 1000
+    if share <= 0:
+        raise EngineError(
+            f"{free / 1e9:.1f} of a GPU's {capacity / 1e9:.1f} GB are free, too little for an SGLang engine beside the "
+            "trainer; give rollout.sglang.arguments.mem_fraction_static to try all the same"
+        )
+    return share
+
+
+def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacity: float) -> dict[str, Any]:
+    """What is on a GPU of `capacity` bytes while weights are handed over, and while the engine generates.
+
+    Args:
+        config: The run's.
+        vocab_size: Tokens of the model.
+        trainer_weights: Bytes of the weights of the fullest pipeline stage.
+        capacity: Bytes of a GPU.
+    """
+    held = weights(config, vocab_size)
+    cache = static_bytes(config, capacity) - sum(held.values())
+    caches = attention_copies(config.rollout.sglang)
+    tokens = max(0, int(cache / cache_bytes(config))) * caches
+    return {
+        "hand-over": held
+        | {
+            "KV cache": 0.0,
+            "engine's work": ENGINE_ASLEEP,
+            "trainer's weights": trainer_weights,
+            "buckets": float(_buckets(config) * config.rollout.sglang.bucket_bytes),
+            "libraries": FIXED,
+        },
+        "generation": held
+        | {
+            "KV cache": cache,
+            "engine's work": work(config, capacity),
+            "trainer's weights": 0.0,
+            "buckets": 0.0,
+            "libraries": trainer_away(config),
+        },
+        "cache_bytes": cache_bytes(config),
+        "caches": caches,
+        "tokens": tokens,
+        "longest": tokens // caches // config.model.context * caches,
+    }
+
+
+def _bytes(entry: Entry, config: Config) -> int:
+    """Of a tensor as the engine keeps it, with its scales."""
+    if not (config.rollout.sglang.fp8 and fp8.in_fp8(entry.name)):
+        return entry.bytes
+    return math.prod(entry.shape) * fp8.DTYPE.itemsize + 4 * math.prod(fp8.scale_shape(entry.shape))
+
+
+def _buckets(config: Config) -> int:
+    """How many lie on a GPU at once: what arrives and what is made of it, and what the rank sends meanwhile.
+
+    When every rank gets experts of its own, the pipeline stage that has a layer's sends a bucket to every other stage.
+    """
+    return 2 if own_experts(config, 0) is None else 2 + config.layout.pp
+
+
+def _gpus(entry: Entry, config: Config) -> int:
+    """On how many GPUs of an engine a tensor is spread."""
+    sglang, name = config.rollout.sglang, entry.name
+    matrix = name.split(".")[-2]
+    if len(entry.shape) == 1 or matrix in WHOLE:
+        return 1
+    if entry.expert is not None:  # whole experts or parts of them: ep_size does not change how many bytes there are
+        return sglang.tp
+    if matrix in ("k_proj", "v_proj"):
+        return min(config.model.kv_heads, _attention_gpus(config))
+    of_attention = ("embed_tokens", *(["lm_head"] if sglang.arguments.get("enable_dp_lm_head") else []))
+    if ".self_attn." in name or matrix in of_attention:
+        return _attention_gpus(config)
+    if ".shared_experts." in name:
+        return 1 if sglang.arguments.get("moe_a2a_backend", "none") != "none" else sglang.tp
+    return (sglang.arguments.get("moe_dense_tp_size") or sglang.tp) if ".mlp." in name else sglang.tp
+
+
+def _attention_gpus(config: Config) -> int:
+    """How many of an engine's GPUs share the heads: under data parallel attention, those of one of its ranks."""
+    return max(1, config.rollout.sglang.tp // attention_copies(config.rollout.sglang))

@@ -1,0 +1,53 @@
+"""Whether SGLang is installed, in a release that can serve: known in an instant, without importing it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from grpo_mega.config.schema import RolloutConfig
+from grpo_mega.rollout.sglang.host import NEEDED, OLDEST
+
+TESTED = "0.5.23"
+"""The newest release that was tried."""
+
+
+def check_installed(rollout: RolloutConfig) -> None:
+    """Looks for what `rollout.engine` needs; an engine looks closer when it starts (`host.py`).
+
+    Raises:
+        ValueError: SGLang is absent, or too old for what is asked of it; says what installs it.
+    """
+    if rollout.engine != "sglang":
+        return
+    install = f"install it with `{sys.executable} -m pip install sglang=={TESTED}`"
+    if not is_installed():
+        raise ValueError(
+            f"rollout.engine=sglang, and there is no SGLang here: {install} (with GPUs see docs/clusters.md), or set "
+            "rollout.engine=embedded"
+        )
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:  # a source tree, which says nothing of its release
+        return
+    if _numbers(found) < _numbers(OLDEST):
+        raise ValueError(f"rollout.engine=sglang needs SGLang {OLDEST} or newer, and this is {found}: {install}")
+    asked = {name: f"rollout.sglang.arguments.{name}" for name, given in rollout.sglang.arguments.items() if given}
+    if rollout.sglang.routing_replay:
+        asked["enable_return_routed_experts"] = "rollout.sglang.routing_replay"
+    for argument, (_, oldest) in NEEDED.items():
+        if argument in asked and _numbers(found) < _numbers(oldest):
+            raise ValueError(f"{asked[argument]} needs SGLang {oldest} or newer, and this is {found}: {install}")
+
+
+def is_installed() -> bool:
+    """Whether there is a package; a mere folder called sglang, such as a clone of its sources, is none."""
+    spec = importlib.util.find_spec("sglang")
+    return spec is not None and spec.origin is not None
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """(0, 5, 23) of 0.5.23.post1."""
+    return tuple(int(number) for number in re.findall(r"\d+", release)[:3])

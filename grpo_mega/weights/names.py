@@ -1,0 +1,192 @@
+"""What the tensors of a model are called in Hugging Face checkpoints, and which rows of which Megatron tensor they are.
+
+Every Hugging Face tensor is a choice of rows of one Megatron tensor, so one table serves both directions and every
+layout. Megatron's names are those of `policy.shards.named_box`, one for each layer and expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from grpo_mega.config.schema import ModelConfig
+from grpo_mega.models.body import DTYPES, has_balancing_bias, head_channels, padded_vocabulary
+from grpo_mega.models.shards import Box
+from grpo_mega.weights.families import family
+
+Slices = tuple[slice, ...]
+"""A part of a tensor."""
+
+
+class Rows(NamedTuple):
+    """Of every `period` rows, those from `start` to below `stop`."""
+
+    period: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Hugging Face tensor.
+
+    Attributes:
+        name: Its name there.
+        key: Name of the Megatron tensor that holds it.
+        shape: Its shape.
+        rows: Which rows of the Megatron tensor it is; the other axes are the same.
+        dtype: What it is trained in.
+        expert: The routed expert that it belongs to, None when it serves every token.
+        joins_last: It is of no use without the tensor before it; whoever gets one gets both at once.
+    """
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    rows: Rows
+    dtype: torch.dtype
+    expert: int | None = None
+    joins_last: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def overlap(self, box: Box) -> Iterator[tuple[Slices, Slices]]:
+        """What of this tensor a shard at `box` of the Megatron tensor holds: pairs (part of the shard, part of this).
+
+        A shard of fused rows holds several pieces.
+        """
+        (top, bottom), *others = box
+        whole, columns = tuple(slice(None) for _ in others), tuple(slice(*other) for other in others)
+        period, start, stop = self.rows
+        for block in range(top // period, -(-bottom // period)):
+            base = block * period
+            first, last = max(top, base + start), min(bottom, base + stop)
+            if first < last:
+                shift = block * (stop - start) - base - start
+                yield (slice(first - top, last - top), *whole), (slice(first + shift, last + shift), *columns)
+
+
+def entries(model: ModelConfig, vocab_size: int) -> list[Entry]:
+    """Every tensor of the model in the order of its layers, those of the routed experts last.
+
+    Raises:
+        ValueError: No supported family describes the model, see `family`.
+    """
+    family(model)
+    return sorted(_model(model, vocab_size), key=lambda entry: entry.expert is not None)
+
+
+def copies(model: ModelConfig) -> dict[str, str]:
+    """Tensors that a directory may hold once more: {name of the copy: name of the original}."""
+    output = "model.embed_tokens.weight" if model.tie_embeddings else "lm_head.weight"
+    found = {"lm_head.weight": output} if model.tie_embeddings else {}
+    for layer in range(model.layers, model.layers + model.mtp_layers):
+        found[f"model.layers.{layer}.embed_tokens.weight"] = "model.embed_tokens.weight"
+        found[f"model.layers.{layer}.shared_head.head.weight"] = output
+    return found
+
+
+def _model(model: ModelConfig, vocab_size: int) -> Iterator[Entry]:
+    hidden, moe = model.hidden, model.moe
+    dtype = DTYPES[model.dtype]
+    vocabulary = Rows(padded_vocabulary(model, vocab_size), 0, vocab_size)
+    yield _entry(
+        "model.embed_tokens.weight", "embedding.word_embeddings.weight", (vocab_size, hidden), dtype, vocabulary
+    )
+    for layer in range(model.layers):
+        has_experts = moe.experts > 0 and moe.first_dense <= layer
+        yield from _inside(_layer(model, dtype, has_experts), f"model.layers.{layer}.", f"decoder.layers.{layer}.")
+    for depth in range(model.mtp_layers):
+        yield from _inside(_ahead(model, dtype), f"model.layers.{model.layers + depth}.", f"mtp.layers.{depth}.")
+    yield _entry("model.norm.weight", "decoder.final_layernorm.weight", (hidden,), dtype)
+    if not model.tie_embeddings:
+        yield _entry("lm_head.weight", "output_layer.weight", (vocab_size, hidden), dtype, vocabulary)
+
+
+def _layer(model: ModelConfig, dtype: torch.dtype, has_experts: bool) -> Iterator[Entry]:
+    hidden = model.hidden
+    yield _entry("input_layernorm.weight", "input_layernorm.weight", (hidden,), dtype)
+    attention = _latent_attention if model.attention == "mla" else _grouped_attention
+    yield from _inside(attention(model, dtype), "self_attn.", "self_attention.")
+    yield _entry("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", (hidden,), dtype)
+    feed_forward = _experts(model, dtype) if has_experts else _gated(hidden, model.ffn_hidden, dtype)
+    yield from _inside(feed_forward, "mlp.", "mlp.")
+
+
+def _grouped_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
+    """Megatron fuses the queries, the key and the value of a group, one group after the other."""
+    hidden, channels = model.hidden, head_channels(model)
+    queries = model.heads // model.kv_heads * channels
+    fused = queries + 2 * channels
+    q, kv = (model.heads * channels, hidden), (model.kv_heads * channels, hidden)
+    yield _entry("q_proj.weight", "linear_qkv.weight", q, dtype, Rows(fused, 0, queries))
+    yield _entry("k_proj.weight", "linear_qkv.weight", kv, dtype, Rows(fused, queries, queries + channels))
+    yield _entry("v_proj.weight", "linear_qkv.weight", kv, dtype, Rows(fused, queries + channels, fused))
+    yield _entry("o_proj.weight", "linear_proj.weight", (hidden, model.heads * channels), dtype)
+    if model.qk_norm:
+        yield _entry("q_norm.weight", "q_layernorm.weight", (channels,), dtype)
+        yield _entry("k_norm.weight", "k_layernorm.weight", (channels,), dtype)
+
+
+def _latent_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
+    hidden, heads, mla = model.hidden, model.heads, model.mla
+    q_rank, kv_rank, rope = mla.q_lora_rank, mla.kv_lora_rank, mla.qk_rope_dim
+    queries = heads * (mla.qk_head_dim + rope)
+    kv_a = _entry("kv_a_proj_with_mqa.weight", "linear_kv_down_proj.weight", (kv_rank + rope, hidden), dtype)
+    if q_rank is None:
+        yield _entry("q_proj.weight", "linear_q_proj.weight", (queries, hidden), dtype)
+        yield kv_a
+    else:
+        yield _entry("q_a_proj.weight", "linear_q_down_proj.weight", (q_rank, hidden), dtype)
+        # SGLang fuses the two, and silently drops one that comes without the other.
+        yield replace(kv_a, joins_last=True)
+        yield _entry("q_a_layernorm.weight", "q_layernorm.weight", (q_rank,), dtype)
+        yield _entry("q_b_proj.weight", "linear_q_up_proj.weight", (queries, q_rank), dtype)
+    yield _entry("kv_a_layernorm.weight", "kv_layernorm.weight", (kv_rank,), dtype)
+    up = (heads * (mla.qk_head_dim + mla.v_head_dim), kv_rank)
+    yield _entry("kv_b_proj.weight", "linear_kv_up_proj.weight", up, dtype)
+    yield _entry("o_proj.weight", "linear_proj.weight", (hidden, heads * mla.v_head_dim), dtype)
+
+
+def _gated(hidden: int, inner: int, dtype: torch.dtype) -> Iterator[Entry]:
+    """Megatron fuses the gate and what it multiplies."""
+    yield _entry("gate_proj.weight", "linear_fc1.weight", (inner, hidden), dtype, Rows(2 * inner, 0, inner))
+    yield _entry("up_proj.weight", "linear_fc1.weight", (inner, hidden), dtype, Rows(2 * inner, inner, 2 * inner))
+    yield _entry("down_proj.weight", "linear_fc2.weight", (hidden, inner), dtype)
+
+
+def _experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
+    moe = model.moe
+    yield _entry("gate.weight", "router.weight", (moe.experts, model.hidden), dtype)
+    if has_balancing_bias(moe):  # which is balanced in fp32 whatever the model's precision
+        yield _entry("gate.e_score_correction_bias", "router.expert_bias", (moe.experts,), torch.float32)
+    for number in range(moe.experts):
+        one = _inside(_gated(model.hidden, moe.ffn_hidden, dtype), f"experts.{number}.", f"experts.{number}.")
+        yield from (replace(entry, expert=number) for entry in one)
+    if moe.shared_ffn_hidden:
+        yield from _inside(_gated(model.hidden, moe.shared_ffn_hidden, dtype), "shared_experts.", "shared_experts.")
+
+
+def _ahead(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
+    """A multi-token prediction module; it shares the embedding and the output layer."""
+    hidden = model.hidden
+    yield _entry("enorm.weight", "enorm.weight", (hidden,), dtype)
+    yield _entry("hnorm.weight", "hnorm.weight", (hidden,), dtype)
+    yield _entry("eh_proj.weight", "eh_proj.weight", (hidden, 2 * hidden), dtype)
+    yield from _inside(_layer(model, dtype, has_experts=True), "", "transformer_layer.")
+    yield _entry("shared_head.norm.weight", "final_layernorm.weight", (hidden,), dtype)
+
+
+def _entry(name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Rows | None = None) -> Entry:
+    """By default all rows of the Megatron tensor."""
+    return Entry(name, key, shape, rows or Rows(shape[0], 0, shape[0]), dtype)
+
+
+def _inside(parts: Iterable[Entry], name: str, key: str) -> Iterator[Entry]:
+    return (replace(part, name=name + part.name, key=key + part.key) for part in parts)

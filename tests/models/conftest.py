@@ -1,0 +1,67 @@
+"""One rank of Megatron inside the pytest process, joined and left once per test file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mega.platform import join_processes, start
+from grpo_mega.types import Batch, pack_tokens
+
+# Before the test files below are collected: they import megatron.core.
+PLATFORM = start()
+
+from grpo_mega.config.schema import LayoutConfig, MLAConfig, ModelConfig, MoEConfig  # noqa: E402
+from grpo_mega.models.policy import Policy  # noqa: E402
+from grpo_mega.models.topology import Topology, join_layout, leave_layout  # noqa: E402
+
+VOCABULARY = 21
+DENSE = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, context=24, init_std=0.2)
+MOE = replace(DENSE, moe=MoEConfig(experts=4, ffn_hidden=16, shared_ffn_hidden=16))
+LATENT = replace(MOE, kv_heads=4, attention="mla", mla=MLAConfig(v_head_dim=12))
+TIED = replace(DENSE, tie_embeddings=True, qk_norm=True)
+MODELS = {"dense": DENSE, "moe": MOE, "latent": LATENT, "tied": TIED}
+
+MakePolicy = Callable[..., Policy]
+
+
+@pytest.fixture(scope="module")
+def topology() -> Iterator[Topology]:
+    """The layout of a lone process; the environment that joining it reads is left as it was."""
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS"):
+            environment.setenv(name, "")
+            environment.delenv(name)
+        join_processes(PLATFORM)
+    yield join_layout(LayoutConfig(), seed=1)
+    leave_layout()
+
+
+@pytest.fixture(scope="module")
+def make_policy(topology: Topology) -> MakePolicy:
+    """Builds a policy of one of MODELS with the same random weights every time."""
+
+    def make(
+        model: str = "dense", micro_batch_tokens: int = 16384, vocabulary: int = VOCABULARY, **changes: Any
+    ) -> Policy:
+        layout = LayoutConfig(micro_batch_tokens=micro_batch_tokens)
+        policy = Policy(replace(MODELS[model], **changes), layout, vocabulary, topology, PLATFORM)
+        policy.initialize(seed=3)
+        return policy
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def batch() -> Batch:
+    """Nine sequences of 2 to 20 tokens with prompts, random weights and advantages."""
+    random = torch.Generator().manual_seed(5)
+    lengths = [7, 20, 2, 11, 5, 5, 16, 3, 9]
+    tokens = [torch.randint(VOCABULARY, (n,), generator=random).tolist() for n in lengths]
+    packed = pack_tokens(tokens, [1, 6, 1, 4, 2, 4, 1, 2, 8])
+    weight, advantage = torch.rand(2, sum(lengths), generator=random)
+    return packed.with_(weight=weight * packed.mask / 50, advantage=(advantage - 0.5) * packed.mask)

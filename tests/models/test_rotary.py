@@ -1,0 +1,71 @@
+"""Rotary positions of packed tokens equal what Megatron's own embedding does to each sequence alone."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from grpo_mega.models.megatron.packed import KVCache, PackedTokens
+from grpo_mega.models.megatron.rotary import cos_sin, rotate, use_packed_rotary
+from grpo_mega.models.topology import Topology
+
+HEADS, CHANNELS, CONTEXT = 2, 8, 16
+CONFIG = TransformerConfig(num_layers=1, hidden_size=HEADS * CHANNELS, num_attention_heads=HEADS)
+
+
+BASE = 100
+
+
+def megatron_rotary() -> RotaryEmbedding:
+    return RotaryEmbedding(CHANNELS, rotary_percent=1.0, rotary_base=BASE)
+
+
+def by_rotate(x: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+    """As grouped-query attention does it."""
+    return rotate(x, *cos_sin(packed.positions, CHANNELS, BASE))
+
+
+def by_megatron(x: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+    """As latent attention does it."""
+    embedding = megatron_rotary()
+    use_packed_rotary(embedding, CONTEXT)
+    angles = embedding(embedding.get_rotary_seq_len(None, None, x, CONFIG, packed))
+    return apply_rotary_pos_emb(x, angles, CONFIG, cu_seqlens=packed.cu_seqlens_q)
+
+
+def alone(x: torch.Tensor) -> torch.Tensor:
+    """[L, heads, channels] of one sequence, through Megatron as it is."""
+    return apply_rotary_pos_emb(x[:, None], megatron_rotary()(len(x)), CONFIG)[:, 0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, CONTEXT), min_size=1, max_size=5), st.integers(1, 4))
+def test_whole_sequences(topology: Topology, lengths: list[int], multiple: int) -> None:
+    packed = PackedTokens.of_sequences(torch.tensor(lengths), multiple)
+    x = torch.randn(sum(lengths) + packed.padding, HEADS, CHANNELS, generator=torch.Generator().manual_seed(2))
+    real = x[: sum(lengths)]
+    expected = torch.cat([alone(sequence) for sequence in real.split(lengths)])
+    torch.testing.assert_close(by_megatron(x, packed)[: len(real)], expected, atol=0, rtol=0)
+    torch.testing.assert_close(by_rotate(x, packed)[: len(real)], expected, atol=1e-6, rtol=1e-6)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, CONTEXT - 1), min_size=1, max_size=5), st.integers(1, 4))
+def test_one_token_each(topology: Topology, positions: list[int], multiple: int) -> None:
+    packed = PackedTokens.one_each(torch.tensor(positions), multiple, KVCache(CONTEXT))
+    sequences = torch.randn(len(positions), CONTEXT, HEADS, CHANNELS, generator=torch.Generator().manual_seed(2))
+    x = torch.stack([sequence[p] for sequence, p in zip(sequences, positions, strict=True)])
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, packed.padding))
+    expected = torch.stack([alone(sequence)[p] for sequence, p in zip(sequences, positions, strict=True)])
+    torch.testing.assert_close(by_megatron(x, packed)[: len(positions)], expected, atol=0, rtol=0)
+    torch.testing.assert_close(by_rotate(x, packed)[: len(positions)], expected, atol=1e-6, rtol=1e-6)
+
+
+def test_gradient_of_rotate() -> None:
+    x = torch.randn(5, HEADS, CHANNELS, dtype=torch.float64, requires_grad=True)
+    cos, sin = (angles.double() for angles in cos_sin(torch.arange(5), CHANNELS, BASE))
+    assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), x)

@@ -1,0 +1,107 @@
+"""Plans many runs in one process and prints the plans as JSON: {name: plan}. Started by test_plan.py."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+from grpo_mega import platform
+from grpo_mega.config.load import compose_config
+
+platform.start_planning()
+
+from grpo_mega.models.schedule import cells_per_token  # noqa: E402
+from grpo_mega.planning.memory import attention, most_skewed  # noqa: E402
+from grpo_mega.planning.plan import plan  # noqa: E402
+from grpo_mega.rollout.contract import EngineError  # noqa: E402
+from grpo_mega.rollout.sglang.memory import mem_fraction_static, work  # noqa: E402
+
+EXPERIMENTS = ("r1zero_671b", "r1zero_671b_h200", "qwen3_30b_a3b", "moonlight_16b", "deepseekmath_7b", "tiny")
+SHORTER = ["model.context=65536", "layout.micro_batch_tokens=65536", "rollout.longer_max_new_tokens=64000"]
+ENGINES = {
+    "deepep": ["+rollout.sglang.arguments={moe_a2a_backend: deepep, moe_dense_tp_size: 1, mem_fraction_static: 0.7}"],
+    "fp8_cache": ["+rollout.sglang.arguments.kv_cache_dtype=fp8_e4m3"],
+    "one_cache": ["rollout.sglang.arguments.enable_dp_attention=false", "rollout.sglang.arguments.dp_size=1"],
+    "many_requests": ["rollout.sglang.arguments.cuda_graph_max_bs_decode=301"],
+    "dp_lm_head": ["+rollout.sglang.arguments.enable_dp_lm_head=true"],
+    "short_pieces": ["rollout.sglang.arguments.chunked_prefill_size=1024"],
+    "own_share": ["+rollout.sglang.arguments.mem_fraction_static=0.5"],
+    "tp8": ["rollout.sglang.tp=8", "rollout.sglang.arguments.ep_size=8"],
+}
+LAYOUTS = {
+    "whole": ["layout.ep=1"],
+    "ep4": ["layout.ep=4"],
+    "tp2_pp2": ["layout=tp2_pp2"],
+    "pp2_vpp2_cp2": ["layout=pp2", "layout.vpp=2", "layout.cp=2", "model.layers=4"],
+    "whole_4_layers": ["layout=single", "model.layers=4"],
+}
+
+
+SKEWED = {"33000 and 4 x 8000": (5, 33_000, 8125), "60000 and 3 x 2500": (4, 60_000, 9375)}
+"""Sequences, tokens of the longest, rows of it on the first of four context parallel ranks."""
+
+
+def skewed(found: dict) -> dict[str, float]:
+    """Bytes beyond what is static on R1-Zero's last stage, with a mask of bits."""
+    config, lines = compose_config(["experiment=r1zero_671b"]), found["memory"][-1]
+    rest = lines["activations kept"] + lines["one layer, saved"]
+    return {
+        name: rest + attention(config, sequences, longest, rows) + sequences * longest * rows
+        for name, (sequences, longest, rows) in SKEWED.items()
+    }
+
+
+def others() -> list[dict[str, float]]:
+    """Micro-batches of tables as large as they may be, of all widths, beside the one that is planned."""
+    found = []
+    for name in ("r1zero_671b", "qwen3_30b_a3b", "moonlight_16b"):
+        config = compose_config([f"experiment={name}"])
+        budget, most = config.layout.micro_batch_tokens, attention(config, *most_skewed(config))
+        cells, held = cells_per_token(config.layout.cp) * budget, budget // config.layout.cp
+        for longest in range(256, config.model.context + 1, 1024):
+            size = attention(config, cells // longest, longest, min(longest, held))
+            found.append({"name": name, "longest": longest, "bytes": size, "most": most})
+    return found
+
+
+def no_vocabulary() -> None:
+    unknown = compose_config(["experiment=tiny"])
+    unknown.data.tokenizer = "models/elsewhere"
+    plan(unknown)
+
+
+def no_room() -> None:
+    mem_fraction_static(compose_config(["experiment=r1zero_671b"]), free=12e9, capacity=24e9)
+
+
+def refused(case: Callable[[], None]) -> str:
+    try:
+        case()
+    except (ValueError, EngineError) as error:
+        return str(error)
+    return "accepted"
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    asked = {name: [f"experiment={name}"] for name in EXPERIMENTS}
+    asked["r1zero_16k"] = ["experiment=r1zero_671b", *SHORTER]
+    asked["qwen3_interleaved"] = ["experiment=qwen3_30b_a3b", "layout.pp=4", "layout.vpp=2", "cluster.nodes=8"]
+    asked["qwen3_one_node"] = ["experiment=qwen3_30b_a3b", "cluster.nodes=1"]
+    asked |= {f"tiny_{name}": ["experiment=tiny", *overrides] for name, overrides in LAYOUTS.items()}
+    asked |= {f"r1zero_{name}": ["experiment=r1zero_671b", *overrides] for name, overrides in ENGINES.items()}
+    asked["moonlight_keeps_all"] = ["experiment=moonlight_16b", "layout.recompute=none"]
+    asked["qwen3_tp8"] = ["experiment=qwen3_30b_a3b", "rollout.sglang.tp=8"]
+    found = {name: plan(compose_config(overrides)) for name, overrides in asked.items()}
+    shares = [
+        {"name": name, "free": free, "capacity": capacity, "share": mem_fraction_static(config, free, capacity)}
+        | {"work": work(config, capacity), "bucket": config.rollout.sglang.bucket_bytes}
+        for name in EXPERIMENTS[:-1]
+        for config in [compose_config([f"experiment={name}"])]
+        for capacity in (int(config.cluster.gpu_memory_mib) * 2**20,)
+        for free in (capacity - int(held * 1e9) for held in (0, 0.5, 2, 8, 16))
+    ]
+    said = {"plans": found, "shares": shares, "refused": [refused(case) for case in (no_vocabulary, no_room)]}
+    print(json.dumps(said | {"skewed": skewed(found["r1zero_671b"]), "others": others()}))

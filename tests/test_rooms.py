@@ -1,0 +1,107 @@
+"""Which room may know which: an import that the table does not name is a new dependency, and somebody decides on it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).resolve().parents[1]
+PACKAGES = {"grpo_mega": HOUSE / "grpo_mega", "grpo_kernels": HOUSE / "kernels" / "grpo_kernels"}
+
+GROUND = {"types", "config", "platform"}
+"""What every room may know; they know only each other, downwards."""
+MAY_KNOW: dict[str, set[str]] = {
+    "grpo_kernels": set(),
+    "algorithm": set(),
+    "types": set(),
+    "platform": set(),
+    "config": set(),
+    "data": GROUND,
+    "reward": GROUND,
+    "observe": GROUND,
+    "doctor": GROUND,
+    "models": GROUND | {"grpo_kernels"},
+    "weights": GROUND | {"models"},
+    "checkpoint": GROUND | {"models"},
+    "rollout": GROUND | {"models", "weights"},
+    "colocation": GROUND | {"models", "weights", "rollout", "observe"},
+    "planning": GROUND | {"grpo_kernels", "data", "models", "rollout"},
+    "stages": GROUND | {"algorithm", "data", "models", "checkpoint", "rollout"},
+    "trainer": GROUND
+    | {"algorithm", "data", "models", "checkpoint", "rollout", "colocation", "reward", "observe"},
+    "assemble": GROUND
+    | {"data", "models", "weights", "checkpoint", "rollout", "reward", "observe", "stages", "trainer"},
+    "train": GROUND | {"data", "reward", "rollout", "observe", "assemble"},
+}
+"""A room is a folder or a file of `grpo_mega`, or the kernels. The table has no circle, or `ORDER` could not be made."""
+
+
+def rooms_known() -> dict[str, dict[str, str]]:
+    """{room: {room it imports: the first file that does}}"""
+    known: dict[str, dict[str, str]] = {}
+    for package, folder in PACKAGES.items():
+        for file in sorted(folder.rglob("*.py")):
+            parts = (package, *file.relative_to(folder).with_suffix("").parts)
+            here = room(parts)
+            for module in imported(ast.parse(file.read_text())):
+                there = room(tuple(module.split(".")))
+                if there and here and there != here:
+                    known.setdefault(here, {}).setdefault(there, str(file.relative_to(HOUSE)))
+    return known
+
+
+def imported(tree: ast.AST) -> list[str]:
+    """Every module that a file names in an import, wherever in the file it stands."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def room(parts: tuple[str, ...]) -> str | None:
+    """The room of a module's dotted name; None for what is not ours, and for the package itself."""
+    if parts[0] == "grpo_kernels":
+        return "grpo_kernels"
+    if parts[0] != "grpo_mega" or len(parts) < 2 or parts[1] == "__init__":
+        return None
+    return parts[1]
+
+
+def test_rooms_know_only_what_the_table_allows() -> None:
+    broken = [
+        f"{file}: {here} may not know {there}"
+        for here, others in rooms_known().items()
+        for there, file in others.items()
+        if there not in MAY_KNOW[here]
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_the_table_allows_nothing_that_nobody_needs() -> None:
+    known = rooms_known()
+    needless = {here: MAY_KNOW[here] - GROUND - set(known.get(here, {})) for here in MAY_KNOW}
+    assert not {here: rooms for here, rooms in needless.items() if rooms}
+
+
+def test_the_table_has_no_circle() -> None:
+    left = {here: set(others) for here, others in MAY_KNOW.items()}
+    while free := [here for here, others in left.items() if not others & left.keys()]:
+        for here in free:
+            del left[here]
+    assert not left, f"rooms that know each other in a circle: {sorted(left)}"
+
+
+def test_only_assemble_names_stages() -> None:
+    assert [here for here, others in rooms_known().items() if "stages" in others] == ["assemble"]
+
+
+@pytest.mark.parametrize("package", ["algorithm", "grpo_kernels"])
+def test_formulas_know_only_torch(package: str) -> None:
+    folder = PACKAGES.get(package, PACKAGES["grpo_mega"] / package)
+    modules = {name.split(".")[0] for file in folder.rglob("*.py") for name in imported(ast.parse(file.read_text()))}
+    assert not modules & {"megatron", "transformers", "hydra", "omegaconf", "sglang"}
