@@ -29,13 +29,12 @@ MAY_KNOW: dict[str, set[str]] = {
     "colocation": GROUND | {"models", "weights", "rollout", "observe"},
     "planning": GROUND | {"grpo_kernels", "data", "models", "rollout"},
     "stages": GROUND | {"algorithm", "data", "models", "checkpoint", "rollout"},
-    "trainer": GROUND
-    | {"algorithm", "data", "models", "checkpoint", "rollout", "colocation", "reward", "observe"},
+    "trainer": GROUND | {"algorithm", "data", "models", "checkpoint", "rollout", "colocation", "reward", "observe"},
     "assemble": GROUND
     | {"data", "models", "weights", "checkpoint", "rollout", "reward", "observe", "stages", "trainer"},
     "train": GROUND | {"data", "reward", "rollout", "observe", "assemble"},
 }
-"""A room is a folder or a file of `grpo_mega`, or the kernels. The table has no circle, or `ORDER` could not be made."""
+"""A room is a folder or a file of `grpo_mega`, or the kernels."""
 
 
 def rooms_known() -> dict[str, dict[str, str]]:

@@ -26,6 +26,7 @@ from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, Optimi
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.reference import ReferencePolicy  # noqa: E402
 from grpo_mega.models.topology import join_layout  # noqa: E402
+from grpo_mega.platform import collectives  # noqa: E402
 from grpo_mega.platform.orphans import forks_end_with_us  # noqa: E402
 
 MOE = MoEConfig(experts=4, ffn_hidden=16, shared_ffn_hidden=16)
