@@ -414,6 +414,8 @@ class BaseConfig:
     """First gate check."""
     gate_passes: int = 2
     """Checks in a row that must be passed: accuracy jumps about while it rises, and one check may be luck."""
+    save_every: int = 500
+    """Steps between checkpoints; 0 for none but when it is asked to stop, and at the end."""
 
 
 @dataclass
@@ -428,6 +430,8 @@ class SFTConfig:
     """Learning rate after warm-up."""
     warmup_steps: int = 5
     """Linear warm-up; must be shorter than `steps`."""
+    save_every: int = 500
+    """Steps between checkpoints; 0 for none but when it is asked to stop, and at the end."""
 
 
 @dataclass
