@@ -266,12 +266,8 @@ class Timeouts:
     """Seconds that each state of a shared device may last before the run ends, inf for no limit; see
     `colocation/lease.py`. Those of the engine also have room for an engine that is given up (`answer_seconds`)."""
 
-    free: float = 60.0
-    """Until somebody takes a device that nobody owns."""
     trainer_acquiring: float = 300.0
     """Weights and optimizer come back from the host."""
-    trainer_draining: float = 1800.0
-    """The update in progress ends."""
     trainer_releasing: float = 300.0
     """Weights and optimizer move to the host; the first time its memory is pinned, some seconds for 10 GB."""
     engine_resuming_weights: float = 600.0
@@ -280,8 +276,6 @@ class Timeouts:
     """The engine gets its new weights, all buckets of them; the first time connections are made on the way."""
     engine_resuming_cache: float = 600.0
     """Memory for the engine's KV cache and CUDA graphs."""
-    engine_draining: float = 600.0
-    """The requests in flight end."""
     engine_releasing: float = 600.0
     """The engine frees its memory."""
 

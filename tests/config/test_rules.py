@@ -237,7 +237,10 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
             | {"rollout.sglang.arguments": {"moe_dense_tp_size": 1}},
             "rollout.sglang.fp8=true needs blocks of 128 columns, and model.moe.ffn_hidden=128 on 2 GPUs has none",
         ),
-        ({"rollout.sglang.timeouts.free": 1.0}, "rollout.sglang.timeouts has no effect with rollout.engine=embedded"),
+        (
+            {"rollout.sglang.timeouts.engine_loading": 1.0},
+            "rollout.sglang.timeouts has no effect with rollout.engine=embedded",
+        ),
         (
             {"rollout.engine": "sglang", "rollout.sglang.timeouts.engine_releasing": 300.0},
             "rollout.sglang.timeouts.engine_releasing=300 is not above rollout.sglang.answer_seconds=300",
@@ -257,7 +260,7 @@ def test_server_arguments_of_ones_own_are_accepted() -> None:
 def test_what_has_no_effect_is_undone_by_the_overrides_that_are_advised() -> None:
     """An experiment's file may have set it, so there may be nothing that the user could leave out."""
     own = [
-        "rollout.sglang.timeouts.free=3",
+        "rollout.sglang.timeouts.engine_loading=3",
         "+rollout.sglang.arguments.log_level=info",
         "rollout.sglang.transport=disk",
     ]
