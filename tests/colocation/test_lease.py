@@ -1,4 +1,4 @@
-"""The lease under any sequence of calls: two users never share the device, and no state outlasts its limit unnoticed."""
+"""The lease under any sequence of calls: two users never share the device, and no limit passes unnoticed."""
 
 from __future__ import annotations
 
