@@ -1,7 +1,7 @@
 """The configuration: one dataclass per room, a docstring under every field.
 
 Hydra composes the YAML files of `configs/` into these classes; a field that is not here is refused. Rules that
-involve more than one field live in `rules.py`.
+involve more than one field live in `rules`.
 """
 
 from __future__ import annotations
@@ -349,7 +349,8 @@ class RolloutConfig:
     """Tokens that end a completion; null for the model's own: the tokenizer's end of text, and what
     generation_config.json of data.tokenizer and run.init_from names."""
     concurrent_sequences: int = 512
-    """Sequences a data parallel replica of the embedded engine generates at once; bounds the key-value cache."""
+    """Sequences a data parallel replica of the embedded engine generates at once; bounds the key-value cache. Beside
+    SGLang's engines it samples for the base model's gate only."""
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
 
