@@ -26,7 +26,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "weights": GROUND | {"models"},
     "checkpoint": GROUND | {"models"},
     "rollout": GROUND | {"models", "weights"},
-    "colocation": GROUND | {"models", "weights", "rollout", "observe"},
+    "colocation": GROUND | {"algorithm", "models", "weights", "rollout", "observe"},
     "planning": GROUND | {"grpo_kernels", "data", "models", "rollout"},
     "run": GROUND | {"models", "checkpoint", "observe"},
     "stages": GROUND | {"algorithm", "data", "models", "checkpoint", "rollout", "observe", "run"},

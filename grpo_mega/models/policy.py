@@ -53,14 +53,7 @@ class Gradients:
 
 
 class Policy:
-    """This rank's part of a Megatron model, with its optimizer.
-
-    Attributes:
-        bucket_size: How many parameters travel together when communication overlaps, about; None for Megatron's
-            choice, 40 million or more.
-    """
-
-    bucket_size: int | None = None
+    """This rank's part of a Megatron model, with its optimizer."""
 
     def __init__(
         self,
@@ -71,7 +64,13 @@ class Policy:
         platform: Platform,
         distributed_optimizer: bool = False,
         overlap: bool = False,
+        bucket_size: int | None = None,
     ) -> None:
+        """Weights are as Megatron leaves them; `initialize` or a checkpoint replaces them.
+
+        `bucket_size`: how many parameters travel together when communication overlaps, about; None for Megatron's
+        choice, 40 million or more.
+        """
         self.topology = topology
         self.platform = platform
         self.context = model.context
@@ -81,7 +80,9 @@ class Policy:
         self.gpt = build_model(model, layout, vocab_size, platform)
         self.gpt.config.finalize_model_grads_func = finalize_model_grads
         self._distributed_optimizer = distributed_optimizer
-        self.model = [self._data_parallel(chunk, overlap, first=i == 0) for i, chunk in enumerate(self.gpt)]
+        pieces = enumerate(self.gpt)
+        # Later pieces' gradients are ready early and need no buckets of their own, as in Megatron's training loop.
+        self.model = [self._data_parallel(piece, overlap, bucket_size, in_buckets=i == 0) for i, piece in pieces]
         if overlap:  # gradients add up over micro-batches and are reduced in the last one's backward pass
             no_sync = [chunk.no_sync for chunk in self.model]
             self.gpt.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -255,7 +256,9 @@ class Policy:
             collect_non_loss_data=forward_only,
         )
 
-    def _data_parallel(self, chunk: torch.nn.Module, overlap: bool, first: bool) -> DistributedDataParallel:
+    def _data_parallel(
+        self, chunk: torch.nn.Module, overlap: bool, bucket_size: int | None, in_buckets: bool
+    ) -> DistributedDataParallel:
         """A piece of the model with Megatron's gradient buffers."""
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -263,11 +266,10 @@ class Policy:
             use_distributed_optimizer=self._distributed_optimizer,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap and self._distributed_optimizer,
-            bucket_size=self.bucket_size,
+            bucket_size=bucket_size,
         )
         wrapped = Float16Module(self.gpt.config, chunk) if self._config.dtype == "bf16" else chunk
-        # Later pieces' gradients are ready early and need no buckets of their own, as in Megatron's training loop.
-        parallel = DistributedDataParallel(self.gpt.config, config, wrapped, disable_bucketing=not first)
+        parallel = DistributedDataParallel(self.gpt.config, config, wrapped, disable_bucketing=not in_buckets)
         count_padding(parallel)
         return parallel
 

@@ -90,7 +90,7 @@ TINY_DENSE = {
 
 
 def test_a_model_of_another_shape_is_refused_as_loading_it_would_be(cluster, tmp_path):
-    settings = ["model=tiny_dense", "layout=dp2", f"run.init_from={tmp_path}", "model.vocab_size=64"]
+    settings = ["model=tiny_dense", "layout=single", f"run.init_from={tmp_path}", "model.vocab_size=64"]
     file = tmp_path / "config.json"
     file.write_text("not JSON")
     assert_refused(cluster, start(cluster, "refused", *settings), f"{tmp_path} cannot be loaded: model.safetensors: ")
