@@ -24,11 +24,12 @@ from grpo_mega.models.body import DTYPES, build_model
 from grpo_mega.models.finite import refuse_non_finite_gradients
 from grpo_mega.models.heads import LogProbHead
 from grpo_mega.models.losses import Loss, mean_over, of_all
+from grpo_mega.models.megatron.changes import TO_PARALLEL_CHUNK, apply_changes
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.megatron.router import expert_loads, start_counting
 from grpo_mega.models.microbatch import MicroBatch, MicroBatches, micro_batches
 from grpo_mega.models.optimizer import build_optimizer, set_learning_rate
-from grpo_mega.models.replicas import count_padding, gather_gradients, gather_parameters
+from grpo_mega.models.replicas import gather_gradients, gather_parameters
 from grpo_mega.models.shards import count_parameters, gather_whole, initialize
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
@@ -85,7 +86,6 @@ class Policy:
         if overlap:  # gradients add up over micro-batches and are reduced in the last one's backward pass
             no_sync = [chunk.no_sync for chunk in self.model]
             self.gpt.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        _keep_balancing_in_fp32(self.gpt)
         torch.cuda.empty_cache()  # weights have moved to Megatron's buffers; where they were before is not needed again
         self.optimizer: MegatronOptimizer | None = None
 
@@ -268,17 +268,8 @@ class Policy:
         wrapped = Float16Module(self.gpt.config, chunk) if self._config.dtype == "bf16" else chunk
         # Later pieces' gradients are ready early and need no buckets of their own, as in Megatron's training loop.
         parallel = DistributedDataParallel(self.gpt.config, config, wrapped, disable_bucketing=not first)
-        count_padding(parallel)
+        apply_changes(TO_PARALLEL_CHUNK, parallel)
         return parallel
-
-
-def _keep_balancing_in_fp32(gpt: torch.nn.Module) -> None:
-    """Undoes the bf16 conversion of what balances the experts: bf16 cannot count past 256."""
-    for module in gpt.modules():
-        for name in ("expert_bias", "local_tokens_per_expert"):
-            buffer = getattr(module, name, None)
-            if buffer is not None:
-                buffer.data = buffer.data.float()
 
 
 def _imbalance(load: list[float]) -> float:

@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-from grpo_mega.models.body import LATENT_NORM_EPS, _set_latent_norms
+from grpo_mega.models.megatron.latent import LATENT_NORM_EPS, set_latent_norms
 from grpo_mega.models.policy import Policy
 from grpo_mega.types import Batch
 
@@ -47,7 +47,7 @@ def test_a_fused_norm_computes_what_one_of_its_own_does(make_policy: Callable[..
     assert fuse(fused) >= 2
     assert (fused.logprobs(batch, 1.0) - expected).abs().max() > 1e-4, "the epsilon must matter here"
     for chunk in fused.gpt:
-        _set_latent_norms(chunk)
+        set_latent_norms(chunk)
     torch.testing.assert_close(fused.logprobs(batch, 1.0), expected, atol=1e-5, rtol=0)
 
 

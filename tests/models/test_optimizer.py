@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.config.schema import OptimizerConfig
-from grpo_mega.models.optimizer import GroupStepAdamW, set_learning_rate, warmed_up
+from grpo_mega.models.megatron.adam import GroupStepAdamW
+from grpo_mega.models.optimizer import set_learning_rate, warmed_up
 from grpo_mega.models.policy import Policy
 
 options = st.fixed_dictionaries({

@@ -44,7 +44,9 @@ def head_norms_not_summed(patch: MonkeyPatch) -> None:
 
 def rotary_key_not_summed(patch: MonkeyPatch) -> None:
     """The key that all heads share gets the gradient of each rank's own heads: Megatron's defect, not repaired."""
-    patch.setattr("grpo_mega.models.body._sum_latent_key_gradient", lambda gpt: None)
+    from grpo_mega.models import body
+
+    patch.setattr(body, "TO_CHUNK", tuple(change for change in body.TO_CHUNK if change.name != "latent_key_gradient"))
 
 
 def expert_gradients_times_ep(patch: MonkeyPatch) -> None:
