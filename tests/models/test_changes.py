@@ -91,7 +91,7 @@ def saved(module: torch.nn.Module, x: torch.Tensor) -> int:
 
 def test_a_gated_mlp_saves_less(make_policy: MakePolicy) -> None:
     """Than Megatron's, by a tensor of inner states at least, for the same gradient."""
-    layer = next(m for m in make_policy("dense").gpt.modules() if isinstance(m, MLP))
+    layer = next(m for m in make_policy("dense").chunks.modules() if isinstance(m, MLP))
     x = torch.randn(64, 1, layer.config.hidden_size, requires_grad=True)
     assert type(layer) is GatedMLP
     ours, bytes_of_ours = torch.autograd.grad(layer(x)[0].square().sum(), x), saved(layer, x)
@@ -102,7 +102,9 @@ def test_a_gated_mlp_saves_less(make_policy: MakePolicy) -> None:
 
 
 def test_a_layer_that_no_rank_shares_is_a_matrix_product_and_nothing_else(make_policy: MakePolicy) -> None:
-    layers = [m for m in make_policy("dense").gpt.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+    layers = [
+        m for m in make_policy("dense").chunks.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)
+    ]
     whole = [layer for layer in layers if isinstance(layer, WholeColumnLinear | WholeRowLinear)]
     assert len(whole) == len(layers) - 1 == 8  # all but the head
     for layer in whole:
@@ -116,7 +118,7 @@ def test_a_layer_that_no_rank_shares_is_a_matrix_product_and_nothing_else(make_p
 def test_experts_are_counted_exactly_in_bf16(dtype: str, make_policy: MakePolicy, batch: Batch) -> None:
     """What is counted between two updates of the balancing bias; bf16 would round every count above 256."""
     policy = make_policy("moe", dtype=dtype)
-    buffers = [b for name, b in policy.gpt.named_buffers() if name.endswith(("expert_bias", "tokens_per_expert"))]
+    buffers = [b for name, b in policy.chunks.named_buffers() if name.endswith(("expert_bias", "tokens_per_expert"))]
     assert buffers
     assert {buffer.dtype for buffer in buffers} == {torch.float32}
 
@@ -128,5 +130,5 @@ def test_an_optimizer_has_moments_before_its_first_update(make_policy: MakePolic
     states = [
         part.optimizer.state[p] for part in parts for group in part.optimizer.param_groups for p in group["params"]
     ]
-    assert len(states) == len([*policy.gpt.parameters()])
+    assert len(states) == len([*policy.chunks.parameters()])
     assert all({"exp_avg", "exp_avg_sq"} <= state.keys() for state in states)

@@ -93,7 +93,7 @@ def digest(built: Trainer) -> str:
         for tensor in tensors:
             found.update(tensor.numpy().tobytes())
     held = built.reference.held if built.reference else []
-    for model in (built.policy.gpt.state_dict(), dict(enumerate(held))):
+    for model in (built.policy.chunks.state_dict(), dict(enumerate(held))):
         for tensor in model.values():
             if torch.is_tensor(tensor):
                 found.update(tensor.detach().numpy().tobytes())
@@ -379,7 +379,7 @@ def stale_engine() -> dict[str, Any]:
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     with trainer("stale_engine") as built:
         logging.getLogger("grpo_mega.trainer").addHandler(handler)
-        generate, parameters = built.engine.generate, [*built.policy.gpt.parameters()]
+        generate, parameters = built.engine.generate, [*built.policy.chunks.parameters()]
 
         def stale(*arguments: Any) -> Any:
             with torch.no_grad():
