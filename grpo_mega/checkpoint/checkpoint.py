@@ -187,7 +187,7 @@ def load(path: Path, policy: Policy, reference: ReferencePolicy | None = None) -
     hollow = _take_hollow(wanted)
     loaded = reading.load_sharded(wanted, path, "weights", files)
     _put_back(loaded, hollow)
-    policy.gpt.load_state_dict(loaded["model"], strict=True)
+    policy.chunks.load_state_dict(loaded["model"], strict=True)
     if policy.optimizer is not None:
         with torch.no_grad():
             policy.optimizer.load_state_dict(loaded["optimizer"])
@@ -196,7 +196,7 @@ def load(path: Path, policy: Policy, reference: ReferencePolicy | None = None) -
             raise ValueError(f"{path} holds no reference policy; it was saved with algorithm.kl_coef=0")
         with reference.in_place():
             loaded = reading.load_sharded(_model(policy), path, "reference", files)
-            policy.gpt.load_state_dict(loaded["model"], strict=True)
+            policy.chunks.load_state_dict(loaded["model"], strict=True)
     return json.loads((path / STATE).read_text())
 
 
@@ -282,7 +282,7 @@ def _moment(path: Path) -> tuple[int, int, int]:
 
 def _model(policy: Policy) -> dict[str, Any]:
     policy.gather_parameters()  # to be read whole, or to be replaced without a gather still under way
-    return {"model": policy.gpt.sharded_state_dict(metadata=dict(METADATA))}
+    return {"model": policy.chunks.sharded_state_dict(metadata=dict(METADATA))}
 
 
 def _weights(policy: Policy, is_loading: bool) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def check_a_lost_engine_is_started_anew_and_goes_on(bench: Bench) -> None:
 
 def other_weights(bench: Bench) -> list[torch.Tensor]:
     """Moves the policy and pushes it as the same version; the weights before."""
-    before = [parameter.detach().clone() for parameter in bench.policy.gpt.parameters()]
+    before = [parameter.detach().clone() for parameter in bench.policy.chunks.parameters()]
     move(bench.policy)
     bench.version -= 1
     bench.push_all()
@@ -74,7 +74,7 @@ def other_weights(bench: Bench) -> list[torch.Tensor]:
 
 def put(weights: list[torch.Tensor], bench: Bench) -> None:
     with torch.no_grad():
-        for parameter, weight in zip(bench.policy.gpt.parameters(), weights, strict=True):
+        for parameter, weight in zip(bench.policy.chunks.parameters(), weights, strict=True):
             parameter.copy_(weight)
 
 

@@ -97,7 +97,7 @@ def digest(built: Run) -> str:
         for tensor in tensors:
             found.update(tensor.numpy().tobytes())
     held = built.stage.reference.held if built.stage.reference else []
-    for model in (built.policy.gpt.state_dict(), dict(enumerate(held))):
+    for model in (built.policy.chunks.state_dict(), dict(enumerate(held))):
         for tensor in model.values():
             if torch.is_tensor(tensor):
                 found.update(tensor.detach().numpy().tobytes())
@@ -393,7 +393,7 @@ def stale_engine() -> dict[str, Any]:
     with grpo("stale_engine") as built:
         logging.getLogger("grpo_mega.stages.watch").addHandler(handler)
         engine = built.stage.rollouts.engine
-        generate, parameters = engine.generate, [*built.policy.gpt.parameters()]
+        generate, parameters = engine.generate, [*built.policy.chunks.parameters()]
 
         def stale(*arguments: Any) -> Any:
             with torch.no_grad():
