@@ -321,7 +321,7 @@ class SGLangConfig:
     """Until an engine must have answered a request other than to generate; then it counts as lost. A push of weights is
     a request for each bucket."""
     silence_seconds: float = 900.0
-    """Longest time in which an engine that generates, and is not paused, brings no token; then it counts as lost."""
+    """Longest time in which an engine that generates brings no token; then it counts as lost."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """How long the states of a shared device may last."""
 
