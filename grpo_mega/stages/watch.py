@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from grpo_mega.algorithm.advantage import has_signal
-from grpo_mega.algorithm.mismatch import rollout_mismatch
+from grpo_mega.algorithm.mismatch import explained_by_rounding, rollout_mismatch
 from grpo_mega.config.schema import Config
 from grpo_mega.types import Batch, Group
 
@@ -16,8 +16,6 @@ logger = logging.getLogger(__name__)
 
 STEPS_WITHOUT_SIGNAL = 3
 """Steps in a row without any signal before a warning."""
-ROUNDING = {"fp32": 1e-4, "bf16": 0.05}
-"""Mean difference of log-probs between engine and trainer, in nats, that rounding explains; by `model.dtype`."""
 
 
 class Watch:
@@ -25,7 +23,8 @@ class Watch:
 
     def __init__(self, config: Config) -> None:
         self.steps_without_signal = 0
-        self._rounding = ROUNDING[config.model.dtype]
+        fp8 = config.rollout.engine == "sglang" and config.rollout.sglang.fp8
+        self._rounding = explained_by_rounding(config.model.dtype, fp8)
         self._compared = False
 
     def mismatch(self, batch: Batch, logprob: Tensor) -> dict[str, float]:
