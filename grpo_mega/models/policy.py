@@ -66,9 +66,7 @@ class Policy:
         overlap: bool = False,
         bucket_size: int | None = None,
     ) -> None:
-        """Weights are as Megatron leaves them; `initialize` or a checkpoint replaces them.
-
-        `bucket_size`: how many parameters travel together when communication overlaps, about; None for Megatron's
+        """`bucket_size`: about how many parameters travel together when communication overlaps; None for Megatron's
         choice, 40 million or more.
         """
         self.topology = topology
@@ -80,9 +78,9 @@ class Policy:
         self.gpt = build_model(model, layout, vocab_size, platform)
         self.gpt.config.finalize_model_grads_func = finalize_model_grads
         self._distributed_optimizer = distributed_optimizer
-        pieces = enumerate(self.gpt)
-        # Later pieces' gradients are ready early and need no buckets of their own, as in Megatron's training loop.
-        self.model = [self._data_parallel(piece, overlap, bucket_size, in_buckets=i == 0) for i, piece in pieces]
+        self.model = [
+            self._data_parallel(chunk, overlap, bucket_size, first=i == 0) for i, chunk in enumerate(self.gpt)
+        ]
         if overlap:  # gradients add up over micro-batches and are reduced in the last one's backward pass
             no_sync = [chunk.no_sync for chunk in self.model]
             self.gpt.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -257,7 +255,7 @@ class Policy:
         )
 
     def _data_parallel(
-        self, chunk: torch.nn.Module, overlap: bool, bucket_size: int | None, in_buckets: bool
+        self, chunk: torch.nn.Module, overlap: bool, bucket_size: int | None, first: bool
     ) -> DistributedDataParallel:
         """A piece of the model with Megatron's gradient buffers."""
         config = DistributedDataParallelConfig(
@@ -269,7 +267,8 @@ class Policy:
             bucket_size=bucket_size,
         )
         wrapped = Float16Module(self.gpt.config, chunk) if self._config.dtype == "bf16" else chunk
-        parallel = DistributedDataParallel(self.gpt.config, config, wrapped, disable_bucketing=not in_buckets)
+        # Later pieces' gradients are ready early and need no buckets of their own, as in Megatron's training loop.
+        parallel = DistributedDataParallel(self.gpt.config, config, wrapped, disable_bucketing=not first)
         count_padding(parallel)
         return parallel
 
