@@ -322,7 +322,7 @@ class SGLangConfig:
     """Until an engine must have answered a request other than to generate; then it counts as lost. A push of weights is
     a request for each bucket."""
     silence_seconds: float = 900.0
-    """Longest time in which an engine that generates, and is not paused, brings no token; then it counts as lost."""
+    """Longest time in which an engine that generates brings no token; then it counts as lost."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """How long the states of a shared device may last."""
 
@@ -410,6 +410,8 @@ class BaseConfig:
     """First gate check."""
     gate_passes: int = 2
     """Checks in a row that must be passed: accuracy jumps about while it rises, and one check may be luck."""
+    save_every: int = 500
+    """Steps between checkpoints; 0 for none but when it is asked to stop, and at the end."""
 
 
 @dataclass
@@ -424,6 +426,8 @@ class SFTConfig:
     """Learning rate after warm-up."""
     warmup_steps: int = 5
     """Linear warm-up; must be shorter than `steps`."""
+    save_every: int = 500
+    """Steps between checkpoints; 0 for none but when it is asked to stop, and at the end."""
 
 
 @dataclass

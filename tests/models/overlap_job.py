@@ -147,9 +147,9 @@ def unequal(first: list[Tensors], second: list[Tensors]) -> list[str]:
 
 def stale(policy: Policy) -> list[str]:
     """Parameters that this rank does not have whole."""
-    before = {name: p.detach().clone() for name, p in policy.gpt.named_parameters()}
+    before = {name: p.detach().clone() for name, p in policy.chunks.named_parameters()}
     policy.gather_parameters()
-    return [name for name, p in policy.gpt.named_parameters() if not torch.equal(p, before[name])]
+    return [name for name, p in policy.chunks.named_parameters() if not torch.equal(p, before[name])]
 
 
 def compare(model: str, layout: str, folder: Path) -> dict:
@@ -167,7 +167,7 @@ def compare(model: str, layout: str, folder: Path) -> dict:
     waited, overlapped = (updated(model, layout, topology, overlap) for overlap in (False, True))
     seen = {
         "unequal": found,
-        "buckets": len(overlapped.model[0].bucket_groups),
+        "buckets": len(overlapped.ddp_chunks[0].bucket_groups),
         "stale": {"waited": stale(waited), "overlapped": stale(overlapped), "gathered": stale(overlapped)},
     }
     parallel_state.destroy_model_parallel()

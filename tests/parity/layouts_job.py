@@ -139,7 +139,7 @@ def routed_at_random(samples: list[Sample], model: ModelConfig) -> list[Sample]:
 
 def update(policy: Policy, batch: Batch, loss: Loss, lr: float) -> tuple[Gradients, float]:
     """An update, and how far from DeepSeek-V3's rule any rank's balancing bias moved: by the load of all ranks."""
-    routers = [m for m in policy.gpt.modules() if isinstance(m, PackedRouter) and m.enable_expert_bias]
+    routers = [m for m in policy.chunks.modules() if isinstance(m, PackedRouter) and m.enable_expert_bias]
     before = [router.expert_bias.clone() for router in routers]
     found = policy.update(batch, loss, lr, TEMPERATURE)
     off = torch.zeros(1)

@@ -155,7 +155,7 @@ def test_without_slurm_it_says_how_to_run_all_the_same(tmp_path):
 def test_a_queued_job_keeps_the_code_it_was_submitted_with(cluster):
     launch = submit(cluster, "held", "--hold")
     (code,) = (launch.run / "slurm").glob("code-*")
-    for name in ("grpo_mega/trainer.py", "slurm/lib/job.sh", "configs/experiment/tiny.yaml"):
+    for name in ("grpo_mega/run.py", "slurm/lib/job.sh", "configs/experiment/tiny.yaml"):
         assert (code / name).read_bytes() == (REPOSITORY / name).read_bytes()
     job = cluster.job(launch.number)
     assert job["Command"].startswith(f"{code}/slurm/tiny.sh")
