@@ -84,9 +84,9 @@ class Policy:
         self.chunks = build_model(model, layout, vocab_size, platform)
         self.chunks.config.finalize_model_grads_func = finalize_model_grads
         self._distributed_optimizer = distributed_optimizer
-        self.ddp_chunks = [
-            self._data_parallel(chunk, overlap, bucket_size, first=i == 0) for i, chunk in enumerate(self.chunks)
-        ]
+        pieces = enumerate(self.chunks)
+        # Later pieces' gradients are ready early and need no buckets of their own, as in Megatron's training loop.
+        self.ddp_chunks = [self._data_parallel(piece, overlap, bucket_size, in_buckets=i == 0) for i, piece in pieces]
         if overlap:  # gradients add up over micro-batches and are reduced in the last one's backward pass
             no_sync = [chunk.no_sync for chunk in self.ddp_chunks]
             self.chunks.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -260,7 +260,7 @@ class Policy:
         )
 
     def _data_parallel(
-        self, chunk: torch.nn.Module, overlap: bool, bucket_size: int | None, first: bool
+        self, chunk: torch.nn.Module, overlap: bool, bucket_size: int | None, in_buckets: bool
     ) -> DistributedDataParallel:
         """A piece of the model with Megatron's gradient buffers."""
         config = DistributedDataParallelConfig(
@@ -272,8 +272,7 @@ class Policy:
             bucket_size=bucket_size,
         )
         wrapped = Float16Module(self.chunks.config, chunk) if self._config.dtype == "bf16" else chunk
-        # Later pieces' gradients are ready early and need no buckets of their own, as in Megatron's training loop.
-        parallel = DistributedDataParallel(self.chunks.config, config, wrapped, disable_bucketing=not first)
+        parallel = DistributedDataParallel(self.chunks.config, config, wrapped, disable_bucketing=not in_buckets)
         apply_changes(TO_PARALLEL_CHUNK, parallel)
         return parallel
 
