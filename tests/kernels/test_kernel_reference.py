@@ -42,7 +42,7 @@ def arguments(options: GRPOLoss, seed: int) -> tuple[Tensor, dict[str, Any]]:
         "old_logprob": logprob + noise[0],
         "ref_logprob": logprob + noise[1],
         "advantages": torch.tensor([1.0, -1.0, 2.0, -0.5, 0.0, -3.0]),
-        "weights": torch.tensor([0.5, 1.0, 0.0, 2.0, 1.0, 1.0]),
+        "token_weight": torch.tensor([0.5, 1.0, 0.0, 2.0, 1.0, 1.0]),
         "options": options,
         "temperature": 1.3,
         "rollout_logprob": logprob + noise[2],
@@ -83,7 +83,7 @@ def test_gradient_of_cispo_holds_the_clipped_ratio_constant(options: GRPOLoss) -
     difference = given["ref_logprob"] - logprob
     loss = -ratio.detach() * given["advantages"] * logprob
     loss = loss + options.kl_coef * (difference.exp() - difference - 1)
-    loss = (loss + options.entropy_coef * (log_p.exp() * log_p).sum(-1)) * given["weights"]
+    loss = (loss + options.entropy_coef * (log_p.exp() * log_p).sum(-1)) * given["token_weight"]
     found = reference.grpo_loss(logits.detach(), **given)
     torch.testing.assert_close(found.loss, loss.detach())
     torch.testing.assert_close(found.gradient, torch.autograd.grad(loss.sum(), logits)[0])
