@@ -73,11 +73,7 @@ class Model:
         ddp_chunks: The same pieces, each in Megatron's data parallelism: what computes, and what has gradients.
         optimizer: None until `use_optimizer`.
         role: What it is in training, for messages and lists: "policy", "critic".
-        bucket_size: How many parameters travel together when communication overlaps, about; None for Megatron's
-            choice, 40 million or more.
     """
-
-    bucket_size: int | None = None
 
     def __init__(
         self,
@@ -89,9 +85,15 @@ class Model:
         platform: Platform,
         distributed_optimizer: bool,
         overlap: bool,
+        bucket_size: int | None,
         scalar: bool,
     ) -> None:
-        """With `scalar` its head gives one number for each token; otherwise it is that of a language model."""
+        """Weights are as Megatron leaves them; `initialize` or a checkpoint replaces them.
+
+        `bucket_size`: how many parameters travel together when communication overlaps, about; None for Megatron's
+        choice, 40 million or more. With `scalar` the head gives one number for each token; otherwise it is that of a
+        language model.
+        """
         self.role = role
         self.topology = topology
         self.platform = platform
@@ -102,7 +104,9 @@ class Model:
         self.chunks = build_model(model, layout, vocab_size, platform, scalar)
         self.chunks.config.finalize_model_grads_func = finalize_model_grads
         self._distributed_optimizer = distributed_optimizer
-        self.ddp_chunks = [self._data_parallel(chunk, overlap, first=i == 0) for i, chunk in enumerate(self.chunks)]
+        pieces = enumerate(self.chunks)
+        # Later pieces' gradients are ready early and need no buckets of their own, as in Megatron's training loop.
+        self.ddp_chunks = [self._data_parallel(piece, overlap, bucket_size, in_buckets=i == 0) for i, piece in pieces]
         if overlap:  # gradients add up over micro-batches and are reduced in the last one's backward pass
             no_sync = [chunk.no_sync for chunk in self.ddp_chunks]
             self.chunks.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -220,7 +224,9 @@ class Model:
             collect_non_loss_data=forward_only,
         )
 
-    def _data_parallel(self, chunk: torch.nn.Module, overlap: bool, first: bool) -> DistributedDataParallel:
+    def _data_parallel(
+        self, chunk: torch.nn.Module, overlap: bool, bucket_size: int | None, in_buckets: bool
+    ) -> DistributedDataParallel:
         """A piece of the model with Megatron's gradient buffers."""
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -228,11 +234,10 @@ class Model:
             use_distributed_optimizer=self._distributed_optimizer,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap and self._distributed_optimizer,
-            bucket_size=self.bucket_size,
+            bucket_size=bucket_size,
         )
         wrapped = Float16Module(self.chunks.config, chunk) if self._config.dtype == "bf16" else chunk
-        # Later pieces' gradients are ready early and need no buckets of their own, as in Megatron's training loop.
-        parallel = DistributedDataParallel(self.chunks.config, config, wrapped, disable_bucketing=not first)
+        parallel = DistributedDataParallel(self.chunks.config, config, wrapped, disable_bucketing=not in_buckets)
         apply_changes(TO_PARALLEL_CHUNK, parallel)
         return parallel
 

@@ -48,10 +48,11 @@ class Policy(Model):
         platform: Platform,
         distributed_optimizer: bool = False,
         overlap: bool = False,
+        bucket_size: int | None = None,
     ) -> None:
-        super().__init__(
-            "policy", model, layout, vocab_size, topology, platform, distributed_optimizer, overlap, scalar=False
-        )
+        """See `Model`."""
+        parallel = (distributed_optimizer, overlap, bucket_size)
+        super().__init__("policy", model, layout, vocab_size, topology, platform, *parallel, scalar=False)
 
     @property
     def head(self) -> LogProbHead:

@@ -52,11 +52,11 @@ class ScalarModel(Model):
         platform: Platform,
         distributed_optimizer: bool = False,
         overlap: bool = False,
+        bucket_size: int | None = None,
     ) -> None:
-        """The body is that of a language model of this configuration, without its prediction modules."""
-        super().__init__(
-            role, body_of(model), layout, vocab_size, topology, platform, distributed_optimizer, overlap, scalar=True
-        )
+        """The body is that of a language model of this configuration, without its prediction modules; see `Model`."""
+        parallel = (distributed_optimizer, overlap, bucket_size)
+        super().__init__(role, body_of(model), layout, vocab_size, topology, platform, *parallel, scalar=True)
 
     def values(self, batch: Batch) -> torch.Tensor:
         """[T] float32 values of all tokens, prompts included, whole on every rank. No gradient."""

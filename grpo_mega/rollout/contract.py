@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from threading import Event
 from typing import NamedTuple
 
 import torch
@@ -51,7 +50,6 @@ class Contract:
         self._due: dict[str, Spec] | None = None
         self._released: set[str] = set()
         self._generating = False
-        self._pause: Event | None = None  # each generation's own: what comes too late holds nothing
 
     @property
     def version(self) -> int | None:
@@ -121,30 +119,11 @@ class Contract:
             raise EngineError("generate: the engine has no weights, or undefined ones; push all of them first")
         if None not in (version, self.version) and version != self.version:
             raise EngineError(f"generate: asked for version {version}, and the engine has version {self.version}")
-        self._generating, self._pause = True, None if version is None else Event()
+        self._generating = True
         try:
             yield
         finally:
-            self._generating, self._pause = False, None
-
-    @property
-    def paused(self) -> bool:
-        """Whether this rank wants the generation to be held."""
-        return (pause := self._pause) is not None and pause.is_set()
-
-    def pause(self) -> None:
-        """The generation is to be held; from any thread."""
-        if (pause := self._pause) is None:
-            raise EngineError("pause: nothing is being generated")
-        if pause.is_set():
-            raise EngineError("pause: the generation is paused already; proceed() first")
-        pause.set()
-
-    def proceed(self) -> None:
-        """The generation is to go on; from any thread."""
-        if (pause := self._pause) is None or not pause.is_set():
-            raise EngineError("proceed: no generation is paused; pause() one first")
-        pause.clear()
+            self._generating = False
 
     def release(self, tags: Collection[str]) -> None:
         """Memory is about to be given back; weights are undefined afterwards."""
@@ -160,10 +139,6 @@ class Contract:
         """Memory is about to be taken again."""
         self._refuse_tags("resume", tags, {*TAGS} - self._released, "was not released")
         self._released -= {*tags}
-
-    def idle(self, what: str) -> None:
-        """Refuses `what` while something is generated."""
-        self._refuse_while_generating(what)
 
     def _session(self, what: str) -> dict[str, Spec]:
         if self._due is None:

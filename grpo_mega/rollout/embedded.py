@@ -7,7 +7,6 @@ room for the others. Under pipeline parallelism the last stage samples and tells
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -28,8 +27,6 @@ Completion = tuple[list[int], list[float], str]
 
 COMPACT_BELOW = 0.75
 """Ended sequences are dropped from the cache (a copy) once fewer than this share of its rows is alive."""
-SECONDS_BETWEEN_QUESTIONS = 0.02
-"""How often the ranks ask each other, while generation is paused, whether to go on."""
 
 
 class EmbeddedEngine:
@@ -88,7 +85,7 @@ class EmbeddedEngine:
             done: list[Completion] = []
             for w in range(waves):
                 wave = Wave(self.policy, mine[w * per_wave : (w + 1) * per_wave], group_size, sampling, version)
-                if not wave.run(interrupted, lambda: self._aborted, lambda: self._contract.paused):
+                if not wave.run(interrupted, lambda: self._aborted):
                     return [None] * len(mine)
                 done += wave.completions()
             return [done[i : i + group_size] for i in range(0, len(done), group_size)]
@@ -145,24 +142,9 @@ class EmbeddedEngine:
         """Notes it."""
         self._contract.resume(tags)
 
-    def flush(self) -> None:
-        """Does nothing: no cache outlives `generate`."""
-        self._contract.idle("flush")
-
     def abort(self) -> None:
         """Ends the generation in progress; see `Engine`."""
         self._aborted = True
-
-    def pause(self) -> None:
-        """Holds the generation in progress; see `Engine`.
-
-        Replicas that are not in lock-step with this rank go on and wait for it in a collective, until that times out.
-        """
-        self._contract.pause()
-
-    def proceed(self) -> None:
-        """Goes on."""
-        self._contract.proceed()
 
     def pids(self) -> list[int]:
         """None."""
@@ -204,21 +186,17 @@ class Wave:
         self.prompt_lengths = lengths
         self.positions = lengths.repeat_interleave(group_size)  # of the token about to be sampled
 
-    def run(
-        self, interrupted: Callable[[], bool] | None, aborted: Callable[[], bool], paused: Callable[[], bool]
-    ) -> bool:
+    def run(self, interrupted: Callable[[], bool] | None, aborted: Callable[[], bool]) -> bool:
         """Generates until every sequence has ended, here and on the ranks that share experts with this one.
 
-        A rank in lock-step that is `aborted` ends it early, and one that is `paused` holds it. False when one is
-        `interrupted`, and it was given up.
+        A rank in lock-step that is `aborted` ends it early. False when one is `interrupted`, and it was given up.
         """
         self._read_prompts()
         for step in range(self.sampling.max_new_tokens):
             if step % STEPS_BETWEEN_QUESTIONS == 0:
-                given_up, ended = self._asked(interrupted, aborted, paused)
-                if given_up:
+                if interrupted is not None and self._any_in_lock_step(interrupted()):
                     return False
-                if ended:
+                if self._any_in_lock_step(aborted()):
                     break
             tokens, logprobs = self._sample(step)
             self._record(step, tokens, logprobs)
@@ -228,17 +206,6 @@ class Wave:
                 tokens = self._compact(tokens)
             self._decode(tokens)
         return True
-
-    def _asked(
-        self, interrupted: Callable[[], bool] | None, aborted: Callable[[], bool], paused: Callable[[], bool]
-    ) -> tuple[bool, bool]:
-        """Whether a rank in lock-step is interrupted, and whether one is aborted; waits for it while one is paused."""
-        while True:
-            given_up = interrupted is not None and self._any_in_lock_step(interrupted())
-            ended = self._any_in_lock_step(aborted())
-            if given_up or ended or not self._any_in_lock_step(paused()):
-                return given_up, ended
-            time.sleep(SECONDS_BETWEEN_QUESTIONS)
 
     def _any_in_lock_step(self, value: bool) -> bool:
         return self.policy.topology.any_in_lock_step(value, self.rows.device)

@@ -49,7 +49,7 @@ def without_stop(tokens: Sequence[int], reason: str) -> Sequence[int]:
 
 
 class Engine(Protocol):
-    """Generates completions with the policy; every rank must make every call but `pause`, `proceed` and `abort`.
+    """Generates completions with the policy; every rank must make every call but `abort`.
 
     All methods raise `contract.EngineError` when what is asked is not legal now, and then nothing has changed.
     """
@@ -125,35 +125,10 @@ class Engine(Protocol):
         """Takes released memory again."""
         ...
 
-    def flush(self) -> None:
-        """Forgets what is cached of earlier prompts."""
-        ...
-
     def abort(self) -> None:
         """Ends the generation in progress, if there is one: what is unfinished comes back with the reason "abort".
 
         For one rank alone, from `interrupted` or another thread; the sequences that decode together with its own end.
-        """
-        ...
-
-    def pause(self) -> None:
-        """Holds the generation in progress: soon no more tokens are drawn, and sequences and caches stay as they are.
-
-        For one rank alone, from `interrupted` or another thread. The sequences that decode together with its own are
-        held within `STEPS_BETWEEN_QUESTIONS` decode steps, until every rank that paused calls `proceed`. Meanwhile
-        `interrupted` is asked and `abort` heard; `generate` comes back only when one of them ends it. With the
-        generation the pause ends, too.
-
-        Raises:
-            EngineError: Nothing is being generated, or this rank has paused it already.
-        """
-        ...
-
-    def proceed(self) -> None:
-        """Goes on with what `pause` held.
-
-        Raises:
-            EngineError: This rank has not paused it, or it has ended.
         """
         ...
 

@@ -38,18 +38,14 @@ LAYOUTS = {"dp2": LayoutConfig(micro_batch_tokens=40), "ep2": LayoutConfig(ep=2,
 CASES = [("tied", "dp2"), ("separate", "ep2")]
 # Without clipping: the gradient norm is a sum over shards, and buckets of another size cut them elsewhere.
 OPTIMIZER = OptimizerConfig(lr=0.02, clip_grad=0)
+SMALL_BUCKETS = 2000
+"""Parameters; Megatron's own buckets would hold all of these models."""
 Tensors = dict[str, torch.Tensor]
-
-
-class SmallBuckets(Policy):
-    """Megatron's own would hold all of these models."""
-
-    bucket_size = 2000
 
 
 def updated(model: str, layout: str, topology: Topology, overlap: bool) -> Policy:
     """A policy right after its second update: the first time round Megatron only counts what is ready when."""
-    policy = SmallBuckets(MODELS[model], LAYOUTS[layout], VOCABULARY, topology, HERE, True, overlap)
+    policy = Policy(MODELS[model], LAYOUTS[layout], VOCABULARY, topology, HERE, True, overlap, SMALL_BUCKETS)
     policy.initialize(seed=3)
     policy.use_optimizer(OPTIMIZER)
     update(policy, 1)

@@ -7,18 +7,12 @@ import sys
 from pathlib import Path
 
 import torch
-from layouts_job import HERE, VOCAB, leave_groups, made_up_batch
+from layouts_job import HERE, SMALL_BUCKETS, VOCAB, leave_groups, made_up_batch
 from parity_cases import LAYOUTS, MODELS, optimizer
 
 from grpo_mega.models.scalar import ScalarModel, SquaredError
 from grpo_mega.models.topology import join_layout
 from grpo_mega.types import Batch
-
-
-class SmallBuckets(ScalarModel):
-    """Megatron's own buckets would hold any of these models."""
-
-    bucket_size = 10_000
 
 
 def weighted(batch: Batch) -> Batch:
@@ -31,7 +25,8 @@ def weighted(batch: Batch) -> Batch:
 def one_step(model_name: str, layout_name: str) -> dict:
     layout, adam = LAYOUTS[layout_name], optimizer(layout_name)
     topology = join_layout(layout, seed=0)
-    model = SmallBuckets("critic", MODELS[model_name], layout, VOCAB, topology, HERE, adam.distributed, adam.overlap)
+    parallel = (adam.distributed, adam.overlap, SMALL_BUCKETS)
+    model = ScalarModel("critic", MODELS[model_name], layout, VOCAB, topology, HERE, *parallel)
     model.initialize(seed=3)
     batch = weighted(made_up_batch(MODELS[model_name], replayed=False))
     loss = SquaredError(torch.sin(torch.arange(len(batch.tokens))))

@@ -16,7 +16,7 @@ platform.join_processes(HERE)
 
 import pytest  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from engine_contract import CHECKS, LONG, Asked, Bench, refused, sampling  # noqa: E402
+from engine_contract import CHECKS, Bench, refused  # noqa: E402
 from on_cuda import TINY  # noqa: E402
 
 from grpo_mega.config.load import compose_config  # noqa: E402
@@ -64,14 +64,6 @@ def problem(bench: Bench, check: Callable[[Bench], None]) -> str:
     return "".join(everyone)
 
 
-def check_a_pause_moves_no_bit(bench: Bench) -> None:
-    """Samples and log-probs are those of a generation that nobody paused."""
-    how = sampling(max_new_tokens=LONG)
-    asked = Asked({2: bench.engine.pause, 9: bench.engine.proceed, 10: bench.engine.pause, 30: bench.engine.proceed})
-    assert bench.samples(how, interrupted=asked) == bench.samples(how)
-    assert asked.questions > 30
-
-
 def check_a_stale_expert_is_refused(bench: Bench) -> None:
     """An expert with other weights than this rank trains is named; the last check, for its session stays open."""
     bench.engine.begin_update()
@@ -84,7 +76,6 @@ if __name__ == "__main__":
     bench = made(Path(sys.argv[1]), "embedded", *sys.argv[2:])
     bench.push_all()
     found = {name: problem(bench, check) for name, check in CHECKS.items()}
-    found["pause"] = problem(bench, check_a_pause_moves_no_bit)
     found["stale expert"] = problem(bench, check_a_stale_expert_is_refused)
     bench.engine.close()
     leave_layout()

@@ -96,33 +96,6 @@ def test_a_bucket_is_refused_as_a_whole() -> None:
     engine.end_update(0)
 
 
-def test_a_generation_is_paused_once_at_a_time_and_the_next_one_is_not() -> None:
-    engine = contract(has_weights=True)
-    for _ in range(2):
-        with engine.generating(0):
-            assert not engine.paused
-            with pytest.raises(EngineError, match="no generation is paused"):
-                engine.proceed()
-            engine.pause()
-            with pytest.raises(EngineError, match="paused already"):
-                engine.pause()
-            engine.proceed()
-            assert not engine.paused
-            engine.pause()
-            assert engine.paused
-        assert not engine.paused
-        with pytest.raises(EngineError, match="no generation is paused"):
-            engine.proceed()
-
-
-def test_what_does_not_generate_cannot_be_paused() -> None:
-    engine = contract(has_weights=True)
-    with pytest.raises(EngineError, match="nothing is being generated"):
-        engine.pause()
-    with engine.generating(None), pytest.raises(EngineError, match="nothing is being generated"):
-        engine.pause()  # scores are taken in one go
-
-
 def test_an_engine_that_starts_anew_has_no_weights_and_no_session() -> None:
     engine = contract()
     engine.begin_update()

@@ -22,9 +22,5 @@ def test_contract(found: dict[str, str], check: str) -> None:
     assert not found[check], found[check]
 
 
-def test_a_pause_moves_no_bit(found: dict[str, str]) -> None:
-    assert not found["pause"], found["pause"]
-
-
 def test_an_expert_that_is_not_the_trained_one_is_refused_by_name(found: dict[str, str]) -> None:
     assert not found["stale expert"], found["stale expert"]

@@ -95,8 +95,7 @@ def test_an_engine_on_a_gpu_of_its_own_stays_there(tmp_path) -> None:
     assert "enable_memory_saver" not in given
 
 
-def test_sglangs_watchdog_leaves_a_paused_engine_alone(tmp_path) -> None:
-    """It ends an engine that has sequences and computes nothing; `silence_seconds` knows of pauses."""
+def test_sglangs_watchdog_leaves_a_silent_engine_to_the_limit_of_the_configuration(tmp_path) -> None:
     config = configured()
     assert (
         server_arguments(config, CPU, tmp_path, 0, 1)["watchdog_timeout"] > 100 * config.rollout.sglang.silence_seconds

@@ -19,7 +19,7 @@ import engine_contract_job  # noqa: E402  (prepares the platform)
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from engine_contract import CHECKS, LONG, MUCH, Asked, Bench, move, refused, sampling  # noqa: E402
+from engine_contract import CHECKS, LONG, Bench, move, refused, sampling  # noqa: E402
 from limits import limit  # noqa: E402
 from on_cuda import CLOSE, CUDA  # noqa: E402
 
@@ -144,43 +144,9 @@ def check_an_engine_that_generates_nothing_is_lost(bench: Bench) -> None:
     assert len(engine.generate(prompts, 3, how, bench.version)) == len(prompts) * 3
 
 
-def check_a_paused_engine_is_silent_and_not_lost(bench: Bench) -> None:
-    """Once what was on its way has arrived, no sample is finished for longer than an engine may be silent else."""
-    engine = bench.engine
-    engine._config.silence_seconds, before = round(limit(3.0)), engine._config.silence_seconds
-    finished: list[int] = []
-
-    def hold() -> bool:
-        if engine._share.finished:
-            finished.append(len(engine._share.finished))
-            {1: engine.pause, 40: engine.proceed}.get(len(finished), lambda: None)()
-        return False
-
-    prompts = [replace(p, id=f"{p.id}-{i}") for i in range(60) for p in bench.prompts]
-    how = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5))
-    samples = engine.generate(prompts, 3, how, bench.version, hold)
-    engine._config.silence_seconds = before
-    assert len(finished) > 40
-    assert len({*finished[19:40]}) == 1
-    assert finished[39] < len(samples) == len(prompts) * 3
-    assert bench.distance(samples, 1.0) < CLOSE
-
-
-def check_an_engine_that_dies_while_it_is_paused_is_lost(bench: Bench) -> None:
-    old = scheduler(bench)
-    asked = Asked({1: bench.engine.pause, 12: lambda: old.send_signal(signal.SIGKILL)})
-    with pytest.raises(EngineRestarted, match="died"):
-        bench.samples(sampling(max_new_tokens=LONG, stop_ids=()), MUCH, interrupted=asked)
-    assert asked.questions >= 12
-    refused(bench.engine.proceed, "no generation is paused")
-    bench.engine._restarts -= 1  # the other checks need theirs
-    bench.push_all()
-    assert bench.distance(bench.samples(sampling()), 1.0) < CLOSE
-
-
 def check_what_is_said_too_late_is_no_concern_of_the_next_generation(bench: Bench) -> None:
-    for word in ("pause", "proceed", "abort", "pause"):
-        bench.engine._process.tell(word)
+    for _ in range(2):
+        bench.engine._process.tell("abort")
     samples = bench.samples(sampling())
     assert {s.finish_reason for s in samples} <= {"stop", "length"}
 
@@ -204,8 +170,8 @@ def check_an_engine_that_does_not_answer_is_lost(bench: Bench) -> None:
     engine = bench.engine
     engine._config.answer_seconds, before = 1.0, engine._config.answer_seconds
     scheduler(bench).send_signal(signal.SIGSTOP)
-    with pytest.raises(EngineRestarted, match="did not answer flush within 1 s"):
-        engine.flush()
+    with pytest.raises(EngineRestarted, match="did not answer release within 1 s"):
+        engine.release(["kv_cache"])
     engine._config.answer_seconds = before
     bench.push_all()
     assert bench.distance(bench.samples(sampling()), 1.0) < CLOSE

@@ -30,12 +30,12 @@ DATA_PARALLEL_ATTENTION = [
     ids=["both", "both, data parallel attention", "each", "together"],
 )
 def test_engines_on_two_nodes(tmp_path: Path, engines: str, overrides: list[str], expected: tuple) -> None:
-    """They get the weights, sample with them, are paused together, and go on when what the second node hosts is lost:
-    one engine over both while it generates, one of two between two pushes, or two at once, one of them again."""
+    """They get the weights, sample with them, are aborted by one rank, and go on when what the second node hosts is
+    lost: one engine over both while it generates, one of two between two pushes, or two at once, one of them again."""
     lost, logs = expected
     found = results(run_ranks(JOB, 2, [str(tmp_path), engines, *overrides], timeout=600))
     assert found["first"] < 1e-4
-    assert not found["paused"], found["paused"]
+    assert not found["aborted"], found["aborted"]
     assert lost in found["lost"]
     assert found["then"] < 1e-4
     hosted, left = zip(*found["processes"], strict=True)

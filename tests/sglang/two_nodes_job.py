@@ -1,6 +1,6 @@
 """One of two ranks, each on a node of its own as far as it knows, with an engine each or one over both.
 
-Pauses on rank 1, loses what it hosts once, prints what was found.
+Rank 1 aborts a generation, then loses what it hosts once; prints what was found.
 Usage: two_nodes_job.py FOLDER each|both|together OVERRIDE...
 """
 
@@ -22,8 +22,7 @@ import psutil
 import torch.distributed as dist
 from engine_contract import (
     Bench,
-    check_a_paused_generation_draws_nothing_and_goes_on_where_it_was,
-    check_an_abort_ends_a_pause,
+    check_an_abort_of_one_rank_ends_the_generation_of_all,
     sampling,
 )
 
@@ -35,7 +34,7 @@ from grpo_mega.rollout.contract import EngineRestarted
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 
 HERE = engine_contract_job.HERE
-OVERRIDES = ["experiment=tiny_sglang", "base=none", "layout=dp2", "data.validation_size=8", "data.test_size=8"]
+OVERRIDES = ["experiment=tiny_sglang", "base=none", "layout=single", "data.validation_size=8", "data.test_size=8"]
 
 
 def distance(bench: Bench) -> float:
@@ -80,10 +79,9 @@ def lost_together(bench: Bench) -> str:
     return said(lambda: bench.samples(sampling(max_new_tokens=90, stop_ids=())))
 
 
-def paused(bench: Bench) -> str:
-    """What is wrong with it."""
-    checks = check_a_paused_generation_draws_nothing_and_goes_on_where_it_was, check_an_abort_ends_a_pause
-    return "".join(engine_contract_job.problem(bench, check) for check in checks)
+def aborted(bench: Bench) -> str:
+    """What is wrong with an abort by rank 1 alone; nothing, if all is well."""
+    return engine_contract_job.problem(bench, check_an_abort_of_one_rank_ends_the_generation_of_all)
 
 
 def kill_what_rank_1_hosts(bench: Bench) -> None:
@@ -113,7 +111,7 @@ if __name__ == "__main__":
     policy.initialize(seed=0)
     engine = SGLangEngine(config, data.tokenizer.vocab_size, HERE, data.tokenizer.decode, folder)
     bench = Bench(engine, policy, data.test[:4])
-    found = {"first": distance(bench), "paused": paused(bench), "lost": lose(bench), "then": distance(bench)}
+    found = {"first": distance(bench), "aborted": aborted(bench), "lost": lose(bench), "then": distance(bench)}
     mine = len(engine.pids())
     engine.close()
     left = [p.pid for p in psutil.Process().children(recursive=True) if "sglang.host" in " ".join(p.cmdline())]

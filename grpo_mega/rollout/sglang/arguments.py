@@ -31,7 +31,7 @@ PORTS, NEIGHBOURS = (20000, 30000), 20
 """Where the parts of an engine meet: SGLang takes some of the ports behind the one that it is given."""
 
 NEVER = 7 * 24 * 3600.0
-"""SGLang's watchdog would take a pause for a batch that hangs, and end the engine; for those is `silence_seconds`."""
+"""SGLang's own limit for a batch that hangs is off: `rollout.sglang.silence_seconds` is the only one."""
 ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # processes of other nodes than the first have to answer us

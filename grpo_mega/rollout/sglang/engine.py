@@ -149,7 +149,6 @@ class SGLangEngine:
                 self._any_rank,
                 interrupted,
                 lambda: self._aborted,
-                lambda: self._contract.paused,
                 SECONDS_BETWEEN_QUESTIONS,
             )
         self._gathered(None, generation.failure)
@@ -205,22 +204,9 @@ class SGLangEngine:
         self._contract.resume(tags)
         self._on_owners(lambda: self._ask("resume", tags=[*tags]))
 
-    def flush(self) -> None:
-        """Empties the engines' prefix caches."""
-        self._contract.idle("flush")
-        self._on_owners(lambda: self._ask("flush"))
-
     def abort(self) -> None:
         """Ends the generation in progress; see `Engine`."""
         self._aborted = True
-
-    def pause(self) -> None:
-        """Holds the generation in progress, in all engines; see `Engine`."""
-        self._contract.pause()
-
-    def proceed(self) -> None:
-        """Goes on."""
-        self._contract.proceed()
 
     def close(self) -> None:
         """Ends what this rank hosts; ranks may call it whenever they like."""

@@ -61,13 +61,13 @@ class Generation:
             share: What it is to do.
             request: SGLang's arguments for the sample at a place.
             completion: Makes one of a place and what the engine says: token ids, log-probs, reason, experts.
-            silence_seconds: Longest time without a sign of life: tokens, or a finished sample. None is due while held.
+            silence_seconds: Longest time without a sign of life: tokens, or a finished sample.
             abort_seconds: The same once it was aborted.
         """
         self._process, self._share, self._completion = process, share, completion
         self._places = share.unfinished
         self._limit, self._abort_seconds = silence_seconds, abort_seconds
-        self._aborted = self._held = self.refused = False
+        self._aborted = self.refused = False
         self.busy = bool(process and self._places)
         self.failure: EngineError | None = None
         self._heard = time.monotonic()
@@ -84,14 +84,7 @@ class Generation:
         """Asks the engine to hand out what it has; `go_on` takes it."""
         if self.busy and not self._aborted:
             self._aborted, self._limit, self._heard = True, self._abort_seconds, time.monotonic()
-            self._held = False
             self._try(lambda p: p.tell("abort"))
-
-    def hold(self, held: bool) -> None:
-        """Has the engine draw no more tokens, or go on; one that is aborted goes on for good."""
-        if self.busy and not self._aborted and held != self._held:
-            self._held, self._heard = held, time.monotonic()
-            self._try(lambda p: p.tell("pause" if held else "proceed"))
 
     def _take(self, message: tuple[Any, ...] | None) -> None:
         if message is None:
@@ -111,7 +104,7 @@ class Generation:
 
     def _check_silence(self) -> None:
         assert self._process
-        if not self._held and time.monotonic() - self._heard > self._limit:
+        if time.monotonic() - self._heard > self._limit:
             raise self._process.lost(f"generated nothing within {self._limit:g} s")
 
     def _try(self, work: Callable[[EngineProcess], None]) -> None:
@@ -127,17 +120,15 @@ def run_together(
     any_rank: Callable[[Sequence[bool]], list[bool]],
     interrupted: Callable[[], bool] | None,
     aborted: Callable[[], bool],
-    paused: Callable[[], bool],
     seconds: float,
 ) -> None:
     """Goes on until the engines of all ranks are done; every rank must call it.
 
     Args:
         generation: This rank's part.
-        any_rank: Which of (busy, interrupted, aborted, paused) hold on any rank.
+        any_rank: Which of (busy, interrupted, aborted) hold on any rank.
         interrupted: Whether this rank wants generation to be given up.
         aborted: Whether it wants to have what there is.
-        paused: Whether it wants generation to be held.
         seconds: How often the ranks ask each other.
 
     Raises:
@@ -146,13 +137,12 @@ def run_together(
     given_up = False
     while True:
         generation.go_on(seconds)
-        busy, stop, early, held = any_rank(
-            [generation.busy, bool(interrupted and interrupted()), aborted() or generation.refused, paused()]
+        busy, stop, early = any_rank(
+            [generation.busy, bool(interrupted and interrupted()), aborted() or generation.refused]
         )
         given_up |= busy and stop
         if stop or early:
             generation.abort()
-        generation.hold(held)
         if not busy:
             break
     if given_up:

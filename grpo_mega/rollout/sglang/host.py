@@ -3,8 +3,8 @@
     python -m grpo_mega.rollout.sglang.host FILE_DESCRIPTOR
 
 Reads requests (method, arguments) from the connection and answers each with ("answer", value) or ("error", text). While
-it generates, ("sample", ...) comes for every finished sample and ("alive",) when there are new tokens, and "pause",
-"proceed" and "abort" are heard. The first message holds the server arguments. Nothing of the trainer is imported here.
+it generates, ("sample", ...) comes for every finished sample and ("alive",) when there are new tokens, and "abort" is
+heard. The first message holds the server arguments. Nothing of the trainer is imported here.
 
 Releases of SGLang from 0.5.6 on are served; docs/STATUS.md says which were tried. From 0.5.21 on weights are pushed
 between `begin_weight_update` and `end_weight_update`, before that there are no such methods.
@@ -36,8 +36,6 @@ SECONDS_BETWEEN_POLLS = 0.1
 """How long what is said to a generating engine may wait to be heard."""
 SECONDS_BETWEEN_SIGNS = 0.5
 """How often the trainer hears of new tokens, at most."""
-OF_A_GENERATION = ("pause", "proceed", "abort")
-"""What is heard while there is one, is not answered, and may come when it has just ended."""
 
 NOT_ALWAYS = ("disable_prefill_cuda_graph", "disable_piecewise_cuda_graph")
 """Server arguments of the trainer's own that turn off what other releases do not have, or call otherwise."""
@@ -192,9 +190,8 @@ class Host:
         finally:
             for task in aside:
                 task.cancel()
-            await asyncio.gather(*aside, return_exceptions=True)  # a pause may be on its way to SGLang
+            await asyncio.gather(*aside, return_exceptions=True)
             await self._abort_until(waiting)  # nothing is left to do, but when one of them failed
-            await self._proceed()
 
     async def _complete(self, number: int, request: dict[str, Any]) -> None:
         found = await self._engine.async_generate(**request, return_logprob=True)
@@ -216,40 +213,21 @@ class Host:
             await asyncio.sleep(SECONDS_BETWEEN_SIGNS)
 
     async def _listen(self) -> None:
-        """Does what of `OF_A_GENERATION` the trainer says; nothing comes behind "abort"."""
-        while True:
-            # Not loop.add_reader: uvloop would make reading from the connection fail when nothing is there.
-            while not self._connection.poll():
-                await asyncio.sleep(SECONDS_BETWEEN_POLLS)
-            said, _ = self._connection.recv()
-            if said == "abort":
-                await self._abort_until([asyncio.get_running_loop().create_future()])
-            await (self._pause() if said == "pause" else self._proceed())
-
-    async def _pause(self) -> None:
-        """Has SGLang draw no more tokens, and keep requests and caches where they are; it answers nothing."""
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-        await self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-
-    async def _proceed(self) -> None:
-        """Has it go on, if it was paused."""
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        manager = self._engine.tokenizer_manager
-        if manager.is_pause:
-            await manager.continue_generation(ContinueGenerationReqInput())
+        """Waits for "abort", the only request while there is a generation, and obeys until it has ended."""
+        # Not loop.add_reader: uvloop would make reading from the connection fail when nothing is there.
+        while not self._connection.poll():
+            await asyncio.sleep(SECONDS_BETWEEN_POLLS)
+        self._connection.recv()
+        await self._abort_until([asyncio.get_running_loop().create_future()])
 
     async def _abort_until(self, waiting: Sequence[asyncio.Future]) -> None:
         """Aborts requests until those that are waited for have ended.
 
-        SGLang aborts what its scheduler knows of; requests on their way there need another call. What it was computing
-        ends in the next decode step, which a pause would hold.
+        SGLang aborts what its scheduler knows of; requests on their way there need another call.
         """
         while not all(future.done() for future in waiting):
             self._aborting = True
             self._engine.tokenizer_manager.abort_request(abort_all=True)
-            await self._proceed()
             await asyncio.sleep(SECONDS_BETWEEN_POLLS)
 
 
@@ -368,7 +346,7 @@ def serve(connection: Connection) -> None:
             if host is None:
                 host = Host(connection, arguments)
                 connection.send(("answer", host.facts()))
-            elif method not in OF_A_GENERATION:
+            elif method != "abort":  # it comes too late: the generation has just ended
                 connection.send(("answer", getattr(host, method)(**arguments)))
         except Refused as error:
             connection.send(("error", f"{method}: {error}"))
