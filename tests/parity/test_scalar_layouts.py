@@ -11,20 +11,36 @@ from ranks import run_ranks
 JOB = Path(__file__).with_name("scalar_job.py")
 CASES = {
     1: "dense:small moe:recompute",
-    2: "tied:tp2 dense:tp2sp mla:tp2sp mtp:pp2small moe:ep2 mla:cp2 dense:cp2zero deepseek:vpp2recompute",
+    2: "tied:tp2 dense:tp2sp mla:tp2sp mtp:pp2small moe:ep2 mla:cp2 dense:cp2zero deepseek:vpp2recompute tied:dp2zero",
     4: "moe:tp2pp2 deepseek:tp2vpp2 dense:cp2tp2",
 }
-COMPARED = [case for cases in CASES.values() for case in cases.split()]
+SIZES = {case: size for size, cases in CASES.items() for case in cases.split()}
+CORE = [
+    "dense:small",
+    "tied:tp2",
+    "mla:tp2sp",
+    "mtp:pp2small",
+    "moe:ep2",
+    "dense:cp2zero",
+    "moe:tp2pp2",
+    "deepseek:tp2vpp2",
+]
+"""Cases of `make test`."""
+COMPARED = [pytest.param(case, marks=() if case in CORE else pytest.mark.long) for case in SIZES]
+ONE_PROCESS = sorted({one_process(case) for case in CORE})
 EXACT = LIMITS["fp32"]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(request, tmp_path_factory):
+    """What the selected tests are about, and no other case."""
     out = tmp_path_factory.mktemp("scalar")
-    ones = sorted({one_process(case) for case in COMPARED})
-    for size, cases in CASES.items():
-        run_ranks(JOB, size, [str(out), *(ones if size == 1 else []), *cases.split()])
-    return {case: torch.load(out / f"{case}.pt") for case in [*ones, *COMPARED]}
+    here = [item for item in request.session.items if item.path == request.path]
+    cases = {item.callspec.params["case"] for item in here}
+    cases |= {one_process(case) for case in cases}
+    for size in sorted({SIZES.get(case, 1) for case in cases}):
+        run_ranks(JOB, size, [str(out), *(case for case in sorted(cases) if SIZES.get(case, 1) == size)])
+    return {case: torch.load(out / f"{case}.pt") for case in cases}
 
 
 @pytest.mark.parametrize("case", COMPARED)
@@ -61,7 +77,7 @@ class TestAsOnOneProcess:
         assert list(mine["loads"].values()) == [2 * len(mine["values"])] * layers
 
 
-@pytest.mark.parametrize("case", sorted({one_process(case) for case in COMPARED}))
+@pytest.mark.parametrize("case", ONE_PROCESS)
 def test_what_is_compared_has_something_to_show(found, case):
     one = found[case]
     assert all(gradient.any() for gradient in one["gradients"].values())
