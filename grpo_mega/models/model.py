@@ -88,9 +88,7 @@ class Model:
         bucket_size: int | None,
         scalar: bool,
     ) -> None:
-        """Weights are as Megatron leaves them; `initialize` or a checkpoint replaces them.
-
-        `bucket_size`: how many parameters travel together when communication overlaps, about; None for Megatron's
+        """`bucket_size`: about how many parameters travel together when communication overlaps; None for Megatron's
         choice, 40 million or more. With `scalar` the head gives one number for each token; otherwise it is that of a
         language model.
         """
