@@ -170,7 +170,7 @@ class EmbeddedEngine:
         """The finished sample of this number, which is under way no more."""
         prompt, index, version = self._under_way.pop(number)
         text = self.decode(without_stop(tokens, reason))
-        return Sample(prompt, index, tuple(tokens), tuple(logprobs), reason, version, text)
+        return Sample(prompt, index, tuple(tokens), tuple(logprobs), reason, ((0, version),), text)
 
     def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-prob of every token but the first."""

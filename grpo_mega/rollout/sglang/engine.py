@@ -464,7 +464,7 @@ class SGLangEngine:
 def _sample(prompt: Prompt, index: int, version: int, completion: Completion) -> Sample:
     """The sample of a prompt that is this completion."""
     tokens, logprobs, reason, text, experts = completion
-    return Sample(prompt, index, tokens, logprobs, reason, version, text, experts)
+    return Sample(prompt, index, tokens, logprobs, reason, ((0, version),), text, experts)
 
 
 def _ranks_on_node(tp: int) -> int:
