@@ -164,12 +164,13 @@ def check_a_scorer_that_leaves_samples_out_is_noticed(bench: Bench) -> None:
 
 def check_a_second_producer_is_refused_while_the_first_is_at_work(bench: Bench) -> None:
     first, second = (Producer(bench.engine, Scorer(bench), 3, HOW, bench.version) for _ in range(2))
-    first.add(bench.prompts)
-    second.add(bench.prompts)
+    prompts = many(bench)
+    first.add(prompts)
+    second.add(prompts)
     groups = first.poll()
     refused(second.poll, "somebody else")
-    assert [group.prompt for group in groups + first.run()] == bench.prompts
-    assert [group.prompt for group in second.run()] == bench.prompts
+    assert [group.prompt for group in groups + first.run()] == prompts
+    assert [group.prompt for group in second.run()] == prompts
 
 
 CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}
