@@ -13,9 +13,7 @@ sample comes again only with the server argument enable_deterministic_inference,
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +47,7 @@ from grpo_mega.rollout.sglang.arguments import (
 from grpo_mega.rollout.sglang.generation import Generation
 from grpo_mega.rollout.sglang.memory import mem_fraction_static
 from grpo_mega.rollout.sglang.process import EngineLost, EngineProcess
+from grpo_mega.rollout.sglang.ranks import ranks_of_engines
 from grpo_mega.rollout.sglang.transport import Bucket, Disk, Network, Shared, Transport
 from grpo_mega.types import Prompt, Sample
 from grpo_mega.weights import fp8
@@ -59,8 +58,6 @@ Result = TypeVar("Result")
 
 SECONDS_PER_POLL = 0.25
 """How long a poll waits for samples, at most."""
-FOREVER = timedelta(days=7)
-"""Of collectives that wait for engines, whose own limits are in `rollout.sglang`."""
 
 
 class SGLangEngine:
@@ -86,23 +83,16 @@ class SGLangEngine:
         check_platform(config, platform)
         self._config, self._platform, self._decode, self._path = config.rollout.sglang, platform, decode, path
         self._run = config
-        on_node = _ranks_on_node(self._config.tp)
-        self._number, place = divmod(dist.get_rank(), self._config.tp)
-        self._engines, self._nodes = dist.get_world_size() // self._config.tp, self._config.tp // on_node
-        self._node, self._host, self._owner = place // on_node, place % on_node == 0, place == 0
-        self._transport = self._make_transport(config, vocab_size, place)
+        self._ranks = ranks_of_engines(self._config.tp)
+        self._transport = self._make_transport(config, vocab_size)
         self.experts_of = self._transport.experts_of
         expected = expected_weights(config, vocab_size, self.experts_of)
         self._contract = Contract(lambda: expected, has_weights=False)
-        self._hosting = dist.get_rank() - place % on_node
-        self._everyone = dist.new_group(backend="gloo", timeout=FOREVER)
-        self._groups = [self._ranks_of(number) for number in range(self._engines)]
-        self._group = dist.new_subgroups_by_enumeration(self._groups, timeout=FOREVER, backend="gloo")[0]
-        folder = path / f"engine-{self._number}"
-        if self._owner:
+        folder = path / f"engine-{self._ranks.engine}"
+        if self._ranks.owns:
             write_model(folder, config, vocab_size)
-        self._arguments = server_arguments(config, platform, folder, self._number, self._engines)
-        self._arguments |= {"nnodes": self._nodes, "node_rank": self._node}
+        self._arguments = server_arguments(config, platform, folder, self._ranks.engine, len(self._ranks.members))
+        self._arguments |= {"nnodes": self._ranks.nodes, "node_rank": self._ranks.node}
         self._process: EngineProcess | None = None
         self._connected = False
         self._pids: list[int] = []
@@ -139,7 +129,7 @@ class SGLangEngine:
             self._generation = Generation(self._process, self._completion, *limits)
         requests: dict[int, dict[str, Any]] = {}
         for group in by_prompt(wanted):
-            mine = self._owner and self._prompts % self._engines == self._number
+            mine = self._ranks.owns and self._prompts % len(self._ranks.members) == self._ranks.engine
             for prompt, index in group:
                 self._under_way[self._submitted] = (prompt, index, version)
                 if mine:
@@ -220,7 +210,7 @@ class SGLangEngine:
         refusal = _refusal(lambda: self._contract.check_push(bucket))
         gathered: list = [None] * self._config.tp
         with self._transport.offered([] if refusal else bucket) as mine:
-            dist.all_gather_object(gathered, (refusal, mine), group=self._group)
+            dist.all_gather_object(gathered, (refusal, mine), group=self._ranks.group)
             self._on_all(lambda: self._push(bucket, gathered))
         self._contract.push(bucket)
 
@@ -256,7 +246,7 @@ class SGLangEngine:
         if aborted:
             self._aborted = False
         generation.listen(SECONDS_PER_POLL)
-        given_up, ended, arrived, at_work, self._failing = self._any_rank(
+        given_up, ended, arrived, at_work, self._failing = self._ranks.any(
             [
                 interrupted,
                 aborted or generation.refused,
@@ -268,7 +258,7 @@ class SGLangEngine:
         if given_up or ended:
             generation.abort()
         if given_up:
-            while self._any_rank([generation.at_work])[0]:
+            while self._ranks.any([generation.at_work])[0]:
                 generation.listen(SECONDS_PER_POLL)
             raise Interrupted
         if self._failing and not (arrived or at_work):
@@ -276,19 +266,19 @@ class SGLangEngine:
         if not arrived:
             return {}
         mine, generation.finished = generation.finished, {}
-        return from_all_ranks(mine, self._everyone)
+        return from_all_ranks(mine, self._ranks.everyone)
 
-    def _make_transport(self, config: Config, vocab_size: int, place: int) -> Transport:
-        """How weights reach the engine of this group from the group's rank at `place`."""
-        experts = [own_experts(config, rank) for rank in range(self._config.tp)]
+    def _make_transport(self, config: Config, vocab_size: int) -> Transport:
+        """How weights reach the engine of this group from this rank."""
+        place, experts = self._ranks.place, [own_experts(config, rank) for rank in range(self._config.tp)]
         if self._config.transport == "network":
             seconds = self._config.answer_seconds
             return Network(self._ask, experts[place], self._platform, place, self._config.tp, seconds)
         if self._config.transport == "disk":
             ask = partial(self._ask_within, self._config.timeouts.engine_loading)  # one request reads the whole model
             folder, writes = self._path / "engine-weights", dist.get_rank() == 0
-            return Disk(ask, self._owner, writes, folder, model_config(config, vocab_size), experts)
-        return Shared(self._ask, self._owner, experts[place])
+            return Disk(ask, self._ranks.owns, writes, folder, model_config(config, vocab_size), experts)
+        return Shared(self._ask, self._ranks.owns, experts[place])
 
     def _push(self, bucket: Bucket, gathered: list[tuple[EngineError | None, Any]]) -> None:
         """A bucket to the engine, unless one of its ranks refuses."""
@@ -296,9 +286,6 @@ class SGLangEngine:
             if refusal:
                 raise refusal
         self._transport.push(bucket, [offer for _, offer in gathered])
-
-    def _ranks_of(self, number: int) -> list[int]:
-        return [*range(number * self._config.tp, (number + 1) * self._config.tp)]
 
     def _start_engines(self, mine: bool) -> None:
         """Starts engines, without weights; every rank must call it.
@@ -312,13 +299,13 @@ class SGLangEngine:
             self._contract.start_anew(self._at_rest)  # now: should another one fail, this one is not released twice
         # Every rank waits here for all others, so that what the first rank has written is there for all.
         conditions = self._on_all(self._start_conditions)
-        of_group = [conditions[rank] for rank in self._groups[self._number]]
-        self._on_some(self._host, lambda: self._start(of_group) if mine else self._release_held())
-        pids = self._on_some(self._host, lambda: self._process.facts["pids"] if self._process else [])
-        self._pids = pids[self._hosting] or []
+        of_group = [conditions[rank] for rank in self._ranks.mine]
+        self._on_some(self._ranks.hosts, lambda: self._start(of_group) if mine else self._release_held())
+        pids = self._on_some(self._ranks.hosts, lambda: self._process.facts["pids"] if self._process else [])
+        self._pids = pids[self._ranks.hosting] or []
         alone = not self._connected  # also when it was lost with another one, which did not start
-        opened = self._on_some(self._owner and alone, self._transport.opened)
-        self._on_some(alone, lambda: self._connect(opened[self._groups[self._number][0]]))
+        opened = self._on_some(self._ranks.owns and alone, self._transport.opened)
+        self._on_some(alone, lambda: self._connect(opened[self._ranks.mine[0]]))
         self._contract.start_anew(self._at_rest)
 
     def _connect(self, where: Any) -> None:
@@ -331,8 +318,8 @@ class SGLangEngine:
         Data parallel attention meets on ports on one node, too, and those are the same for all engines if not given.
         """
         conditions: dict[str, Any] = {}
-        if self._owner and (self._nodes > 1 or attention_copies(self._config) > 1):
-            conditions["address"] = free_address(own_address() if self._nodes > 1 else "127.0.0.1")
+        if self._ranks.owns and (self._ranks.nodes > 1 or attention_copies(self._config) > 1):
+            conditions["address"] = free_address(own_address() if self._ranks.nodes > 1 else "127.0.0.1")
         if take_turns(self._config, self._platform) and "mem_fraction_static" not in self._config.arguments:
             torch.cuda.empty_cache()
             conditions["memory"] = torch.cuda.mem_get_info(self._platform.device)
@@ -350,9 +337,9 @@ class SGLangEngine:
 
     def _start(self, of_group: list[Any]) -> None:
         """Starts the part of the engine that this rank hosts."""
-        ranks = self._groups[self._number]
+        ranks = self._ranks.mine
         first, last = ranks[0], ranks[-1]
-        name = f"engine-{self._number}" + (f"-node-{self._node}" if self._node else "")
+        name = f"engine-{self._ranks.engine}" + (f"-node-{self._ranks.node}" if self._ranks.node else "")
         self._process = EngineProcess(
             f"the SGLang engine of rank{f's {first} to {last}' if last > first else f' {first}'}",
             self._arguments | self._agreed(of_group),
@@ -360,13 +347,13 @@ class SGLangEngine:
             environment(self._config, self._platform),
             self._config.start_seconds,
         )
-        if self._owner and self._at_rest:
+        if self._ranks.owns and self._at_rest:
             self._ask("release", tags=[*self._at_rest])
 
     def _release_held(self) -> None:
         """Releases the memory that the engine still holds and would not hold at rest."""
         held = [tag for tag in self._at_rest if tag not in self._contract.released]
-        if self._owner and held:
+        if self._ranks.owns and held:
             self._ask("release", tags=held)
 
     def _ask(self, method: str, **arguments: Any) -> Any:
@@ -378,7 +365,7 @@ class SGLangEngine:
 
     def _on_owners(self, work: Callable[[], Result]) -> list[Result | None]:
         """The result of `work` on every rank that owns an engine, None elsewhere; fails on all ranks when one fails."""
-        return self._on_some(self._owner, work)
+        return self._on_some(self._ranks.owns, work)
 
     def _on_all(self, work: Callable[[], Result]) -> list[Result | None]:
         """The result of `work` on every rank; fails on all ranks when one fails."""
@@ -405,16 +392,9 @@ class SGLangEngine:
 
         When one has a failure it is raised on all, and engines that were lost are started anew before.
         """
-        everyone: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (mine, failure), group=self._everyone)
+        everyone = self._ranks.gather((mine, failure))
         self._restart_and_raise([failure for _, failure in everyone])
         return [theirs for theirs, _ in everyone]
-
-    def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Which of the flags hold on any rank."""
-        state = torch.tensor(flags, dtype=torch.int32)
-        dist.all_reduce(state, dist.ReduceOp.MAX, group=self._everyone)
-        return [*map(bool, state.tolist())]
 
     def _restart_and_raise(self, failures: Sequence[EngineError | None]) -> None:
         """Starts lost engines anew, if all failures are such, then raises what went wrong, if something did."""
@@ -427,7 +407,7 @@ class SGLangEngine:
         self._restarts += 1
         if self._restarts > self._config.restarts:
             raise EngineError(f"{message}\nit was lost more than rollout.sglang.restarts={self._config.restarts} times")
-        self._start_engines(mine=any(failures[rank] for rank in self._groups[self._number]))
+        self._start_engines(mine=any(failures[rank] for rank in self._ranks.mine))
         raise EngineRestarted(message)
 
     def _request(self, prompt: Prompt, index: int, sampling: SamplingParams, version: int) -> dict[str, Any]:
@@ -465,17 +445,6 @@ def _sample(prompt: Prompt, index: int, version: int, completion: Completion) ->
     """The sample of a prompt that is this completion."""
     tokens, logprobs, reason, text, experts = completion
     return Sample(prompt, index, tokens, logprobs, reason, ((0, version),), text, experts)
-
-
-def _ranks_on_node(tp: int) -> int:
-    """How many ranks of a node share an engine of `tp` ranks."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    if here % tp and tp % here:
-        raise ValueError(
-            f"rollout.sglang.tp={tp}: an engine has a part of a node that divides its {here} processes, or several "
-            "whole nodes"
-        )
-    return min(tp, here)
 
 
 def _refusal(check: Callable[[], None]) -> EngineError | None:
