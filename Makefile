@@ -25,6 +25,7 @@ make test-all  run the whole test suite: the long suites below as well, an hour 
     test-parity    training under a hundred layouts against one process, and whether planted bugs are noticed
     test-slurm     faults of jobs on a real Slurm
     test-train     runs that are killed, stopped, and continued under other layouts
+    test-docs      every command of README.md and docs/ that runs on a CPU, shortened
     test-sglang    generation in SGLang $(SGLANG) and $(SGLANG_BEFORE) on a CPU, in $(SGLANG_VENV): 3 GB, under an hour;
                    test-sglang-newest is the first of them, test-sglang-contract the shortest part of that
 make lint     check style and types
@@ -42,7 +43,7 @@ The others make $(VENV) when it is missing or older than pyproject.toml. Variabl
                     make test: further pytest options, such as '-k advantage'
 endef
 
-.PHONY: help train test test-all test-parity test-slurm test-train \
+.PHONY: help train test test-all test-parity test-slurm test-train test-docs \
     test-sglang test-sglang-newest test-sglang-contract slurm lint clean
 
 help:
@@ -54,10 +55,10 @@ train: $(READY)
 test: $(READY) slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not long' $(ARGS)
 
-test-all: test test-parity test-slurm test-train test-sglang
+test-all: test test-parity test-slurm test-train test-docs test-sglang
 
 # What `make test` leaves out of a room.
-test-parity test-slurm test-train: $(READY) slurm
+test-parity test-slurm test-train test-docs: $(READY) slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/$(@:test-%=%) $(ARGS)
 
 test-sglang: test-sglang-newest $(SGLANG_BEFORE_READY)

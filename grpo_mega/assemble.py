@@ -1,4 +1,7 @@
-"""Puts a run together: process groups, run directory, policy, engine, and where the weights come from."""
+"""Puts a run together: process groups, run directory, models, engine, stages, and where the first weights come from.
+
+This is the only file that names concrete engines and stages.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo_mega.checkpoint import checkpoint
+from grpo_mega.colocation.turns import Turns
 from grpo_mega.config.load import identity, to_yaml
 from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.data import Data
+from grpo_mega.data.tasks.chain_sum import ChainSum
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.models.policy import Policy
+from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.models.topology import join_layout, leave_layout
 from grpo_mega.observe.console import columns_of
 from grpo_mega.observe.heartbeat import Heartbeat
@@ -29,15 +35,17 @@ from grpo_mega.reward.compose import Reward
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.sglang.engine import SGLangEngine
-from grpo_mega.stages.pretrain import base_path, load_or_train_base
-from grpo_mega.stages.sft import cold_start
-from grpo_mega.trainer import Trainer
+from grpo_mega.run import Run, Stage
+from grpo_mega.stages.grpo import GRPO
+from grpo_mega.stages.pretrain import Pretrain
+from grpo_mega.stages.rollouts import Rollouts, without_turns
+from grpo_mega.stages.sft import SFT, Row
 from grpo_mega.weights import directory as huggingface
 
 
 @contextmanager
-def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> Iterator[Trainer]:
-    """A trainer that stands where the run directory says, ready to `run`.
+def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> Iterator[Run]:
+    """A run that stands where its directory says, ready to `execute`.
 
     Raises:
         ValueError: The layout, the run directory or its checkpoints cannot be used.
@@ -56,7 +64,7 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
     sglang: SGLangEngine | None = None
     try:
         with timer("setup"):
-            if config.rollout.engine == "sglang":  # before the policy: it wants to see how much memory is free
+            if config.rollout.engine == "sglang":  # before the policy: it measures how much memory is free
                 sglang = SGLangEngine(config, vocabulary, platform, decode, path)
             policy = Policy(
                 config.model,
@@ -69,11 +77,18 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
             )
             embedded = EmbeddedEngine(policy, decode, config.rollout.concurrent_sequences)
         recorder.start(_opening(config, policy))
-        trainer = Trainer(config, policy, sglang or embedded, data, reward, recorder, timer)
-        if not trainer.resume():
-            _first_weights(config, policy, embedded, data, recorder, timer)
-            trainer.begin()
-        yield trainer
+        reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
+        if sglang:
+            text = [token for prompt in data.test for token in prompt.token_ids]
+            turns = Turns(policy, reference, sglang, config.rollout.sglang, timer, text, path)
+            rollouts = Rollouts(config, sglang, turns.generate, reward.score, topology, data.stop_ids, turns.metrics)
+        else:
+            rollouts = Rollouts(config, embedded, partial(without_turns, timer), reward.score, topology, data.stop_ids)
+        stages: list[Stage] = [GRPO(config, policy, reference, data, rollouts)]
+        run = Run(config, policy, [*_stages_before(config, policy, embedded, data), *stages], recorder, timer)
+        if not run.resume():
+            _load_first_weights(config, policy)
+        yield run
         if sglang:
             sglang.close()  # while there are process groups
         leave_layout()
@@ -83,6 +98,24 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
         recorder.close()
         if run_dir:
             run_dir.close()
+
+
+def _stages_before(config: Config, policy: Policy, embedded: Engine, data: Data) -> list[Stage]:
+    """What comes before reinforcement learning."""
+    stages: list[Stage] = []
+    if config.base.train:
+        assert data.chain_sum is not None, "rules.py refuses base.train without data.task=chain_sum"
+        stages.append(Pretrain(config, policy, embedded, data.chain_sum))
+    if config.sft.steps:
+        assert data.chain_sum is not None, "rules.py refuses sft.steps without data.task=chain_sum"
+        stages.append(SFT(config.sft, policy, partial(_traces, config, data.chain_sum)))
+    return stages
+
+
+def _traces(config: Config, task: ChainSum, step: int) -> list[Row]:
+    """Rows of the cold start: worked problems in the answer format."""
+    traces = task.sft_traces(config.run.seed, step, config.sft.batch_size)
+    return [(prompt + completion, len(prompt)) for prompt, completion in traces]
 
 
 def _opened(path: Path, config: Config) -> RunDir | None:
@@ -136,35 +169,16 @@ def _check_origin(init_from: str | None) -> None:
         )
 
 
-def _first_weights(
-    config: Config, policy: Policy, engine: Engine, data: Data, recorder: Recorder, timer: PhaseTimer
-) -> None:
-    """Gives the policy the weights that reinforcement learning starts from."""
+def _load_first_weights(config: Config, policy: Policy) -> None:
+    """Gives the policy the weights that the first stage starts from, unless that trains its own."""
     if config.base.train:
-        path = base_path(config)
-        if path.is_dir():
-            recorder.note(f"base model: from {path}")
-        else:
-            recorder.note(
-                f"base model: a plain language model on worked arithmetic, until it can calculate; goes to {path}"
-            )
-
-        def at_gate(step: int, metrics: dict[str, float]) -> None:
-            recorder.evaluation(step, "base model", metrics)
-
-        with timer("base"):
-            load_or_train_base(config, policy, engine, data, at_gate)
-    elif config.run.init_from:
+        return
+    if config.run.init_from:
         origin = Path(config.run.init_from)
         (huggingface if huggingface.is_model(origin) else checkpoint).load_weights(origin, policy)
     else:
         logging.getLogger(__name__).warning("starting from random weights: base.train is false and run.init_from null")
         policy.initialize(config.run.seed)
-    if config.sft.steps:
-        assert data.chain_sum is not None, "rules.py refuses sft.steps without data.task=chain_sum"
-        with timer("cold start"):
-            loss = cold_start(config, policy, data.chain_sum)
-        recorder.note(f"cold start: {config.sft.steps} supervised steps, loss {loss:.3f}")
 
 
 def _opening(config: Config, policy: Policy) -> list[str]:

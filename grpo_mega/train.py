@@ -104,14 +104,14 @@ def train(config: Config) -> None:
     # Megatron may only be imported now that the platform is prepared.
     from grpo_mega.assemble import assemble
 
-    with assemble(config, here, data, reward) as trainer:
+    with assemble(config, here, data, reward) as run:
         try:
-            trainer.run()
+            run.execute()
         except Stopped:
             raise
         except (Exception, SystemExit) as error:
             # The input was accepted on every rank; what goes wrong now may be seen by one of them alone.
-            raise FailedInStep(trainer.place(), trainer.newest) from error
+            raise FailedInStep(run.where(), run.newest) from error
 
 
 def _refuse(message: str) -> None:

@@ -26,12 +26,12 @@ MAY_KNOW: dict[str, set[str]] = {
     "weights": GROUND | {"models"},
     "checkpoint": GROUND | {"models"},
     "rollout": GROUND | {"models", "weights"},
-    "colocation": GROUND | {"models", "weights", "rollout", "observe"},
+    "colocation": GROUND | {"algorithm", "models", "weights", "rollout", "observe"},
     "planning": GROUND | {"grpo_kernels", "data", "models", "rollout"},
-    "stages": GROUND | {"algorithm", "data", "models", "checkpoint", "rollout"},
-    "trainer": GROUND | {"algorithm", "data", "models", "checkpoint", "rollout", "colocation", "reward", "observe"},
+    "run": GROUND | {"models", "checkpoint", "observe"},
+    "stages": GROUND | {"algorithm", "data", "models", "checkpoint", "rollout", "observe", "run"},
     "assemble": GROUND
-    | {"data", "models", "weights", "checkpoint", "rollout", "reward", "observe", "stages", "trainer"},
+    | {"data", "models", "weights", "checkpoint", "rollout", "colocation", "reward", "observe", "run", "stages"},
     "train": GROUND | {"data", "reward", "rollout", "observe", "assemble"},
 }
 """A room is a folder or a file of `grpo_mega`, or the kernels."""

@@ -20,6 +20,7 @@ import random
 import statistics
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,12 @@ def main() -> None:
 def measure(config: Config, here: platform.Platform, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Phases (name -> wall and CPU seconds, the latter over all ranks) and trained tokens of every measured step."""
     from grpo_mega.models.policy import Policy
+    from grpo_mega.models.reference import ReferencePolicy
     from grpo_mega.models.topology import join_layout
     from grpo_mega.rollout.embedded import EmbeddedEngine
-    from grpo_mega.trainer import Trainer
+    from grpo_mega.run import Run
+    from grpo_mega.stages.grpo import GRPO
+    from grpo_mega.stages.rollouts import Rollouts, without_turns
 
     topology = join_layout(config.layout, config.run.seed)
     policy = Policy(config.model, config.layout, options.vocabulary, topology, here, config.optimizer.distributed)
@@ -104,18 +108,20 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     reward = Reward((Term("accuracy", 1.0, checksum, built_in=False),))
     engine = EmbeddedEngine(policy, lambda ids: " ".join(map(str, ids)), config.rollout.concurrent_sequences)
     recorder, timer = Recorder(config.run, Path(), main=False), PhaseTimer()
-    trainer = Trainer(config, policy, engine, data, reward, recorder, timer)
+    rollouts = Rollouts(config, engine, partial(without_turns, timer), reward.score, topology, data.stop_ids)
+    grpo = GRPO(config, policy, ReferencePolicy(policy) if config.algorithm.kl_coef else None, data, rollouts)
+    run = Run(config, policy, [grpo], recorder, timer)
     steps = []
     for _ in range(options.warmup + options.steps):
-        before = trainer.tokens["trained"]
-        trainer.train_step()
-        trainer.end_step()
+        before = grpo.tokens["trained"]
+        grpo.step(run)
+        run.step += 1
         phases = {name: list(spent) for name, spent in timer.step_seconds().items()}
         everyone: list = [None] * topology.world_size
         dist.all_gather_object(everyone, {name: cpu for name, (_, cpu) in phases.items()})
         for name, phase in phases.items():
             phase[1] = sum(rank[name] for rank in everyone)
-        steps.append({"phases": phases, "trained": trainer.tokens["trained"] - before})
+        steps.append({"phases": phases, "trained": grpo.tokens["trained"] - before})
     return steps[options.warmup :]
 
 

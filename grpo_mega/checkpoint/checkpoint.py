@@ -2,6 +2,7 @@
 
     step-000020/  weights/  reference/  random/  state.json  manifest.json
     step-000020-updates-0003/  the same and step-in-progress.pt: the first three updates of step 21 are done
+    1-pretrain-step-000200/  of an earlier stage of the run, the first
 
 `weights` holds model and optimizer, `reference` the reference policy when there is one; both can be read under any
 layout. `random` holds every rank's random number generators, `state.json` what else a run needs to go on,
@@ -44,7 +45,10 @@ NEEDED = (STATE, *(f"weights/{name}" for name in reading.NEEDED))
 """What the manifest of every checkpoint names."""
 SECONDS_TO_MAKE_ROOM = 10
 """How long other ranks wait for the main rank to remove what was written of a checkpoint that failed."""
-NAME = re.compile(r"step-(\d+)(?:-updates-(\d+))?")
+NAME = re.compile(r"(?:(\d+)-([a-z_]+)-)?step-(\d+)(?:-updates-(\d+))?")
+"""Number and name of the stage, unless it is the last; steps; updates of the next step."""
+LAST = 1000
+"""Orders the last stage of a run after all others."""
 
 
 class CannotSave(RuntimeError):
@@ -183,7 +187,7 @@ def load(path: Path, policy: Policy, reference: ReferencePolicy | None = None) -
     hollow = _take_hollow(wanted)
     loaded = reading.load_sharded(wanted, path, "weights", files)
     _put_back(loaded, hollow)
-    policy.gpt.load_state_dict(loaded["model"], strict=True)
+    policy.chunks.load_state_dict(loaded["model"], strict=True)
     if policy.optimizer is not None:
         with torch.no_grad():
             policy.optimizer.load_state_dict(loaded["optimizer"])
@@ -192,7 +196,7 @@ def load(path: Path, policy: Policy, reference: ReferencePolicy | None = None) -
             raise ValueError(f"{path} holds no reference policy; it was saved with algorithm.kl_coef=0")
         with reference.in_place():
             loaded = reading.load_sharded(_model(policy), path, "reference", files)
-            policy.gpt.load_state_dict(loaded["model"], strict=True)
+            policy.chunks.load_state_dict(loaded["model"], strict=True)
     return json.loads((path / STATE).read_text())
 
 
@@ -218,8 +222,8 @@ def newest_whole(folder: Path) -> Path | None:
         ValueError: There are finished checkpoints, but all of them are damaged.
     """
     damaged: dict[Path, str] = {}
-    for path in reversed(main_says(lambda: _by_step(folder))):
-        rest = (step_in_progress.FILE,) if _place(path)[1] >= 0 else ()
+    for path in reversed(main_says(lambda: _by_moment(folder))):
+        rest = (step_in_progress.FILE,) if _moment(path)[2] >= 0 else ()
         problem = damage(path, NEEDED + rest)
         if problem is None:
             for other, why in damaged.items():
@@ -232,40 +236,54 @@ def newest_whole(folder: Path) -> Path | None:
     return None
 
 
-def step_path(folder: Path, step: int, rest: StepInProgress | None = None) -> Path:
-    """Where the checkpoint of a step lies; with a `rest`, the one between it and the next."""
-    return folder / (f"step-{step:06d}" + (f"-updates-{len(rest.updates):04d}" if rest else ""))
+def step_path(
+    folder: Path, step: int, rest: StepInProgress | None = None, earlier_stage: tuple[int, str] | None = None
+) -> Path:
+    """Where the checkpoint of a step lies; with a `rest`, the one between it and the next.
+
+    `earlier_stage` is the number (from 1) and the name of a stage that others follow.
+    """
+    stage = f"{earlier_stage[0]}-{earlier_stage[1]}-" if earlier_stage else ""
+    return folder / (f"{stage}step-{step:06d}" + (f"-updates-{len(rest.updates):04d}" if rest else ""))
+
+
+def stage_of(path: Path) -> str | None:
+    """The name of the stage that a checkpoint is of; None for the last stage of a run."""
+    match = NAME.fullmatch(path.name)
+    return match[2] if match else None
 
 
 def prune(newest: Path, keep: int, keep_every: int) -> None:
     """Deletes what is not to be kept once the checkpoint `newest` is written; called on the main rank.
 
-    Kept are it and the newest `keep` between steps, and every one whose step is a multiple of `keep_every` (0: none).
-    Later checkpoints are damaged ones that the run fell back from; earlier ones within a step have served.
+    Of its stage, it and the newest `keep` between steps are kept, and those whose step is a multiple of `keep_every`
+    (0: none). Later checkpoints are damaged ones that the run fell back from; those of earlier stages, and within
+    earlier steps, have served.
     """
-    present = _by_step(newest.parent)
-    steps = [path for path in present if _place(path)[1] < 0 and _place(path) <= _place(newest)]
-    milestones = [path for path in steps if keep_every and _place(path)[0] % keep_every == 0]
+    present = _by_moment(newest.parent)
+    stage, now = _moment(newest)[0], _moment(newest)
+    steps = [p for p in present if _moment(p)[0] == stage and _moment(p)[2] < 0 and _moment(p) <= now]
+    milestones = [path for path in steps if keep_every and _moment(path)[1] % keep_every == 0]
     for path in {*present} - {*milestones, *steps[-keep:], newest}:
         # Without its manifest a checkpoint counts as never finished, however far the deletion gets.
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
 
 
-def _by_step(folder: Path) -> list[Path]:
-    return sorted((p for p in folder.glob("step-*") if NAME.fullmatch(p.name)), key=_place)
+def _by_moment(folder: Path) -> list[Path]:
+    return sorted((p for p in folder.glob("*step-*") if NAME.fullmatch(p.name)), key=_moment)
 
 
-def _place(path: Path) -> tuple[int, int]:
-    """How far the run had come: steps, and updates of the next one; -1 when that was not begun."""
-    found = NAME.fullmatch(path.name)
-    assert found, path
-    return int(found[1]), int(found[2] or -1)
+def _moment(path: Path) -> tuple[int, int, int]:
+    """How far the run had come: stage, its steps, and updates of the next one; -1 when that was not begun."""
+    match = NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[1] or LAST), int(match[3]), int(match[4] or -1)
 
 
 def _model(policy: Policy) -> dict[str, Any]:
     policy.gather_parameters()  # to be read whole, or to be replaced without a gather still under way
-    return {"model": policy.gpt.sharded_state_dict(metadata=dict(METADATA))}
+    return {"model": policy.chunks.sharded_state_dict(metadata=dict(METADATA))}
 
 
 def _weights(policy: Policy, is_loading: bool) -> dict[str, Any]:

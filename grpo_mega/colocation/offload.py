@@ -55,7 +55,7 @@ class TrainerMemory:
             nothing = dict.fromkeys(("weights", "optimizer", "reference", "gradients"), 0)
             return nothing | {"weights": sum(s.nbytes() for s in self._staying)}
         held = {kind: sum(s.nbytes() for s in storages) for kind, storages in self._storages().items()}
-        buffers = (b for chunk in self._policy.model for b in chunk.buffers + chunk.expert_parallel_buffers)
+        buffers = (b for chunk in self._policy.ddp_chunks for b in chunk.buffers + chunk.expert_parallel_buffers)
         return held | {"gradients": sum(buffer.grad_data.nbytes for buffer in buffers)}
 
     @property
@@ -80,20 +80,20 @@ class TrainerMemory:
         if self._real:
             self._free(self._staying)
             self._staying = []
-            policy.gpt = policy.model = cast(Any, stand_in)
+            policy.chunks = policy.ddp_chunks = cast(Any, stand_in)
             self._to_driver()
             return
         storages = self._storages()
         _refuse_fixed(storages)
-        _drop_activations(policy.gpt)
+        _drop_activations(policy.chunks)
         present = {s._cdata for s in chain(*storages.values())}
         self._host = {key: host for key, host in self._host.items() if key in present}
         staying = storages.pop("weights") if keep_weights else []
         self._free([*chain(*storages.values())])
-        self._real, self._staying = (policy.gpt, policy.model, policy.optimizer), staying
+        self._real, self._staying = (policy.chunks, policy.ddp_chunks, policy.optimizer), staying
         policy.optimizer = cast(Any, stand_in)
         if not keep_weights:
-            policy.gpt = policy.model = cast(Any, stand_in)
+            policy.chunks = policy.ddp_chunks = cast(Any, stand_in)
         for chunk in self._real[1]:
             chunk.offload_grad_buffers()
             chunk.zero_grad_buffer = _no_gradients  # what every pass that needs them begins with
@@ -134,12 +134,12 @@ class TrainerMemory:
         for chunk in model:
             vars(chunk).pop("zero_grad_buffer", None)
             chunk.restore_grad_buffers()  # with zeros; and waits for the copies
-        self._policy.gpt, self._policy.model, self._policy.optimizer = gpt, model, optimizer
+        self._policy.chunks, self._policy.ddp_chunks, self._policy.optimizer = gpt, model, optimizer
         self._real, self._freed, self._staying = None, [], []
 
     def _storages(self) -> dict[str, list[torch.UntypedStorage]]:
         """What has to be kept, by kind, each storage once: many tensors are views of the same."""
-        gpt, device = self._policy.gpt, self._policy.platform.device
+        gpt, device = self._policy.chunks, self._policy.platform.device
         kinds: dict[str, Iterable[torch.Tensor]] = {
             "weights": chain(gpt.parameters(), gpt.buffers()),
             "optimizer": _optimizer_tensors(self._policy.optimizer),

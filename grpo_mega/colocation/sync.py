@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from grpo_mega.algorithm.mismatch import explained_by_rounding
 from grpo_mega.models.policy import Policy
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.types import pack_tokens
 from grpo_mega.weights.stream import Traffic, hf_buckets
 
-TOLERANCE = {"fp32": 1e-4, "bf16": 0.1, "fp8": 0.5}
-"""Mean difference of the log-probs of a text, in nats, that rounding alone does not reach; by precision.
-
-bf16: logits between 16 and 32 are 0.125 apart in it; the mean error of such a rounding is 0.03.
-
-fp8 is not measured in an engine yet: rounding weights (`weights.fp8`) moved the log-probs of random
-Qwen3 models of 4 and 16 layers, whose logits have standard deviations of 0.3 to 1.6, by 0.02 to 0.19, some 14 times as
-far as rounding to bf16 did, and an engine rounds activations likewise. It finds wrong names rather than old
-versions: noise of 30 % of the weights moved the same log-probs by 0.16 to 1.6.
-"""
 LONGEST = 1024
 """Tokens that are compared: of DeepSeek-V3's 256 experts, each layer's would see 32 on average."""
 
@@ -45,7 +36,7 @@ class WeightSync:
         `text`: tokens, two or more, whose log-probs are compared; best such as the model will see, because where it is
         sure of itself rounding matters least. `fp8`: the engine rounds the weights to 8 bits.
         """
-        self._tolerance = TOLERANCE["fp8" if fp8 else policy.architecture.dtype]
+        self._explained = explained_by_rounding(policy.architecture.dtype, fp8)
         self._policy, self._engine = policy, engine
         self._text = text[: min(LONGEST, policy.context)]
         self._byte_budget, self._verify_every = byte_budget, verify_every
@@ -83,14 +74,13 @@ class WeightSync:
         Raises:
             EngineError: They differ by more than rounding.
         """
-        tolerance = self._tolerance
         distances = {name: _distance(expected, found) for name, found in self._engine.scores(self._text).items()}
         for name, distance in distances.items():
-            if not distance <= tolerance:
+            if not distance <= self._explained:
                 raise EngineError(
                     f"{name} does not compute with the weights that it was sent: its log-probs of "
                     f"{len(expected)} tokens differ from the trainer's by {distance:.3g} on average, and rounding "
-                    f"explains {tolerance:g}. Compare its model, names and dtype with the trainer's"
+                    f"explains {self._explained:g}. Compare its model, names and dtype with the trainer's"
                 )
         return max(distances.values())
 

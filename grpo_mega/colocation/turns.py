@@ -82,8 +82,6 @@ class Turns:
         self._file = path / "logs" / f"post_mortem-rank-{dist.get_rank()}.json"
         self.ledger = Ledger(lambda: meter(device, {"trainer": [os.getpid()], "engine": engine.pids()})())
         self.lease = Lease(config.timeouts, time.monotonic)
-        self.lease.to(State.TRAINER_ACQUIRING)
-        self.lease.to(State.TRAINING)
 
     def generate(self, version: int, phase: str, work: Callable[[], Result]) -> Result:
         """Has the engine do `work` with the weights of `version`, as the timer's `phase`; then the trainer is back.
@@ -101,8 +99,8 @@ class Turns:
             try:
                 with self._recorded(), self._timer("sync"):
                     self._to_engine(version)
-                with self._timer(phase):
-                    result = self._in_turn(work)
+                with self._timer(phase), self._recorded():
+                    result = work()
             except EngineRestarted as lost:
                 self._forfeit(lost)
                 self._back()
@@ -139,7 +137,7 @@ class Turns:
 
     def _forfeit(self, lost: EngineRestarted) -> None:
         logger.warning("%s\nit was started anew and goes on with what is unfinished", lost)
-        self.lease.forfeit(Owner.ENGINE, "it was lost")
+        self.lease.forfeit("it was lost")
         self.ledger.forget("engine")
         self._weights.start_anew()
 
@@ -153,19 +151,10 @@ class Turns:
         """Who had the device, what happened before, and who held how much memory."""
         return self.lease.post_mortem() | {"memory": self.ledger.table().splitlines()}
 
-    def _in_turn(self, work: Callable[[], Result]) -> Result:
-        ticket = self.lease.begin("generation")
-        try:
-            with self._recorded():
-                return work()
-        finally:
-            self.lease.end(ticket)
-
     def _to_engine(self, version: int) -> None:
         self.ledger.mark("trainer's turn ends")
-        self.lease.ask_release()
+        self.lease.to(State.TRAINER_RELEASING)
         self._leave(keep_weights=True)
-        self.lease.to(State.FREE)
         self.lease.to(State.ENGINE_RESUMING_WEIGHTS)
         if self._memory:
             self._engine.resume(["weights"])
@@ -206,18 +195,16 @@ class Turns:
         self.ledger.mark("engine's turn ends")
         if self.lease.owner is Owner.ENGINE:
             self._engine_leaves()
-        if self.lease.state is State.TRAINER_RELEASING:
-            self.lease.to(State.FREE)
-        self.lease.to(State.TRAINER_ACQUIRING)
         if self._memory and self._memory.away:
             self._memory.onload()
         self.lease.to(State.TRAINING)
 
     def _engine_leaves(self) -> None:
+        """Leaves the device to the trainer, which acquires it."""
         if self.lease.state is not State.GENERATING:
-            self.lease.forfeit(Owner.ENGINE, "it failed before it could generate")
+            self.lease.forfeit("it failed before it could generate")
             return
-        self.lease.ask_release()
+        self.lease.to(State.ENGINE_RELEASING)
         try:
             if self._memory:
                 self._engine.release([*TAGS])
@@ -226,4 +213,4 @@ class Turns:
             return
         if self._memory:
             self.ledger.at_rest("engine has left", "engine", TOLERANCE, PATIENCE)
-        self.lease.to(State.FREE)
+        self.lease.to(State.TRAINER_ACQUIRING)

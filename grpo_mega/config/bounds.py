@@ -1,6 +1,6 @@
 """What each field may hold on its own: an interval for every number, a list for every choice.
 
-Rules that involve more than one field live in `rules.py`.
+Rules that involve more than one field live in `rules`.
 """
 
 from __future__ import annotations
@@ -87,17 +87,19 @@ REASONS: dict[str, str] = {
 }
 
 
-def field_problems(config: Config) -> Iterator[str]:
-    """Yields one message for every field whose value is outside its interval (NaN included) or not a known choice."""
-    for interval, names in RANGES.items():
-        for name in names:
-            value = attrgetter(name)(config)
-            if value is not None and not _inside(value, interval):
-                reason = f" ({REASONS[name]})" if name in REASONS else ""
-                yield f"{name}={value}: choose a value in {interval}{reason}"
+def field_problems(config: Config, room: str = "") -> Iterator[str]:
+    """Yields one message for every field whose value is outside its interval (NaN included) or not a known choice.
+
+    With a `room`, such as "data.", only its fields are looked at, and the others need not be set.
+    """
+    for name, interval in ((name, interval) for interval, names in RANGES.items() for name in names):
+        value = attrgetter(name)(config) if name.startswith(room) else None
+        if value is not None and not _inside(value, interval):
+            reason = f" ({REASONS[name]})" if name in REASONS else ""
+            yield f"{name}={value}: choose a value in {interval}{reason}"
     for name, allowed in CHOICES.items():
         value = attrgetter(name)(config)
-        if value not in allowed:
+        if name.startswith(room) and value not in allowed:
             close = get_close_matches(value, allowed, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             yield f"{name}={value}: choose one of {', '.join(allowed)}{meant}"

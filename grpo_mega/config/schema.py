@@ -1,7 +1,7 @@
 """The configuration: one dataclass per room, a docstring under every field.
 
 Hydra composes the YAML files of `configs/` into these classes; a field that is not here is refused. Rules that
-involve more than one field live in `rules.py`.
+involve more than one field live in `rules`.
 """
 
 from __future__ import annotations
@@ -263,15 +263,12 @@ class AlgorithmConfig:
 
 @dataclass
 class Timeouts:
-    """Seconds that each state of a shared device may last before the run ends, inf for no limit; see
-    `colocation/lease.py`. Those of the engine also have room for an engine that is given up (`answer_seconds`)."""
+    """Seconds that each state of a shared device between training and generating may last before the run ends, inf for
+    no limit; see `colocation/lease.py`. Those of the engine also have room for an engine that is given up
+    (`answer_seconds`). Engines on GPUs of their own (`first_gpu`) need `engine_loading` only."""
 
-    free: float = 60.0
-    """Until somebody takes a device that nobody owns."""
     trainer_acquiring: float = 300.0
     """Weights and optimizer come back from the host."""
-    trainer_draining: float = 1800.0
-    """The update in progress ends."""
     trainer_releasing: float = 300.0
     """Weights and optimizer move to the host; the first time its memory is pinned, some seconds for 10 GB."""
     engine_resuming_weights: float = 600.0
@@ -280,8 +277,6 @@ class Timeouts:
     """The engine gets its new weights, all buckets of them; the first time connections are made on the way."""
     engine_resuming_cache: float = 600.0
     """Memory for the engine's KV cache and CUDA graphs."""
-    engine_draining: float = 600.0
-    """The requests in flight end."""
     engine_releasing: float = 600.0
     """The engine frees its memory."""
 
@@ -355,7 +350,8 @@ class RolloutConfig:
     """Tokens that end a completion; null for the model's own: the tokenizer's end of text, and what
     generation_config.json of data.tokenizer and run.init_from names."""
     concurrent_sequences: int = 512
-    """Sequences a data parallel replica of the embedded engine generates at once; bounds the key-value cache."""
+    """Sequences a data parallel replica of the embedded engine generates at once; bounds the key-value cache. Beside
+    SGLang's engines it samples for the base model's gate only."""
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
 
@@ -414,6 +410,8 @@ class BaseConfig:
     """First gate check."""
     gate_passes: int = 2
     """Checks in a row that must be passed: accuracy jumps about while it rises, and one check may be luck."""
+    save_every: int = 500
+    """Steps between checkpoints; 0 for none but when it is asked to stop, and at the end."""
 
 
 @dataclass
@@ -428,6 +426,8 @@ class SFTConfig:
     """Learning rate after warm-up."""
     warmup_steps: int = 5
     """Linear warm-up; must be shorter than `steps`."""
+    save_every: int = 500
+    """Steps between checkpoints; 0 for none but when it is asked to stop, and at the end."""
 
 
 @dataclass

@@ -6,6 +6,7 @@ import hashlib
 import random
 from dataclasses import dataclass, replace
 
+from grpo_mega.config.rules.data import check_data
 from grpo_mega.config.schema import Config
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.jsonl import Unreachable, load_jsonl
@@ -38,17 +39,16 @@ def build_data(config: Config, unreachable: Unreachable = lambda answer: None) -
 
     Raises ValueError or FileNotFoundError that names the field, or the file and line.
     """
+    check_data(config)
     data = config.data
     if data.task == "chain_sum":
         found = _chain_sum(config, CharTokenizer())
-    elif data.task == "jsonl":
+    else:
         chars = data.tokenizer == "chars"
         tokenizer = (
             CharTokenizer() if chars else HuggingFaceTokenizer(data.tokenizer, data.template, data.parse_special)
         )
         found = _jsonl(config, tokenizer, unreachable)
-    else:
-        raise ValueError(f"data.task is {data.task!r}; it must be chain_sum or jsonl")
     ends = stop_ids(config, found.tokenizer)
     endless = "rollout.stop=[]: no token ends a completion, so every one is cut off, which no format allows"
     return replace(found, stop_ids=ends, warnings=found.warnings if ends else (*found.warnings, endless))
@@ -75,15 +75,15 @@ def _chain_sum(config: Config, tokenizer: CharTokenizer) -> Data:
 
 def _jsonl(config: Config, tokenizer: Tokenizer, unreachable: Unreachable) -> Data:
     data, seed = config.data, config.run.seed
-    if data.train_path is None or data.test_path is None:
-        raise ValueError("data.task=jsonl needs both data.train_path and data.test_path")
+    assert data.train_path, "refused by check_data"
+    assert data.test_path, "refused by check_data"
     warnings: list[str] = []
     paths = data.train_path, data.test_path
     problems, test = (load_jsonl(path, tokenizer, unreachable, warnings.append) for path in paths)
-    if not 0 <= data.validation_size < len(problems):
+    if data.validation_size >= len(problems):
         raise ValueError(
             f"data.validation_size is {data.validation_size}, but {data.train_path} holds {len(problems)} problems and "
-            f"at least one must be left for training: set it to 0..{len(problems) - 1}"
+            f"at least one must be left for training: lower it to {len(problems) - 1} or less"
         )
     _check_room(problems + test, config.model.context)
     shuffled = random.Random(SPLIT_SEED).sample(problems, len(problems))

@@ -9,30 +9,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_tensor_model_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, YarnConfig
 from grpo_mega.models.chunks import ModelChunks
-from grpo_mega.models.heads import use_logprob_head
-from grpo_mega.models.megatron.attention import PackedAttention
-from grpo_mega.models.megatron.layers import RMSNorm, use_plain_layers
-from grpo_mega.models.megatron.mtp import PredictingGPT, use_packed_predictors
-from grpo_mega.models.megatron.rotary import use_packed_rotary
-from grpo_mega.models.megatron.router import use_packed_router
+from grpo_mega.models.megatron.changes import TO_CHUNK, TO_SPECIFICATION, Chunk, Specified, apply_changes
 from grpo_mega.platform import Platform
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-LATENT_NORM_EPS = 1e-6
-"""Of the norms within latent attention, whatever `model.norm_eps` says, as in DeepSeek's own code."""
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -47,30 +32,23 @@ def build_model(model: ModelConfig, layout: LayoutConfig, vocab_size: int, platf
     `vocab_size` is the tokenizer's; embedding rows are padded up to a multiple of `model.vocab_multiple`.
     """
     config = transformer_config(model, layout, platform)
-    chunks = ModelChunks([_build_chunk(config, model, vocab_size, platform, i) for i in range(layout.vpp)])
-    for name, parameter in chunks.named_parameters():
-        # Megatron splits the optimizer by this mark when experts are spread over ranks; setting it always keeps
-        # checkpoints the same shape with and without expert parallelism.
-        if ".experts." in name:
-            parameter.allreduce = False
-        # Megatron leaves parameters with this mark out of the gradient norm. What the prediction modules learn must not
-        # change how far the policy moves, and they move with it: its clip factor is theirs.
-        if ".mtp." in name:
-            parameter.shared = True
-    return chunks.to(platform.device)
+    chunks = [_build_chunk(config, model, vocab_size, platform, i) for i in range(layout.vpp)]
+    return ModelChunks(chunks).to(platform.device)
 
 
 def _build_chunk(
     config: TransformerConfig, model: ModelConfig, vocab_size: int, platform: Platform, chunk: int
 ) -> GPTModel:
     vp_stage = chunk if config.virtual_pipeline_model_parallel_size else None
+    specified = Specified(model, platform.transformer_engine)
+    apply_changes(TO_SPECIFICATION, specified)
     spec = get_gpt_decoder_block_spec(config, platform.transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
-    spec = _replace(spec, _replacements(platform, model))
+    spec = _replace(spec, specified.instead)
     ahead = get_gpt_mtp_block_spec(config, spec, platform.transformer_engine, vp_stage) if model.mtp_layers else None
-    gpt = (PredictingGPT if model.mtp_layers else GPTModel)(
+    gpt = specified.instead.get(GPTModel, GPTModel)(
         config=config,
         transformer_layer_spec=spec,
-        mtp_block_spec=_replace(ahead, _replacements(platform, model)),
+        mtp_block_spec=_replace(ahead, specified.instead),
         vocab_size=padded_vocabulary(model, vocab_size),
         max_sequence_length=model.context,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -80,13 +58,7 @@ def _build_chunk(
         position_embedding_type="none",  # rotary positions are applied within the attention
         vp_stage=vp_stage,
     )
-    use_packed_rotary(gpt, model.context)
-    use_logprob_head(gpt, vocab_size)
-    use_plain_layers(gpt)
-    use_packed_router(gpt)
-    use_packed_predictors(gpt)
-    _set_latent_norms(gpt)
-    _sum_latent_key_gradient(gpt)
+    apply_changes(TO_CHUNK, Chunk(gpt, model.context, vocab_size))
     return gpt
 
 
@@ -205,17 +177,6 @@ def _moe_options(moe: MoEConfig, layers: int, platform: Platform) -> dict[str, A
     )
 
 
-def _replacements(platform: Platform, model: ModelConfig) -> dict[type, Any]:
-    # Megatron's latent attention rotates by itself.
-    packed = ModuleSpec(PackedAttention, {"rope_base": None if model.attention == "mla" else model.rope_base})
-    replaced: dict[type, Any] = {WrappedTorchNorm: RMSNorm, DotProductAttention: packed}
-    if platform.transformer_engine:
-        from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-        replaced[TEDotProductAttention] = packed
-    return replaced
-
-
 def _replace(spec: Any, replacements: dict[type, Any]) -> Any:
     """Swaps module classes anywhere inside a Megatron layer or block spec."""
     if isinstance(spec, ModuleSpec) or (dataclasses.is_dataclass(spec) and not isinstance(spec, type)):
@@ -224,35 +185,3 @@ def _replace(spec: Any, replacements: dict[type, Any]) -> Any:
     if isinstance(spec, list):
         return [_replace(item, replacements) for item in spec]
     return replacements.get(spec, spec) if isinstance(spec, type) else spec
-
-
-def _set_latent_norms(gpt: GPTModel) -> None:
-    """Their epsilon, wherever the norm is: Transformer Engine has it inside the projection behind."""
-    for module in gpt.modules():
-        for part in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
-            norm: Any = getattr(module, part, None) if isinstance(module, MultiLatentAttention) else None
-            if hasattr(norm, "eps"):
-                norm.eps = LATENT_NORM_EPS
-
-
-def _sum_latent_key_gradient(gpt: GPTModel) -> None:
-    """Repairs latent attention under tensor parallelism (megatron-core 0.16.1 without Transformer Engine).
-
-    The rotary part of the key is shared by all heads, but each rank back-propagates through its own heads only and
-    nothing adds these gradients up. Gathering in a forward hook, with an operator whose backward sums, mends it:
-    Megatron gathers the rows of sequence parallelism again behind it, and that gather's backward sums.
-    """
-    config = gpt.config
-    if not config.multi_latent_attention or config.tensor_model_parallel_size == 1:
-        return
-    channels = config.kv_lora_rank + config.qk_pos_emb_head_dim
-
-    def gather(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-        combined, bias = output
-        if combined.size(-1) == channels:  # Transformer Engine's duplicated projection is not affected
-            return output
-        return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(combined)), bias
-
-    for name, module in gpt.named_modules():
-        if name.endswith("linear_kv_down_proj"):
-            module.register_forward_hook(gather)

@@ -24,11 +24,12 @@ from grpo_mega.models.body import DTYPES, build_model
 from grpo_mega.models.finite import refuse_non_finite_gradients
 from grpo_mega.models.heads import LogProbHead
 from grpo_mega.models.losses import Loss, mean_over, of_all
+from grpo_mega.models.megatron.changes import TO_PARALLEL_CHUNK, apply_changes
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.megatron.router import expert_loads, start_counting
 from grpo_mega.models.microbatch import MicroBatch, MicroBatches, micro_batches
 from grpo_mega.models.optimizer import build_optimizer, set_learning_rate
-from grpo_mega.models.replicas import count_padding, gather_gradients, gather_parameters
+from grpo_mega.models.replicas import gather_gradients, gather_parameters
 from grpo_mega.models.shards import count_parameters, gather_whole, initialize
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
@@ -56,11 +57,9 @@ class Policy:
     """This rank's part of a Megatron model, with its optimizer.
 
     Attributes:
-        bucket_size: How many parameters travel together when communication overlaps, about; None for Megatron's
-            choice, 40 million or more.
+        chunks: Its pieces of the model as Megatron builds them.
+        ddp_chunks: The same pieces, each in Megatron's data parallelism: what computes, and what has gradients.
     """
-
-    bucket_size: int | None = None
 
     def __init__(
         self,
@@ -71,28 +70,33 @@ class Policy:
         platform: Platform,
         distributed_optimizer: bool = False,
         overlap: bool = False,
+        bucket_size: int | None = None,
     ) -> None:
+        """`bucket_size`: about how many parameters travel together when communication overlaps; None for Megatron's
+        choice, 40 million or more.
+        """
         self.topology = topology
         self.platform = platform
         self.context = model.context
         self.vocab_size = vocab_size
         self._config = model
         self._budget = layout.micro_batch_tokens
-        self.gpt = build_model(model, layout, vocab_size, platform)
-        self.gpt.config.finalize_model_grads_func = finalize_model_grads
+        self.chunks = build_model(model, layout, vocab_size, platform)
+        self.chunks.config.finalize_model_grads_func = finalize_model_grads
         self._distributed_optimizer = distributed_optimizer
-        self.model = [self._data_parallel(chunk, overlap, first=i == 0) for i, chunk in enumerate(self.gpt)]
+        pieces = enumerate(self.chunks)
+        # Later pieces' gradients are ready early and need no buckets of their own, as in Megatron's training loop.
+        self.ddp_chunks = [self._data_parallel(piece, overlap, bucket_size, in_buckets=i == 0) for i, piece in pieces]
         if overlap:  # gradients add up over micro-batches and are reduced in the last one's backward pass
-            no_sync = [chunk.no_sync for chunk in self.model]
-            self.gpt.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        _keep_balancing_in_fp32(self.gpt)
+            no_sync = [chunk.no_sync for chunk in self.ddp_chunks]
+            self.chunks.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         torch.cuda.empty_cache()  # weights have moved to Megatron's buffers; where they were before is not needed again
         self.optimizer: MegatronOptimizer | None = None
 
     @property
     def head(self) -> LogProbHead:
         """The output layer; only the last pipeline stage has one."""
-        return self.gpt.last.output_layer
+        return self.chunks.last.output_layer
 
     @property
     def architecture(self) -> ModelConfig:
@@ -101,11 +105,11 @@ class Policy:
 
     def parameters(self) -> int:
         """Parameters of the whole model; every rank must call it."""
-        return count_parameters(self.gpt)
+        return count_parameters(self.chunks)
 
     def initialize(self, seed: int) -> None:
         """Random weights, the same in every layout."""
-        initialize(self.gpt, seed, self._config.init_std, self._config.layers)
+        initialize(self.chunks, seed, self._config.init_std, self._config.layers)
 
     def gather_parameters(self) -> None:
         """Makes the parameters whole on every replica; every rank must call it.
@@ -113,24 +117,24 @@ class Policy:
         With a distributed optimizer and overlap, an update leaves that to the next forward pass. What reads or replaces
         parameters outside of one calls this first.
         """
-        gather_parameters(self.model)
+        gather_parameters(self.ddp_chunks)
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer of the whole model, see `gather_whole`; every rank must call it."""
         self.gather_parameters()
-        return gather_whole(self.gpt)
+        return gather_whole(self.chunks)
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
         """The gradient of every parameter of the whole model, as `gradients` left it; every rank must call it."""
-        gather_gradients(self.model)
-        return gather_whole(self.gpt, lambda p: getattr(p, "main_grad", None))
+        gather_gradients(self.ddp_chunks)
+        return gather_whole(self.chunks, lambda p: getattr(p, "main_grad", None))
 
     def use_optimizer(self, config: OptimizerConfig) -> None:
         """Starts a fresh optimizer; the one before, with its moments, is dropped."""
-        self.optimizer = self.gpt.config.grad_scale_func = None  # let go before the new one takes its memory
+        self.optimizer = self.chunks.config.grad_scale_func = None  # let go before the new one takes its memory
         dtype = DTYPES[self._config.dtype]
-        self.optimizer = build_optimizer(config, self.model, dtype, self._distributed_optimizer)
-        self.gpt.config.grad_scale_func = self.optimizer.scale_loss
+        self.optimizer = build_optimizer(config, self.ddp_chunks, dtype, self._distributed_optimizer)
+        self.chunks.config.grad_scale_func = self.optimizer.scale_loss
 
     def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
         """[T] log-prob of every masked-in token, 0 elsewhere, whole on every rank. No gradient."""
@@ -150,12 +154,12 @@ class Policy:
             FloatingPointError: The loss of a scored token is not finite; names the sequence and the token. Or a
                 gradient is not; names the parameter.
         """
-        for chunk in self.model:
+        for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
         if self.optimizer is not None:
             # An update leaves p.grad behind, an alias of the buffer: the next gradient would count twice.
             self.optimizer.zero_grad()
-        start_counting(self.gpt)
+        start_counting(self.chunks)
         micros = self._micro_batches(batch, self._config.mtp_layers)
         trained = max(int(batch.mask.sum()), 1)
         logprob = torch.zeros(len(batch.tokens), device=self.platform.device)
@@ -177,11 +181,11 @@ class Policy:
             return total * micro.packed.loss_scale, {}
 
         self._forward_backward(micros, of_micro_batch, forward_only=False)
-        refuse_non_finite_gradients(self.gpt, self.model)
+        refuse_non_finite_gradients(self.chunks, self.ddp_chunks)
         self.topology.sum_over_samples(logprob)
         sums_and_counts = self.topology.sum_by_name(sums)
         metrics = {name: total / max(tokens, 1.0) for name, (total, tokens) in sums_and_counts.items()}
-        loads = expert_loads(self.gpt) if self._config.moe.experts else {}
+        loads = expert_loads(self.chunks) if self._config.moe.experts else {}
         if loads:
             metrics["expert_imbalance"] = max(_imbalance(load) for load in loads.values())
         return Gradients(logprob.cpu(), loads, metrics)
@@ -203,20 +207,20 @@ class Policy:
         """
         # Every context parallel rank generates sequences of its own; Megatron counts on rows of all of them.
         packed = packed.counted_by(self.topology.cp_size)
-        stages, hidden = self.topology.pp_size * len(self.model), None
+        stages, hidden = self.topology.pp_size * len(self.ddp_chunks), None
         for stage in range(stages):
             chunk, rank = divmod(stage, self.topology.pp_size)
             if rank == self.topology.pp_rank:
                 if stage > 0:
-                    self.model[chunk].module.set_input_tensor(self._received(packed))
-                hidden = self._forward(self.model[chunk], tokens[None], packed)
+                    self.ddp_chunks[chunk].module.set_input_tensor(self._received(packed))
+                hidden = self._forward(self.ddp_chunks[chunk], tokens[None], packed)
                 if stage < stages - 1:
                     dist.send(hidden.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
         return hidden[0] if hidden is not None and self.topology.is_last_stage else None
 
     def _received(self, packed: PackedTokens) -> torch.Tensor:
         """What the stage before sends: [T', 1, H], with sequence parallelism this rank's part of the rows."""
-        config = self.gpt.config
+        config = self.chunks.config
         rows = len(packed.positions) // (self.topology.tp_size if config.sequence_parallel else 1)
         shape = (rows, 1, config.hidden_size)
         hidden = torch.empty(shape, dtype=config.pipeline_dtype, device=self.platform.device)
@@ -246,8 +250,8 @@ class Policy:
 
         get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=micros.readers(len(self.model)),
-            model=self.model,
+            data_iterator=micros.readers(len(self.ddp_chunks)),
+            model=self.ddp_chunks,
             num_microbatches=len(micros),
             seq_length=self.context,
             micro_batch_size=1,
@@ -255,7 +259,9 @@ class Policy:
             collect_non_loss_data=forward_only,
         )
 
-    def _data_parallel(self, chunk: torch.nn.Module, overlap: bool, first: bool) -> DistributedDataParallel:
+    def _data_parallel(
+        self, chunk: torch.nn.Module, overlap: bool, bucket_size: int | None, in_buckets: bool
+    ) -> DistributedDataParallel:
         """A piece of the model with Megatron's gradient buffers."""
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -263,22 +269,12 @@ class Policy:
             use_distributed_optimizer=self._distributed_optimizer,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap and self._distributed_optimizer,
-            bucket_size=self.bucket_size,
+            bucket_size=bucket_size,
         )
-        wrapped = Float16Module(self.gpt.config, chunk) if self._config.dtype == "bf16" else chunk
-        # Later pieces' gradients are ready early and need no buckets of their own, as in Megatron's training loop.
-        parallel = DistributedDataParallel(self.gpt.config, config, wrapped, disable_bucketing=not first)
-        count_padding(parallel)
+        wrapped = Float16Module(self.chunks.config, chunk) if self._config.dtype == "bf16" else chunk
+        parallel = DistributedDataParallel(self.chunks.config, config, wrapped, disable_bucketing=not in_buckets)
+        apply_changes(TO_PARALLEL_CHUNK, parallel)
         return parallel
-
-
-def _keep_balancing_in_fp32(gpt: torch.nn.Module) -> None:
-    """Undoes the bf16 conversion of what balances the experts: bf16 cannot count past 256."""
-    for module in gpt.modules():
-        for name in ("expert_bias", "local_tokens_per_expert"):
-            buffer = getattr(module, name, None)
-            if buffer is not None:
-                buffer.data = buffer.data.float()
 
 
 def _imbalance(load: list[float]) -> float:

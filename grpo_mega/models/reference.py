@@ -24,7 +24,7 @@ class ReferencePolicy:
     @property
     def _live(self) -> list[torch.Tensor]:
         """The policy's own; asked of it each time, because while it is off the device there are none."""
-        return [*chain(self.policy.gpt.parameters(), self.policy.gpt.buffers())]
+        return [*chain(self.policy.chunks.parameters(), self.policy.chunks.buffers())]
 
     @torch.no_grad()
     def refresh(self) -> None:

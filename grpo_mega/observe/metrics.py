@@ -1,4 +1,7 @@
-"""The numbers of every step: metrics.jsonl, one JSON object a line, and TensorBoard scalars."""
+"""The numbers of every step: metrics.jsonl, one JSON object a line, and TensorBoard scalars.
+
+Earlier stages of a run have files of their own, such as pretrain.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +27,22 @@ SHOWN = 10
 class MetricsLog:
     """Appends the metrics of a run; a resumed run continues where its checkpoint was, without double lines."""
 
-    def __init__(self, run_dir_path: Path, tensorboard: bool, resume_from_step: int) -> None:
-        """Opens the log of a run directory.
+    def __init__(self, run_dir_path: Path, tensorboard: bool, resume_from_step: int, name: str = METRICS) -> None:
+        """Opens a log of a run directory.
 
         Args:
             run_dir_path: The run directory.
             tensorboard: Write event files to tensorboard/ as well.
             resume_from_step: Last step the checkpoint has seen: lines of later steps are removed because these steps
                 run again. -1 when the run starts from the beginning: everything is removed.
+            name: The file; each has TensorBoard events of its own.
         """
-        path = run_dir_path / METRICS
+        path = run_dir_path / name
         if path.exists():
             _trim(path, resume_from_step)
         _warn_of_holes(path, resume_from_step)
         self._file = path.open("a")
-        self._writer = _open_tensorboard(run_dir_path, resume_from_step + 1) if tensorboard else None
+        self._writer = _open_tensorboard(path, resume_from_step + 1) if tensorboard else None
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Writes one line {"step": step, **metrics}; a value that is not finite becomes null and is warned about."""
@@ -116,8 +120,9 @@ def _finite(step: int, name: str, value: float) -> float | None:
     return None
 
 
-def _open_tensorboard(run_dir_path: Path, first_step: int) -> Any:
+def _open_tensorboard(path: Path, first_step: int) -> Any:
     """A writer that hides events of steps that run again. Imported here: the import takes a second."""
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(run_dir_path / "tensorboard", purge_step=first_step)
+    folder = path.parent / "tensorboard"
+    return SummaryWriter(folder if path.name == METRICS else folder / path.stem, purge_step=first_step)

@@ -9,8 +9,7 @@ from typing import Any
 from grpo_mega.config.schema import RunConfig
 from grpo_mega.observe.console import TABLE, Column, Console
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, MetricsLog, read_metrics
-from grpo_mega.observe.rollout import sample_records
-from grpo_mega.observe.samples import write_samples
+from grpo_mega.observe.samples import sample_records, write_samples
 from grpo_mega.observe.summary import SUMMARY, write_summary
 from grpo_mega.types import Group
 
@@ -38,17 +37,21 @@ class Recorder:
         if self.console:
             self.console.note(text)
 
-    def open_metrics(self, resume_from_step: int) -> None:
-        """Continues metrics.jsonl behind this step; -1 for a run that begins. It has no summary until it ends again."""
+    def open_metrics(self, resume_from_step: int, name: str = METRICS) -> None:
+        """Continues the file `name` after this step; -1 for one that begins. A run that goes on has no summary."""
         if self.console:
+            if self.metrics:
+                self.metrics.close()
             (self.path / SUMMARY).unlink(missing_ok=True)
-            self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step)
+            self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step, name)
 
     def step(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        """A finished GRPO step."""
+        """A finished step; its answers, if there are any, go into samples/, and it into the table."""
         if self.console is None or self.metrics is None:
             return
         self.metrics.write(step, metrics)
+        if not groups:
+            return
         write_samples(self.path, step, sample_records(groups, self.run.samples_per_step))
         self.console.step(step, metrics)
         if self.console.shows_samples(step):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.platform.files import write_atomic
+from grpo_mega.types import Group
 
 
 def write_samples(run_dir_path: Path, step: int, records: list[dict[str, Any]]) -> Path:
@@ -27,3 +28,21 @@ def _line(record: dict[str, Any], where: str) -> str:
         return json.dumps(record, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where} cannot be written as JSON: {error}") from None
+
+
+def sample_records(groups: list[Group], count: int) -> list[dict[str, Any]]:
+    """The first sample of the first `count` groups, as samples/ shows them."""
+    return [
+        {
+            "prompt_id": group.prompt.id,
+            "prompt": group.prompt.text,
+            "answer": group.prompt.answer,
+            "completion": group.samples[0].text,
+            "reward": group.rewards[0],
+            **{name: values[0] for name, values in group.components.items()},
+            "tokens": len(group.samples[0].token_ids),
+            "finish_reason": group.samples[0].finish_reason,
+            "policy_version": group.samples[0].policy_version,
+        }
+        for group in groups[:count]
+    ]

@@ -24,7 +24,7 @@ class PhaseTimer:
     """
 
     def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
-        """Also calls `on_phase` with the name of every phase that begins, or goes on."""
+        """Also calls `on_phase` with the name of every phase that begins, and at every `beat`."""
         self._on_phase = on_phase
         self._step: dict[str, Seconds] = {}
         self._run: dict[str, Seconds] = {}
@@ -47,8 +47,8 @@ class PhaseTimer:
             _add(self._run, phase, spent)
             self._current = None
 
-    def go_on(self) -> None:
-        """The current phase has got somewhere: calls `on_phase` again."""
+    def beat(self) -> None:
+        """A sign of life in the middle of a phase: calls `on_phase` again."""
         if self._on_phase and self._current:
             self._on_phase(self._current)
 

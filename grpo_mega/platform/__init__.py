@@ -2,6 +2,8 @@
 
 Call `start()` before anything imports megatron.core: on a machine without CUDA it applies the substitutions of
 `cpu.py`, on CUDA without Transformer Engine two of them; on CUDA with it, it changes nothing in any library.
+
+torch is imported by the functions that need it: who only writes files (`files.py`) starts without it.
 """
 
 from __future__ import annotations
@@ -14,15 +16,10 @@ import sys
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
-import torch.distributed as dist
-
-from grpo_mega.platform import cpu
-from grpo_mega.platform.transformer_engine import usable_transformer_engine
-
-META = torch.device("meta")
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -46,6 +43,11 @@ def start() -> Platform:
     Raises:
         ValueError: There is a GPU, and a Transformer Engine that cannot be used.
     """
+    import torch
+
+    from grpo_mega.platform import cpu
+    from grpo_mega.platform.transformer_engine import usable_transformer_engine
+
     # Optional accelerators are reported once, in summary.json and by tools; not by every module of Megatron.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*(not installed|Falling back)")
     # Megatron's tensor parallelism relies on kernels being launched in the order they were queued; CUDA reads it once.
@@ -70,19 +72,23 @@ def start_planning() -> None:
     Raises:
         RuntimeError: A GPU is visible, and Megatron would allocate there.
     """
+    import torch
+
     # It warns where there is a toolkit and no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if start().backend != "gloo":
         raise RuntimeError("planning needs no GPU and must not see one; set CUDA_VISIBLE_DEVICES= before torch starts")
-    torch.cuda.current_device = lambda: META  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
 
 
 def pretend_rank(rank: int, world_size: int) -> Platform:
     """Becomes one of `world_size` processes, the others of which do not exist, to build what it would hold."""
+    import torch
+    import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore  # nothing public pretends
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    return Platform(META, "fake", transformer_engine=False)
+    return Platform(torch.device("meta"), "fake", transformer_engine=False)
 
 
 def join_processes(platform: Platform, timeout_seconds: int = 1800) -> None:
@@ -90,6 +96,8 @@ def join_processes(platform: Platform, timeout_seconds: int = 1800) -> None:
 
     A collective that takes longer than `timeout_seconds` ends the process; NCCL's own limit would be 600 s.
     """
+    import torch.distributed as dist
+
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(name, value)
     dist.init_process_group(platform.backend, timeout=timedelta(seconds=timeout_seconds))
@@ -97,6 +105,8 @@ def join_processes(platform: Platform, timeout_seconds: int = 1800) -> None:
 
 def refuse(message: str) -> NoReturn:
     """Ends a tool whose settings cannot work with exit code 2; every rank has found the same, the first one says it."""
+    import torch.distributed as dist
+
     if dist.get_rank() == 0:
         print(message, file=sys.stderr)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, as soon as one rank has left
@@ -107,6 +117,8 @@ def refuse(message: str) -> NoReturn:
 
 def peak_memory_bytes(platform: Platform) -> int:
     """Most memory this process has held: of the device on CUDA, resident memory elsewhere."""
+    import torch
+
     if platform.device.type == "cuda":
         return torch.cuda.max_memory_allocated(platform.device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -3,9 +3,8 @@
 megatron-core names CUDA in a few dozen places although most of its arithmetic runs anywhere. Each substitution below
 answers one of those places and says why it is needed; tests/platform leaves them out one at a time and shows what
 breaks. Two of them mend what Megatron does wherever Transformer Engine is absent, also on a GPU; all others are for
-CPUs alone, and `install()` leaves them out when CUDA is present. Two other modules replace something in another
-library: `models/optimizer.py` the class of Megatron's Adam, where Transformer Engine and Apex are absent, and
-`checkpoint/writers.py` a queue.
+CPUs alone, and `install()` leaves them out when CUDA is present. What is done to Megatron's models and optimizers
+anywhere is in `models/megatron/changes.py`; `checkpoint/writers.py` replaces a queue.
 """
 
 from __future__ import annotations

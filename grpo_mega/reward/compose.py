@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from grpo_mega.config.rules.reward import check_reward
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.reward.extract import answer_tag, boxed
 from grpo_mega.reward.format import think_answer_format
@@ -74,15 +74,9 @@ def build_reward(config: RewardConfig, seed: int = 0) -> Reward:
     To be called by the main thread: the process of the user functions ends with the thread that has started it.
     Raises ValueError on anything that cannot be scored, naming the field.
     """
-    if not config.terms:
-        raise ValueError(f"reward.terms is empty: nothing would be learned. Built-in terms: {', '.join(BUILT_IN)}")
-    names = [term.name for term in config.terms]
-    if repeated := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"reward.terms: the name {min(repeated)!r} is used twice; give every term a name of its own")
-    if config.success not in names:
-        raise ValueError(f"reward.success is {config.success!r}, which is no term; choose one of: {', '.join(names)}")
+    check_reward(config)
     for term in config.terms:
-        _check(term)
+        _check_known(term)
     paths = {term.name: term.function for term in config.terms if term.function is not None}
     functions = dict(BUILT_IN)
     if paths:
@@ -91,18 +85,12 @@ def build_reward(config: RewardConfig, seed: int = 0) -> Reward:
     return Reward(tuple(Term(t.name, t.weight, functions[t.name], t.function is None) for t in config.terms))
 
 
-def _check(term: RewardTerm) -> None:
-    """Refuses a term that is not known or whose path has no module or function."""
-    if not math.isfinite(term.weight):
-        raise ValueError(f"reward term {term.name!r}: weight is {term.weight}; it must be a finite number")
+def _check_known(term: RewardTerm) -> None:
+    """Refuses a term that is neither built in nor a user's function."""
     if term.function is None and term.name not in BUILT_IN:
         raise ValueError(
             f"reward term {term.name!r} is not built in. Built-in terms: {', '.join(BUILT_IN)}. "
             "For a function of your own, set the term's function to its import path, package.module:function"
-        )
-    if term.function is not None and not all(term.function.partition(":")):
-        raise ValueError(
-            f"reward term {term.name!r}: function {term.function!r} must have the form package.module:function"
         )
 
 

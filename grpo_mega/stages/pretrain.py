@@ -10,18 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from grpo_mega.checkpoint import checkpoint
+from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import BaseConfig, Config, OptimizerConfig
-from grpo_mega.data import Data
 from grpo_mega.data.tasks.chain_sum import ChainSum, working_answer
 from grpo_mega.models.optimizer import warmed_up
 from grpo_mega.models.policy import Policy
+from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.platform.collectives import main_says
 from grpo_mega.rollout.engine import Engine, SamplingParams
+from grpo_mega.run import Metrics, Run, StepRecord
 from grpo_mega.stages.sft import supervised_update
 
 RECIPE = 2
@@ -29,78 +31,120 @@ RECIPE = 2
 
 
 def base_path(config: Config) -> Path:
-    """Where the base model of this recipe is cached; the layout is not part of the recipe."""
+    """Where the base model of this recipe is cached; neither the layout nor how often it is saved is in the recipe."""
     data = {k: v for k, v in asdict(config.data).items() if not k.endswith("_path")}
-    recipe = [RECIPE, config.run.seed, asdict(config.base), asdict(config.model), data]
+    base = {k: v for k, v in asdict(config.base).items() if k != "save_every"}
+    recipe = [RECIPE, config.run.seed, base, asdict(config.model), data]
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
     return Path(config.run.root) / "base-models" / digest[:16]
 
 
-def load_or_train_base(
-    config: Config, policy: Policy, engine: Engine, data: Data, report: Callable[[int, dict[str, float]], None]
-) -> None:
-    """Gives the policy the base model's weights, from the cache when they are there.
+class Pretrain:
+    """A language model trained from random weights until it passes the gate, or taken from the cache."""
 
-    `report(step, metrics)` is called at every gate check.
+    name = "pretrain"
+    reference: ReferencePolicy | None = None
+    in_progress: StepInProgress | None = None
 
-    Raises:
-        RuntimeError: The gate was not passed within `base.max_steps`.
-    """
-    path = base_path(config)
-    if main_says(path.is_dir):
-        checkpoint.load_weights(path, policy)
-        return
-    assert data.chain_sum is not None, "rules.py refuses base.train without data.task=chain_sum"
-    policy.initialize(config.run.seed)
-    steps = _train(config.base, config.run.seed, policy, engine, data.chain_sum, config.rollout.max_new_tokens, report)
-    policy.optimizer = None
-    mine = path.with_name(f"{path.name}-{config.run.name}")  # another run may be training the same base model
-    if policy.topology.is_main:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.save(mine, policy, {"steps": steps})
-    if policy.topology.is_main:
-        if path.is_dir():
-            shutil.rmtree(mine)
-        else:
-            mine.rename(path)
+    def __init__(self, config: Config, policy: Policy, engine: Engine, task: ChainSum) -> None:
+        """`engine` generates with the policy's own weights."""
+        self.config, self.base = config, config.base
+        self.save_every = config.base.save_every
+        self.policy = policy
+        self.engine = engine
+        self.task = task
+        self.path = base_path(config)
+        self.cached = False
+        self.accuracies: list[float] = []
+        self.passed_at: int | None = None
 
-
-def _train(
-    base: BaseConfig,
-    seed: int,
-    policy: Policy,
-    engine: Engine,
-    task: ChainSum,
-    longest: int,
-    report: Callable[[int, dict[str, float]], None],
-) -> int:
-    """Trains until the gate is passed, then lets the learning rate fall to 0; the number of steps.
-
-    `longest` bounds the answers of the gate, in tokens.
-    """
-    policy.use_optimizer(OptimizerConfig(lr=base.lr, beta2=0.98, weight_decay=base.weight_decay))
-
-    def learn(step: int, lr: float) -> float:
-        documents = task.documents(seed, step, base.batch_size, base.tagged, base.direct)
-        return supervised_update(policy, [(ids, 1) for ids in documents], lr).metrics["loss"]
-
-    accuracies: list[float] = []
-    for step in range(1, base.max_steps + 1):
-        loss = learn(step, warmed_up(base.lr, base.warmup_steps, step - 1))
-        if step >= base.gate_from and (step - base.gate_from) % base.gate_every == 0:
-            accuracies.append(_working_accuracy(engine, task, longest))
-            report(step, {"loss": loss, "working_accuracy": accuracies[-1]})
-            if gate_is_passed(accuracies, base):
-                break
-    else:
-        raise RuntimeError(
-            f"the base model did not reach base.gate_accuracy={base.gate_accuracy} in base.gate_passes="
-            f"{base.gate_passes} checks in a row within base.max_steps={base.max_steps} (last loss {loss:.3f}); "
-            "raise base.max_steps or change base.lr"
+    def begin(self, run: Run) -> None:
+        """Takes the weights from the cache, or random ones."""
+        self.cached = main_says(self.path.is_dir)
+        if self.cached:
+            run.recorder.note(f"base model: from {self.path}")
+            with run.phase("base"):
+                checkpoint.load_weights(self.path, self.policy)
+            return
+        run.recorder.note(
+            f"base model: a plain language model on worked arithmetic, until it can calculate; goes to {self.path}"
         )
-    for decay in range(base.decay_steps):
-        learn(step + 1 + decay, base.lr * (1 - decay / base.decay_steps))
-    return step + base.decay_steps
+        self.policy.initialize(self.config.run.seed)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Makes the optimizer."""
+        self.policy.use_optimizer(OptimizerConfig(lr=self.base.lr, beta2=0.98, weight_decay=self.base.weight_decay))
+
+    def is_done(self, steps: int) -> bool:
+        """Whether the model is from the cache, or the learning rate has fallen to 0 after the gate was passed."""
+        return self.cached or (self.passed_at is not None and steps >= self.passed_at + self.base.decay_steps)
+
+    def step(self, run: Run) -> StepRecord:
+        """One update; from `base.gate_from` on, every `base.gate_every` steps, the gate is tried.
+
+        Raises:
+            RuntimeError: The gate was not passed within `base.max_steps`.
+        """
+        step = run.step + 1
+        with run.phase("base"):
+            documents = self.task.documents(
+                self.config.run.seed, step, self.base.batch_size, self.base.tagged, self.base.direct
+            )
+            metrics = supervised_update(self.policy, [(ids, 1) for ids in documents], self._lr(step)).metrics
+            if self.passed_at is None and self._gate_is_due(step):
+                self._try_gate(run, step, metrics)
+        if self.passed_at is None and step >= self.base.max_steps:
+            raise RuntimeError(
+                f"the base model did not reach base.gate_accuracy={self.base.gate_accuracy} in base.gate_passes="
+                f"{self.base.gate_passes} checks in a row within base.max_steps={self.base.max_steps} (last loss "
+                f"{metrics['loss']:.3f}); raise base.max_steps or change base.lr"
+            )
+        return StepRecord({f"base/{name}": value for name, value in metrics.items()})
+
+    def _lr(self, step: int) -> float:
+        """Warmed up, and from the step at which the gate was passed falling to 0."""
+        if self.passed_at is None:
+            return warmed_up(self.base.lr, self.base.warmup_steps, step - 1)
+        return self.base.lr * (1 - (step - 1 - self.passed_at) / self.base.decay_steps)
+
+    def _gate_is_due(self, step: int) -> bool:
+        return step >= self.base.gate_from and (step - self.base.gate_from) % self.base.gate_every == 0
+
+    def _try_gate(self, run: Run, step: int, metrics: Metrics) -> None:
+        accuracy = _working_accuracy(self.engine, self.task, self.config.rollout.max_new_tokens)
+        self.accuracies.append(accuracy)
+        run.recorder.evaluation(step, "base model", {"loss": metrics["loss"], "working_accuracy": accuracy})
+        metrics["working_accuracy"] = accuracy
+        if gate_is_passed(self.accuracies, self.base):
+            self.passed_at = step
+
+    def end(self, run: Run) -> None:
+        """Puts the model into the cache."""
+        self.policy.optimizer = None
+        if self.cached or main_says(self.path.is_dir):
+            return
+        mine = self.path.with_name(f"{self.path.name}-{self.config.run.name}")  # another run may train the same model
+        if self.policy.topology.is_main:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.save(mine, self.policy, {"steps": run.step})
+        if self.policy.topology.is_main:
+            if self.path.is_dir():
+                shutil.rmtree(mine)
+            else:
+                mine.rename(self.path)
+
+    def progress(self, step: int) -> str:
+        """Steps are whole or not begun."""
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the gate has seen."""
+        return {"accuracies": self.accuracies, "passed_at": self.passed_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where `state` was taken."""
+        self.accuracies, self.passed_at = state["accuracies"], state["passed_at"]
 
 
 def gate_is_passed(accuracies: list[float], base: BaseConfig) -> bool:

@@ -1,32 +1,82 @@
-"""Supervised steps: maximum likelihood of given tokens, through the same update as GRPO."""
+"""Supervised fine-tuning: maximum likelihood of given completions, through the same update as GRPO.
+
+Before reinforcement learning it is the cold start (DeepSeek-R1, arXiv 2501.12948, section 2.3.1).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from grpo_mega.algorithm.weights import token_weights
-from grpo_mega.config.schema import Config, OptimizerConfig
-from grpo_mega.data.tasks.chain_sum import ChainSum
+from grpo_mega.checkpoint.step_in_progress import StepInProgress
+from grpo_mega.config.schema import OptimizerConfig, SFTConfig
 from grpo_mega.models.losses import negative_log_likelihood
 from grpo_mega.models.optimizer import warmed_up
 from grpo_mega.models.policy import Gradients, Policy
-from grpo_mega.types import Batch, pack_tokens
+from grpo_mega.models.reference import ReferencePolicy
+from grpo_mega.run import Run, StepRecord
+from grpo_mega.types import pack_tokens
 
 Row = tuple[list[int], int]
 """Token ids, and how many of them come before the first one that is learned."""
 
 
+class SFT:
+    """Supervised steps on rows that follow from the number of the step."""
+
+    name = "sft"
+    reference: ReferencePolicy | None = None
+    in_progress: StepInProgress | None = None
+
+    def __init__(self, config: SFTConfig, policy: Policy, rows: Callable[[int], list[Row]]) -> None:
+        """`rows(step)` are those of the step after `step` finished ones."""
+        self.config = config
+        self.save_every = config.save_every
+        self.policy = policy
+        self.rows = rows
+        self.loss = float("nan")
+
+    def begin(self, run: Run) -> None:
+        """Starts at the policy's present weights."""
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Makes the optimizer."""
+        self.policy.use_optimizer(OptimizerConfig(lr=self.config.lr, weight_decay=0.01))
+
+    def step(self, run: Run) -> StepRecord:
+        """One update on the rows of this step."""
+        with run.phase("cold start"):
+            lr = warmed_up(self.config.lr, self.config.warmup_steps, run.step)
+            metrics = supervised_update(self.policy, self.rows(run.step), lr).metrics
+        self.loss = metrics["loss"]
+        return StepRecord({f"sft/{name}": value for name, value in metrics.items()})
+
+    def is_done(self, steps: int) -> bool:
+        """Whether nothing is left to do after so many steps."""
+        return steps >= self.config.steps
+
+    def end(self, run: Run) -> None:
+        """Reports how well the rows are known."""
+        self.policy.optimizer = None
+        run.recorder.note(f"cold start: {run.step} supervised steps, loss {self.loss:.3f}")
+
+    def progress(self, step: int) -> str:
+        """Steps are whole or not begun."""
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last loss, for the report."""
+        return {"loss": self.loss}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where `state` was taken."""
+        self.loss = state["loss"]
+
+
 def supervised_update(policy: Policy, rows: list[Row], lr: float) -> Gradients:
     """One update on the mean negative log-likelihood of the learned tokens."""
-    batch: Batch = pack_tokens([ids for ids, _ in rows], [start for _, start in rows])
+    batch = pack_tokens([ids for ids, _ in rows], [start for _, start in rows])
     weight = token_weights(batch.mask, batch.cu_seqlens, "token_mean", constant_length=1)
     return policy.update(batch.with_(weight=weight), negative_log_likelihood, lr)
-
-
-def cold_start(config: Config, policy: Policy, task: ChainSum) -> float:
-    """Supervised steps on traces in the answer format (DeepSeek-R1, section 2.3.1); the last loss."""
-    sft = config.sft
-    policy.use_optimizer(OptimizerConfig(lr=sft.lr, weight_decay=0.01))
-    for step in range(sft.steps):
-        traces = task.sft_traces(config.run.seed, step, sft.batch_size)
-        rows = [(prompt + completion, len(prompt)) for prompt, completion in traces]
-        found = supervised_update(policy, rows, warmed_up(sft.lr, sft.warmup_steps, step))
-    return found.metrics["loss"]

@@ -114,7 +114,7 @@ def held_parts(policy: Policy, found: list[Entry]) -> Held:
         ValueError: The model has a tensor that no Hugging Face name stands for.
     """
     held: Held = {}
-    for shard in shards(policy.gpt):
+    for shard in shards(policy.chunks):
         key, box = named_box(shard)
         held.setdefault(key, {})[box] = shard.data
     if unknown := held.keys() - {entry.key for entry in found}:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.algorithm.mismatch import rollout_mismatch
+from grpo_mega.algorithm.mismatch import explained_by_rounding, rollout_mismatch
 
 
 def test_agreement() -> None:
@@ -110,3 +110,27 @@ def test_nan_is_not_hidden() -> None:
 def test_vectors_of_different_shape_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="of one length"):
         rollout_mismatch(torch.zeros(3), torch.zeros(shape))
+
+
+def test_coarser_numbers_explain_more() -> None:
+    fp32, bf16, fp8 = (explained_by_rounding(*how) for how in (("fp32", False), ("bf16", False), ("bf16", True)))
+    assert 0 < fp32 < bf16 < fp8
+    with pytest.raises(ValueError, match="dtype is 'fp16'; use fp32 or bf16"):
+        explained_by_rounding("fp16", False)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_large_logits_to_bf16_is_explained_and_wrong_logits_are_not(seed: int) -> None:
+    """Logits of a sure model, up to 32: their roundings on both sides are told from those of another model."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 8 * torch.randn(512, 1000, generator=generator).clamp(-4, 4)
+    tokens = torch.distributions.Categorical(logits=logits).sample()
+
+    def difference(other: torch.Tensor) -> float:
+        ours, theirs = (x.log_softmax(-1).gather(1, tokens[:, None])[:, 0] for x in (logits, other))
+        return rollout_mismatch(ours, theirs)["mean_abs"]
+
+    rounded = logits.bfloat16().float()
+    explained = explained_by_rounding("bf16", fp8=False)
+    assert explained_by_rounding("fp32", fp8=False) < difference(rounded) < explained
+    assert difference(logits + 0.5 * torch.randn(logits.shape, generator=generator)) > explained

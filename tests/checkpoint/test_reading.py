@@ -202,10 +202,10 @@ def test_checkpoints_of_every_kind_name_nothing_else(topology, tmp_path, kind, d
     made.initialize(seed=3)
     made.use_optimizer(OptimizerConfig(lr=1e-3))
     checkpoint.save(tmp_path / "step-000001", made, {"step": 1})
-    before = [parameter.detach().clone() for parameter in made.gpt.parameters()]
+    before = [parameter.detach().clone() for parameter in made.chunks.parameters()]
     made.initialize(seed=4)
     assert checkpoint.load(tmp_path / "step-000001", made) == {"step": 1}
-    assert all(torch.equal(*pair) for pair in zip(before, made.gpt.parameters(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(before, made.chunks.parameters(), strict=True))
 
 
 TEXT = {

@@ -86,7 +86,7 @@ def update(policy: Policy, number: int) -> dict[str, float]:
 
 def state(policy: Policy, reference: ReferencePolicy | None) -> list[torch.Tensor]:
     """Copies of every number that training goes on from."""
-    tensors = [*policy.gpt.parameters(), *policy.gpt.buffers(), *(reference.held if reference else ())]
+    tensors = [*policy.chunks.parameters(), *policy.chunks.buffers(), *(reference.held if reference else ())]
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
         for group in part.optimizer.param_groups:
             for p in group["params"]:
@@ -210,7 +210,7 @@ def device_without_room(topology: Topology) -> dict[str, Any]:
 def memory_of_another_library(topology: Topology) -> dict[str, Any]:
     """A weight that cannot be freed is refused, and the policy goes on as if nobody had asked."""
     twin, policy = (CASES["plain"].policy(topology) for _ in range(2))
-    weight = next(iter(policy.gpt.parameters()))
+    weight = next(iter(policy.chunks.parameters()))
     weight.data = torch.from_numpy(weight.data.numpy().copy())
     memory, held = TrainerMemory(policy), TrainerMemory(twin).held()
     refused = answer(memory.offload)

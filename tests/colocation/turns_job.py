@@ -103,8 +103,7 @@ def slow_push(policy: Policy, path: Path) -> dict[str, Any]:
 
 
 def slow_return(policy: Policy, path: Path) -> dict[str, Any]:
-    turns, engine = made(policy, path, trainer_acquiring=10.0)
-    turns.lease.timeouts.trainer_acquiring = AT_ONCE  # it came back once
+    turns, engine = made(policy, path, trainer_acquiring=AT_ONCE)
     return seen(turns, engine, 1, samples(engine, 1), path)
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLoss, fused_logprob
+from grpo_mega.algorithm.advantage import group_advantages
+from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.config.bounds import CHOICES, RANGES, REASONS, field_problems
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config
@@ -53,6 +55,11 @@ def test_choices_and_reasons_are_about_fields_of_the_schema() -> None:
     leaves = leaf_types(Config)
     assert all(leaves[name] == {str} for name in CHOICES)
     assert set(REASONS) <= set(leaves)
+
+
+def test_one_room_can_be_looked_at_alone(tiny: Config) -> None:
+    wrong = changed(changed(changed(tiny, "data.task", "x"), "data.min_terms", 1), "run.seed", -1)
+    assert [problem.split("=")[0] for problem in field_problems(wrong, "data.")] == ["data.min_terms", "data.task"]
 
 
 def test_the_tiny_run_is_inside_every_bound(tiny: Config) -> None:
@@ -104,6 +111,18 @@ def test_the_kernels_accept_exactly_the_temperatures_of_a_configuration() -> Non
     for temperature in (low / 2, high * 2):
         with pytest.raises(ValueError, match="temperature"):
             fused_logprob(logits, targets, temperature=temperature)
+
+
+def test_the_algorithm_takes_exactly_the_choices_of_a_configuration() -> None:
+    rewards, mask, cu_seqlens = torch.tensor([0.0, 1.0]), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2])
+    for std in CHOICES["algorithm.advantage_std"]:
+        group_advantages(rewards, std)
+    for aggregation in CHOICES["algorithm.aggregation"]:
+        token_weights(mask, cu_seqlens, aggregation, 1)
+    with pytest.raises(ValueError, match=", ".join(CHOICES["algorithm.advantage_std"][:-1])):
+        group_advantages(rewards, "nonsense")
+    with pytest.raises(ValueError, match=", ".join(CHOICES["algorithm.aggregation"][:-1])):
+        token_weights(mask, cu_seqlens, "nonsense", 1)
 
 
 def test_dual_clipping_may_be_off(tiny: Config) -> None:

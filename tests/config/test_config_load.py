@@ -19,12 +19,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from limits import limit
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_mega.config.load import compose_config, config_dir, identity, identity_in, load, to_yaml
+from grpo_mega.config.load import compose_config, config_dir, groups, identity, identity_in, load, to_yaml
 from grpo_mega.config.rules import ConfigError, check_layout
 from grpo_mega.config.schema import Config, ModelConfig, RewardTerm
 
 OPTIONS = sorted(path.relative_to(config_dir()).with_suffix("").as_posix() for path in config_dir().glob("*/*.yaml"))
-LAYOUTS = {"single": 1, "dp2": 2, "tp2": 2, "pp2": 2, "ep2": 2, "tp2_pp2": 4}
+LAYOUTS = {"single": 1, "tp2": 2, "pp2": 2, "ep2": 2, "tp2_pp2": 4}
 EXPERIMENTS = ("tiny", "tiny_dense", "tiny_sft", "tiny_sglang")
 LARGE = {
     "r1zero_671b": 512,
@@ -104,6 +104,17 @@ def test_experiments_run_on_two_processes(experiment: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_tiny_experiment_runs_in_every_layout(layout: str) -> None:
     check_layout(compose_config(["experiment=tiny", f"layout={layout}"]), LAYOUTS[layout])
+
+
+def test_no_two_options_of_a_group_say_the_same() -> None:
+    for group, options in groups().items():
+        contents = [OmegaConf.to_yaml(OmegaConf.load(config_dir() / group / f"{name}.yaml")) for name in options]
+        assert len({*contents}) == len(options), f"configs/{group} has an option under two names"
+
+
+def test_the_layout_of_a_lone_process_is_data_parallel_with_more() -> None:
+    for processes in (1, 2, 8):
+        check_layout(compose_config(["experiment=tiny_dense", "layout=single"]), processes)
 
 
 @pytest.mark.parametrize("experiment", LARGE)

@@ -46,7 +46,7 @@ def test_defaults_docstrings_options_and_examples_are_shown(whole: str) -> None:
 
 def test_a_group_alone_is_shown_when_it_is_named() -> None:
     found = "\n".join(help_text(["rollout"]))
-    assert "rollout.sglang.timeouts.free=60.0" in found
+    assert "rollout.sglang.timeouts.engine_loading=900.0" in found
     assert "optimizer.lr" not in found
 
 

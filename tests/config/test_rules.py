@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import ConfigError, check_backend, check_config, check_layout
+from grpo_mega.config.rules.sglang import FP8_BLOCK
 from grpo_mega.config.schema import Config, RewardTerm
+from grpo_mega.weights import fp8
 
 TINY = compose_config(["experiment=tiny", "layout=single"])
 DENSE = compose_config(["experiment=tiny_dense"])
@@ -237,7 +239,10 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
             | {"rollout.sglang.arguments": {"moe_dense_tp_size": 1}},
             "rollout.sglang.fp8=true needs blocks of 128 columns, and model.moe.ffn_hidden=128 on 2 GPUs has none",
         ),
-        ({"rollout.sglang.timeouts.free": 1.0}, "rollout.sglang.timeouts has no effect with rollout.engine=embedded"),
+        (
+            {"rollout.sglang.timeouts.engine_loading": 1.0},
+            "rollout.sglang.timeouts has no effect with rollout.engine=embedded",
+        ),
         (
             {"rollout.engine": "sglang", "rollout.sglang.timeouts.engine_releasing": 300.0},
             "rollout.sglang.timeouts.engine_releasing=300 is not above rollout.sglang.answer_seconds=300",
@@ -249,6 +254,33 @@ def test_settings_of_sglang_are_neither_idle_nor_twice(values: dict[str, object]
     assert problem.startswith(message)
 
 
+def test_settings_of_the_embedded_engine_are_no_rules_for_sglang() -> None:
+    too_few = {"rollout.concurrent_sequences": 7}
+    (problem,) = problems_of(with_values(TINY, too_few))
+    assert problem.startswith("algorithm.group_size=8 must be at most rollout.concurrent_sequences=7; lower")
+    large = {"rollout.engine": "sglang", "algorithm.group_size": 513}
+    assert problems_of(with_values(TINY, large)) == []
+    assert problems_of(with_values(TINY, {"rollout.engine": "sglang"} | too_few)) == []  # for the base model's gate
+    (problem,) = problems_of(with_values(TINY, {"rollout.engine": "sglang", "base.train": False} | too_few))
+    assert problem.startswith("rollout.concurrent_sequences=7 has no effect with rollout.engine=sglang and base.train")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"suspend_process_groups": False}, "rollout.sglang.suspend_process_groups=false has no effect with rollout."),
+        ({"timeouts.trainer_releasing": 900.0}, "rollout.sglang.timeouts.trainer_releasing=900 has no effect with"),
+        ({"timeouts.engine_loading": 300.0}, "rollout.sglang.timeouts.engine_loading=300 is not above"),
+    ],
+)
+def test_on_gpus_of_their_own_nobody_makes_room(values: dict[str, object], message: str) -> None:
+    apart = {"rollout.engine": "sglang", "rollout.sglang.first_gpu": 4, "rollout.sglang.transport": "network"}
+    values = {f"rollout.sglang.{name}": value for name, value in values.items()}
+    (problem,) = problems_of(with_values(TINY, apart | values))
+    assert problem.startswith(message)
+    assert problems_of(with_values(TINY, apart | {"rollout.sglang.answer_seconds": 700.0})) == []
+
+
 def test_server_arguments_of_ones_own_are_accepted() -> None:
     arguments = {"rollout.engine": "sglang", "rollout.sglang.arguments": {"mem_fraction_static": 0.6}}
     assert problems_of(with_values(TINY, arguments)) == []
@@ -257,7 +289,7 @@ def test_server_arguments_of_ones_own_are_accepted() -> None:
 def test_what_has_no_effect_is_undone_by_the_overrides_that_are_advised() -> None:
     """An experiment's file may have set it, so there may be nothing that the user could leave out."""
     own = [
-        "rollout.sglang.timeouts.free=3",
+        "rollout.sglang.timeouts.engine_loading=3",
         "+rollout.sglang.arguments.log_level=info",
         "rollout.sglang.transport=disk",
     ]
@@ -284,6 +316,10 @@ def test_a_released_model_keeps_its_shape() -> None:
 def test_a_lone_process_is_told_of_the_layout_for_one() -> None:
     (problem,) = problems_of(with_values(TINY, {"layout.tp": 2}), 1)
     assert problem.endswith("start 2 processes, or choose layout=single")
+
+
+def test_blocks_of_8_bits_are_those_of_the_weights() -> None:
+    assert FP8_BLOCK == fp8.BLOCK
 
 
 def test_reward_terms_of_ones_own_are_accepted() -> None:

@@ -63,10 +63,11 @@ def test_jsonl_state_of_a_changed_file_is_refused(tmp_path: Path):
         build_data(jsonl(tmp_path, n=21)).train.load_state_dict(state)
 
 
-@pytest.mark.parametrize("size", [20, 21, -1])
+@pytest.mark.parametrize("size", [20, 21])
 def test_jsonl_validation_must_leave_training_problems(tmp_path: Path, size: int):
-    with pytest.raises(ValueError, match=rf"validation_size is {size}.*20 problems.*0..19"):
+    with pytest.raises(ValueError, match=rf"validation_size is {size}.*20 problems.*lower it to 19"):
         build_data(jsonl(tmp_path, validation_size=size))
+    assert len(build_data(jsonl(tmp_path, validation_size=19)).validation) == 19
 
 
 @pytest.mark.parametrize("field", ["train_path", "test_path"])
@@ -134,8 +135,22 @@ def test_jsonl_prompt_that_fills_the_context(tmp_path: Path):
 
 
 def test_unknown_task():
-    with pytest.raises(ValueError, match=r"data\.task is 'gsm8k'"):
+    with pytest.raises(ValueError, match=r"data\.task=gsm8k: choose one of chain_sum, jsonl"):
         build_data(config(task="gsm8k"))
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"min_terms": 1}, "data.min_terms=1: choose"),
+        ({"min_terms": 4, "max_terms": 3}, "data.min_terms=4 must be at most data.max_terms=3"),
+        ({"validation_size": -1}, "data.validation_size=-1: choose"),
+        ({"test_size": 0}, "data.test_size=0: choose"),
+    ],
+)
+def test_senseless_settings_are_named(values: dict[str, int], field: str):
+    with pytest.raises(ValueError, match=field):
+        build_data(config(task="chain_sum", **values))
 
 
 def test_documents_that_do_not_fit_the_context_are_refused():

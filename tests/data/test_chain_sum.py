@@ -205,8 +205,6 @@ def test_too_many_held_out_problems():
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        ((1, 5, 10, 10), "min_terms"),
-        ((4, 3, 10, 10), "max_terms"),
         ((3, 5, 2, 10), "validation_size"),
         ((3, 5, 10, 0), "test_size"),
     ],

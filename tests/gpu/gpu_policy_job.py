@@ -18,7 +18,7 @@ MODEL = ModelConfig(layers=4, hidden=2048, heads=16, kv_heads=16, ffn_hidden=819
 if __name__ == "__main__":
     policy = Policy(MODEL, LayoutConfig(), 1024, join_layout(LayoutConfig(), 0), HERE, distributed_optimizer=True)
     found = {
-        "weights": sum(p.numel() * p.element_size() for p in policy.gpt.parameters()),
+        "weights": sum(p.numel() * p.element_size() for p in policy.chunks.parameters()),
         "allocated": torch.cuda.memory_allocated(),
         "reserved": torch.cuda.memory_reserved(),
     }

@@ -47,7 +47,7 @@ CASES = {  # model, layout, distributed optimizer, overlap, what its gradient is
 
 def state(policy: Policy) -> list[torch.Tensor]:
     """Copies of weights and of everything that the optimizer keeps."""
-    kept = [p.detach().clone() for p in policy.gpt.parameters()]
+    kept = [p.detach().clone() for p in policy.chunks.parameters()]
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
         for values in part.optimizer.state.values():
             kept += [x.clone() for x in values.values() if torch.is_tensor(x)]
@@ -65,7 +65,7 @@ def tried(case: str) -> dict:
     update = lambda: policy.update(batch, negative_log_likelihood, lr=0.01)  # noqa: E731
     update()
     policy.gather_parameters()
-    name, parameter = next((n, p) for n, p in policy.gpt.named_parameters() if where in n)
+    name, parameter = next((n, p) for n, p in policy.chunks.named_parameters() if where in n)
     planted = parameter.register_hook(lambda gradient: gradient * factor) if torch.distributed.get_rank() == 1 else None
     before = state(policy)
     try:

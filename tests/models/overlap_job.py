@@ -38,18 +38,14 @@ LAYOUTS = {"dp2": LayoutConfig(micro_batch_tokens=40), "ep2": LayoutConfig(ep=2,
 CASES = [("tied", "dp2"), ("separate", "ep2")]
 # Without clipping: the gradient norm is a sum over shards, and buckets of another size cut them elsewhere.
 OPTIMIZER = OptimizerConfig(lr=0.02, clip_grad=0)
+SMALL_BUCKETS = 2000
+"""Parameters; Megatron's own buckets would hold all of these models."""
 Tensors = dict[str, torch.Tensor]
-
-
-class SmallBuckets(Policy):
-    """Megatron's own would hold all of these models."""
-
-    bucket_size = 2000
 
 
 def updated(model: str, layout: str, topology: Topology, overlap: bool) -> Policy:
     """A policy right after its second update: the first time round Megatron only counts what is ready when."""
-    policy = SmallBuckets(MODELS[model], LAYOUTS[layout], VOCABULARY, topology, HERE, True, overlap)
+    policy = Policy(MODELS[model], LAYOUTS[layout], VOCABULARY, topology, HERE, True, overlap, SMALL_BUCKETS)
     policy.initialize(seed=3)
     policy.use_optimizer(OPTIMIZER)
     update(policy, 1)
@@ -151,9 +147,9 @@ def unequal(first: list[Tensors], second: list[Tensors]) -> list[str]:
 
 def stale(policy: Policy) -> list[str]:
     """Parameters that this rank does not have whole."""
-    before = {name: p.detach().clone() for name, p in policy.gpt.named_parameters()}
+    before = {name: p.detach().clone() for name, p in policy.chunks.named_parameters()}
     policy.gather_parameters()
-    return [name for name, p in policy.gpt.named_parameters() if not torch.equal(p, before[name])]
+    return [name for name, p in policy.chunks.named_parameters() if not torch.equal(p, before[name])]
 
 
 def compare(model: str, layout: str, folder: Path) -> dict:
@@ -171,7 +167,7 @@ def compare(model: str, layout: str, folder: Path) -> dict:
     waited, overlapped = (updated(model, layout, topology, overlap) for overlap in (False, True))
     seen = {
         "unequal": found,
-        "buckets": len(overlapped.model[0].bucket_groups),
+        "buckets": len(overlapped.ddp_chunks[0].bucket_groups),
         "stale": {"waited": stale(waited), "overlapped": stale(overlapped), "gathered": stale(overlapped)},
     }
     parallel_state.destroy_model_parallel()

@@ -90,7 +90,7 @@ def test_gradients_of_hidden_states_and_of_the_weight_that_is_used(
     model: str, make_policy: Callable[..., Policy]
 ) -> None:
     policy = make_policy(model)
-    weight = dict(policy.gpt.last.named_parameters())[
+    weight = dict(policy.chunks.last.named_parameters())[
         "embedding.word_embeddings.weight" if model == "tied" else "output_layer.weight"
     ]
     policy.head(torch.zeros(1, 1, COLUMNS), weight if model == "tied" else None)

@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-from grpo_mega.models.body import LATENT_NORM_EPS, _set_latent_norms
+from grpo_mega.models.megatron.latent import LATENT_NORM_EPS, set_latent_norms
 from grpo_mega.models.policy import Policy
 from grpo_mega.types import Batch
 
@@ -29,7 +29,7 @@ class NormedLinear(torch.nn.Module):
 
 def fuse(policy: Policy) -> int:
     """Puts every latent norm into the projection behind it, with the model's epsilon; how many there are."""
-    modules = [module for module in policy.gpt.modules() if isinstance(module, MultiLatentAttention)]
+    modules = [module for module in policy.chunks.modules() if isinstance(module, MultiLatentAttention)]
     fused = 0
     for module in modules:
         for norm, projection in (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_proj")):
@@ -46,15 +46,15 @@ def test_a_fused_norm_computes_what_one_of_its_own_does(make_policy: Callable[..
     expected = plain.logprobs(batch, 1.0)
     assert fuse(fused) >= 2
     assert (fused.logprobs(batch, 1.0) - expected).abs().max() > 1e-4, "the epsilon must matter here"
-    for chunk in fused.gpt:
-        _set_latent_norms(chunk)
+    for chunk in fused.chunks:
+        set_latent_norms(chunk)
     torch.testing.assert_close(fused.logprobs(batch, 1.0), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("model", ["latent", "tied"])
 def test_other_norms_keep_the_model_s(model: str, make_policy: Callable[..., Policy]) -> None:
     policy = make_policy(model, qk_norm=True, norm_eps=NORM_EPS)
-    eps = {name: module.eps for name, module in policy.gpt.named_modules() if hasattr(module, "eps")}
+    eps = {name: module.eps for name, module in policy.chunks.named_modules() if hasattr(module, "eps")}
     latent = {name for name in eps if model == "latent" and name.endswith(("q_layernorm", "kv_layernorm"))}
     assert {eps[name] for name in latent} <= {LATENT_NORM_EPS}
     assert {value for name, value in eps.items() if name not in latent} == {NORM_EPS}

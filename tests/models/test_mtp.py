@@ -41,12 +41,12 @@ def policy_loss(logprob: torch.Tensor, known: ScoredTokens) -> tuple[torch.Tenso
 
 
 def gradients_by_name(policy: Policy) -> dict[str, torch.Tensor]:
-    return gather_whole(policy.gpt, lambda p: getattr(p, "main_grad", None))
+    return gather_whole(policy.chunks, lambda p: getattr(p, "main_grad", None))
 
 
 def draft_loss_of_megatrons_own(policy: Policy, batch: Batch, depths: int) -> float:
     """Every sequence in a row of its own, tokens shifted by Megatron; over scored tokens and depths."""
-    predictors = [m for m in policy.gpt.modules() if isinstance(m, PackedPredictor)]
+    predictors = [m for m in policy.chunks.modules() if isinstance(m, PackedPredictor)]
     assert len(predictors) == depths
     total = 0.0
     for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
@@ -54,7 +54,7 @@ def draft_loss_of_megatrons_own(policy: Policy, batch: Batch, depths: int) -> fl
         packed = PackedTokens.of_sequences(torch.tensor([end - start]), 1)
         for module in predictors:
             module.__class__ = MultiTokenPredictionLayer
-        hidden = policy.gpt.last(tokens[None], packed.positions[None], None, packed_seq_params=packed)
+        hidden = policy.chunks.last(tokens[None], packed.positions[None], None, packed_seq_params=packed)
         for depth in range(1, depths + 1):
             logprob = policy.head.full_logits(hidden[depth]).log_softmax(-1)
             for place in range(1 + depth, end - start):
@@ -92,11 +92,11 @@ def test_every_other_gradient_is_that_of_a_model_without(model: str, make_policy
 def test_learning_to_draft_leaves_the_policy_bit_for_bit(make_policy: MakePolicy, batch: Batch) -> None:
     policy = make_policy("dense", mtp_layers=1)
     policy.use_optimizer(OptimizerConfig(lr=0.01))
-    before = gather_whole(policy.gpt)
+    before = gather_whole(policy.chunks)
     silent = batch.with_(weight=torch.zeros_like(batch.weight))
     losses = [policy.update(silent, policy_loss, lr=0.01).metrics["mtp_loss"] for _ in range(10)]
     assert losses[-1] < 0.7 * losses[0]
-    after = gather_whole(policy.gpt)
+    after = gather_whole(policy.chunks)
     moved = {name for name, whole in after.items() if not torch.equal(whole, before[name])}
     assert moved
     assert all(name.startswith("mtp.") for name in moved)
@@ -112,8 +112,8 @@ def test_the_policy_moves_bit_for_bit_as_without_although_gradients_are_clipped(
     for _ in range(3):
         norms = [policy.update(apart, policy_loss, lr=0.01).metrics["grad_norm"] for policy in (plain, drafting)]
         assert norms[0] == norms[1] > 0.01
-    moved = gather_whole(drafting.gpt)
-    for name, whole in gather_whole(plain.gpt).items():
+    moved = gather_whole(drafting.chunks)
+    for name, whole in gather_whole(plain.chunks).items():
         assert torch.equal(moved[name], whole), name
 
 
@@ -128,7 +128,7 @@ def test_the_loss_is_scaled_by_its_coefficient(make_policy: MakePolicy, batch: B
 
 def test_scoring_and_generating_do_not_draft(make_policy: MakePolicy, batch: Batch) -> None:
     plain, drafting = make_policy("latent"), make_policy("latent", mtp_layers=1)
-    for module in drafting.gpt.modules():
+    for module in drafting.chunks.modules():
         if isinstance(module, PackedPredictor):
             module.register_forward_pre_hook(lambda *_: pytest.fail("a prediction module ran"))
     torch.testing.assert_close(drafting.logprobs(batch, 1.0), plain.logprobs(batch, 1.0), atol=0, rtol=0)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.config.schema import OptimizerConfig
-from grpo_mega.models.optimizer import GroupStepAdamW, set_learning_rate, warmed_up
+from grpo_mega.models.megatron.adam import GroupStepAdamW
+from grpo_mega.models.optimizer import set_learning_rate, warmed_up
 from grpo_mega.models.policy import Policy
 
 options = st.fixed_dictionaries({
@@ -99,10 +100,10 @@ def test_no_warm_up(lr: float, update: int) -> None:
 def test_weight_decay_spares_norms_and_nothing_else(make_policy: Callable[..., Policy], model: str) -> None:
     policy = make_policy(model)
     policy.use_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.5))
-    before = {name: p.detach().clone() for name, p in policy.gpt.named_parameters()}
-    policy.model[0].zero_grad_buffer()  # without gradients Adam moves nothing: what moves has decayed
+    before = {name: p.detach().clone() for name, p in policy.chunks.named_parameters()}
+    policy.ddp_chunks[0].zero_grad_buffer()  # without gradients Adam moves nothing: what moves has decayed
     set_learning_rate(policy.optimizer, 0.1)
     policy.optimizer.step()
-    for name, p in policy.gpt.named_parameters():
+    for name, p in policy.chunks.named_parameters():
         expected = before[name] if p.dim() == 1 else before[name] * (1 - 0.1 * 0.5)
         torch.testing.assert_close(p.detach(), expected, msg=name)

@@ -36,7 +36,7 @@ def full_gradient(policy: Policy) -> torch.Tensor:
 
 
 def gradients_by_name(policy: Policy) -> dict[str, torch.Tensor]:
-    return gather_whole(policy.gpt, lambda p: getattr(p, "main_grad", None))
+    return gather_whole(policy.chunks, lambda p: getattr(p, "main_grad", None))
 
 
 def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -82,8 +82,8 @@ def test_computing_a_prompt_once_for_its_group_changes_nothing(model: str, make_
     torch.testing.assert_close(found.logprob, expected.logprob, atol=1e-5, rtol=1e-6)
     assert relative_distance(full_gradient(once), full_gradient(copied)) < PARITY
     # The balancing bias has followed the tokens of every sequence.
-    for name, buffer in once.gpt.named_buffers():
-        assert torch.equal(buffer, copied.gpt.get_buffer(name)), name
+    for name, buffer in once.chunks.named_buffers():
+        assert torch.equal(buffer, copied.chunks.get_buffer(name)), name
 
 
 def sample(prompt: tuple[int, ...], completion: tuple[int, ...]) -> Sample:
@@ -117,13 +117,13 @@ def test_the_loss_is_the_weighted_sum_and_the_gradient_its_slope(
 
     found = policy.gradients(batch, LOSS)
     assert found.metrics["loss"] == pytest.approx(loss(), rel=1e-5)
-    slopes = {name: p.main_grad.clone() for name, p in policy.gpt.named_parameters()}
+    slopes = {name: p.main_grad.clone() for name, p in policy.chunks.named_parameters()}
     squared = sum(g.double().square().sum().item() for g in slopes.values())
     step = 5e-4 / squared**0.5
 
     def walk(size: float) -> None:
         with torch.no_grad():
-            for name, p in policy.gpt.named_parameters():
+            for name, p in policy.chunks.named_parameters():
                 p.add_(slopes[name], alpha=size)
 
     walk(step)
@@ -204,7 +204,7 @@ def test_every_setting_of_the_algorithm_is_in_the_loss(
 
 def test_bf16_is_close_to_fp32(make_policy: MakePolicy, batch: Batch) -> None:
     exact, rounded = make_policy("moe"), make_policy("moe", dtype="bf16")
-    assert {p.dtype for p in rounded.gpt.parameters()} >= {torch.bfloat16}
+    assert {p.dtype for p in rounded.chunks.parameters()} >= {torch.bfloat16}
     for policy in (rounded, exact):
         policy.gradients(batch, LOSS)
     difference = rounded.logprobs(batch, 1.0) - exact.logprobs(batch, 1.0)
@@ -257,14 +257,14 @@ def test_weights_of_zero_move_nothing(model: str, make_policy: MakePolicy, batch
     """Not to the last bit; weights other than zero move every parameter."""
     policy = make_policy(model, micro_batch_tokens=30)
     policy.use_optimizer(OptimizerConfig(lr=0.1))
-    before = [p.detach().clone() for p in policy.gpt.parameters()]
+    before = [p.detach().clone() for p in policy.chunks.parameters()]
     found = policy.update(batch.with_(weight=torch.zeros_like(batch.weight)), LOSS, lr=0.1)
     assert found.metrics["grad_norm"] == 0.0
     assert found.metrics["loss"] == 0.0
     assert not full_gradient(policy).any()
-    assert all(torch.equal(p, q) for p, q in zip(policy.gpt.parameters(), before, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(policy.chunks.parameters(), before, strict=True))
     policy.update(batch, LOSS, lr=0.1)
-    assert not any(torch.equal(p, q) for p, q in zip(policy.gpt.parameters(), before, strict=True))
+    assert not any(torch.equal(p, q) for p, q in zip(policy.chunks.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("model", ["dense", "latent"])

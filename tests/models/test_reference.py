@@ -37,7 +37,7 @@ def policy(make_one: Callable[[], Policy]) -> Policy:
 
 def state(policy: Policy) -> dict[str, torch.Tensor]:
     """Copies of all weights and buffers, the balancing biases of experts among them."""
-    named = chain(policy.gpt.named_parameters(), policy.gpt.named_buffers())
+    named = chain(policy.chunks.named_parameters(), policy.chunks.named_buffers())
     return {name: tensor.detach().clone() for name, tensor in named}
 
 
@@ -51,7 +51,7 @@ def learn(policy: Policy, batch: Batch) -> None:
     """Moves every weight."""
     before = state(policy)
     policy.update(batch, negative_log_likelihood, lr=0.05)
-    assert not any(torch.equal(p, before[name]) for name, p in policy.gpt.named_parameters())
+    assert not any(torch.equal(p, before[name]) for name, p in policy.chunks.named_parameters())
 
 
 def test_a_fresh_reference_scores_as_the_policy(policy: Policy, batch: Batch) -> None:

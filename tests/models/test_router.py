@@ -21,7 +21,7 @@ LENGTHS, PROMPTS, PROMPT_LENGTHS = [5, 3, 6], [0, 1, 0], [4, 2, 4]
 
 def router(make_policy: Callable[..., Policy], **losses: float) -> PackedRouter:
     moe = MoEConfig(experts=EXPERTS, top_k=TOP_K, ffn_hidden=16, **losses)
-    return next(m for m in make_policy("moe", moe=moe).gpt.modules() if isinstance(m, PackedRouter))
+    return next(m for m in make_policy("moe", moe=moe).chunks.modules() if isinstance(m, PackedRouter))
 
 
 def packed(multiple: int) -> PackedTokens:

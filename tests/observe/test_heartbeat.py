@@ -26,11 +26,11 @@ def test_every_phase_that_begins_is_one_more_beat(prefix):
 
 def test_a_phase_that_gets_somewhere_gives_a_sign(prefix):
     timer = PhaseTimer(Heartbeat())
-    timer.go_on()
+    timer.beat()
     with timer("generate"):
-        timer.go_on()
-        timer.go_on()
-    timer.go_on()
+        timer.beat()
+        timer.beat()
+    timer.beat()
     assert Path(f"{prefix}.beat").read_text().split() == ["3", "generate"]
 
 

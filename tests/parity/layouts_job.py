@@ -36,18 +36,15 @@ SAMPLES = 3
 """Of every prompt."""
 TEMPERATURE = 1.2
 SAMPLING = SamplingParams(max_new_tokens=24, stop_ids=(2,), temperature=TEMPERATURE, top_p=0.95, top_k=20, seed=5)
-
-
-class SmallBuckets(Policy):
-    """Megatron's own buckets would hold any of these models."""
-
-    bucket_size = 10_000
+SMALL_BUCKETS = 10_000
+"""Megatron's own buckets would hold any of these models."""
 
 
 def one_step(model_name: str, layout_name: str) -> dict:
     """Samples, log-probs, loss and gradients of one step from seeded weights, and what two updates change."""
     model, layout, adam = MODELS[model_name], LAYOUTS[layout_name], optimizer(layout_name)
-    policy = SmallBuckets(model, layout, VOCAB, join_layout(layout, seed=0), HERE, adam.distributed, adam.overlap)
+    topology = join_layout(layout, seed=0)
+    policy = Policy(model, layout, VOCAB, topology, HERE, adam.distributed, adam.overlap, SMALL_BUCKETS)
     policy.initialize(seed=3)
     long = layout_name == "single" or f"{model_name}:{layout_name}" in LONG
     engine = EmbeddedEngine(policy, str, concurrent_sequences=16 if long else 64)
@@ -142,7 +139,7 @@ def routed_at_random(samples: list[Sample], model: ModelConfig) -> list[Sample]:
 
 def update(policy: Policy, batch: Batch, loss: Loss, lr: float) -> tuple[Gradients, float]:
     """An update, and how far from DeepSeek-V3's rule any rank's balancing bias moved: by the load of all ranks."""
-    routers = [m for m in policy.gpt.modules() if isinstance(m, PackedRouter) and m.enable_expert_bias]
+    routers = [m for m in policy.chunks.modules() if isinstance(m, PackedRouter) and m.enable_expert_bias]
     before = [router.expert_bias.clone() for router in routers]
     found = policy.update(batch, loss, lr, TEMPERATURE)
     off = torch.zeros(1)

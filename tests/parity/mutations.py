@@ -29,8 +29,8 @@ def latent_norms_not_summed(patch: MonkeyPatch) -> None:
     """Under sequence parallelism each rank keeps its rows' part of the gradient of the latent norms."""
 
     def forget(policy: Any) -> None:
-        policy.gpt.config.qk_layernorm = False  # Megatron sums some norms for their names, whatever their marks
-        for name, parameter in policy.gpt.named_parameters():
+        policy.chunks.config.qk_layernorm = False  # Megatron sums some norms for their names, whatever their marks
+        for name, parameter in policy.chunks.named_parameters():
             if name.endswith(("q_layernorm.weight", "kv_layernorm.weight")):
                 parameter.sequence_parallel = False
 
@@ -39,24 +39,26 @@ def latent_norms_not_summed(patch: MonkeyPatch) -> None:
 
 def head_norms_not_summed(patch: MonkeyPatch) -> None:
     """Under tensor parallelism each rank keeps its heads' part of the gradient of replicated norms."""
-    _after_building(patch, lambda policy: setattr(policy.gpt.config, "qk_layernorm", False))
+    _after_building(patch, lambda policy: setattr(policy.chunks.config, "qk_layernorm", False))
 
 
 def rotary_key_not_summed(patch: MonkeyPatch) -> None:
     """The key that all heads share gets the gradient of each rank's own heads: Megatron's defect, not repaired."""
-    patch.setattr("grpo_mega.models.body._sum_latent_key_gradient", lambda gpt: None)
+    from grpo_mega.models import body
+
+    patch.setattr(body, "TO_CHUNK", tuple(change for change in body.TO_CHUNK if change.name != "latent_key_gradient"))
 
 
 def expert_gradients_times_ep(patch: MonkeyPatch) -> None:
     """Gradients of routed experts are too large by the number of ranks that share them out."""
 
     def scale_after(policy: Any) -> None:
-        config = policy.gpt.config
+        config = policy.chunks.config
         finalize = config.finalize_model_grads_func
 
         def finalize_and_scale(model: Any, *arguments: Any, **others: Any) -> None:
             finalize(model, *arguments, **others)
-            for parameter in policy.gpt.parameters():
+            for parameter in policy.chunks.parameters():
                 if not getattr(parameter, "allreduce", True):
                     parameter.main_grad.mul_(config.expert_model_parallel_size)
 

@@ -81,7 +81,7 @@ def refused(work: Callable[[], object], *words: str) -> None:
 def move(policy: Policy) -> None:
     """Other weights, as training would leave them."""
     with torch.no_grad():
-        for parameter in policy.gpt.parameters():
+        for parameter in policy.chunks.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
 
 

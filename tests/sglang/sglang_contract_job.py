@@ -100,7 +100,7 @@ def check_a_producer_goes_on_with_the_engine_that_replaces_a_lost_one(bench: Ben
 
 def other_weights(bench: Bench) -> list[torch.Tensor]:
     """Moves the policy and pushes it as the same version; the weights before."""
-    before = [parameter.detach().clone() for parameter in bench.policy.gpt.parameters()]
+    before = [parameter.detach().clone() for parameter in bench.policy.chunks.parameters()]
     move(bench.policy)
     bench.version -= 1
     bench.push_all()
@@ -109,7 +109,7 @@ def other_weights(bench: Bench) -> list[torch.Tensor]:
 
 def put(weights: list[torch.Tensor], bench: Bench) -> None:
     with torch.no_grad():
-        for parameter, weight in zip(bench.policy.gpt.parameters(), weights, strict=True):
+        for parameter, weight in zip(bench.policy.chunks.parameters(), weights, strict=True):
             parameter.copy_(weight)
 
 

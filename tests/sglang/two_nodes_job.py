@@ -34,7 +34,7 @@ from grpo_mega.rollout.contract import EngineRestarted
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 
 HERE = engine_contract_job.HERE
-OVERRIDES = ["experiment=tiny_sglang", "base=none", "layout=dp2", "data.validation_size=8", "data.test_size=8"]
+OVERRIDES = ["experiment=tiny_sglang", "base=none", "layout=single", "data.validation_size=8", "data.test_size=8"]
 
 
 def distance(bench: Bench) -> float:

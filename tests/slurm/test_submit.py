@@ -90,7 +90,7 @@ TINY_DENSE = {
 
 
 def test_a_model_of_another_shape_is_refused_as_loading_it_would_be(cluster, tmp_path):
-    settings = ["model=tiny_dense", "layout=dp2", f"run.init_from={tmp_path}", "model.vocab_size=64"]
+    settings = ["model=tiny_dense", "layout=single", f"run.init_from={tmp_path}", "model.vocab_size=64"]
     file = tmp_path / "config.json"
     file.write_text("not JSON")
     assert_refused(cluster, start(cluster, "refused", *settings), f"{tmp_path} cannot be loaded: model.safetensors: ")
@@ -155,7 +155,7 @@ def test_without_slurm_it_says_how_to_run_all_the_same(tmp_path):
 def test_a_queued_job_keeps_the_code_it_was_submitted_with(cluster):
     launch = submit(cluster, "held", "--hold")
     (code,) = (launch.run / "slurm").glob("code-*")
-    for name in ("grpo_mega/trainer.py", "slurm/lib/job.sh", "configs/experiment/tiny.yaml"):
+    for name in ("grpo_mega/run.py", "slurm/lib/job.sh", "configs/experiment/tiny.yaml"):
         assert (code / name).read_bytes() == (REPOSITORY / name).read_bytes()
     job = cluster.job(launch.number)
     assert job["Command"].startswith(f"{code}/slurm/tiny.sh")

@@ -91,7 +91,7 @@ def test_ahead_of_the_time_limit_a_run_saves_and_goes_back_into_the_queue(cluste
     assert "asked to stop by SIGUSR1" in launch.log
     assert cluster.job(launch.number)["Restarts"] == "1"
     assert "stopped in step 3 before its first update" in log_of(launch, "restart-0-attempt-1", 0)
-    assert "continuing behind step 2" in log_of(launch, "restart-1-attempt-1", 0)
+    assert "continuing after step 2" in log_of(launch, "restart-1-attempt-1", 0)
 
 
 def test_a_job_that_is_asked_to_stop_before_it_gets_anywhere_gives_up(cluster, peace):
@@ -127,7 +127,7 @@ def test_a_preempted_run_saves_and_continues_when_the_urgent_one_is_over(cluster
     urgent = cluster.run("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 1")
     assert cluster.wait(int(urgent.stdout))["JobState"] == "COMPLETED"
     assert_as_in(peace, launch)
-    assert "continuing behind step 2" in log_of(launch, "restart-1-attempt-1", 0)
+    assert "continuing after step 2" in log_of(launch, "restart-1-attempt-1", 0)
 
 
 def test_a_signal_that_reaches_one_task_and_none_of_its_children_stops_all_ranks(cluster, peace, caught):
@@ -135,7 +135,7 @@ def test_a_signal_that_reaches_one_task_and_none_of_its_children_stops_all_ranks
     (task,) = cluster.running("slurm/lib/node.sh", [node_of(launch, 0)])
     task.terminate()  # as versions of Slurm do that signal the first process of a task only
     assert_as_in(peace, launch)
-    assert "continuing behind step 2" in log_of(launch, "restart-1-attempt-1", 0)
+    assert "continuing after step 2" in log_of(launch, "restart-1-attempt-1", 0)
 
 
 def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluster, peace, caught):
@@ -194,7 +194,7 @@ def test_a_cancelled_run_saves_does_not_come_back_and_can_be_continued(cluster, 
     assert cluster.jobs() == []
     again = submit(cluster, launch.run.name, "run.save_every=0")
     assert_as_in(peace, again)
-    assert "continuing behind step 2" in log_of(again, "restart-0-attempt-1", 0)
+    assert "continuing after step 2" in log_of(again, "restart-0-attempt-1", 0)
 
 
 @pytest.fixture

@@ -48,12 +48,8 @@ LAYOUTS = {
     "cp2": LayoutConfig(cp=2),
 }
 VOCAB = 26
-
-
-class SmallBuckets(Policy):
-    """Megatron's own buckets would hold the whole model."""
-
-    bucket_size = 10_000
+SMALL_BUCKETS = 10_000
+"""Megatron's own buckets would hold the whole model."""
 
 
 def documents(step: int) -> list[tuple[list[int], int]]:
@@ -65,7 +61,8 @@ def documents(step: int) -> list[tuple[list[int], int]]:
 def leg(folder: Path, name: str, start: int, end: int, layout: LayoutConfig, optimizer: str) -> None:
     """Steps `start` + 1 to `end` of the story `name` under a layout; `optimizer` is plain, distributed or bf16."""
     model, sharded = replace(MODEL, dtype="bf16" if optimizer == "bf16" else "fp32"), optimizer == "distributed"
-    policy = SmallBuckets(model, layout, VOCAB, join_layout(layout, seed=0), HERE, sharded, overlap=sharded)
+    topology = join_layout(layout, seed=0)
+    policy = Policy(model, layout, VOCAB, topology, HERE, sharded, overlap=sharded, bucket_size=SMALL_BUCKETS)
     policy.initialize(seed=4)
     # With Adam's own epsilon, the first update of a weight whose gradient is at rounding level has a random sign.
     policy.use_optimizer(OptimizerConfig(lr=1e-3, eps=1e-5))

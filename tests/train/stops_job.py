@@ -33,15 +33,16 @@ from grpo_mega.data import build_data  # noqa: E402
 from grpo_mega.platform.collectives import main_says  # noqa: E402
 from grpo_mega.platform.stop import Interrupted, Stopped  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
-from grpo_mega.trainer import Trainer  # noqa: E402
+from grpo_mega.run import Run  # noqa: E402
 
 
 @contextmanager
-def trainer(root: str, overrides: list[str]) -> Iterator[Trainer]:
-    """A trainer with random weights that has begun, or continues in its run directory."""
+def grpo(root: str, overrides: list[str]) -> Iterator[Run]:
+    """A run of GRPO with random weights that has begun, or continues in its run directory."""
     platform.join_processes(HERE)
     config = compose_config([*SMALL, "base=none", f"run.root={root}", *overrides])
     with assemble(config, HERE, build_data(config), build_reward(config.reward)) as built:
+        built.enter(built.stages[-1])
         yield built
         os.environ["MASTER_PORT"] = str(main_says(free_port))
 
@@ -53,15 +54,16 @@ def run(root: str, overrides: list[str], moments: list[str]) -> list[str]:
 
 def start(root: str, overrides: list[str], moment: str) -> str:
     """Runs until the moment, or to the end."""
-    with trainer(root, overrides) as built:
+    with grpo(root, overrides) as built:
         if moment != "end":
             method, *place, call, rank = moment.split(":")
             if dist.get_rank() == int(rank):
-                owner = built if hasattr(built, method) else built.policy
+                owners = (built.stage, built.stage.rollouts, built.policy)
+                owner = next(owner for owner in owners if hasattr(owner, method))
                 before(owner, method, Signal(built, tuple(place), int(call)))
                 before(built, "state_dict", lambda: built.stop.asked() and os.kill(os.getpid(), signal.SIGUSR1))
         try:
-            built.run()
+            built.execute()
         except Stopped as stopped:
             return str(stopped)
         return "completed"
@@ -81,12 +83,12 @@ def before(thing: Any, method: str, work: Callable[[], Any]) -> None:
 class Signal:
     """Sends SIGTERM to this process at the n-th call that is made at the right place of a run."""
 
-    def __init__(self, trainer: Trainer, place: tuple[str, ...], call: int) -> None:
-        self.trainer, self.place, self.left = trainer, place, call
+    def __init__(self, run: Run, place: tuple[str, ...], call: int) -> None:
+        self.run, self.place, self.left = run, place, call
 
     def __call__(self) -> None:
-        rest = self.trainer.in_progress
-        self.left -= (str(self.trainer.step), str(len(rest.updates)) if rest else "-") == self.place
+        rest = self.run.stage.in_progress
+        self.left -= (str(self.run.step), str(len(rest.updates)) if rest else "-") == self.place
         if self.left == 0:
             self.left = -1
             os.kill(os.getpid(), signal.SIGTERM)
@@ -94,14 +96,14 @@ class Signal:
 
 def generate(root: str, overrides: list[str], rank: int) -> dict[str, Any]:
     """[given up, passes before that, passes in peace] of every rank, and whether peace brings the same afterwards."""
-    with trainer(root, overrides) as built:
-        calls = []
+    with grpo(root, overrides) as built:
+        calls, rollouts = [], built.stage.rollouts
         before(built.policy, "hidden_states", lambda: calls.append(None))
 
         def samples(interrupted: Callable[[], bool] | None) -> list | None:
             calls.clear()
             try:
-                return built.engine.generate(built.data.test, 4, built.sampling(0), 0, interrupted)
+                return rollouts.engine.generate(built.stage.data.test, 4, rollouts.sampling(0), 0, interrupted)
             except Interrupted:
                 return None
 

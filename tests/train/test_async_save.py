@@ -79,7 +79,7 @@ def test_a_stop_completes_the_checkpoint_in_progress_and_writes_no_other(story):
 def test_a_kill_leaves_the_checkpoint_before_in_use(story):
     assert story.present["before killed"] == story.present["killed"] == {*STEPS[:3], f".{STEPS[3]}.tmp"}
     assert story.ends["end"].code == 0, story.ends["end"]
-    assert "continuing behind step 3" in story.ends["end"].stderr
+    assert "continuing after step 3" in story.ends["end"].stderr
 
 
 def test_every_checkpoint_is_bit_for_bit_that_of_the_run_that_waited(story, waiting):

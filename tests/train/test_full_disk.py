@@ -75,5 +75,5 @@ def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(finished, t
     ballast.unlink()
     ended = continued(finished, tmp_path)
     assert ended.code == 0, ended
-    assert "continuing behind step 3" in ended.stderr
+    assert "continuing after step 3" in ended.stderr
     assert [line["step"] for line in numbers(path)] == [1, 2, 3, 4]

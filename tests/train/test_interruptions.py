@@ -106,7 +106,7 @@ def test_run_directory_of_a_live_run_is_refused_and_left_alone(story):
 
 @pytest.mark.parametrize("moment", ["Ctrl-C", "kill -9", "end"])
 def test_each_start_continues_behind_the_newest_checkpoint(story, moment):
-    assert "continuing behind step 2" in story.ends[moment].stderr
+    assert "continuing after step 2" in story.ends[moment].stderr
     assert "base model" not in story.ends[moment].stderr
 
 

@@ -72,7 +72,7 @@ def continued(finished) -> dict[str, Path]:
         overrides = [*finished.overrides, f"layout={name}", f"run.name={paths[name].name}", "run.steps=5"]
         ended = Job(finished.root, overrides, ranks=ranks).finish()
         assert ended.code == 0, ended
-        assert "continuing behind step 3" in ended.stderr
+        assert "continuing after step 3" in ended.stderr
     return paths
 
 

@@ -33,7 +33,7 @@ STOPS = {
     "update:1:1:1:1": ("in step 2 after 2 of 4 updates", "step-000001-updates-0002"),
     "update:1:2:1:0": ("in step 2 after 3 of 4 updates", "step-000001-updates-0003"),
     "hidden_states:1:4:5:1": ("in step 2 after 4 of 4 updates", "step-000001-updates-0004"),  # validation
-    "score_all:2:-:1:1": ("in step 3 before its first update", "step-000002"),  # while step 2 is being saved
+    "scores:2:-:1:1": ("in step 3 before its first update", "step-000002"),  # while step 2 is being saved
     "hidden_states:4:-:5:0": ("after step 4, before the result was measured", "step-000004"),
 }
 """Where ranks that share experts are stopped, one rank alone being asked -> what is said, what is saved."""
@@ -184,7 +184,7 @@ def test_a_signal_gives_up_the_step_and_the_run_goes_on_from_the_one_before(fini
     assert [p.name for p in (path / "checkpoints").iterdir()] == [f"step-{step:06d}"]
     again = Job(finished.root, overrides).finish()
     assert again.code == 0, again
-    assert f"continuing behind step {step}" in again.stderr
+    assert f"continuing after step {step}" in again.stderr
     assert numbers(path) == numbers(peaceful)
     assert saved(path / "checkpoints" / "step-000004") == saved(peaceful / "checkpoints" / "step-000004")
 
@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(finished, p
     assert "step-000004 is damaged" in said
     assert told in said
     assert "step-000002 instead" in said
-    assert "continuing behind step 2" in said
+    assert "continuing after step 2" in said
     assert numbers(path) == numbers(peaceful)
 
 

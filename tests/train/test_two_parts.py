@@ -29,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for name, steps in (("at-once", 2), ("in-parts", 1), ("in-parts", 2)):
         ended = Job(root, [*OVERRIDES, f"run.name={name}", f"run.steps={steps}"], ranks=4).finish()
         assert ended.code == 0, ended
-    assert "continuing behind step 1" in ended.stderr
+    assert "continuing after step 1" in ended.stderr
     return root / "runs" / "at-once", root / "runs" / "in-parts"
 
 

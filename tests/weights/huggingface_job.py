@@ -48,7 +48,7 @@ def logits_ahead(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:
     """Of the multi-token prediction module."""
     packed = PackedTokens.of_sequences(torch.tensor(SEQUENCES), 1)
     packed.ahead = torch.cat([part.roll(-1) for part in tokens.split(SEQUENCES)])[None]
-    hidden = policy.gpt.last(tokens[None], packed.positions[None], None, packed_seq_params=packed)
+    hidden = policy.chunks.last(tokens[None], packed.positions[None], None, packed_seq_params=packed)
     return policy.head.full_logits(hidden[1]).detach()
 
 
@@ -63,9 +63,9 @@ def said(work: Callable[[], object]) -> str:
 
 def refusal(path: Path, policy: Policy) -> str:
     """What is said about a directory; nothing of the policy may have changed."""
-    before = [p.detach().clone() for p in policy.gpt.parameters()]
+    before = [p.detach().clone() for p in policy.chunks.parameters()]
     error = said(lambda: directory.load_weights(path, policy))
-    unchanged = all(torch.equal(p, q) for p, q in zip(policy.gpt.parameters(), before, strict=True))
+    unchanged = all(torch.equal(p, q) for p, q in zip(policy.chunks.parameters(), before, strict=True))
     return error if unchanged else "weights changed"
 
 
@@ -88,7 +88,7 @@ def one_rank(folder: Path) -> dict:
         report["bad"][path.name] = refusal(path, policy_of(model, LayoutConfig(), topology))
     ahead = policy_of(WITH_MTP, LayoutConfig(), topology)
     with torch.no_grad():  # norms other than 1, which would hide that two of them changed places
-        for parameter in ahead.gpt.parameters():
+        for parameter in ahead.chunks.parameters():
             parameter.add_(0.25 * torch.randn(parameter.shape))
     directory.save(folder / "mtp", ahead)
     report["ahead"] = logits_ahead(ahead, tokens)

@@ -72,11 +72,7 @@ class ChainSum:
     def __init__(
         self, tokenizer: CharTokenizer, min_terms: int, max_terms: int, validation_size: int, test_size: int
     ) -> None:
-        """Draws the held-out problems. Raises ValueError when lengths or sizes make no sense."""
-        if not 2 <= min_terms <= max_terms:
-            raise ValueError(
-                f"data.min_terms is {min_terms} and data.max_terms {max_terms}; a sum needs 2 <= min_terms <= max_terms"
-            )
+        """Draws the held-out problems; 2 <= min_terms <= max_terms. Raises ValueError when sizes make no sense."""
         self.tokenizer = tokenizer
         self.lengths = range(min_terms, max_terms + 1)
         self._check_sizes(validation_size, test_size)

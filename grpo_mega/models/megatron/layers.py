@@ -102,16 +102,19 @@ class WholeRowLinear(_Whole, RowParallelLinear):
     """Megatron's row parallel layer on a tensor parallel group of one."""
 
 
-def use_plain_layers(model: torch.nn.Module) -> None:
-    """Swaps the classes of Megatron's dense MLPs and routed experts, and of its undivided linear layers.
-
-    Parameters and checkpoint keys stay. The shared expert keeps Megatron's forward pass, which overlaps communication.
-    """
+def use_gated_mlps(model: torch.nn.Module) -> None:
+    """Swaps the class of dense MLPs and routed experts; the shared expert's own pass overlaps communication."""
     modules: Iterable[Any] = model.modules()
     for module in modules:
         if type(module) is MLP:
             module.__class__ = GatedMLP
-        elif type(module) is ColumnParallelLinear and module.tp_group.size() == 1:
+
+
+def use_whole_linears(model: torch.nn.Module) -> None:
+    """Swaps the class of linear layers that no other rank has a part of."""
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        if type(module) is ColumnParallelLinear and module.tp_group.size() == 1:
             module.__class__ = WholeColumnLinear
         elif type(module) is RowParallelLinear and module.tp_group.size() == 1:
             module.__class__ = WholeRowLinear

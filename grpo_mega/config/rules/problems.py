@@ -1,0 +1,59 @@
+"""How a rule is reported: the error, and the words that several rooms' rules need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+
+from grpo_mega.config.schema import Config
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message has one line per violated rule."""
+
+
+def refuse(problems: list[str]) -> None:
+    """Raises a ConfigError that lists the problems, if there are any."""
+    if problems:
+        raise ConfigError("the configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def divisible(config: Config, name: str, by: str) -> Iterator[str]:
+    """The field `name` must be a multiple of the field `by`."""
+    value, divisor = _get(config, name), _get(config, by)
+    if value > 0 and divisor > 0 and value % divisor:
+        # A smaller layout must still divide the processes that are there.
+        fitting = (d for d in range(1, divisor) if value % d == 0 and not (by.startswith("layout.") and divisor % d))
+        fix = f"choose {by}={max(fitting)}"
+        if config.run.init_from is None:
+            fix = f"choose {name}={multiples(value, divisor)}, or {fix.removeprefix('choose ')}"
+        elif by.startswith("model."):  # weights that are loaded have their shape
+            fix = f"set both as run.init_from={config.run.init_from} has them"
+        yield f"{name}={value} is not divisible by {by}={divisor}; {fix}"
+
+
+def at_most(config: Config, name: str, other: str, margin: int = 0) -> Iterator[str]:
+    """The field `name` must be lower than the field `other` by `margin` or more."""
+    value, limit = _get(config, name), _get(config, other)
+    if value + margin > limit:
+        too_short = name == "model.context" and limit <= config.rollout.max_new_tokens
+        lower = "" if too_short else f"lower {name} to {limit - margin} or "
+        yield (
+            f"{name}={value} must be {'below' if margin else 'at most'} {other}={limit}; "
+            f"{lower}raise {other} to {value + margin}"
+        )
+
+
+def multiples(value: int, divisor: int) -> str:
+    """The positive multiples of `divisor` on both sides of `value`, for people."""
+    below = value // divisor * divisor
+    return " or ".join(str(multiple) for multiple in (below, below + divisor) if multiple > 0)
+
+
+def divisors(value: int) -> str:
+    """All divisors of `value`, for people."""
+    return " or ".join(str(d) for d in range(1, value + 1) if value % d == 0)
+
+
+def _get(config: Config, name: str) -> int:
+    return attrgetter(name)(config)

@@ -1,0 +1,298 @@
+"""Everything that is done to Megatron-Core's models and optimizers, and why; the classes are in the files beside this.
+
+The tables are in the order of time: before a piece of the model is built its specification is changed, then the piece,
+then what wraps it for data parallelism, and last the optimizer. A module that changes its class keeps its parameters
+and their names in checkpoints. tests/models/test_changes.py leaves the changes out one at a time.
+
+Three other modules change libraries: platform/cpu.py what Megatron needs on a CPU or without Transformer Engine,
+checkpoint/writers.py a queue, topology.py the timeout of one process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import megatron.core.optimizer as megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from grpo_mega.config.schema import ModelConfig
+from grpo_mega.models.heads import use_logprob_head
+from grpo_mega.models.megatron.adam import GroupStepAdamW
+from grpo_mega.models.megatron.attention import PackedAttention
+from grpo_mega.models.megatron.latent import set_latent_norms, sum_latent_key_gradient
+from grpo_mega.models.megatron.layers import RMSNorm, use_gated_mlps, use_whole_linears
+from grpo_mega.models.megatron.mtp import PredictingGPT, use_packed_predictors
+from grpo_mega.models.megatron.rotary import use_packed_rotary
+from grpo_mega.models.megatron.router import use_packed_router
+from grpo_mega.models.replicas import count_padding
+
+Target = TypeVar("Target")
+
+
+@dataclass(frozen=True)
+class Change(Generic[Target]):
+    """One thing that is done to Megatron.
+
+    Attributes:
+        name: How tests refer to it.
+        what: What Megatron has, and what becomes of it.
+        reason: What Megatron does not do, or does wrongly.
+        noticed: The test that fails without it.
+        apply: Does it.
+    """
+
+    name: str
+    what: str
+    reason: str
+    noticed: str
+    apply: Callable[[Target], None]
+
+
+@dataclass(frozen=True)
+class Specified:
+    """What a model is to be built of.
+
+    Attributes:
+        model: The model's configuration.
+        transformer_engine: Whether its layers come from Transformer Engine.
+        instead: Megatron's class -> what is built in its place, wherever the specification names it.
+    """
+
+    model: ModelConfig
+    transformer_engine: bool
+    instead: dict[type, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of the model that was just built.
+
+    Attributes:
+        gpt: The piece.
+        context: The model's longest sequence, in tokens.
+        vocab_size: Tokens of the tokenizer; rows of the output layer beyond them are padding.
+    """
+
+    gpt: GPTModel
+    context: int
+    vocab_size: int
+
+
+def apply_changes(changes: tuple[Change[Target], ...], target: Target) -> None:
+    """Makes every change of a table to one target."""
+    for change in changes:
+        change.apply(target)
+
+
+def _use_packed_attention(specified: Specified) -> None:
+    model = specified.model
+    # Megatron's latent attention rotates by itself.
+    packed = ModuleSpec(PackedAttention, {"rope_base": None if model.attention == "mla" else model.rope_base})
+    specified.instead[DotProductAttention] = packed
+    if specified.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        specified.instead[TEDotProductAttention] = packed
+
+
+def _use_rms_norm(specified: Specified) -> None:
+    specified.instead[WrappedTorchNorm] = RMSNorm
+
+
+def _use_predicting_gpt(specified: Specified) -> None:
+    if specified.model.mtp_layers:
+        specified.instead[GPTModel] = PredictingGPT
+
+
+def _mark_experts(chunk: Chunk) -> None:
+    for name, parameter in chunk.gpt.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
+
+
+def _mark_predictors(chunk: Chunk) -> None:
+    for name, parameter in chunk.gpt.named_parameters():
+        if name.startswith("mtp."):
+            parameter.shared = True
+
+
+def _keep_balancing_in_fp32(chunk: DistributedDataParallel) -> None:
+    for module in chunk.modules():
+        for name in ("expert_bias", "local_tokens_per_expert"):
+            buffer = getattr(module, name, None)
+            if buffer is not None:
+                buffer.data = buffer.data.float()
+
+
+def _use_group_step_adamw(_: None) -> None:
+    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:  # neither Transformer Engine nor Apex is installed
+        megatron_optimizer.Adam = GroupStepAdamW
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def _spare_from_decay(optimizer: MegatronOptimizer) -> None:
+    for group in optimizer.param_groups:
+        group["weight_decay"] *= group["wd_mult"]
+
+
+def _start_moments(optimizer: MegatronOptimizer) -> None:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.init_state_fn(part.optimizer, part.config)
+
+
+TO_SPECIFICATION: tuple[Change[Specified], ...] = (
+    Change(
+        "packed_attention",
+        "the core attention, Megatron's or Transformer Engine's, is PackedAttention",
+        "sequences lie in one row, share prompts, and are generated from a cache; Megatron's own refuses that",
+        "tests/models/test_policy.py::test_the_order_of_sequences_changes_nothing",
+        _use_packed_attention,
+    ),
+    Change(
+        "rms_norm",
+        "torch's norm in Megatron's wrapper is RMSNorm",
+        "the wrapper refuses sequence parallelism, and on a CPU its arithmetic is a chain of operations",
+        "tests/parity/test_layouts.py::test_as_on_one_process[latent:tp2sp-gradients]",
+        _use_rms_norm,
+    ),
+    Change(
+        "predicting_gpt",
+        "a GPTModel with prediction modules is a PredictingGPT",
+        "Megatron computes their loss from labels that it shifts itself, and pulls on the model with it",
+        "tests/models/test_mtp.py::test_drafts_are_those_of_every_sequence_alone",
+        _use_predicting_gpt,
+    ),
+)
+"""To be made before a piece of the model is built."""
+
+TO_CHUNK: tuple[Change[Chunk], ...] = (
+    Change(
+        "packed_rotary",
+        "RotaryEmbedding and YarnRotaryEmbedding of latent attention are the packed ones",
+        "Megatron counts positions along the row; here each sequence begins anew, or at the end of its prompt",
+        "tests/models/test_policy.py::test_computing_a_prompt_once_for_its_group_changes_nothing",
+        lambda chunk: use_packed_rotary(chunk.gpt, chunk.context),
+    ),
+    Change(
+        "logprob_head",
+        "the output layer is a LogProbHead",
+        "Megatron makes the logits of all tokens, [tokens, vocabulary], at once",
+        "tests/models/test_head.py::test_logits_of_all_tokens_never_exist",
+        lambda chunk: use_logprob_head(chunk.gpt, chunk.vocab_size),
+    ),
+    Change(
+        "gated_mlp",
+        "dense MLPs and routed experts are GatedMLPs",
+        "Megatron's activation makes and saves several tensors where one pass each way would do",
+        "tests/models/test_changes.py::test_a_gated_mlp_saves_less",
+        lambda chunk: use_gated_mlps(chunk.gpt),
+    ),
+    Change(
+        "whole_linears",
+        "column and row parallel layers of a group of one are WholeColumnLinear and WholeRowLinear",
+        "Megatron's pass prepares for communication that there is none of",
+        "tests/models/test_changes.py::test_a_layer_that_no_rank_shares_is_a_matrix_product_and_nothing_else",
+        lambda chunk: use_whole_linears(chunk.gpt),
+    ),
+    Change(
+        "packed_router",
+        "routers are PackedRouters",
+        "Megatron counts padding, and a row that several sequences share once; and it cannot replay an engine's choice",
+        "tests/models/test_policy.py::test_expert_loads_are_of_this_pass_and_count_every_token",
+        lambda chunk: use_packed_router(chunk.gpt),
+    ),
+    Change(
+        "packed_predictor",
+        "prediction modules are PackedPredictors",
+        "Megatron shifts the row by one, over the ends of sequences and behind shared prompts",
+        "tests/models/test_mtp.py::test_drafts_are_those_of_every_sequence_alone",
+        lambda chunk: use_packed_predictors(chunk.gpt),
+    ),
+    Change(
+        "latent_norms",
+        "the norms within latent attention have an epsilon of their own",
+        "Megatron gives them the model's; DeepSeek's own code does not",
+        "tests/models/test_latent_norms.py::test_other_norms_keep_the_model_s",
+        lambda chunk: set_latent_norms(chunk.gpt),
+    ),
+    Change(
+        "latent_key_gradient",
+        "a hook gathers what latent attention projects down, so that the gradient of the rotary key is summed",
+        "each tensor parallel rank keeps the gradient of its own heads (docs/parity.md, defect 1)",
+        "tests/parity/test_mutations.py::test_planted_bug_is_noticed[rotary_key_not_summed@latent:tp2sp]",
+        lambda chunk: sum_latent_key_gradient(chunk.gpt),
+    ),
+    Change(
+        "expert_marks",
+        "parameters of routed experts are marked allreduce=False, also where no rank shares them",
+        "Megatron splits the optimizer by the mark: checkpoints would differ in shape with and without expert "
+        "parallelism",
+        "tests/train/test_layout_change.py",
+        _mark_experts,
+    ),
+    Change(
+        "predictor_marks",
+        "parameters of prediction modules are marked as shared",
+        "Megatron leaves those out of the gradient norm: what these learn must not change how far the policy moves; "
+        "its clip factor is theirs",
+        "tests/models/test_mtp.py::test_the_policy_moves_bit_for_bit_as_without_although_gradients_are_clipped",
+        _mark_predictors,
+    ),
+)
+"""To be made to a piece of the model once it is built."""
+
+TO_PARALLEL_CHUNK: tuple[Change[DistributedDataParallel], ...] = (
+    Change(
+        "padding_counts",
+        "padding behind a bucket counts as its content",
+        "a distributed optimizer with several buckets saves shifted moments (docs/parity.md, defect 6)",
+        "tests/models/test_overlap.py",
+        count_padding,
+    ),
+    Change(
+        "balancing_in_fp32",
+        "what balances the experts is fp32 again",
+        "Float16Module converts it to bf16, which cannot count past 256",
+        "tests/models/test_changes.py::test_experts_are_counted_exactly_in_bf16",
+        _keep_balancing_in_fp32,
+    ),
+)
+"""To be made to a piece of the model in Megatron's data parallelism."""
+
+BEFORE_OPTIMIZER: tuple[Change[None], ...] = (
+    Change(
+        "group_step_adamw",
+        "where neither Transformer Engine nor Apex is installed, Megatron's Adam is GroupStepAdamW, which its "
+        "distributed optimizer takes for Transformer Engine's",
+        "the distributed optimizer refuses torch's AdamW, whose step it can neither save nor load",
+        "tests/parity/test_layouts.py::test_as_on_one_process[dense:cp2zero-updates]",
+        _use_group_step_adamw,
+    ),
+)
+"""To be made to Megatron itself before an optimizer is built; once is enough."""
+
+TO_OPTIMIZER: tuple[Change[MegatronOptimizer], ...] = (
+    Change(
+        "spared_from_decay",
+        "norms and biases do not decay",
+        "Megatron marks them with wd_mult=0, and leaves it to its own scheduler to obey (docs/parity.md, defect 4)",
+        "tests/models/test_optimizer.py::test_weight_decay_spares_norms_and_nothing_else",
+        _spare_from_decay,
+    ),
+    Change(
+        "moments_from_the_start",
+        "every parameter has moments, of zero, before the first update",
+        "a checkpoint from before it would lack what loading expects",
+        "tests/models/test_changes.py::test_an_optimizer_has_moments_before_its_first_update",
+        _start_moments,
+    ),
+)
+"""To be made to an optimizer once it is built."""

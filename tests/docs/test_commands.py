@@ -1,0 +1,190 @@
+"""Every command that a document marks as runnable runs, from the repository's root, shortened by what is added to it.
+
+`make test` runs the first of each program that takes seconds, `make test-docs` the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from documents import DOCUMENTS, PROGRAMS, Command, blocks, commands, text_without_blocks
+from limits import limit
+from ranks import REPOSITORY
+
+EVERY = [command for path in DOCUMENTS for command in commands(path)]
+RUN = [command for command in EVERY if not command.not_run]
+
+NOT_RUN = {
+    "it is what runs the documents": ["make test"],
+    "SGLang has an environment of its own, in which make test-sglang runs it": ["torchrun --standalone"],
+    "TRL has an environment of its own": ["OMP_NUM_THREADS=1 python", "OMP_NUM_THREADS=1 python"],
+    "needs a Slurm cluster; tests/slurm run the scripts on a Slurm of their own": [
+        "git clone", "make .venv/.ready", "slurm/tiny.sh --partition=NAME", "slurm/status.sh runs/tiny",
+    ],
+    "needs GPUs and a Slurm cluster": ["srun --partition=NAME"],
+    "needs a GPU": ["python -m", "compute-sanitizer --tool"],
+    "downloads a data set and 61 GB of weights": ["python -", "hf download"],
+    "needs GPUs": [
+        "python3.12 -m", ".venv/bin/pip install", ".venv/bin/pip install", ".venv/bin/python tools/doctor.py",
+        "CLUSTER=infiniband slurm/qwen3_30b_a3b.sh",
+    ],
+    "needs GPUs and Apptainer": ["cat >grpo.def", "apptainer build", "RUNTIME=apptainer IMAGE=/images/grpo.sif"],
+    "needs GPUs and pyxis": ["srun --partition=NAME", "srun --partition=NAME", "RUNTIME=pyxis IMAGE=/images/grpo.sqsh"],
+}  # fmt: skip
+"""{reason: the first two words of every command that is not run for it}: whoever adds one adds it here."""
+
+SHORT_RUN = (
+    "run.root={tmp} run.steps=2 run.eval_every=0 run.save_every=0 base.max_steps=2 base.gate_accuracy=0"
+    " base.gate_from=1 base.gate_every=1 base.gate_passes=1 base.warmup_steps=0 base.decay_steps=0 base.batch_size=4"
+    " optimizer.warmup_steps=0 data.validation_size=8 data.test_size=8"
+    " algorithm.prompts_per_step=4 algorithm.group_size=2 rollout.max_new_tokens=8"
+)
+MAKE = "VENV={venv} READY={tmp}/ready"
+"""The environment that runs the tests; its mark lies in {tmp} and is new, so that make installs nothing."""
+ADDED = {
+    r"-m grpo_mega\.train .*data=jsonl": SHORT_RUN
+    + " data.train_path={tmp}/train.jsonl data.test_path={tmp}/test.jsonl"
+    " run.init_from={base}",
+    r"-m grpo_mega\.train .*--cfg job": "",
+    r"-m grpo_mega\.train": SHORT_RUN,
+    r"make train": MAKE + " ARGS+='" + SHORT_RUN + "'",
+    r"tools/bench_step\.py": "algorithm.prompts_per_step=2 rollout.max_new_tokens=6 --steps 1 --warmup 1",
+    r"tools/bench_kernels\.py --check": "",
+    r"tools/bench_kernels\.py --traps": "",
+    r"tools/bench_kernels\.py": "--rows 64 512 --linear 64 512 32 --repeat 1 --json {tmp}/k.json --plot {tmp}/k.png",
+    r"tools/parity\.py": "--steps 1",
+    r"tools/plan\.py": "",
+    r"tools/doctor\.py": "--runs {tmp}",
+    r"docs/megatron_defects\.py": "",
+    r"tests/parity/report\.py spread": "SSE4 --cases tied:tp2",
+    r"tests/parity/report\.py mutations": "--cases dense:tp2",
+    r"-m pytest tests/parity/test_mutations\.py": "-k dense:tp2 -p no:cacheprovider",
+    r"-m pytest tests/parity": "-k tied:tp2 -p no:cacheprovider",
+    r"-m pytest tests/reward/test_pairs\.py": "-p no:cacheprovider",
+    r"\. \.venv/bin/activate": "",
+    r"export ": "",
+}
+"""{what a command holds: what makes it short and keeps it in {tmp}}; the first that fits."""
+IN_MAKE_TEST = [
+    "make train",
+    "data=jsonl",
+    "--cfg job",
+    "activate",
+    *map(r"tools/{}\.py".format, ("bench_step", "plan", "doctor")),
+]
+"""What the commands hold of which the first runs in `make test`."""
+
+
+def kind(command: Command) -> str:
+    """Which of ADDED the command is."""
+    return next((pattern for pattern in ADDED if re.search(pattern, command.text)), command.text)
+
+
+IN_MAKE_TEST_RUN = [next(command for command in RUN if re.search(pattern, command.text)) for pattern in IN_MAKE_TEST]
+PARAMETERS = [
+    pytest.param(command, id=str(command), marks=() if command in IN_MAKE_TEST_RUN else pytest.mark.long)
+    for command in RUN
+]
+
+
+def shortened(command: str, values: dict[str, object]) -> str:
+    """The command with what ADDED says at the end of each of its parts."""
+    parts = re.split(r"(\s*(?:;|&&)\s*)", command)
+    for at, part in enumerate(parts):
+        if at % 2 == 0 and (pattern := next((known for known in ADDED if re.search(known, part)), None)):
+            parts[at] = f"{part} {ADDED[pattern].format(**values)}"
+    return re.sub(r"(?<!\S)\.venv/", f"{values['venv']}/", "".join(parts))
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What stands in braces in ADDED, with the files of a user's own problems and reward in {tmp}."""
+    tmp = tmp_path_factory.mktemp("documents")
+    readme = blocks(REPOSITORY / "README.md")
+    own_reward = next(block.text for block in readme if block.language == "python" and block.text.startswith("def "))
+    (tmp / "my_rewards.py").write_text(own_reward)
+    for name, numbers in (("train", range(1, 10)), ("test", range(10, 14))):
+        rows = [{"prompt": f"{a}+{b}+2=?", "answer": a + b + 2} for a in numbers for b in range(1, 10)]
+        (tmp / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp / "ready").touch()
+    return {"tmp": tmp, "venv": sys.prefix}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Commands write into {tmp} and nowhere else."""
+    before = left()
+    yield
+    assert left() == before
+
+
+def left() -> set[str]:
+    """What git does not track, in the repository and in its `runs`; not what Python and pytest leave for themselves."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--others", "--directory"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    runs = [str(path) for pattern in ("*", "base-models/*") for path in (REPOSITORY / "runs").glob(pattern)]
+    return {path for path in [*listed, *runs] if not re.search(r"__pycache__|\.(pytest|mypy|ruff)_cache|\.hyp", path)}
+
+
+def run(text: str, values: dict[str, object]) -> subprocess.CompletedProcess[str]:
+    """The shortened command in bash, from the root of the repository."""
+    path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels", values["tmp"])))
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST_"))
+    }
+    environment |= {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    # What a variable before the command says about modules comes before this.
+    text = re.sub(r"PYTHONPATH=(\S+) ", rf"PYTHONPATH=\1:{path} ", shortened(text, values))
+    return subprocess.run(
+        ["bash", "-euc", text], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=limit(600)
+    )
+
+
+@pytest.mark.parametrize("command", PARAMETERS)
+def test_it_runs(command: Command, values: dict[str, object], request: pytest.FixtureRequest) -> None:
+    if "run.init_from" in command.text:
+        values = values | {"base": request.getfixturevalue("base")}
+    done = run(command.text, values)
+    assert done.returncode == 0, f"{shortened(command.text, values)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.fixture(scope="module")
+def base(values: dict[str, object]) -> Path:
+    """A base model that `make train` left, in a test before or now."""
+    kept = Path(str(values["tmp"])) / "base-models"
+    if not kept.exists():
+        done = run("make train", values)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return next(kept.iterdir())
+
+
+def test_every_command_is_of_a_known_kind() -> None:
+    unknown = [f"{command}: {command.text}" for command in RUN if kind(command) not in ADDED]
+    assert not unknown, f"say in ADDED what makes these short and keeps them in tmp: {unknown}"
+
+
+def test_what_does_not_run_is_listed_with_its_reason() -> None:
+    found: dict[str, list[str]] = {}
+    for command in EVERY:
+        if command.not_run:
+            found.setdefault(command.not_run, []).append(" ".join(command.text.split()[:2]))
+    assert found == NOT_RUN
+
+
+def test_no_command_hides_in_a_block_that_is_not_marked() -> None:
+    hidden = []
+    for path in DOCUMENTS:
+        fenced = [
+            (block.line, line) for block in blocks(path) if block.language != "bash" for line in block.text.split("\n")
+        ]
+        indented = [(number, line.strip()) for number, line in text_without_blocks(path) if line.startswith("    ")]
+        hidden += [f"{path.name}:{number}: {line}" for number, line in fenced + indented if re.match(PROGRAMS, line)]
+    assert not hidden, f"fence these as `bash`: {hidden}"

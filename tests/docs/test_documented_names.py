@@ -1,0 +1,106 @@
+"""What documents, `make help`, comments of scripts and docstrings of tools name: files, targets, groups, settings."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from documents import HELD, code
+from ranks import REPOSITORY
+
+from grpo_mega.config.load import groups, settings
+
+TOP = "grpo_mega|kernels|configs|docs|slurm|tests|tools"
+ENDINGS = "py|sh|md|yaml|env|txt|cu|cuh|cpp|png|toml"
+FILE = re.compile(rf"(?<![\w/~$.{{-])((?:[\w.-]+/)*[\w-]+\.(?:{ENDINGS})|(?:{TOP})/[\w/]*)(?![\w/]|\.\w)")
+SETTING = re.compile(r"(?<![\w./-])[+~]{0,2}([a-z_]+)((?:\.[a-z_0-9]+)*)(?:=([^\s'\"`,;)]*))?")
+
+NOT_OURS = {
+    "my_rewards.py": "the reader writes it",
+    "slurm/clusters/mine.env": "the reader makes it",
+    "multi_latent_attention.py": "of megatron-core",
+    "curves.png": "a run leaves it",
+    "report.txt": "a job leaves it",
+    "job-12/report.txt": "a job leaves it",
+    "kernels.png": "tools/bench_kernels.py writes it",
+    "slurm/NAME.sh": "any of the scripts",
+}
+"""Files that are named and that the repository does not have."""
+
+
+def named_in() -> list[tuple[str, str]]:
+    """(where, text) of all that is held to this: code in documents; comments, docstrings and help as they are."""
+    lines = [(f"{path.name}:{number}", text) for path in HELD for number, text in code(path)]
+    for path in [REPOSITORY / "Makefile", *sorted((REPOSITORY / "slurm").rglob("*.*"))]:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if re.match(r"\s*# ", line):
+                lines.append((f"{path.relative_to(REPOSITORY)}:{number}", line))
+    for path in sorted((REPOSITORY / "tools").glob("*.py")):
+        lines += [(f"tools/{path.name}", line) for line in path.read_text().split('"""')[1].splitlines()]
+    helped = subprocess.run(["make", "-s", "help"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return lines + [("make help", line) for line in helped.stdout.splitlines()]
+
+
+TEXT = named_in()
+
+
+@cache
+def tracked() -> frozenset[str]:
+    """Every file and folder of the repository, by each end of its path: `a/b.py` and `b.py`; those to be added too."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    paths = {Path(line) for line in listed.splitlines()}
+    paths |= {parent for path in paths for parent in path.parents}
+    return frozenset("/".join(path.parts[start:]) for path in paths for start in range(len(path.parts)))
+
+
+def test_files_exist() -> None:
+    named = {(where, name) for where, text in TEXT for name in FILE.findall(text)}
+    missing = {(where, name) for where, name in named if name.rstrip("/") not in tracked() | NOT_OURS.keys()}
+    assert not missing, sorted(missing)
+    assert len(named) > 100
+    assert not NOT_OURS.keys() - {name for _, name in named}, "nobody names these any more"
+
+
+def test_links_lead_somewhere() -> None:
+    links = [(path, link) for path in HELD for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())]
+    assert len(links) > 20
+    assert not [(path.name, link) for path, link in links if not (path.parent / link).exists()]
+
+
+def test_make_targets_exist() -> None:
+    database = subprocess.run(["make", "-pRrq", ":"], cwd=REPOSITORY, capture_output=True, text=True).stdout
+    targets = set(re.findall(r"^([\w./-]+):(?!=)", database, re.MULTILINE))
+    named = {(where, name) for where, text in TEXT for name in re.findall(r"\bmake ([a-z][\w-]*|\.\S+/\S+)", text)}
+    prose = {"make help"}  # `slurm` and `tools` write sentences, and in a document a command stands in code
+    missing = {(where, name) for where, name in named if name not in targets and (".md" in where or where in prose)}
+    assert not missing, sorted(missing)
+    assert {"train", "test", "test-all", "test-sglang", "lint", ".venv/.ready"} <= {name for _, name in named}
+
+
+def test_options_of_groups_exist() -> None:
+    known = groups()
+    named = {
+        (where, group, option)
+        for where, text in TEXT
+        for group, rest, option in SETTING.findall(text)
+        if not rest and group in known and re.fullmatch(r"[a-z]\w*", option)
+    }
+    assert {"layout", "experiment", "model", "data"} <= {group for _, group, _ in named}
+    assert not [f"{where}: {group}={option}" for where, group, option in named if option not in known[group]]
+
+
+def test_settings_are_in_the_schema() -> None:
+    known = set(settings())
+    folders = {name[:end] for name in known for end in range(len(name)) if name[end] == "."}
+    free = re.compile(r"rollout\.sglang\.arguments\.\w+|reward\.terms.*|\w+(\.\w+)*\.(json|yaml|py|md)")
+    named = {
+        (where, room + rest)
+        for where, text in TEXT
+        for room, rest, _ in SETTING.findall(text)
+        if rest and room in folders and not free.fullmatch(room + rest)
+    }
+    assert len(named) > 50
+    assert not sorted((where, name) for where, name in named if name not in known | folders)

@@ -1,0 +1,85 @@
+"""Every tool in tools/ explains itself, is run by a test, and has the options that documents give it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+from documents import HELD, code
+from ranks import REPOSITORY
+from test_commands import IN_MAKE_TEST_RUN
+
+TOOLS = sorted(path.name for path in (REPOSITORY / "tools").glob("*.py"))
+RUN_BY = {
+    "bench_weight_sync.py": "tests/colocation/test_bench_weight_sync.py",
+    "bench_kernels.py": "tests/kernels/test_bench_kernels.py",
+    "parity.py": "tests/parity/test_parity_tool.py",
+}
+"""Tests of `make test` that run those which no document's command runs there."""
+PARTS = {"kernel_check.py": "bench_kernels.py", "kernel_contenders.py": "bench_kernels.py"}
+"""What is no tool, but a part of one."""
+NOT_RUN = {"bench_trl.py": "TRL has an environment of its own"}
+OTHERS = {
+    "Slurm": "account container-image container-save gpus-per-node no-kill no-requeue nodes ntasks-per-node partition"
+    " signal time",
+    "torchrun": "standalone nproc-per-node",
+    "what installs and checks": "clear no-build-isolation local-dir python tool",
+}
+"""Options that are not ours."""
+
+
+@cache
+def helped(tool: str) -> str:
+    """What `--help` prints, of a tool or of training."""
+    words = [f"tools/{tool}"] if tool in TOOLS else ["-m", tool]
+    done = subprocess.run([sys.executable, *words, "--help"], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool not in PARTS.keys() | NOT_RUN.keys()])
+def test_help_is_its_docstring_and_its_options(tool: str) -> None:
+    first = (REPOSITORY / "tools" / tool).read_text().split('"""')[1].splitlines()[0]
+    assert first in helped(tool)
+    assert "--help" in helped(tool)
+
+
+def test_a_test_runs_each() -> None:
+    for part, tool in PARTS.items():
+        assert f"from {part.removesuffix('.py')} import" in (REPOSITORY / "tools" / tool).read_text()
+    for tool, test in RUN_BY.items():
+        assert tool in (REPOSITORY / test).read_text()
+    by_document = {tool for tool in TOOLS for command in IN_MAKE_TEST_RUN if f"tools/{tool}" in command.text}
+    assert sorted(by_document | RUN_BY.keys() | PARTS.keys() | NOT_RUN.keys()) == TOOLS
+
+
+def options_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
+
+
+def known_of(tool: str) -> set[str]:
+    """The options of a tool, or of training; of one whose libraries are not here, those in its source."""
+    return options_in((REPOSITORY / "tools" / tool).read_text() if tool in NOT_RUN else helped(tool))
+
+
+def test_documented_options_exist() -> None:
+    """After a tool's name they are the tool's own; elsewhere those of some tool, or of a program that is not ours."""
+    ours = [tool for tool in [*TOOLS, "grpo_mega.train"] if tool not in PARTS]
+    anywhere = options_in((REPOSITORY / "tests" / "parity" / "report.py").read_text())
+    anywhere = anywhere.union(*map(known_of, ours), *(options.split() for options in OTHERS.values()))
+    lines = [(f"{path.name}:{number}", text) for path in HELD for number, text in code(path)]
+    for tool in TOOLS:
+        lines += [(tool, line) for line in (REPOSITORY / "tools" / tool).read_text().split('"""')[1].splitlines()]
+    unknown, seen = [], set()
+    for where, text in lines:
+        before, *named = re.split(r"(?:tools/|-m )(\w+\.py|grpo_mega\.train)", text, maxsplit=1)
+        seen |= options_in(text)
+        unknown += [f"{where}: --{option}" for option in options_in(before) - anywhere]
+        if named:
+            tool, after = named
+            unknown += [f"{where}: {tool} --{option}" for option in options_in(after) - known_of(tool)]
+    assert not unknown, unknown
+    assert not set(" ".join(OTHERS.values()).split()) - seen, "nobody names these any more"

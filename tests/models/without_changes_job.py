@@ -1,0 +1,42 @@
+"""Runs the test that a change to Megatron names, without the change; prints {change: pytest's exit status} as JSON.
+
+Usage: without_changes_job.py CHANGE... ; started by test_changes.py.
+"""
+
+import json
+import os
+import sys
+
+import pytest
+from ranks import REPOSITORY
+
+from grpo_mega.platform import start
+
+start()
+
+from grpo_mega.models import body, optimizer, policy  # noqa: E402
+
+TABLES = {
+    "TO_SPECIFICATION": body,
+    "TO_CHUNK": body,
+    "TO_PARALLEL_CHUNK": policy,
+    "BEFORE_OPTIMIZER": optimizer,
+    "TO_OPTIMIZER": optimizer,
+}
+"""Table -> the module that applies it."""
+
+
+def status(name: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        for table, module in TABLES.items():
+            kept = tuple(change for change in getattr(module, table) if change.name != name)
+            noticed = [change.noticed for change in getattr(module, table) if change.name == name]
+            if noticed:
+                patch.setattr(module, table, kept)
+                return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *noticed]))
+    raise ValueError(name)
+
+
+if __name__ == "__main__":
+    os.chdir(REPOSITORY)
+    print("\n" + json.dumps({name: status(name) for name in sys.argv[1:]}))
