@@ -72,7 +72,7 @@ ADDED = {
     r"export ": "",
 }
 """{what a command holds: what makes it short and keeps it in {tmp}}; the first that fits."""
-IN_MAKE_TEST = ["make train", "data=jsonl", "--cfg job", "activate", "tools/bench_step", "tools/plan", "tools/doctor"]
+IN_MAKE_TEST = ["make train", "data=jsonl", "--cfg job", "activate", "tools/doctor"]
 """What the commands hold of which the first runs in `make test`."""
 
 

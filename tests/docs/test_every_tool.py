@@ -14,6 +14,8 @@ from test_commands import IN_MAKE_TEST_RUN
 
 TOOLS = sorted(path.name for path in (REPOSITORY / "tools").glob("*.py"))
 RUN_BY = {
+    "bench_step.py": "tests/stages/test_bench_step.py",
+    "plan.py": "tests/planning/test_plan.py",
     "bench_weight_sync.py": "tests/colocation/test_bench_weight_sync.py",
     "bench_kernels.py": "tests/kernels/test_bench_kernels.py",
     "parity.py": "tests/parity/test_parity_tool.py",
