@@ -256,13 +256,14 @@ def stage_of(path: Path) -> str | None:
 def prune(newest: Path, keep: int, keep_every: int) -> None:
     """Deletes what is not to be kept once the checkpoint `newest` is written; called on the main rank.
 
-    Kept are it and the newest `keep` between steps, and those of the last stage whose step is a multiple of
-    `keep_every` (0: none). Later checkpoints are damaged ones that the run fell back from; earlier ones within a step
-    have served.
+    Of its stage, it and the newest `keep` between steps are kept, and those whose step is a multiple of `keep_every`
+    (0: none). Later checkpoints are damaged ones that the run fell back from; those of earlier stages, and within
+    earlier steps, have served.
     """
     present = _by_moment(newest.parent)
-    steps = [path for path in present if _moment(path)[2] < 0 and _moment(path) <= _moment(newest)]
-    milestones = [p for p in steps if keep_every and _moment(p)[0] == LAST and _moment(p)[1] % keep_every == 0]
+    stage, now = _moment(newest)[0], _moment(newest)
+    steps = [p for p in present if _moment(p)[0] == stage and _moment(p)[2] < 0 and _moment(p) <= now]
+    milestones = [path for path in steps if keep_every and _moment(path)[1] % keep_every == 0]
     for path in {*present} - {*milestones, *steps[-keep:], newest}:
         # Without its manifest a checkpoint counts as never finished, however far the deletion gets.
         (path / MANIFEST).unlink(missing_ok=True)

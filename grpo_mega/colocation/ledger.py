@@ -25,6 +25,8 @@ Meter = Callable[[], dict[str, int]]
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
+REMEMBERED = 40
+"""Lines that a ledger keeps, the last ones."""
 REMEDY = (
     "The device is not handed over: look for tensors, captured graphs or requests that are still alive, or restart the "
     "holder. Measured:"
@@ -46,10 +48,10 @@ class MemoryNotReturned(RuntimeError):
 class Ledger:
     """The measured memory of the last phases."""
 
-    def __init__(self, meter: Meter, remembered: int = 40) -> None:
-        """`meter` measures; the last `remembered` lines are kept."""
+    def __init__(self, meter: Meter) -> None:
+        """`meter` measures."""
         self._meter = meter
-        self.entries: deque[Entry] = deque(maxlen=remembered)
+        self.entries: deque[Entry] = deque(maxlen=REMEMBERED)
         self._least: dict[str, int] = {}
 
     def mark(self, phase: str) -> Entry:

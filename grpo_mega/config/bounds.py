@@ -92,15 +92,14 @@ def field_problems(config: Config, room: str = "") -> Iterator[str]:
 
     With a `room`, such as "data.", only its fields are looked at, and the others need not be set.
     """
-    for interval, names in RANGES.items():
-        for name in (name for name in names if name.startswith(room)):
-            value = attrgetter(name)(config)
-            if value is not None and not _inside(value, interval):
-                reason = f" ({REASONS[name]})" if name in REASONS else ""
-                yield f"{name}={value}: choose a value in {interval}{reason}"
-    for name, allowed in ((name, allowed) for name, allowed in CHOICES.items() if name.startswith(room)):
+    for name, interval in ((name, interval) for interval, names in RANGES.items() for name in names):
+        value = attrgetter(name)(config) if name.startswith(room) else None
+        if value is not None and not _inside(value, interval):
+            reason = f" ({REASONS[name]})" if name in REASONS else ""
+            yield f"{name}={value}: choose a value in {interval}{reason}"
+    for name, allowed in CHOICES.items():
         value = attrgetter(name)(config)
-        if value not in allowed:
+        if name.startswith(room) and value not in allowed:
             close = get_close_matches(value, allowed, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             yield f"{name}={value}: choose one of {', '.join(allowed)}{meant}"

@@ -263,8 +263,9 @@ class AlgorithmConfig:
 
 @dataclass
 class Timeouts:
-    """Seconds that each state of a shared device may last before the run ends, inf for no limit; see
-    `colocation/lease.py`. Those of the engine also have room for an engine that is given up (`answer_seconds`)."""
+    """Seconds that each state of a shared device between training and generating may last before the run ends, inf for
+    no limit; see `colocation/lease.py`. Those of the engine also have room for an engine that is given up
+    (`answer_seconds`). Engines on GPUs of their own (`first_gpu`) need `engine_loading` only."""
 
     trainer_acquiring: float = 300.0
     """Weights and optimizer come back from the host."""

@@ -72,9 +72,7 @@ class Policy:
         overlap: bool = False,
         bucket_size: int | None = None,
     ) -> None:
-        """Weights are as Megatron leaves them; `initialize` or a checkpoint replaces them.
-
-        `bucket_size`: how many parameters travel together when communication overlaps, about; None for Megatron's
+        """`bucket_size`: about how many parameters travel together when communication overlaps; None for Megatron's
         choice, 40 million or more.
         """
         self.topology = topology

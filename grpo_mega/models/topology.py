@@ -113,18 +113,23 @@ class Topology:
         """Whether `value` holds on any rank."""
         return _any(value, device, dist.group.WORLD)
 
-    def spread(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
-        """One result per item, in order, on all ranks; each replica works on its share of the items.
+    def share(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Those of the items that this replica works on.
 
-        Context parallel ranks count as replicas here: each holds the whole model. The ranks of one replica must come to
-        the same results.
+        Context parallel ranks count as replicas here: each holds the whole model.
         """
-        if self.scorers == 1:
-            return work(items)
-        shares: list = [None] * self.scorers
-        mine = work(items[_scorers().rank() :: self.scorers])
-        dist.all_gather_object(shares, mine, group=_scorers())
-        return [shares[i % self.scorers][i // self.scorers] for i in range(len(items))]
+        return items if self.scorers == 1 else items[_scorers().rank() :: self.scorers]
+
+    def from_all_scorers(self, mine: Result) -> list[Result]:
+        """What every replica has, in their order, on all ranks; the ranks of one replica must have the same.
+
+        Context parallel ranks count as replicas, as they do in `share`.
+        """
+        everyone: list = [mine]
+        if self.scorers > 1:
+            everyone *= self.scorers
+            dist.all_gather_object(everyone, mine, group=_scorers())
+        return everyone
 
     def spread_over_ranks(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
         """One result per item, in order, on all ranks; each item is worked on by one rank, for all."""

@@ -4,11 +4,11 @@ Before the first update of a GRPO step the step is given up: it will be run agai
 update in progress is finished, and the rest of the step is saved with the checkpoint. Between the signal and the end of
 the run lie at most
 
-- in generation, the reading of the prompts of one wave and `rollout.engine.STEPS_BETWEEN_QUESTIONS` decode steps;
+- in generation, the reading of the prompts of one wave and `rollout.engine.STEPS_PER_POLL` decode steps;
 - the rewards of one step, one pass of log-probs or one optimizer update, when the signal falls into one of them;
 - the checkpoint, if that of the state to keep is not written yet.
 
-A signal that reaches one rank alone stops its own replica so soon; the others finish their share of the generation.
+A signal that reaches one rank alone stops all of them as soon.
 """
 
 from __future__ import annotations

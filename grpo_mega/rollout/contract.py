@@ -6,8 +6,7 @@ engines refuse the same things with the same words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -29,9 +28,10 @@ class EngineError(RuntimeError):
 
 
 class EngineRestarted(EngineError):
-    """An engine was lost and started anew; all engines of the job wait for weights.
+    """An engine was lost and started anew; all engines of the job wait for weights, and nothing is under way.
 
-    Push them, then ask again for the same generation: samples that were finished are kept.
+    Push them, then submit again what was not handed out. `generate` does so when it is called again with the same
+    arguments: samples that were finished are kept.
     """
 
 
@@ -49,7 +49,8 @@ class Contract:
         self._ready = has_weights
         self._due: dict[str, Spec] | None = None
         self._released: set[str] = set()
-        self._generating = False
+        self.under_way = 0
+        """Samples that were submitted, and neither handed out nor dropped."""
 
     @property
     def version(self) -> int | None:
@@ -105,25 +106,37 @@ class Contract:
 
     def start_anew(self, released: Collection[str]) -> None:
         """The engine is a new one, or as good as new: without weights, and with this memory released."""
-        self._due, self._ready, self._released = None, False, {*released}
+        self._due, self._ready, self._released, self.under_way = None, False, {*released}, 0
 
-    @contextmanager
-    def generating(self, version: int | None) -> Iterator[None]:
-        """The body generates, or scores, with the weights of `version`; None for those that there are."""
-        self._refuse_while_generating("generate")
-        if self._due is not None:
-            raise EngineError("generate: a weight update is open; end it with end_update")
-        if self._released:
-            raise EngineError(f"generate: the memory of {_listed(self._released)} is released; resume it first")
-        if not self._ready:
-            raise EngineError("generate: the engine has no weights, or undefined ones; push all of them first")
-        if None not in (version, self.version) and version != self.version:
-            raise EngineError(f"generate: asked for version {version}, and the engine has version {self.version}")
-        self._generating = True
-        try:
-            yield
-        finally:
-            self._generating = False
+    @property
+    def busy(self) -> bool:
+        """Whether samples are under way: they were submitted, and neither handed out nor dropped."""
+        return self.under_way > 0
+
+    def submit(self, version: int, samples: int) -> None:
+        """So many samples are under way from now on, with the weights of `version`; legal while others are."""
+        self._refuse_without_weights("submit")
+        if self.version not in (version, None):
+            raise EngineError(f"submit: asked for version {version}, and the engine has version {self.version}")
+        self.under_way += samples
+
+    def poll(self) -> None:
+        """Refuses to look for samples when none are under way."""
+        if not self.busy:
+            raise EngineError("poll: no sample is under way; submit some first")
+
+    def hand_out(self, samples: int) -> None:
+        """So many samples are under way no more: the caller has them."""
+        self.under_way -= samples
+
+    def drop(self) -> None:
+        """No sample is under way any more, and nobody will get those that were."""
+        self.under_way = 0
+
+    def scores(self) -> None:
+        """Refuses scores where samples would be refused, and while some are under way."""
+        self._refuse_while_generating("scores")
+        self._refuse_without_weights("scores")
 
     def release(self, tags: Collection[str]) -> None:
         """Memory is about to be given back; weights are undefined afterwards."""
@@ -146,8 +159,16 @@ class Contract:
         return self._due
 
     def _refuse_while_generating(self, what: str) -> None:
-        if self._generating:
-            raise EngineError(f"{what}: the engine is generating; wait for its samples, or abort() first")
+        if self.busy:
+            raise EngineError(f"{what}: the engine is generating; poll for its samples, or abort() first")
+
+    def _refuse_without_weights(self, what: str) -> None:
+        if self._due is not None:
+            raise EngineError(f"{what}: a weight update is open; end it with end_update")
+        if self._released:
+            raise EngineError(f"{what}: the memory of {_listed(self._released)} is released; resume it first")
+        if not self._ready:
+            raise EngineError(f"{what}: the engine has no weights, or undefined ones; push all of them first")
 
     def _refuse_tags(self, what: str, tags: Collection[str], wrong: Collection[str], why: str) -> None:
         for tag in tags:

@@ -7,7 +7,9 @@ room for the others. Under pipeline parallelism the last stage samples and tells
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +18,35 @@ from grpo_mega.models.megatron.packed import KVCache, PackedTokens
 from grpo_mega.models.policy import Policy
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.contract import Contract, EngineError, Spec
-from grpo_mega.rollout.engine import STEPS_BETWEEN_QUESTIONS, SamplingParams, without_stop
+from grpo_mega.rollout.engine import STEPS_PER_POLL, SamplingParams, by_prompt, without_stop
+from grpo_mega.rollout.pool import Pool, Wanted
+from grpo_mega.rollout.producer import generate
 from grpo_mega.rollout.sampling import gumbel_noise, prompt_key, sample_tokens
 from grpo_mega.types import Prompt, Sample, pack_tokens
 from grpo_mega.weights.names import Entry, entries
 from grpo_mega.weights.stream import held_parts
 
-Completion = tuple[list[int], list[float], str]
-"""Token ids, log-probs, finish reason."""
+Completion = tuple[int, list[int], list[float], str]
+"""Number of the sample, token ids, log-probs, finish reason."""
 
 COMPACT_BELOW = 0.75
 """Ended sequences are dropped from the cache (a copy) once fewer than this share of its rows is alive."""
+
+
+class Plan(NamedTuple):
+    """A wave to be: the samples that one replica generates together.
+
+    Attributes:
+        groups: The samples, those of one prompt in each.
+        numbers: The number of each sample, group by group.
+        sampling: How to sample.
+        version: Policy version.
+    """
+
+    groups: list[list[Wanted]]
+    numbers: list[int]
+    sampling: SamplingParams
+    version: int
 
 
 class EmbeddedEngine:
@@ -43,14 +63,63 @@ class EmbeddedEngine:
         self.decode = decode
         self.concurrent_sequences = concurrent_sequences
         self._contract = Contract(lambda: {e.name: Spec(e.shape, e.dtype) for e in self._entries()}, has_weights=True)
+        self._submitted = 0
+        self._under_way: dict[int, tuple[Prompt, int, int]] = {}  # number -> prompt, index, version
+        self._plans: deque[Plan] = deque()
+        self._wave: Wave | None = None
         self._aborted = False
 
     @property
     def version(self) -> int | None:
-        """Policy version of the last push; None before the first one, or behind a release."""
+        """Policy version of the last push; None before the first one, or after a release."""
         return self._contract.version
 
+    @property
+    def busy(self) -> bool:
+        """Whether samples are under way."""
+        return self._contract.busy
+
+    def submit(self, wanted: Sequence[Wanted], sampling: SamplingParams, version: int) -> None:
+        """Plans the waves in which these samples are generated; see `Engine`."""
+        if not self.busy:
+            self._aborted = False
+        self._contract.submit(version, len(wanted))
+        groups, number = [], self._submitted
+        for group in by_prompt(wanted):
+            groups.append((group, range(number, number + len(group))))
+            number += len(group)
+        self._submitted = number
+        self._under_way |= {
+            number: (*one, version) for group, numbers in groups for number, one in zip(numbers, group, strict=True)
+        }
+        # Every replica has as many waves as the fullest one, because experts may be spread over replicas.
+        topology = self.policy.topology
+        largest = max((len(group) for group, _ in groups), default=1)
+        together = max(1, self.concurrent_sequences // largest) * topology.scorers
+        for first in range(0, len(groups), together):
+            mine = topology.share(groups[first : first + together])
+            numbers = [number for _, numbers in mine for number in numbers]
+            self._plans.append(Plan([group for group, _ in mine], numbers, sampling, version))
+
     @torch.no_grad()
+    def poll(self, interrupted: bool = False) -> list[Sample]:
+        """Draws up to `STEPS_PER_POLL` tokens of each sequence of a wave; see `Engine`."""
+        self._contract.poll()
+        try:
+            finished = self.policy.topology.from_all_scorers(self._advance(interrupted))
+        except BaseException:
+            self._drop()
+            raise
+        samples = [
+            self._sample(*completion) for completion in sorted(completion for part in finished for completion in part)
+        ]
+        self._contract.hand_out(len(samples))
+        return samples
+
+    def abort(self) -> None:
+        """Ends all that is under way, at the next poll; see `Engine`."""
+        self._aborted = True
+
     def generate(
         self,
         prompts: list[Prompt],
@@ -62,55 +131,51 @@ class EmbeddedEngine:
         """`group_size` samples of every prompt, prompt by prompt; the same list on every rank.
 
         Raises:
-            Interrupted: `interrupted` held on some rank before its replica had finished.
+            Interrupted: `interrupted` held on some rank before all was sampled.
         """
-        with self._contract.generating(version):
+        return generate(self, Pool(group_size, prompts), sampling, version, interrupted)
+
+    def _advance(self, interrupted: bool) -> list[Completion]:
+        """What ends in this replica during a poll."""
+        topology, device = self.policy.topology, self.policy.platform.device
+        if aborted := self._aborted:
             self._aborted = False
-            return self._generate(prompts, group_size, sampling, version, interrupted)
+        if topology.any_rank(interrupted or aborted, device):
+            if topology.any_rank(interrupted, device):
+                raise Interrupted
+            return self._ended()
+        if not (self._wave or self._plans):  # other replicas have some left
+            return []
+        wave = self._wave or Wave(self.policy, self._plans.popleft())
+        wave.advance(STEPS_PER_POLL)
+        self._wave = None if wave.ended else wave
+        return wave.take(everything=False)
 
-    def _generate(
-        self,
-        prompts: list[Prompt],
-        group_size: int,
-        sampling: SamplingParams,
-        version: int,
-        interrupted: Callable[[], bool] | None,
-    ) -> list[Sample]:
-        topology = self.policy.topology
-        per_wave = max(1, self.concurrent_sequences // group_size)
-        # Every replica has as many waves as the fullest one, because experts may be spread over replicas.
-        waves = -(-len(prompts) // (per_wave * topology.scorers))
+    def _ended(self) -> list[Completion]:
+        """What this replica has of all samples under way, none of which goes on."""
+        finished = self._wave.take(everything=True) if self._wave else []
+        finished += [(number, [], [], "abort") for plan in self._plans for number in plan.numbers]
+        self._wave = None
+        self._plans.clear()
+        return finished
 
-        def complete(mine: Sequence[Prompt]) -> list[list[Completion] | None]:
-            done: list[Completion] = []
-            for w in range(waves):
-                wave = Wave(self.policy, mine[w * per_wave : (w + 1) * per_wave], group_size, sampling, version)
-                if not wave.run(interrupted, lambda: self._aborted):
-                    return [None] * len(mine)
-                done += wave.completions()
-            return [done[i : i + group_size] for i in range(0, len(done), group_size)]
+    def _drop(self) -> None:
+        """Nothing is under way any more."""
+        self._wave = None
+        self._plans.clear()
+        self._under_way.clear()
+        self._contract.drop()
 
-        groups = [group for group in topology.spread(prompts, complete) if group is not None]
-        if len(groups) < len(prompts):
-            raise Interrupted
-        return [
-            Sample(
-                prompt,
-                index,
-                tuple(tokens),
-                tuple(logprobs),
-                reason,
-                version,
-                self.decode(without_stop(tokens, reason)),
-            )
-            for prompt, group in zip(prompts, groups, strict=True)
-            for index, (tokens, logprobs, reason) in enumerate(group)
-        ]
+    def _sample(self, number: int, tokens: list[int], logprobs: list[float], reason: str) -> Sample:
+        """The finished sample of this number, which is under way no more."""
+        prompt, index, version = self._under_way.pop(number)
+        text = self.decode(without_stop(tokens, reason))
+        return Sample(prompt, index, tuple(tokens), tuple(logprobs), reason, version, text)
 
     def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-prob of every token but the first."""
-        with self._contract.generating(version=None):
-            return {"engine 0": self.policy.logprobs(pack_tokens([token_ids], [1]), temperature=1.0)[1:].tolist()}
+        self._contract.scores()
+        return {"engine 0": self.policy.logprobs(pack_tokens([token_ids], [1]), temperature=1.0)[1:].tolist()}
 
     def begin_update(self) -> None:
         """Opens a session of pushes."""
@@ -135,19 +200,15 @@ class EmbeddedEngine:
         self._contract.end_update(version)
 
     def release(self, tags: Collection[str]) -> None:
-        """Notes it: the engine has no memory of its own outside of `generate`."""
+        """Notes that memory is released; the engine has none of its own when nothing is under way."""
         self._contract.release(tags)
 
     def resume(self, tags: Collection[str]) -> None:
-        """Notes it."""
+        """Notes that memory is taken again."""
         self._contract.resume(tags)
 
-    def abort(self) -> None:
-        """Ends the generation in progress; see `Engine`."""
-        self._aborted = True
-
     def pids(self) -> list[int]:
-        """None."""
+        """No processes: it is part of the rank."""
         return []
 
     def close(self) -> None:
@@ -158,64 +219,65 @@ class EmbeddedEngine:
 
 
 class Wave:
-    """The B = prompts x G sequences one replica generates together, prompt by prompt; possibly none.
+    """The B samples of some prompts that one replica generates together, prompt by prompt; possibly none.
 
     A sequence is a row of the [B, ...] tensors for good; `rows` says which of them are in the cache at the moment, and
     `hidden`, `positions` and `alive` follow the rows of the cache.
     """
 
-    def __init__(
-        self, policy: Policy, prompts: Sequence[Prompt], group_size: int, sampling: SamplingParams, version: int
-    ) -> None:
+    def __init__(self, policy: Policy, plan: Plan) -> None:
+        """Reads the prompts."""
         self.policy = policy
-        self.prompts = prompts
-        self.group_size = group_size
-        self.sampling = sampling
-        self.version = version
+        self.prompts = prompts = [group[0][0] for group in plan.groups]
+        self.numbers = plan.numbers
+        self.sampling = sampling = plan.sampling
+        self.version = plan.version
+        self.step = 0
+        self.ended = False  # here and on the ranks that share experts with this one
+        self.repeats = self._per_prompt([len(group) for group in plan.groups])  # samples of each prompt
         lengths = self._per_prompt([len(p.token_ids) for p in prompts])
         limits = (policy.context - lengths).clamp(max=sampling.max_new_tokens)
-        self.limits = limits.repeat_interleave(group_size)  # [B] most new tokens
-        self.keys = self._per_prompt([prompt_key(p.id) for p in prompts]).repeat_interleave(group_size)
-        self.indices = self._per_prompt(range(group_size)).repeat(len(prompts))
+        self.limits = limits.repeat_interleave(self.repeats)  # [B] most new tokens
+        self.keys = self._per_prompt([prompt_key(p.id) for p in prompts]).repeat_interleave(self.repeats)
+        self.indices = self._per_prompt([index for group in plan.groups for _, index in group])
         self.rows = torch.arange(len(self.keys), device=lengths.device)
         self.tokens = torch.zeros(len(self.rows), sampling.max_new_tokens, dtype=torch.int64, device=lengths.device)
         self.logprobs = torch.zeros_like(self.tokens, dtype=torch.float32)
         self.counts = torch.zeros_like(self.rows)  # [B] tokens sampled so far
         self.stopped = torch.zeros_like(self.rows, dtype=torch.bool)  # [B] a stop token was sampled
         self.alive = torch.ones_like(self.rows, dtype=torch.bool)
+        self.taken = torch.zeros_like(self.rows, dtype=torch.bool)  # [B] see `take`
         self.prompt_lengths = lengths
-        self.positions = lengths.repeat_interleave(group_size)  # of the token about to be sampled
-
-    def run(self, interrupted: Callable[[], bool] | None, aborted: Callable[[], bool]) -> bool:
-        """Generates until every sequence has ended, here and on the ranks that share experts with this one.
-
-        A rank in lock-step that is `aborted` ends it early. False when one is `interrupted`, and it was given up.
-        """
+        self.positions = lengths.repeat_interleave(self.repeats)  # of the token about to be sampled
         self._read_prompts()
-        for step in range(self.sampling.max_new_tokens):
-            if step % STEPS_BETWEEN_QUESTIONS == 0:
-                if interrupted is not None and self._any_in_lock_step(interrupted()):
-                    return False
-                if self._any_in_lock_step(aborted()):
-                    break
-            tokens, logprobs = self._sample(step)
-            self._record(step, tokens, logprobs)
-            if not self.policy.topology.any_expert_peer(bool(self.alive.any()), self.rows.device):
+
+    def advance(self, steps: int) -> None:
+        """Draws up to so many tokens of every sequence that has not ended, until all have.
+
+        Ranks that share experts with this one advance in lock-step, and end together.
+        """
+        for _ in range(steps):
+            tokens, logprobs = self._sample()
+            self._record(tokens, logprobs)
+            self.step += 1
+            self.ended = not self.policy.topology.any_expert_peer(bool(self.alive.any()), self.rows.device)
+            if self.ended:
                 break
             if self.alive.sum() < COMPACT_BELOW * len(self.rows):
                 tokens = self._compact(tokens)
             self._decode(tokens)
-        return True
 
-    def _any_in_lock_step(self, value: bool) -> bool:
-        return self.policy.topology.any_in_lock_step(value, self.rows.device)
-
-    def completions(self) -> list[Completion]:
-        """One per sequence."""
-        rows = (self.tokens, self.logprobs, self.counts, self.limits, self.stopped)
+    def take(self, everything: bool) -> list[Completion]:
+        """The sequences that have ended, or `everything`, but for those that were taken before."""
+        due = ~self.taken if everything else ~self.taken & (self.stopped | (self.counts >= self.limits))
+        self.taken |= due
+        rows = due.nonzero()[:, 0]
+        columns = (self.tokens, self.logprobs, self.counts, self.limits, self.stopped)
         return [
-            (tokens[:n], logprobs[:n], "stop" if stop else "length" if n == limit else "abort")
-            for tokens, logprobs, n, limit, stop in zip(*(row.tolist() for row in rows), strict=True)
+            (self.numbers[row], tokens[:n], logprobs[:n], "stop" if stop else "length" if n == limit else "abort")
+            for row, tokens, logprobs, n, limit, stop in zip(
+                rows.tolist(), *(column[rows].tolist() for column in columns), strict=True
+            )
         ]
 
     def _read_prompts(self) -> None:
@@ -224,11 +286,11 @@ class Wave:
         self.cache = KVCache(capacity=min(self.policy.context, longest + self.sampling.max_new_tokens))
         packed = PackedTokens.of_sequences(self.prompt_lengths, self.policy.topology.row_multiple, self.cache)
         hidden = self._hidden(self._per_prompt([token for p in self.prompts for token in p.token_ids]), packed)
-        repeated = torch.arange(len(self.prompts), device=self.rows.device).repeat_interleave(self.group_size)
+        repeated = torch.arange(len(self.prompts), device=self.rows.device).repeat_interleave(self.repeats)
         self.cache.keep(repeated)
         self.hidden = None if hidden is None else hidden[self.prompt_lengths.cumsum(0) - 1][repeated]
 
-    def _sample(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The next token of every cached sequence and its log-prob, on every stage."""
         sampling = self.sampling
         drawn = torch.zeros(2, len(self.rows), dtype=torch.float64, device=self.rows.device)
@@ -237,7 +299,7 @@ class Wave:
             noise = None
             if sampling.temperature > 0:
                 keys, indices = self.keys[self.rows], self.indices[self.rows]
-                places = torch.full_like(indices, step)
+                places = torch.full_like(indices, self.step)
                 noise = gumbel_noise(sampling.seed, self.version, keys, indices, places, logits.shape[-1])
             tokens, logprobs = sample_tokens(
                 logits, noise, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
@@ -246,10 +308,10 @@ class Wave:
         self.policy.topology.from_last_stage(drawn)
         return drawn[0].long(), drawn[1].float()
 
-    def _record(self, step: int, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+    def _record(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Notes what the living sequences got, and which of them end with it."""
         now, stop = self.rows[self.alive], torch.tensor(self.sampling.stop_ids, device=tokens.device)
-        self.tokens[now, step], self.logprobs[now, step] = tokens[self.alive], logprobs[self.alive]
+        self.tokens[now, self.step], self.logprobs[now, self.step] = tokens[self.alive], logprobs[self.alive]
         self.counts[now] += 1
         self.stopped[now] = torch.isin(tokens[self.alive], stop)
         self.alive &= ~self.stopped[self.rows] & (self.counts[self.rows] < self.limits[self.rows])

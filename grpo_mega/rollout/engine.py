@@ -12,10 +12,11 @@ from typing import Protocol
 
 import torch
 
+from grpo_mega.rollout.pool import Wanted
 from grpo_mega.types import Prompt, Sample
 
-STEPS_BETWEEN_QUESTIONS = 16
-"""An engine asks whether it is interrupted at least every so many decode steps."""
+STEPS_PER_POLL = 16
+"""A poll of the embedded engine draws at most this many tokens of each sequence."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,27 @@ class SamplingParams:
         return replace(self, temperature=0.0, top_p=1.0, top_k=0)
 
 
+def by_prompt(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
+    """Cuts samples that follow each other, as those of one prompt do, into groups of one prompt each."""
+    groups: list[list[Wanted]] = []
+    for prompt, index in wanted:
+        if not groups or groups[-1][-1][0] is not prompt or groups[-1][-1][1] >= index:
+            groups.append([])
+        groups[-1].append((prompt, index))
+    return groups
+
+
 def without_stop(tokens: Sequence[int], reason: str) -> Sequence[int]:
     """A completion's tokens but for the stop token it ended with, if that is why it ended."""
     return tokens[:-1] if reason == "stop" else tokens
 
 
 class Engine(Protocol):
-    """Generates completions with the policy; every rank must make every call but `abort`.
+    """Generates completions with the policy, and hands them out one by one.
 
-    All methods raise `contract.EngineError` when what is asked is not legal now, and then nothing has changed.
+    Every rank makes the same calls in the same order, with the same arguments but where a docstring says otherwise;
+    only `abort` is for one rank alone. All methods raise `contract.EngineError` when what is asked is not legal now,
+    and then nothing has changed.
     """
 
     @property
@@ -64,6 +77,48 @@ class Engine(Protocol):
         """Policy version of the weights that the engine has; None when they were not pushed, or are gone."""
         ...
 
+    @property
+    def busy(self) -> bool:
+        """Whether samples are under way: they were submitted, and not handed out or dropped; on all ranks alike."""
+        ...
+
+    def submit(self, wanted: Sequence[Wanted], sampling: SamplingParams, version: int) -> None:
+        """These samples are under way from now on; also while others are.
+
+        Args:
+            wanted: (prompt, which of the prompt's samples it is); samples of one prompt follow each other.
+            sampling: How to sample.
+            version: Policy version, which must be that of the weights; part of the noise key, and written into the
+                samples.
+        """
+        ...
+
+    def poll(self, interrupted: bool = False) -> list[Sample]:
+        """Samples that are finished by now, each exactly once, in the order of submission; the same on every rank.
+
+        Generation goes on for a while meanwhile: `STEPS_PER_POLL` decode steps, or part of a second. An engine with
+        processes of its own generates between two polls as well. Until no sample is under way every rank polls, equally
+        often; a rank that does not keeps the others waiting.
+
+        Args:
+            interrupted: Whether this rank wants all that is under way to be given up; ranks may differ.
+
+        Raises:
+            Interrupted: On every rank, when one was interrupted.
+            EngineRestarted: An engine was lost; see there.
+            EngineError: Nothing is under way, or an engine failed.
+
+        Whatever it raises, all that was under way is dropped; what was handed out before is not affected.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Ends all that is under way: the next polls hand it out with the tokens there are and the reason "abort".
+
+        For one rank alone, from any thread; the samples of all ranks end. Does nothing when nothing is under way.
+        """
+        ...
+
     def generate(
         self,
         prompts: list[Prompt],
@@ -72,21 +127,7 @@ class Engine(Protocol):
         version: int,
         interrupted: Callable[[], bool] | None = None,
     ) -> list[Sample]:
-        """`group_size` samples of every prompt, prompt by prompt; the same list on every rank.
-
-        Args:
-            prompts: The same on every rank.
-            group_size: Samples per prompt.
-            sampling: How to sample.
-            version: Policy version, which must be that of the weights; part of the noise key, and written into the
-                samples.
-            interrupted: Whether this rank wants generation to be given up; ranks may differ. None, on all ranks or on
-                none, when nobody will. Sequences that decode together with one of such a rank are given up within
-                `STEPS_BETWEEN_QUESTIONS` decode steps, others may be finished first.
-
-        Raises:
-            Interrupted: Sequences were given up. Raised on every rank; the engine is ready for the next call.
-        """
+        """`group_size` samples of every prompt, prompt by prompt; see `producer.generate`."""
         ...
 
     def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
@@ -123,13 +164,6 @@ class Engine(Protocol):
 
     def resume(self, tags: Collection[str]) -> None:
         """Takes released memory again."""
-        ...
-
-    def abort(self) -> None:
-        """Ends the generation in progress, if there is one: what is unfinished comes back with the reason "abort".
-
-        For one rank alone, from `interrupted` or another thread; the sequences that decode together with its own end.
-        """
         ...
 
     def pids(self) -> list[int]:

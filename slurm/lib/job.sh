@@ -82,7 +82,8 @@ number() {
 
 newest_checkpoint() {
     local found
-    found=$(find "$RUN/checkpoints" -maxdepth 1 -name 'step-*' -printf '%f\n' 2>/dev/null | sort | tail -n 1)
+    found=$(find "$RUN/checkpoints" -maxdepth 1 -name '*step-*' ! -name '.*' -printf '%f\n' 2>/dev/null |
+        LC_ALL=C sort | tail -n 1) # numbers of earlier stages sort before the last stage's "step"
     echo "$found"
 }
 

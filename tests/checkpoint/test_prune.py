@@ -57,3 +57,21 @@ def test_a_checkpoint_within_a_step_stays_while_it_is_the_newest(tmp_path, prese
         (tmp_path / f"step-0000{other}").mkdir()
     prune(tmp_path / f"step-0000{newest}", keep, keep_every)
     assert {path.name for path in tmp_path.iterdir()} == {f"step-0000{other}" for other in kept}
+
+
+@pytest.mark.parametrize(
+    ("newest", "kept"),
+    [
+        ("step-000002", ["step-000002"]),
+        ("2-sft-step-000030", ["2-sft-step-000020", "2-sft-step-000030"]),
+        ("1-pretrain-step-000200", ["1-pretrain-step-000200"]),
+    ],
+)
+def test_checkpoints_of_earlier_stages_have_served_and_those_of_later_ones_were_fallen_back_from(
+    tmp_path: Path, newest: str, kept: list[str]
+) -> None:
+    for name in ("1-pretrain-step-000200", "2-sft-step-000020", "2-sft-step-000030", "step-000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).write_text("{}")
+    prune(tmp_path / newest, keep=2, keep_every=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept

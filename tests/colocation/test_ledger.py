@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.colocation.ledger import Ledger, MemoryNotReturned, device_memory, meter, resident_memory
+from grpo_mega.colocation.ledger import REMEMBERED, Ledger, MemoryNotReturned, device_memory, meter, resident_memory
 
 MIB = 2**20
 # Each piece lies in a mapping of its own, which goes back to the system at once; the rest of the process is far smaller
@@ -209,13 +209,14 @@ def test_a_holder_that_the_driver_does_not_list_is_reported_once(caplog: pytest.
 
 
 def test_the_table_shows_every_holder_and_forgets_old_phases() -> None:
-    readings = iter([{"a": 3 * MIB}, {"a": 5 * MIB}, {"a": 0, "engine": 2000 * MIB}])
-    ledger = Ledger(lambda: next(readings), remembered=2)
-    for phase in ("first", "second", "a long third"):
+    later = REMEMBERED - 1
+    readings = iter([{"a": 3 * MIB}, *[{"a": 5 * MIB}] * later, {"a": 0, "engine": 2000 * MIB}])
+    ledger = Ledger(lambda: next(readings))
+    for phase in ("first", *["second"] * later, "a long third"):
         ledger.mark(phase)
     assert ledger.table().splitlines() == [
         "MiB             a   engine",
-        "second        5.0        -",
+        *["second        5.0        -"] * later,
         "a long third  0.0  2,000.0",
     ]
 

@@ -218,6 +218,7 @@ def check_nothing_is_released_or_pushed_while_generating(bench: Bench) -> None:
         refused(lambda: bench.engine.release(["kv_cache"]), "generating", "abort")
         refused(bench.engine.begin_update, "generating")
         refused(lambda: bench.samples(sampling()), "generating")
+        refused(lambda: bench.engine.scores([1, 2]), "generating")
         calls.append(True)
         return False
 
@@ -229,6 +230,75 @@ def check_nothing_is_released_or_pushed_while_generating(bench: Bench) -> None:
 def check_an_interruption_is_raised_and_leaves_a_sound_engine(bench: Bench) -> None:
     with pytest.raises(Interrupted):
         bench.samples(sampling(max_new_tokens=LONG, stop_ids=()), interrupted=lambda: True)
+    check_samples_are_complete_and_in_order(bench)
+
+
+def wanted(bench: Bench, times: int = 1) -> list[tuple[Prompt, int]]:
+    return [(prompt, index) for prompt in bench.prompts * times for index in range(3)]
+
+
+def polled(bench: Bench) -> list[list]:
+    """What each poll brings until nothing is under way; the same on every rank, in the order of submission."""
+    polls = []
+    while bench.engine.busy:
+        polls.append(bench.engine.poll())
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [[replace(s, experts=None) for s in poll] for poll in polls])
+    assert all(polls == everyone[0] for polls in everyone)
+    return polls
+
+
+def check_samples_are_handed_out_as_they_finish_each_once(bench: Bench) -> None:
+    """Short ones before long ones are done; all in all, those that `generate` brings."""
+    how = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5)).greedy()
+    assert not bench.engine.busy
+    bench.engine.submit(wanted(bench, MUCH), how, bench.version)
+    assert bench.engine.busy
+    polls = polled(bench)
+    assert sum(map(bool, polls)) > 1, "all came at once"
+    found = sorted((s.prompt.id, s.index, s.token_ids) for poll in polls for s in poll)
+    assert found == sorted((s.prompt.id, s.index, s.token_ids) for s in bench.samples(how, MUCH))
+    refused(bench.engine.poll, "no sample is under way")
+
+
+def check_more_is_submitted_while_samples_are_under_way(bench: Bench) -> None:
+    """Also some of a prompt's samples only; each is sampled as it was asked for."""
+    long, short = sampling(max_new_tokens=LONG, stop_ids=()), sampling(max_new_tokens=7, stop_ids=())
+    first, second = wanted(bench, MUCH), wanted(bench)[1:-1]
+    bench.engine.submit(first, long, bench.version)
+    samples = bench.engine.poll()
+    bench.engine.submit(second, short, bench.version)
+    samples += [s for poll in polled(bench) for s in poll]
+    for tokens, of in ((LONG, first), (7, second)):
+        found = sorted((s.prompt.id, s.index) for s in samples if len(s.token_ids) == tokens)
+        assert found == sorted((prompt.id, index) for prompt, index in of)
+    assert len(samples) == len(first) + len(second)
+    assert bench.distance(samples, 1.0) < CLOSE
+
+
+def check_what_follows_an_abort_is_not_aborted(bench: Bench) -> None:
+    """Samples that are submitted after the poll that heard of the abort."""
+    how = sampling(max_new_tokens=LONG, stop_ids=())
+    bench.engine.submit(wanted(bench, MUCH), how, bench.version)
+    samples = bench.engine.poll()
+    bench.engine.abort()
+    samples += bench.engine.poll()
+    bench.engine.submit(wanted(bench), how, bench.version)
+    samples += [s for poll in polled(bench) for s in poll]
+    assert len(samples) == len(bench.prompts) * 3 * (MUCH + 1)
+    assert len([s for s in samples if s.finish_reason == "abort"]) > len(bench.prompts) * 3
+    assert len([s for s in samples if s.finish_reason == "length"]) >= len(bench.prompts) * 3
+    bench.engine.abort()  # nothing is under way
+    check_samples_are_complete_and_in_order(bench)
+
+
+def check_an_interrupted_poll_drops_what_is_under_way(bench: Bench) -> None:
+    bench.engine.submit(wanted(bench, MUCH), sampling(max_new_tokens=LONG, stop_ids=()), bench.version)
+    bench.engine.poll()
+    with pytest.raises(Interrupted):
+        bench.engine.poll(interrupted=dist.get_rank() == dist.get_world_size() - 1)
+    assert not bench.engine.busy
+    refused(bench.engine.poll, "no sample is under way")
     check_samples_are_complete_and_in_order(bench)
 
 

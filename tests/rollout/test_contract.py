@@ -16,7 +16,8 @@ CALLS = st.one_of(
     st.tuples(st.just("push"), st.sampled_from(NAMES)),
     st.tuples(st.just("end"), st.integers(0, 3)),
     st.tuples(st.sampled_from(["release", "resume"]), st.sampled_from(TAGS)),
-    st.tuples(st.just("generate"), st.integers(0, 3)),
+    st.tuples(st.just("submit"), st.integers(0, 3)),
+    st.sampled_from([("poll",), ("scores",)]),
 )
 
 
@@ -37,9 +38,13 @@ def made(engine: Contract, name: str, *arguments) -> bool:
             engine.release([arguments[0]])
         elif name == "resume":
             engine.resume([arguments[0]])
+        elif name == "submit":
+            engine.submit(arguments[0], samples=2)
+        elif name == "poll":
+            engine.poll()
+            engine.hand_out(1)
         else:
-            with engine.generating(arguments[0]):
-                pass
+            engine.scores()
     except EngineError:
         return False
     return True
@@ -47,7 +52,9 @@ def made(engine: Contract, name: str, *arguments) -> bool:
 
 @given(st.lists(CALLS, max_size=40))
 def test_generation_needs_memory_and_whole_weights_of_that_version(calls: list[tuple]) -> None:
+    """And while samples are under way there are only more of them, and polls."""
     engine = contract()
+    under_way = 0
     out: set[str] = set()
     pushed: set[str] | None = None
     version: int | None = None
@@ -56,7 +63,7 @@ def test_generation_needs_memory_and_whole_weights_of_that_version(calls: list[t
         legal = made(engine, name, *arguments)
         argument = arguments[0] if arguments else None
         if name == "begin":
-            assert legal == (pushed is None and "weights" not in out)
+            assert legal == (not under_way and pushed is None and "weights" not in out)
             pushed, version = (set(), None) if legal else (pushed, version)
         elif name == "push":
             assert legal == (pushed is not None and argument not in pushed)
@@ -67,24 +74,32 @@ def test_generation_needs_memory_and_whole_weights_of_that_version(calls: list[t
             if legal:
                 pushed, version, newest = None, argument, argument
         elif name == "release":
-            assert legal == (argument not in out and pushed is None)
+            assert legal == (not under_way and argument not in out and pushed is None)
             out |= {argument} if legal else set()
             version = None if legal and argument == "weights" else version
         elif name == "resume":
             assert legal == (argument in out)
             out -= {argument}
-        else:
+        elif name == "submit":
             assert legal == (not out and pushed is None and version == argument)
+            under_way += 2 * legal
+        elif name == "poll":
+            assert legal == (under_way > 0)
+            under_way -= legal
+        else:
+            assert legal == (not under_way and not out and pushed is None and version is not None)
         assert engine.version == version
+        assert engine.busy == (under_way > 0)
 
 
 def test_an_engine_that_has_weights_generates_before_the_first_push() -> None:
     engine = contract(has_weights=True)
-    assert made(engine, "generate", 5)
+    assert made(engine, "submit", 5)
     assert engine.version is None
+    engine.drop()
     engine.release(["weights"])
     engine.resume(["weights"])
-    assert not made(engine, "generate", 5)
+    assert not made(engine, "submit", 5)
 
 
 def test_a_bucket_is_refused_as_a_whole() -> None:
@@ -97,10 +112,11 @@ def test_a_bucket_is_refused_as_a_whole() -> None:
 
 
 def test_an_engine_that_starts_anew_has_no_weights_and_no_session() -> None:
-    engine = contract()
-    engine.begin_update()
+    engine = contract(has_weights=True)
+    engine.submit(0, samples=2)
     engine.start_anew(["kv_cache"])
+    assert not engine.busy
     assert engine.released == {"kv_cache"}
     assert not made(engine, "push", "a.weight")
     engine.resume(["kv_cache"])
-    assert not made(engine, "generate", 0)
+    assert not made(engine, "submit", 0)

@@ -38,7 +38,7 @@ def check_a_lost_engine_is_started_anew_and_goes_on(bench: Bench) -> None:
     old = scheduler(bench)
 
     def kill() -> bool:
-        if bench.engine._share.finished and old.is_running():
+        if bench.engine._contract.under_way < len(prompts) * 3 and old.is_running():
             old.send_signal(signal.SIGKILL)
         return False
 
@@ -130,7 +130,7 @@ def check_an_engine_that_generates_nothing_is_lost(bench: Bench) -> None:
     engine._config.silence_seconds, before = round(limit(3.0)), engine._config.silence_seconds
 
     def suspend() -> bool:
-        if engine._share.finished and old.is_running():
+        if engine._contract.under_way < len(prompts) * 3 and old.is_running():
             old.send_signal(signal.SIGSTOP)
         return False
 

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from train_jobs import SMALL, Job, contents, half_written, numbers, rewarded_by, saved, without_seconds
 from train_rewards import HOLD
 
-from grpo_mega.rollout.engine import STEPS_BETWEEN_QUESTIONS
+from grpo_mega.rollout.engine import STEPS_PER_POLL
 
 pytestmark = pytest.mark.long
 
@@ -151,20 +151,14 @@ def test_what_is_left_of_a_step_is_continued_by_another_number_of_processes(shar
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "in_lock_step"),
-    [
-        ("sharing", "ep2", {0, 1}),
-        ("replicas", "dp2_pp2", {1, 3}),
-        ("replicas", "ep2_pp2", {0, 1, 2, 3}),
-        ("replicas", "tp2_dp2_ep4", {0, 1, 2, 3}),
-    ],
+    ("ranks", "layout"),
+    [("sharing", "ep2"), ("replicas", "dp2_pp2"), ("replicas", "ep2_pp2"), ("replicas", "tp2_dp2_ep4")],
 )
-def test_who_decodes_in_lock_step_gives_up_together_and_the_others_finish(request, ranks, layout, in_lock_step):
+def test_all_ranks_give_up_at_the_next_poll_whoever_was_asked(request, ranks, layout):
     found = request.getfixturevalue(ranks).engines[layout]
-    for rank, (given_up, passes, in_peace) in enumerate(found["ranks"]):
-        assert given_up, "on every rank, whoever was asked"
-        assert in_peace > 1 + STEPS_BETWEEN_QUESTIONS
-        assert passes == (1 + STEPS_BETWEEN_QUESTIONS if rank in in_lock_step else in_peace)
+    for given_up, passes, in_peace in found["ranks"]:
+        assert given_up
+        assert in_peace > passes == 1 + STEPS_PER_POLL
     assert found["same"], "the next generation is not disturbed"
 
 

@@ -55,7 +55,7 @@ def sglang_problems(config: Config) -> Iterator[str]:
             "rollout.sglang.arguments.moe_a2a_backend makes an engine take more of a GPU that it shares than is "
             "planned for; give rollout.sglang.arguments.mem_fraction_static, too"
         )
-    yield from _gpus_of_its_own(sglang)
+    yield from _gpus_of_their_own(sglang)
     for name, limit in vars(sglang.timeouts).items():
         if name in _lasting(sglang) and name.startswith("engine_") and limit <= sglang.answer_seconds:
             yield (
@@ -65,7 +65,7 @@ def sglang_problems(config: Config) -> Iterator[str]:
             )
 
 
-def _gpus_of_its_own(sglang: SGLangConfig) -> Iterator[str]:
+def _gpus_of_their_own(sglang: SGLangConfig) -> Iterator[str]:
     """Trainer and engines that take no turns on a GPU keep their memory."""
     if sglang.first_gpu is None:
         return

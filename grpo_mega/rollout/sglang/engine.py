@@ -26,9 +26,12 @@ import torch.distributed as dist
 
 from grpo_mega.config.schema import Config
 from grpo_mega.platform import Platform
+from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.completions import Completion, check, from_all_ranks, routed
 from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted
-from grpo_mega.rollout.engine import SamplingParams, without_stop
+from grpo_mega.rollout.engine import SamplingParams, by_prompt, without_stop
+from grpo_mega.rollout.pool import Pool, Wanted
+from grpo_mega.rollout.producer import generate
 from grpo_mega.rollout.sampling import prompt_key
 from grpo_mega.rollout.sglang.arguments import (
     attention_copies,
@@ -43,7 +46,7 @@ from grpo_mega.rollout.sglang.arguments import (
     take_turns,
     write_model,
 )
-from grpo_mega.rollout.sglang.generation import Generation, Share, run_together
+from grpo_mega.rollout.sglang.generation import Generation
 from grpo_mega.rollout.sglang.memory import mem_fraction_static
 from grpo_mega.rollout.sglang.process import EngineLost, EngineProcess
 from grpo_mega.rollout.sglang.transport import Bucket, Disk, Network, Shared, Transport
@@ -54,8 +57,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-SECONDS_BETWEEN_QUESTIONS = 0.25
-"""How often the ranks ask each other, while their engines generate, whether to go on."""
+SECONDS_PER_POLL = 0.25
+"""How long a poll waits for samples, at most."""
 FOREVER = timedelta(days=7)
 """Of collectives that wait for engines, whose own limits are in `rollout.sglang`."""
 
@@ -105,8 +108,11 @@ class SGLangEngine:
         self._pids: list[int] = []
         self._restarts = 0
         self._at_rest = TAGS if take_turns(config.rollout.sglang, platform) else ()
-        self._share = Share()
-        self._aborted = False
+        self._submitted = self._prompts = 0
+        self._under_way: dict[int, tuple[Prompt, int, int]] = {}  # number -> prompt, index, version
+        self._generation: Generation | None = None  # while samples are under way
+        self._aborted = self._failing = False
+        self._kept: tuple[Any, Pool] | None = None  # what `generate` was asked for, and what it had, when it was lost
         self._start_engines(mine=True)
 
     @property
@@ -117,6 +123,54 @@ class SGLangEngine:
     def pids(self) -> list[int]:
         """The processes of its engine on this node."""
         return [*self._pids]
+
+    @property
+    def busy(self) -> bool:
+        """Whether samples are under way."""
+        return self._contract.busy
+
+    def submit(self, wanted: Sequence[Wanted], sampling: SamplingParams, version: int) -> None:
+        """Has the engines generate these samples, prompt by prompt in turn; see `Engine`."""
+        idle = not self.busy
+        self._contract.submit(version, len(wanted))
+        if idle:
+            self._aborted, self._failing, self._prompts = False, False, 0
+            limits = self._config.silence_seconds, self._config.answer_seconds
+            self._generation = Generation(self._process, self._completion, *limits)
+        requests: dict[int, dict[str, Any]] = {}
+        for group in by_prompt(wanted):
+            mine = self._owner and self._prompts % self._engines == self._number
+            for prompt, index in group:
+                self._under_way[self._submitted] = (prompt, index, version)
+                if mine:
+                    requests[self._submitted] = self._request(prompt, index, sampling, version)
+                self._submitted += 1
+            self._prompts += 1
+        if self._generation and not self._failing:  # else they are dropped when the failure is raised
+            self._generation.send(requests)
+
+    def poll(self, interrupted: bool = False) -> list[Sample]:
+        """Waits a moment for the engines, and brings what has arrived at any rank to all of them; see `Engine`.
+
+        Raises:
+            Interrupted: `interrupted` held on some rank; all requests were aborted.
+            EngineRestarted: An engine was lost. Raised when the others have finished what they were sent.
+            EngineError: It was lost too often, or failed otherwise.
+        """
+        self._contract.poll()
+        try:
+            finished = self._finished(interrupted)
+        except BaseException:
+            self._under_way.clear()
+            self._contract.drop()
+            raise
+        samples = [_sample(*self._under_way.pop(number), finished[number]) for number in sorted(finished)]
+        self._contract.hand_out(len(samples))
+        return samples
+
+    def abort(self) -> None:
+        """Ends all that is under way, at the next poll; see `Engine`."""
+        self._aborted = True
 
     def generate(
         self,
@@ -133,38 +187,21 @@ class SGLangEngine:
             EngineRestarted: An engine was lost; push, and ask for the same again. What was finished is kept.
             EngineError: It was lost too often, or failed otherwise.
         """
-        with self._contract.generating(version):
-            self._aborted = False
-            share = self._share_of(prompts, group_size, sampling, version)
-            generation = Generation(
-                self._process,
-                share,
-                lambda place: self._request(prompts[place // group_size], place % group_size, sampling, version),
-                lambda place, *said: self._completion(prompts[place // group_size], *said),
-                self._config.silence_seconds,
-                self._config.answer_seconds,
-            )
-            run_together(
-                generation,
-                self._any_rank,
-                interrupted,
-                lambda: self._aborted,
-                SECONDS_BETWEEN_QUESTIONS,
-            )
-        self._gathered(None, generation.failure)
-        finished = from_all_ranks(share.finished, self._everyone)
-        self._share = Share()
-        return [
-            _sample(prompt, index, version, finished[number * group_size + index])
-            for number, prompt in enumerate(prompts)
-            for index in range(group_size)
-        ]
+        asked = ([prompt.id for prompt in prompts], group_size, sampling, version)
+        pool = self._kept[1] if self._kept and self._kept[0] == asked else Pool(group_size, prompts)
+        try:
+            samples = generate(self, pool, sampling, version, interrupted)
+        except EngineRestarted:
+            self._kept = (asked, pool)
+            raise
+        self._kept = None
+        return samples
 
     def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-prob of every token but the first, as each of the engines, and each rank of its attention, sees it."""
         copies = attention_copies(self._config)
-        with self._contract.generating(version=None):
-            found = self._on_owners(lambda: self._ask("score", token_ids=[*token_ids], copies=copies))
+        self._contract.scores()
+        found = self._on_owners(lambda: self._ask("score", token_ids=[*token_ids], copies=copies))
         return {
             f"engine {number}" + (f" (attention rank {copy})" if copies > 1 else ""): logprobs
             for number, of_engine in enumerate(of_engine for of_engine in found if of_engine is not None)
@@ -204,10 +241,6 @@ class SGLangEngine:
         self._contract.resume(tags)
         self._on_owners(lambda: self._ask("resume", tags=[*tags]))
 
-    def abort(self) -> None:
-        """Ends the generation in progress; see `Engine`."""
-        self._aborted = True
-
     def close(self) -> None:
         """Ends what this rank hosts; ranks may call it whenever they like."""
         self._transport.close()
@@ -215,6 +248,35 @@ class SGLangEngine:
             self._process.end()
             self._process = None
         self._pids = []
+
+    def _finished(self, interrupted: bool) -> dict[int, Completion]:
+        """What has arrived at any rank, once this rank has waited a moment for its engine; number -> completion."""
+        assert self._generation, "samples are under way"
+        generation, aborted = self._generation, self._aborted
+        if aborted:
+            self._aborted = False
+        generation.listen(SECONDS_PER_POLL)
+        given_up, ended, arrived, at_work, self._failing = self._any_rank(
+            [
+                interrupted,
+                aborted or generation.refused,
+                bool(generation.finished),
+                generation.at_work,
+                generation.failure is not None,
+            ]
+        )
+        if given_up or ended:
+            generation.abort()
+        if given_up:
+            while self._any_rank([generation.at_work])[0]:
+                generation.listen(SECONDS_PER_POLL)
+            raise Interrupted
+        if self._failing and not (arrived or at_work):
+            self._gathered(None, generation.failure)
+        if not arrived:
+            return {}
+        mine, generation.finished = generation.finished, {}
+        return from_all_ranks(mine, self._everyone)
 
     def _way(self, config: Config, vocab_size: int, place: int) -> Transport:
         """Of the weights to the engine of this group, from its rank at `place`."""
@@ -354,14 +416,6 @@ class SGLangEngine:
         self._start_engines(mine=any(failures[rank] for rank in self._groups[self._number]))
         raise EngineRestarted(message)
 
-    def _share_of(self, prompts: list[Prompt], group_size: int, sampling: SamplingParams, version: int) -> Share:
-        """This rank's share, with what is finished of it when the same was asked for before."""
-        asked = ([p.id for p in prompts], group_size, sampling, version)
-        if self._share.of != asked:
-            mine = [i for i in range(len(prompts)) if i % self._engines == self._number] if self._owner else []
-            self._share = Share(asked, [i * group_size + sample for i in mine for sample in range(group_size)])
-        return self._share
-
     def _request(self, prompt: Prompt, index: int, sampling: SamplingParams, version: int) -> dict[str, Any]:
         """SGLang's arguments for one sample."""
         parameters = {
@@ -377,9 +431,9 @@ class SGLangEngine:
         return {"input_ids": [*prompt.token_ids], "sampling_params": parameters, **experts}
 
     def _completion(
-        self, prompt: Prompt, token_ids: list[int], logprobs: list[float], reason: str, experts: np.ndarray | None
+        self, number: int, token_ids: list[int], logprobs: list[float], reason: str, experts: np.ndarray | None
     ) -> Completion:
-        """What SGLang says of a sample, checked.
+        """What SGLang says of the sample of this number, checked.
 
         Raises:
             EngineError: It cannot be trained on.
@@ -388,6 +442,7 @@ class SGLangEngine:
         text, chosen = self._decode(without_stop(token_ids, reason)), None
         unknown = reason == "abort" and experts is None  # it had been given up, and waited to be computed anew
         if self._config.routing_replay and token_ids and not unknown:
+            prompt, *_ = self._under_way[number]
             chosen = routed(experts, len(prompt.token_ids) + len(token_ids) - 1, self._run.model)
         return Completion(tuple(token_ids), tuple(logprobs), reason, text, chosen)
 

@@ -1,4 +1,4 @@
-"""One engine's part of a generation: what it is to do, what has arrived, whether it goes on.
+"""One rank's part of what engines generate: what its engine was sent, what has arrived, whether it is at work.
 
 All times and errors stay with the engine that they happen to; `engine.py` brings the ranks together.
 """
@@ -6,41 +6,19 @@ All times and errors stay with the engine that they happen to; `engine.py` bring
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.completions import Completion
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.sglang.process import EngineProcess
 
 
-@dataclass
-class Share:
-    """What one engine is to generate, and what it has finished; outlives an engine that is lost on the way.
-
-    Attributes:
-        of: What was asked for; another call has nothing to gain from what is finished.
-        wanted: Places in the list of samples.
-        finished: Place -> completion.
-    """
-
-    of: Any = None
-    wanted: list[int] = field(default_factory=list)
-    finished: dict[int, Completion] = field(default_factory=dict)
-
-    @property
-    def unfinished(self) -> list[int]:
-        """The places that are still to do."""
-        return [place for place in self.wanted if place not in self.finished]
-
-
 class Generation:
-    """An engine at work on its share.
+    """What one engine has under way, from the first sample until nothing is left.
 
     Attributes:
-        busy: Whether there is something to wait for.
+        finished: Number of the sample -> completion, of those that have arrived and were not handed out.
         failure: What went wrong, when something did.
         refused: Whether the engine answered, and not with what can be used: nothing that is still to come will help.
     """
@@ -48,102 +26,84 @@ class Generation:
     def __init__(
         self,
         process: EngineProcess | None,
-        share: Share,
-        request: Callable[[int], dict[str, Any]],
         completion: Callable[..., Completion],
         silence_seconds: float,
         abort_seconds: float,
     ) -> None:
-        """Sends the requests.
+        """Nothing is under way.
 
         Args:
             process: The engine; None on a rank that owns none.
-            share: What it is to do.
-            request: SGLang's arguments for the sample at a place.
-            completion: Makes one of a place and what the engine says: token ids, log-probs, reason, experts.
+            completion: Makes one of a sample's number and what the engine says: token ids, log-probs, reason, experts.
             silence_seconds: Longest time without a sign of life: tokens, or a finished sample.
             abort_seconds: The same once it was aborted.
         """
-        self._process, self._share, self._completion = process, share, completion
-        self._places = share.unfinished
-        self._limit, self._abort_seconds = silence_seconds, abort_seconds
+        self._process, self._completion = process, completion
+        self._silence_seconds, self._abort_seconds = silence_seconds, abort_seconds
+        self._requests: set[int] = set()  # that the engine has not answered
+        self._due: set[int] = set()  # samples that have not arrived
         self._aborted = self.refused = False
-        self.busy = bool(process and self._places)
-        self.failure: EngineError | None = None
         self._heard = time.monotonic()
-        if self.busy:
-            self._try(lambda p: p.tell("generate", requests=[request(place) for place in self._places]))
+        self.finished: dict[int, Completion] = {}
+        self.failure: EngineError | None = None
 
-    def go_on(self, seconds: float) -> None:
+    @property
+    def at_work(self) -> bool:
+        """Whether there is something to wait for."""
+        return bool(self._requests)
+
+    def send(self, samples: Mapping[int, dict[str, Any]]) -> None:
+        """Has the engine generate these samples as well: number -> SGLang's arguments."""
+        if samples and not self.failure:
+            if not self.at_work:
+                self._heard = time.monotonic()
+            self._aborted = False  # the engine takes these when those have ended
+            self._due.update(samples)
+            self._try(lambda process: self._requests.add(process.tell("generate", samples=dict(samples))))
+
+    def listen(self, seconds: float) -> None:
         """Takes what arrives within about `seconds`, or until the engine is done."""
         until = time.monotonic() + seconds
-        while self.busy and (left := until - time.monotonic()) > 0:
-            self._try(lambda p: self._take(p.hear(left)))
+        while self.at_work and (left := until - time.monotonic()) > 0:
+            self._try(lambda process: self._take(process, process.hear(left)))
 
     def abort(self) -> None:
-        """Asks the engine to hand out what it has; `go_on` takes it."""
-        if self.busy and not self._aborted:
-            self._aborted, self._limit, self._heard = True, self._abort_seconds, time.monotonic()
-            self._try(lambda p: p.tell("abort"))
+        """Asks the engine to hand out what it has; `listen` takes it."""
+        if self.at_work and not self._aborted:
+            self._aborted, self._heard = True, time.monotonic()
+            self._try(lambda process: process.tell("abort"))
 
-    def _take(self, message: tuple[Any, ...] | None) -> None:
+    def _take(self, process: EngineProcess, message: tuple[Any, ...] | None) -> None:
         if message is None:
-            self._check_silence()
+            limit = self._abort_seconds if self._aborted else self._silence_seconds
+            if time.monotonic() - self._heard > limit:
+                raise process.lost(f"generated nothing within {limit:g} s")
             return
         self._heard = time.monotonic()
-        if message[0] == "answer":
-            self.busy = False
-        elif message[0] == "sample":
-            _, number, *said = message
-            place = self._places[number]
+        kind, *rest = message
+        if kind == "sample":
+            number, *said = rest
+            self._due.discard(number)
             try:
-                self._share.finished[place] = self._completion(place, *said)
+                self.finished[number] = self._completion(number, *said)
             except EngineError as error:  # the engine itself is sound: what it is doing has to end
-                self.failure, self.refused = self.failure or error, True
-                self.abort()
+                self._refuse(error)
+        elif kind == "answer":
+            self._requests.discard(rest[0])
+            if self._due and not self._requests:
+                self._refuse(process.refusal(f"generate: {len(self._due)} samples never came"))
+        elif kind == "error":
+            self._requests.discard(rest[0])
+            self._refuse(process.refusal(rest[1]))
 
-    def _check_silence(self) -> None:
-        assert self._process
-        if time.monotonic() - self._heard > self._limit:
-            raise self._process.lost(f"generated nothing within {self._limit:g} s")
+    def _refuse(self, error: EngineError) -> None:
+        self.failure, self.refused = self.failure or error, True
+        self.abort()
 
-    def _try(self, work: Callable[[EngineProcess], None]) -> None:
-        assert self._process
+    def _try(self, work: Callable[[EngineProcess], object]) -> None:
+        assert self._process, "only engines are sent something"
         try:
             work(self._process)
-        except EngineError as error:
-            self.failure, self.busy = error, False
-
-
-def run_together(
-    generation: Generation,
-    any_rank: Callable[[Sequence[bool]], list[bool]],
-    interrupted: Callable[[], bool] | None,
-    aborted: Callable[[], bool],
-    seconds: float,
-) -> None:
-    """Goes on until the engines of all ranks are done; every rank must call it.
-
-    Args:
-        generation: This rank's part.
-        any_rank: Which of (busy, interrupted, aborted) hold on any rank.
-        interrupted: Whether this rank wants generation to be given up.
-        aborted: Whether it wants to have what there is.
-        seconds: How often the ranks ask each other.
-
-    Raises:
-        Interrupted: On every rank, when one was interrupted before all engines were done; all of them have stopped.
-    """
-    given_up = False
-    while True:
-        generation.go_on(seconds)
-        busy, stop, early = any_rank(
-            [generation.busy, bool(interrupted and interrupted()), aborted() or generation.refused]
-        )
-        given_up |= busy and stop
-        if stop or early:
-            generation.abort()
-        if not busy:
-            break
-    if given_up:
-        raise Interrupted
+        except EngineError as error:  # it was lost
+            self.failure = self.failure or error
+            self._requests.clear()

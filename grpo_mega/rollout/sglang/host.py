@@ -2,9 +2,10 @@
 
     python -m grpo_mega.rollout.sglang.host FILE_DESCRIPTOR
 
-Reads requests (method, arguments) from the connection and answers each with ("answer", value) or ("error", text). While
-it generates, ("sample", ...) comes for every finished sample and ("alive",) when there are new tokens, and "abort" is
-heard. The first message holds the server arguments. Nothing of the trainer is imported here.
+Reads requests (request's number, method, arguments) from the connection and answers each but "abort", with ("answer",
+request's number, value) or ("error", request's number, text). While it generates, ("sample", ...) comes for every
+finished sample and ("alive",) when there are new tokens, and it hears only "abort" and further "generate". The first
+request holds the server arguments. Nothing of the trainer is imported here.
 
 Releases of SGLang from 0.5.6 on are served; docs/STATUS.md says which were tried. From 0.5.21 on weights are pushed
 between `begin_weight_update` and `end_weight_update`, before that there are no such methods.
@@ -28,6 +29,7 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -54,10 +56,30 @@ class Refused(Exception):
     """What was asked cannot be done; the engine is as it was."""
 
 
+class Outbox:
+    """Sends messages in a thread: the engine goes on while the trainer does not listen, or is itself sending."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._messages: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        threading.Thread(target=self._send_all, daemon=True).start()
+
+    def send(self, *message: Any) -> None:
+        """Sends a message after those before it."""
+        self._messages.put(message)
+
+    def _send_all(self) -> None:
+        try:
+            while True:
+                self._connection.send(self._messages.get())
+        finally:  # the trainer is gone
+            os.killpg(0, signal.SIGKILL)
+
+
 class Host:
     """An engine, and what it can be asked for: the public methods are what requests name."""
 
-    def __init__(self, connection: Connection, arguments: dict[str, Any]) -> None:
+    def __init__(self, connection: Connection, outbox: Outbox, arguments: dict[str, Any]) -> None:
         import torch
         from sglang.srt.entrypoints.engine import Engine  # slow, and after the watch over the parent has begun
 
@@ -67,19 +89,23 @@ class Host:
         if arguments.get("nnodes", 1) > 1:
             # Tensors on a CPU travel as file descriptors else, which only relatives can hand on to each other.
             torch.multiprocessing.set_sharing_strategy("file_system")
-        self._connection = connection
+        self._connection, self._outbox = connection, outbox
         self._engine = Engine(**arguments)
         parts = [child for child in _children() if child.name().startswith("sglang::")]
         threading.Thread(target=_end_without, args=(parts,), daemon=True).start()
         self._aborting = self._updating = False
+        self._submissions: set[asyncio.Future[None]] = set()
 
     def facts(self) -> dict[str, Any]:
         """The release of SGLang, and the processes that hold memory."""
         return {"version": version("sglang"), "pids": [os.getpid(), *(child.pid for child in _children())]}
 
-    def generate(self, requests: list[dict[str, Any]]) -> None:
-        """Sends ("sample", number of the request, token ids, log-probs, reason, experts) as each request ends."""
-        self._engine.loop.run_until_complete(self._generate(requests))
+    def generate(self, request: int, samples: dict[int, dict[str, Any]]) -> None:
+        """Sends ("sample", its number, token ids, log-probs, reason, experts) as each ends, then answers the request.
+
+        What is heard meanwhile is part of it: further requests to generate, until one says "abort".
+        """
+        self._engine.loop.run_until_complete(self._generate(request, samples))
 
     def score(self, token_ids: list[int], copies: int) -> list[list[float]]:
         """Log-prob of every token but the first, by each rank of data parallel attention."""
@@ -179,46 +205,65 @@ class Host:
         manager.auto_create_handle_loop()
         return [cache.success for cache in await manager.flush_cache_communicator(FlushCacheReqInput())]
 
-    async def _generate(self, requests: list[dict[str, Any]]) -> None:
+    async def _generate(self, request: int, samples: dict[int, dict[str, Any]]) -> None:
         self._aborting = False
+        self._submit(request, samples)
         aside = [asyncio.ensure_future(self._listen()), asyncio.ensure_future(self._give_signs())]
-        waiting = [asyncio.ensure_future(self._complete(number, request)) for number, request in enumerate(requests)]
         try:
-            tasks: list[asyncio.Future] = [asyncio.gather(*waiting), *aside]
-            for task in (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]:
-                task.result()  # what stands aside ends only when it fails
+            while self._submissions:
+                done, _ = await asyncio.wait([*self._submissions, *aside], return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()  # what stands aside ends only when it fails
+                self._submissions -= done
         finally:
             for task in aside:
                 task.cancel()
             await asyncio.gather(*aside, return_exceptions=True)
-            await self._abort_until(waiting)  # nothing is left to do, but when one of them failed
+            await self._abort_until([*self._submissions])  # there are none, but when what stands aside failed
+            self._submissions.clear()
 
-    async def _complete(self, number: int, request: dict[str, Any]) -> None:
-        found = await self._engine.async_generate(**request, return_logprob=True)
+    def _submit(self, request: int, samples: dict[int, dict[str, Any]]) -> None:
+        self._submissions.add(asyncio.ensure_future(self._answer(request, samples)))
+
+    async def _answer(self, request: int, samples: dict[int, dict[str, Any]]) -> None:
+        """Generates samples; when one fails, nothing that is under way is generated to its end."""
+        tasks = [asyncio.ensure_future(self._complete(number, sample)) for number, sample in samples.items()]
+        try:
+            await asyncio.gather(*tasks)
+            self._outbox.send("answer", request, None)
+        except Exception as error:
+            await self._abort_until(tasks)
+            self._outbox.send("error", request, _reason("generate", error))
+
+    async def _complete(self, number: int, sample: dict[str, Any]) -> None:
+        found = await self._engine.async_generate(**sample, return_logprob=True)
         meta = found["meta_info"]
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and not self._aborting:
-            raise Refused(f"request {number} was not generated: {reason.get('message', reason)}")
+            raise Refused(f"a sample was not generated: {reason.get('message', reason)}")
         logprobs = [logprob for logprob, *_ in meta.get("output_token_logprobs") or ()]
         experts = _experts(meta.get("routed_experts"))
-        self._connection.send(("sample", number, found.get("output_ids", []), logprobs, reason["type"], experts))
+        self._outbox.send("sample", number, found.get("output_ids", []), logprobs, reason["type"], experts)
 
     async def _give_signs(self) -> None:
         """Tells the trainer of every change in when SGLang's scheduler last sent tokens: of any request, every 50."""
         last = None
         while True:
             if (now := self._engine.tokenizer_manager.last_receive_tstamp) != last:
-                self._connection.send(("alive",))
+                self._outbox.send("alive")
                 last = now
             await asyncio.sleep(SECONDS_BETWEEN_SIGNS)
 
     async def _listen(self) -> None:
-        """Waits for "abort", the only request while there is a generation, and obeys until it has ended."""
-        # Not loop.add_reader: uvloop would make reading from the connection fail when nothing is there.
-        while not self._connection.poll():
-            await asyncio.sleep(SECONDS_BETWEEN_POLLS)
-        self._connection.recv()
-        await self._abort_until([asyncio.get_running_loop().create_future()])
+        """Takes further requests to generate; when it hears "abort", no more, but ends all that there are."""
+        while True:
+            # Not loop.add_reader: uvloop would make reading from the connection fail when nothing is there.
+            while not self._connection.poll():
+                await asyncio.sleep(SECONDS_BETWEEN_POLLS)
+            request, method, arguments = self._connection.recv()
+            if method == "abort":
+                await self._abort_until([asyncio.get_running_loop().create_future()])
+            self._submit(request, arguments["samples"])
 
     async def _abort_until(self, waiting: Sequence[asyncio.Future]) -> None:
         """Aborts requests until those that are waited for have ended.
@@ -340,18 +385,24 @@ def _end_without(parts: list[Any]) -> None:
 def serve(connection: Connection) -> None:
     """Answers requests until the connection is closed."""
     host: Host | None = None
+    outbox = Outbox(connection)
     while True:
-        method, arguments = connection.recv()
+        request, method, arguments = connection.recv()
         try:
             if host is None:
-                host = Host(connection, arguments)
-                connection.send(("answer", host.facts()))
+                host = Host(connection, outbox, arguments)
+                outbox.send("answer", request, host.facts())
+            elif method == "generate":
+                host.generate(request, **arguments)
             elif method != "abort":  # it comes too late: the generation has just ended
-                connection.send(("answer", getattr(host, method)(**arguments)))
-        except Refused as error:
-            connection.send(("error", f"{method}: {error}"))
+                outbox.send("answer", request, getattr(host, method)(**arguments))
         except (Exception, SystemExit) as error:
-            connection.send(("error", f"{method}: {type(error).__name__}: {error}"))
+            outbox.send("error", request, _reason(method, error))
+
+
+def _reason(method: str, error: BaseException) -> str:
+    """Why a method failed, for people."""
+    return f"{method}: {error}" if isinstance(error, Refused) else f"{method}: {type(error).__name__}: {error}"
 
 
 def main() -> None:

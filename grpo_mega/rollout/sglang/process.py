@@ -62,7 +62,7 @@ class EngineProcess:
             EngineError: It refused the arguments; nothing is left of it.
             EngineLost: It died or was not up in time.
         """
-        self._name, self._log = name, log
+        self._name, self._log, self._requests = name, log, 0
         self._connection, theirs = Pipe()
         with shielded_children(), log.open("ab") as file, theirs:
             self._process = subprocess.Popen(
@@ -87,31 +87,34 @@ class EngineProcess:
             EngineError: The engine says that it cannot; with its words.
             EngineLost: There is no answer.
         """
-        self.tell(method, **arguments)
+        request = self.tell(method, **arguments)
         until = time.monotonic() + seconds
         while message := self.hear(max(0.0, until - time.monotonic())):
-            if message[0] == "answer":
-                return message[1]
+            if message[:2] == ("error", request):
+                raise self.refusal(message[2])
+            if message[:2] == ("answer", request):
+                return message[2]
         raise self.lost(f"did not answer {method} within {seconds:g} s")
 
-    def tell(self, method: str, **arguments: Any) -> None:
-        """Sends a request whose answer `hear` will bring."""
+    def tell(self, method: str, **arguments: Any) -> int:
+        """Sends a request; its number, which is in the answer that `hear` brings."""
+        self._requests += 1
         try:
-            self._connection.send((method, arguments))
+            self._connection.send((self._requests, method, arguments))
         except OSError as error:
             raise self.lost(f"died before {method}") from error
+        return self._requests
 
     def hear(self, seconds: float) -> tuple[Any, ...] | None:
-        """The next message, None when there is none within `seconds`."""
+        """The engine's next message, see `host.py`; None when there is none within `seconds`."""
         try:
-            if not self._connection.poll(seconds):
-                return None
-            message = self._connection.recv()
+            return self._connection.recv() if self._connection.poll(seconds) else None
         except (EOFError, OSError) as error:
             raise self.lost("died") from error
-        if message[0] == "error":
-            raise EngineError(f"{self._name}: {message[1]}; its log is {self._log}")
-        return message
+
+    def refusal(self, words: str) -> EngineError:
+        """The error that says why the engine cannot do what it was asked for."""
+        return EngineError(f"{self._name}: {words}; its log is {self._log}")
 
     def lost(self, what: str) -> EngineLost:
         """Ends the engine; the error that says so, with the last lines of its log."""
