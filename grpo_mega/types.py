@@ -1,4 +1,4 @@
-"""What flows through one GRPO iteration: Prompt -> Sample -> Group -> Batch.
+"""What flows through one GRPO iteration: Prompt -> Sample -> Score -> Group -> Batch.
 
 Everything here is plain data; the rooms agree on these types and on nothing else. torch is imported where tensors are
 made and not before: processes that only read samples, as those of user rewards do, start without it.
@@ -71,18 +71,31 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Group:
-    """The G samples of one prompt with their rewards.
+class Score:
+    """What a sample is worth.
 
     Attributes:
-        samples: All completions of one prompt.
-        rewards: Total reward of each sample.
-        components: Unweighted reward of each sample per component, for example {"accuracy": (1.0, 0.0)}.
+        total: The reward: sum of weight * term.
+        terms: Unweighted value of every term of the reward, for example {"accuracy": 1.0}.
+        reason: Why, in words, where somebody knows; shown beside the sample.
     """
 
+    total: float
+    terms: dict[str, float]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The G samples of one prompt with their scores, in the same order."""
+
     samples: tuple[Sample, ...]
-    rewards: tuple[float, ...]
-    components: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    scores: tuple[Score, ...]
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Total reward of each sample."""
+        return tuple(score.total for score in self.scores)
 
     @property
     def prompt(self) -> Prompt:

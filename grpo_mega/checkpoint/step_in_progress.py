@@ -6,16 +6,15 @@ The batch is that of all ranks, so the file means the same under every layout.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from grpo_mega.checkpoint import unfinished
 from grpo_mega.checkpoint.integrity import vouched
 from grpo_mega.checkpoint.reading import load_tensors
-from grpo_mega.types import Batch, Group
+from grpo_mega.types import Batch, Group, Prompt, Sample, Score
 
 FILE = "step-in-progress.pt"
 
@@ -56,12 +55,32 @@ def load(checkpoint: Path) -> StepInProgress | None:
 
 def _group_to_json(group: Group) -> dict[str, Any]:
     return {
-        "samples": unfinished.to_json(group.samples),
-        "rewards": group.rewards,
-        "components": group.components,
+        "samples": [_sample_to_json(sample) for sample in group.samples],
+        "scores": [asdict(score) for score in group.scores],
     }
 
 
 def _group_from_json(record: dict[str, Any]) -> Group:
-    components = {name: tuple(values) for name, values in record["components"].items()}
-    return Group(tuple(unfinished.from_json(record["samples"])), tuple(record["rewards"]), components)
+    return Group(
+        tuple(_sample_from_json(sample) for sample in record["samples"]),
+        tuple(Score(**score) for score in record["scores"]),
+    )
+
+
+def _sample_to_json(sample: Sample) -> dict[str, Any]:
+    """Without its experts: the batch has them, and they are a thousand numbers per token."""
+    return asdict(replace(sample, experts=None))
+
+
+def _sample_from_json(record: dict[str, Any]) -> Sample:
+    """Equal in every bit but for its experts."""
+    return Sample(**_tuples(record | {"prompt": Prompt(**_tuples(record["prompt"]))}))
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields with tuples for lists, also within each other: JSON has no tuples."""
+    return {name: _tuple(value) for name, value in fields.items()}
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value

@@ -29,23 +29,45 @@ class PhaseTimer:
         self._step: dict[str, Seconds] = {}
         self._run: dict[str, Seconds] = {}
         self._current: str | None = None
+        self._since = Seconds(0.0, 0.0)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Measures the body as part of `phase`. Phases do not nest, so that they add up to the whole."""
         if self._current is not None:
             raise ValueError(f"phase {phase!r} starts inside phase {self._current!r}: end that one first")
-        self._current = phase
-        if self._on_phase:
-            self._on_phase(phase)
-        wall, cpu = time.perf_counter(), time.process_time()
+        self._begin(phase)
         try:
             yield
         finally:
-            spent = Seconds(time.perf_counter() - wall, time.process_time() - cpu)
-            _add(self._step, phase, spent)
-            _add(self._run, phase, spent)
-            self._current = None
+            self._end()
+
+    @contextmanager
+    def instead(self, phase: str) -> Iterator[None]:
+        """Measures the body as part of `phase`, in the middle of another one, whose clock stands still meanwhile."""
+        outer = self._current
+        if outer is None:
+            raise ValueError(f"phase {phase!r} interrupts no other phase: begin it by calling the timer")
+        self._end()
+        self._begin(phase)
+        try:
+            yield
+        finally:
+            self._end()
+            self._begin(outer)
+
+    def _begin(self, phase: str) -> None:
+        self._current = phase
+        if self._on_phase:
+            self._on_phase(phase)
+        self._since = Seconds(time.perf_counter(), time.process_time())
+
+    def _end(self) -> None:
+        spent = Seconds(time.perf_counter() - self._since.wall, time.process_time() - self._since.cpu)
+        assert self._current is not None
+        _add(self._step, self._current, spent)
+        _add(self._run, self._current, spent)
+        self._current = None
 
     def beat(self) -> None:
         """A sign of life in the middle of a phase: calls `on_phase` again."""

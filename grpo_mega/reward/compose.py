@@ -13,7 +13,7 @@ from grpo_mega.reward.extract import answer_tag, boxed
 from grpo_mega.reward.format import think_answer_format
 from grpo_mega.reward.user_functions import UserFunctions
 from grpo_mega.reward.verify import equivalent
-from grpo_mega.types import Sample
+from grpo_mega.types import Sample, Score
 
 VERIFY_THREADS = 4
 """Built-in terms are scored by so many threads, because a symbolic comparison waits for a worker process."""
@@ -56,8 +56,8 @@ class Reward:
 
     terms: tuple[Term, ...]
 
-    def score(self, samples: list[Sample]) -> list[tuple[float, dict[str, float]]]:
-        """(total, unweighted value of every term) of each sample, in the order of `samples`.
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """The score of each sample, in the order of `samples`.
 
         Raises RuntimeError when a term fails on a sample and ValueError when a user function does not return a finite
         number; both name the term and the sample.
@@ -65,7 +65,7 @@ class Reward:
         columns = [_values(term, samples) for term in self.terms]
         names = [term.name for term in self.terms]
         rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-        return [(sum(term.weight * row[term.name] for term in self.terms), row) for row in rows]
+        return [Score(sum(term.weight * row[term.name] for term in self.terms), row) for row in rows]
 
 
 def build_reward(config: RewardConfig, seed: int = 0) -> Reward:

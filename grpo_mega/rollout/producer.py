@@ -10,10 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.rollout.pool import Pool
-from grpo_mega.types import Group, Prompt, Sample
-
-Score = tuple[float, dict[str, float]]
-"""A sample's total reward, and its unweighted reward by term; see `Reward.score`."""
+from grpo_mega.types import Group, Prompt, Sample, Score
 
 
 class Producer:
@@ -94,9 +91,7 @@ class Producer:
             raise ValueError(f"{len(samples)} samples were to be scored, and there are {len(scores)} scores")
         following = iter(scores)
         for number, group in zip(complete, groups, strict=True):
-            totals, terms = zip(*(next(following) for _ in group), strict=True)
-            components = {name: tuple(term[name] for term in terms) for name in terms[0]}
-            self._scored[number] = Group(group, totals, components)
+            self._scored[number] = Group(group, tuple(next(following) for _ in group))
 
     def _in_turn(self) -> list[Group]:
         groups = []

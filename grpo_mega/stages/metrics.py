@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from grpo_mega.algorithm.advantage import has_signal
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.run import Metrics
-from grpo_mega.types import Group
+from grpo_mega.types import Group, Score
 
 
 def step_metrics(now: StepInProgress, success: str) -> Metrics:
@@ -20,7 +20,7 @@ def step_metrics(now: StepInProgress, success: str) -> Metrics:
 def rollout_metrics(groups: Sequence[Group], success: str) -> Metrics:
     """Rewards and lengths of a step's answers; `success` names the term reported as accuracy."""
     samples = [sample for group in groups for sample in group.samples]
-    terms = {name: average(x for g in groups for x in g.components[name]) for name in groups[0].components}
+    terms = mean_terms([score for group in groups for score in group.scores])
     return {
         "reward/mean": average(r for g in groups for r in g.rewards),
         **{f"reward/{name}": value for name, value in terms.items()},
@@ -29,6 +29,11 @@ def rollout_metrics(groups: Sequence[Group], success: str) -> Metrics:
         "rollout/length_max": max(len(s.token_ids) for s in samples),
         "rollout/truncated": average(s.finish_reason == "length" for s in samples),
     }
+
+
+def mean_terms(scores: Sequence[Score]) -> Metrics:
+    """The mean over at least one sample of every term of the reward."""
+    return {name: average(score.terms[name] for score in scores) for name in scores[0].terms}
 
 
 def achieved(before: Metrics, after: Metrics) -> Metrics:

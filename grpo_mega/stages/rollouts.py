@@ -9,14 +9,13 @@ from grpo_mega.config.schema import Config
 from grpo_mega.models.topology import Topology
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.rollout.engine import Engine, SamplingParams
+from grpo_mega.rollout.producer import Producer
 from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.batches import longest_completion
-from grpo_mega.stages.metrics import average
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.stages.metrics import average, mean_terms
+from grpo_mega.types import Group, Prompt, Sample, Score
 
-Scored = tuple[float, dict[str, float]]
-"""Total reward of a sample, and the unweighted value of every term."""
-InTurn = Callable[[int, str, Callable[[], list[Sample]]], list[Sample]]
+InTurn = Callable[[int, str, Callable[[], list[Group]]], list[Group]]
 """(policy version, phase, work): does the work with an engine that has the weights of this version, and measures it."""
 
 
@@ -28,7 +27,7 @@ class Rollouts:
         config: Config,
         engine: Engine,
         in_turn: InTurn,
-        score: Callable[[list[Sample]], list[Scored]],
+        score: Callable[[list[Sample]], list[Score]],
         topology: Topology,
         stop_ids: tuple[int, ...],
         traffic: Callable[[], Metrics] = dict,
@@ -55,10 +54,31 @@ class Rollouts:
         return replace(self._sampling, max_new_tokens=longest_completion(self.config, step))
 
     def groups(self, run: Run, prompts: list[Prompt], group_size: int) -> list[Group]:
-        """A group of scored samples for every prompt; the same on every rank."""
-        samples = self.samples(run, "generate", prompts, group_size, run.step)
-        with run.phase("reward"):
-            return self.scored_groups(samples, group_size)
+        """A group of scored samples for every prompt; the same on every rank.
+
+        Raises:
+            Interrupted: A signal arrived in the meantime.
+        """
+        return self.produced(run, "generate", prompts, group_size, run.step)
+
+    def produced(self, run: Run, phase: str, prompts: list[Prompt], group_size: int, step: int) -> list[Group]:
+        """Groups of the policy after `step` steps, scored while others are generated.
+
+        An engine with weights of its own gets them before.
+        """
+        run.raise_if_stopping()
+
+        def score(samples: Sequence[Sample]) -> list[Score]:
+            with run.timer.instead("reward" if phase == "generate" else phase):
+                return self.scores(samples)
+
+        producer = Producer(self.engine, score, group_size, self.sampling(step), step)
+        producer.add(prompts)
+        return self.in_turn(step, phase, lambda: producer.run(run.is_asked_to_stop))
+
+    def scores(self, samples: Sequence[Sample]) -> list[Score]:
+        """The score of every sample; each sample is scored by one rank alone, for all."""
+        return self._topology.spread_over_ranks(samples, lambda mine: self._score(list(mine)))
 
     def evaluate(self, run: Run, split: str, prompts: list[Prompt], step: int) -> Metrics:
         """Mean of every term and of the length over one sampled answer per prompt, after `step` steps; also reported.
@@ -67,43 +87,15 @@ class Rollouts:
             Interrupted: A signal arrived in the meantime; it can be done again with the same result.
         """
         with run.undone_if_stopped():
-            samples = self.samples(run, "evaluate", prompts, 1, step)
-            with run.phase("evaluate"):
-                scores = self.scores(samples)
-        terms = {name: average(values[name] for _, values in scores) for name in scores[0][1]}
-        metrics = {"accuracy": terms.pop(self._success), **terms, "length": average(len(s.token_ids) for s in samples)}
+            groups = self.produced(run, "evaluate", prompts, 1, step)
+        terms = mean_terms([score for group in groups for score in group.scores])
+        lengths = [len(sample.token_ids) for group in groups for sample in group.samples]
+        metrics = {"accuracy": terms.pop(self._success), **terms, "length": average(lengths)}
         run.recorder.evaluation(step, split, metrics)
         return metrics
 
-    def samples(self, run: Run, phase: str, prompts: list[Prompt], group_size: int, step: int) -> list[Sample]:
-        """Samples of the policy after `step` steps; an engine with weights of its own gets them before.
 
-        Raises:
-            Interrupted: A signal arrived in the meantime.
-        """
-        run.raise_if_stopping()
-
-        def work() -> list[Sample]:
-            return self.engine.generate(prompts, group_size, self.sampling(step), step, run.is_asked_to_stop)
-
-        return self.in_turn(step, phase, work)
-
-    def scored_groups(self, samples: Sequence[Sample], group_size: int) -> list[Group]:
-        """The samples with their rewards, group by group."""
-        scores = self.scores(samples)
-        groups = []
-        for i in range(0, len(samples), group_size):
-            totals, terms = zip(*scores[i : i + group_size], strict=True)
-            components = {name: tuple(t[name] for t in terms) for name in terms[0]}
-            groups.append(Group(tuple(samples[i : i + group_size]), totals, components))
-        return groups
-
-    def scores(self, samples: Sequence[Sample]) -> list[Scored]:
-        """Total reward and terms of every sample; each sample is scored by one rank alone, for all."""
-        return self._topology.spread_over_ranks(samples, lambda mine: self._score(list(mine)))
-
-
-def without_turns(timer: PhaseTimer, version: int, phase: str, work: Callable[[], list[Sample]]) -> list[Sample]:
+def without_turns(timer: PhaseTimer, version: int, phase: str, work: Callable[[], list[Group]]) -> list[Group]:
     """The `InTurn` of an engine that generates with the trainer's own weights."""
     with timer(phase):
         return work()

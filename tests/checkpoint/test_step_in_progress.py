@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.checkpoint.integrity import MANIFEST, checksum
 from grpo_mega.checkpoint.step_in_progress import FILE, StepInProgress, load, save
-from grpo_mega.types import Batch, Group, Prompt, Sample, pack
+from grpo_mega.types import Batch, Group, Prompt, Sample, Score, pack
 
 TOKENS = st.lists(st.integers(0, 2**31), min_size=1, max_size=5).map(tuple)
 NUMBERS = st.floats(allow_nan=False)
@@ -43,8 +43,9 @@ def samples(draw: st.DrawFn) -> Sample:
 @st.composite
 def groups(draw: st.DrawFn) -> Group:
     answers = draw(st.lists(samples(), min_size=1, max_size=3))
-    columns = st.lists(NUMBERS, min_size=len(answers), max_size=len(answers)).map(tuple)
-    return Group(tuple(answers), draw(columns), draw(st.dictionaries(st.text(), columns, max_size=2)))
+    score = st.builds(Score, NUMBERS, st.dictionaries(st.text(), NUMBERS, max_size=2), st.text())
+    scores = draw(st.lists(score, min_size=len(answers), max_size=len(answers)))
+    return Group(tuple(answers), tuple(scores))
 
 
 @given(st.lists(groups(), min_size=1, max_size=3), st.lists(st.dictionaries(st.text(), NUMBERS), max_size=2), st.data())

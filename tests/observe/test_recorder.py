@@ -10,7 +10,7 @@ import pytest
 from grpo_mega.config.schema import RunConfig
 from grpo_mega.observe.metrics import read_metrics
 from grpo_mega.observe.recorder import Recorder
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.types import Group, Prompt, Sample, Score
 
 PROMPT = Prompt("p/1", (1, 2), "1+1=?", "2", "sums")
 
@@ -23,7 +23,8 @@ def test_the_sample_that_is_printed_is_the_first_of_its_group_as_in_the_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts, rewards = ("poor", "perfect", "worse"), (0.2, 1.0, 0.0)
-    group = Group(tuple(answer(i, text) for i, text in enumerate(texts)), rewards, {"accuracy": rewards})
+    scores = tuple(Score(reward, {"accuracy": reward}) for reward in rewards)
+    group = Group(tuple(answer(i, text) for i, text in enumerate(texts)), scores)
     recorder = Recorder(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path, main=True)
     recorder.open_metrics(resume_from_step=-1)
     recorder.step(1, {"reward/mean": 0.4}, [group])

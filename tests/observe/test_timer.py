@@ -49,3 +49,19 @@ def test_phases_do_not_nest() -> None:
     with pytest.raises(ValueError, match="'update' starts inside phase 'generate'"), timer("generate"), timer("update"):
         busy()
     assert list(timer.totals()) == ["generate"]
+
+
+def test_the_clock_of_a_phase_stands_still_while_another_interrupts_it() -> None:
+    seen: list[str] = []
+    timer = PhaseTimer(seen.append)
+    with timer("generate"):
+        with timer.instead("reward"):
+            busy()
+        inside = timer.totals()
+        busy()
+    totals = timer.totals()
+    assert seen == ["generate", "reward", "generate"]
+    assert totals["reward"] == inside["reward"]
+    assert totals["generate"].wall > inside["generate"].wall
+    with pytest.raises(ValueError, match="'reward' interrupts no other phase"), timer.instead("reward"):
+        busy()

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.reward.compose import build_reward
-from grpo_mega.types import Prompt, Sample
+from grpo_mega.types import Prompt, Sample, Score
 
 
 def sample(text: str, answer: str = "19", index: int = 0, finish_reason: str = "stop") -> Sample:
@@ -34,16 +34,16 @@ def test_total_is_the_weighted_sum_of_the_components():
         ]
     )
     assert scores == [
-        (1.2, {"accuracy": 1.0, "format": 1.0}),
-        (0.2, {"accuracy": 0.0, "format": 1.0}),
-        (0.0, {"accuracy": 0.0, "format": 0.0}),
+        Score(1.2, {"accuracy": 1.0, "format": 1.0}),
+        Score(0.2, {"accuracy": 0.0, "format": 1.0}),
+        Score(0.0, {"accuracy": 0.0, "format": 0.0}),
     ]
     assert ZERO.score([]) == []
 
 
 def test_order_is_kept():
     samples = [sample(f"<think>a</think><answer>{i}</answer>", answer=str(i // 2)) for i in range(40)]
-    assert [row["accuracy"] for _, row in ZERO.score(samples)] == [float(i == i // 2) for i in range(40)]
+    assert [each.terms["accuracy"] for each in ZERO.score(samples)] == [float(i == i // 2) for i in range(40)]
 
 
 @pytest.mark.parametrize(
@@ -74,19 +74,19 @@ def test_order_is_kept():
     ids=lambda text: text[:60],
 )
 def test_tricks_earn_no_accuracy(text: str):
-    ((_, row),) = ZERO.score([sample(text)])
-    assert row["accuracy"] == 0.0
+    (score,) = ZERO.score([sample(text)])
+    assert score.terms["accuracy"] == 0.0
 
 
 def test_a_completion_cut_by_length_earns_nothing():
     text = "<think>a</think><answer>19</answer>"
-    assert [total for total, _ in ZERO.score([sample(text), sample(text, finish_reason="length")])] == [1.2, 0.0]
+    assert [each.total for each in ZERO.score([sample(text), sample(text, finish_reason="length")])] == [1.2, 0.0]
 
 
 def test_boxed_needs_no_tags():
     reward = build_reward(config(RewardTerm("boxed", 2.0)))
     texts = [r"so \boxed{19.0}", r"\boxed{18} \boxed{19}", r"\boxed{18=19}", r"\boxed{}", r"\boxed{19", "19"]
-    assert [total for total, _ in reward.score([sample(text) for text in texts])] == [2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert [each.total for each in reward.score([sample(text) for text in texts])] == [2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.fixture
@@ -106,12 +106,12 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_user_function(user_module: str):
     terms = RewardTerm("length", 0.5, f"{user_module}:length"), RewardTerm("short", 1.0, f"{user_module}:short")
-    assert build_reward(config(*terms)).score([sample("abc")]) == [(2.5, {"length": 3.0, "short": 1.0})]
+    assert build_reward(config(*terms)).score([sample("abc")]) == [Score(2.5, {"length": 3.0, "short": 1.0})]
 
 
 def test_user_function_replaces_a_built_in(user_module: str):
     reward = build_reward(config(RewardTerm("format", 1.0, f"{user_module}:length")))
-    assert reward.score([sample("abc")]) == [(3.0, {"format": 3.0})]
+    assert reward.score([sample("abc")]) == [Score(3.0, {"format": 3.0})]
 
 
 def test_user_function_that_raises(user_module: str):

@@ -37,8 +37,8 @@ def reward(*functions: str, seconds: float = 600, seed: int = 0) -> Reward:
 
 def value(function: str, of: Sample, seed: int = 0) -> float:
     """Of the first call in a process of its own."""
-    ((total, _),) = reward(function, seed=seed).score([of])
-    return total
+    (score,) = reward(function, seed=seed).score([of])
+    return score.total
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_numbers_of_all_kinds_arrive_bit_for_bit():
     kinds = [
         sample(text) for text in ("True", "3", "0.1", "-1 / 3", "5e-324", "__import__('fractions').Fraction(1, 4)")
     ]
-    assert [total for total, _ in reward("returns").score(kinds)] == [1.0, 3.0, 0.1, -1 / 3, 5e-324, 0.25]
+    assert [each.total for each in reward("returns").score(kinds)] == [1.0, 3.0, 0.1, -1 / 3, 5e-324, 0.25]
 
 
 def test_a_number_of_numpy_is_a_number_and_a_tensor_is_none():
@@ -100,7 +100,7 @@ def test_a_number_of_numpy_is_a_number_and_a_tensor_is_none():
 
 
 def test_output_is_shown_up_to_a_limit_and_holds_nothing_up(capsys: pytest.CaptureFixture[str]):
-    assert [total for total, _ in reward("prints_megabytes").score([sample(), sample("abcd")])] == [3.0, 4.0]
+    assert [each.total for each in reward("prints_megabytes").score([sample(), sample("abcd")])] == [3.0, 4.0]
     shown = capsys.readouterr().err
     assert shown.startswith("xxx")
     assert shown.endswith("no more of it is shown\n")
@@ -121,7 +121,7 @@ def test_a_function_gets_a_copy_of_its_sample_and_others_see_the_original():
 def test_what_a_function_changes_stays_in_its_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "5")
     before = os.getcwd(), [*sys.path], signal.getsignal(signal.SIGTERM)
-    assert [total for total, _ in reward("changes_everything").score([sample(), sample()])] == [3.0, 3.0]
+    assert [each.total for each in reward("changes_everything").score([sample(), sample()])] == [3.0, 3.0]
     assert (os.getcwd(), sys.path, signal.getsignal(signal.SIGTERM), os.environ["RANK"]) == (*before, "5")
 
 
@@ -133,7 +133,7 @@ def test_a_fork_that_comes_back_from_the_function_ends_and_the_original_goes_on(
 
 
 def test_what_a_function_keeps_is_there_at_the_next_call():
-    assert [total for total, _ in reward("count").score([sample(), sample(), sample()])] == [1.0, 2.0, 3.0]
+    assert [each.total for each in reward("count").score([sample(), sample(), sample()])] == [1.0, 2.0, 3.0]
 
 
 def test_a_function_sees_which_rank_it_works_for(monkeypatch: pytest.MonkeyPatch):
@@ -144,14 +144,14 @@ def test_a_function_sees_which_rank_it_works_for(monkeypatch: pytest.MonkeyPatch
 def test_what_a_function_draws_depends_on_run_term_and_sample_and_on_nothing_else():
     samples = [sample(index=i, version=v) for i in range(3) for v in range(2)]
     draws = "drawing_functions:draws"
-    together = [total for total, _ in reward(draws).score(samples)]
+    together = [each.total for each in reward(draws).score(samples)]
     assert len(set(together)) == len(samples)
     random.seed(1)
     assert value(draws, samples[5]) == together[5], "not on earlier calls, nor on this process"
     assert value(draws, samples[0], seed=1) != together[0]
     two_terms = [RewardTerm(name, 1.0, draws) for name in ("draws", "other")]
-    ((_, row),) = build_reward(RewardConfig(two_terms, success="other")).score(samples[:1])
-    assert row["draws"] == together[0] != row["other"]
+    (score,) = build_reward(RewardConfig(two_terms, success="other")).score(samples[:1])
+    assert score.terms["draws"] == together[0] != score.terms["other"]
 
 
 def test_a_function_that_needs_no_torch_has_none():

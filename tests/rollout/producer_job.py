@@ -71,9 +71,7 @@ def expected(bench: Bench, prompts: Sequence[Prompt]) -> list[Group]:
     scores = REWARD.score(samples)
     groups = []
     for first in range(0, len(samples), 3):
-        totals, terms = zip(*scores[first : first + 3], strict=True)
-        components = {name: tuple(term[name] for term in terms) for name in ("drawn", "format")}
-        groups.append(Group(tuple(samples[first : first + 3]), totals, components))
+        groups.append(Group(tuple(samples[first : first + 3]), tuple(scores[first : first + 3])))
     return groups
 
 
@@ -85,7 +83,7 @@ def alike(groups: list[Group], others: list[Group]) -> bool:
                 return False
             if sample.logprobs != pytest.approx(twin.logprobs, abs=1e-5):
                 return False
-    return [(g.rewards, g.components) for g in groups] == [(g.rewards, g.components) for g in others]
+    return [g.scores for g in groups] == [g.scores for g in others]
 
 
 def empty(bench: Bench) -> None:

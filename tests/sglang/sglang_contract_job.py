@@ -26,8 +26,8 @@ from limits import limit  # noqa: E402
 from on_cuda import CLOSE, CUDA  # noqa: E402
 
 from grpo_mega.rollout.contract import EngineError, EngineRestarted  # noqa: E402
-from grpo_mega.rollout.producer import Producer, Score  # noqa: E402
-from grpo_mega.types import Sample, pack  # noqa: E402
+from grpo_mega.rollout.producer import Producer  # noqa: E402
+from grpo_mega.types import Sample, Score, pack  # noqa: E402
 
 
 def scheduler(bench: Bench) -> psutil.Process:
@@ -75,7 +75,7 @@ def check_a_producer_goes_on_with_the_engine_that_replaces_a_lost_one(bench: Ben
     def score(samples: Sequence[Sample]) -> list[Score]:
         scored.update((s.prompt.id, s.index) for s in samples)
         at_work.append(engine.busy)
-        return [(float(len(s.token_ids)), {"length": float(len(s.token_ids))}) for s in samples]
+        return [Score(float(len(s.token_ids)), {"length": float(len(s.token_ids))}) for s in samples]
 
     def kill() -> bool:
         if scored and old.is_running():

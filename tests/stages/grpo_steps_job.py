@@ -37,7 +37,7 @@ from grpo_mega.reward.compose import build_reward  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.run import Run  # noqa: E402
 from grpo_mega.stages.batches import make_batch, mini_batches, shares  # noqa: E402
-from grpo_mega.types import Batch, Group, pack  # noqa: E402
+from grpo_mega.types import Batch, Group, Score, pack  # noqa: E402
 
 SMALL = [
     "experiment=tiny",
@@ -74,7 +74,10 @@ def generated(built: Run, rewards: list[tuple[float, ...]]) -> list[Group]:
     """Real groups with given rewards."""
     rollouts = built.stage.rollouts
     samples = rollouts.engine.generate(built.stage.data.test[: len(rewards)], 4, rollouts.sampling(0), version=0)
-    return [Group(tuple(samples[4 * i : 4 * i + 4]), r) for i, r in enumerate(rewards)]
+    return [
+        Group(tuple(samples[4 * i : 4 * i + 4]), tuple(Score(reward, {}) for reward in of_group))
+        for i, of_group in enumerate(rewards)
+    ]
 
 
 def step(built: Run) -> dict[str, float]:
@@ -433,17 +436,18 @@ def drawing_and_scoring() -> dict[str, Any]:
             engine = EmbeddedEngine(built.policy, decode, concurrent)
             drawn[concurrent] = engine.generate(prompts, 4, rollouts.sampling(0), version=3)
         again = rollouts.engine.generate(prompts, 4, rollouts.sampling(0), version=4)
-        groups = rollouts.scored_groups(drawn[512], 4)
+        groups = rollouts.produced(built, "generate", prompts, 4, 3)
         return {
             "tokens": {c: [s.token_ids for s in samples] for c, samples in drawn.items()},
             "logprobs": {c: [x for s in samples for x in s.logprobs] for c, samples in drawn.items()},
             "next_version": [s.token_ids for s in again],
             "order": [[s.prompt.id, s.index] for g in groups for s in g.samples],
+            "same": [s for g in groups for s in g.samples] == drawn[512],
             "expected_order": [[p.id, i] for p in prompts for i in range(4)],
-            "own": [x for g in groups for x in g.components["own"]],
+            "own": [score.terms["own"] for g in groups for score in g.scores],
             "expected_own": [step_rewards.scored(s) for s in drawn[512]],
             "totals": [x for g in groups for x in g.rewards],
-            "format": [x for g in groups for x in g.components["format"]],
+            "format": [score.terms["format"] for g in groups for score in g.scores],
         }
 
 

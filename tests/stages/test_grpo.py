@@ -227,6 +227,7 @@ def test_samples_do_not_depend_on_how_many_are_drawn_at_once(seen):
 def test_rewards_come_from_the_users_function_in_the_order_of_the_samples(seen):
     found = seen["drawing_and_scoring"]
     assert found["order"] == found["expected_order"]
+    assert found["same"] is True, "groups are what the engine generates for the same version"
     assert found["own"] == found["expected_own"]
     assert len(set(found["own"])) > 1
     totals = [own + 0.5 * tagged for own, tagged in zip(found["own"], found["format"], strict=True)]
