@@ -145,9 +145,9 @@ def linear_grpo_loss(
     checks.require_main_grad(main_grad, output_weight, grad_scale)
     work = Work.of(layer, hidden, output_weight, ids, main_grad, grad_scale)
     with torch.no_grad():
-        found = RowLosses.of(_grpo_outputs(work, tokens, options))
-        loss = found.loss.sum()
-    return work.attached(loss, hidden, output_weight, main_grad), metrics(found, tokens)
+        losses = RowLosses.of(_grpo_outputs(work, tokens, options))
+        loss = losses.loss.sum()
+    return work.attached(loss, hidden, output_weight, main_grad), metrics(losses, tokens)
 
 
 def _grpo_outputs(work: Work, tokens: Tokens, options: GRPOLoss) -> Tensor:
@@ -159,14 +159,14 @@ def _grpo_outputs(work: Work, tokens: Tokens, options: GRPOLoss) -> Tensor:
         return passes.two_launches(work, partial(_grpo_derivatives, tokens, options))[1]["outputs"]
     stats = passes.statistics(work)
     logprob, entropy = logprob_and_entropy(stats, work.layer.inv_temperature)
-    found = token_losses(logprob, entropy, tokens, options)
-    passes.add_gradients(work, stats, found.grad_logprob, found.grad_entropy)
-    return found.outputs(logprob, entropy)
+    losses = token_losses(logprob, entropy, tokens, options)
+    passes.add_gradients(work, stats, losses.grad_logprob, losses.grad_entropy)
+    return losses.outputs(logprob, entropy)
 
 
 def _grpo_derivatives(tokens: Tokens, options: GRPOLoss, logprob: Tensor, entropy: Tensor, part: slice) -> Derivatives:
-    found = token_losses(logprob, entropy, tokens.part(part), options)
-    return found.loss, found.grad_logprob, found.grad_entropy, {"outputs": found.outputs(logprob, entropy)}
+    losses = token_losses(logprob, entropy, tokens.part(part), options)
+    return losses.loss, losses.grad_logprob, losses.grad_entropy, {"outputs": losses.outputs(logprob, entropy)}
 
 
 def _differentiated(token_loss: TokenLoss, logprob: Tensor, entropy: Tensor, part: slice) -> Derivatives:

@@ -1,4 +1,4 @@
-"""The GRPO loss of given logits, whose gradient takes the logits' place."""
+"""The GRPO loss of given logits, whose gradient takes the logits' row_arguments."""
 
 from __future__ import annotations
 
@@ -73,31 +73,31 @@ def fused_grpo_loss(
     checks.require_temperature(temperature)
     one_launch = fits_one_launch(shard, options)
     operations = choose_backend(logits, backend, one_launch).operations
-    place = (logits.detach(), ids - shard.start, rows, shard.columns, 1.0 / temperature)
+    row_arguments = (logits.detach(), ids - shard.start, rows, shard.columns, 1.0 / temperature)
     needed = torch.is_grad_enabled() and logits.requires_grad
     with torch.no_grad():
         if one_launch:
-            outputs = operations.grpo_rows_(*place, tokens, options, needed, "zero")
+            outputs = operations.grpo_rows_(*row_arguments, tokens, options, needed, "zero")
         else:
-            outputs = _in_two_launches(operations, place, shard, tokens, options, needed)
-        found = RowLosses.of(outputs)
-        loss = found.loss.sum()
-    attached = PremadeGradients.apply(loss, None, (place[0],), logits) if needed else loss
-    return attached, metrics(found, tokens)
+            outputs = _in_two_launches(operations, row_arguments, shard, tokens, options, needed)
+        losses = RowLosses.of(outputs)
+        loss = losses.loss.sum()
+    attached = PremadeGradients.apply(loss, None, (row_arguments[0],), logits) if needed else loss
+    return attached, metrics(losses, tokens)
 
 
-Place = tuple[Tensor, Tensor, Tensor | None, int, float]
+RowArguments = tuple[Tensor, Tensor, Tensor | None, int, float]
 """The first five arguments of every row operation."""
 
 
 def _in_two_launches(
-    operations: Any, place: Place, shard: Shard, tokens: Tokens, options: GRPOLoss, needed: bool
+    operations: Any, row_arguments: RowArguments, shard: Shard, tokens: Tokens, options: GRPOLoss, needed: bool
 ) -> Tensor:
     """[n, 7] of `RowLosses`, in two passes over the logits, between which ranks and tokens meet."""
-    inv_temperature = place[-1]
-    stats = shard.merged(operations.row_stats(*place), inv_temperature)
+    inv_temperature = row_arguments[-1]
+    stats = shard.merged(operations.row_stats(*row_arguments), inv_temperature)
     logprob, entropy = logprob_and_entropy(stats, inv_temperature)
     found = token_losses(logprob, entropy, tokens, options)
     if needed:
-        operations.row_gradient_(*place, stats, found.grad_logprob, found.grad_entropy, "zero")
+        operations.row_gradient_(*row_arguments, stats, found.grad_logprob, found.grad_entropy, "zero")
     return found.outputs(logprob, entropy)

@@ -39,28 +39,28 @@ class Metrics:
     logprob: Tensor
 
 
-def metrics(found: RowLosses, tokens: Tokens) -> Metrics:
+def metrics(losses: RowLosses, tokens: Tokens) -> Metrics:
     """Of the losses of all rows, and of what was known about their tokens before."""
-    logprob, old, counted = found.logprob, tokens.old, found.weight != 0
+    logprob, old, counted = losses.logprob, tokens.old, losses.weight != 0
     count = counted.sum().float()
     difference = torch.zeros_like(logprob) if old is None else logprob - old
-    ratio = found.log_ratio.exp()
+    ratio = losses.log_ratio.exp()
 
     def mean(values: Tensor) -> Tensor:
         return (torch.where(counted, values, 0.0).sum(dtype=torch.float64) / count.clamp(min=1)).float()
 
     return Metrics(
         tokens=count,
-        clip_low=mean((found.clipped == CLIP_LOW).float()),
-        clip_high=mean((found.clipped == CLIP_HIGH).float()),
-        clip_dual=mean((found.clipped == CLIP_DUAL).float()),
-        kl=mean(found.kl),
+        clip_low=mean((losses.clipped == CLIP_LOW).float()),
+        clip_high=mean((losses.clipped == CLIP_HIGH).float()),
+        clip_dual=mean((losses.clipped == CLIP_DUAL).float()),
+        kl=mean(losses.kl),
         kl_old=mean(torch.expm1(difference) - difference),
-        entropy=mean(found.entropy),
+        entropy=mean(losses.entropy),
         ratio=mean(ratio),
         ratio_min=-_largest(torch.where(counted, -ratio, -torch.inf)),
         ratio_max=_largest(torch.where(counted, ratio, -torch.inf)),
-        loss=found.loss,
+        loss=losses.loss,
         logprob=torch.where(tokens.weight != 0, logprob, 0.0),
     )
 

@@ -65,7 +65,7 @@ class Work:
         """The rows of each chunk."""
         return list(self.layer.chunks(len(self.ids)))
 
-    def place(self, part: slice) -> tuple[Tensor, Tensor, None, int, float]:
+    def row_arguments(self, part: slice) -> tuple[Tensor, Tensor, None, int, float]:
         """The first five arguments of every row operation, of some rows; makes their logits."""
         logits = self.operands.logits(part, self.layer.logits_dtype)
         return logits, self.ids[part], None, self.layer.shard.columns, self.layer.inv_temperature
@@ -85,11 +85,11 @@ def one_launch(work: Work, operations: Any, tokens: Tokens, options: GRPOLoss) -
 
 
 def _one_launch(work: Work, operations: Any, tokens: Tokens, options: GRPOLoss, part: slice) -> Tensor:
-    place = work.place(part)
+    row_arguments = work.row_arguments(part)
     if work.gradients is None:
-        return operations.grpo_rows_(*place, tokens, options, False, "leave")
-    gradient = work.operands.gradient_for(place[0])
-    outputs = operations.grpo_rows_(*place, tokens, options, True, "leave", gradient, work.grad_scale)
+        return operations.grpo_rows_(*row_arguments, tokens, options, False, "leave")
+    gradient = work.operands.gradient_for(row_arguments[0])
+    outputs = operations.grpo_rows_(*row_arguments, tokens, options, True, "leave", gradient, work.grad_scale)
     work.gradients.add(work.operands, part, gradient, RowLosses.of(outputs).weight != 0)
     return outputs
 
@@ -105,18 +105,18 @@ def two_launches(work: Work, derivatives_of: DerivativesOf) -> tuple[Tensor, Per
 
 
 def _two_launches(work: Work, operations: Any, derivatives_of: DerivativesOf, part: slice) -> tuple[Tensor, PerToken]:
-    place = work.place(part)
-    stats = work.layer.shard.merged(operations.row_stats(*place), work.layer.inv_temperature)
+    row_arguments = work.row_arguments(part)
+    stats = work.layer.shard.merged(operations.row_stats(*row_arguments), work.layer.inv_temperature)
     logprob, entropy = logprob_and_entropy(stats, work.layer.inv_temperature)
     losses, by_logprob, by_entropy, extras = derivatives_of(logprob, entropy, part)
-    _add_gradient(work, operations, place, part, stats, by_logprob, by_entropy)
+    _add_gradient(work, operations, row_arguments, part, stats, by_logprob, by_entropy)
     return losses, extras
 
 
 def statistics(work: Work) -> Tensor:
     """[n, 4] statistics (`rows.row_stats`) of all rows, whole: the first of two launches, without the second."""
     operations = work.layer.operations(work.operands)
-    parts = [operations.row_stats(*work.place(part)) for part in work.parts()]
+    parts = [operations.row_stats(*work.row_arguments(part)) for part in work.parts()]
     return work.layer.shard.merged(torch.cat(parts), work.layer.inv_temperature)
 
 
@@ -127,13 +127,13 @@ def add_gradients(work: Work, stats: Tensor, by_logprob: Tensor, by_entropy: Ten
     operations = work.layer.operations(work.operands)
     for part in work.parts():
         of_part = (stats[part], by_logprob[part], None if by_entropy is None else by_entropy[part])
-        _add_gradient(work, operations, work.place(part), part, *of_part)
+        _add_gradient(work, operations, work.row_arguments(part), part, *of_part)
 
 
 def _add_gradient(
     work: Work,
     operations: Any,
-    place: tuple[Tensor, Tensor, None, int, float],
+    row_arguments: tuple[Tensor, Tensor, None, int, float],
     part: slice,
     stats: Tensor,
     by_logprob: Tensor,
@@ -141,9 +141,9 @@ def _add_gradient(
 ) -> None:
     if work.gradients is None:
         return
-    gradient = work.operands.gradient_for(place[0])
+    gradient = work.operands.gradient_for(row_arguments[0])
     by_logprob = by_logprob * work.grad_scale
     by_entropy = None if by_entropy is None else by_entropy * work.grad_scale
-    operations.row_gradient_(*place, stats, by_logprob, by_entropy, "leave", out=gradient)
+    operations.row_gradient_(*row_arguments, stats, by_logprob, by_entropy, "leave", out=gradient)
     counted = by_logprob != 0 if by_entropy is None else (by_logprob != 0) | (by_entropy != 0)
     work.gradients.add(work.operands, part, gradient, counted)

@@ -70,10 +70,10 @@ def grpo_loss(
         None if vector is None else vector.double() for vector in (old_logprob, ref_logprob, rollout_logprob)
     )
     tokens = Tokens(advantages.double(), token_weight.double(), old, ref, rollout, cu_seqlens)
-    found = token_losses(logprob, entropy, tokens, options)
-    by_entropy = torch.zeros_like(entropy) if found.grad_entropy is None else found.grad_entropy
+    losses = token_losses(logprob, entropy, tokens, options)
+    by_entropy = torch.zeros_like(entropy) if losses.grad_entropy is None else losses.grad_entropy
     gradient = torch.zeros_like(logits, dtype=torch.float64)
-    counted = found.weight != 0
-    by_logits = logit_gradient(log_p, ids, found.grad_logprob, by_entropy, temperature)
+    counted = losses.weight != 0
+    by_logits = logit_gradient(log_p, ids, losses.grad_logprob, by_entropy, temperature)
     gradient[rows[counted]] = by_logits[counted]
-    return Reference(logprob, entropy, found.loss, gradient)
+    return Reference(logprob, entropy, losses.loss, gradient)

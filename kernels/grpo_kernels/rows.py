@@ -106,13 +106,15 @@ def grpo_rows_(
         [n, 7] float32, the columns of `RowLosses`.
     """
     with launch.named("grpo_rows_"):
-        place = (logits, ids, rows, columns, inv_temperature)
-        stats = _stats(*place)
+        row_arguments = (logits, ids, rows, columns, inv_temperature)
+        stats = _stats(*row_arguments)
         logprob, entropy = logprob_and_entropy(stats, inv_temperature)
-        found = token_losses(logprob, entropy, tokens, options)
+        losses = token_losses(logprob, entropy, tokens, options)
         if with_gradient:
-            _write_gradient(*place, stats, *found.gradients(grad_scale), others, logits if out is None else out)
-        return found.outputs(logprob, entropy).masked_fill_((tokens.weight == 0)[:, None], 0.0)
+            _write_gradient(
+                *row_arguments, stats, *losses.gradients(grad_scale), others, logits if out is None else out
+            )
+        return losses.outputs(logprob, entropy).masked_fill_((tokens.weight == 0)[:, None], 0.0)
 
 
 def _stats(logits: Tensor, ids: Tensor, rows: Tensor | None, columns: int, inv_temperature: float) -> Tensor:

@@ -153,6 +153,7 @@ def no_row(work: Work) -> None:
 
 def main(vocab_sizes: list[int]) -> None:
     dist.init_process_group("gloo")
+    reports = []
     for vocab_size in vocab_sizes:
         work = Work(vocab_size)
         logprobs_of_logits(work)
@@ -161,8 +162,9 @@ def main(vocab_sizes: list[int]) -> None:
         gradients_of_hidden_states(work)
         launches_of_a_chunk(work)
         no_row(work)
-        print(work.report())
+        reports.append(work.report())
     dist.destroy_process_group()
+    print(*reports, sep="\n")  # last of all: torch's profiler writes lines of its own
 
 
 if __name__ == "__main__":

@@ -318,7 +318,7 @@ INLINE void write_zeros(Out* begin, Out* end, int thread) {
 }
 
 // A thread's part of the row at `out`, `width` long, which may be the one the logits come from: the gradient of its
-// lanes, and zeros behind the columns. A row that the correction masks becomes 0, whatever it holds.
+// lanes, and zeros after the columns. A row that the correction masks becomes 0, whatever it holds.
 template <typename T, typename Out>
 INLINE void write(const Part<T>& part, const T* slots, Out* out, int width, int target, const Outcome& r, int rank,
                   int thread, float scale) {
