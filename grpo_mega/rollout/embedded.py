@@ -126,7 +126,7 @@ class EmbeddedEngine:
         return wave.take(everything=False)
 
     def _ended(self) -> list[Completion]:
-        """What this replica has of all samples under way, none of which goes on."""
+        """What this replica has of all samples under way, which end here."""
         finished = self._wave.take(everything=True) if self._wave else []
         finished += [(number, [], [], "abort") for plan in self._plans for number in plan.numbers]
         self._wave = None

@@ -1,7 +1,7 @@
-"""What every engine offers: completions of prompts, with the log-probs they were sampled with, from weights it gets.
+"""What every engine offers: completions of prompts, handed out one by one, from weights that it gets.
 
-`contract.py` says which calls are legal when; two implementations obey it, `embedded.py` and `sglang/engine.py`, and
-one suite of tests runs on both.
+`contract.py` says which calls are legal when; two implementations keep it, `embedded.py` and `sglang/engine.py`, and
+one suite of tests runs on both. `producer.py` collects what they hand out.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Engine(Protocol):
     def poll(self, interrupted: bool = False) -> list[Sample]:
         """Samples that are finished by now, each exactly once, in the order of submission; the same on every rank.
 
-        Generation goes on for a while meanwhile: `STEPS_PER_POLL` decode steps, or part of a second. An engine with
+        Generation continues for a while meanwhile: `STEPS_PER_POLL` decode steps, or part of a second. An engine with
         processes of its own generates between two polls as well. Until no sample is under way every rank polls, equally
         often; a rank that does not keeps the others waiting.
 

@@ -18,7 +18,7 @@ class Producer:
 
     A group is scored between two polls, as soon as it is complete; an engine with processes of its own generates
     meanwhile. Each sample is scored once, also when polls raise in between: after `Interrupted`, or after
-    `EngineRestarted` once the weights are pushed, the producer goes on with what is missing.
+    `EngineRestarted` once the weights are pushed, the producer continues with what is missing.
     """
 
     def __init__(

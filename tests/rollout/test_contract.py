@@ -50,10 +50,10 @@ def made(engine: Contract, name: str, *arguments) -> bool:
     return True
 
 
-@given(st.lists(CALLS, max_size=40))
-def test_generation_needs_memory_and_whole_weights_of_that_version(calls: list[tuple]) -> None:
-    """And while samples are under way there are only more of them, and polls."""
-    engine = contract()
+@given(st.booleans(), st.lists(CALLS, max_size=40))
+def test_generation_needs_memory_and_whole_weights_of_that_version(ready: bool, calls: list[tuple]) -> None:
+    """While samples are under way more can be submitted and all polled for, nothing else."""
+    engine = contract(has_weights=ready)
     under_way = 0
     out: set[str] = set()
     pushed: set[str] | None = None
@@ -64,7 +64,7 @@ def test_generation_needs_memory_and_whole_weights_of_that_version(calls: list[t
         argument = arguments[0] if arguments else None
         if name == "begin":
             assert legal == (not under_way and pushed is None and "weights" not in out)
-            pushed, version = (set(), None) if legal else (pushed, version)
+            pushed, version, ready = (set(), None, False) if legal else (pushed, version, ready)
         elif name == "push":
             assert legal == (pushed is not None and argument not in pushed)
             if legal:
@@ -72,22 +72,22 @@ def test_generation_needs_memory_and_whole_weights_of_that_version(calls: list[t
         elif name == "end":
             assert legal == (pushed == {*NAMES} and argument >= newest)
             if legal:
-                pushed, version, newest = None, argument, argument
+                pushed, version, newest, ready = None, argument, argument, True
         elif name == "release":
             assert legal == (not under_way and argument not in out and pushed is None)
             out |= {argument} if legal else set()
-            version = None if legal and argument == "weights" else version
+            version, ready = (None, False) if legal and argument == "weights" else (version, ready)
         elif name == "resume":
             assert legal == (argument in out)
             out -= {argument}
         elif name == "submit":
-            assert legal == (not out and pushed is None and version == argument)
+            assert legal == (ready and not out and version in (None, argument))
             under_way += 2 * legal
         elif name == "poll":
             assert legal == (under_way > 0)
             under_way -= legal
         else:
-            assert legal == (not under_way and not out and pushed is None and version is not None)
+            assert legal == (ready and not under_way and not out)
         assert engine.version == version
         assert engine.busy == (under_way > 0)
 

@@ -81,3 +81,13 @@ def test_a_sample_that_is_not_in_flight_is_refused(stray: tuple[str, int]) -> No
     pool.take([sample(prompt("a"), 0)])
     with pytest.raises(ValueError, match=f"sample {stray[1]} of prompt '{stray[0]}' is not in flight"):
         pool.take([sample(prompt(stray[0]), stray[1])])
+
+
+def test_what_is_lost_is_wanted_again_prompt_by_prompt_before_what_came_later() -> None:
+    first, second, third = map(prompt, "abc")
+    pool = Pool(2, [first, second])
+    pool.begin()
+    pool.take([sample(second, 0)])
+    pool.add([third])
+    pool.lose()
+    assert pool.waiting == [(first, 0), (first, 1), (second, 1), (third, 0), (third, 1)]

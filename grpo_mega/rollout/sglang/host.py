@@ -57,7 +57,7 @@ class Refused(Exception):
 
 
 class Outbox:
-    """Sends messages in a thread: the engine goes on while the trainer does not listen, or is itself sending."""
+    """Sends messages in a thread: the engine works on while the trainer does not listen, or is itself sending."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -308,13 +308,13 @@ def _places(tensors: Described) -> list[Any]:
     import torch
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    found, behind = [], 0
+    places, end = [], 0
     for name, shape, kind in tensors:
         dtype = getattr(torch, kind)
         size = math.prod(shape) * dtype.itemsize
-        found.append(FlattenedTensorMetadata(name, torch.Size(shape), dtype, behind, behind + size, size))
-        behind += size
-    return found
+        places.append(FlattenedTensorMetadata(name, torch.Size(shape), dtype, end, end + size, size))
+        end += size
+    return places
 
 
 def _check_release(arguments: dict[str, Any]) -> None:

@@ -99,7 +99,7 @@ class Shared(Transport):
 class Network(Transport):
     """For engines on devices of their own: each rank sends its engine rank its bucket, all of them at once.
 
-    They do so in a process group of the ranks and, behind them, those of the engine. Our part goes on in a thread,
+    They do so in a process group of the ranks, followed by those of the engine. Our part runs in a thread,
     because the engine may never come to its part: then the engine is lost, and the group given up, which ends what is
     being sent, too.
     """
