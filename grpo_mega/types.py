@@ -47,7 +47,9 @@ class Sample:
             top-p; same length as `token_ids`.
         finish_reason: "stop" (a stop token was sampled), "length" (`max_new_tokens` or the context ran out) or "abort"
             (its generation was ended early).
-        policy_version: GRPO steps the sampling weights had seen.
+        segments: (first token, policy version) of each run of tokens that weights of one version sampled, from token 0
+            on; a version is the number of GRPO steps that the weights had seen. One segment unless weights were
+            replaced on the way.
         text: `token_ids` decoded, without the stop token; other special tokens are kept.
         experts: [tokens of prompt and completion but the last, MoE layers, top k] int16, which experts the engine sent
             each token to; None when it does not say.
@@ -58,9 +60,14 @@ class Sample:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
-    policy_version: int
+    segments: tuple[tuple[int, int], ...]
     text: str
     experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def policy_version(self) -> int:
+        """The policy version that the sample was begun with."""
+        return self.segments[0][1]
 
 
 @dataclass(frozen=True)

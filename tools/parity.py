@@ -322,7 +322,7 @@ def made_up_batch(config: Config, policy: Any) -> Batch:
         longest = min(config.rollout.max_new_tokens, context - len(prompt.token_ids))
         for g in range(algorithm.group_size):
             tokens = random_tokens(draw, longest)
-            samples.append(Sample(prompt, g, tokens, (0.0,) * len(tokens), "length", 0, ""))
+            samples.append(Sample(prompt, g, tokens, (0.0,) * len(tokens), "length", ((0, 0),), ""))
     batch = pack(samples)
     logprob, shift = policy.logprobs(batch, config.rollout.temperature), torch.sin(torch.arange(len(batch.tokens)))
     return batch.with_(

@@ -20,5 +20,9 @@ def from_json(records: Sequence[dict[str, Any]]) -> list[Sample]:
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    """The fields with tuples for lists, also within each other: JSON has no tuples."""
+    return {name: _tuple(value) for name, value in fields.items()}
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value

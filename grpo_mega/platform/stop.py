@@ -8,7 +8,7 @@ the run lie at most
 - the rewards of one step, one pass of log-probs or one optimizer update, when the signal falls into one of them;
 - the checkpoint, if that of the state to keep is not written yet.
 
-A signal that reaches one rank alone stops all of them as soon.
+A signal that reaches one rank alone stops all ranks just as soon.
 """
 
 from __future__ import annotations

@@ -47,4 +47,4 @@ def why_unreachable(terms: Sequence[RewardTerm], truth: str) -> str | None:
 def _ideal(completion: str, truth: str) -> Sample:
     """A sample that stopped by itself behind this completion."""
     prompt = Prompt(id="truth", token_ids=(), text="", answer=truth, task="")
-    return Sample(prompt, 0, (), (), "stop", 0, completion)
+    return Sample(prompt, 0, (), (), "stop", ((0, 0),), completion)

@@ -131,9 +131,9 @@ class Engine(Protocol):
         ...
 
     def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
-        """Log-prob of every token but the first given those before it, at temperature 1, by who says so.
+        """Log-prob of every token but the first given those before it, at temperature 1, as each engine sees it.
 
-        That is each engine, or each of its copies of the attention layers, which are pushed one by one.
+        {name of the engine, or of one of its copies of the attention layers, which are pushed one by one: log-probs}
         """
         ...
 

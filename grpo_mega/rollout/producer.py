@@ -5,12 +5,105 @@ Everything here is for all ranks together, and the same on each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.rollout.pool import Pool
-from grpo_mega.types import Sample
+from grpo_mega.types import Group, Prompt, Sample
+
+Score = tuple[float, dict[str, float]]
+"""A sample's total reward, and its unweighted reward by term; see `Reward.score`."""
+
+
+class Producer:
+    """Prompts in, scored groups out: in the order of the prompts, whichever group finishes first.
+
+    A group is scored between two polls, as soon as it is complete; an engine with processes of its own generates
+    meanwhile. Each sample is scored once, also when polls raise in between: after `Interrupted`, or after
+    `EngineRestarted` once the weights are pushed, the producer goes on with what is missing.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        score: Callable[[Sequence[Sample]], Sequence[Score]],
+        group_size: int,
+        sampling: SamplingParams,
+        version: int,
+    ) -> None:
+        """Nothing is wanted yet.
+
+        Args:
+            engine: An engine of which nothing is under way.
+            score: Scores samples; called on every rank with the same ones, whole groups, so that ranks can share them
+                out (`Topology.spread_over_ranks`). What it raises ends the run: their groups are not scored again.
+            group_size: Samples per prompt.
+            sampling: How to sample.
+            version: Policy version; see `Engine.submit`.
+        """
+        self._engine, self._score = engine, score
+        self._sampling, self._version = sampling, version
+        self._pool = Pool(group_size)
+        self._scored: dict[int, Group] = {}  # number of the prompt -> group, of those that were not handed out
+        self._handed_out = 0
+
+    def add(self, prompts: Iterable[Prompt]) -> None:
+        """Groups of these prompts are wanted, after those of all prompts before; also while some are generated."""
+        self._pool.add(prompts)
+
+    @property
+    def busy(self) -> bool:
+        """Whether groups are missing; on all ranks alike."""
+        return not self._pool.complete
+
+    def poll(self, interrupted: Callable[[], bool] | None = None) -> list[Group]:
+        """Polls the engine once, scores what is complete by it; the groups whose turn it is now, each exactly once.
+
+        A group's turn comes when those of all prompts before it were handed out, by this poll at the latest.
+
+        Args:
+            interrupted: Whether this rank wants generation to be given up; ranks may differ.
+
+        Raises:
+            Interrupted: One of the ranks was interrupted.
+            EngineRestarted: An engine was lost; push the weights, and poll again.
+            EngineError: Nothing is missing, or an engine refused, or failed.
+            ValueError: There is not one score for each sample.
+        """
+        self._advance(interrupted)
+        return self._in_turn()
+
+    def run(self, interrupted: Callable[[], bool] | None = None) -> list[Group]:
+        """Polls until no group is missing; all groups that no `poll` has brought.
+
+        Raises the same as `poll`, and can be called again like it: no group is lost.
+        """
+        while self.busy:
+            self._advance(interrupted)
+        return self._in_turn()
+
+    def _advance(self, interrupted: Callable[[], bool] | None) -> None:
+        complete = advance(self._engine, self._pool, self._sampling, self._version, interrupted)
+        if not complete:
+            return
+        groups = [self._pool.group(number) for number in complete]
+        samples = [sample for group in groups for sample in group]
+        scores = self._score(samples)
+        if len(scores) != len(samples):
+            raise ValueError(f"{len(samples)} samples were to be scored, and there are {len(scores)} scores")
+        following = iter(scores)
+        for number, group in zip(complete, groups, strict=True):
+            totals, terms = zip(*(next(following) for _ in group), strict=True)
+            components = {name: tuple(term[name] for term in terms) for name in terms[0]}
+            self._scored[number] = Group(group, totals, components)
+
+    def _in_turn(self) -> list[Group]:
+        groups = []
+        while group := self._scored.pop(self._handed_out, None):
+            groups.append(group)
+            self._handed_out += 1
+        return groups
 
 
 def generate(

@@ -19,6 +19,8 @@ TOKENS = st.lists(st.integers(0, 2**31), min_size=1, max_size=5).map(tuple)
 NUMBERS = st.floats(allow_nan=False)
 PROMPTS = st.builds(Prompt, st.text(), TOKENS, st.text(), st.text(), st.text())
 
+SEGMENTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=3).map(tuple)
+
 
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
@@ -32,7 +34,7 @@ def samples(draw: st.DrawFn) -> Sample:
         tokens,
         logprobs,
         "stop",
-        draw(st.integers(0)),
+        draw(SEGMENTS),
         draw(st.text()),
         draw(st.sampled_from([None, experts])),
     )

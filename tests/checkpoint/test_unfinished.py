@@ -13,6 +13,7 @@ from grpo_mega.types import Prompt, Sample
 TOKENS = st.lists(st.integers(0, 2**31), max_size=5).map(tuple)
 LOGPROBS = st.lists(st.floats(max_value=0, allow_nan=False, allow_infinity=False), max_size=5).map(tuple)
 PROMPTS = st.builds(Prompt, st.text(), TOKENS, st.text(), st.text(), st.text())
+SEGMENTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=3).map(tuple)
 SAMPLES = st.builds(
     Sample,
     PROMPTS,
@@ -20,7 +21,7 @@ SAMPLES = st.builds(
     TOKENS,
     LOGPROBS,
     st.sampled_from(["stop", "length"]),
-    st.integers(0),
+    SEGMENTS,
     st.text(),
 )
 

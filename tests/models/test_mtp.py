@@ -30,7 +30,7 @@ def batch() -> Batch:
     samples = []
     for prompt, n in GROUPS:
         tokens = tuple(torch.randint(VOCABULARY, (n,), generator=random).tolist())
-        samples.append(Sample(Prompt("", PROMPTS[prompt], "", "", ""), 0, tokens, (-1.0,) * n, "stop", 0, ""))
+        samples.append(Sample(Prompt("", PROMPTS[prompt], "", "", ""), 0, tokens, (-1.0,) * n, "stop", ((0, 0),), ""))
     packed = pack(samples)
     return packed.with_(weight=packed.mask / 20, advantage=torch.rand(len(packed.tokens), generator=random))
 

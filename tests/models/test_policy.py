@@ -88,7 +88,7 @@ def test_computing_a_prompt_once_for_its_group_changes_nothing(model: str, make_
 
 def sample(prompt: tuple[int, ...], completion: tuple[int, ...]) -> Sample:
     logprobs = (-1.0,) * len(completion)
-    return Sample(Prompt(str(prompt), prompt, "", "", ""), 0, completion, logprobs, "stop", 0, "")
+    return Sample(Prompt(str(prompt), prompt, "", "", ""), 0, completion, logprobs, "stop", ((0, 0),), "")
 
 
 @pytest.mark.parametrize("model", MODELS)

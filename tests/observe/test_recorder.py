@@ -16,7 +16,7 @@ PROMPT = Prompt("p/1", (1, 2), "1+1=?", "2", "sums")
 
 
 def answer(index: int, text: str) -> Sample:
-    return Sample(PROMPT, index, (3,), (-0.5,), "stop", 0, text, None)
+    return Sample(PROMPT, index, (3,), (-0.5,), "stop", ((0, 0),), text, None)
 
 
 def test_the_sample_that_is_printed_is_the_first_of_its_group_as_in_the_files(

@@ -115,7 +115,7 @@ def made_up_batch(model: ModelConfig, replayed: bool) -> Batch:
     samples = []
     for i, prompt in enumerate(p for p in prompts() for _ in range(SAMPLES)):
         tokens = tuple(torch.randint(3, VOCAB, (3 + 7 * i % 22,), generator=generator).tolist())
-        samples.append(Sample(prompt, i % SAMPLES, tokens, (-math.log(VOCAB),) * len(tokens), "length", 7, ""))
+        samples.append(Sample(prompt, i % SAMPLES, tokens, (-math.log(VOCAB),) * len(tokens), "length", ((0, 7),), ""))
     if replayed:
         samples = routed_at_random(samples, model)
     batch = pack(samples)

@@ -25,7 +25,7 @@ SECONDS = 60
 
 def sample(text: str = "abc", index: int = 0, version: int = 0) -> Sample:
     prompt = Prompt(id="chain_sum/x", token_ids=(1,), text="<bos>3+5+2+9=?", answer="19", task="chain_sum")
-    return Sample(prompt, index, (2,), (0.0,), "stop", version, text)
+    return Sample(prompt, index, (2,), (0.0,), "stop", ((0, version),), text)
 
 
 def reward(*functions: str, seconds: float = 600, seed: int = 0) -> Reward:

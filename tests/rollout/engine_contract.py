@@ -97,6 +97,7 @@ def check_samples_are_complete_and_in_order(bench: Bench) -> None:
     assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in bench.prompts for i in range(3)]
     for s in samples:
         assert len(s.token_ids) == len(s.logprobs) > 0
+        assert s.segments == ((0, bench.version),)
         assert s.policy_version == bench.version
         assert (STOP in s.token_ids) == (s.finish_reason == "stop")
         assert s.token_ids[-1] == STOP or len(s.token_ids) == 20

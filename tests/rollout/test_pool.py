@@ -15,7 +15,7 @@ def prompt(name: str) -> Prompt:
 
 
 def sample(prompt: Prompt, index: int, text: str = "") -> Sample:
-    return Sample(prompt, index, (2,), (0.0,), "stop", 0, text)
+    return Sample(prompt, index, (2,), (0.0,), "stop", ((0, 0),), text)
 
 
 @given(st.integers(1, 3), st.lists(st.sampled_from("abc"), max_size=5), st.data())

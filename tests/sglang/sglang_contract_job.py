@@ -9,6 +9,8 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +26,8 @@ from limits import limit  # noqa: E402
 from on_cuda import CLOSE, CUDA  # noqa: E402
 
 from grpo_mega.rollout.contract import EngineError, EngineRestarted  # noqa: E402
-from grpo_mega.types import pack  # noqa: E402
+from grpo_mega.rollout.producer import Producer, Score  # noqa: E402
+from grpo_mega.types import Sample, pack  # noqa: E402
 
 
 def scheduler(bench: Bench) -> psutil.Process:
@@ -61,6 +64,38 @@ def check_a_lost_engine_is_started_anew_and_goes_on(bench: Bench) -> None:
     assert of[0].any(), "no sample was kept"
     assert of[1].any(), "nothing was left to do"
     bench.push_all()
+
+
+def check_a_producer_goes_on_with_the_engine_that_replaces_a_lost_one(bench: Bench) -> None:
+    """Groups are scored while others are generated, in all each sample once, and come in the order of the prompts."""
+    engine, old = bench.engine, scheduler(bench)
+    scored: Counter[tuple[str, int]] = Counter()
+    at_work: list[bool] = []
+
+    def score(samples: Sequence[Sample]) -> list[Score]:
+        scored.update((s.prompt.id, s.index) for s in samples)
+        at_work.append(engine.busy)
+        return [(float(len(s.token_ids)), {"length": float(len(s.token_ids))}) for s in samples]
+
+    def kill() -> bool:
+        if scored and old.is_running():
+            old.send_signal(signal.SIGKILL)
+        return False
+
+    prompts = [replace(p, id=f"{p.id}-{i}") for i in range(60) for p in bench.prompts]
+    producer = Producer(engine, score, 3, sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5)), bench.version)
+    producer.add(prompts)
+    with pytest.raises(EngineRestarted, match="died"):
+        producer.run(kill)
+    engine._restarts -= 1  # the other checks need theirs
+    assert at_work[0]
+    assert sum(scored.values()) < len(prompts) * 3
+    bench.version -= 1
+    bench.push_all()  # the same weights, as the same version
+    groups = producer.run()
+    assert [group.prompt for group in groups] == prompts
+    assert scored == Counter((p.id, index) for p in prompts for index in range(3))
+    assert all(g.rewards == tuple(len(s.token_ids) for s in g.samples) for g in groups)
 
 
 def other_weights(bench: Bench) -> list[torch.Tensor]:

@@ -63,11 +63,11 @@ def lost_together(bench: Bench) -> str:
     """Both engines are, and that of rank 1 does not start at once again: it has no time to."""
     engine, usual = bench.engine, bench.engine._start
 
-    def too_short(of_group: list) -> list[int]:
+    def too_short(of_group: list) -> None:
         engine._start = usual
         engine._config.start_seconds, before = 0.1, engine._config.start_seconds
         try:
-            return usual(of_group)
+            usual(of_group)
         finally:
             engine._config.start_seconds = before
 

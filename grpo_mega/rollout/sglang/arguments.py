@@ -26,9 +26,9 @@ from grpo_mega.weights.families import hf_config
 from grpo_mega.weights.names import entries
 
 ROOM = 8
-"""Positions that SGLang keeps free behind the longest sequence."""
+"""Positions that SGLang keeps free after the longest sequence."""
 PORTS, NEIGHBOURS = (20000, 30000), 20
-"""Where the parts of an engine meet: SGLang takes some of the ports behind the one that it is given."""
+"""Where the parts of an engine meet: SGLang takes some of the ports after the one that it is given."""
 
 NEVER = 7 * 24 * 3600.0
 """SGLang's own limit for a batch that hangs is off: `rollout.sglang.silence_seconds` is the only one."""
@@ -155,7 +155,7 @@ def expected_weights(config: Config, vocab_size: int, experts: range | None) -> 
 
 
 def write_model(folder: Path, config: Config, vocab_size: int) -> None:
-    """A Hugging Face directory without weights, to start from."""
+    """Writes a Hugging Face directory without weights, for an engine to start from."""
     folder.mkdir(exist_ok=True)
     write_atomic(folder / "config.json", json.dumps(model_config(config, vocab_size), indent=1))
 
@@ -182,7 +182,7 @@ def own_experts(config: Config, place: int) -> range | None:
 
 
 def free_address(address: str) -> str:
-    """`address`:port, where that port, with those behind it, is nobody's on this machine.
+    """`address`:port, where that port, with those after it, is free on this machine.
 
     They lie below those that outgoing connections take; another program may still take one before SGLang does.
     """
@@ -195,7 +195,7 @@ def free_address(address: str) -> str:
 
 
 def own_address() -> str:
-    """Of the interface that leads to the job's first node: a host's own name may stand for one that leads nowhere."""
+    """The address of the interface that leads to the job's first node; a host's own name may stand for another one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
         return probe.getsockname()[0]

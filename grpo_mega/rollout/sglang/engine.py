@@ -13,9 +13,7 @@ sample comes again only with the server argument enable_deterministic_inference,
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +47,7 @@ from grpo_mega.rollout.sglang.arguments import (
 from grpo_mega.rollout.sglang.generation import Generation
 from grpo_mega.rollout.sglang.memory import mem_fraction_static
 from grpo_mega.rollout.sglang.process import EngineLost, EngineProcess
+from grpo_mega.rollout.sglang.ranks import ranks_of_engines
 from grpo_mega.rollout.sglang.transport import Bucket, Disk, Network, Shared, Transport
 from grpo_mega.types import Prompt, Sample
 from grpo_mega.weights import fp8
@@ -59,8 +58,6 @@ Result = TypeVar("Result")
 
 SECONDS_PER_POLL = 0.25
 """How long a poll waits for samples, at most."""
-FOREVER = timedelta(days=7)
-"""Of collectives that wait for engines, whose own limits are in `rollout.sglang`."""
 
 
 class SGLangEngine:
@@ -86,23 +83,16 @@ class SGLangEngine:
         check_platform(config, platform)
         self._config, self._platform, self._decode, self._path = config.rollout.sglang, platform, decode, path
         self._run = config
-        on_node = _ranks_on_node(self._config.tp)
-        self._number, place = divmod(dist.get_rank(), self._config.tp)
-        self._engines, self._nodes = dist.get_world_size() // self._config.tp, self._config.tp // on_node
-        self._node, self._host, self._owner = place // on_node, place % on_node == 0, place == 0
-        self._transport = self._way(config, vocab_size, place)
+        self._ranks = ranks_of_engines(self._config.tp)
+        self._transport = self._make_transport(config, vocab_size)
         self.experts_of = self._transport.experts_of
         expected = expected_weights(config, vocab_size, self.experts_of)
         self._contract = Contract(lambda: expected, has_weights=False)
-        self._hosting = dist.get_rank() - place % on_node
-        self._everyone = dist.new_group(backend="gloo", timeout=FOREVER)
-        self._groups = [self._ranks_of(number) for number in range(self._engines)]
-        self._group = dist.new_subgroups_by_enumeration(self._groups, timeout=FOREVER, backend="gloo")[0]
-        folder = path / f"engine-{self._number}"
-        if self._owner:
+        folder = path / f"engine-{self._ranks.engine}"
+        if self._ranks.owns:
             write_model(folder, config, vocab_size)
-        self._arguments = server_arguments(config, platform, folder, self._number, self._engines)
-        self._arguments |= {"nnodes": self._nodes, "node_rank": self._node}
+        self._arguments = server_arguments(config, platform, folder, self._ranks.engine, len(self._ranks.members))
+        self._arguments |= {"nnodes": self._ranks.nodes, "node_rank": self._ranks.node}
         self._process: EngineProcess | None = None
         self._connected = False
         self._pids: list[int] = []
@@ -139,7 +129,7 @@ class SGLangEngine:
             self._generation = Generation(self._process, self._completion, *limits)
         requests: dict[int, dict[str, Any]] = {}
         for group in by_prompt(wanted):
-            mine = self._owner and self._prompts % self._engines == self._number
+            mine = self._ranks.owns and self._prompts % len(self._ranks.members) == self._ranks.engine
             for prompt, index in group:
                 self._under_way[self._submitted] = (prompt, index, version)
                 if mine:
@@ -220,13 +210,13 @@ class SGLangEngine:
         refusal = _refusal(lambda: self._contract.check_push(bucket))
         gathered: list = [None] * self._config.tp
         with self._transport.offered([] if refusal else bucket) as mine:
-            dist.all_gather_object(gathered, (refusal, mine), group=self._group)
-            self._on(True, lambda: self._push(bucket, gathered))
+            dist.all_gather_object(gathered, (refusal, mine), group=self._ranks.group)
+            self._on_all(lambda: self._push(bucket, gathered))
         self._contract.push(bucket)
 
     def end_update(self, version: int) -> None:
         """Closes the session; what was cached with the old weights is forgotten."""
-        self._on(True, lambda: self._contract.check_end_update(version))
+        self._on_all(lambda: self._contract.check_end_update(version))
         self._on_owners(self._transport.complete)
         self._on_owners(self._transport.end)
         self._contract.end_update(version)
@@ -256,7 +246,7 @@ class SGLangEngine:
         if aborted:
             self._aborted = False
         generation.listen(SECONDS_PER_POLL)
-        given_up, ended, arrived, at_work, self._failing = self._any_rank(
+        given_up, ended, arrived, at_work, self._failing = self._ranks.any(
             [
                 interrupted,
                 aborted or generation.refused,
@@ -268,27 +258,27 @@ class SGLangEngine:
         if given_up or ended:
             generation.abort()
         if given_up:
-            while self._any_rank([generation.at_work])[0]:
+            while self._ranks.any([generation.at_work])[0]:
                 generation.listen(SECONDS_PER_POLL)
             raise Interrupted
         if self._failing and not (arrived or at_work):
-            self._gathered(None, generation.failure)
+            self._gather(None, generation.failure)
         if not arrived:
             return {}
         mine, generation.finished = generation.finished, {}
-        return from_all_ranks(mine, self._everyone)
+        return from_all_ranks(mine, self._ranks.everyone)
 
-    def _way(self, config: Config, vocab_size: int, place: int) -> Transport:
-        """Of the weights to the engine of this group, from its rank at `place`."""
-        experts = [own_experts(config, rank) for rank in range(self._config.tp)]
+    def _make_transport(self, config: Config, vocab_size: int) -> Transport:
+        """How weights reach the engine of this group from this rank."""
+        place, experts = self._ranks.place, [own_experts(config, rank) for rank in range(self._config.tp)]
         if self._config.transport == "network":
             seconds = self._config.answer_seconds
             return Network(self._ask, experts[place], self._platform, place, self._config.tp, seconds)
         if self._config.transport == "disk":
             ask = partial(self._ask_within, self._config.timeouts.engine_loading)  # one request reads the whole model
             folder, writes = self._path / "engine-weights", dist.get_rank() == 0
-            return Disk(ask, self._owner, writes, folder, model_config(config, vocab_size), experts)
-        return Shared(self._ask, self._owner, experts[place])
+            return Disk(ask, self._ranks.owns, writes, folder, model_config(config, vocab_size), experts)
+        return Shared(self._ask, self._ranks.owns, experts[place])
 
     def _push(self, bucket: Bucket, gathered: list[tuple[EngineError | None, Any]]) -> None:
         """A bucket to the engine, unless one of its ranks refuses."""
@@ -297,40 +287,43 @@ class SGLangEngine:
                 raise refusal
         self._transport.push(bucket, [offer for _, offer in gathered])
 
-    def _ranks_of(self, number: int) -> list[int]:
-        return [*range(number * self._config.tp, (number + 1) * self._config.tp)]
-
     def _start_engines(self, mine: bool) -> None:
-        """Starts engines, without weights; every rank must call it. `mine`: that of this rank's group is among them."""
+        """Starts engines, without weights; every rank must call it.
+
+        An engine that is lost while it starts is started once more, by a call of this from `_gather`; `restarts` bounds
+        that. `mine`: whether the engine of this rank's group is among those to start.
+        """
         if mine:
             self.close()  # of an engine that was lost on another node
             self._connected = False
             self._contract.start_anew(self._at_rest)  # now: should another one fail, this one is not released twice
-        found = self._on(True, self._circumstances)  # also, what the first rank has written is there for all now
-        of_group = [found[rank] for rank in self._groups[self._number]]
-        hosted = self._on(self._host, lambda: self._start(of_group) if mine else self._leave())
-        self._pids = hosted[self._hosting] or []
+        # Every rank waits here for all others, so that what the first rank has written is there for all.
+        conditions = self._on_all(self._start_conditions)
+        of_group = [conditions[rank] for rank in self._ranks.mine]
+        self._on_some(self._ranks.hosts, lambda: self._start(of_group) if mine else self._release_held())
+        pids = self._on_some(self._ranks.hosts, lambda: self._process.facts["pids"] if self._process else [])
+        self._pids = pids[self._ranks.hosting] or []
         alone = not self._connected  # also when it was lost with another one, which did not start
-        opened = self._on(self._owner and alone, self._transport.opened)
-        self._on(alone, lambda: self._connect(opened[self._groups[self._number][0]]))
+        opened = self._on_some(self._ranks.owns and alone, self._transport.opened)
+        self._on_some(alone, lambda: self._connect(opened[self._ranks.mine[0]]))
         self._contract.start_anew(self._at_rest)
 
     def _connect(self, where: Any) -> None:
         self._transport.connect(where)
         self._connected = True
 
-    def _circumstances(self) -> dict[str, Any]:
-        """Where the parts of an engine can meet, if it is this rank's, and what is free of a GPU that it shares.
+    def _start_conditions(self) -> dict[str, Any]:
+        """What the start of an engine depends on: where its parts can meet, if it is this rank's, and free GPU memory.
 
         Data parallel attention meets on ports on one node, too, and those are the same for all engines if not given.
         """
-        found: dict[str, Any] = {}
-        if self._owner and (self._nodes > 1 or attention_copies(self._config) > 1):
-            found["address"] = free_address(own_address() if self._nodes > 1 else "127.0.0.1")
+        conditions: dict[str, Any] = {}
+        if self._ranks.owns and (self._ranks.nodes > 1 or attention_copies(self._config) > 1):
+            conditions["address"] = free_address(own_address() if self._ranks.nodes > 1 else "127.0.0.1")
         if take_turns(self._config, self._platform) and "mem_fraction_static" not in self._config.arguments:
             torch.cuda.empty_cache()
-            found["memory"] = torch.cuda.mem_get_info(self._platform.device)
-        return found
+            conditions["memory"] = torch.cuda.mem_get_info(self._platform.device)
+        return conditions
 
     def _agreed(self, of_group: list[Any]) -> dict[str, Any]:
         """Server arguments that all parts of an engine must have alike; its fullest GPU decides for all."""
@@ -338,14 +331,15 @@ class SGLangEngine:
         if "address" in of_group[0]:
             arguments["dist_init_addr"] = of_group[0]["address"]
         if "memory" in of_group[0]:
-            free, capacity = map(min, zip(*(found["memory"] for found in of_group), strict=True))
+            free, capacity = map(min, zip(*(conditions["memory"] for conditions in of_group), strict=True))
             arguments["mem_fraction_static"] = mem_fraction_static(self._run, free, capacity)
         return arguments
 
-    def _start(self, of_group: list[Any]) -> list[int]:
-        """Starts the part of the engine that this rank hosts; its processes."""
-        first, *_, last = [*self._groups[self._number], self._groups[self._number][-1]]
-        name = f"engine-{self._number}" + (f"-node-{self._node}" if self._node else "")
+    def _start(self, of_group: list[Any]) -> None:
+        """Starts the part of the engine that this rank hosts."""
+        ranks = self._ranks.mine
+        first, last = ranks[0], ranks[-1]
+        name = f"engine-{self._ranks.engine}" + (f"-node-{self._ranks.node}" if self._ranks.node else "")
         self._process = EngineProcess(
             f"the SGLang engine of rank{f's {first} to {last}' if last > first else f' {first}'}",
             self._arguments | self._agreed(of_group),
@@ -353,17 +347,14 @@ class SGLangEngine:
             environment(self._config, self._platform),
             self._config.start_seconds,
         )
-        if self._owner and self._at_rest:
+        if self._ranks.owns and self._at_rest:
             self._ask("release", tags=[*self._at_rest])
-        return self._process.facts["pids"]
 
-    def _leave(self) -> list[int]:
-        """Releases what the engine still holds; its processes."""
-        assert self._process, "only engines that were lost have none"
+    def _release_held(self) -> None:
+        """Releases the memory that the engine still holds and would not hold at rest."""
         held = [tag for tag in self._at_rest if tag not in self._contract.released]
-        if self._owner and held:
+        if self._ranks.owns and held:
             self._ask("release", tags=held)
-        return self._process.facts["pids"]
 
     def _ask(self, method: str, **arguments: Any) -> Any:
         return self._ask_within(self._config.answer_seconds, method, **arguments)
@@ -373,11 +364,18 @@ class SGLangEngine:
         return self._process.ask(method, seconds, **arguments)
 
     def _on_owners(self, work: Callable[[], Result]) -> list[Result | None]:
-        """What `work` came to on every rank that owns an engine, None elsewhere; fails on all ranks when one fails."""
-        return self._on(self._owner, work)
+        """The result of `work` on every rank that owns an engine, None elsewhere; fails on all ranks when one fails."""
+        return self._on_some(self._ranks.owns, work)
 
-    def _on(self, here: bool, work: Callable[[], Result]) -> list[Result | None]:
-        """The same for ranks that say that they are meant. Whatever fails, no rank is left waiting for another."""
+    def _on_all(self, work: Callable[[], Result]) -> list[Result | None]:
+        """The result of `work` on every rank; fails on all ranks when one fails."""
+        return self._on_some(True, work)
+
+    def _on_some(self, here: bool, work: Callable[[], Result]) -> list[Result | None]:
+        """The result of `work` on every rank that calls this with `here`, None elsewhere; every rank must call it.
+
+        When it fails on one rank it fails on all, so that no rank is left waiting; see `_gather`.
+        """
         result, failure = None, None
         if here:
             try:
@@ -387,33 +385,29 @@ class SGLangEngine:
             except Exception as error:
                 logger.exception("the engine's rank failed")
                 failure = EngineError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
-        return self._gathered(result, failure)
+        return self._gather(result, failure)
 
-    def _gathered(self, mine: Result, failure: EngineError | None) -> list[Result]:
-        """What every rank has, unless something went wrong on one of them."""
-        everyone: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (mine, failure), group=self._everyone)
-        self._raise_on_all([failure for _, failure in everyone])
-        return [found for found, _ in everyone]
+    def _gather(self, mine: Result, failure: EngineError | None) -> list[Result]:
+        """What every rank has, by rank; every rank must call it.
 
-    def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Which of the flags hold on any rank."""
-        state = torch.tensor(flags, dtype=torch.int32)
-        dist.all_reduce(state, dist.ReduceOp.MAX, group=self._everyone)
-        return [*map(bool, state.tolist())]
+        When one has a failure it is raised on all, and engines that were lost are started anew before.
+        """
+        everyone = self._ranks.gather((mine, failure))
+        self._restart_and_raise([failure for _, failure in everyone])
+        return [theirs for theirs, _ in everyone]
 
-    def _raise_on_all(self, failures: Sequence[EngineError | None]) -> None:
-        """Raises what went wrong, on every rank alike; engines that were lost are started anew before."""
-        found = [failure for failure in failures if failure]
-        if not found:
+    def _restart_and_raise(self, failures: Sequence[EngineError | None]) -> None:
+        """Starts lost engines anew, if all failures are such, then raises what went wrong, if something did."""
+        raised = [failure for failure in failures if failure]
+        if not raised:
             return
-        message = "\n".join(dict.fromkeys(map(str, found)))  # of several ranks that say the same, one
-        if not all(isinstance(failure, EngineLost) for failure in found):
+        message = "\n".join(dict.fromkeys(map(str, raised)))  # of several ranks that say the same, one
+        if not all(isinstance(failure, EngineLost) for failure in raised):
             raise EngineError(message)
         self._restarts += 1
         if self._restarts > self._config.restarts:
             raise EngineError(f"{message}\nit was lost more than rollout.sglang.restarts={self._config.restarts} times")
-        self._start_engines(mine=any(failures[rank] for rank in self._groups[self._number]))
+        self._start_engines(mine=any(failures[rank] for rank in self._ranks.mine))
         raise EngineRestarted(message)
 
     def _request(self, prompt: Prompt, index: int, sampling: SamplingParams, version: int) -> dict[str, Any]:
@@ -447,21 +441,10 @@ class SGLangEngine:
         return Completion(tuple(token_ids), tuple(logprobs), reason, text, chosen)
 
 
-def _sample(prompt: Prompt, index: int, version: int, found: Completion) -> Sample:
-    return Sample(
-        prompt, index, found.token_ids, found.logprobs, found.finish_reason, version, found.text, found.experts
-    )
-
-
-def _ranks_on_node(tp: int) -> int:
-    """How many ranks of a node share an engine of `tp` ranks."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    if here % tp and tp % here:
-        raise ValueError(
-            f"rollout.sglang.tp={tp}: an engine has a part of a node that divides its {here} processes, or several "
-            "whole nodes"
-        )
-    return min(tp, here)
+def _sample(prompt: Prompt, index: int, version: int, completion: Completion) -> Sample:
+    """The sample of a prompt that is this completion."""
+    tokens, logprobs, reason, text, experts = completion
+    return Sample(prompt, index, tokens, logprobs, reason, ((0, version),), text, experts)
 
 
 def _refusal(check: Callable[[], None]) -> EngineError | None:

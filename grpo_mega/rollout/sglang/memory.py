@@ -168,14 +168,14 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
 
 
 def _bytes(entry: Entry, config: Config) -> int:
-    """Of a tensor as the engine keeps it, with its scales."""
+    """Bytes of a tensor as the engine keeps it, with its scales."""
     if not (config.rollout.sglang.fp8 and fp8.in_fp8(entry.name)):
         return entry.bytes
     return math.prod(entry.shape) * fp8.DTYPE.itemsize + 4 * math.prod(fp8.scale_shape(entry.shape))
 
 
 def _buckets(config: Config) -> int:
-    """How many lie on a GPU at once: what arrives and what is made of it, and what the rank sends meanwhile.
+    """How many buckets lie on a GPU at once: what arrives and what is made of it, and what the rank sends meanwhile.
 
     When every rank gets experts of its own, the pipeline stage that has a layer's sends a bucket to every other stage.
     """
