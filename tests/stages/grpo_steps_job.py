@@ -396,18 +396,18 @@ def stale_engine() -> dict[str, Any]:
     with grpo("stale_engine") as built:
         logging.getLogger("grpo_mega.stages.watch").addHandler(handler)
         engine = built.stage.rollouts.engine
-        generate, parameters = engine.generate, [*built.policy.chunks.parameters()]
+        poll, parameters = engine.poll, [*built.policy.chunks.parameters()]
 
         def stale(*arguments: Any) -> Any:
             with torch.no_grad():
                 for parameter in parameters:
                     parameter.mul_(1.1)
-                samples = generate(*arguments)
+                samples = poll(*arguments)
                 for parameter in parameters:
                     parameter.div_(1.1)
             return samples
 
-        engine.generate = stale  # type: ignore[method-assign]
+        engine.poll = stale  # type: ignore[method-assign]
         return {"steps": [step(built), step(built)], "warnings": warnings}
 
 
