@@ -179,6 +179,7 @@ class Run:
         if stage is not self.stage:
             self.stage, self.step, self.begun = stage, 0, False
         if not self.begun:
+            random_state.reseed(self.config.seed, step=0)
             self.recorder.open_metrics(-1, self._metrics_file)
             stage.begin(self)
             self.begun = True

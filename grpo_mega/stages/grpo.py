@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_mega.checkpoint import random_state
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data
@@ -112,7 +111,6 @@ class GRPO:
 
     def begin(self, run: Run) -> None:
         """Starts at the policy's present weights, which are also those of the reference."""
-        random_state.reseed(self.config.run.seed, step=0)
         self.prepare()
         if self.reference:
             self.reference.refresh()
