@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch~=2.13.0
 TORCH_INDEX_URL ?=
 NPROC ?= 2
+TEST_PROCESSES ?= 2
 EXPERIMENT ?= tiny
 ARGS ?=
 
@@ -39,6 +40,7 @@ The others make $(VENV) when it is missing or older than pyproject.toml. Variabl
                     gigabytes of CUDA libraries; without a GPU, name an index of CPU builds
   EXPERIMENT        make train: a file of configs/experiment ($(EXPERIMENT))
   NPROC             make train: number of processes ($(NPROC))
+  TEST_PROCESSES    make test: files that are tested at once ($(TEST_PROCESSES))
   ARGS              make train: further settings, such as 'run.seed=1 run.name=second';
                     make test: further pytest options, such as '-k advantage'
 endef
@@ -52,8 +54,9 @@ help:
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m grpo_mega.train experiment=$(EXPERIMENT) $(ARGS)
 
+# A file's tests stay in one process: what they share is made once.
 test: $(READY) slurm
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not long' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not long' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 test-all: test test-parity test-slurm test-train test-docs test-sglang
 

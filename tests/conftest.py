@@ -1,7 +1,10 @@
 """What holds for every test."""
 
+import os
+
 from hypothesis import settings
 
-# A machine that is busy with other jobs is no failure.
-settings.register_profile("without deadlines", deadline=None)
-settings.load_profile("without deadlines")
+# A machine that is busy with other jobs is no failure. Where `CI` is set every run has the same examples, elsewhere
+# each has others, so that what no run has tried comes up on somebody's machine and not in a merge.
+settings.register_profile("tests", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+settings.load_profile("tests")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_kernels.options import GRPOLoss
 from grpo_kernels.rows import logprob_and_entropy
-from grpo_kernels.token_loss import Tokens, token_losses
+from grpo_kernels.token_loss import RowLosses, Tokens, token_losses
 
 INF = float("inf")
 PADDING = 5  # columns behind the real ones
@@ -30,6 +30,9 @@ OPTIONS = {
     "no bounds": GRPOLoss(clip_low=1.0, clip_high=INF),
     "cispo, no bound below": GRPOLoss(kind="cispo", clip_low=1.0, clip_high=0.5),
     "cispo, no bounds": GRPOLoss(kind="cispo", clip_low=INF, clip_high=INF),
+    "truncate": GRPOLoss(clip_high=0.28, correction="truncate"),
+    "mask": GRPOLoss(kl_coef=0.1, entropy_coef=0.02, correction="mask"),
+    "cispo, mask": GRPOLoss(kind="cispo", correction="mask", correction_cap=1.4),
 }
 
 
@@ -170,34 +173,69 @@ def check_gradient(operations: Any, c: Case, with_entropy: bool, others: str, ou
     expect_written(c, c.logits if out is None else out, expected, others, poison="nan" if out is None else "7")
 
 
-def check_grpo(operations: Any, c: Case, options: GRPOLoss, old: bool, others: str, gradient: bool) -> None:
-    """All outputs and the gradient, with log-ratios beyond every bound, a masked row of NaN and both signs of A."""
+def check_grpo(
+    operations: Any,
+    c: Case,
+    options: GRPOLoss,
+    old: bool,
+    others: str,
+    gradient: bool,
+    out_dtype: torch.dtype | None = None,
+    grad_scale: float = 1.0,
+) -> None:
+    """All outputs and the gradient, with log-ratios beyond every bound and the correction's cap, a row of NaN that does
+    not count and both signs of A.
+    """
     exact, n = c.exact, len(c.ids)
     device = c.logits.device
     advantage = torch.tensor([1.5, -1.0, 0.0, -2.0, 1.0, -0.5])[:n]
     weight = torch.tensor([0.3, 0.0, 1.0, 0.5, 0.7, 2.0])[:n]
     log_ratio = torch.tensor([0.5, 0.1, -0.4, 2.0, -0.1, -0.7])[:n]
+    disagreement = torch.tensor([1.5, 0.0, 0.2, 0.5, 0.1, -1.0])[:n] + (log_ratio if old else 0.0)
     tokens = Tokens(
         advantage=_strided(advantage).to(device),
         weight=_strided(weight).to(device),
         old=_strided((exact.logprob - log_ratio).float()).to(device) if old else None,
         ref=_strided((exact.logprob + log_ratio / 3).float()).to(device) if options.kl_coef else None,
+        rollout=_strided((exact.logprob - disagreement).float()).to(device),
     )
     doubles = Tokens(*(None if value is None else value.double().cpu() for value in vars(tokens).values()))
     found = token_losses(exact.logprob, exact.entropy, doubles, options)
-    expected = torch.stack([found.loss, exact.logprob, exact.entropy, found.kl, found.clipped.double()], -1)
-    expected = expected.masked_fill((weight == 0)[:, None], 0.0)
+    expected = found.outputs(exact.logprob, exact.entropy).masked_fill((weight == 0)[:, None], 0.0)
     _poison(c, 1)
-    outputs = operations.grpo_rows_(
-        c.logits, c.ids, c.rows, c.columns, 1 / c.temperature,
-        tokens.old, tokens.ref, tokens.advantage, tokens.weight, options, gradient, others,
-    )  # fmt: skip
+    before = _storage(c.logits).clone()
+    out = None if out_dtype is None else torch.full_like(_storage(c.logits), 7.0, dtype=out_dtype)
+    out = None if out is None else out[:, : c.logits.shape[1]]
+    place = (c.logits, c.ids, c.rows, c.columns, 1 / c.temperature)
+    outputs = operations.grpo_rows_(*place, tokens, options, gradient, others, out, grad_scale)
     slack = 5e-7 * float(exact.logprob.abs().max())  # float32 log-probs of -3e4 are 2e-3 apart, and so are their ratios
-    near(outputs[:, :4], expected[:, :4], 2e-5 + slack, 1e-5)
-    assert torch.equal(outputs[:, 4].cpu().double(), expected[:, 4])
+    exactly = [fields(RowLosses)[column].name in ("clipped", "weight") for column in range(outputs.shape[1])]
+    near(outputs[:, ~torch.tensor(exactly)], expected[:, ~torch.tensor(exactly)], 2e-5 + slack, 1e-5)
+    assert torch.equal(outputs[:, exactly].cpu(), expected[:, exactly].float())
+    if not gradient or out is not None:
+        assert torch.equal(_storage(c.logits).cpu().view(torch.uint8), before.cpu().view(torch.uint8))
     if gradient:
-        expected_gradient = exact.gradient(found.grad_logprob, found.grad_entropy)
-        expect_written(c, c.logits, expected_gradient.nan_to_num_(0.0), others, "nan", slack)
+        expected_gradient = exact.gradient(*found.gradients(grad_scale)).nan_to_num_(0.0)
+        written = (c.logits, "nan") if out is None else (out, "7")
+        expect_written(c, written[0], expected_gradient, others, written[1], slack)
+
+
+def check_masked(operations: Any, device: str = "cpu") -> None:
+    """Tokens that the correction masks have loss and gradient 0, also when the log-prob is NaN; a NaN of the engine's
+    shows.
+    """
+    logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[0, 3] = torch.nan
+    old, rollout = torch.full((4,), -1.0, device=device), torch.tensor([-9.0, -9.0, -1.0, INF - INF], device=device)
+    tokens = Tokens(torch.ones(4, device=device), torch.ones(4, device=device), old, rollout=rollout)
+    ids, options = torch.arange(4, device=device), GRPOLoss(correction="mask", entropy_coef=0.1)
+    found = RowLosses.of(operations.grpo_rows_(logits, ids, None, 20, 1.0, tokens, options, True, "zero"))
+    assert found.weight.tolist() == [0, 0, 1, 1]
+    assert found.loss[:2].tolist() == found.clipped[:2].tolist() == [0, 0]
+    assert found.logprob.isnan().tolist() == [True, False, False, False]
+    assert found.loss.isnan().tolist() == [False, False, False, True]
+    assert not logits[:2].any()
+    assert logits[2].any()
 
 
 def expect_written(c: Case, found: Tensor, expected: Tensor, others: str, poison: str, slack: float = 0) -> None:

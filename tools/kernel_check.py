@@ -86,7 +86,7 @@ def check_losses(functions: dict[str, LossFunction], device: torch.device) -> li
                     exact = exact_of(inputs, arguments)
                     where = f"{name}{', on-policy' if on_policy else ''}, {source}, {dtype}"
                     for who, function in functions.items():
-                        errors = errors_of(function(inputs, arguments), exact, arguments["weights"] != 0)
+                        errors = errors_of(function(inputs, arguments), exact, arguments["token_weight"] != 0)
                         wrong += [
                             f"{who}: {where}: {what} error {error:.1e}, limit {limit:.0e}"
                             for what, error in errors.items()
@@ -113,15 +113,15 @@ def made_up_arguments(inputs: tuple[Tensor, ...], options: GRPOLoss, on_policy: 
     old, ref, rollout = (logprob + scale * torch.randn(COUNT, generator=draw) for scale in (0.7, 0.7, 1.0))
     lengths = torch.tensor([4, 0, 9, 1, 8, 7, 3, 8])
     old += torch.tensor([0.5, 0.0, -0.5, 0.5, -0.5, 0.5, -0.5, 0.5]).repeat_interleave(lengths)  # of whole sequences
-    weights = torch.rand(COUNT, generator=draw)
-    weights[::7] = 0.0
+    token_weight = torch.rand(COUNT, generator=draw)
+    token_weight[::7] = 0.0
     signs = torch.tensor([1.0, 1.0, -1.5, 0.0, 1.5, -1.0, 1.0, -0.5])
     vectors = {
         "ids": ids,
         "old_logprob": None if on_policy else old.float(),
         "ref_logprob": ref.float(),
         "advantages": signs.repeat_interleave(lengths),
-        "weights": weights / COUNT,
+        "token_weight": token_weight / COUNT,
         "rollout_logprob": rollout.float(),
         "cu_seqlens": torch.cat([torch.zeros(1), lengths.cumsum(0)]).long() if options.kind == "gspo" else None,
     }

@@ -122,10 +122,10 @@ def _own_loss(backend: str, operation: str) -> Callable[[Problem], Result]:
 
 
 def own(backend: str) -> list[Contender]:
-    """This project's, on one of its paths; the linear operations have no CUDA kernel of their own."""
-    name, losses = f"grpo_kernels, {backend}", ["ppo", "on-policy"]
+    """This project's, on one of its paths; what takes more than one launch is Triton's under "cuda"."""
+    name, losses = f"grpo_kernels, {backend}", ["ppo", "on-policy", "linear ppo", "linear on-policy"]
     if backend != "cuda":
-        losses += ["gspo", "linear ppo", "linear on-policy"]
+        losses.append("gspo")
     found = [] if backend == "cuda" else [Contender(name, "grpo_kernels", "logprob", _own_logprob(backend))]
     return found + [Contender(name, "grpo_kernels", loss, _own_loss(backend, loss)) for loss in losses]
 

@@ -1,4 +1,4 @@
-"""The trainer leaves the device and comes back in place: weights, gradients, optimizer and reference policy.
+"""The models of training leave the device and come back in place: weights, gradients and optimizers.
 
 What lies on the device is a set of storages, and everything else is a view of them: always the gradients of Megatron's
 gradient buffers, and with the distributed optimizer the parameters of its parameter buffers. A storage is copied to the
@@ -13,100 +13,127 @@ captured graphs need, and it must be loaded before everything else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NoReturn, cast
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from grpo_mega.models.chunks import ModelChunks
-from grpo_mega.models.policy import Policy
+from grpo_mega.models.model import Model
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.platform import process_groups
 
 
 class Offloaded(RuntimeError):
-    """The policy was used while its memory is on the host."""
+    """A model was used while its memory is on the host."""
+
+
+@dataclass
+class _Away:
+    """What a model is made of while stand-ins are in its place."""
+
+    model: Model
+    chunks: ModelChunks
+    ddp_chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer | None
 
 
 class TrainerMemory:
-    """Takes a policy and its reference off the device and brings them back, bit for bit.
+    """Takes models off the device and brings them back, bit for bit.
 
     The host memory of one trip is kept for the next, because pinning it is slow.
     """
 
-    def __init__(
-        self, policy: Policy, reference: ReferencePolicy | None = None, suspend_process_groups: bool = True
-    ) -> None:
-        """With `suspend_process_groups` nothing can be sent over NCCL while all is on the host."""
-        self._policy = policy
-        self._reference = reference
+    def __init__(self, models: Sequence[Model | ReferencePolicy], suspend_process_groups: bool = True) -> None:
+        """Models of different roles; the first one's weights are what engines are sent, and may leave later.
+
+        With `suspend_process_groups` nothing can be sent over NCCL while all is on the host.
+
+        Raises:
+            ValueError: Two of them have the same role.
+        """
+        roles = [model.role for model in models]
+        if len({*roles}) < len(roles):
+            raise ValueError(f"models of the same role: {', '.join(roles)}; give each a role of its own")
+        self._models = [model for model in models if isinstance(model, Model)]
+        self._copies = [model for model in models if isinstance(model, ReferencePolicy)]
+        self._sent = f"{self._models[0].role} weights"
+        self._device = self._models[0].platform.device
         self._suspends = suspend_process_groups
         self._suspended: list[Any] = []
-        self._real: tuple[Any, Any, Any] | None = None
+        self._away: list[_Away] = []
         self._freed: list[torch.UntypedStorage] = []
         self._staying: list[torch.UntypedStorage] = []
         self._host: dict[int, torch.Tensor] = {}
 
     def held(self) -> dict[str, int]:
-        """Bytes on the device of "weights", "optimizer", "reference" and "gradients"; 0 for what is offloaded."""
-        if self._real:
-            nothing = dict.fromkeys(("weights", "optimizer", "reference", "gradients"), 0)
-            return nothing | {"weights": sum(s.nbytes() for s in self._staying)}
+        """Bytes on the device by role and kind, 0 for what is offloaded: "policy weights", "policy optimizer",
+        "policy gradients", "reference weights".
+        """
+        if self._away:
+            return dict.fromkeys(self._kinds(), 0) | {self._sent: sum(s.nbytes() for s in self._staying)}
         held = {kind: sum(s.nbytes() for s in storages) for kind, storages in self._storages().items()}
-        buffers = (b for chunk in self._policy.ddp_chunks for b in chunk.buffers + chunk.expert_parallel_buffers)
-        return held | {"gradients": sum(buffer.grad_data.nbytes for buffer in buffers)}
+        for model in self._models:
+            buffers = (b for chunk in model.ddp_chunks for b in chunk.buffers + chunk.expert_parallel_buffers)
+            held[f"{model.role} gradients"] = sum(buffer.grad_data.nbytes for buffer in buffers)
+        return held
+
+    def leaving(self, keep_weights: bool) -> int:
+        """Bytes on the device that `offload` would free now."""
+        return sum(size for kind, size in self.held().items() if not (keep_weights and kind == self._sent))
 
     @property
     def away(self) -> bool:
         """Whether anything is on the host."""
-        return self._real is not None
+        return bool(self._away)
 
     def offload(self, keep_weights: bool = False) -> None:
-        """Moves everything to the host, between two updates; with `keep_weights` all but the weights, or then the rest.
+        """Moves everything to the host, between two updates.
 
-        Gradients are dropped: the last update has used them, and the next one begins with zeros. Until `onload`,
-        whoever uses what is away gets an error. Process groups are suspended when the weights are away; every rank must
-        make the calls, therefore.
+        With `keep_weights` all but the first model's weights, or then the rest. Gradients are dropped: the last update
+        has used them, and the next one begins with zeros. Until `onload`, whoever uses what is away gets an error.
+        Process groups are suspended when the weights are away; every rank must make the calls, therefore.
 
         Raises:
             Offloaded: It is there already.
             RuntimeError: Some of the memory is not torch's to free. Everything is still where it was.
         """
-        policy, stand_in = self._policy, _StandIn()
-        if self._real and (keep_weights or not self._staying):
+        if self._away and (keep_weights or not self._staying):
             raise Offloaded("the trainer is offloaded already: call onload before offload")
-        if self._real:
+        if self._away:
             self._free(self._staying)
             self._staying = []
-            policy.chunks = policy.ddp_chunks = cast(Any, stand_in)
+            _stand_in(self._models[0])
             self._to_driver()
             return
         storages = self._storages()
         _refuse_fixed(storages)
-        _drop_activations(policy.chunks)
+        for model in self._models:
+            _drop_activations(model.chunks)
         present = {s._cdata for s in chain(*storages.values())}
         self._host = {key: host for key, host in self._host.items() if key in present}
-        staying = storages.pop("weights") if keep_weights else []
+        staying = storages.pop(self._sent) if keep_weights else []
         self._free([*chain(*storages.values())])
-        self._real, self._staying = (policy.chunks, policy.ddp_chunks, policy.optimizer), staying
-        policy.optimizer = cast(Any, stand_in)
-        if not keep_weights:
-            policy.chunks = policy.ddp_chunks = cast(Any, stand_in)
-        for chunk in self._real[1]:
-            chunk.offload_grad_buffers()
-            chunk.zero_grad_buffer = _no_gradients  # what every pass that needs them begins with
+        self._staying = staying
+        self._away = [_Away(model, model.chunks, model.ddp_chunks, model.optimizer) for model in self._models]
+        for model in self._models:
+            _without_gradients(model)
+            if not (keep_weights and model is self._models[0]):
+                _stand_in(model)
         self._to_driver()
 
     def _to_driver(self) -> None:
         """What is free for torch becomes free for other processes, too, and so do groups that have nothing to send."""
-        device = self._policy.platform.device
-        if device.type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # what an engine had opened, and has closed
             torch.cuda.empty_cache()
         if self._suspends and not self._staying:
-            process_groups.suspend(device, self._suspended)
+            process_groups.suspend(self._device, self._suspended)
 
     def _free(self, storages: list[torch.UntypedStorage]) -> None:
         torch.cuda.synchronize()  # does nothing on a CPU (platform/cpu.py)
@@ -123,32 +150,37 @@ class TrainerMemory:
         Raises:
             RuntimeError: Nothing is offloaded.
         """
-        if not self._real:
+        if not self._away:
             raise RuntimeError("the trainer is on the device: call offload before onload")
         process_groups.resume(self._suspended)
         for storage in self._freed:
             host = self._host[storage._cdata]
             storage.resize_(host.nbytes)
             _as_bytes(storage).copy_(host, non_blocking=True)
-        gpt, model, optimizer = self._real
-        for chunk in model:
+        for chunk in chain(*(away.ddp_chunks for away in self._away)):
             vars(chunk).pop("zero_grad_buffer", None)
             chunk.restore_grad_buffers()  # with zeros; and waits for the copies
-        self._policy.chunks, self._policy.ddp_chunks, self._policy.optimizer = gpt, model, optimizer
-        self._real, self._freed, self._staying = None, [], []
+        for away in self._away:
+            away.model.chunks, away.model.ddp_chunks = away.chunks, away.ddp_chunks
+            away.model.optimizer = away.optimizer
+        self._away, self._freed, self._staying = [], [], []
+
+    def _kinds(self) -> list[str]:
+        """All that `held` names."""
+        of_models = [f"{m.role} {kind}" for m in self._models for kind in ("weights", "optimizer", "gradients")]
+        return of_models + [f"{copy.role} weights" for copy in self._copies]
 
     def _storages(self) -> dict[str, list[torch.UntypedStorage]]:
-        """What has to be kept, by kind, each storage once: many tensors are views of the same."""
-        gpt, device = self._policy.chunks, self._policy.platform.device
-        kinds: dict[str, Iterable[torch.Tensor]] = {
-            "weights": chain(gpt.parameters(), gpt.buffers()),
-            "optimizer": _optimizer_tensors(self._policy.optimizer),
-            "reference": self._reference.held if self._reference else (),
-        }
+        """What has to be kept, by role and kind, each storage once: many tensors are views of the same."""
+        kinds: dict[str, Iterable[torch.Tensor]] = {}
+        for model in self._models:
+            kinds[f"{model.role} weights"] = chain(model.chunks.parameters(), model.chunks.buffers())
+            kinds[f"{model.role} optimizer"] = _optimizer_tensors(model.optimizer)
+        kinds |= {f"{copy.role} weights": copy.held for copy in self._copies}
         seen: set[int] = set()
         found: dict[str, list[torch.UntypedStorage]] = {kind: [] for kind in kinds}
         for kind, tensors in kinds.items():
-            for storage in (t.untyped_storage() for t in tensors if t.device == device):
+            for storage in (t.untyped_storage() for t in tensors if t.device == self._device):
                 if storage.nbytes() and storage._cdata not in seen:
                     seen.add(storage._cdata)
                     found[kind].append(storage)
@@ -164,11 +196,14 @@ class TrainerMemory:
 
 
 class _StandIn:
-    """In place of a policy's model and optimizer while they are away: touching freed memory would end the process."""
+    """In place of a model's parts while they are away: touching freed memory would end the process."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
 
     def __getattr__(self, name: str) -> NoReturn:
         raise Offloaded(
-            f"the policy is offloaded, and somebody asks for its {name}: the engine has the device. "
+            f"the {self._role} is offloaded, and somebody asks for its {name}: the engine has the device. "
             "Call TrainerMemory.onload first"
         )
 
@@ -182,8 +217,21 @@ class _StandIn:
         self.__getattr__("model")
 
 
-def _no_gradients() -> NoReturn:
-    raise Offloaded("the policy's gradients are offloaded, and somebody trains it. Call TrainerMemory.onload first")
+def _stand_in(model: Model) -> None:
+    """Puts a stand-in in the place of all of a model."""
+    model.chunks = model.ddp_chunks = model.optimizer = cast(Any, _StandIn(model.role))
+
+
+def _without_gradients(model: Model) -> None:
+    """Drops a model's gradients; its weights, when they are there, can be read and not trained."""
+    model.optimizer = cast(Any, _StandIn(model.role))
+    for chunk in model.ddp_chunks:
+        chunk.offload_grad_buffers()
+        chunk.zero_grad_buffer = partial(_refuse_training, model.role)  # what every pass that needs them begins with
+
+
+def _refuse_training(role: str) -> NoReturn:
+    raise Offloaded(f"the {role}'s gradients are offloaded, and somebody trains it. Call TrainerMemory.onload first")
 
 
 def _drop_activations(gpt: ModelChunks) -> None:
@@ -210,7 +258,7 @@ def _refuse_fixed(storages: dict[str, list[torch.UntypedStorage]]) -> None:
         fixed = sum(s.nbytes() for s in members if not s.resizable())
         if fixed:
             raise RuntimeError(
-                f"{fixed:,} bytes of the trainer's {kind} cannot be freed, because they belong to another library "
+                f"{fixed:,} bytes of the {kind} cannot be freed, because they belong to another library "
                 "(numpy, a mapped file): put copies in their place. Nothing was offloaded"
             )
 

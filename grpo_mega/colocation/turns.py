@@ -71,7 +71,7 @@ class Turns:
         self._verified: float | None = None
         self._memory: TrainerMemory | None = None
         if take_turns(config, policy.platform):
-            self._memory = TrainerMemory(policy, reference, suspends(config))
+            self._memory = TrainerMemory([policy, *([reference] if reference else [])], suspends(config))
             if config.suspend_process_groups and not suspends(config):
                 logger.warning(
                     "what NCCL holds stays on the GPUs while the engines have them: torch %s with NCCL %s cannot give "
@@ -182,8 +182,7 @@ class Turns:
         """
         if self._memory is None:
             return
-        held = self._memory.held()
-        due = sum(size for kind, size in held.items() if not (keep_weights and kind == "weights"))
+        due = self._memory.leaving(keep_weights)
         everywhere = dict.fromkeys(("allocated", "reserved", "device"), due)
         with self.ledger.release("trainer leaves", everywhere, TOLERANCE, PATIENCE):
             self._memory.offload(keep_weights)

@@ -38,7 +38,8 @@ RANGES: dict[str, tuple[str, ...]] = {
         "model.moe.group_top_k", "algorithm.kl_coef", "algorithm.reference_refresh", "rollout.top_k",
         "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_grad", "base.warmup_steps",
         "base.decay_steps", "base.weight_decay", "base.gate_from", "sft.steps", "sft.warmup_steps",
-        "run.eval_every", "run.save_every", "run.keep_every", "run.samples_per_step", "rollout.sglang.restarts",
+        "base.save_every", "sft.save_every", "run.eval_every", "run.save_every", "run.keep_every",
+        "run.samples_per_step", "rollout.sglang.restarts",
     ),
     "(0, inf)": (
         "model.norm_eps", "model.init_std", "model.yarn.beta_fast", "model.yarn.beta_slow", "model.yarn.mscale",

@@ -25,6 +25,8 @@ _MAY_CHANGE = frozenset({
     "run.steps",
     "run.eval_every",
     "run.save_every",
+    "base.save_every",
+    "sft.save_every",
     "run.async_save",
     "run.keep_checkpoints",
     "run.keep_every",

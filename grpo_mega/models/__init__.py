@@ -1,4 +1,4 @@
-"""The policy on Megatron-Core: topology, model, log-probs, updates, reference.
+"""Models on Megatron-Core: topology, body and head, and their roles: policy, reference, critic, reward model.
 
 Import `grpo_mega.platform` and call `start()` before anything of this room.
 """

@@ -26,21 +26,23 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def build_model(model: ModelConfig, layout: LayoutConfig, vocab_size: int, platform: Platform) -> ModelChunks:
-    """This rank's pieces of the model, weights not yet initialised.
+def build_model(
+    model: ModelConfig, layout: LayoutConfig, vocab_size: int, platform: Platform, scalar: bool = False
+) -> ModelChunks:
+    """This rank's pieces of the model, weights not yet initialised; with a `scalar` head, or that of a language model.
 
     `vocab_size` is the tokenizer's; embedding rows are padded up to a multiple of `model.vocab_multiple`.
     """
     config = transformer_config(model, layout, platform)
-    chunks = [_build_chunk(config, model, vocab_size, platform, i) for i in range(layout.vpp)]
+    chunks = [_build_chunk(config, model, vocab_size, platform, i, scalar) for i in range(layout.vpp)]
     return ModelChunks(chunks).to(platform.device)
 
 
 def _build_chunk(
-    config: TransformerConfig, model: ModelConfig, vocab_size: int, platform: Platform, chunk: int
+    config: TransformerConfig, model: ModelConfig, vocab_size: int, platform: Platform, chunk: int, scalar: bool
 ) -> GPTModel:
     vp_stage = chunk if config.virtual_pipeline_model_parallel_size else None
-    specified = Specified(model, platform.transformer_engine)
+    specified = Specified(model, platform.transformer_engine, scalar)
     apply_changes(TO_SPECIFICATION, specified)
     spec = get_gpt_decoder_block_spec(config, platform.transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
     spec = _replace(spec, specified.instead)

@@ -1,4 +1,4 @@
-"""A gradient that is not finite ends the run before it reaches a weight, and is named.
+"""A loss or a gradient that is not finite ends the run before it reaches a weight, and is named.
 
 Megatron's own check (`check_for_nan_in_grad`) looks at every bucket before it is reduced and waits for the GPU twice
 each time, so that nothing overlaps with the backward pass. Here one number says at the end whether all is well. The
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from grpo_mega.models.chunks import ModelChunks
+from grpo_mega.types import Batch
 
 NAMED = 3
 """How many parameters an error names."""
@@ -50,3 +51,20 @@ def _named(gpt: ModelChunks) -> str:
     worst = sorted(bad.values(), key=lambda item: item[2]) or [max(found)]
     more = f" and {len(worst) - NAMED} more" if len(worst) > NAMED else ""
     return ", ".join(f"{name} (up to {size:.3g}, rank {rank})" for size, name, rank in worst[:NAMED]) + more
+
+
+def refuse_non_finite_losses(losses: torch.Tensor, index: torch.Tensor, batch: Batch) -> None:
+    """Looks at the losses [n] of the tokens at [n] places of the batch. A GPU is waited for, once per micro-batch.
+
+    Raises:
+        FloatingPointError: One is NaN or infinite; names the sequence and the token.
+    """
+    bad = ~torch.isfinite(losses)
+    if bad.any():
+        place = int(index[bad][0])
+        sequence = int(torch.searchsorted(batch.cu_seqlens, place, right=True)) - 1
+        raise FloatingPointError(
+            f"the loss of token {place - int(batch.cu_seqlens[sequence])} of sequence {sequence} of the batch is "
+            f"{losses[bad][0].item()}; look at its log-prob and advantage (or value and target), and lower the "
+            "learning rate if the model diverged"
+        )

@@ -55,14 +55,15 @@ class LogProbHead(ColumnParallelLinear):
         The weight's gradient is added in float32 to Megatron's buffer, for a loss that is multiplied by `grad_scale`
         before its backward pass.
         """
-        weight: Any = self._shard()
-        how = self._place() | {"temperature": temperature, "main_grad": weight.main_grad, "grad_scale": grad_scale}
-        return loss(hidden, added_to_main_grad(weight), scored, **how)
+        output_weight: Any = self._shard()
+        main_grad = output_weight.main_grad
+        settings = self._place() | {"temperature": temperature, "main_grad": main_grad, "grad_scale": grad_scale}
+        return loss(hidden, added_to_main_grad(output_weight), scored, **settings)
 
     def draft_loss(self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
         """Sum of -log-prob of [n] tokens from [n, H] hidden states, which alone get a gradient."""
-        weight, how = self._shard().detach(), self._place() | {"temperature": temperature}
-        return linear_token_loss(hidden, weight, tokens, lambda logprob, *_: (-logprob, {}), **how)[0]
+        output_weight, settings = self._shard().detach(), self._place() | {"temperature": temperature}
+        return linear_token_loss(hidden, output_weight, tokens, lambda logprob, *_: (-logprob, {}), **settings)[0]
 
     def _shard(self) -> torch.Tensor:
         return self.tied_weight() if self.tied_weight else self.weight

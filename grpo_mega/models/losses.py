@@ -37,10 +37,12 @@ class LossFound:
 
 
 class Loss(Protocol):
-    """A loss of hidden states [n, H], an output layer and the tokens they predict; `how`: see `grpo_kernels.linear`."""
+    """A loss of hidden states [n, H], an output layer and the tokens they predict."""
 
-    def __call__(self, hidden: torch.Tensor, weight: torch.Tensor, scored: ScoredTokens, **how: Any) -> LossFound:
-        """The loss and what to log."""
+    def __call__(
+        self, hidden: torch.Tensor, output_weight: torch.Tensor, scored: ScoredTokens, **settings: Any
+    ) -> LossFound:
+        """The loss and what to log; `settings`: see `grpo_kernels.linear`."""
         ...
 
 
@@ -58,12 +60,12 @@ def grpo_loss(config: AlgorithmConfig, on_policy: bool) -> Loss:
         correction_cap=config.correction_cap,
     )
 
-    def loss(hidden: torch.Tensor, weight: torch.Tensor, scored: ScoredTokens, **how: Any) -> LossFound:
+    def loss(hidden: torch.Tensor, output_weight: torch.Tensor, scored: ScoredTokens, **settings: Any) -> LossFound:
         if options.kind == "gspo":
-            how |= {"cu_seqlens": scored.cu_seqlens, "sequence_group": _context_parallel_group()}
+            settings |= {"cu_seqlens": scored.cu_seqlens, "sequence_group": _context_parallel_group()}
         total, found = linear_grpo_loss(
             hidden,
-            weight,
+            output_weight,
             scored.tokens,
             None if on_policy else scored.old_logprob,
             scored.ref_logprob if options.kl_coef else None,
@@ -71,7 +73,7 @@ def grpo_loss(config: AlgorithmConfig, on_policy: bool) -> Loss:
             scored.weight,
             options=options,
             rollout_logprob=scored.rollout_logprob,
-            **how,
+            **settings,
         )
         logged = {
             "ratio": found.ratio,
@@ -96,14 +98,14 @@ def grpo_loss(config: AlgorithmConfig, on_policy: bool) -> Loss:
 def token_wise(token_loss: TokenLoss) -> Loss:
     """Any loss of each token's log-prob; its weight is multiplied with it here, its metrics are averaged."""
 
-    def loss(hidden: torch.Tensor, weight: torch.Tensor, scored: ScoredTokens, **how: Any) -> LossFound:
+    def loss(hidden: torch.Tensor, output_weight: torch.Tensor, scored: ScoredTokens, **settings: Any) -> LossFound:
         def weighted(logprob: torch.Tensor, entropy: torch.Tensor, part: slice) -> tuple[torch.Tensor, dict]:
             known = scored.part(part)
             losses, metrics = token_loss(logprob, known)
             losses = known.weight * losses
             return losses, {**metrics, "loss": losses, "logprob": logprob, "entropy": entropy}
 
-        total, found = linear_token_loss(hidden, weight, scored.tokens, weighted, **how)
+        total, found = linear_token_loss(hidden, output_weight, scored.tokens, weighted, **settings)
         losses, logprob = found.pop("loss"), found.pop("logprob")
         means = {name: mean_over(x.double().sum(), torch.ones_like(x).sum()) for name, x in found.items()}
         return LossFound(total, losses, logprob, means)

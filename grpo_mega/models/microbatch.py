@@ -20,9 +20,11 @@ class ScoredTokens:
     """What a loss may read about the n tokens it scores; every field but the last is [n], see `Batch`.
 
     Attributes:
+        index: Place of each in the global batch.
         cu_seqlens: [B + 1] where the scored tokens of each sequence of the micro-batch begin, and n; None for a part.
     """
 
+    index: torch.Tensor
     tokens: torch.Tensor
     weight: torch.Tensor
     advantage: torch.Tensor
@@ -34,7 +36,8 @@ class ScoredTokens:
     @classmethod
     def of(cls, batch: Batch, index: torch.Tensor, cu_seqlens: torch.Tensor | None) -> ScoredTokens:
         """Those at [n] places of the batch."""
-        return cls(**{name: getattr(batch, name)[index] for name in _per_token()}, cu_seqlens=cu_seqlens)
+        known = {name: getattr(batch, name)[index] for name in _per_token() if name != "index"}
+        return cls(index=index, **known, cu_seqlens=cu_seqlens)
 
     def part(self, which: slice) -> ScoredTokens:
         """Some of them."""
@@ -70,8 +73,7 @@ class MicroBatch:
     Attributes:
         tokens: [1, T'] packed sequences and padding; with context parallelism this rank's rows of them.
         packed: How they split into sequences.
-        rows: [n] rows of T' whose hidden state predicts a scored token.
-        index: [n] place of each scored token in the global batch.
+        rows: [n] rows of T' whose hidden state predicts a scored token, or is its own.
         scored: The scored tokens.
         ahead: For each depth of multi-token prediction what its module predicts.
     """
@@ -79,9 +81,13 @@ class MicroBatch:
     tokens: torch.Tensor
     packed: PackedTokens
     rows: torch.Tensor
-    index: torch.Tensor
     scored: ScoredTokens
     ahead: list[Predicted]
+
+    @property
+    def index(self) -> torch.Tensor:
+        """[n] place of each scored token in the global batch."""
+        return self.scored.index
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ class MicroBatches:
         batch: The global batch.
         plan: Sequence numbers of each micro-batch of this rank.
         depths: How many tokens ahead multi-token prediction reads.
+        own: Whether a scored token is scored by its own hidden state, not by the one that predicts it.
     """
 
     batch: Batch
@@ -101,6 +108,7 @@ class MicroBatches:
     topology: Topology
     device: torch.device
     depths: int
+    own: bool
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -128,23 +136,26 @@ class MicroBatches:
         return [read(mine) for mine in waiting]
 
     def _made(self, sequences: list[int]) -> MicroBatch:
-        micro = _micro_batch(self.batch, sequences, self.topology, self.device, self.depths)
+        micro = _micro_batch(self.batch, sequences, self.topology, self.device, self.depths, self.own)
         micro.packed.batch_sequences, micro.packed.batch_tokens = len(self.batch.lengths), len(self.batch.tokens)
         micro.packed.loss_scale = len(self) * self.topology.dp_size
         return micro
 
 
-def micro_batches(batch: Batch, topology: Topology, budget: int, device: torch.device, depths: int = 0) -> MicroBatches:
+def micro_batches(
+    batch: Batch, topology: Topology, budget: int, device: torch.device, depths: int = 0, own: bool = False
+) -> MicroBatches:
     """This rank's micro-batches of at most `budget` tokens; equally many on every data parallel rank.
 
     Megatron's interleaved schedule wants a multiple of the pipeline size. `depths` of multi-token prediction read that
-    many tokens ahead, so the last tokens of a prompt compute something else in every sequence, and are not shared.
+    many tokens ahead, so the last tokens of a prompt compute something else in every sequence, and are not shared. With
+    `own` a token is scored by its own hidden state, otherwise by the one before it, which predicts it.
 
     Raises:
-        ValueError: The first token of a sequence is to be scored; nothing predicts it.
+        ValueError: The first token of a sequence is to be scored, and nothing predicts it.
     """
     starts = batch.cu_seqlens[:-1]
-    if batch.mask[starts].any():
+    if not own and batch.mask[starts].any():
         raise ValueError("mask marks the first token of a sequence, which nothing predicts; set it to False")
     batch = batch.with_(prompt_lengths=(batch.prompt_lengths - depths).clamp(min=0))
     plan = schedule(
@@ -156,11 +167,11 @@ def micro_batches(batch: Batch, topology: Topology, budget: int, device: torch.d
         multiple=topology.pp_size if topology.interleaved else 1,
         cells=cells_per_token(topology.cp_size),
     )
-    return MicroBatches(batch, plan[topology.dp_rank], topology, device, depths)
+    return MicroBatches(batch, plan[topology.dp_rank], topology, device, depths, own)
 
 
 def _micro_batch(
-    batch: Batch, sequences: list[int], topology: Topology, device: torch.device, depths: int
+    batch: Batch, sequences: list[int], topology: Topology, device: torch.device, depths: int, own: bool
 ) -> MicroBatch:
     chosen = torch.tensor(sequences, dtype=torch.int64)
     lengths, starts = batch.lengths[chosen], batch.cu_seqlens[chosen]
@@ -179,14 +190,13 @@ def _micro_batch(
     if batch.experts is not None:
         packed.experts = _in_rows(batch.experts[places], packed, padding=-1)
     scored = batch.mask[places].nonzero()[:, 0]
-    rows, here = _predicting_rows(scored, 1, packed)
+    rows, here = _rows_before(scored, 0 if own else 1, packed)
     index = places[scored[here]]
     per_sequence = packed.sequence[scored[here]].bincount(minlength=len(sequences))
     return MicroBatch(
         tokens=_in_rows(tokens, packed)[None].to(device),
         packed=packed.to(device),
         rows=rows.to(device),
-        index=index.to(device),
         scored=ScoredTokens.of(batch, index, F.pad(per_sequence.cumsum(0), (1, 0))).to(device),
         ahead=[_predicted(scored, tokens, depth, packed, device) for depth in range(1, depths + 1)],
     )
@@ -205,7 +215,7 @@ def _shifted(tokens: torch.Tensor, ends: torch.Tensor, distance: int) -> torch.T
     return torch.where(later < ends, tokens[later.clamp(max=len(tokens) - 1)], 0)
 
 
-def _predicting_rows(scored: torch.Tensor, distance: int, packed: PackedTokens) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows_before(scored: torch.Tensor, distance: int, packed: PackedTokens) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of this rank that lie `distance` tokens before scored ones ([n] of the E), and which of these those are.
 
     Left out are tokens without one so far before them in their sequence, and those whose row another rank holds.
@@ -225,5 +235,5 @@ def _predicting_rows(scored: torch.Tensor, distance: int, packed: PackedTokens) 
 def _predicted(
     scored: torch.Tensor, tokens: torch.Tensor, depth: int, packed: PackedTokens, device: torch.device
 ) -> Predicted:
-    rows, which = _predicting_rows(scored, 1 + depth, packed)
+    rows, which = _rows_before(scored, 1 + depth, packed)
     return Predicted(rows.to(device), tokens[scored[which]].to(device))

@@ -15,6 +15,8 @@ from grpo_mega.types import Batch
 class ReferencePolicy:
     """The weights (and routing biases) a policy had at its last refresh, `held` beside it."""
 
+    role = "reference"
+
     def __init__(self, policy: Policy) -> None:
         """Starts as the policy is now."""
         self.policy = policy

@@ -16,6 +16,7 @@ from grpo_mega import platform
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
 from grpo_mega.models.body import build_model
 from grpo_mega.models.chunks import ModelChunks
+from grpo_mega.models.scalar import body_of
 from grpo_mega.models.shards import shards
 from grpo_mega.models.topology import make_groups
 
@@ -45,9 +46,32 @@ class Stage:
     whole: dict[str, int] = field(repr=False)
 
 
-def take_stock(model: ModelConfig, layout: LayoutConfig, vocab_size: int, world_size: int) -> list[Stage]:
-    """The first rank of every pipeline stage. Call `platform.start_planning` first, and `check_layout`."""
-    return [_stage(model, layout, vocab_size, world_size, number) for number in range(layout.pp)]
+@dataclass(frozen=True)
+class Role:
+    """A model that lies on the GPUs while training.
+
+    Attributes:
+        name: What it is called, "policy" or "critic".
+        trained: Whether it has gradients and an optimizer, not weights alone.
+        saved: Whether checkpoints hold it.
+        stages: The first rank of every pipeline stage.
+    """
+
+    name: str
+    trained: bool
+    saved: bool
+    stages: list[Stage] = field(repr=False)
+
+
+def take_stock(
+    model: ModelConfig, layout: LayoutConfig, vocab_size: int, world_size: int, scalar: bool = False
+) -> list[Stage]:
+    """The first rank of every pipeline stage, of a language model or of a model with a `scalar` head.
+
+    Call `platform.start_planning` first, and `check_layout`.
+    """
+    built = body_of(model) if scalar else model
+    return [_stage(built, layout, vocab_size, world_size, number, scalar) for number in range(layout.pp)]
 
 
 def total(stages: list[Stage]) -> tuple[int, int]:
@@ -57,11 +81,13 @@ def total(stages: list[Stage]) -> tuple[int, int]:
     return sum(whole.values()) - ahead, ahead
 
 
-def _stage(model: ModelConfig, layout: LayoutConfig, vocab_size: int, world_size: int, number: int) -> Stage:
+def _stage(
+    model: ModelConfig, layout: LayoutConfig, vocab_size: int, world_size: int, number: int, scalar: bool
+) -> Stage:
     here = platform.pretend_rank(number * world_size // layout.pp, world_size)
     make_groups(layout, seed=0, pretended=True)
     try:
-        return _counted(build_model(model, layout, vocab_size, here), layout)
+        return _counted(build_model(model, layout, vocab_size, here, scalar), layout)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -11,7 +11,7 @@ from grpo_kernels.chunked import BLOCK_GPU
 from grpo_mega.config.schema import Config, ModelConfig, MoEConfig
 from grpo_mega.models.body import head_channels
 from grpo_mega.models.schedule import cells_per_token
-from grpo_mega.planning.inventory import Stage
+from grpo_mega.planning.inventory import Role, Stage
 from grpo_mega.rollout.sglang.memory import ENGINE_ASLEEP, FIXED
 
 MAY_BE_PLANNED = 0.92
@@ -20,12 +20,13 @@ IMBALANCE = 1.5
 """Tokens of the busiest rank's experts over the average."""
 
 
-def memory(config: Config, stage: Stage, number: int, vocab_size: int) -> dict[str, float]:
-    """{what: bytes} on a GPU of pipeline stage `number`."""
-    held = static(config, stage)
-    if config.algorithm.kl_coef:  # weights of the reference policy lie on the device too
-        held["reference policy"] = held["weights"]
-    return held | {
+def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> dict[str, float]:
+    """{what: bytes} on a GPU of pipeline stage `number`.
+
+    Models compute one at a time, and none more than the first, the policy: activations are its own.
+    """
+    stage = roles[0].stages[number]
+    return held(config, roles, number) | {
         "activations kept": kept(config, stage, number),
         "one layer, saved": _layer(config, stage),
         "one layer, at work": max(_layer(config, stage), attention(config, *most_skewed(config))),
@@ -35,27 +36,55 @@ def memory(config: Config, stage: Stage, number: int, vocab_size: int) -> dict[s
     }
 
 
-def static(config: Config, stage: Stage) -> dict[str, float]:
-    """Bytes that training holds from step to step.
+def held(config: Config, roles: list[Role], number: int) -> dict[str, float]:
+    """Bytes that all models hold from step to step on a GPU of pipeline stage `number`.
+
+    The first model's lines are called by their kind alone, a frozen model's one line by its role.
+    """
+    lines: dict[str, float] = {}
+    for role in roles:
+        static = _static(config, role.stages[number], role.trained)
+        if role is roles[0]:
+            lines |= static
+        elif role.trained:
+            lines |= {f"{role.name}, {kind}": size for kind, size in static.items()}
+        else:
+            lines[role.name] = static["weights"]
+    return lines
+
+
+def _static(config: Config, stage: Stage, trained: bool) -> dict[str, float]:
+    """Bytes that one model holds from step to step.
 
     Gradients are fp32. Adam has two fp32 moments, and an fp32 master copy of weights that are not fp32; the distributed
     optimizer spreads all of these over the ranks that hold the same weights.
     """
-    width = 2 if config.model.dtype == "bf16" else 4
-    state = 8 if width == 4 else 12
     sharded = config.optimizer.distributed
     parts = ((stage.dense, stage.replicas), (stage.experts, stage.expert_replicas))
     parameters = stage.dense + stage.experts
-    return {
-        "weights": float(width * parameters),
+    weights = {"weights": float(weight_bytes(config) * parameters)}
+    if not trained:
+        return weights
+    state = optimizer_bytes(config)
+    return weights | {
         "gradients": 4.0 * parameters,
         "optimizer": sum(state * count / (replicas if sharded else 1) for count, replicas in parts),
     }
 
 
+def weight_bytes(config: Config) -> int:
+    """Of a parameter."""
+    return 2 if config.model.dtype == "bf16" else 4
+
+
+def optimizer_bytes(config: Config) -> int:
+    """Of a parameter: two fp32 moments, and an fp32 copy of a narrower weight."""
+    return 12 if weight_bytes(config) == 2 else 8
+
+
 def leaves(lines: dict[str, float]) -> float:
-    """Bytes that go to main memory when the trainer leaves the device: gradients are dropped."""
-    return lines["weights"] + lines["optimizer"] + lines.get("reference policy", 0.0)
+    """Bytes of what `held` names that go to main memory when the trainer leaves the device: gradients are dropped."""
+    return sum(size for name, size in lines.items() if not name.endswith("gradients"))
 
 
 def kept(config: Config, stage: Stage, number: int) -> float:

@@ -8,8 +8,8 @@ from typing import Any
 from grpo_mega.config.rules import ConfigError, check_layout, fewest_processes
 from grpo_mega.config.schema import Config
 from grpo_mega.data.tokenizer import CharTokenizer
-from grpo_mega.planning.inventory import take_stock, total
-from grpo_mega.planning.memory import MAY_BE_PLANNED, leaves, memory, static
+from grpo_mega.planning.inventory import Role, take_stock, total
+from grpo_mega.planning.memory import MAY_BE_PLANNED, held, leaves, memory, optimizer_bytes, weight_bytes
 from grpo_mega.rollout.sglang.memory import plan_engine
 
 
@@ -26,9 +26,10 @@ def plan(config: Config) -> dict[str, Any]:
     )
     check_layout(config, gpus, counted or "the number of GPUs")
     vocab_size = _vocabulary(config)
-    stages = take_stock(config.model, layout, vocab_size, gpus)
-    parameters, ahead = total(stages)
-    found = [memory(config, stage, number, vocab_size) for number, stage in enumerate(stages)]
+    roles = roles_of(config, vocab_size, gpus)
+    policy, numbers = roles[0], range(layout.pp)
+    parameters, ahead = total(policy.stages)
+    found = [memory(config, roles, number, vocab_size) for number in numbers]
     totals = [sum(lines.values()) for lines in found]
     capacity = cluster.gpu_memory_mib * 2**20 if cluster.gpu_memory_mib else None
     limit = MAY_BE_PLANNED * capacity if capacity else None
@@ -38,12 +39,12 @@ def plan(config: Config) -> dict[str, Any]:
         "prediction_parameters": ahead,
         "gpus": gpus,
         "layout": asdict(layout) | {"dp": gpus // (layout.tp * layout.pp * layout.cp)},
-        "stages": [{key: value for key, value in asdict(stage).items() if key != "whole"} for stage in stages],
+        "stages": [{key: value for key, value in asdict(stage).items() if key != "whole"} for stage in policy.stages],
         "memory": found,
-        "static": [sum(static(config, stage).values()) for stage in stages],
+        "static": [sum(held(config, [policy], number).values()) for number in numbers],
         "total": totals,
-        "checkpoint": _checkpoint(config, parameters + ahead),
-        "host": min(gpus, cluster.gpus_per_node) * max(map(leaves, found)),
+        "checkpoint": checkpoint(config, roles),
+        "host": min(gpus, cluster.gpus_per_node) * max(leaves(held(config, roles, number)) for number in numbers),
         "capacity": capacity,
         "limit": limit,
         "fits": max(totals) <= limit if limit else None,
@@ -70,11 +71,17 @@ def _engine(config: Config, vocab_size: int, gpus: int, trainer: list[dict[str, 
     }
 
 
-def _checkpoint(config: Config, parameters: int) -> int:
-    """Bytes of a checkpoint: weights, Adam's fp32 state and, with a KL term, the reference policy."""
-    weights = 2 if config.model.dtype == "bf16" else 4
-    state = 12 if weights == 2 else 8  # an fp32 copy of narrower weights, and two moments
-    return parameters * (weights + state + (weights if config.algorithm.kl_coef else 0))
+def roles_of(config: Config, vocab_size: int, gpus: int) -> list[Role]:
+    """The models of a run, the policy first; with a KL term a frozen copy of it is another."""
+    policy = Role("policy", True, True, take_stock(config.model, config.layout, vocab_size, gpus))
+    reference = Role("reference policy", False, True, policy.stages)
+    return [policy, *([reference] if config.algorithm.kl_coef else [])]
+
+
+def checkpoint(config: Config, roles: list[Role]) -> int:
+    """Bytes of a checkpoint: weights, and the state of Adam for what is trained."""
+    weights, state = weight_bytes(config), optimizer_bytes(config)
+    return sum(sum(total(role.stages)) * (weights + state * role.trained) for role in roles if role.saved)
 
 
 def _vocabulary(config: Config) -> int:

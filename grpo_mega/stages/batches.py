@@ -10,7 +10,7 @@ from grpo_mega.algorithm.advantage import group_advantages, has_signal
 from grpo_mega.algorithm.mini_batches import Share, deal
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
-from grpo_mega.config.schema import AlgorithmConfig, Config
+from grpo_mega.config.schema import AlgorithmConfig, Config, RolloutConfig
 from grpo_mega.types import Batch, Group, pack
 
 
@@ -40,20 +40,27 @@ def chosen(groups: Sequence[Group], algorithm: AlgorithmConfig) -> tuple[list[in
     return (everyone if algorithm.kl_coef or algorithm.entropy_coef else with_signal), everyone
 
 
-def mini_batches(now: StepInProgress, config: Config, step: int, longest: int) -> Iterator[Batch]:
-    """The batch of a step cut into its updates, epoch after epoch, each with its weights over all samples that count.
+def mini_batches(now: StepInProgress, config: Config, step: int) -> Iterator[Batch]:
+    """The batch of a step cut into its updates, epoch after epoch, but for those that are done.
 
-    `longest` is the longest completion that was asked for, in tokens.
+    Each has its weights over all samples that count in it.
     """
     batch, algorithm = now.batch, config.algorithm
     if batch is None:
         return
     row = {sample: i for i, sample in enumerate(chosen(now.groups, algorithm)[0])}
     tokens = [len(sample.token_ids) for group in now.groups for sample in group.samples]
-    for share in shares(now.groups, config, step):
+    longest = longest_completion(config.rollout, step)
+    for share in shares(now.groups, config, step)[len(now.updates) :]:
         part = batch.select([row[i] for i in share.trained])
         left_out = [tokens[i] for i in share.left_out]
         yield part.with_(weight=token_weights(part.mask, part.cu_seqlens, algorithm.aggregation, longest, left_out))
+
+
+def longest_completion(rollout: RolloutConfig, step: int) -> int:
+    """How many tokens a completion may have after so many steps: more from `rollout.longer_from_step` on."""
+    longer, since = rollout.longer_max_new_tokens, rollout.longer_from_step
+    return rollout.max_new_tokens if longer is None or since is None or step < since else longer
 
 
 def shares(groups: Sequence[Group], config: Config, step: int) -> list[Share]:

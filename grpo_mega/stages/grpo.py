@@ -6,10 +6,8 @@ What an update minimises, with ratio, clip and KL, is in `grpo_mega/models/losse
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Any
 
-from grpo_mega.algorithm.advantage import has_signal
 from grpo_mega.checkpoint import random_state
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import Config
@@ -20,9 +18,10 @@ from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.run import Metrics, Run, StepRecord
 from grpo_mega.stages.batches import make_batch, mini_batches, shares
-from grpo_mega.stages.rollouts import Rollouts, achieved, average, rollout_metrics
+from grpo_mega.stages.metrics import achieved, step_metrics
+from grpo_mega.stages.rollouts import Rollouts
 from grpo_mega.stages.watch import Watch
-from grpo_mega.types import Batch, Group, pack
+from grpo_mega.types import Batch, pack
 
 
 class GRPO:
@@ -51,46 +50,35 @@ class GRPO:
             with run.undone_if_stopped(self.data.train):
                 self.in_progress = self.experience(run)
         now = self.in_progress
-        longest = self.rollouts.sampling(run.step).max_new_tokens
-        for batch in islice(mini_batches(now, self.config, run.step, longest), len(now.updates), None):
+        for batch in mini_batches(now, self.config, run.step):  # epochs x mini-batches, those that are left
             with run.phase("update"):
                 self.update(now, batch)
-        metrics = self.metrics(now) | self.evaluated(run)
+        metrics = self.evaluated(run) | self.numbers(run, now)
         self.in_progress = None
         if self.reference and _is_due(self.algorithm.reference_refresh, run.step + 1):
             self.reference.refresh()  # pi_ref <- pi_theta
-        return StepRecord(metrics | self.rollouts.traffic(), now.groups)
+        return StepRecord(metrics, now.groups)
 
     def experience(self, run: Run) -> StepInProgress:
         """What the updates of a step are made of: questions, groups of answers, rewards, advantages, log-probs."""
         prompts = self.data.train.take(self.algorithm.prompts_per_step)  # q ~ P(Q)
         groups = self.rollouts.groups(run, prompts, self.algorithm.group_size)  # o_1 ... o_G ~ pi_old, r_1 ... r_G
         batch = make_batch(groups, self.algorithm)  # A_i = (r_i - mean(r)) / std(r)
-        if batch is None:  # nothing to learn, but whether engine and trainer agree is seen at every step
-            now = StepInProgress(groups, None, mismatch=self.mismatch_of_all(run, groups))
-        else:
-            now = StepInProgress(groups, self.with_logprobs(run, batch))
+        if batch is not None:
+            with run.phase("logprobs"):
+                batch = self.with_logprobs(run, batch)
         run.raise_if_stopping()
-        self.tokens["generated"] += sum(len(sample.token_ids) for group in groups for sample in group.samples)
-        self.watch.signal(groups)
-        return now
+        return StepInProgress(groups, batch)
 
     def with_logprobs(self, run: Run, batch: Batch) -> Batch:
         """The batch with the log-probs its updates need."""
         temperature = self.config.rollout.temperature
-        if self.reference:  # log pi_ref, for the KL term
-            with run.phase("logprobs"):
-                batch = batch.with_(ref_logprob=self.reference.logprobs(batch, temperature))
-        if not self.on_policy:  # log pi_old
-            with run.phase("logprobs"):
-                batch = batch.with_(old_logprob=self.policy.logprobs(batch, temperature))
+        if self.reference:
+            batch = batch.with_(ref_logprob=self.reference.logprobs(batch, temperature))  # log pi_ref, for the KL term
+            run.raise_if_stopping()
+        if not self.on_policy:
+            batch = batch.with_(old_logprob=self.policy.logprobs(batch, temperature))  # log pi_old
         return batch
-
-    def mismatch_of_all(self, run: Run, groups: list[Group]) -> Metrics:
-        """How far engine and trainer are apart on all answers of a step."""
-        with run.phase("logprobs"):
-            batch = pack([sample for group in groups for sample in group.samples])
-            return self.watch.mismatch(batch, self.policy.logprobs(batch, self.config.rollout.temperature))
 
     def update(self, now: StepInProgress, batch: Batch) -> None:
         """One optimizer update on the GRPO objective (equation 3), weighted over the global mini-batch."""
@@ -103,14 +91,17 @@ class GRPO:
         if self.on_policy and now.batch is not None:
             now.batch = now.batch.with_(old_logprob=gradients.logprob)
 
-    def metrics(self, now: StepInProgress) -> Metrics:
-        """The numbers of a step whose updates are done."""
-        metrics = rollout_metrics(now.groups, self.config.reward.success)
-        metrics["rollout/groups_with_signal"] = average(has_signal(group.rewards) for group in now.groups)
-        if now.batch is None:
-            return metrics | now.mismatch
-        updates = {f"policy/{name}": average(u[name] for u in now.updates) for name in now.updates[0]}
-        return metrics | updates | self.watch.mismatch(now.batch, now.batch.old_logprob)
+    def numbers(self, run: Run, now: StepInProgress) -> Metrics:
+        """What is logged of a step whose updates are done."""
+        batch = now.batch
+        if batch is None:  # nothing was learned, but whether engine and trainer agree is seen at every step
+            with run.phase("logprobs"):
+                batch = pack([sample for group in now.groups for sample in group.samples])
+                batch = batch.with_(old_logprob=self.policy.logprobs(batch, self.config.rollout.temperature))
+        self.tokens["generated"] += sum(len(sample.token_ids) for group in now.groups for sample in group.samples)
+        self.watch.signal(now.groups)
+        metrics = step_metrics(now, self.config.reward.success) | self.rollouts.traffic()
+        return metrics | self.watch.mismatch(batch, batch.old_logprob)
 
     def evaluated(self, run: Run) -> Metrics:
         """Results on the validation problems, when they are due at the end of this step."""

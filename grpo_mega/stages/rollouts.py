@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from grpo_mega.config.schema import Config
@@ -10,6 +10,8 @@ from grpo_mega.models.topology import Topology
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.run import Metrics, Run
+from grpo_mega.stages.batches import longest_completion
+from grpo_mega.stages.metrics import average
 from grpo_mega.types import Group, Prompt, Sample
 
 Scored = tuple[float, dict[str, float]]
@@ -49,11 +51,8 @@ class Rollouts:
         )
 
     def sampling(self, step: int) -> SamplingParams:
-        """How completions are sampled after so many steps: from `rollout.longer_from_step` on they may be longer."""
-        longer, since = self.config.longer_max_new_tokens, self.config.longer_from_step
-        if longer is None or since is None or step < since:
-            return self._sampling
-        return replace(self._sampling, max_new_tokens=longer)
+        """How completions are sampled after so many steps."""
+        return replace(self._sampling, max_new_tokens=longest_completion(self.config, step))
 
     def groups(self, run: Run, prompts: list[Prompt], group_size: int) -> list[Group]:
         """A group of scored samples for every prompt; the same on every rank."""
@@ -108,30 +107,3 @@ def without_turns(timer: PhaseTimer, version: int, phase: str, work: Callable[[]
     """The `InTurn` of an engine that generates with the trainer's own weights."""
     with timer(phase):
         return work()
-
-
-def rollout_metrics(groups: list[Group], success: str) -> Metrics:
-    """Rewards and lengths of a step's answers; `success` names the term reported as accuracy."""
-    samples = [sample for group in groups for sample in group.samples]
-    terms = {name: average(x for g in groups for x in g.components[name]) for name in groups[0].components}
-    return {
-        "reward/mean": average(r for g in groups for r in g.rewards),
-        **{f"reward/{name}": value for name, value in terms.items()},
-        "reward/accuracy": terms[success],
-        "rollout/length_mean": average(len(s.token_ids) for s in samples),
-        "rollout/length_max": max(len(s.token_ids) for s in samples),
-        "rollout/truncated": average(s.finish_reason == "length" for s in samples),
-    }
-
-
-def achieved(before: Metrics, after: Metrics) -> Metrics:
-    """Fields of summary.json: held-out results before and after training."""
-    names = {"accuracy": "held_out_accuracy", "format": "format_rate", "length": "mean_length"}
-    moments = {"before": before, "after": after}
-    return {f"{names.get(k, k)}_{when}": x for when, metrics in moments.items() for k, x in metrics.items()}
-
-
-def average(values: Iterable[float]) -> float:
-    """The mean of at least one number."""
-    values = list(values)
-    return sum(values) / len(values)

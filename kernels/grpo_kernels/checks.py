@@ -29,21 +29,29 @@ def require_logits(logits: Tensor) -> None:
         )
 
 
-def require_linear(hidden: Tensor, weight: Tensor) -> None:
-    """[n, H] hidden states and the [V, H] weight of one device."""
+def require_linear(hidden: Tensor, output_weight: Tensor) -> None:
+    """[n, H] hidden states and the [V, H] output weight, on one device."""
     _require_tensor("hidden", hidden, 2, DTYPES)
-    _require_tensor("weight", weight, 2, DTYPES[:2])  # float16 gradients made ahead would miss the loss scale
-    _require_device("weight", weight, hidden.device)
-    if hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}; both need H columns")
+    _require_tensor(
+        "output_weight", output_weight, 2, DTYPES[:2]
+    )  # gradients made ahead would miss float16's loss scale
+    _require_device("output_weight", output_weight, hidden.device)
+    if hidden.shape[1] != output_weight.shape[1]:
+        raise ValueError(
+            f"hidden is {list(hidden.shape)} and output_weight {list(output_weight.shape)}; both need H columns"
+        )
 
 
-def require_main_grad(main_grad: Tensor, weight: Tensor, grad_scale: float) -> None:
-    """A float32 accumulator of the weight's shape."""
+def require_main_grad(main_grad: Tensor | None, output_weight: Tensor, grad_scale: float) -> None:
+    """A float32 accumulator of the output weight's shape, or None."""
+    if main_grad is None:
+        return
     _require_tensor("main_grad", main_grad, 2, (torch.float32,))
-    _require_device("main_grad", main_grad, weight.device)
-    if main_grad.shape != weight.shape:
-        raise ValueError(f"main_grad is {list(main_grad.shape)}; it needs the weight's shape {list(weight.shape)}")
+    _require_device("main_grad", main_grad, output_weight.device)
+    if main_grad.shape != output_weight.shape:
+        raise ValueError(
+            f"main_grad is {list(main_grad.shape)}; it needs the shape of output_weight, {list(output_weight.shape)}"
+        )
     if not (math.isfinite(grad_scale) and grad_scale != 0):
         raise ValueError(f"grad_scale is {grad_scale}; use the finite number that the loss will be multiplied by")
 
@@ -73,7 +81,7 @@ def require_tokens(tokens: Tokens, options: GRPOLoss, count: int, device: torch.
     """[n] float vectors, those that the options ask for."""
     if not isinstance(options, GRPOLoss):
         raise TypeError(f"options is a {type(options).__name__}; pass a GRPOLoss")
-    vectors = {"advantages": tokens.advantage, "weights": tokens.weight}
+    vectors = {"advantages": tokens.advantage, "token_weight": tokens.weight}
     optional = {"old_logprob": tokens.old, "ref_logprob": tokens.ref, "rollout_logprob": tokens.rollout}
     for name, vector in (vectors | {name: vector for name, vector in optional.items() if vector is not None}).items():
         _require_tensor(name, vector, 1, (torch.float32,))

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from grpo_kernels import checks
 from grpo_kernels.dispatch import backend as choose_backend
-from grpo_kernels.rows import logprob_and_entropy
 from grpo_kernels.vocab_parallel import Shard, shard_of
 
 HIDDEN_GRADS = ("all_reduce", "reduce_scatter", "partial")
@@ -26,8 +25,8 @@ BLOCK_CPU, BLOCK_GPU = 64, 2048
 less time than its 4096 V H operations; on a CPU the fewest that cost nothing."""
 
 
-class How(TypedDict, total=False):
-    """Keyword arguments that all linear functions share; `head` has the defaults, `linear.py` says what they mean."""
+class Settings(TypedDict, total=False):
+    """Keyword arguments of all linear functions; `output_layer` has the defaults, `linear.py` says what they mean."""
 
     temperature: float
     chunk: int | None
@@ -39,62 +38,40 @@ class How(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Head:
-    """What a call does with its output layer."""
+class OutputLayer:
+    """What a call does with its output layer.
+
+    Attributes:
+        shard: This rank's part of the vocabulary.
+        inv_temperature: 1 / temperature.
+        chunk: Rows per chunk, whole blocks.
+        logits_dtype: Of the logits inside a chunk.
+        hidden_grad: How the ranks' parts of the gradient of `hidden` become one; see `linear.py`.
+        backend: The implementation that was asked for, or None.
+    """
 
     shard: Shard
     inv_temperature: float
     chunk: int
     logits_dtype: torch.dtype
     hidden_grad: str
-    operations: Any
+    backend: str | None
 
     def chunks(self, count: int) -> Iterator[slice]:
         """Slices of `count` rows, each but the last of whole blocks; one empty slice when there is none."""
         return (slice(start, min(start + self.chunk, count)) for start in range(0, max(count, 1), self.chunk))
 
-    def operands(self, hidden: Tensor, weight: Tensor) -> Operands:
+    def operands(self, hidden: Tensor, output_weight: Tensor) -> Operands:
         """What the products are made of: [n, H] rows of all ranks and [columns, H] weight without padding."""
-        hidden, weight = hidden.detach().to(weight.dtype), weight.detach()[: self.shard.columns]
-        return Operands.of(_gathered(hidden, self.shard) if self.gathers else hidden, weight)
+        hidden = hidden.detach().to(output_weight.dtype)
+        hidden = _gathered(hidden, self.shard) if self.gathers else hidden
+        return Operands.of(hidden, output_weight.detach()[: self.shard.columns])
 
-    def local_stats(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """[r, 4] statistics of a chunk's logits and its global ids [r], of this rank's columns."""
-        return self.operations.row_stats(logits, self._local(ids), None, self.shard.columns, self.inv_temperature)
-
-    def merged(self, stats: Tensor) -> Tensor:
-        """[r, 4] of this rank's columns -> of whole rows; every rank must call it."""
-        return self.shard.merged(stats, self.inv_temperature)
-
-    def logprob_and_entropy(self, stats: Tensor) -> tuple[Tensor, Tensor]:
-        """[r] and [r], from merged statistics."""
-        return logprob_and_entropy(stats, self.inv_temperature)
-
-    def gradient(
-        self,
-        operands: Operands,
-        logits: Tensor,
-        ids: Tensor,
-        stats: Tensor,
-        by_logprob: Tensor,
-        by_entropy: Tensor | None,
-    ) -> Tensor:
-        """[r, columns] gradient of the chunk's logits, in the operands' dtype; the logits are given up."""
-        same = logits.dtype == operands.hidden.dtype
-        out = logits if same else torch.empty_like(logits, dtype=operands.hidden.dtype)
-        self.operations.row_gradient_(
-            logits,
-            self._local(ids),
-            None,
-            self.shard.columns,
-            self.inv_temperature,
-            stats,
-            by_logprob.contiguous(),
-            None if by_entropy is None else by_entropy.contiguous(),
-            "leave",
-            out=out,
-        )
-        return out
+    def operations(self, operands: Operands, one_launch: bool = False) -> Any:
+        """The row operations for chunks of these operands; `one_launch`: see `dispatch.backend`."""
+        hidden = operands.hidden
+        logits = hidden.new_empty(0, self.shard.columns, dtype=self.logits_dtype)
+        return choose_backend(logits, self.backend, one_launch, gradient=hidden.dtype).operations
 
     def reduced(self, grad_hidden: Tensor | None) -> Tensor | None:
         """The gradient of `hidden` as `hidden_grad` wants it, from this rank's part of it [n, H]."""
@@ -107,18 +84,15 @@ class Head:
         dist.all_reduce(grad_hidden, group=self.shard.group)
         return grad_hidden
 
-    def _local(self, ids: Tensor) -> Tensor:
-        return ids - self.shard.start if self.shard.start else ids
-
     @property
     def gathers(self) -> bool:
         """Whether `hidden` is this rank's part of the rows."""
         return self.hidden_grad == "reduce_scatter" and self.shard.ranks > 1
 
 
-def head(
+def output_layer(
     hidden: Tensor,
-    weight: Tensor,
+    output_weight: Tensor,
     ids: Tensor,
     *,
     temperature: float = 1.0,
@@ -128,53 +102,58 @@ def head(
     group: dist.ProcessGroup | None = None,
     hidden_grad: str = "all_reduce",
     backend: str | None = None,
-) -> Head:
+) -> OutputLayer:
     """Checks the arguments and decides what is left open.
 
     Raises:
         ValueError, TypeError: An argument is bad; names it.
     """
-    checks.require_linear(hidden, weight)
+    checks.require_linear(hidden, output_weight)
     checks.require_group(group)
     checks.require_temperature(temperature)
     checks.require_one_of("hidden_grad", hidden_grad, HIDDEN_GRADS)
     checks.require_one_of("logits_dtype", logits_dtype, (torch.float32, torch.bfloat16))
     checks.require_chunk(chunk)
-    shard = shard_of(len(weight), vocab_size, group)
+    choose_backend(output_weight, backend)  # refuses a name that nobody has
+    shard = shard_of(len(output_weight), vocab_size, group)
     if chunk is None:  # from a width that all ranks have in common: they exchange something for every chunk
-        chunk = _default_chunk(-(-shard.vocab_size // shard.ranks), weight)
-    block = _block(weight)
+        chunk = _default_chunk(-(-shard.vocab_size // shard.ranks), output_weight)
+    block = _block(output_weight)
     chunk = -(-chunk // block) * block
-    operations = choose_backend(weight, backend).operations
-    made = Head(shard, 1.0 / temperature, chunk, logits_dtype, hidden_grad, operations)
-    checks.require_ids(ids, len(hidden) * (shard.ranks if made.gathers else 1), hidden.device, shard.vocab_size)
-    return made
+    layer = OutputLayer(shard, 1.0 / temperature, chunk, logits_dtype, hidden_grad, backend)
+    checks.require_ids(ids, len(hidden) * (shard.ranks if layer.gathers else 1), hidden.device, shard.vocab_size)
+    return layer
 
 
 @dataclass
 class Operands:
-    """What is multiplied: [n, H] hidden states and [columns, H] weight, of one dtype."""
+    """What is multiplied: [n, H] hidden states and [columns, H] output weight, of one dtype."""
 
     hidden: Tensor
-    weight: Tensor
+    output_weight: Tensor
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor) -> Operands:
+    def of(cls, hidden: Tensor, output_weight: Tensor) -> Operands:
         """Hidden states rounded to the weight's dtype; float32 on a CPU, whose product of bfloat16 rounds its sums."""
-        hidden = hidden.to(weight.dtype)
-        return cls(hidden, weight) if weight.is_cuda else cls(hidden.float(), weight.float())
+        hidden = hidden.to(output_weight.dtype)
+        return cls(hidden, output_weight) if output_weight.is_cuda else cls(hidden.float(), output_weight.float())
 
     def logits(self, part: slice, dtype: torch.dtype) -> Tensor:
         """[r, columns] logits of some rows, counted from the beginning of a block."""
         rows = self.hidden[part]
-        out = torch.empty(len(rows), len(self.weight), dtype=dtype, device=rows.device)
+        out = torch.empty(len(rows), len(self.output_weight), dtype=dtype, device=rows.device)
         for block in self.blocks(len(rows)):
-            _multiply(rows[block], self.weight.t(), out[block])
+            _multiply(rows[block], self.output_weight.t(), out[block])
         return out
+
+    def gradient_for(self, logits: Tensor) -> Tensor:
+        """[r, columns] of the operands' dtype for the gradient of a chunk's logits: these where that is theirs."""
+        same = logits.dtype == self.hidden.dtype
+        return logits if same else torch.empty_like(logits, dtype=self.hidden.dtype)
 
     def blocks(self, count: int) -> Iterator[slice]:
         """Slices of `count` rows."""
-        size = _block(self.weight)
+        size = _block(self.output_weight)
         return (slice(start, start + size) for start in range(0, count, size))
 
 
@@ -184,20 +163,22 @@ class Gradients:
 
     Attributes:
         hidden: [n, H], every row written once.
-        weight: [V, H] float32, of which the padding stays as it is.
+        output_weight: [V, H] float32, of which the padding stays as it is.
     """
 
     hidden: Tensor | None
-    weight: Tensor | None
+    output_weight: Tensor | None
 
     @classmethod
-    def wanted(cls, operands: Operands, hidden: Tensor, weight: Tensor, main_grad: Tensor | None = None) -> Gradients:
+    def wanted(
+        cls, operands: Operands, hidden: Tensor, output_weight: Tensor, main_grad: Tensor | None = None
+    ) -> Gradients:
         """For the tensors that require one; the weight's goes to `main_grad` when that is given."""
         rows, total = None, None
         if hidden.requires_grad:
             rows = torch.empty_like(operands.hidden, dtype=hidden.dtype)
-        if weight.requires_grad:
-            total = torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
+        if output_weight.requires_grad:
+            total = torch.zeros_like(output_weight, dtype=torch.float32) if main_grad is None else main_grad
         return cls(rows, total)
 
     def add(self, operands: Operands, part: slice, grad_logits: Tensor, counted: Tensor) -> None:
@@ -208,15 +189,10 @@ class Gradients:
         hidden = operands.hidden[part]
         for block in operands.blocks(len(hidden)):
             if self.hidden is not None:
-                _multiply(grad_logits[block], operands.weight, self.hidden[part][block])
-            if self.weight is not None:
+                _multiply(grad_logits[block], operands.output_weight, self.hidden[part][block])
+            if self.output_weight is not None:
                 rows = torch.where(counted[block, None], hidden[block], 0)
-                _add_product(self.weight[: len(operands.weight)], grad_logits[block].t(), rows)
-
-
-def counted(by_logprob: Tensor, by_entropy: Tensor | None) -> Tensor:
-    """[r] whether a row has a gradient."""
-    return by_logprob != 0 if by_entropy is None else (by_logprob != 0) | (by_entropy != 0)
+                _add_product(self.output_weight[: len(operands.output_weight)], grad_logits[block].t(), rows)
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -244,12 +220,12 @@ def _gathered(hidden: Tensor, shard: Shard) -> Tensor:
     return whole
 
 
-def _block(weight: Tensor) -> int:
-    return BLOCK_GPU if weight.is_cuda else BLOCK_CPU
+def _block(output_weight: Tensor) -> int:
+    return BLOCK_GPU if output_weight.is_cuda else BLOCK_CPU
 
 
-def _default_chunk(columns: int, weight: Tensor) -> int:
+def _default_chunk(columns: int, output_weight: Tensor) -> int:
     """One block on a GPU, 1.9 GB of logits and gradient at 151936 columns in bfloat16; on a CPU 2 MiB of logits, or one
     block.
     """
-    return BLOCK_GPU if weight.is_cuda else max(1, 2**19 // columns)
+    return BLOCK_GPU if output_weight.is_cuda else max(1, 2**19 // columns)

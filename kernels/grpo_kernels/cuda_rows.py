@@ -19,7 +19,8 @@ from torch import Tensor
 
 from grpo_kernels import launch
 from grpo_kernels.options import GRPOLoss
-from grpo_kernels.triton_rows import row_gradient_, row_stats
+from grpo_kernels.token_loss import Tokens
+from grpo_kernels.triton_rows import OUTPUTS, row_gradient_, row_stats
 
 __all__ = ["grpo_rows_", "row_gradient_", "row_stats", "why_not"]
 
@@ -33,19 +34,25 @@ OWN_SHARED_MEMORY = 1024 + 256
 """Bytes of shared memory that a CTA takes besides its part of a row: the system's, and the kernel's own variables."""
 
 
-def why_not(device: torch.device, dtype: torch.dtype, columns: int) -> str:
-    """Why the kernel cannot take logits like these; empty when it can. Compiles it when nothing else is in the way."""
+def why_not(device: torch.device, dtype: torch.dtype, columns: int, gradient: torch.dtype | None = None) -> str:
+    """Why the kernel cannot take logits like these and write such a gradient (None: of their dtype); empty when it can.
+
+    Compiles it when nothing else is in the way.
+    """
+    gradient = dtype if gradient is None else gradient
     if device.type != "cuda" or torch.version.hip is not None:
         return f"{device.type} tensors: it is for NVIDIA GPUs"
     if torch.cuda.get_device_capability(device) < (9, 0):
         return "compute capability below 9.0: no thread block clusters"
     if dtype not in TYPES:
         return f"{dtype}: it takes {' and '.join(map(str, TYPES))}"
+    if gradient not in {dtype, torch.bfloat16}:
+        return f"a gradient of {gradient} for logits of {dtype}"
     properties = torch.cuda.get_device_properties(device)
     available = getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
     if part_bytes(columns, dtype) + OWN_SHARED_MEMORY > available:
         return f"{columns} columns of {dtype} do not fit the shared memory of {CTAS} CTAs"
-    return _why_not_compiled(_index(device), dtype)
+    return _why_not_compiled(_index(device), dtype, gradient)
 
 
 def grpo_rows_(
@@ -54,14 +61,12 @@ def grpo_rows_(
     rows: Tensor | None,
     columns: int,
     inv_temperature: float,
-    old: Tensor | None,
-    ref: Tensor | None,
-    advantage: Tensor,
-    weight: Tensor,
+    tokens: Tokens,
     options: GRPOLoss,
     with_gradient: bool,
     others: str,
     out: Tensor | None = None,
+    grad_scale: float = 1.0,
 ) -> Tensor:
     """See `rows.grpo_rows_`; `out` is of the logits' dtype, or bfloat16.
 
@@ -69,27 +74,29 @@ def grpo_rows_(
         ValueError: The kernel is not for these tensors.
     """
     out = logits if out is None else out
-    if why := why_not(logits.device, logits.dtype, columns):
+    if why := why_not(logits.device, logits.dtype, columns, out.dtype):
         raise ValueError(f"backend 'cuda' cannot be used: {why}")
-    if out.dtype not in {logits.dtype, torch.bfloat16}:
-        raise ValueError(f"backend 'cuda' cannot be used: gradient {out.dtype} of logits {logits.dtype}")
-    outputs = torch.zeros(len(ids), 5, dtype=torch.float32, device=logits.device)
+    outputs = torch.zeros(len(ids), OUTPUTS, dtype=torch.float32, device=logits.device)
     visit = launch.visit(out, ids, rows, columns, others if with_gradient else "leave")
     if not visit.count or not visit.width:
         return outputs
-    vectors = (ids, visit.index, *(advantage if v is None else v for v in (old, ref)), advantage, weight)
+    rollout = None if options.correction == "none" else tokens.rollout
+    optional = [tokens.advantage if vector is None else vector for vector in (tokens.old, tokens.ref, rollout)]
+    vectors = (ids, visit.index, *optional, tokens.advantage, tokens.weight)
     arguments = [
         logits, out, *(vector.contiguous() for vector in vectors), outputs,
         visit.count, logits.stride(0), out.stride(0), columns, visit.width, inv_temperature,
-        *astuple(launch.scalars(options)),
-        visit.mode, int(old is not None), int(ref is not None), int(with_gradient),
+        *astuple(launch.scalars(options)), grad_scale,
+        visit.mode, int(tokens.old is not None), int(tokens.ref is not None), int(rollout is not None),
+        int(with_gradient),
     ]  # fmt: skip
     with torch.cuda.device(logits.device):
         kernel = _kernel(_index(logits.device), logits.dtype, out.dtype)
         bytes_each = part_bytes(columns, logits.dtype)
         kernel.set_shared_memory_config(bytes_each)
         grid = CTAS * min(visit.count, _clusters_at_once(logits.device, bytes_each))
-        kernel(grid=(grid, 1, 1), block=(THREADS, 1, 1), args=arguments, shared_mem=bytes_each)
+        with launch.named("grpo_rows_"):
+            kernel(grid=(grid, 1, 1), block=(THREADS, 1, 1), args=arguments, shared_mem=bytes_each)
     return outputs
 
 
@@ -123,9 +130,9 @@ def _kernel(device: int, logits: torch.dtype, out: torch.dtype) -> Any:
 
 
 @cache
-def _why_not_compiled(device: int, dtype: torch.dtype) -> str:
+def _why_not_compiled(device: int, dtype: torch.dtype, gradient: torch.dtype) -> str:
     try:
-        _kernel(device, dtype, dtype)
+        _kernel(device, dtype, gradient)
     except Exception as error:  # whatever a private function may do; the reason is passed on
         return f"torch.cuda._compile_kernel: {type(error).__name__}: {error}"
     return ""

@@ -7,7 +7,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from grpo_kernels.options import GRPOLoss
+from grpo_kernels.vocab_parallel import Shard
 
 MODULES = {"torch": "grpo_kernels.rows", "triton": "grpo_kernels.triton_rows", "cuda": "grpo_kernels.cuda_rows"}
 
@@ -30,7 +34,9 @@ class Backend:
         return import_module(MODULES[self.name])
 
 
-def backend(logits: Tensor, override: str | None = None, one_launch: bool = False) -> Backend:
+def backend(
+    logits: Tensor, override: str | None = None, one_launch: bool = False, gradient: torch.dtype | None = None
+) -> Backend:
     """The implementation for logits (or the weight they are made with) like these.
 
     Args:
@@ -38,6 +44,7 @@ def backend(logits: Tensor, override: str | None = None, one_launch: bool = Fals
         override: The name of one, taken as it is; None: the best there is.
         one_launch: Whether loss and gradient are made in one launch, the operation that "cuda" has a kernel of its own
             for; its others are Triton's.
+        gradient: With `one_launch`, the dtype that the gradient is written in; None: that of the logits.
 
     Raises:
         ValueError: `override` is not the name of one.
@@ -52,5 +59,10 @@ def backend(logits: Tensor, override: str | None = None, one_launch: bool = Fals
         return Backend("torch", "triton is not installed")
     if not one_launch:
         return Backend("triton", "a GPU with triton")
-    why_not = import_module(MODULES["cuda"]).why_not(logits.device, logits.dtype, logits.shape[-1])
+    why_not = import_module(MODULES["cuda"]).why_not(logits.device, logits.dtype, logits.shape[-1], gradient)
     return Backend("triton", f"not cuda: {why_not}") if why_not else Backend("cuda", "rows stay in shared memory")
+
+
+def fits_one_launch(shard: Shard, options: GRPOLoss) -> bool:
+    """Whether a token's loss follows from its row of logits here: the row is whole, the ratio the token's own."""
+    return shard.ranks == 1 and options.kind != "gspo"

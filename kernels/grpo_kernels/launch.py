@@ -1,4 +1,4 @@
-"""What the Triton and the CUDA kernels are told about a launch: which rows to visit, and the loss as plain numbers."""
+"""What a launch is told: which rows to visit, the loss as plain numbers; and the name it has in a profile."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from grpo_kernels.options import KL_ESTIMATORS, GRPOLoss
+from grpo_kernels.options import CORRECTIONS, KL_ESTIMATORS, GRPOLoss
 
 EVERY_ROW, LISTED_ROWS, WHERE_LISTED = 0, 1, 2
+
+
+def named(operation: str) -> record_function:
+    """Around one launch, or what stands for it on a CPU: `grpo_kernels::OPERATION` in torch's profiler."""
+    return record_function(f"grpo_kernels::{operation}")
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,17 @@ class Scalars:
     log_dual: float
     kl_coef: float
     entropy_coef: float
+    correction_cap: float
     kl: int
     cispo: int
+    correction: int
 
 
 def scalars(options: GRPOLoss) -> Scalars:
-    """The numbers behind the options, for "ppo" and "cispo"; `kl` is 1, 2 or 3."""
+    """The numbers behind the options, for "ppo" and "cispo".
+
+    `kl` is 1, 2 or 3, `correction` 0 (none), 1 (truncate) or 2 (mask).
+    """
     log_low, log_high, log_dual = options.log_bounds
     return Scalars(
         log_low=log_low,
@@ -64,6 +75,8 @@ def scalars(options: GRPOLoss) -> Scalars:
         log_dual=log_dual,
         kl_coef=float(options.kl_coef),
         entropy_coef=float(options.entropy_coef),
+        correction_cap=float(options.correction_cap),
         kl=1 + KL_ESTIMATORS.index(options.kl),
         cispo=int(options.kind == "cispo"),
+        correction=CORRECTIONS.index(options.correction),
     )

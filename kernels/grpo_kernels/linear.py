@@ -4,7 +4,7 @@ The logits of a chunk exist while it is worked on; [tokens, vocabulary] never do
 
     hidden           [n, H] hidden states of the rows that count and no others; float32, bfloat16 or float16. They are
                      rounded to the weight's dtype: Megatron hands out a bf16 model's hidden states as float32.
-    weight           [V, H] float32 or bfloat16 output layer, this rank's part of the vocabulary when `group` is given.
+    output_weight    [V, H] float32 or bfloat16 output layer, this rank's part of the vocabulary when `group` is given.
                      Rows behind the real vocabulary are padding: never read, gradient 0.
     ids              [n] int64, GLOBAL token ids.
     temperature      what the logits are divided by.
@@ -30,6 +30,7 @@ for bit. With n = 0 the results are empty or 0, and connected to the graph all t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -37,22 +38,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpo_kernels import checks
-from grpo_kernels.chunked import Gradients, Head, How, Operands, counted, head
+from grpo_kernels import checks, passes
+from grpo_kernels.chunked import Gradients, OutputLayer, Settings, output_layer
+from grpo_kernels.dispatch import fits_one_launch
 from grpo_kernels.metrics import Metrics, metrics
 from grpo_kernels.options import GRPOLoss
-from grpo_kernels.premade import PremadeGradients
-from grpo_kernels.token_loss import TokenLosses, Tokens, token_losses
+from grpo_kernels.passes import Derivatives, PerToken, Work
+from grpo_kernels.rows import logprob_and_entropy
+from grpo_kernels.token_loss import RowLosses, Tokens, token_losses
 
-PerToken = dict[str, Tensor]
 TokenLoss = Callable[[Tensor, Tensor, slice], tuple[Tensor, PerToken]]
 """(log-probs [r], entropies [r], which of the n rows these are) -> (weighted loss of each [r], whatever else [r])."""
 
-Derivatives = tuple[Tensor, Tensor, Tensor | None, PerToken]
-"""(losses, their derivatives in the log-probs, in the entropies or None, whatever else), all [r]."""
 
-
-def linear_logprob(hidden: Tensor, weight: Tensor, ids: Tensor, **how: Unpack[How]) -> tuple[Tensor, Tensor]:
+def linear_logprob(
+    hidden: Tensor, output_weight: Tensor, ids: Tensor, **settings: Unpack[Settings]
+) -> tuple[Tensor, Tensor]:
     """[n] log-probs and [n] entropies of the tokens, float32, both differentiable; arguments: see the module.
 
     The forward pass keeps four floats per row, and nothing under `no_grad`; the backward pass makes the logits again.
@@ -60,23 +61,24 @@ def linear_logprob(hidden: Tensor, weight: Tensor, ids: Tensor, **how: Unpack[Ho
     Raises:
         ValueError, TypeError: An argument is bad; names it.
     """
-    return _LinearLogProb.apply(hidden, weight, ids, head(hidden, weight, ids, **how))
+    return _LinearLogProb.apply(hidden, output_weight, ids, output_layer(hidden, output_weight, ids, **settings))
 
 
 def linear_token_loss(
     hidden: Tensor,
-    weight: Tensor,
+    output_weight: Tensor,
     ids: Tensor,
     token_loss: TokenLoss,
     *,
     main_grad: Tensor | None = None,
     grad_scale: float = 1.0,
-    **how: Unpack[How],
+    **settings: Unpack[Settings],
 ) -> tuple[Tensor, PerToken]:
     """The sum of any loss of log-probs and entropies, with gradients made in the forward pass.
 
     Each chunk's logits are made once: three matrix products in all (6 n V H operations), where a backward pass that
-    makes them again takes four. The arguments not named here: see the module.
+    makes them again takes four. They are read twice, before and after `token_loss`. The arguments not named here: see
+    the module.
 
     Args:
         token_loss: Called for one chunk of rows after the other, in order (once with no row when n is 0). Each loss it
@@ -92,20 +94,23 @@ def linear_token_loss(
     Raises:
         ValueError, TypeError: An argument is bad; names it.
     """
-    made = head(hidden, weight, ids, **how)
-    if main_grad is not None:
-        checks.require_main_grad(main_grad, weight, grad_scale)
-    return premade_loss(made, hidden, weight, ids, differentiated(token_loss), main_grad, grad_scale)
+    layer = output_layer(hidden, output_weight, ids, **settings)
+    checks.require_main_grad(main_grad, output_weight, grad_scale)
+    work = Work.of(layer, hidden, output_weight, ids, main_grad, grad_scale)
+    with torch.no_grad():
+        losses, extras = passes.two_launches(work, partial(_differentiated, token_loss))
+        loss = losses.sum()
+    return work.attached(loss, hidden, output_weight, main_grad), extras
 
 
 def linear_grpo_loss(
     hidden: Tensor,
-    weight: Tensor,
+    output_weight: Tensor,
     ids: Tensor,
     old_logprob: Tensor | None,
     ref_logprob: Tensor | None,
     advantages: Tensor,
-    weights: Tensor,
+    token_weight: Tensor,
     *,
     options: GRPOLoss,
     rollout_logprob: Tensor | None = None,
@@ -113,13 +118,15 @@ def linear_grpo_loss(
     sequence_group: dist.ProcessGroup | None = None,
     main_grad: Tensor | None = None,
     grad_scale: float = 1.0,
-    **how: Unpack[How],
+    **settings: Unpack[Settings],
 ) -> tuple[Tensor, Metrics]:
     """`fused_grpo_loss` from hidden states, with gradients made in the forward pass.
 
-    Under "gspo" the log-probs are made first, in a pass of their own: a token's gradient needs its whole sequence. For
-    the vectors and `options` see `fused_grpo_loss`, for `main_grad` and `grad_scale` `linear_token_loss`, for the
-    others the module.
+    One launch makes a chunk's losses and writes its gradient over its logits, or beside them where these are wider than
+    the weight. Two do it when ranks share the vocabulary: they exchange the rows' statistics in between. Under "gspo" a
+    token's gradient needs its whole sequence: the second launch comes after the first of all chunks, on logits that are
+    made again. For the vectors and `options` see `fused_grpo_loss`, for `main_grad` and `grad_scale`
+    `linear_token_loss`, for the others the module.
 
     Args:
         sequence_group: Under "gspo", the ranks that each hold some tokens of every sequence (context parallelism), or
@@ -131,121 +138,69 @@ def linear_grpo_loss(
     Raises:
         ValueError, TypeError: An argument is bad; names it.
     """
-    made = head(hidden, weight, ids, **how)
+    layer = output_layer(hidden, output_weight, ids, **settings)
     checks.require_group(sequence_group, "sequence_group")
-    tokens = Tokens(advantages, weights, old_logprob, ref_logprob, rollout_logprob, cu_seqlens, sequence_group)
+    tokens = Tokens(advantages, token_weight, old_logprob, ref_logprob, rollout_logprob, cu_seqlens, sequence_group)
     checks.require_tokens(tokens, options, len(ids), hidden.device)
-    if main_grad is not None:
-        checks.require_main_grad(main_grad, weight, grad_scale)
-    known: TokenLosses | None = None
-    if options.kind == "gspo":
-        with torch.no_grad():
-            logprob, entropy = _LinearLogProb.apply(hidden, weight, ids, made)
-        known = token_losses(logprob, entropy, tokens, options)
-
-    def derivatives(logprob: Tensor, entropy: Tensor, part: slice) -> Derivatives:
-        found = token_losses(logprob, entropy, tokens.part(part), options) if known is None else known.part(part)
-        logged = {name: getattr(found, name) for name in ("loss", "weight", "log_ratio", "kl", "clipped")}
-        return found.loss, found.grad_logprob, found.grad_entropy, logged | {"logprob": logprob, "entropy": entropy}
-
-    loss, logged = premade_loss(made, hidden, weight, ids, derivatives, main_grad, grad_scale)
-    return loss, metrics(given=weights, old=old_logprob, **logged)
-
-
-def premade_loss(
-    made: Head,
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    derivatives: Callable[[Tensor, Tensor, slice], Derivatives],
-    main_grad: Tensor | None,
-    grad_scale: float,
-) -> tuple[Tensor, PerToken]:
-    """`linear_token_loss` of a loss that brings its derivatives along."""
-    needed = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    checks.require_main_grad(main_grad, output_weight, grad_scale)
+    work = Work.of(layer, hidden, output_weight, ids, main_grad, grad_scale)
     with torch.no_grad():
-        operands = made.operands(hidden, weight)
-        gradients = Gradients.wanted(operands, hidden, weight, main_grad) if needed else None
-        scale = 1.0 if main_grad is None else grad_scale
-        chunks = [
-            _chunk_loss(made, operands, part, ids[part], derivatives, gradients, scale)
-            for part in made.chunks(len(ids))
-        ]
-        loss = torch.cat([losses for losses, _ in chunks]).sum()
-        extras = {name: torch.cat([extra[name] for _, extra in chunks]) for name in chunks[0][1]}
-        if gradients is None:
-            return loss, extras
-        ready = (made.reduced(gradients.hidden), None if main_grad is not None else gradients.weight)
-    promised = None if main_grad is None else grad_scale
-    return PremadeGradients.apply(loss, promised, ready, hidden, weight), extras
+        found = RowLosses.of(_grpo_outputs(work, tokens, options))
+        loss = found.loss.sum()
+    return work.attached(loss, hidden, output_weight, main_grad), metrics(found, tokens)
 
 
-def _chunk_loss(
-    made: Head,
-    operands: Operands,
-    part: slice,
-    ids: Tensor,
-    derivatives: Callable[[Tensor, Tensor, slice], Derivatives],
-    gradients: Gradients | None,
-    scale: float,
-) -> tuple[Tensor, PerToken]:
-    """Losses [r] of some rows and what comes with them; their part of the gradients, times `scale`, is added."""
-    logits = operands.logits(part, made.logits_dtype)
-    stats = made.merged(made.local_stats(logits, ids))
-    losses, by_logprob, by_entropy, extras = derivatives(*made.logprob_and_entropy(stats), part)
-    if gradients is not None:
-        if scale != 1:
-            by_logprob, by_entropy = by_logprob * scale, None if by_entropy is None else by_entropy * scale
-        grad_logits = made.gradient(operands, logits, ids, stats, by_logprob, by_entropy)
-        gradients.add(operands, part, grad_logits, counted(by_logprob, by_entropy))
-    return losses, extras
+def _grpo_outputs(work: Work, tokens: Tokens, options: GRPOLoss) -> Tensor:
+    """[n, 7] of `RowLosses`; gradients are added."""
+    if fits_one_launch(work.layer.shard, options):
+        operations = work.layer.operations(work.operands, one_launch=True)
+        return passes.one_launch(work, operations, tokens, options)
+    if options.kind != "gspo":
+        return passes.two_launches(work, partial(_grpo_derivatives, tokens, options))[1]["outputs"]
+    stats = passes.statistics(work)
+    logprob, entropy = logprob_and_entropy(stats, work.layer.inv_temperature)
+    found = token_losses(logprob, entropy, tokens, options)
+    passes.add_gradients(work, stats, found.grad_logprob, found.grad_entropy)
+    return found.outputs(logprob, entropy)
 
 
-def differentiated(token_loss: TokenLoss) -> Callable[[Tensor, Tensor, slice], Derivatives]:
+def _grpo_derivatives(tokens: Tokens, options: GRPOLoss, logprob: Tensor, entropy: Tensor, part: slice) -> Derivatives:
+    found = token_losses(logprob, entropy, tokens.part(part), options)
+    return found.loss, found.grad_logprob, found.grad_entropy, {"outputs": found.outputs(logprob, entropy)}
+
+
+def _differentiated(token_loss: TokenLoss, logprob: Tensor, entropy: Tensor, part: slice) -> Derivatives:
     """The token loss together with its derivatives, by autograd on the [r] vectors."""
-
-    def with_derivatives(logprob: Tensor, entropy: Tensor, part: slice) -> Derivatives:
-        inputs = (logprob.requires_grad_(), entropy.requires_grad_())
-        with torch.enable_grad():
-            losses, extras = token_loss(*inputs, part)
-        if losses.shape != logprob.shape:
-            raise ValueError(f"token_loss returned losses of shape {list(losses.shape)} for {len(logprob)} tokens")
-        by_logprob, by_entropy = _derivatives(losses, inputs)
-        extras = {name: value.detach() for name, value in extras.items()}
-        return losses.detach(), torch.zeros_like(logprob) if by_logprob is None else by_logprob, by_entropy, extras
-
-    return with_derivatives
-
-
-def _derivatives(losses: Tensor, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
-    if not losses.requires_grad:
-        return None, None
-    return torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True)
+    inputs = (logprob.requires_grad_(), entropy.requires_grad_())
+    with torch.enable_grad():
+        losses, extras = token_loss(*inputs, part)
+    if losses.shape != logprob.shape:
+        raise ValueError(f"token_loss returned losses of shape {list(losses.shape)} for {len(logprob)} tokens")
+    by_logprob, by_entropy = None, None
+    if losses.requires_grad:
+        by_logprob, by_entropy = torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True)
+    by_logprob = torch.zeros_like(logprob) if by_logprob is None else by_logprob
+    return losses.detach(), by_logprob, by_entropy, {name: value.detach() for name, value in extras.items()}
 
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, made: Head) -> tuple[Tensor, Tensor]:
-        operands = made.operands(hidden, weight)
-        parts = [
-            made.local_stats(operands.logits(part, made.logits_dtype), ids[part]) for part in made.chunks(len(ids))
-        ]
-        stats = made.merged(torch.cat(parts))
-        ctx.save_for_backward(hidden, weight, ids, stats)
-        ctx.made = made
+    def forward(
+        ctx: Any, hidden: Tensor, output_weight: Tensor, ids: Tensor, layer: OutputLayer
+    ) -> tuple[Tensor, Tensor]:
+        work = Work.of(layer, hidden, output_weight, ids)
+        stats = passes.statistics(work)
+        ctx.save_for_backward(hidden, output_weight, work.ids, stats)
+        ctx.layer = layer
         ctx.set_materialize_grads(False)
-        return made.logprob_and_entropy(stats)
+        return logprob_and_entropy(stats, layer.inv_temperature)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, ids, stats = ctx.saved_tensors
-        operands = ctx.made.operands(hidden, weight)
-        gradients = Gradients.wanted(operands, hidden, weight)
+        hidden, output_weight, ids, stats = ctx.saved_tensors
+        operands = ctx.layer.operands(hidden, output_weight)
+        gradients = Gradients.wanted(operands, hidden, output_weight)
         by_logprob = torch.zeros_like(stats[:, 0]) if by_logprob is None else by_logprob
-        for part in ctx.made.chunks(len(ids)):
-            logits = operands.logits(part, ctx.made.logits_dtype)
-            entropy_part = None if by_entropy is None else by_entropy[part]
-            grad = ctx.made.gradient(operands, logits, ids[part], stats[part], by_logprob[part], entropy_part)
-            gradients.add(operands, part, grad, counted(by_logprob[part], entropy_part))
-        return ctx.made.reduced(gradients.hidden), gradients.weight, None, None
+        passes.add_gradients(Work(ctx.layer, operands, ids, gradients, 1.0), stats, by_logprob, by_entropy)
+        return ctx.layer.reduced(gradients.hidden), gradients.output_weight, None, None

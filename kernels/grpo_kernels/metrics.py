@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.token_loss import CLIP_DUAL, CLIP_HIGH, CLIP_LOW
+from grpo_kernels.token_loss import CLIP_DUAL, CLIP_HIGH, CLIP_LOW, RowLosses, Tokens
 
 
 @dataclass(frozen=True)
@@ -39,40 +39,29 @@ class Metrics:
     logprob: Tensor
 
 
-def metrics(
-    *,
-    given: Tensor,
-    weight: Tensor,
-    loss: Tensor,
-    logprob: Tensor,
-    entropy: Tensor,
-    old: Tensor | None,
-    log_ratio: Tensor,
-    kl: Tensor,
-    clipped: Tensor,
-) -> Metrics:
-    """All arguments are [n]: the weights as `given`, what `TokenLosses` has; `old` None means the policy itself."""
-    counted = weight != 0
-    tokens = counted.sum().float()
+def metrics(found: RowLosses, tokens: Tokens) -> Metrics:
+    """Of the losses of all rows, and of what was known about their tokens before."""
+    logprob, old, counted = found.logprob, tokens.old, found.weight != 0
+    count = counted.sum().float()
     difference = torch.zeros_like(logprob) if old is None else logprob - old
-    ratio = log_ratio.exp()
+    ratio = found.log_ratio.exp()
 
     def mean(values: Tensor) -> Tensor:
-        return (torch.where(counted, values, 0.0).sum(dtype=torch.float64) / tokens.clamp(min=1)).float()
+        return (torch.where(counted, values, 0.0).sum(dtype=torch.float64) / count.clamp(min=1)).float()
 
     return Metrics(
-        tokens=tokens,
-        clip_low=mean((clipped == CLIP_LOW).float()),
-        clip_high=mean((clipped == CLIP_HIGH).float()),
-        clip_dual=mean((clipped == CLIP_DUAL).float()),
-        kl=mean(kl),
+        tokens=count,
+        clip_low=mean((found.clipped == CLIP_LOW).float()),
+        clip_high=mean((found.clipped == CLIP_HIGH).float()),
+        clip_dual=mean((found.clipped == CLIP_DUAL).float()),
+        kl=mean(found.kl),
         kl_old=mean(torch.expm1(difference) - difference),
-        entropy=mean(entropy),
+        entropy=mean(found.entropy),
         ratio=mean(ratio),
         ratio_min=-_largest(torch.where(counted, -ratio, -torch.inf)),
         ratio_max=_largest(torch.where(counted, ratio, -torch.inf)),
-        loss=loss,
-        logprob=torch.where(given != 0, logprob, 0.0),
+        loss=found.loss,
+        logprob=torch.where(tokens.weight != 0, logprob, 0.0),
     )
 
 

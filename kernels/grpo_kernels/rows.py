@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from grpo_kernels import launch
 from grpo_kernels.options import GRPOLoss
 from grpo_kernels.token_loss import Tokens, token_losses
 
@@ -36,11 +37,8 @@ def row_stats(logits: Tensor, ids: Tensor, rows: Tensor | None, columns: int, in
     m: the largest logit; s: sum of exp(d); w: sum of exp(d) * d, where x = -inf counts 0; t: the target's logit, -inf
     when another shard holds it. A row of -inf alone has m = -inf, s = w = 0.
     """
-    stats = torch.empty(len(ids), 4, dtype=torch.float32, device=logits.device)
-    for piece in _pieces(len(ids), columns, logits.device):
-        x = _read(logits, rows, piece, columns)
-        _piece_stats(x, ids[piece], inv_temperature, stats[piece])
-    return stats
+    with launch.named("row_stats"):
+        return _stats(logits, ids, rows, columns, inv_temperature)
 
 
 def logprob_and_entropy(stats: Tensor, inv_temperature: float) -> tuple[Tensor, Tensor]:
@@ -75,7 +73,68 @@ def row_gradient_(
         others: "zero": rows that are not listed and padding columns become 0; "leave": they stay.
         out: Takes the gradient in place of the logits, which stay; as large as they are, of any of their dtypes.
     """
-    out = logits if out is None else out
+    with launch.named("row_gradient_"):
+        out = logits if out is None else out
+        _write_gradient(logits, ids, rows, columns, inv_temperature, stats, grad_logprob, grad_entropy, others, out)
+
+
+def grpo_rows_(
+    logits: Tensor,
+    ids: Tensor,
+    rows: Tensor | None,
+    columns: int,
+    inv_temperature: float,
+    tokens: Tokens,
+    options: GRPOLoss,
+    with_gradient: bool,
+    others: str,
+    out: Tensor | None = None,
+    grad_scale: float = 1.0,
+) -> Tensor:
+    """Loss of every row and, in place, its gradient; for "ppo" and "cispo", unsharded.
+
+    Args:
+        tokens: [n] vectors, float32. A row of weight 0 is not read, gets outputs of 0 and a gradient of 0; one that the
+            correction masks gets a loss and a gradient of 0.
+        options: The loss.
+        with_gradient: False leaves the logits as they are.
+        others: As for `row_gradient_`.
+        out: As for `row_gradient_`.
+        grad_scale: Factor of the gradient, and of nothing else.
+
+    Returns:
+        [n, 7] float32, the columns of `RowLosses`.
+    """
+    with launch.named("grpo_rows_"):
+        place = (logits, ids, rows, columns, inv_temperature)
+        stats = _stats(*place)
+        logprob, entropy = logprob_and_entropy(stats, inv_temperature)
+        found = token_losses(logprob, entropy, tokens, options)
+        if with_gradient:
+            _write_gradient(*place, stats, *found.gradients(grad_scale), others, logits if out is None else out)
+        return found.outputs(logprob, entropy).masked_fill_((tokens.weight == 0)[:, None], 0.0)
+
+
+def _stats(logits: Tensor, ids: Tensor, rows: Tensor | None, columns: int, inv_temperature: float) -> Tensor:
+    stats = torch.empty(len(ids), 4, dtype=torch.float32, device=logits.device)
+    for piece in _pieces(len(ids), columns, logits.device):
+        x = _read(logits, rows, piece, columns)
+        _piece_stats(x, ids[piece], inv_temperature, stats[piece])
+    return stats
+
+
+def _write_gradient(
+    logits: Tensor,
+    ids: Tensor,
+    rows: Tensor | None,
+    columns: int,
+    inv_temperature: float,
+    stats: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+    others: str,
+    out: Tensor,
+) -> None:
     for piece in _pieces(len(ids), columns, logits.device):
         x = _read(logits, rows, piece, columns)
         into = out[piece, :columns] if rows is None and out.dtype == torch.float32 else None
@@ -85,46 +144,6 @@ def row_gradient_(
             _write(out, rows, piece, columns, grad)
     if others == "zero":
         _zero_others(out, rows, columns)
-
-
-def grpo_rows_(
-    logits: Tensor,
-    ids: Tensor,
-    rows: Tensor | None,
-    columns: int,
-    inv_temperature: float,
-    old: Tensor | None,
-    ref: Tensor | None,
-    advantage: Tensor,
-    weight: Tensor,
-    options: GRPOLoss,
-    with_gradient: bool,
-    others: str,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Loss of every row and, in place, its gradient; for "ppo" and "cispo", unsharded.
-
-    Args:
-        old: [n] log-probs under the policy the update started from; None: the policy itself, ratio exactly 1.
-        ref: [n] log-probs under the reference policy; None when `options.kl_coef` is 0.
-        advantage: [n].
-        weight: [n]; a row of weight 0 is not read, gets outputs of 0 and a gradient of 0.
-        options: The loss; its `correction` is for the caller to apply, to `advantage` and `weight`.
-        with_gradient: False leaves the logits as they are.
-        others: As for `row_gradient_`.
-        out: As for `row_gradient_`.
-
-    Returns:
-        [n, 5] float32: weighted loss, log-prob, entropy, KL estimate, and 0, 1, 2 or 3 for no clip, low, high, dual.
-    """
-    stats = row_stats(logits, ids, rows, columns, inv_temperature)
-    logprob, entropy = logprob_and_entropy(stats, inv_temperature)
-    found = token_losses(logprob, entropy, Tokens(advantage, weight, old, ref), options)
-    if with_gradient:
-        gradients = (found.grad_logprob, found.grad_entropy)
-        row_gradient_(logits, ids, rows, columns, inv_temperature, stats, *gradients, others, out)
-    outputs = torch.stack([found.loss, logprob, entropy, found.kl, found.clipped.float()], -1)
-    return outputs.masked_fill_((weight == 0)[:, None], 0.0)
 
 
 def _pieces(rows: int, columns: int, device: torch.device) -> Iterator[slice]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ CLIP_LOW, CLIP_HIGH, CLIP_DUAL = 1, 2, 3
 
 @dataclass
 class Tokens:
-    """What is known about the n tokens before the policy is asked; all but the last two are [n] float32.
+    """What is known about the n tokens before the policy is asked; all but the last two are [n], float32 for kernels.
 
     Attributes:
         advantage: The advantage A.
@@ -59,7 +58,7 @@ class Tokens:
 
 @dataclass
 class TokenLosses:
-    """What `token_losses` finds; all are [n] and float32 but for `clipped`.
+    """What `token_losses` finds; all are [n], of the log-probs' dtype but for `clipped`.
 
     Attributes:
         loss: Weighted loss of each token.
@@ -80,17 +79,45 @@ class TokenLosses:
     kl: Tensor
     clipped: Tensor
 
-    def part(self, tokens: slice) -> TokenLosses:
-        """Those of some of the tokens."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        cut: dict[str, Any] = {name: value if value is None else value[tokens] for name, value in values.items()}
-        return TokenLosses(**cut)
+    def gradients(self, scale: float) -> tuple[Tensor, Tensor | None]:
+        """[n] derivatives with respect to log-prob and, where the loss has an entropy term, entropy, times `scale`."""
+        return self.grad_logprob * scale, None if self.grad_entropy is None else self.grad_entropy * scale
+
+    def outputs(self, logprob: Tensor, entropy: Tensor) -> Tensor:
+        """[n, 7] of `RowLosses`, with the log-probs and entropies that the losses were made of."""
+        columns = RowLosses(self.loss, logprob, entropy, self.kl, self.clipped, self.weight, self.log_ratio)
+        return torch.stack([getattr(columns, field.name).to(logprob.dtype) for field in fields(columns)], -1)
+
+
+@dataclass
+class RowLosses:
+    """What is known about n rows of logits once their loss is made, all [n]; the columns of `rows.grpo_rows_`'s result.
+
+    Attributes:
+        loss: Weighted loss.
+        logprob: Log-prob of the target.
+        entropy: Entropy.
+        kl, clipped, weight, log_ratio: As in `TokenLosses`, but that `clipped` is a float.
+    """
+
+    loss: Tensor
+    logprob: Tensor
+    entropy: Tensor
+    kl: Tensor
+    clipped: Tensor
+    weight: Tensor
+    log_ratio: Tensor
+
+    @classmethod
+    def of(cls, outputs: Tensor) -> RowLosses:
+        """From [n, 7]."""
+        return cls(*outputs.t().contiguous())
 
 
 def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: GRPOLoss) -> TokenLosses:
     """[n] log-probs and entropies under the policy -> losses and derivatives."""
     old = logprob if tokens.old is None else tokens.old
-    advantage, weight = corrected(tokens, old, options)
+    advantage, weight = _corrected(tokens, old, options)
     counted = weight != 0
     log_ratio = torch.where(logprob.isnan(), logprob, 0.0) if tokens.old is None else logprob - old
     if options.kind == "gspo":
@@ -118,7 +145,7 @@ def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: GRPO
     )
 
 
-def corrected(tokens: Tokens, old: Tensor, options: GRPOLoss) -> tuple[Tensor, Tensor]:
+def _corrected(tokens: Tokens, old: Tensor, options: GRPOLoss) -> tuple[Tensor, Tensor]:
     """[n] advantages and weights after the correction: every policy term is linear in the size of its advantage, and a
     mask is a weight of 0. Without `tokens.rollout` they are as they were.
     """

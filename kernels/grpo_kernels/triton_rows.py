@@ -23,12 +23,15 @@ from torch import Tensor
 
 from grpo_kernels import launch
 from grpo_kernels.options import GRPOLoss
+from grpo_kernels.token_loss import Tokens
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # 2^FLOOR is 0 in float32; a shift clamped here keeps 0 * -inf, which is NaN, out of the sums.
 FLOOR: tl.constexpr = tl.constexpr(-300.0)
 
+OUTPUTS = 7
+"""Numbers of a row that `grpo_kernel` writes: the fields of `RowLosses`."""
 L2_SHARE = 0.75
 """Part of the L2 cache that the rows under way may fill."""
 STATS_AT_ONCE, GRADIENT_AT_ONCE, GRPO_AT_ONCE = 6, 5, 4
@@ -150,6 +153,15 @@ def _exp_tail(x):
 
 
 @triton.jit
+def _corrected(advantage, weight, log_correction, cap, correction):
+    """Advantage and weight after the correction 1 (truncate) or 2 (mask), as in `token_loss._corrected`."""
+    c = tl.exp(log_correction)
+    beyond = c > cap  # false for NaN, which is to stay
+    kept = tl.where(beyond, tl.where(correction == 2, 0.0, cap), c)
+    return advantage * kept, tl.where(beyond & (correction == 2), 0.0, weight)
+
+
+@triton.jit
 def _policy_term(logprob, log_ratio, advantage, log_low, log_high, log_dual, cispo):
     """Loss, its derivative in the log-prob and which bound binds, as in `token_loss._policy_term`."""
     falls, rises = advantage < 0, advantage > 0
@@ -219,15 +231,15 @@ def gradient_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "kl", "cispo"])
+@triton.jit(do_not_specialize=["count", "kl", "cispo", "correction"])
 def grpo_kernel(
-    logits, out, ids, index, old, ref, advantage, weight, outputs,
+    logits, out, ids, index, old, ref, rollout, advantage, weight, outputs,
     count, stride, out_stride, columns, width, inv_temperature,
-    log_low, log_high, log_dual, kl_coef, entropy_coef, kl, cispo,
-    MODE: tl.constexpr, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr, ENTROPY: tl.constexpr,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr,
+    log_low, log_high, log_dual, kl_coef, entropy_coef, correction_cap, kl, cispo, correction, grad_scale,
+    MODE: tl.constexpr, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr, HAS_ROLLOUT: tl.constexpr,
+    ENTROPY: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """`rows.grpo_rows_`; `outputs` is [n, 5], zeros before."""
+    """`rows.grpo_rows_`; `outputs` is [n, 7], zeros before."""
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         row, token = _visit(index, i, MODE)
         pointer = logits + row * stride
@@ -243,29 +255,37 @@ def grpo_kernel(
             logprob = (target_logit - m) * inv_temperature - log_s
             entropy = log_s - w / s
 
-            log_ratio = logprob - tl.load(old + token) if HAS_OLD else tl.where(logprob == logprob, 0.0, logprob)
-            loss, g, clipped = _policy_term(
-                logprob, log_ratio, tl.load(advantage + token), log_low, log_high, log_dual, cispo
-            )
+            before = tl.load(old + token) if HAS_OLD else logprob
+            log_ratio = logprob - before if HAS_OLD else tl.where(logprob == logprob, 0.0, logprob)
+            a = tl.load(advantage + token)
+            if HAS_ROLLOUT:
+                a, factor = _corrected(a, factor, before - tl.load(rollout + token), correction_cap, correction)
+            loss, g, clipped = _policy_term(logprob, log_ratio, a, log_low, log_high, log_dual, cispo)
+            found = outputs + token * 7
             if HAS_REF:
                 estimate, derivative = _kl(logprob, tl.load(ref + token), kl)
                 loss += tl.where(kl_coef == 0, 0.0, kl_coef * estimate)  # 0 * inf is no loss
                 g += tl.where(kl_coef == 0, 0.0, kl_coef * derivative)
-                tl.store(outputs + token * 5 + 3, estimate)
+                tl.store(found + 3, estimate)
             if ENTROPY:
                 loss -= entropy_coef * entropy
 
-            found = outputs + token * 5
-            tl.store(found, loss * factor)
+            tl.store(found, tl.where(factor == 0, 0.0, loss * factor))  # a masked token's loss may be NaN
             tl.store(found + 1, logprob)
             tl.store(found + 2, entropy)
-            tl.store(found + 4, clipped)
+            tl.store(found + 4, tl.where(factor == 0, 0.0, clipped))
+            tl.store(found + 5, factor)
+            tl.store(found + 6, log_ratio)
             if GRADIENT:
                 tl.debug_barrier()  # every thread has read the target's logit before one overwrites it
-                _write_gradient(
-                    pointer, out + row * out_stride, target, columns, width,
-                    m, s, entropy, g * factor, -entropy_coef * factor, inv_temperature, ENTROPY, BLOCK,
-                )  # fmt: skip
+                if factor == 0:
+                    _write_zeros(out + row * out_stride, width, BLOCK)
+                else:
+                    factor *= grad_scale
+                    _write_gradient(
+                        pointer, out + row * out_stride, target, columns, width,
+                        m, s, entropy, g * factor, -entropy_coef * factor, inv_temperature, ENTROPY, BLOCK,
+                    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ launches
@@ -319,7 +339,7 @@ def row_stats(logits: Tensor, ids: Tensor, rows: Tensor | None, columns: int, in
         index, mode = (ids, launch.EVERY_ROW) if rows is None else (rows, launch.LISTED_ROWS)
         shape = shape_of(logits, len(ids), columns, STATS_AT_ONCE, reread=False)
         arguments = (logits, ids, index, stats, len(ids), logits.stride(0), columns, inv_temperature)
-        _launch(stats_kernel, shape, *arguments, MODE=mode, BLOCK=shape.block, LANE=shape.lane)
+        _launch("row_stats", stats_kernel, shape, *arguments, MODE=mode, BLOCK=shape.block, LANE=shape.lane)
     return stats
 
 
@@ -343,7 +363,7 @@ def row_gradient_(
     shape = shape_of(logits, visit.count, columns, GRADIENT_AT_ONCE, reread=False)
     entropy = grad_logprob if grad_entropy is None else grad_entropy
     _launch(
-        gradient_kernel, shape,
+        "row_gradient_", gradient_kernel, shape,
         logits, out, ids, visit.index, stats, grad_logprob, entropy,
         visit.count, logits.stride(0), out.stride(0), columns, visit.width, inv_temperature,
         MODE=visit.mode, ENTROPY=grad_entropy is not None, BLOCK=shape.block,
@@ -356,37 +376,37 @@ def grpo_rows_(
     rows: Tensor | None,
     columns: int,
     inv_temperature: float,
-    old: Tensor | None,
-    ref: Tensor | None,
-    advantage: Tensor,
-    weight: Tensor,
+    tokens: Tokens,
     options: GRPOLoss,
     with_gradient: bool,
     others: str,
     out: Tensor | None = None,
+    grad_scale: float = 1.0,
 ) -> Tensor:
     """See `rows.grpo_rows_`; one launch."""
-    outputs = torch.zeros(len(ids), 5, dtype=torch.float32, device=logits.device)
+    outputs = torch.zeros(len(ids), OUTPUTS, dtype=torch.float32, device=logits.device)
     out = logits if out is None else out
     visit = launch.visit(out, ids, rows, columns, others if with_gradient else "leave")
     if not visit.count or not visit.width:
         return outputs
     shape = shape_of(logits, visit.count, columns, GRPO_AT_ONCE, reread=with_gradient)
+    rollout = None if options.correction == "none" else tokens.rollout
+    optional = [tokens.advantage if vector is None else vector for vector in (tokens.old, tokens.ref, rollout)]
     _launch(
-        grpo_kernel, shape,
-        logits, out, ids, visit.index, advantage if old is None else old, advantage if ref is None else ref,
-        advantage, weight, outputs,
+        "grpo_rows_", grpo_kernel, shape,
+        logits, out, ids, visit.index, *optional, tokens.advantage, tokens.weight, outputs,
         visit.count, logits.stride(0), out.stride(0), columns, visit.width, inv_temperature,
-        *astuple(launch.scalars(options)),
-        MODE=visit.mode, HAS_OLD=old is not None, HAS_REF=ref is not None, ENTROPY=options.entropy_coef != 0,
-        GRADIENT=with_gradient, BLOCK=shape.block, LANE=shape.lane,
+        *astuple(launch.scalars(options)), grad_scale,
+        MODE=visit.mode, HAS_OLD=tokens.old is not None, HAS_REF=tokens.ref is not None,
+        HAS_ROLLOUT=rollout is not None, ENTROPY=options.entropy_coef != 0, GRADIENT=with_gradient,
+        BLOCK=shape.block, LANE=shape.lane,
     )  # fmt: skip
     return outputs
 
 
-def _launch(kernel: Any, shape: Shape, *arguments: Any, **constants: Any) -> None:
+def _launch(operation: str, kernel: Any, shape: Shape, *arguments: Any, **constants: Any) -> None:
     """Runs on the device that holds the tensors, whichever is the current one; vectors may have any stride."""
     logits, *rest = arguments
     rest = [value.contiguous() if isinstance(value, Tensor) and value.dim() == 1 else value for value in rest]
-    with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext():
+    with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext(), launch.named(operation):
         kernel[(shape.programs,)](logits, *rest, **constants, num_warps=shape.warps, maxnreg=shape.registers)

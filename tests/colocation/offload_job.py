@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,10 @@ from grpo_mega.colocation.offload import TrainerMemory  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
 from grpo_mega.models.losses import negative_log_likelihood  # noqa: E402
 from grpo_mega.models.megatron.packed import PackedTokens  # noqa: E402
+from grpo_mega.models.model import Model  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.reference import ReferencePolicy  # noqa: E402
+from grpo_mega.models.scalar import ScalarModel, SquaredError  # noqa: E402
 from grpo_mega.models.topology import Topology, join_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
@@ -60,6 +62,34 @@ class Case:
         policy.use_optimizer(wanted)
         return policy
 
+    def critic(self, topology: Topology) -> ScalarModel:
+        """A second model that is trained, of another size than the policy."""
+        wanted = self.optimizer
+        model = replace(self.model, kv_heads=4)
+        critic = ScalarModel("critic", model, self.layout, VOCAB, topology, HERE, wanted.distributed, wanted.overlap)
+        critic.initialize(seed=4)
+        critic.use_optimizer(wanted)
+        return critic
+
+    def judge(self, topology: Topology) -> ScalarModel:
+        """A model that is never trained."""
+        judge = ScalarModel("reward model", self.model, self.layout, VOCAB, topology, HERE)
+        judge.initialize(seed=5)
+        return judge
+
+    def models(self, topology: Topology) -> Models:
+        policy = self.policy(topology)
+        return Models(policy, ReferencePolicy(policy), self.critic(topology), self.judge(topology))
+
+
+class Models(NamedTuple):
+    """The policy first, whose weights engines are sent."""
+
+    policy: Policy
+    reference: ReferencePolicy
+    critic: ScalarModel
+    judge: ScalarModel
+
 
 CASES = {
     "plain": Case(DENSE, ALONE, PLAIN),
@@ -84,13 +114,18 @@ def update(policy: Policy, number: int) -> dict[str, float]:
     return policy.update(batch_of(number), negative_log_likelihood, lr=0.01).metrics
 
 
-def state(policy: Policy, reference: ReferencePolicy | None) -> list[torch.Tensor]:
+def state(*models: Model | ReferencePolicy) -> list[torch.Tensor]:
     """Copies of every number that training goes on from."""
-    tensors = [*policy.chunks.parameters(), *policy.chunks.buffers(), *(reference.held if reference else ())]
-    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
-        for group in part.optimizer.param_groups:
-            for p in group["params"]:
-                tensors += [p, *part.optimizer.state[p].values()]
+    tensors: list[torch.Tensor] = []
+    for model in models:
+        if isinstance(model, ReferencePolicy):
+            tensors += model.held
+            continue
+        tensors += [*model.chunks.parameters(), *model.chunks.buffers()]
+        for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer] if model.optimizer else []):
+            for group in part.optimizer.param_groups:
+                for p in group["params"]:
+                    tensors += [p, *part.optimizer.state[p].values()]
     return [tensor.detach().clone() for tensor in tensors]
 
 
@@ -98,13 +133,17 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def train(policy: Policy, reference: ReferencePolicy, between: Callable[[int], None]) -> list[Any]:
+def train(models: Models, between: Callable[[int], None]) -> list[Any]:
     """All that is seen in some updates, with `between` after each of them."""
+    policy, reference, critic, judge = models
     seen: list[Any] = []
     for number in range(UPDATES):
         seen.append(torch.tensor([*update(policy, number).values()]))
+        batch = batch_of(number)
+        seen.append(torch.tensor([*critic.update(batch, SquaredError(judge.values(batch)), lr=0.01).metrics.values()]))
         between(number)
         seen += [reference.logprobs(batch_of(9), 0.9), policy.logprobs(batch_of(9), 0.9)]
+        seen += [critic.values(batch_of(9)), judge.values(batch_of(9))]
         if number == 0:
             reference.refresh()
     return seen
@@ -119,22 +158,22 @@ def bytes_in_tensors() -> int:
 
 
 def leaves_and_comes_back(name: str, case: Case, topology: Topology, folder: Path) -> dict[str, Any]:
-    """Of two policies that start alike one trains in peace, the other leaves the device after every update."""
-    in_peace = case.policy(topology)
-    kept = ReferencePolicy(in_peace)
-    expected = [*train(in_peace, kept, lambda _: None), *state(in_peace, kept)]
+    """Of models that start alike some train in peace, the others leave the device after every update."""
+    in_peace = case.models(topology)
+    expected = [*train(in_peace, lambda _: None), *state(*in_peace)]
 
     before = bytes_in_tensors()
-    policy = case.policy(topology)
-    reference = ReferencePolicy(policy)
-    memory = TrainerMemory(policy, reference)
-    found: dict[str, Any] = {"held": [], "away": []}
+    models = case.models(topology)
+    policy, _, critic, judge = models
+    memory = TrainerMemory(models)
+    found: dict[str, Any] = {"held": [], "away": [], "leaving": []}
 
     def leave(number: int) -> None:
         if number == 1 and name == RESUMED:  # its tensors come from a checkpoint
             checkpoint.save(folder / name, policy, {})
             checkpoint.load(folder / name, policy)
         found["held"].append(memory.held())
+        found["leaving"].append(memory.leaving(keep_weights=True))
         if number == 0:
             found["taken"] = bytes_in_tensors() - before
         if number == 2:  # in two stages
@@ -146,20 +185,25 @@ def leaves_and_comes_back(name: str, case: Case, topology: Topology, folder: Pat
                 answer(lambda: update(policy, 1)),
                 answer(lambda: memory.offload(keep_weights=True)),
             ]
+            found["others refused between"] = [
+                answer(lambda: critic.values(batch_of(1))),
+                answer(lambda: judge.values(batch_of(1))),
+            ]
         memory.offload()
         found["away"].append(memory.held())
         if number == 0:
             found["left"] = bytes_in_tensors() - before
         if number == 1 and name == RESUMED:
-            found["refused"] = uses(policy, reference, memory, folder)
+            found["refused"] = uses(models, memory, folder)
         memory.onload()
 
-    seen = train(policy, reference, leave)
-    return found | {"same": same([*seen, *state(policy, reference)], expected), "compared": len(expected)}
+    seen = train(models, leave)
+    return found | {"same": same([*seen, *state(*models)], expected), "compared": len(expected)}
 
 
-def uses(policy: Policy, reference: ReferencePolicy, memory: TrainerMemory, folder: Path) -> dict[str, str]:
-    """What each way to use an offloaded policy is answered with."""
+def uses(models: Models, memory: TrainerMemory, folder: Path) -> dict[str, str]:
+    """What each way to use offloaded models is answered with."""
+    policy, reference, critic, judge = models
     engine = EmbeddedEngine(policy, str, concurrent_sequences=8)
     sampling = SamplingParams(max_new_tokens=4, stop_ids=(2,))
     packed = PackedTokens.of_sequences(torch.tensor([3]), policy.topology.row_multiple)
@@ -175,6 +219,9 @@ def uses(policy: Policy, reference: ReferencePolicy, memory: TrainerMemory, fold
         "refresh": reference.refresh,
         "new reference": lambda: ReferencePolicy(policy),
         "generate": lambda: engine.generate([Prompt("p", (3, 4), "", "", "")], 2, sampling, version=1),
+        "critic values": lambda: critic.values(batch_of(1)),
+        "critic update": lambda: critic.update(batch_of(1), SquaredError(torch.zeros(78)), lr=0.1),
+        "reward model values": lambda: judge.values(batch_of(1)),
         "save": lambda: checkpoint.save(folder / "refused", policy, {}, reference),
         "offload": memory.offload,
     }
@@ -193,7 +240,7 @@ def device_without_room(topology: Topology) -> dict[str, Any]:
     """Coming back fails half-way, as the engine has the memory, and succeeds later."""
     policy = CASES["plain"].policy(topology, BIG_VOCAB)
     update(policy, 0)
-    memory, expected = TrainerMemory(policy), state(policy, None)
+    memory, expected = TrainerMemory([policy]), state(policy)
     memory.offload()
     _, no_limit = limits = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -201,9 +248,9 @@ def device_without_room(topology: Topology) -> dict[str, Any]:
     refused = answer(memory.onload)
     resource.setrlimit(resource.RLIMIT_AS, limits)
     used = answer(lambda: policy.logprobs(batch_of(0), 1.0))
-    partly = sum(p.untyped_storage().nbytes() > 0 for p in memory._real[0].parameters())
+    partly = sum(p.untyped_storage().nbytes() > 0 for p in memory._away[0].chunks.parameters())
     memory.onload()
-    found = {"refused": refused, "used": used, "partly": partly, "same": same(state(policy, None), expected)}
+    found = {"refused": refused, "used": used, "partly": partly, "same": same(state(policy), expected)}
     return found | {"again": answer(memory.onload)}
 
 
@@ -212,12 +259,19 @@ def memory_of_another_library(topology: Topology) -> dict[str, Any]:
     twin, policy = (CASES["plain"].policy(topology) for _ in range(2))
     weight = next(iter(policy.chunks.parameters()))
     weight.data = torch.from_numpy(weight.data.numpy().copy())
-    memory, held = TrainerMemory(policy), TrainerMemory(twin).held()
+    memory, held = TrainerMemory([policy]), TrainerMemory([twin]).held()
     refused = answer(memory.offload)
+    twice = answer(lambda: TrainerMemory([policy, twin]))
     for trained in (policy, twin):
         update(trained, 0)
-    same_still = same(state(policy, None), state(twin, None))
-    return {"refused": refused, "same": same_still, "kept": memory.held() == held, "bytes": weight.nbytes}
+    same_still = same(state(policy), state(twin))
+    return {
+        "refused": refused,
+        "twice": twice,
+        "same": same_still,
+        "kept": memory.held() == held,
+        "bytes": weight.nbytes,
+    }
 
 
 def main() -> None:

@@ -11,10 +11,11 @@ from ranks import run_ranks
 
 JOB = Path(__file__).with_name("offload_job.py")
 LAYOUTS = ["plain", "distributed", "bf16", "bf16 distributed", "ep2", "ep2 bf16 distributed", "pp2 tied"]
-KINDS = {"weights", "optimizer", "reference", "gradients"}
+TRAINED = {f"{role} {kind}" for role in ("policy", "critic") for kind in ("weights", "optimizer", "gradients")}
+KINDS = TRAINED | {"reference weights", "reward model weights", "reward model gradients", "reward model optimizer"}
 RANKS = (0, 1)
-# Bytes of positions and other vectors of the last micro-batch; one of its activations, [78, 64] of fp32, is more.
-SMALL = 12_000
+# Bytes of positions and other vectors of three models' last micro-batches; one activation, [78, 64] of fp32, is more.
+SMALL = 18_000
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("name", LAYOUTS)
 class TestLayout:
-    """Three updates, with the reference refreshed in between, leaving and coming back after each."""
+    """Three updates of policy and critic, the reference refreshed in between; all leave and come back after each."""
 
     def test_training_is_the_same_bit_for_bit(self, found: list[dict], name: str, rank: int) -> None:
         case = found[rank][name]
@@ -46,36 +47,42 @@ class TestLayout:
         assert len(case["held"]) == 3
         assert all(held == case["held"][0] for held in case["held"])
         assert case["held"][0].keys() == KINDS
-        assert all(case["held"][0].values())
+        assert {kind for kind, size in case["held"][0].items() if not size} == {"reward model optimizer"}
         assert case["away"] == [dict.fromkeys(KINDS, 0)] * 3
 
     def test_weights_may_leave_last(self, found: list[dict], name: str, rank: int) -> None:
         case = found[rank][name]
-        assert case["staying"] == dict.fromkeys(KINDS, 0) | {"weights": case["held"][2]["weights"]}
+        kept = case["held"][2]["policy weights"]
+        assert case["staying"] == dict.fromkeys(KINDS, 0) | {"policy weights": kept}
+        assert case["leaving"][2] == sum(case["held"][2].values()) - kept
         assert case["readable"]
+        assert "the critic is offloaded" in case["others refused between"][0]
+        assert "the reward model is offloaded" in case["others refused between"][1]
         assert all("Offloaded: " in said for said in case["refused between"])
 
 
 def test_bytes_by_kind_are_those_of_the_precisions(found: list[dict]) -> None:
     for name, dense_bytes in (("plain", 4), ("bf16", 2)):
         held = found[0][name]["held"][0]
-        parameters = held["weights"] / dense_bytes
-        assert held["reference"] == held["weights"]
-        assert held["gradients"] == 4 * parameters
-        assert held["optimizer"] == (8 if name == "plain" else 12) * parameters
+        assert held["reference weights"] == held["policy weights"]
+        for role in ("policy", "critic"):
+            parameters = held[f"{role} weights"] / dense_bytes
+            assert held[f"{role} gradients"] == 4 * parameters
+            assert held[f"{role} optimizer"] == (8 if name == "plain" else 12) * parameters
     for name, whole in (("distributed", "plain"), ("bf16 distributed", "bf16")):
-        shards = sum(rank[name]["held"][0]["optimizer"] for rank in found)
-        assert shards == pytest.approx(found[0][whole]["held"][0]["optimizer"], rel=0.01)
+        shards = sum(rank[name]["held"][0]["policy optimizer"] for rank in found)
+        assert shards == pytest.approx(found[0][whole]["held"][0]["policy optimizer"], rel=0.01)
 
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_every_use_of_an_offloaded_policy_is_a_clear_error(found: list[dict], rank: int) -> None:
     refused = found[rank]["ep2 bf16 distributed"]["refused"]
-    assert len(refused) == 12
+    assert len(refused) == 15
     assert refused.pop("offload") == "Offloaded: the trainer is offloaded already: call onload before offload"
     assert refused["save"].startswith("CannotSave")
     for name, said in refused.items():
-        assert "Offloaded: the policy is offloaded, and somebody asks for its " in said, name
+        role = next((role for role in ("critic", "reward model") if name.startswith(role)), "policy")
+        assert f"Offloaded: the {role} is offloaded, and somebody asks for its " in said, name
         assert "Call TrainerMemory.onload first" in said, name
 
 
@@ -92,6 +99,7 @@ def test_coming_back_to_a_device_without_room_can_be_tried_again(found: list[dic
 @pytest.mark.parametrize("rank", RANKS)
 def test_memory_that_cannot_be_freed_is_refused_and_nothing_is_offloaded(found: list[dict], rank: int) -> None:
     case = found[rank]["fixed"]
-    assert f"{case['bytes']:,} bytes of the trainer's weights cannot be freed" in case["refused"]
+    assert f"{case['bytes']:,} bytes of the policy weights cannot be freed" in case["refused"]
     assert case["same"]
     assert case["kept"]
+    assert case["twice"] == "ValueError: models of the same role: policy, policy; give each a role of its own"

@@ -14,6 +14,8 @@ from test_commands import IN_MAKE_TEST_RUN
 
 TOOLS = sorted(path.name for path in (REPOSITORY / "tools").glob("*.py"))
 RUN_BY = {
+    "bench_step.py": "tests/stages/test_bench_step.py",
+    "plan.py": "tests/planning/test_plan.py",
     "bench_weight_sync.py": "tests/colocation/test_bench_weight_sync.py",
     "bench_kernels.py": "tests/kernels/test_bench_kernels.py",
     "parity.py": "tests/parity/test_parity_tool.py",
@@ -52,7 +54,9 @@ def test_a_test_runs_each() -> None:
         assert f"from {part.removesuffix('.py')} import" in (REPOSITORY / "tools" / tool).read_text()
     for tool, test in RUN_BY.items():
         assert tool in (REPOSITORY / test).read_text()
-    by_document = {tool for tool in TOOLS for command in IN_MAKE_TEST_RUN if f"tools/{tool}" in command.text}
+    by_document = {
+        tool for tool in TOOLS for command in IN_MAKE_TEST_RUN if command and f"tools/{tool}" in command.text
+    }
     assert sorted(by_document | RUN_BY.keys() | PARTS.keys() | NOT_RUN.keys()) == TOOLS
 
 

@@ -7,12 +7,16 @@ import importlib
 import pytest
 import row_cases
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-from grpo_kernels import GRPOLoss, backend, fused_grpo_loss, fused_logprob, linear_logprob
+from grpo_kernels import GRPOLoss, backend, fused_grpo_loss, fused_logprob, linear_grpo_loss, linear_logprob
+from grpo_kernels.token_loss import Tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 REAL_VOCABULARY = 151936
+KERNELS = ["stats_kernel", "gradient_kernel", "grpo_kernel", "grpo_rows"]
 
 
 @pytest.fixture(params=["triton", "cuda"])
@@ -65,6 +69,46 @@ def test_loss_of_chosen_rows(operations, options, old, listed, others, gradient)
         row_cases.check_grpo(operations, case(4099, dtype=dtype, listed=listed), chosen, old, others, gradient)
 
 
+@pytest.mark.parametrize("options", ["ppo, all of it", "mask", "truncate"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scaled_gradient_beside_the_logits(operations, options, dtype):
+    """As for a chunk of float32 logits of a bfloat16 weight."""
+    chosen = row_cases.OPTIONS[options]
+    row_cases.check_grpo(operations, case(4099, dtype=dtype), chosen, True, "leave", True, torch.bfloat16, -1.7)
+
+
+def test_what_the_correction_masks_has_no_gradient_whatever_it_holds(operations):
+    row_cases.check_masked(operations, "cuda")
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["ppo", "cispo", "gspo"])
+def test_a_chunk_takes_one_launch_or_two(operations, kind, weight_dtype):
+    """Counted where they happen: kernels on the device, by their names."""
+    count, columns, name = 5000, 1003, operations.__name__.removeprefix("grpo_kernels.").removesuffix("_rows")
+    hidden = torch.randn(count, 64, device="cuda").requires_grad_()
+    output_weight = torch.randn(columns, 64, device="cuda").to(weight_dtype).requires_grad_()
+    ids, vectors = torch.arange(count, device="cuda") % columns, torch.randn(2, count, device="cuda")
+    ends = torch.tensor([0, 50, count], device="cuda") if kind == "gspo" else None
+
+    def run() -> None:
+        loss, _ = linear_grpo_loss(
+            hidden, output_weight, ids, None, None, *vectors, options=GRPOLoss(kind=kind), cu_seqlens=ends, backend=name
+        )
+        loss.backward()
+
+    run()  # compiles
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    on_device = [event.name for event in profiled.events() if event.device_type == DeviceType.CUDA]
+    kernels = [name for name in on_device if not name.startswith("grpo_kernels::")]  # the label of a launch
+    found = {kernel: sum(kernel in name for name in kernels) for kernel in KERNELS}
+    one = "grpo_rows" if name == "cuda" else "grpo_kernel"
+    once = ["stats_kernel", "gradient_kernel"] if kind == "gspo" else [one]
+    assert found == {kernel: 3 if kernel in once else 0 for kernel in KERNELS}
+
+
 @pytest.mark.parametrize("gap", range(8))
 def test_rows_that_begin_anywhere_in_16_bytes(operations, gap):
     options = row_cases.OPTIONS["ppo, all of it"]
@@ -84,8 +128,8 @@ def test_the_same_bits_every_time_and_among_any_number_of_rows(operations):
 
     def run(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
         logits = x[part].clone()
-        vectors = (-one[part], None, advantage[part], weight[part])
-        return operations.grpo_rows_(logits, ids[part], None, columns, 1.0, *vectors, options, True, "zero"), logits
+        tokens = Tokens(advantage[part], weight[part], -one[part])
+        return operations.grpo_rows_(logits, ids[part], None, columns, 1.0, tokens, options, True, "zero"), logits
 
     outputs, gradient = run(slice(None))
     for part in (slice(None), slice(0, 1), slice(4990, 5000), slice(1000, 2234)):
@@ -105,9 +149,9 @@ def test_more_than_2_to_the_31_elements_and_65535_rows(operations):
     one = torch.ones(count, device="cuda")
     picked = torch.tensor([0, 65535, 65536, 69999], device="cuda")
     sample = x[picked].clone()
-    arguments = (None, columns, 1.0, None, None)
-    outputs = operations.grpo_rows_(x, ids, *arguments, one, one, GRPOLoss(), True, "zero")
-    alone = operations.grpo_rows_(sample, ids[picked], *arguments, one[:4], one[:4], GRPOLoss(), True, "zero")
+    outputs = operations.grpo_rows_(x, ids, None, columns, 1.0, Tokens(one, one), GRPOLoss(), True, "zero")
+    tokens = Tokens(one[:4], one[:4])
+    alone = operations.grpo_rows_(sample, ids[picked], None, columns, 1.0, tokens, GRPOLoss(), True, "zero")
     assert torch.equal(outputs[picked], alone)
     assert torch.equal(x[picked], sample)
 
@@ -160,8 +204,15 @@ def test_the_public_functions_agree_with_the_torch_path_and_never_wait_for_the_g
         )
         loss.backward()
         of_hidden = linear_logprob(h, w, ids, backend=which)
-        scalars = list(vars(metrics).values())
-        return [logprob, entropy, given.grad, loss, given_up.grad, *of_hidden, *scalars]
+        inputs, main_grad = (h.clone().requires_grad_(), w.clone().requires_grad_()), torch.zeros_like(w)
+        linear, logged = linear_grpo_loss(
+            *inputs, ids, *vectors, options=options, cu_seqlens=ends, temperature=0.8, backend=which,
+            main_grad=main_grad, grad_scale=2.0,
+        )  # fmt: skip
+        (linear * 2.0).backward()
+        scalars = [*vars(metrics).values(), *vars(logged).values()]
+        gradients = (given.grad, given_up.grad, inputs[0].grad, main_grad)
+        return [logprob, entropy, loss, linear, *of_hidden, *gradients, *scalars]
 
     run(name)  # compiles
     torch.cuda.set_sync_debug_mode("error")
@@ -180,3 +231,4 @@ def test_dispatch_says_why():
     hopper = torch.cuda.get_device_capability() >= (9, 0)
     assert chosen.name == ("cuda" if hopper else "triton"), chosen.why
     assert "float16" in backend(logits.half(), one_launch=True).why
+    assert "gradient" in backend(logits, one_launch=True, gradient=torch.float32).why or not hopper

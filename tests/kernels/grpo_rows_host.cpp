@@ -6,7 +6,7 @@
 
 struct Vectors {
   const int64_t* ids;
-  const float *old, *ref, *advantage, *weight;
+  const float *old, *ref, *rollout, *advantage, *weight;
   float* outputs;
 };
 
@@ -19,7 +19,7 @@ static Sums of_warp(const Sums* threads, float scale) {  // the tree of shuffles
 
 template <typename T, typename Out>
 static void run(const T* logits, Out* out, Vectors v, int64_t count, int64_t stride, int64_t out_stride, int columns,
-                int width, Options options) {
+                int width, Options options, bool gradient) {
   const float scale = options.inv_temperature * LOG2_E;
   const int each = columns_each(columns, LANE<T>);
   std::vector<Words<4>> memory(CTAS * each / LANE<T> + 1);
@@ -28,12 +28,13 @@ static void run(const T* logits, Out* out, Vectors v, int64_t count, int64_t str
     const T* x = logits + row * stride;
     Out* g = out + row * out_stride;
     if (v.weight[row] == 0.0f) {
-      for (int k = 0; k < CTAS * THREADS; k++) write_zeros(g, g + width, k);
+      for (int k = 0; k < CTAS * THREADS && gradient; k++) write_zeros(g, g + width, k);
       continue;
     }
     const int target = v.ids[row] >= 0 && v.ids[row] < columns ? int(v.ids[row]) : -LANE<T>;
     const Token token = {target < 0 ? -infinity() : to_float(x[target]), v.advantage[row], v.weight[row],
-                         v.old ? v.old[row] : 0.0f, v.ref ? v.ref[row] : 0.0f, v.old != nullptr, v.ref != nullptr};
+                         v.old ? v.old[row] : 0.0f, v.ref ? v.ref[row] : 0.0f, v.rollout ? v.rollout[row] : 0.0f,
+                         v.old != nullptr, v.ref != nullptr, v.rollout != nullptr};
     Sums sums = no_sums();
     for (int rank = 0; rank < CTAS; rank++) {
       const Part<T> part(x, columns, rank);
@@ -48,24 +49,28 @@ static void run(const T* logits, Out* out, Vectors v, int64_t count, int64_t str
       sums = merge(sums, cta, scale);
     }
     const Outcome r = outcome_of(sums, token, options);
-    float* to = v.outputs + row * 5;
-    to[0] = r.loss, to[1] = r.logprob, to[2] = r.entropy, to[3] = r.kl, to[4] = r.clipped;
+    store_outputs(v.outputs + row * OUTPUTS, r);
+    if (!gradient) continue;
     for (int rank = 0; rank < CTAS; rank++)
       for (int thread = 0; thread < THREADS; thread++) {
         const T* slots = reinterpret_cast<T*>(memory.data()) + rank * each;
-        write(Part<T>(x, columns, rank), slots, g, target, r, thread, scale);
+        write(Part<T>(x, columns, rank), slots, g, width, target, r, rank, thread, scale);
       }
-    for (int k = 0; k < CTAS * THREADS; k++) write_zeros(g + columns, g + width, k);
   }
 }
 
 #define ENTRY(NAME, T, OUT)                                                                                          \
   extern "C" void NAME(const T* logits, OUT* out, const int64_t* ids, const float* old, const float* ref,            \
-                       const float* advantage, const float* weight, float* outputs, int64_t count, int64_t stride,   \
-                       int64_t out_stride, int columns, int width, float inv_temperature, float log_low,             \
-                       float log_high, float log_dual, float kl_coef, float entropy_coef, int kl, int cispo) {       \
-    run(logits, out, {ids, old, ref, advantage, weight, outputs}, count, stride, out_stride, columns, width,         \
-        {inv_temperature, log_low, log_high, log_dual, kl_coef, entropy_coef, kl, cispo});                           \
+                       const float* rollout, const float* advantage, const float* weight, float* outputs,            \
+                       int64_t count, int64_t stride, int64_t out_stride, int columns, int width,                    \
+                       float inv_temperature, float log_low, float log_high, float log_dual, float kl_coef,          \
+                       float entropy_coef, float correction_cap, int kl, int cispo, int correction,                  \
+                       float grad_scale, int gradient) {                                                             \
+    run(logits, out, {ids, old, ref, rollout, advantage, weight, outputs}, count, stride, out_stride, columns,       \
+        width,                                                                                                       \
+        {inv_temperature, log_low, log_high, log_dual, kl_coef, entropy_coef, correction_cap, kl, cispo, correction, \
+         grad_scale},                                                                                                \
+        gradient);                                                                                                   \
   }
 ENTRY(float32_float32, float, float)
 ENTRY(bfloat16_bfloat16, BFloat16, BFloat16)

@@ -14,7 +14,11 @@ import torch
 from limits import limit
 
 import grpo_kernels
+from grpo_kernels import rows
+from grpo_kernels.chunked import output_layer
 from grpo_kernels.launch import scalars
+from grpo_kernels.passes import Work, one_launch
+from grpo_kernels.token_loss import RowLosses, Tokens
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 HEADERS = Path(grpo_kernels.__file__).parent / "csrc"
@@ -28,32 +32,21 @@ class Host:
         self.library = ctypes.CDLL(str(library))
 
     def grpo_rows_(
-        self,
-        logits,
-        ids,
-        rows,
-        columns,
-        inv_temperature,
-        old,
-        ref,
-        advantage,
-        weight,
-        options,
-        gradient,
-        others,
-        out=None,
+        self, logits, ids, rows, columns, inv_temperature, tokens, options, gradient, others, out=None, grad_scale=1.0
     ):
         assert rows is None
-        assert gradient
         out = logits if out is None else out
-        outputs = torch.zeros(len(ids), 5)
+        outputs = torch.zeros(len(ids), 7)
         width = logits.shape[1] if others == "zero" else columns
-        held = [v if v is None else v.contiguous() for v in (ids, old, ref, advantage, weight, outputs)]
+        rollout = None if options.correction == "none" else tokens.rollout
+        vectors = (ids, tokens.old, tokens.ref, rollout, tokens.advantage, tokens.weight, outputs)
+        held = [v if v is None else v.contiguous() for v in vectors]
         pointers = [ctypes.c_void_p(None if v is None else v.data_ptr()) for v in (logits, out, *held)]
         sizes = [ctypes.c_int64(size) for size in (len(logits), logits.stride(0), out.stride(0))]
         numbers = [ctypes.c_float(value) if isinstance(value, float) else value for value in astuple(scalars(options))]
         function = self.library[f"{DTYPES[logits.dtype]}_{DTYPES[out.dtype]}"]
-        function(*pointers, *sizes, columns, width, ctypes.c_float(inv_temperature), *numbers)
+        temperature, scale = ctypes.c_float(inv_temperature), ctypes.c_float(grad_scale)
+        function(*pointers, *sizes, columns, width, temperature, *numbers, scale, int(gradient))
         return outputs
 
 
@@ -91,8 +84,39 @@ def test_hostile_rows(host, name, columns, dtype):
 @pytest.mark.parametrize("options", row_cases.OPTIONS)
 @pytest.mark.parametrize("old", [True, False])
 @pytest.mark.parametrize("others", ["zero", "leave"])
-def test_options(host, options, old, others):
-    row_cases.check_grpo(host, row_cases.case(1000), row_cases.OPTIONS[options], old, others, True)
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("gradient", [True, False])
+def test_options(host, options, old, others, out_dtype, gradient):
+    case = row_cases.case(1000)
+    row_cases.check_grpo(host, case, row_cases.OPTIONS[options], old, others, gradient, out_dtype, -1.7)
+
+
+def test_what_the_correction_masks_has_no_gradient_whatever_it_holds(host):
+    row_cases.check_masked(host)
+
+
+@pytest.mark.parametrize("name", row_cases.OPTIONS)
+@pytest.mark.parametrize("chunk", [64, 10_000])
+def test_the_output_layer_s_chunks(host, name, chunk):
+    """The loop over chunks that training takes, on the kernel's arithmetic: as on torch's."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, output_weight = torch.randn(150, 8, generator=draw), torch.randn(60, 8, generator=draw)
+    inputs = (hidden.requires_grad_(), output_weight.requires_grad_())
+    ids = torch.arange(150) % 57
+    old, ref, advantage, rollout = torch.randn(4, 150, generator=draw) - torch.tensor([[4.0], [4.0], [0.0], [4.0]])
+    tokens = Tokens(advantage, (torch.rand(150, generator=draw) > 0.2) / 150, old, ref, rollout)
+
+    def run(operations):
+        layer = output_layer(*inputs, ids, chunk=chunk, vocab_size=57, temperature=0.8)
+        main_grad = torch.zeros_like(output_weight)
+        work = Work.of(layer, *inputs, ids, main_grad, 1.7)
+        with torch.no_grad():
+            outputs = one_launch(work, operations, tokens, row_cases.OPTIONS[name])
+        loss = work.attached(RowLosses.of(outputs).loss.sum(), *inputs, main_grad)
+        return outputs, main_grad, *torch.autograd.grad(loss * 1.7, inputs[:1])
+
+    for found, expected in zip(run(host), run(rows), strict=True):
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("gap", range(8))
@@ -112,7 +136,8 @@ def test_a_real_vocabulary(host):
 def test_a_bfloat16_gradient_of_float32_logits(host, shift):
     case = row_cases.case(1000)
     wide = row_cases.case(1000).logits.clone()
-    in_place = (case.ids, None, 1000, 1 / 0.9, None, None, torch.ones(6), torch.ones(6), row_cases.OPTIONS["ppo"], True)
+    tokens = Tokens(torch.ones(6), torch.ones(6))
+    in_place = (case.ids, None, 1000, 1 / 0.9, tokens, row_cases.OPTIONS["ppo"], True)
     host.grpo_rows_(wide, *in_place, "zero")
     out = torch.full((6, 1011), 7.0, dtype=torch.bfloat16)[:, shift : shift + 1005]
     before = case.logits.clone()
@@ -130,7 +155,7 @@ def test_rounding_to_bfloat16_is_torchs(host):
     out = torch.empty(4096, 2, dtype=torch.bfloat16)
     options = row_cases.OPTIONS["ppo"]
     ids = torch.zeros(4096, dtype=torch.int64)
-    host.grpo_rows_(logits, ids, None, 2, 1.0, None, None, ones, weight, options, True, "leave", out=out)
+    host.grpo_rows_(logits, ids, None, 2, 1.0, Tokens(ones, weight), options, True, "leave", out=out)
     assert torch.equal(out[:, 1], (weight / 2).bfloat16())
     assert torch.equal(out[:, 0], (-weight / 2).bfloat16())
 

@@ -14,6 +14,8 @@ import torch
 from limits import limit
 from torch.utils import cpp_extension
 
+from grpo_kernels.token_loss import Tokens
+
 cuda_rows = pytest.importorskip("grpo_kernels.cuda_rows", reason="triton is not installed", exc_type=ImportError)
 KERNELS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
 
@@ -70,5 +72,5 @@ def test_what_it_is_not_for_is_said():
     logits = torch.zeros(2, 8, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="cpu tensors"):
         cuda_rows.grpo_rows_(
-            logits, torch.zeros(2, dtype=torch.int64), None, 8, 1.0, None, None, *torch.ones(2, 2), None, True, "zero"
+            logits, torch.zeros(2, dtype=torch.int64), None, 8, 1.0, Tokens(*torch.ones(2, 2)), None, True, "zero"
         )

@@ -52,10 +52,10 @@ LOGITS: list[tuple[dict[str, Any], str]] = [
 LOSS: list[tuple[dict[str, Any], str]] = [
     *(
         ({name: torch.ones(N, requires_grad=True)}, f"{name} requires a gradient, .*; pass {name}.detach")
-        for name in ("advantages", "weights", "old_logprob", "ref_logprob", "rollout_logprob")
+        for name in ("advantages", "token_weight", "old_logprob", "ref_logprob", "rollout_logprob")
     ),
     ({"advantages": ONES[:2]}, "advantages has 2 entries; it needs 4"),
-    ({"weights": ONES.double()}, r"weights is torch\.float64; use torch\.float32"),
+    ({"token_weight": ONES.double()}, r"token_weight is torch\.float64; use torch\.float32"),
     ({"old_logprob": ONES[:, None]}, r"old_logprob has shape \[4, 1\]; it needs 1 dimension"),
     ({"ref_logprob": ONES.to(NOWHERE)}, "ref_logprob is on meta; it must be on cpu"),
     ({"ref_logprob": None, "options": GRPOLoss(kl_coef=0.1)}, "ref_logprob is None, and options.kl_coef is 0.1"),
@@ -72,15 +72,24 @@ SEQUENCES: list[tuple[dict[str, Any], str]] = [
 ]
 LINEAR: list[tuple[dict[str, Any], str]] = [
     ({"hidden": torch.zeros(N, HIDDEN, 1)}, r"hidden has shape \[4, 3, 1\]; it needs 2 dimension"),
-    ({"weight": torch.zeros(V, HIDDEN + 1)}, r"hidden is \[4, 3\] and weight \[10, 4\]; both need H columns"),
-    ({"weight": torch.zeros(V, HIDDEN, dtype=torch.float16)}, r"weight is torch\.float16; use torch\.float32 or"),
-    ({"weight": torch.zeros(V, HIDDEN, device=NOWHERE)}, "weight is on meta; it must be on cpu"),
+    (
+        {"output_weight": torch.zeros(V, HIDDEN + 1)},
+        r"hidden is \[4, 3\] and output_weight \[10, 4\]; both need H columns",
+    ),
+    (
+        {"output_weight": torch.zeros(V, HIDDEN, dtype=torch.float16)},
+        r"output_weight is torch\.float16; use torch\.float32 or",
+    ),
+    ({"output_weight": torch.zeros(V, HIDDEN, device=NOWHERE)}, "output_weight is on meta; it must be on cpu"),
     ({"chunk": 0}, "chunk is 0; use a positive number of rows"),
     ({"logits_dtype": torch.float16}, r"logits_dtype is torch\.float16; use one of torch\.float32, torch\.bfloat16"),
     ({"hidden_grad": "sum"}, "hidden_grad is 'sum'; use one of all_reduce, reduce_scatter, partial"),
 ]
 MAIN_GRAD: list[tuple[dict[str, Any], str]] = [
-    ({"main_grad": torch.zeros(V, HIDDEN + 1)}, r"main_grad is \[10, 4\]; it needs the weight's shape \[10, 3\]"),
+    (
+        {"main_grad": torch.zeros(V, HIDDEN + 1)},
+        r"main_grad is \[10, 4\]; it needs the shape of output_weight, \[10, 3\]",
+    ),
     ({"main_grad": torch.zeros(V, HIDDEN).bfloat16()}, r"main_grad is torch\.bfloat16; use torch\.float32"),
     ({"main_grad": torch.zeros(V, HIDDEN), "grad_scale": 0.0}, "grad_scale is 0.0; use the finite number"),
 ]
@@ -91,11 +100,11 @@ def logits() -> dict[str, Any]:
 
 
 def hidden() -> dict[str, Any]:
-    return {"hidden": torch.zeros(N, HIDDEN), "weight": torch.zeros(V, HIDDEN, requires_grad=True), "ids": IDS}
+    return {"hidden": torch.zeros(N, HIDDEN), "output_weight": torch.zeros(V, HIDDEN, requires_grad=True), "ids": IDS}
 
 
 def loss() -> dict[str, Any]:
-    vectors = dict.fromkeys(("old_logprob", "ref_logprob", "advantages", "weights"), ONES)
+    vectors = dict.fromkeys(("old_logprob", "ref_logprob", "advantages", "token_weight"), ONES)
     return vectors | {"options": GRPOLoss()}
 
 

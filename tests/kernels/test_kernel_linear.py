@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from largest_tensor import LargestTensor
+from launches import LAUNCHES, TWO_LAUNCHES, launches, per_chunk
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import grpo_kernels
 from grpo_kernels import GRPOLoss
@@ -100,6 +102,89 @@ def test_no_bit_of_a_result_depends_on_the_chunk(count: int, vocab_size: int, si
     for chunk in (1, 65, 256, None):
         for found, expected in zip(run(chunk), whole, strict=True):
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("correction", ["none", "truncate", "mask"])
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize("kind", ["ppo", "cispo", "gspo"])
+def test_a_chunk_takes_one_launch_or_two(kind: str, old: bool, correction: str) -> None:
+    """One without a gradient, too; under gspo only the statistics then."""
+    hidden, weight, ids = inputs(300, 9, 4)
+    vectors = (-torch.ones(300) if old else None, -torch.ones(300), torch.ones(300), torch.ones(300))
+    settings: dict[str, Any] = {
+        "options": GRPOLoss(kind=kind, kl_coef=0.1, entropy_coef=0.1, correction=correction),
+        "rollout_logprob": -torch.ones(300),
+        "cu_seqlens": torch.tensor([0, 100, 300]) if kind == "gspo" else None,
+        "vocab_size": 9,
+        "chunk": 64,
+    }
+    with launches() as trained:
+        loss, _ = grpo_kernels.linear_grpo_loss(hidden, weight, ids, *vectors, **settings)
+        loss.backward()
+    with launches() as scored, torch.no_grad():
+        grpo_kernels.linear_grpo_loss(hidden, weight, ids, *vectors, **settings)
+    assert per_chunk(trained, 5) == LAUNCHES[kind]
+    assert per_chunk(scored, 5) == ({"row_stats": 1} if kind == "gspo" else LAUNCHES[kind])
+
+
+def test_a_loss_of_one_s_own_takes_two_launches() -> None:
+    hidden, weight, ids = inputs(300, 9, 4)
+    with launches() as counted:
+        loss, _ = grpo_kernels.linear_token_loss(
+            hidden, weight, ids, weighted(torch.ones(300), torch.ones(300)), vocab_size=9, chunk=128
+        )
+        loss.backward()
+    assert per_chunk(counted, 3) == TWO_LAUNCHES
+
+
+@pytest.mark.parametrize("kind", ["ppo", "cispo", "gspo"])
+def test_the_gradient_of_a_grpo_loss_goes_straight_into_main_grad(kind: str) -> None:
+    hidden, weight, ids = inputs(200, 30, 16)
+    vectors = [*(torch.randn(3, 200, generator=torch.Generator().manual_seed(1)) - 3), torch.linspace(0, 1, 200)]
+    settings: dict[str, Any] = {
+        "options": GRPOLoss(kind=kind, kl_coef=0.1, entropy_coef=0.1),
+        "cu_seqlens": torch.tensor([0, 50, 200]) if kind == "gspo" else None,
+        "vocab_size": 30,
+    }
+    plain, _ = grpo_kernels.linear_grpo_loss(hidden, weight, ids, *vectors, **settings)
+    by_hidden, by_weight = torch.autograd.grad(plain * -2.5, (hidden, weight))
+    main_grad = torch.ones_like(weight)
+    for _ in range(2):  # two micro-batches
+        loss, found = grpo_kernels.linear_grpo_loss(
+            hidden, weight, ids, *vectors, **settings, main_grad=main_grad, grad_scale=-2.5, chunk=64
+        )
+        (loss * -2.5).backward()
+        assert torch.equal(loss, plain), "the factor of the gradient is in the loss"
+        assert torch.equal(found.loss.sum(), loss)
+    assert weight.grad is None
+    torch.testing.assert_close(hidden.grad, 2 * by_hidden)
+    torch.testing.assert_close(main_grad, 1 + 2 * by_weight, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("function", ["linear_logprob", "linear_token_loss", "linear_grpo_loss"])
+def test_logits_of_two_chunks_never_are_there(function: str) -> None:
+    """Nothing of a chunk is left when the next one's logits are made; `weighted` is called between two of them."""
+    hidden, weight, ids = inputs(640, 4000, 2)
+    ones, size = torch.ones(640), 64 * 4000 * 4
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        if function == "linear_logprob":
+            logprob, entropy = grpo_kernels.linear_logprob(hidden, weight, ids, vocab_size=4000, chunk=64)
+            loss = (logprob + entropy).sum()
+        elif function == "linear_token_loss":
+            loss, _ = grpo_kernels.linear_token_loss(
+                hidden, weight, ids, weighted(ones, ones), vocab_size=4000, chunk=64
+            )
+        else:
+            loss, _ = grpo_kernels.linear_grpo_loss(
+                hidden, weight, ids, None, None, ones, ones, options=GRPOLoss(), vocab_size=4000, chunk=64
+            )
+        loss.backward()
+    alive = most = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]" and abs(event.nbytes()) == size:
+            alive += 1 if event.nbytes() > 0 else -1
+            most = max(most, alive)
+    assert most == 1
 
 
 @pytest.mark.parametrize("function", ["linear_logprob", "linear_token_loss", "linear_grpo_loss"])

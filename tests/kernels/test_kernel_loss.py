@@ -60,7 +60,7 @@ def made_up(options: GRPOLoss, count: int, columns: int, seed: int, temperature:
         "old_logprob": old,
         "ref_logprob": (exact + torch.randn(count, generator=generator)).float(),
         "advantages": torch.randn(count, generator=generator).round(decimals=1),
-        "weights": weights,
+        "token_weight": weights,
         "rollout_logprob": old
         + torch.tensor([0.0, 0.3, -0.3, -1.0])[torch.randint(0, 4, (count,), generator=generator)],
         "cu_seqlens": cu_seqlens if options.kind == "gspo" else None,
@@ -77,7 +77,7 @@ def in_place(
     x = arguments.pop("logits")
     count, columns = x.shape
     storage = torch.full((count, columns + padding + 2), float("nan"))
-    listed = arguments["rows"][arguments["weights"] != 0]
+    listed = arguments["rows"][arguments["token_weight"] != 0]
     storage[listed, :columns] = x[listed]
     logits = storage[:, : columns + padding].requires_grad_()
     loss, metrics = grpo_kernels.fused_grpo_loss(logits, vocab_size=columns, **arguments, **how)
@@ -107,7 +107,7 @@ def test_loss_and_gradient_of_logits(
     arguments = made_up(options, count, columns, seed, temperature)
     exact = reference.grpo_loss(**arguments)
     loss, metrics, gradient = in_place(arguments)
-    near_sum(loss, exact.loss, arguments["weights"])
+    near_sum(loss, exact.loss, arguments["token_weight"])
     near(gradient, exact.gradient)
     counted = metrics.logprob != 0
     torch.testing.assert_close(metrics.logprob[counted].double(), exact.logprob[counted], atol=1e-5, rtol=1e-6)
@@ -125,11 +125,11 @@ def test_loss_and_gradients_of_hidden_states(
     hidden = x[rows].clone().requires_grad_()  # the logits, as the weight is the identity
     loss, metrics = grpo_kernels.linear_grpo_loss(hidden, weight, vocab_size=columns, chunk=chunk, **arguments)
     by_hidden, by_weight = torch.autograd.grad(loss, (hidden, weight))
-    near_sum(loss, exact.loss, arguments["weights"])
+    near_sum(loss, exact.loss, arguments["token_weight"])
     near(by_hidden, exact.gradient)
     near(by_weight[:columns], exact.gradient.t() @ x[rows].double())
     assert not by_weight[columns:].any()
-    assert metrics.tokens == (arguments["weights"] != 0).sum() or options.correction == "mask"
+    assert metrics.tokens == (arguments["token_weight"] != 0).sum() or options.correction == "mask"
 
 
 @settings(deadline=None)
@@ -156,7 +156,7 @@ def test_on_policy_the_ratio_is_one(options: GRPOLoss, seed: int) -> None:
     )
     exact = reference.grpo_loss(**arguments)
     loss, metrics, gradient = in_place(arguments)
-    near_sum(loss, exact.loss, arguments["weights"])
+    near_sum(loss, exact.loss, arguments["token_weight"])
     near(gradient, exact.gradient)
     if metrics.tokens:
         assert metrics.ratio_min == metrics.ratio_max == 1
@@ -267,15 +267,15 @@ def test_masked_rows_may_hold_anything(kind: str, everything: bool) -> None:
     options = GRPOLoss(kind=kind, kl_coef=0.1, entropy_coef=0.1)
     arguments = made_up(options, 8, 10, 3, 1.0)
     if everything:
-        arguments["weights"] = torch.zeros(8)
+        arguments["token_weight"] = torch.zeros(8)
     vectors = ("old_logprob", "ref_logprob", "advantages")
     for name in vectors:
-        arguments[name][arguments["weights"] == 0] = torch.nan
+        arguments[name][arguments["token_weight"] == 0] = torch.nan
     loss, metrics, gradient = in_place(arguments)
     assert loss.isfinite()
     assert gradient.isfinite().all()
     assert bool(gradient.any()) != everything
-    assert metrics.tokens == (arguments["weights"] != 0).sum()
+    assert metrics.tokens == (arguments["token_weight"] != 0).sum()
     assert all(value.isfinite().all() for name, value in vars(metrics).items() if not name.startswith("ratio_m"))
 
 
@@ -330,12 +330,12 @@ def test_autograd_notices_who_still_needed_the_logits() -> None:
 def test_rounded_logits_cost_only_their_own_rounding(dtype: torch.dtype) -> None:
     """Log-probs of rounded logits are exact; the gradient is rounded once, when it is stored."""
     arguments = made_up(GRPOLoss(entropy_coef=0.1), 8, 50, 0, 0.7)
-    arguments["weights"] *= 8
+    arguments["token_weight"] *= 8
     rounded = arguments.pop("logits").to(dtype)
     exact = reference.grpo_loss(rounded, **arguments)
     logits = rounded.clone().requires_grad_()
     loss, metrics = grpo_kernels.fused_grpo_loss(logits, **arguments)
     (gradient,) = torch.autograd.grad(loss, logits)
-    counted = arguments["weights"] != 0
+    counted = arguments["token_weight"] != 0
     torch.testing.assert_close(metrics.logprob[counted].double(), exact.logprob[counted], atol=1e-5, rtol=0.0)
     torch.testing.assert_close(gradient.double(), exact.gradient, rtol=torch.finfo(dtype).eps, atol=1e-6)

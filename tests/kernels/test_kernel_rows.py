@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from row_cases import ADVERSARIAL, OPTIONS, case, check_gradient, check_grpo, check_stats
+from row_cases import ADVERSARIAL, OPTIONS, case, check_gradient, check_grpo, check_masked, check_stats
 
 from grpo_kernels import GRPOLoss, rows
 
@@ -56,7 +56,11 @@ def test_gradients_of_other_vocabularies(columns: int) -> None:
 @pytest.mark.parametrize("gradient", [False, True])
 def test_losses_of_rows(options: GRPOLoss, old: bool, gradient: bool) -> None:
     check_grpo(rows, case(61), options, old, "zero", gradient)
-    check_grpo(rows, case(61, listed=True), options, old, "leave", gradient)
+    check_grpo(rows, case(61, listed=True), options, old, "leave", gradient, torch.bfloat16, -1.7)
+
+
+def test_what_the_correction_masks_has_no_gradient_whatever_it_holds() -> None:
+    check_masked(rows)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])

@@ -18,12 +18,12 @@ from grpo_kernels import triton_rows  # noqa: E402
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
-    "ids": "*i64", "index": "*i64", "old": "*fp32", "ref": "*fp32", "advantage": "*fp32", "weight": "*fp32",
-    "outputs": "*fp32", "stats": "*fp32", "grad_logprob": "*fp32", "grad_entropy": "*fp32",
+    "ids": "*i64", "index": "*i64", "old": "*fp32", "ref": "*fp32", "rollout": "*fp32", "advantage": "*fp32",
+    "weight": "*fp32", "outputs": "*fp32", "stats": "*fp32", "grad_logprob": "*fp32", "grad_entropy": "*fp32",
 }  # fmt: skip
-INTEGERS = ("count", "stride", "out_stride", "columns", "width", "kl", "cispo")
+INTEGERS = ("count", "stride", "out_stride", "columns", "width", "kl", "cispo", "correction")
 ALIGNED = ("logits", "out", "stride", "out_stride", "columns", "width")
-SWITCHES = {"MODE": 2, "HAS_OLD": True, "HAS_REF": True, "ENTROPY": True, "GRADIENT": True}
+SWITCHES = {"MODE": 2, "HAS_OLD": True, "HAS_REF": True, "HAS_ROLLOUT": True, "ENTROPY": True, "GRADIENT": True}
 
 
 def compiled(kernel, architecture: int, logits: str, out: str, warps: int, at_once: int):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import LAUNCHES, launches, per_chunk
 from torch import Tensor
 
 import grpo_kernels
@@ -15,8 +16,10 @@ from grpo_kernels.triton_scale import PROGRAMS, scale_
 N, V = 6, 13
 OPTIONS = [
     GRPOLoss(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.1),
+    GRPOLoss(kl="k1", kl_coef=0.1, entropy_coef=-0.1, correction="mask", correction_cap=1.1),
     GRPOLoss(kind="gspo", clip_low=0.1, clip_high=0.1, correction="mask", correction_cap=1.1),
     GRPOLoss(kind="cispo", correction="truncate", correction_cap=1.1),
+    GRPOLoss(kind="cispo", kl="k2", kl_coef=0.1, correction="mask", correction_cap=1.1),
 ]
 
 
@@ -29,7 +32,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, atol=2e-6, rtol=2e-5)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.kind)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_losses_are_those_of_the_torch_path(options: GRPOLoss, on_policy: bool) -> None:
     ids = torch.arange(N)
@@ -49,10 +52,30 @@ def test_losses_are_those_of_the_torch_path(options: GRPOLoss, on_policy: bool) 
         inputs = (randn(N, 4).requires_grad_(), randn(V + 3, 4, seed=9).requires_grad_())
         how: dict[str, Any] = {"vocab_size": V, "chunk": 4, "backend": backend}
         loss, metrics = grpo_kernels.linear_grpo_loss(*inputs, ids, *vectors, **settings, **how)
-        return [loss, *vars(metrics).values(), *torch.autograd.grad(loss, inputs)]
+        found = [loss, *vars(metrics).values(), *torch.autograd.grad(loss, inputs)]
+        main_grad = torch.zeros_like(inputs[1])
+        how |= {"main_grad": main_grad, "grad_scale": -1.7}
+        loss, _ = grpo_kernels.linear_grpo_loss(*inputs, ids, *vectors, **settings, **how)
+        return [*found, *torch.autograd.grad(loss * -1.7, inputs[:1]), main_grad]
 
     same(of_logits("triton"), of_logits("torch"))
     same(of_hidden("triton"), of_hidden("torch"))
+
+
+@pytest.mark.parametrize("kind", ["ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_takes_one_launch_or_two(kind: str, weight_dtype: torch.dtype) -> None:
+    count = 200
+    hidden, output_weight = randn(count, 4).requires_grad_(), randn(V, 4, seed=9).to(weight_dtype).requires_grad_()
+    ends = torch.tensor([0, 50, count]) if kind == "gspo" else None
+    vectors = (None, None, randn(count, seed=3), torch.ones(count))
+    with launches() as counted:
+        loss, _ = grpo_kernels.linear_grpo_loss(
+            hidden, output_weight, torch.arange(count) % V, *vectors,
+            options=GRPOLoss(kind=kind), cu_seqlens=ends, chunk=64, backend="triton",
+        )  # fmt: skip
+        loss.backward()
+    assert per_chunk(counted, 4) == LAUNCHES[kind]
 
 
 def test_log_probs_are_those_of_the_torch_path() -> None:

@@ -7,6 +7,7 @@ import row_cases
 import torch
 
 from grpo_kernels import rows, triton_rows
+from grpo_kernels.token_loss import Tokens
 from grpo_kernels.vocab_parallel import merge_stats
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -60,6 +61,19 @@ def test_loss_of_chosen_rows(listed, others, gradient):
     row_cases.check_grpo(triton_rows, case, row_cases.OPTIONS["ppo, all of it"], True, others, gradient)
 
 
+@pytest.mark.parametrize("options", ["ppo, all of it", "mask"])
+@pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("others", ["zero", "leave"])
+def test_a_scaled_gradient_beside_the_logits(options, logits_dtype, others):
+    """As for a chunk of float32 logits of a bfloat16 weight."""
+    case = row_cases.case(1000, dtype=logits_dtype)
+    row_cases.check_grpo(triton_rows, case, row_cases.OPTIONS[options], True, others, True, torch.bfloat16, -1.7)
+
+
+def test_what_the_correction_masks_has_no_gradient_whatever_it_holds():
+    row_cases.check_masked(triton_rows)
+
+
 def test_a_row_of_minus_infinity_and_one_of_nan_stay_alone():
     case = row_cases.case(5000)
     exact = case.exact
@@ -79,19 +93,9 @@ def test_a_ratio_that_overflows_stays_in_its_row():
     logprob = case.exact.logprob.float()
     old = logprob - torch.tensor([200.0, 200.0, -200.0, -200.0, 0.0, 0.0])
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
+    tokens = Tokens(advantage, torch.ones(6), old)
     outputs = triton_rows.grpo_rows_(
-        case.logits,
-        case.ids,
-        None,
-        1000,
-        1.0,
-        old,
-        None,
-        advantage,
-        torch.ones(6),
-        row_cases.OPTIONS["ppo"],
-        True,
-        "zero",
+        case.logits, case.ids, None, 1000, 1.0, tokens, row_cases.OPTIONS["ppo"], True, "zero"
     )
     expected = torch.tensor([-1.28, torch.inf, 0.0, 0.8, -1.0, 1.0])
     row_cases.near(outputs[:, 0], expected, 1e-5, 1e-4)
@@ -127,9 +131,9 @@ def test_no_rows_and_no_columns():
     empty = torch.empty(0)
     assert triton_rows.row_stats(nothing, no_ids, None, 10, 1.0).shape == (0, 4)
     outputs = triton_rows.grpo_rows_(
-        nothing, no_ids, None, 10, 1.0, None, None, empty, empty, row_cases.OPTIONS["ppo"], True, "zero"
+        nothing, no_ids, None, 10, 1.0, Tokens(empty, empty), row_cases.OPTIONS["ppo"], True, "zero"
     )
-    assert outputs.shape == (0, 5)
+    assert outputs.shape == (0, 7)
     logits = torch.full((3, 10), torch.nan)  # nothing listed: everything becomes 0
     triton_rows.row_gradient_(logits, no_ids, no_ids, 10, 1.0, torch.empty(0, 4), empty, None, "zero")
     assert (logits == 0).all()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launches import TWO_LAUNCHES, launches, per_chunk
 from torch import Tensor
 
 import grpo_kernels
@@ -131,6 +132,17 @@ def gradients_of_hidden_states(work: Work) -> None:
             work.compare(f"{function.__name__} {mode}", [found], [hidden, weight], expected)
 
 
+def launches_of_a_chunk(work: Work) -> None:
+    """Two where ranks share the rows, which have to meet in between: asserted here, on every rank."""
+    hidden, weight = work.hidden.clone().requires_grad_(), work.shard.clone().requires_grad_()
+    with launches() as counted:
+        loss, _ = grpo_kernels.linear_grpo_loss(
+            hidden, weight, work.ids, None, None, *work.vectors[:2], options=GRPOLoss(), chunk=64, **work.split
+        )
+        loss.backward()
+    assert per_chunk(counted, -(-N // 64)) == TWO_LAUNCHES, counted
+
+
 def no_row(work: Work) -> None:
     hidden, weight = work.hidden[:0].clone().requires_grad_(), work.shard.clone().requires_grad_()
     nothing = work.ids[:0]
@@ -147,6 +159,7 @@ def main(vocab_sizes: list[int]) -> None:
         for name, options in LOSSES.items():
             losses(work, name, options)
         gradients_of_hidden_states(work)
+        launches_of_a_chunk(work)
         no_row(work)
         print(work.report())
     dist.destroy_process_group()

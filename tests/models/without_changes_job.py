@@ -14,12 +14,12 @@ from grpo_mega.platform import start
 
 start()
 
-from grpo_mega.models import body, optimizer, policy  # noqa: E402
+from grpo_mega.models import body, model, optimizer  # noqa: E402
 
 TABLES = {
     "TO_SPECIFICATION": body,
     "TO_CHUNK": body,
-    "TO_PARALLEL_CHUNK": policy,
+    "TO_PARALLEL_CHUNK": model,
     "BEFORE_OPTIMIZER": optimizer,
     "TO_OPTIMIZER": optimizer,
 }

@@ -56,6 +56,14 @@ def torchrun(*arguments) -> Ended:
     return Ended(codes, job.stdout, job.stderr)
 
 
+def test_a_layout_of_a_correct_trainer_agrees():
+    ended = torchrun(TOOL, "--steps", "1", "model=tiny_mla_moe", "model.layers=2", "model.qk_norm=true", "layout=ep2")
+    assert ended.codes == [0, 0], ended
+    assert len(re.findall(r" pass\b", ended.out)) >= 7, ended.out
+    assert "FAIL" not in ended.out
+
+
+@pytest.mark.long
 def test_every_layout_of_a_correct_trainer_agrees():
     ended = torchrun(TOOL, "--all", "--steps", "2", "model=tiny_mla_moe", "model.layers=2", "model.qk_norm=true")
     assert ended.codes == [0, 0], ended

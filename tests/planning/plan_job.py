@@ -4,6 +4,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -13,8 +14,9 @@ from grpo_mega.config.load import compose_config
 platform.start_planning()
 
 from grpo_mega.models.schedule import cells_per_token  # noqa: E402
-from grpo_mega.planning.memory import attention, most_skewed  # noqa: E402
-from grpo_mega.planning.plan import plan  # noqa: E402
+from grpo_mega.planning.inventory import Role, take_stock, total  # noqa: E402
+from grpo_mega.planning.memory import attention, held, leaves, memory, most_skewed  # noqa: E402
+from grpo_mega.planning.plan import checkpoint, plan, roles_of  # noqa: E402
 from grpo_mega.rollout.contract import EngineError  # noqa: E402
 from grpo_mega.rollout.sglang.memory import mem_fraction_static, work  # noqa: E402
 
@@ -66,6 +68,27 @@ def others() -> list[dict[str, float]]:
     return found
 
 
+def with_more_models() -> dict[str, Any]:
+    """A critic that is trained and a reward model that is not, beside policy and reference policy."""
+    config = compose_config(["experiment=qwen3_30b_a3b", "algorithm.kl_coef=0.1"])
+    vocab_size, gpus = config.model.vocab_size, config.cluster.nodes * config.cluster.gpus_per_node
+    scalar = take_stock(config.model, config.layout, vocab_size, gpus, scalar=True)
+    fewer = roles_of(config, vocab_size, gpus)
+    more = [*fewer, Role("critic", True, True, scalar), Role("reward model", False, False, scalar)]
+    return {
+        "vocab": vocab_size,
+        "hidden": config.model.hidden,
+        "stages": [{"dense": stage.dense, "experts": stage.experts} for stage in scalar],
+        "replicas": [(stage.replicas, stage.expert_replicas) for stage in scalar],
+        "policy": [stage.dense for stage in fewer[0].stages],
+        "tp": config.layout.tp,
+        "memory": {len(roles): memory(config, roles, config.layout.pp - 1, vocab_size) for roles in (fewer, more)},
+        "leaves": {len(roles): leaves(held(config, roles, config.layout.pp - 1)) for roles in (fewer, more)},
+        "checkpoint": {len(roles): checkpoint(config, roles) for roles in (fewer, more)},
+        "parameters": sum(total(scalar)),
+    }
+
+
 def no_vocabulary() -> None:
     unknown = compose_config(["experiment=tiny"])
     unknown.data.tokenizer = "models/elsewhere"
@@ -104,4 +127,4 @@ if __name__ == "__main__":
         for free in (capacity - int(held * 1e9) for held in (0, 0.5, 2, 8, 16))
     ]
     said = {"plans": found, "shares": shares, "refused": [refused(case) for case in (no_vocabulary, no_room)]}
-    print(json.dumps(said | {"skewed": skewed(found["r1zero_671b"]), "others": others()}))
+    print(json.dumps(said | {"skewed": skewed(found["r1zero_671b"]), "others": others(), "more": with_more_models()}))

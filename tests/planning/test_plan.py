@@ -375,3 +375,22 @@ def test_settings_that_cannot_run_are_refused(arguments: list[str], message: str
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
+
+
+def test_a_critic_and_a_reward_model_have_lines_of_their_own(job: dict[str, Any]) -> None:
+    """Beside policy and reference: the same body with one row for a head, trained and not; nothing else changes."""
+    more, (fewer_lines, lines) = job["more"], job["more"]["memory"].values()
+    [stage], [(replicas, expert_replicas)], [policy] = more["stages"], more["replicas"], more["policy"]
+    assert policy - stage["dense"] == more["vocab"] * more["hidden"] // more["tp"] - more["hidden"]
+    weights = 2 * (stage["dense"] + stage["experts"])
+    expected = {
+        "critic, weights": weights,
+        "critic, gradients": 2 * weights,
+        "critic, optimizer": 12 * stage["dense"] / replicas + 12 * stage["experts"] / expert_replicas,
+        "reward model": weights,
+    }
+    assert lines == fewer_lines | expected
+    assert {"weights", "gradients", "optimizer", "reference policy"} < fewer_lines.keys()
+    away = [expected[name] for name in ("critic, weights", "critic, optimizer", "reward model")]
+    assert more["leaves"]["4"] - more["leaves"]["2"] == pytest.approx(sum(away))
+    assert more["checkpoint"]["4"] - more["checkpoint"]["2"] == 14 * more["parameters"]

@@ -1,4 +1,4 @@
-"""Which Transformer Engine is good enough, on planted ones: each in a process that can find it."""
+"""Which Transformer Engine is good enough, on planted ones: each in a process, a fork, that can find it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from importlib.metadata import requires
 from pathlib import Path
+from select import select
 
 import pytest
 from limits import limit
@@ -17,20 +19,42 @@ from ranks import REPOSITORY
 from grpo_mega.doctor import software
 from grpo_mega.platform import transformer_engine
 
-ASK = "from grpo_mega.platform.transformer_engine import usable_transformer_engine as ask; print(ask())"
+ASK = """
+import os, sys
+from grpo_mega.platform.transformer_engine import usable_transformer_engine as ask
+
+for folder in sys.stdin:
+    if not os.fork():
+        sys.path.insert(0, folder.rstrip())
+        try:
+            print(ask(), flush=True)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}".splitlines()[-1], flush=True)
+        os._exit(0)
+    os.wait()
+"""
+"""Answers for one folder a line: importing torch takes longer than all answers."""
+Answer = Callable[[Path], str]
 
 
-def answer(folder: Path) -> str:
-    """What the function returns, or the error."""
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", ""), str(REPOSITORY)])
-    done = subprocess.run(
-        [sys.executable, "-c", ASK],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=limit(120),
-    )
-    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+@pytest.fixture(scope="module")
+def answer() -> Iterator[Answer]:
+    """What the function returns, or the error, with a folder first among those that Python imports from."""
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(REPOSITORY)])
+    environment = os.environ | {"PYTHONPATH": path}
+    with subprocess.Popen(
+        [sys.executable, "-c", ASK], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as asked:
+
+        def ask(folder: Path) -> str:
+            print(folder, file=asked.stdin, flush=True)
+            if not select([asked.stdout], [], [], limit(120))[0]:
+                asked.kill()
+                raise TimeoutError(f"no answer for {folder}")
+            return asked.stdout.readline().strip()
+
+        yield ask
+        asked.stdin.close()
 
 
 def plant(folder: Path, version: str, code: str = "", named: bool = True) -> None:
@@ -44,20 +68,20 @@ def plant(folder: Path, version: str, code: str = "", named: bool = True) -> Non
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n")
 
 
-def test_none_is_fine(tmp_path: Path) -> None:
+def test_none_is_fine(tmp_path: Path, answer: Answer) -> None:
     assert answer(tmp_path) == "False"
 
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("version", ["2.9.0", "2.11.0+8f2ab1c", "2.10.1.dev0"])
-def test_one_of_these_is_used(version: str, named: bool, tmp_path: Path) -> None:
+def test_one_of_these_is_used(version: str, named: bool, tmp_path: Path, answer: Answer) -> None:
     plant(tmp_path, version, named=named)
     assert answer(tmp_path) == "True"
 
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("version", ["2.8.3", "2.12.0", "2.20.2", "1.13"])
-def test_others_are_refused(version: str, named: bool, tmp_path: Path) -> None:
+def test_others_are_refused(version: str, named: bool, tmp_path: Path, answer: Answer) -> None:
     plant(tmp_path, version, named=named)
     said = answer(tmp_path)
     assert said.startswith(
@@ -67,7 +91,7 @@ def test_others_are_refused(version: str, named: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", ["ImportError('undefined symbol: cublasLtGrouped')", "OSError('no libcudart')"])
-def test_one_that_cannot_be_imported_is_refused(error: str, tmp_path: Path) -> None:
+def test_one_that_cannot_be_imported_is_refused(error: str, tmp_path: Path, answer: Answer) -> None:
     plant(tmp_path, "2.11.0", f"raise {error}")
     kind, reason = error.rstrip("')").split("('")
     assert f"Transformer Engine 2.11.0 is installed and cannot be imported ({kind}: {reason})" in answer(tmp_path)

@@ -135,7 +135,7 @@ def batches() -> dict[str, Any]:
                         "tokens": int(part.mask.sum()),
                         "off_mask": part.weight[~part.mask].abs().sum().item(),
                     }
-                    for part, share in zip(mini_batches(step, config, 0, 12), shares(groups, config, 0), strict=True)
+                    for part, share in zip(mini_batches(step, config, 0), shares(groups, config, 0), strict=True)
                 ]
             seen[name] = found
     return seen
@@ -185,7 +185,7 @@ def _gradients(
     known = everything.select(computed)
     step = StepInProgress(groups, batch.with_(old_logprob=known.old_logprob, ref_logprob=known.ref_logprob))
     found, total = {}, 0.0
-    for mini_batch, share in zip(mini_batches(step, config, 0, longest), shares(groups, config, 0), strict=True):
+    for mini_batch, share in zip(mini_batches(step, config, 0), shares(groups, config, 0), strict=True):
         tokens = [everything.lengths[i] - everything.prompt_lengths[i] for i in (*share.trained, *share.left_out)]
         part = len(tokens) / len(everything.lengths)
         if algorithm.aggregation == "token_mean":
@@ -455,8 +455,7 @@ def longer() -> dict[str, Any]:
         seen: dict[str, Any] = {"lengths": [], "denominators": [], "evaluated": [], "samples": []}
         for _ in range(2):
             stage, config = built.stage, built.stage.config
-            longest = stage.rollouts.sampling(built.step).max_new_tokens
-            (part,) = mini_batches(StepInProgress(group, make_batch(group, config.algorithm)), config, 0, longest)
+            (part,) = mini_batches(StepInProgress(group, make_batch(group, config.algorithm)), config, built.step)
             seen["denominators"].append(1 / part.weight.max().item())
             evaluated = stage.rollouts.evaluate(built, "validation", stage.data.validation, built.step)
             seen["evaluated"].append(evaluated["length"])

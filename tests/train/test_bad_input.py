@@ -136,7 +136,7 @@ def test_run_directory_of_another_experiment_is_refused_and_left_alone(finished)
     ("function", "words"),
     [
         ("raises", ["KeyError: 'no such column'"]),
-        ("not_a_number", ["returned nan"]),
+        pytest.param("not_a_number", ["returned nan"], marks=pytest.mark.long),
         ("exits", ["SystemExit: 0", "failed in step 2 before its first update, nothing is saved yet"]),
         ("leaves", ["ended with exit code 0", "failed in step 2 before its first update, nothing is saved yet"]),
     ],

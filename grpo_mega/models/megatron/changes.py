@@ -31,6 +31,7 @@ from grpo_mega.models.megatron.layers import RMSNorm, use_gated_mlps, use_whole_
 from grpo_mega.models.megatron.mtp import PredictingGPT, use_packed_predictors
 from grpo_mega.models.megatron.rotary import use_packed_rotary
 from grpo_mega.models.megatron.router import use_packed_router
+from grpo_mega.models.megatron.scalar import ScalarGPT
 from grpo_mega.models.replicas import count_padding
 
 Target = TypeVar("Target")
@@ -62,11 +63,13 @@ class Specified:
     Attributes:
         model: The model's configuration.
         transformer_engine: Whether its layers come from Transformer Engine.
+        scalar: Whether its head gives one number for each token.
         instead: Megatron's class -> what is built in its place, wherever the specification names it.
     """
 
     model: ModelConfig
     transformer_engine: bool
+    scalar: bool
     instead: dict[type, Any] = field(default_factory=dict)
 
 
@@ -109,6 +112,16 @@ def _use_rms_norm(specified: Specified) -> None:
 def _use_predicting_gpt(specified: Specified) -> None:
     if specified.model.mtp_layers:
         specified.instead[GPTModel] = PredictingGPT
+
+
+def _use_scalar_gpt(specified: Specified) -> None:
+    if specified.scalar:
+        specified.instead[GPTModel] = ScalarGPT
+
+
+def _use_logprob_head(chunk: Chunk) -> None:
+    if not isinstance(chunk.gpt, ScalarGPT):
+        use_logprob_head(chunk.gpt, chunk.vocab_size)
 
 
 def _mark_experts(chunk: Chunk) -> None:
@@ -170,6 +183,13 @@ TO_SPECIFICATION: tuple[Change[Specified], ...] = (
         "tests/models/test_mtp.py::test_drafts_are_those_of_every_sequence_alone",
         _use_predicting_gpt,
     ),
+    Change(
+        "scalar_gpt",
+        "a GPTModel that is to give one number for each token is a ScalarGPT",
+        "Megatron's last stage has an output layer over the vocabulary, whether it is read or not",
+        "tests/models/test_scalar.py::test_nothing_as_large_as_the_vocabulary_is_built_or_computed",
+        _use_scalar_gpt,
+    ),
 )
 """To be made before a piece of the model is built."""
 
@@ -186,7 +206,7 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         "the output layer is a LogProbHead",
         "Megatron makes the logits of all tokens, [tokens, vocabulary], at once",
         "tests/models/test_head.py::test_logits_of_all_tokens_never_exist",
-        lambda chunk: use_logprob_head(chunk.gpt, chunk.vocab_size),
+        _use_logprob_head,
     ),
     Change(
         "gated_mlp",

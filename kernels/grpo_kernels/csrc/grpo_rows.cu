@@ -39,15 +39,17 @@ static __device__ __forceinline__ Sums of_warp(Sums mine, float scale) {
 template <typename T, typename Out>
 __global__ void __cluster_dims__(CTAS) __launch_bounds__(THREADS, 4)
     grpo_rows(const T* logits, Out* out, const long long* ids, const long long* index, const float* old, const float* ref,
-              const float* advantage, const float* weight, float* outputs, int count, int stride, int out_stride,
+              const float* rollout, const float* advantage, const float* weight, float* outputs, int count, int stride, int out_stride,
               int columns, int width, double inv_temperature, double log_low, double log_high, double log_dual,
-              double kl_coef, double entropy_coef, int kl, int cispo, int mode, int has_old, int has_ref, int gradient) {
+              double kl_coef, double entropy_coef, double correction_cap, int kl, int cispo, int correction,
+              double grad_scale, int mode, int has_old, int has_ref, int has_rollout, int gradient) {
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ Sums of_warps[THREADS / 32], of_cta[2];
   __shared__ Outcome shared_outcome;
   T* slots = reinterpret_cast<T*>(memory);
-  const Options options = {float(inv_temperature), float(log_low),      float(log_high), float(log_dual),
-                           float(kl_coef),         float(entropy_coef), kl,              cispo};
+  const Options options = {float(inv_temperature), float(log_low),        float(log_high), float(log_dual), float(kl_coef),
+                           float(entropy_coef),    float(correction_cap), kl,              cispo,           correction,
+                           float(grad_scale)};
   const float scale = options.inv_temperature * LOG2_E;
   const int thread = threadIdx.x, rank = cluster_rank();
   int turn = 0;  // peers may still read of_cta[turn] of the row before: the next row uses the other
@@ -68,7 +70,8 @@ __global__ void __cluster_dims__(CTAS) __launch_bounds__(THREADS, 4)
     Token known;
     if (thread == 0)  // before the barrier, behind which the target's logit may be overwritten
       known = {target < 0 ? -infinity() : to_float(x[target]), advantage[token], factor, has_old ? old[token] : 0.0f,
-               has_ref ? ref[token] : 0.0f, has_old != 0, has_ref != 0};
+               has_ref ? ref[token] : 0.0f, has_rollout ? rollout[token] : 0.0f, has_old != 0, has_ref != 0,
+               has_rollout != 0};
     asm volatile("cp.async.wait_all;" ::: "memory");
     const Sums warp = of_warp(sums_of(part, slots, thread, scale), scale);
     if (thread % 32 == 0) of_warps[thread / 32] = warp;
@@ -85,19 +88,12 @@ __global__ void __cluster_dims__(CTAS) __launch_bounds__(THREADS, 4)
       for (int k = 0; k < CTAS; k++)
         sums = merge(sums, {there(&mine->m, k), there(&mine->s, k), there(&mine->w, k)}, scale);
       const Outcome outcome = outcome_of(sums, known, options);
-      if (rank == 0) {
-        float* to = outputs + token * 5;
-        to[0] = outcome.loss, to[1] = outcome.logprob, to[2] = outcome.entropy, to[3] = outcome.kl;
-        to[4] = outcome.clipped;
-      }
+      if (rank == 0) store_outputs(outputs + token * OUTPUTS, outcome);
       shared_outcome = outcome;
     }
     turn ^= 1;
     __syncthreads();
-    if (gradient) {
-      write(part, slots, g, target, shared_outcome, thread, scale);
-      write_zeros(g + columns, g + width, rank * THREADS + thread);
-    }
+    if (gradient) write(part, slots, g, width, target, shared_outcome, rank, thread, scale);
   }
   cluster_barrier();  // a CTA's shared memory stays while its peers read it
 }

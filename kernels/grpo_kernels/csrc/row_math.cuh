@@ -140,20 +140,28 @@ INLINE void add(Sums& sums, const float (&x)[N], float scale) {
 // ------------------------------------------------------------------------------------------------ loss of a token
 
 struct Options {
-  float inv_temperature, log_low, log_high, log_dual, kl_coef, entropy_coef;
-  int kl, cispo;  // kl: 1, 2 or 3
+  float inv_temperature, log_low, log_high, log_dual, kl_coef, entropy_coef, correction_cap;
+  int kl, cispo, correction;  // kl: 1, 2 or 3; correction: 1 truncate, 2 mask
+  float grad_scale;
 };
 
 struct Token {
-  float target, advantage, weight, old, ref;  // target: its raw logit
-  bool has_old, has_ref;
+  float target, advantage, weight, old, ref, rollout;  // target: its raw logit
+  bool has_old, has_ref, has_rollout;                  // has_rollout: for a correction
 };
 
 struct Outcome {
-  float loss, logprob, entropy, kl, clipped;
+  float loss, logprob, entropy, kl, clipped, weight, log_ratio;
   float m, log2_s;               // p = 2^((x - m) * scale - log2_s)
-  float by_logprob, by_entropy;  // gradient of the loss, times 1 / temperature
+  float by_logprob, by_entropy;  // gradient of the loss, times grad_scale / temperature
 };
+
+constexpr int OUTPUTS = 7;  // of each row, the fields of RowLosses
+
+INLINE void store_outputs(float* to, const Outcome& r) {
+  const float values[OUTPUTS] = {r.loss, r.logprob, r.entropy, r.kl, r.clipped, r.weight, r.log_ratio};
+  for (int k = 0; k < OUTPUTS; k++) to[k] = values[k];
+}
 
 // exp(x) - 1 - x, as x^2 (1/2 + x/6 + ...) where the terms would cancel
 INLINE float exp_tail(float x) {
@@ -164,9 +172,17 @@ INLINE float exp_tail(float x) {
   return x * x * series;
 }
 
+// Advantage and weight after the correction; see token_loss.py. A NaN stays.
+INLINE void correct(Token& t, float old, const Options& o) {
+  const float c = expf(old - t.rollout);
+  const bool beyond = c > o.correction_cap, masks = o.correction == 2;
+  t.advantage *= beyond ? (masks ? 0.0f : o.correction_cap) : c;
+  if (beyond && masks) t.weight = 0.0f;
+}
+
 // Loss, its derivative in the log-prob, and 0, 1, 2 or 3 for no clip, low, high, dual; see token_loss.py.
-INLINE void policy_term(float logprob, const Token& t, const Options& o, float& loss, float& grad, float& clipped) {
-  const float log_ratio = t.has_old ? logprob - t.old : (logprob == logprob ? 0.0f : logprob);
+INLINE void policy_term(float logprob, float log_ratio, const Token& t, const Options& o, float& loss, float& grad,
+                        float& clipped) {
   const bool falls = t.advantage < 0.0f, rises = t.advantage > 0.0f;
   const bool below = log_ratio < o.log_low, above = log_ratio > o.log_high, far = log_ratio > o.log_dual;
   if (o.cispo) {
@@ -195,13 +211,15 @@ INLINE void kl_term(float logprob, float ref, int kind, float& estimate, float& 
   }
 }
 
-INLINE Outcome outcome_of(const Sums& sums, const Token& t, const Options& o) {
+INLINE Outcome outcome_of(const Sums& sums, Token t, const Options& o) {
   Outcome r;
   const float log_s = logf(sums.s);
   r.logprob = (t.target - sums.m) * o.inv_temperature - log_s;
   r.entropy = log_s - sums.w * LN_2 / sums.s;
+  r.log_ratio = t.has_old ? r.logprob - t.old : (r.logprob == r.logprob ? 0.0f : r.logprob);
+  if (t.has_rollout) correct(t, t.has_old ? t.old : r.logprob, o);
   float grad;
-  policy_term(r.logprob, t, o, r.loss, grad, r.clipped);
+  policy_term(r.logprob, r.log_ratio, t, o, r.loss, grad, r.clipped);
   r.kl = 0.0f;
   if (t.has_ref) {
     float kl_grad;
@@ -210,10 +228,13 @@ INLINE Outcome outcome_of(const Sums& sums, const Token& t, const Options& o) {
   }
   if (o.entropy_coef != 0.0f) r.loss -= o.entropy_coef * r.entropy;
   r.loss *= t.weight;
+  r.weight = t.weight;
+  if (t.weight == 0.0f) r.loss = r.clipped = 0.0f;  // masked: what it holds may be NaN
   r.m = sums.m;
   r.log2_s = log2f(sums.s);
-  r.by_logprob = grad * t.weight * o.inv_temperature;
-  r.by_entropy = -o.entropy_coef * t.weight * o.inv_temperature;
+  const float factor = t.weight * o.grad_scale * o.inv_temperature;
+  r.by_logprob = grad * factor;
+  r.by_entropy = -o.entropy_coef * factor;
   return r;
 }
 
@@ -283,9 +304,27 @@ INLINE Sums sums_of(const Part<T>& part, const T* slots, int thread, float scale
   return sums;
 }
 
-// Writes the gradient of a thread's lanes to the row at `out`, which may be the one they come from.
+// Zeros from `begin` to `end`; `thread` counts over the whole cluster.
+template <typename Out>
+INLINE void write_zeros(Out* begin, Out* end, int thread) {
+  const long long count = end - begin;
+  long long ahead = (16 - reinterpret_cast<unsigned long long>(begin) % 16) % 16 / sizeof(Out);
+  ahead = ahead < count ? ahead : count;
+  const long long lanes = (count - ahead) / LANE<Out>, behind = ahead + lanes * LANE<Out>;
+  for (long long k = thread; k < ahead; k += CTAS * THREADS) store(begin + k, 0.0f);
+  for (long long k = thread; k < lanes; k += CTAS * THREADS)
+    *reinterpret_cast<Words<4>*>(begin + ahead + k * LANE<Out>) = {{0, 0, 0, 0}};
+  for (long long k = behind + thread; k < count; k += CTAS * THREADS) store(begin + k, 0.0f);
+}
+
+// A thread's part of the row at `out`, `width` long, which may be the one the logits come from: the gradient of its
+// lanes, and zeros behind the columns. A row that the correction masks becomes 0, whatever it holds.
 template <typename T, typename Out>
-INLINE void write(const Part<T>& part, const T* slots, Out* out, int target, const Outcome& r, int thread, float scale) {
+INLINE void write(const Part<T>& part, const T* slots, Out* out, int width, int target, const Outcome& r, int rank,
+                  int thread, float scale) {
+  const bool masked = r.weight == 0.0f;
+  write_zeros(masked ? out : out + part.columns, out + width, rank * THREADS + thread);
+  if (masked) return;
   for (int lane = thread; lane < part.lanes; lane += THREADS) {
     float x[LANE<T>];
     unpack(*reinterpret_cast<const Words<4>*>(slots + lane * LANE<T>), x);
@@ -300,17 +339,4 @@ INLINE void write(const Part<T>& part, const T* slots, Out* out, int target, con
         if (column + k >= 0 && column + k < part.columns) store(out + column + k, x[k]);
     }
   }
-}
-
-// Zeros from `begin` to `end`; `thread` counts over the whole cluster.
-template <typename Out>
-INLINE void write_zeros(Out* begin, Out* end, int thread) {
-  const long long count = end - begin;
-  long long ahead = (16 - reinterpret_cast<unsigned long long>(begin) % 16) % 16 / sizeof(Out);
-  ahead = ahead < count ? ahead : count;
-  const long long lanes = (count - ahead) / LANE<Out>, behind = ahead + lanes * LANE<Out>;
-  for (long long k = thread; k < ahead; k += CTAS * THREADS) store(begin + k, 0.0f);
-  for (long long k = thread; k < lanes; k += CTAS * THREADS)
-    *reinterpret_cast<Words<4>*>(begin + ahead + k * LANE<Out>) = {{0, 0, 0, 0}};
-  for (long long k = behind + thread; k < count; k += CTAS * THREADS) store(begin + k, 0.0f);
 }

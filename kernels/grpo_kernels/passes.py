@@ -1,0 +1,149 @@
+"""Passes over the chunks of an output layer's logits: losses in one launch per chunk or in two, gradients with them.
+
+A chunk's logits exist inside one call of a function here, so that those of two chunks never do at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.chunked import Gradients, Operands, OutputLayer
+from grpo_kernels.options import GRPOLoss
+from grpo_kernels.premade import PremadeGradients
+from grpo_kernels.rows import logprob_and_entropy
+from grpo_kernels.token_loss import RowLosses, Tokens
+
+PerToken = dict[str, Tensor]
+Derivatives = tuple[Tensor, Tensor, Tensor | None, PerToken]
+"""(losses, their derivatives in the log-probs, in the entropies or None, whatever else), all [r]."""
+DerivativesOf = Callable[[Tensor, Tensor, slice], Derivatives]
+"""(log-probs [r], entropies [r], which of the n rows these are) -> their losses and derivatives."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call's rows, and where their gradients go.
+
+    Attributes:
+        layer: The output layer.
+        operands: What logits are made of.
+        ids: [n] int64, the targets' local columns.
+        gradients: Where gradients add up; None when nobody wants one.
+        grad_scale: Factor of the gradients, not of the losses.
+    """
+
+    layer: OutputLayer
+    operands: Operands
+    ids: Tensor
+    gradients: Gradients | None
+    grad_scale: float
+
+    @classmethod
+    def of(
+        cls,
+        layer: OutputLayer,
+        hidden: Tensor,
+        output_weight: Tensor,
+        ids: Tensor,
+        main_grad: Tensor | None = None,
+        grad_scale: float = 1.0,
+    ) -> Work:
+        """Of the arguments of a linear function; gathers the hidden states of other ranks where `layer` says so."""
+        operands = layer.operands(hidden, output_weight)
+        gradients = None
+        if torch.is_grad_enabled() and (hidden.requires_grad or output_weight.requires_grad):
+            gradients = Gradients.wanted(operands, hidden, output_weight, main_grad)
+        scale = 1.0 if main_grad is None else float(grad_scale)
+        return cls(layer, operands, ids - layer.shard.start, gradients, scale)
+
+    def parts(self) -> list[slice]:
+        """The rows of each chunk."""
+        return list(self.layer.chunks(len(self.ids)))
+
+    def place(self, part: slice) -> tuple[Tensor, Tensor, None, int, float]:
+        """The first five arguments of every row operation, of some rows; makes their logits."""
+        logits = self.operands.logits(part, self.layer.logits_dtype)
+        return logits, self.ids[part], None, self.layer.shard.columns, self.layer.inv_temperature
+
+    def attached(self, loss: Tensor, hidden: Tensor, output_weight: Tensor, main_grad: Tensor | None) -> Tensor:
+        """The loss [] with the gradients that were made for the two tensors."""
+        if self.gradients is None:
+            return loss
+        by_weight, promised = (self.gradients.output_weight, None) if main_grad is None else (None, self.grad_scale)
+        ready = (self.layer.reduced(self.gradients.hidden), by_weight)
+        return PremadeGradients.apply(loss, promised, ready, hidden, output_weight)
+
+
+def one_launch(work: Work, operations: Any, tokens: Tokens, options: GRPOLoss) -> Tensor:
+    """[n, 7] of `RowLosses`; every chunk's losses and gradients come from one launch of `operations.grpo_rows_`."""
+    return torch.cat([_one_launch(work, operations, tokens.part(part), options, part) for part in work.parts()])
+
+
+def _one_launch(work: Work, operations: Any, tokens: Tokens, options: GRPOLoss, part: slice) -> Tensor:
+    place = work.place(part)
+    if work.gradients is None:
+        return operations.grpo_rows_(*place, tokens, options, False, "leave")
+    gradient = work.operands.gradient_for(place[0])
+    outputs = operations.grpo_rows_(*place, tokens, options, True, "leave", gradient, work.grad_scale)
+    work.gradients.add(work.operands, part, gradient, RowLosses.of(outputs).weight != 0)
+    return outputs
+
+
+def two_launches(work: Work, derivatives_of: DerivativesOf) -> tuple[Tensor, PerToken]:
+    """[n] losses and whatever comes with them; between the statistics of a chunk and its gradient ranks meet, and any
+    function of log-probs and entropies has its turn.
+    """
+    operations = work.layer.operations(work.operands)
+    chunks = [_two_launches(work, operations, derivatives_of, part) for part in work.parts()]
+    extras = {name: torch.cat([extra[name] for _, extra in chunks]) for name in chunks[0][1]}
+    return torch.cat([losses for losses, _ in chunks]), extras
+
+
+def _two_launches(work: Work, operations: Any, derivatives_of: DerivativesOf, part: slice) -> tuple[Tensor, PerToken]:
+    place = work.place(part)
+    stats = work.layer.shard.merged(operations.row_stats(*place), work.layer.inv_temperature)
+    logprob, entropy = logprob_and_entropy(stats, work.layer.inv_temperature)
+    losses, by_logprob, by_entropy, extras = derivatives_of(logprob, entropy, part)
+    _add_gradient(work, operations, place, part, stats, by_logprob, by_entropy)
+    return losses, extras
+
+
+def statistics(work: Work) -> Tensor:
+    """[n, 4] statistics (`rows.row_stats`) of all rows, whole: the first of two launches, without the second."""
+    operations = work.layer.operations(work.operands)
+    parts = [operations.row_stats(*work.place(part)) for part in work.parts()]
+    return work.layer.shard.merged(torch.cat(parts), work.layer.inv_temperature)
+
+
+def add_gradients(work: Work, stats: Tensor, by_logprob: Tensor, by_entropy: Tensor | None) -> None:
+    """The second launch, from statistics [n, 4]; the derivatives [n] belong to log-probs and entropies."""
+    if work.gradients is None:
+        return
+    operations = work.layer.operations(work.operands)
+    for part in work.parts():
+        of_part = (stats[part], by_logprob[part], None if by_entropy is None else by_entropy[part])
+        _add_gradient(work, operations, work.place(part), part, *of_part)
+
+
+def _add_gradient(
+    work: Work,
+    operations: Any,
+    place: tuple[Tensor, Tensor, None, int, float],
+    part: slice,
+    stats: Tensor,
+    by_logprob: Tensor,
+    by_entropy: Tensor | None,
+) -> None:
+    if work.gradients is None:
+        return
+    gradient = work.operands.gradient_for(place[0])
+    by_logprob = by_logprob * work.grad_scale
+    by_entropy = None if by_entropy is None else by_entropy * work.grad_scale
+    operations.row_gradient_(*place, stats, by_logprob, by_entropy, "leave", out=gradient)
+    counted = by_logprob != 0 if by_entropy is None else (by_logprob != 0) | (by_entropy != 0)
+    work.gradients.add(work.operands, part, gradient, counted)

@@ -1,0 +1,51 @@
+"""Values, loss, whole gradients and two updates of a scalar model under several layouts; started by run_ranks.
+
+Usage: scalar_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt for each.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from layouts_job import HERE, SMALL_BUCKETS, VOCAB, leave_groups, made_up_batch
+from parity_cases import LAYOUTS, MODELS, optimizer
+
+from grpo_mega.models.scalar import ScalarModel, SquaredError
+from grpo_mega.models.topology import join_layout
+from grpo_mega.types import Batch
+
+
+def weighted(batch: Batch) -> Batch:
+    """Prompts and first tokens count as well, most tokens with a weight of their own."""
+    mask = torch.arange(len(batch.tokens)) % 7 != 3
+    weight = mask * (1.5 + torch.cos(torch.arange(len(batch.tokens)))) / len(batch.tokens)
+    return batch.with_(mask=mask, weight=weight)
+
+
+def one_step(model_name: str, layout_name: str) -> dict:
+    layout, adam = LAYOUTS[layout_name], optimizer(layout_name)
+    topology = join_layout(layout, seed=0)
+    parallel = (adam.distributed, adam.overlap, SMALL_BUCKETS)
+    model = ScalarModel("critic", MODELS[model_name], layout, VOCAB, topology, HERE, *parallel)
+    model.initialize(seed=3)
+    batch = weighted(made_up_batch(MODELS[model_name], replayed=False))
+    loss = SquaredError(torch.sin(torch.arange(len(batch.tokens))))
+    result = {"parameters": model.parameters(), "values": model.values(batch), "mask": batch.mask}
+    found = model.gradients(batch, loss)
+    result |= {"trained": found.outputs, "metrics": found.metrics, "gradients": model.whole_gradients()}
+    result["loads"] = {layer: sum(load) for layer, load in found.expert_loads.items()}
+    before = model.whole_weights()
+    model.use_optimizer(adam)
+    result["norms"] = [model.update(batch, loss, adam.lr).metrics["grad_norm"] for _ in range(2)]
+    result["updates"] = {key: whole - before[key] for key, whole in model.whole_weights().items()}
+    result["after"] = model.values(batch)
+    return result
+
+
+if __name__ == "__main__":
+    for case in sys.argv[2:]:
+        step = one_step(*case.split(":"))
+        leave_groups()
+        if torch.distributed.get_rank() == 0:
+            torch.save(step, Path(sys.argv[1]) / f"{case}.pt")
+    torch.distributed.destroy_process_group()
