@@ -17,10 +17,10 @@ CHECKS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["single", "ep2", "dp2"])
+@pytest.fixture(scope="module", params=[("single", 1), ("ep2", 2), ("single", 2)], ids=["alone", "ep2", "replicas"])
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, str]:
-    ranks = 1 if request.param == "single" else 2
-    return results(run_ranks(JOB, ranks, [str(tmp_path_factory.mktemp("producer")), f"layout={request.param}"]))
+    layout, ranks = request.param
+    return results(run_ranks(JOB, ranks, [str(tmp_path_factory.mktemp("producer")), f"layout={layout}"]))
 
 
 @pytest.mark.parametrize("check", CHECKS)
