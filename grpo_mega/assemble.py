@@ -18,7 +18,6 @@ from grpo_mega.colocation.turns import Turns
 from grpo_mega.config.load import identity, to_yaml
 from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.data import Data
-from grpo_mega.data.tasks.chain_sum import ChainSum
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
@@ -39,7 +38,7 @@ from grpo_mega.run import Run, Stage
 from grpo_mega.stages.grpo import GRPO
 from grpo_mega.stages.pretrain import Pretrain
 from grpo_mega.stages.rollouts import Rollouts, without_turns
-from grpo_mega.stages.sft import SFT, Row
+from grpo_mega.stages.sft import SFT
 from grpo_mega.weights import directory as huggingface
 
 
@@ -106,16 +105,9 @@ def _stages_before(config: Config, policy: Policy, embedded: Engine, data: Data)
     if config.base.train:
         assert data.chain_sum is not None, "rules.py refuses base.train without data.task=chain_sum"
         stages.append(Pretrain(config, policy, embedded, data.chain_sum))
-    if config.sft.steps:
-        assert data.chain_sum is not None, "rules.py refuses sft.steps without data.task=chain_sum"
-        stages.append(SFT(config.sft, policy, partial(_traces, config, data.chain_sum)))
+    if data.supervised:
+        stages.append(SFT(config.sft, policy, data.supervised))
     return stages
-
-
-def _traces(config: Config, task: ChainSum, step: int) -> list[Row]:
-    """Rows of the cold start: worked problems in the answer format."""
-    traces = task.sft_traces(config.run.seed, step, config.sft.batch_size)
-    return [(prompt + completion, len(prompt)) for prompt, completion in traces]
 
 
 def _opened(path: Path, config: Config) -> RunDir | None:

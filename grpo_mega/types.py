@@ -104,6 +104,20 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Row:
+    """A sequence of which some tokens are learned.
+
+    Attributes:
+        token_ids: The whole sequence.
+        learned: (first, one past the last) of every stretch of tokens that is learned, in order; none begins at 0, as
+            nothing predicts the first token.
+    """
+
+    token_ids: Sequence[int]
+    learned: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class Batch:
     """N packed sequences (prompt + completion) and, for every token, what the loss needs to know about it.
 
@@ -175,6 +189,15 @@ def pack_tokens(sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> Ba
     zeros = torch.zeros(len(tokens))
     apart = torch.arange(len(sequences))
     return Batch(tokens, cu_seqlens, apart, torch.zeros_like(apart), mask, zeros, zeros, zeros, zeros, zeros)
+
+
+def pack_rows(rows: Sequence[Row]) -> Batch:
+    """Packs rows: the tokens that are learned are masked in. All other vectors are zero."""
+    batch = pack_tokens([row.token_ids for row in rows], [len(row.token_ids) for row in rows])
+    for row, start in zip(rows, batch.cu_seqlens.tolist(), strict=False):
+        for first, end in row.learned:
+            batch.mask[start + first : start + end] = True
+    return batch
 
 
 def pack(samples: Sequence[Sample]) -> Batch:

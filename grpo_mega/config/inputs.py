@@ -10,6 +10,7 @@ from grpo_mega.config.schema import Config
 def inputs(config: Config) -> dict[str, str]:
     """{field: path} of everything that must be there."""
     named = {"data.train_path": config.data.train_path, "data.test_path": config.data.test_path}
+    named |= {"sft.path": config.sft.path}
     named |= {} if config.base.train else {"run.init_from": config.run.init_from}
     named |= {} if config.data.tokenizer == "chars" else {"data.tokenizer": config.data.tokenizer}
     return {name: place for name, place in named.items() if place}

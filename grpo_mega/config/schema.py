@@ -416,16 +416,28 @@ class BaseConfig:
 
 @dataclass
 class SFTConfig:
-    """Cold start: supervised steps on traces in the answer format before reinforcement learning."""
+    """Cold start: supervised steps before reinforcement learning."""
 
+    path: str | None = None
+    """File of what is learned, one {"messages": [{"role": ..., "content": ...}, ...]} a line (every turn of the
+    assistant's is learned; needs data.template=chat) or {"prompt": text or messages, "completion": text}; null for the
+    traces in the answer format that data.task=chain_sum makes."""
     steps: int = 0
     """Optimizer updates; 0 for none (R1-Zero)."""
+    epochs: int = 0
+    """Passes over the rows of `path`, in place of `steps`; 0 when `steps` says how long."""
     batch_size: int = 64
-    """Traces per step."""
+    """Rows per step."""
+    max_tokens: int | None = None
+    """Tokens of the longest row of `path`; null for model.context."""
+    too_long: str = "refuse"
+    """What becomes of longer rows: refuse (the run does not begin) or cut (their last tokens are left out)."""
     lr: float = 1e-3
     """Learning rate after warm-up."""
     warmup_steps: int = 5
     """Linear warm-up; must be shorter than `steps`."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
     save_every: int = 500
     """Steps between checkpoints; 0 for none but when it is asked to stop, and at the end."""
 

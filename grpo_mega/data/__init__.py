@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 
 from grpo_mega.config.rules.data import check_data
 from grpo_mega.config.schema import Config
@@ -13,9 +14,10 @@ from grpo_mega.data.jsonl import Unreachable, load_jsonl
 from grpo_mega.data.overlap import check_held_out, check_repeated, check_split
 from grpo_mega.data.source import PromptSource, shuffled_epochs
 from grpo_mega.data.stops import stop_ids
+from grpo_mega.data.supervised import SupervisedRows, rows_of_file
 from grpo_mega.data.tasks.chain_sum import SPLIT_SEED, ChainSum
 from grpo_mega.data.tokenizer import CharTokenizer, Tokenizer
-from grpo_mega.types import Prompt
+from grpo_mega.types import Prompt, Row
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Data:
     """The generated task, for base documents and demonstrations; None for problems from files."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a completion."""
+    supervised: SupervisedRows | None = None
+    """What supervised steps learn before reinforcement learning; None without them."""
     warnings: tuple[str, ...] = ()
     """What is odd about the data, and to be said before training."""
 
@@ -51,7 +55,11 @@ def build_data(config: Config, unreachable: Unreachable = lambda answer: None) -
         found = _jsonl(config, tokenizer, unreachable)
     ends = stop_ids(config, found.tokenizer)
     endless = "rollout.stop=[]: no token ends a completion, so every one is cut off, which no format allows"
-    return replace(found, stop_ids=ends, warnings=found.warnings if ends else (*found.warnings, endless))
+    warnings = [*found.warnings] if ends else [*found.warnings, endless]
+    supervised = found.supervised
+    if config.sft.path:
+        supervised = rows_of_file(config, found.tokenizer, ends, warnings.append)
+    return replace(found, stop_ids=ends, supervised=supervised, warnings=tuple(warnings))
 
 
 def _chain_sum(config: Config, tokenizer: CharTokenizer) -> Data:
@@ -59,8 +67,8 @@ def _chain_sum(config: Config, tokenizer: CharTokenizer) -> Data:
     task = ChainSum(tokenizer, data.min_terms, data.max_terms, data.validation_size, data.test_size)
     # Every length is among the held-out problems, so these stand for the endless training stream too.
     _check_room(task.validation + task.test, config.model.context)
-    longest = task.longest_document()
-    if (config.base.train or config.sft.steps) and longest > config.model.context:
+    longest, traces = task.longest_document(), config.sft.steps and not config.sft.path
+    if (config.base.train or traces) and longest > config.model.context:
         raise ValueError(
             f"sums of data.max_terms={data.max_terms} have worked documents of up to {longest} tokens; model.context "
             f"is {config.model.context}: raise model.context or lower data.max_terms"
@@ -70,7 +78,14 @@ def _chain_sum(config: Config, tokenizer: CharTokenizer) -> Data:
         f"held_out={data.validation_size}+{data.test_size}"
     )
     train = PromptSource(lambda k: task.problem(seed, k), identity)
-    return Data(tokenizer, train, task.validation, task.test, task)
+    supervised = SupervisedRows(partial(_traces, config, task), config.sft.steps, identity) if traces else None
+    return Data(tokenizer, train, task.validation, task.test, task, supervised=supervised)
+
+
+def _traces(config: Config, task: ChainSum, step: int) -> list[Row]:
+    """Worked problems in the answer format."""
+    traces = task.sft_traces(config.run.seed, step, config.sft.batch_size)
+    return [Row(prompt + completion, ((len(prompt), len(prompt) + len(completion)),)) for prompt, completion in traces]
 
 
 def _jsonl(config: Config, tokenizer: Tokenizer, unreachable: Unreachable) -> Data:

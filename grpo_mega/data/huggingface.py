@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.data.chat import ASSISTANT, Turn, encoded_parts, texts_at_cuts
 from grpo_mega.data.plain_text import PlainText
 
 CHAT = "chat"
@@ -52,6 +53,28 @@ class HuggingFaceTokenizer:
             return text, self.encode(text)
         return self._plain.encode(self._rendered(self._plain.protected(problem)))
 
+    def checked(self, text: str) -> str:
+        """The text. Raises ValueError when it holds code points that set special tokens apart from text."""
+        return text if self._plain is None else self._plain.checked(text)
+
+    def answered(self, asked: str | Sequence[Turn], completion: str) -> list[list[int]]:
+        """Token ids of what the policy reads, for a problem or for a chat that it continues, and of what it answers.
+
+        Raises:
+            ValueError: The template refuses the problem, or it cannot be encoded.
+        """
+        asks = self._rendered(self._protected(asked)) if isinstance(asked, str) else self._rendered_turns(asked, True)
+        return encoded_parts([asks, asks + self.checked(completion)], self._ids)
+
+    def chat(self, turns: Sequence[Turn]) -> list[list[int]]:
+        """Token ids of a chat in parts: up to a turn of the assistant's, that turn, up to its next one, ...
+
+        Raises:
+            ValueError: `template` is not chat, or the chat template fails or writes earlier turns in another way when
+                others follow.
+        """
+        return encoded_parts(texts_at_cuts(turns, self._rendered_turns, self._chat_template), self._ids)
+
     def quoted(self, problem: str) -> list[str]:
         """Special tokens that the problem spells and that count as text."""
         return self._plain.quoted(problem) if self._plain else []
@@ -75,11 +98,36 @@ class HuggingFaceTokenizer:
     def _rendered(self, problem: str) -> str:
         if self._template != CHAT:
             return self._opening + self._template.replace("{prompt}", problem)
-        turns = [{"role": "user", "content": problem}]
+        return self._applied([{"role": "user", "content": problem}], True)
+
+    def _rendered_turns(self, turns: Sequence[Turn], ask: bool) -> str:
+        """Turns in the chat template, what they quote protected; with `ask`, and the assistant is to begin."""
+        if self._template != CHAT:
+            raise ValueError(
+                "messages need the chat template, in which the policy is then also asked: set data.template=chat, or "
+                "write 'prompt' and 'completion' as text"
+            )
+        contents = [self.checked(t.content) if t.role == ASSISTANT else self._protected(t.content) for t in turns]
+        return self._applied(
+            [{"role": turn.role, "content": content} for turn, content in zip(turns, contents, strict=True)], ask
+        )
+
+    def _applied(self, messages: list[dict[str, str]], ask: bool) -> str:
         try:
-            return self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
         except Exception as error:  # a template is a program: it raises what it likes, and jinja what it forbids
-            raise ValueError(f"the chat template in {self._folder} fails: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{self._chat_template} fails: {type(error).__name__}: {error}") from error
+
+    @property
+    def _chat_template(self) -> str:
+        return f"the chat template in {self._folder}"
+
+    def _protected(self, text: str) -> str:
+        """What the policy reads."""
+        return text if self._plain is None else self._plain.protected(text)
+
+    def _ids(self, rendered: str) -> list[int]:
+        return self.encode(rendered) if self._plain is None else self._plain.encode(rendered)[1]
 
     def _plain_text(self) -> PlainText:
         """What keeps problems apart from special tokens; an ordinary problem must have the tokens that it has without.

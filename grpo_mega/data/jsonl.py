@@ -42,9 +42,9 @@ def load_jsonl(
     prompts: dict[str, Prompt] = {}
     hopeless: list[str] = []
     quoting: list[str] = []
-    for number, line in _lines(path):
+    for number, line in json_lines(path):
         where = f"{path}:{number}"
-        record = _record(line, where)
+        record = json_object(line, where)
         prompt = _parse(record, where, f"{path.stem}/{number}", tokenizer)
         if prompt.id in prompts:
             raise ValueError(f"{where}: field 'id': {prompt.id!r} was already used; ids must be unique")
@@ -58,15 +58,20 @@ def load_jsonl(
     if hopeless:
         shown = "\n".join(f"  {complaint}" for complaint in hopeless[:SHOWN])
         raise ValueError(f"{path}: no completion can be right for {len(hopeless)} of {len(prompts)} problems:\n{shown}")
-    if quoting:
-        warn(
-            f"{len(quoting)} of {len(prompts)} problems of {path} quote special tokens, which count as text "
-            f"(data.parse_special=true makes them tokens): {', '.join(quoting[:SHOWN])}"
-        )
+    warn_of_quoting(quoting, len(prompts), f"problems of {path}", warn)
     return list(prompts.values())
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def warn_of_quoting(quoting: list[str], of: int, what: str, warn: Callable[[str], None]) -> None:
+    """Tells `warn` where special tokens are spelt that count as text, if anywhere."""
+    if quoting:
+        warn(
+            f"{len(quoting)} of {of} {what} quote special tokens, which count as text "
+            f"(data.parse_special=true makes them tokens): {', '.join(quoting[:SHOWN])}"
+        )
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines of a file, counted from 1, without a byte order mark and without blank lines at its end."""
     blank = 0
     with path.open("rb") as lines:
@@ -96,7 +101,7 @@ def _parse(record: dict[str, Any], where: str, default_id: str, tokenizer: Token
     )
 
 
-def _record(line: bytes, where: str) -> dict[str, Any]:
+def json_object(line: bytes, where: str) -> dict[str, Any]:
     """The JSON object on one line."""
     try:
         record = json.loads(line.decode("utf-8"))
@@ -114,6 +119,11 @@ def _text(record: dict[str, Any], field: str, where: str, default: str | None = 
     value = record.get(field, default)
     if field == "answer" and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
+    return checked_text(value, field, where)
+
+
+def checked_text(value: object, field: str, where: str) -> str:
+    """The value of a field that must be there and hold text. Raises ValueError that begins with `where`."""
     if value is None:
         raise ValueError(f"{where}: field {field!r} is missing")
     if not isinstance(value, str):

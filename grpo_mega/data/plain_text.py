@@ -62,12 +62,20 @@ class PlainText:
         Raises:
             ValueError: It holds a code point that is needed for that.
         """
-        if found := _FORBIDDEN.search(problem):
+        return self._pattern.sub(lambda found: _spelt(_QUOTED, self._number[found[0]]), self.checked(problem))
+
+    def checked(self, text: str) -> str:
+        """Text whose special tokens count as such, as those of a template do; it must not look like what is protected.
+
+        Raises:
+            ValueError: It holds a code point that is needed for that.
+        """
+        if found := _FORBIDDEN.search(text):
             raise ValueError(
                 f"U+{ord(found[0]):04X} at character {found.start() + 1} is no character (Unicode keeps it for "
                 "internal use); remove it"
             )
-        return self._pattern.sub(lambda found: _spelt(_QUOTED, self._number[found[0]]), problem)
+        return text
 
     def encode(self, rendered: str) -> tuple[str, list[int]]:
         """What a template made of a protected problem: as everybody would write it, and its token ids."""

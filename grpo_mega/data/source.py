@@ -54,14 +54,24 @@ def shuffled_epochs(prompts: list[Prompt], seed: int) -> Callable[[int], Prompt]
     """
     if not prompts:
         raise ValueError("there are no prompts to draw from")
+    draw = shuffled_draws(len(prompts), seed)
+
+    def prompt_at(k: int) -> Prompt:
+        epoch, i = draw(k)
+        return replace(prompts[i], id=f"{prompts[i].id}#{epoch}")
+
+    return prompt_at
+
+
+def shuffled_draws(count: int, seed: int) -> Callable[[int], tuple[int, int]]:
+    """k -> (epoch, which of `count` things) of draw k: endless epochs, each in an order of its own."""
 
     @functools.lru_cache(maxsize=2)
     def order(epoch: int) -> list[int]:
-        return random.Random(f"{seed}/epoch/{epoch}").sample(range(len(prompts)), len(prompts))
+        return random.Random(f"{seed}/epoch/{epoch}").sample(range(count), count)
 
-    def prompt_at(k: int) -> Prompt:
-        epoch, position = divmod(k, len(prompts))
-        prompt = prompts[order(epoch)[position]]
-        return replace(prompt, id=f"{prompt.id}#{epoch}")
+    def draw(k: int) -> tuple[int, int]:
+        epoch, position = divmod(k, count)
+        return epoch, order(epoch)[position]
 
-    return prompt_at
+    return draw

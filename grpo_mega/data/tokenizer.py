@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+from grpo_mega.data.chat import Turn
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<think>", "</think>", "<answer>", "</answer>")
 _CHARACTERS = "0123456789+-*=:; ?\n"
@@ -33,6 +35,25 @@ class Tokenizer(Protocol):
 
     def quoted(self, problem: str) -> list[str]:
         """Special tokens that the problem spells and that count as text there."""
+        ...
+
+    def checked(self, text: str) -> str:
+        """The text, if it can be part of a prompt or a completion. Raises ValueError when it cannot."""
+        ...
+
+    def answered(self, asked: str | Sequence[Turn], completion: str) -> list[list[int]]:
+        """Token ids of what the policy reads, for a problem or for a chat that it continues, and of what it answers.
+
+        Special tokens in the completion count as such, and none is added. Raises ValueError as `prompt` does.
+        """
+        ...
+
+    def chat(self, turns: Sequence[Turn]) -> list[list[int]]:
+        """Token ids of a chat in parts: up to a turn of the assistant's, that turn, up to its next one, ...
+
+        Special tokens in the assistant's turns count as such. Nothing after its last turn is there. Raises ValueError
+        when the chat cannot be given in such parts.
+        """
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -66,6 +87,21 @@ class CharTokenizer:
         """The problem behind `<bos>`, unless it begins with it. Raises ValueError as `encode` does."""
         text = problem if problem.startswith("<bos>") else "<bos>" + problem
         return text, self.encode(text)
+
+    def checked(self, text: str) -> str:
+        """The text. Raises ValueError as `encode` does."""
+        self.encode(text)
+        return text
+
+    def answered(self, asked: str | Sequence[Turn], completion: str) -> list[list[int]]:
+        """Token ids of the problem behind `<bos>`, and of the completion. Raises ValueError as `encode` does."""
+        if not isinstance(asked, str):
+            self.chat(asked)
+        return [self.prompt(str(asked))[1], self.encode(completion)]
+
+    def chat(self, turns: Sequence[Turn]) -> list[list[int]]:
+        """Raises ValueError: there are no characters for chats."""
+        raise ValueError("data.tokenizer=chars has no chat template; write 'prompt' and 'completion' as text")
 
     def quoted(self, problem: str) -> list[str]:
         """None: there are no characters that a tag could be spelt with."""

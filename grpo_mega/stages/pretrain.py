@@ -25,6 +25,7 @@ from grpo_mega.platform.collectives import main_says
 from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.run import Metrics, Run, StepRecord
 from grpo_mega.stages.sft import supervised_update
+from grpo_mega.types import Row
 
 RECIPE = 2
 """Part of the checksum; raise it when the code below, or the documents, change what is learned."""
@@ -91,7 +92,9 @@ class Pretrain:
             documents = self.task.documents(
                 self.config.run.seed, step, self.base.batch_size, self.base.tagged, self.base.direct
             )
-            metrics = supervised_update(self.policy, [(ids, 1) for ids in documents], self._lr(step)).metrics
+            metrics = supervised_update(
+                self.policy, [Row(ids, ((1, len(ids)),)) for ids in documents], self._lr(step)
+            ).metrics
             if self.passed_at is None and self._gate_is_due(step):
                 self._try_gate(run, step, metrics)
         if self.passed_at is None and step >= self.base.max_steps:

@@ -5,21 +5,19 @@ Before reinforcement learning it is the cold start (DeepSeek-R1, arXiv 2501.1294
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import OptimizerConfig, SFTConfig
+from grpo_mega.data.supervised import SupervisedRows
 from grpo_mega.models.losses import negative_log_likelihood
 from grpo_mega.models.optimizer import warmed_up
 from grpo_mega.models.policy import Gradients, Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.run import Run, StepRecord
-from grpo_mega.types import pack_tokens
-
-Row = tuple[list[int], int]
-"""Token ids, and how many of them come before the first one that is learned."""
+from grpo_mega.types import Row, pack_rows
 
 
 class SFT:
@@ -29,8 +27,8 @@ class SFT:
     reference: ReferencePolicy | None = None
     in_progress: StepInProgress | None = None
 
-    def __init__(self, config: SFTConfig, policy: Policy, rows: Callable[[int], list[Row]]) -> None:
-        """`rows(step)` are those of the step after `step` finished ones."""
+    def __init__(self, config: SFTConfig, policy: Policy, rows: SupervisedRows) -> None:
+        """Learns `rows`, step by step."""
         self.config = config
         self.save_every = config.save_every
         self.policy = policy
@@ -43,19 +41,19 @@ class SFT:
 
     def prepare(self) -> None:
         """Makes the optimizer."""
-        self.policy.use_optimizer(OptimizerConfig(lr=self.config.lr, weight_decay=0.01))
+        self.policy.use_optimizer(OptimizerConfig(lr=self.config.lr, weight_decay=self.config.weight_decay))
 
     def step(self, run: Run) -> StepRecord:
         """One update on the rows of this step."""
         with run.phase("cold start"):
             lr = warmed_up(self.config.lr, self.config.warmup_steps, run.step)
-            metrics = supervised_update(self.policy, self.rows(run.step), lr).metrics
+            metrics = supervised_update(self.policy, self.rows.of_step(run.step), lr).metrics
         self.loss = metrics["loss"]
         return StepRecord({f"sft/{name}": value for name, value in metrics.items()})
 
     def is_done(self, steps: int) -> bool:
         """Whether nothing is left to do after so many steps."""
-        return steps >= self.config.steps
+        return steps >= self.rows.steps
 
     def end(self, run: Run) -> None:
         """Reports how well the rows are known."""
@@ -67,16 +65,21 @@ class SFT:
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """The last loss, for the report."""
-        return {"loss": self.loss}
+        """The last loss, for the report, and which rows are learned."""
+        return {"loss": self.loss, "rows": self.rows.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken."""
+        """Continues where `state` was taken. Raises ValueError when other rows were learned there."""
+        if state.get("rows") != self.rows.identity:
+            raise ValueError(
+                f"the saved supervised steps learned {state.get('rows')!r}, this run reads {self.rows.identity!r}: "
+                "bring back the file, the tokenizer and its template as they were, or give the run a new run.name"
+            )
         self.loss = state["loss"]
 
 
-def supervised_update(policy: Policy, rows: list[Row], lr: float) -> Gradients:
+def supervised_update(policy: Policy, rows: Sequence[Row], lr: float) -> Gradients:
     """One update on the mean negative log-likelihood of the learned tokens."""
-    batch = pack_tokens([ids for ids, _ in rows], [start for _, start in rows])
+    batch = pack_rows(rows)
     weight = token_weights(batch.mask, batch.cu_seqlens, "token_mean", constant_length=1)
     return policy.update(batch.with_(weight=weight), negative_log_likelihood, lr)

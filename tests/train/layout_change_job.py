@@ -28,6 +28,7 @@ from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, Optimi
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.topology import join_layout  # noqa: E402
 from grpo_mega.stages.sft import supervised_update  # noqa: E402
+from grpo_mega.types import Row  # noqa: E402
 
 MODEL = ModelConfig(
     layers=4,
@@ -52,10 +53,11 @@ SMALL_BUCKETS = 10_000
 """Megatron's own buckets would hold the whole model."""
 
 
-def documents(step: int) -> list[tuple[list[int], int]]:
+def documents(step: int) -> list[Row]:
     """Eleven token sequences of different lengths: no layout divides them evenly."""
     generator = torch.Generator().manual_seed(step)
-    return [(torch.randint(3, VOCAB, (9 + i % 5,), generator=generator).tolist(), 1) for i in range(11)]
+    ids = [torch.randint(3, VOCAB, (9 + i % 5,), generator=generator).tolist() for i in range(11)]
+    return [Row(row, ((1, len(row)),)) for row in ids]
 
 
 def leg(folder: Path, name: str, start: int, end: int, layout: LayoutConfig, optimizer: str) -> None:

@@ -10,13 +10,10 @@ from grpo_mega.config.schema import Config
 
 def stages_problems(config: Config) -> Iterator[str]:
     """What the stages before reinforcement learning break."""
-    base, sft, task = config.base, config.sft, config.data.task
+    base, task = config.base, config.data.task
     if base.train and task != "chain_sum":
         yield f"base.train=true needs worked arithmetic, not data.task={task}; choose data=chain_sum or base=none"
-    if sft.steps > 0 and task != "chain_sum":
-        yield f"sft.steps={sft.steps} needs worked arithmetic, not data.task={task}; choose data=chain_sum or sft=none"
-    if sft.steps:
-        yield from at_most(config, "sft.warmup_steps", "sft.steps", margin=1)
+    yield from _sft_problems(config)
     earliest = base.gate_from + (base.gate_passes - 1) * base.gate_every
     if base.train and earliest > base.max_steps:
         yield (
@@ -29,3 +26,28 @@ def stages_problems(config: Config) -> Iterator[str]:
             f"run.init_from={config.run.init_from} contradicts base.train=true; set run.init_from=null, or "
             "choose base=none"
         )
+
+
+def _sft_problems(config: Config) -> Iterator[str]:
+    """What the settings of supervised steps break."""
+    sft, task = config.sft, config.data.task
+    if sft.steps > 0 and not sft.path and task != "chain_sum":
+        yield (
+            f"sft.steps={sft.steps} needs rows to learn, and data.task={task} makes none; give sft.path=FILE.jsonl, or "
+            "choose data=chain_sum or sft=none"
+        )
+    if sft.path and not sft.steps and not sft.epochs:
+        yield f"sft.path={sft.path} has no effect without steps; set sft.epochs=1, or sft.path=null"
+    if sft.steps and sft.epochs:
+        yield f"sft.steps={sft.steps} and sft.epochs={sft.epochs} both say how long; set one of them to 0"
+    elif sft.steps:
+        yield from at_most(config, "sft.warmup_steps", "sft.steps", margin=1)
+    idle = {"epochs": (sft.epochs, 0), "max_tokens": (sft.max_tokens, None), "too_long": (sft.too_long, "refuse")}
+    for name, (value, default) in idle.items():
+        if not sft.path and value != default:
+            yield (
+                f"sft.{name}={value} is about the rows of sft.path; give sft.path=FILE.jsonl, or set "
+                f"sft.{name}={'null' if default is None else default}"
+            )
+    if sft.max_tokens:
+        yield from at_most(config, "sft.max_tokens", "model.context")

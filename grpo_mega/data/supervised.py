@@ -1,0 +1,232 @@
+"""What supervised steps learn: rows of a JSON Lines file of chats, or of prompts and completions, and their order."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.config.schema import Config, SFTConfig
+from grpo_mega.data.chat import ASSISTANT, ROLES, Turn
+from grpo_mega.data.jsonl import SHOWN, checked_text, json_lines, json_object, warn_of_quoting
+from grpo_mega.data.source import shuffled_draws
+from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.types import Row
+
+
+@dataclass(frozen=True)
+class SupervisedRows:
+    """Rows by step: a pure function, so that resuming needs nothing but the number of the step.
+
+    Attributes:
+        of_step: The rows of the step after so many finished ones.
+        steps: How many steps there are.
+        identity: Which rows these are, and in which order.
+    """
+
+    of_step: Callable[[int], list[Row]]
+    steps: int
+    identity: str
+
+
+def rows_of_file(
+    config: Config, tokenizer: Tokenizer, stop_ids: tuple[int, ...], warn: Callable[[str], None]
+) -> SupervisedRows:
+    """Shuffled epochs over the rows of `sft.path`. With `sft.epochs` the last step may have fewer rows than the others.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A line cannot be learned (names file, line and field), or `sft.warmup_steps` is too long.
+    """
+    sft, seed = config.sft, config.run.seed
+    assert sft.path, "rows_of_file is for sft.path"
+    rows = load_rows(sft, tokenizer, stop_ids, sft.max_tokens or config.model.context, warn)
+    count = sft.epochs * len(rows) if sft.epochs else sft.steps * sft.batch_size
+    steps = -(-count // sft.batch_size)
+    if sft.warmup_steps >= steps:
+        raise ValueError(
+            f"sft.warmup_steps={sft.warmup_steps} must be below the {steps} steps that sft.epochs={sft.epochs} of "
+            f"{len(rows)} rows take; lower it to {steps - 1} or less, or raise sft.epochs"
+        )
+    draw = shuffled_draws(len(rows), seed)
+
+    def of_step(step: int) -> list[Row]:
+        first = step * sft.batch_size
+        return [rows[draw(k)[1]] for k in range(first, min(first + sft.batch_size, count))]
+
+    return SupervisedRows(of_step, steps, f"{sft.path} sha256={_digest(rows)} seed={seed}")
+
+
+def load_rows(
+    sft: SFTConfig,
+    tokenizer: Tokenizer,
+    stop_ids: tuple[int, ...],
+    longest: int,
+    warn: Callable[[str], None] = lambda text: None,
+) -> list[Row]:
+    """Reads one {"messages": [{"role", "content"}, ...]} or {"prompt": str or messages, "completion": str} a line.
+
+    Every turn of the assistant's in `messages` is learned, and the completion, each with the token that ends it, which
+    is added to a completion that has none. Other fields are ignored. Rows of more than `longest` tokens are what
+    `sft.too_long` says. `warn` is told about prompts that quote special tokens.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A line cannot be learned; names file, line and field.
+    """
+    path = Path(sft.path or "")
+    if not path.is_file():
+        raise FileNotFoundError(f"sft.path={path}: no such file")
+    rows: list[Row] = []
+    too_long: list[str] = []
+    quoting: list[str] = []
+    for number, line in json_lines(path):
+        where = f"{path}:{number}"
+        row, quoted = _row(json_object(line, where), where, tokenizer, stop_ids)
+        if len(row.token_ids) > longest and not (sft.too_long == "cut" and row.learned[0][0] < longest):
+            too_long.append(f"{where} ({len(row.token_ids)})")
+        quoting += [f"{where} ({quoted[0]})"] if quoted else []
+        rows.append(_cut(row, longest))
+    if not rows:
+        raise ValueError(f"{path}: the file is empty; it needs one row a line")
+    if too_long:
+        raise ValueError(_too_long(too_long, len(rows), longest, sft))
+    warn_of_quoting(quoting, len(rows), f"rows of {path}", warn)
+    return rows
+
+
+def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> tuple[Row, list[str]]:
+    """One line of the file, and the special tokens that what the policy reads quotes."""
+    asked, completion = _parsed(record, where, tokenizer)
+    read = [asked] if isinstance(asked, str) else [turn.content for turn in asked if turn.role != ASSISTANT]
+    try:
+        if completion is not None:
+            parts, written = tokenizer.answered(asked, completion), ["completion"]
+        else:
+            assert not isinstance(asked, str), "a problem has a completion"
+            parts = tokenizer.chat(asked)
+            written = [f"messages[{i}].content" for i, turn in enumerate(asked) if turn.role == ASSISTANT]
+    except ValueError as error:
+        raise ValueError(f"{where}: field {'messages' if completion is None else 'prompt'!r}: {error}") from error
+    if completion is not None:
+        parts[1] += _missing_end(parts[1], stop_ids, tokenizer, where)
+    ids: list[int] = []
+    learned = []
+    for read_part, part, field in zip(parts[::2], parts[1::2], written, strict=True):
+        first = len(ids) + len(read_part)
+        learned.append((first, first + _learned(part, stop_ids, tokenizer, f"{where}: field {field!r}")))
+        ids += read_part + part
+    return Row(array("i", ids[: learned[-1][1]]), tuple(learned)), [q for text in read for q in tokenizer.quoted(text)]
+
+
+def _parsed(record: dict[str, Any], where: str, tokenizer: Tokenizer) -> tuple[str | list[Turn], str | None]:
+    """What the policy is asked and what it answers, or a whole chat and None."""
+    if ("messages" in record) == ("prompt" in record or "completion" in record):
+        raise ValueError(f"{where}: either field 'messages' is needed, or 'prompt' and 'completion'")
+    if "tools" in record:
+        raise ValueError(f"{where}: field 'tools' is not read; write the tools into a system turn")
+    if "messages" not in record:
+        asked = record.get("prompt")
+        turns = _turns(asked, "prompt", where, tokenizer) if isinstance(asked, list) else None
+        completion = _text(record.get("completion"), "completion", where, tokenizer)
+        return turns or _text(asked, "prompt", where, tokenizer), completion
+    turns = _turns(record["messages"], "messages", where, tokenizer)
+    if all(turn.role != ASSISTANT for turn in turns):
+        raise ValueError(f"{where}: field 'messages' has no turn of the assistant's, so nothing can be learned")
+    if turns[0].role == ASSISTANT:
+        raise ValueError(f"{where}: field 'messages' begins with the assistant; write what it answers in front")
+    return turns, None
+
+
+def _turns(messages: object, field: str, where: str, tokenizer: Tokenizer) -> list[Turn]:
+    """The turns of a chat, each checked."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{where}: field {field!r} must be a list of messages, with one at least")
+    turns = []
+    for i, message in enumerate(messages):
+        here = f"{field}[{i}]"
+        if not isinstance(message, dict):
+            raise ValueError(f'{where}: field {here!r} is {message!r}; write {{"role": ..., "content": ...}}')
+        if unread := sorted(message.keys() - {"role", "content"}):
+            raise ValueError(
+                f"{where}: field '{here}.{unread[0]}' is not read; write it into the content, or remove it"
+            )
+        if message.get("role") not in ROLES:
+            raise ValueError(
+                f"{where}: field '{here}.role' is {message.get('role')!r}; choose one of {', '.join(ROLES)}"
+            )
+        turns.append(Turn(message["role"], _text(message.get("content"), f"{here}.content", where, tokenizer)))
+    return turns
+
+
+def _text(value: object, field: str, where: str, tokenizer: Tokenizer) -> str:
+    text = checked_text(value, field, where)
+    try:
+        return tokenizer.checked(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: field {field!r}: {error}") from error
+
+
+def _missing_end(completion: list[int], stop_ids: tuple[int, ...], tokenizer: Tokenizer, where: str) -> list[int]:
+    """The token that ends the completion, unless one does already, or none ever does."""
+    if not stop_ids or not set(stop_ids).isdisjoint(completion):
+        return []
+    if tokenizer.eos_id in stop_ids:
+        return [tokenizer.eos_id]
+    if len(stop_ids) == 1:
+        return [*stop_ids]
+    names = ", ".join(repr(tokenizer.decode([i])) for i in stop_ids)
+    raise ValueError(
+        f"{where}: field 'completion' has none of the tokens that end one; write one of {names} at its end, or name one "
+        "in rollout.stop"
+    )
+
+
+def _learned(part: list[int], stop_ids: tuple[int, ...], tokenizer: Tokenizer, where: str) -> int:
+    """How many tokens of what the assistant writes are learned: all up to the first that ends a completion.
+
+    What a template writes after that (a line's end) is never sampled.
+    """
+    if not stop_ids:
+        return len(part)
+    length = next((i + 1 for i, token in enumerate(part) if token in stop_ids), None)
+    if length is None:
+        raise ValueError(
+            f"{where}: no token ends the turn in the chat template ({tokenizer.decode(part[-3:])!r} is its end): the "
+            "policy would learn to go on for ever; name the token that does in rollout.stop"
+        )
+    rest = tokenizer.decode(token for token in part[length:] if token not in stop_ids)
+    if rest.strip():
+        raise ValueError(
+            f"{where}: {tokenizer.decode(part[length - 1 : length])!r} ends a completion (rollout.stop), and "
+            f"{rest.strip()[:20]!r} follows it; remove one of them"
+        )
+    return length
+
+
+def _cut(row: Row, longest: int) -> Row:
+    """The first tokens of a row, and what is learned of them."""
+    learned = tuple((first, min(end, longest)) for first, end in row.learned if first < longest)
+    return Row(row.token_ids[:longest], learned)
+
+
+def _too_long(rows: list[str], of: int, longest: int, sft: SFTConfig) -> str:
+    limit = "sft.max_tokens" if sft.max_tokens else "model.context"
+    why = "cut off, have nothing left to learn" if sft.too_long == "cut" else f"are longer than {limit}"
+    way = "" if sft.too_long == "cut" else ", or set sft.too_long=cut, which cuts off their ends"
+    shown = ", ".join(rows[:SHOWN]) + (", ..." if len(rows) > SHOWN else "")
+    return (
+        f"sft.path={sft.path}: {len(rows)} of {of} rows {why} ({longest} tokens): {shown}; shorten or remove them, "
+        f"raise {limit}{way}"
+    )
+
+
+def _digest(rows: Sequence[Row]) -> str:
+    """Of the token ids and of which are learned: other files, templates and tokenizers have other ones."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(repr((len(row.token_ids), row.learned)).encode() + array("i", row.token_ids).tobytes())
+    return digest.hexdigest()[:16]
