@@ -180,8 +180,8 @@ def _missing_end(completion: list[int], stop_ids: tuple[int, ...], tokenizer: To
         return [*stop_ids]
     names = ", ".join(repr(tokenizer.decode([i])) for i in stop_ids)
     raise ValueError(
-        f"{where}: field 'completion' has none of the tokens that end one; write one of {names} at its end, or name one "
-        "in rollout.stop"
+        f"{where}: field 'completion' has none of the tokens that end one; write one of {names} at its end, or name "
+        "one in rollout.stop"
     )
 
 
