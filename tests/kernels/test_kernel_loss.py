@@ -88,15 +88,34 @@ def in_place(
     return loss.detach(), metrics, gradient[:, :columns]
 
 
-def near_sum(found: Tensor, losses: Tensor, weights: Tensor) -> None:
-    """Within the rounding of terms that may cancel, and of log-probs, which are within 1e-5."""
-    assert abs(found.item() - losses.sum().item()) <= 1e-5 * (losses.abs().sum() + weights.sum()).item()
+def near_sum(found: Tensor, exact: Any, arguments: dict[str, Any]) -> None:
+    """Within the rounding of terms that may cancel, and of log-probs, which are within 1e-5.
+
+    A ratio moves by a share of itself when its log-prob does. CISPO's factor stays, and its loss moves by the factor:
+    by far more than a share of the loss where the log-prob is nearly 0.
+    """
+    moved = exact.loss.abs()
+    if arguments["options"].kind == "cispo":
+        moved = moved + moved / exact.logprob.abs().clamp(min=1e-12)
+    bound = 1e-5 * (moved.sum() + arguments["token_weight"].sum()).item()
+    assert abs(found.item() - exact.loss.sum().item()) <= bound
 
 
-def near(found: Tensor, expected: Tensor, relative: float = 2e-5) -> None:
-    """Within rounding of the largest element."""
+def near(found: Tensor, expected: Tensor, relative: float = 2e-5, lost: float = 0.0) -> None:
+    """Within rounding of the largest element, and `lost` more."""
     scale = max(float(expected.abs().max()), 1e-3) if expected.numel() else 0.0
-    torch.testing.assert_close(found.double(), expected, atol=relative * scale, rtol=relative)
+    torch.testing.assert_close(found.double(), expected, atol=relative * scale + lost, rtol=relative)
+
+
+def lost_digits(gradient: Tensor, logprob: Tensor) -> float:
+    """What float32 loses of gradients [n, columns] of tokens with these exact log-probs [n], at most.
+
+    A gradient is a factor times (1 - p) at the token itself, and p is known to two units in its last digit: where p is
+    nearly 1, that is much of what is left.
+    """
+    left = -torch.expm1(logprob.double())
+    factor = gradient.abs().amax(1) / left.clamp(min=1e-12)
+    return 2 * torch.finfo(torch.float32).eps * float(factor.max()) if len(logprob) else 0.0
 
 
 @settings(deadline=None, max_examples=150)
@@ -107,8 +126,8 @@ def test_loss_and_gradient_of_logits(
     arguments = made_up(options, count, columns, seed, temperature)
     exact = reference.grpo_loss(**arguments)
     loss, metrics, gradient = in_place(arguments)
-    near_sum(loss, exact.loss, arguments["token_weight"])
-    near(gradient, exact.gradient)
+    near_sum(loss, exact, arguments)
+    near(gradient, exact.gradient, lost=lost_digits(exact.gradient[arguments["rows"]], exact.logprob))
     counted = metrics.logprob != 0
     torch.testing.assert_close(metrics.logprob[counted].double(), exact.logprob[counted], atol=1e-5, rtol=1e-6)
 
@@ -125,8 +144,8 @@ def test_loss_and_gradients_of_hidden_states(
     hidden = x[rows].clone().requires_grad_()  # the logits, as the weight is the identity
     loss, metrics = grpo_kernels.linear_grpo_loss(hidden, weight, vocab_size=columns, chunk=chunk, **arguments)
     by_hidden, by_weight = torch.autograd.grad(loss, (hidden, weight))
-    near_sum(loss, exact.loss, arguments["token_weight"])
-    near(by_hidden, exact.gradient)
+    near_sum(loss, exact, arguments)
+    near(by_hidden, exact.gradient, lost=lost_digits(exact.gradient, exact.logprob))
     near(by_weight[:columns], exact.gradient.t() @ x[rows].double())
     assert not by_weight[columns:].any()
     assert metrics.tokens == (arguments["token_weight"] != 0).sum() or options.correction == "mask"
@@ -156,8 +175,8 @@ def test_on_policy_the_ratio_is_one(options: GRPOLoss, seed: int) -> None:
     )
     exact = reference.grpo_loss(**arguments)
     loss, metrics, gradient = in_place(arguments)
-    near_sum(loss, exact.loss, arguments["token_weight"])
-    near(gradient, exact.gradient)
+    near_sum(loss, exact, arguments)
+    near(gradient, exact.gradient, lost=lost_digits(exact.gradient[arguments["rows"]], exact.logprob))
     if metrics.tokens:
         assert metrics.ratio_min == metrics.ratio_max == 1
     assert metrics.clip_low == metrics.clip_high == metrics.clip_dual == metrics.kl_old == 0
