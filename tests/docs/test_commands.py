@@ -41,7 +41,7 @@ NOT_RUN = {
 """{reason: the first two words of every command that is not run for it}: whoever adds one adds it here."""
 
 SHORT_RUN = (
-    "run.root={tmp} run.steps=2 run.eval_every=0 run.save_every=0 base.max_steps=2 base.gate_accuracy=0"
+    "run.root={root} run.steps=2 run.eval_every=0 run.save_every=0 base.max_steps=2 base.gate_accuracy=0"
     " base.gate_from=1 base.gate_every=1 base.gate_passes=1 base.warmup_steps=0 base.decay_steps=0 base.batch_size=4"
     " optimizer.warmup_steps=0 data.validation_size=8 data.test_size=8"
     " algorithm.prompts_per_step=4 algorithm.group_size=2 rollout.max_new_tokens=8"
@@ -71,7 +71,7 @@ ADDED = {
     r"\. \.venv/bin/activate": "",
     r"export ": "",
 }
-"""{what a command holds: what makes it short and keeps it in {tmp}}; the first that fits."""
+"""{what a command holds: what makes it short and keeps it in {tmp}, {root} is its own; the first that fits."""
 IN_MAKE_TEST = ["make train", "data=jsonl", "--cfg job", "activate", "tools/doctor"]
 """What the commands hold of which the first runs in `make test`."""
 
@@ -144,6 +144,7 @@ def run(text: str, values: dict[str, object]) -> subprocess.CompletedProcess[str
 
 @pytest.mark.parametrize("command", PARAMETERS)
 def test_it_runs(command: Command, values: dict[str, object], request: pytest.FixtureRequest) -> None:
+    values = values | {"root": Path(str(values["tmp"])) / re.sub(r"\W", "-", str(command))}
     if "run.init_from" in command.text:
         values = values | {"base": request.getfixturevalue("base")}
     done = run(command.text, values)
@@ -153,11 +154,11 @@ def test_it_runs(command: Command, values: dict[str, object], request: pytest.Fi
 @pytest.fixture(scope="module")
 def base(values: dict[str, object]) -> Path:
     """A base model that `make train` left, in a test before or now."""
-    kept = Path(str(values["tmp"])) / "base-models"
-    if not kept.exists():
-        done = run("make train", values)
+    tmp = Path(str(values["tmp"]))
+    if not any(tmp.glob("*/base-models/*")):
+        done = run("make train", values | {"root": tmp / "first"})
         assert done.returncode == 0, done.stderr[-3000:]
-    return next(kept.iterdir())
+    return next(tmp.glob("*/base-models/*"))
 
 
 def test_every_command_is_of_a_known_kind() -> None:
