@@ -37,7 +37,7 @@ RANGES: dict[str, tuple[str, ...]] = {
         "model.moe.bias_update_rate", "model.moe.aux_loss_coef", "model.moe.z_loss_coef", "model.moe.groups",
         "model.moe.group_top_k", "algorithm.kl_coef", "algorithm.reference_refresh", "rollout.top_k",
         "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_grad", "base.warmup_steps",
-        "base.decay_steps", "base.weight_decay", "base.gate_from", "sft.steps", "sft.epochs", "sft.warmup_steps",
+        "base.decay_steps", "base.weight_decay", "base.gate_from", "base.save_every", "sft.save_every", "sft.steps", "sft.epochs", "sft.warmup_steps",
         "sft.weight_decay",
         "run.eval_every", "run.save_every", "run.keep_every", "run.samples_per_step", "rollout.sglang.restarts",
     ),
