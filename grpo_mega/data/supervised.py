@@ -57,7 +57,7 @@ def rows_of_file(
         first = step * sft.batch_size
         return [rows[draw(k)[1]] for k in range(first, min(first + sft.batch_size, count))]
 
-    return SupervisedRows(of_step, steps, f"{sft.path} sha256={_digest(rows)} seed={seed}")
+    return SupervisedRows(of_step, steps, f"{sft.path} sha256={digest(rows)} seed={seed}")
 
 
 def load_rows(
@@ -224,7 +224,7 @@ def _too_long(rows: list[str], of: int, longest: int, sft: SFTConfig) -> str:
     )
 
 
-def _digest(rows: Sequence[Row]) -> str:
+def digest(rows: Sequence[Row]) -> str:
     """Of the token ids and of which are learned: other files, templates and tokenizers have other ones."""
     digest = hashlib.sha256()
     for row in rows:

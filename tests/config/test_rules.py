@@ -135,6 +135,12 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"base.gate_from": 1201}, "base.gate_from=1201"),
     ({"base.gate_passes": 30}, "base.gate_from=150, base.gate_every=50 and base.gate_passes=30 let the gate"),
     ({"sft.steps": 5}, "sft.warmup_steps=5 must be below sft.steps=5"),
+    ({"sft.path": "a.jsonl"}, "sft.path=a.jsonl has no effect without steps; set sft.epochs=1"),
+    ({"sft.path": "a", "sft.epochs": 1, "sft.steps": 9}, "sft.steps=9 and sft.epochs=1 both say how long"),
+    ({"sft.epochs": 1}, "sft.epochs=1 is about the rows of sft.path; give sft.path=FILE.jsonl, or set sft.epochs=0"),
+    ({"sft.too_long": "cut"}, "sft.too_long=cut is about the rows of sft.path"),
+    ({"sft.max_tokens": 9}, "sft.max_tokens=9 is about the rows of sft.path"),
+    ({"sft.path": "a", "sft.epochs": 1, "sft.max_tokens": 129}, "sft.max_tokens=129 must be at most model.context=128"),
     ({"reward.terms": [RewardTerm("accuracy", 1e300)]}, "reward.terms[0].weight=1e+300: choose a value in"),
     ({"reward.terms": [RewardTerm("accuracy", 1), RewardTerm("format", -2e6)]}, "reward.terms[1].weight=-2000000.0: "),
     ({"reward.terms": [RewardTerm("accuracy", 0.0)]}, "reward.terms all have weight 0"),
@@ -154,6 +160,13 @@ BROKEN: list[tuple[dict[str, object], str]] = [
 def test_a_broken_rule_is_the_only_problem_and_names_its_field(values: dict[str, object], message: str) -> None:
     (problem,) = problems_of(with_values(TINY, values))
     assert problem.startswith(message)
+
+
+def test_files_give_supervised_steps_something_to_learn() -> None:
+    jsonl = {"data.task": "jsonl", "data.train_path": "t", "data.test_path": "t", "base.train": False}
+    for length in ({"sft.steps": 9}, {"sft.epochs": 2}):
+        for data in ({}, jsonl):
+            assert problems_of(with_values(TINY, {"sft.path": "a.jsonl", **length, **data})) == []
 
 
 def test_the_configurations_that_the_cases_start_from_are_accepted() -> None:

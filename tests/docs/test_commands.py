@@ -49,6 +49,7 @@ SHORT_RUN = (
 MAKE = "VENV={venv} READY={tmp}/ready"
 """The environment that runs the tests; its mark lies in {tmp} and is new, so that make installs nothing."""
 ADDED = {
+    r"-m grpo_mega\.train .*sft\.path=": SHORT_RUN + " sft.path={tmp}/cold_start.jsonl sft.warmup_steps=0",
     r"-m grpo_mega\.train .*data=jsonl": SHORT_RUN
     + " data.train_path={tmp}/train.jsonl data.test_path={tmp}/test.jsonl"
     " run.init_from={base}",
@@ -107,6 +108,8 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     for name, numbers in (("train", range(1, 10)), ("test", range(10, 14))):
         rows = [{"prompt": f"{a}+{b}+2=?", "answer": a + b + 2} for a in numbers for b in range(1, 10)]
         (tmp / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = next(block.text for block in blocks(REPOSITORY / "docs" / "data.md") if block.language == "json")
+    (tmp / "cold_start.jsonl").write_text(rows.splitlines()[1] + "\n")  # the characters' tokenizer knows no chats
     (tmp / "ready").touch()
     return {"tmp": tmp, "venv": sys.prefix}
 
