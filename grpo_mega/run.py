@@ -326,7 +326,12 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken."""
+        """Continues where `state` was taken. Raises ValueError when that was before runs had stages."""
+        if "stage" not in state:
+            raise ValueError(
+                f"the checkpoints of {self.checkpoints} were written before runs had stages: give this run another "
+                "run.name, and base.train=false run.init_from=CHECKPOINT to start from their weights"
+            )
         self.step, self._seconds_before = state["step"], state["seconds"]
         self.stage.load_state_dict(state["stage"])
         warn_of_other_versions(state["versions"])
