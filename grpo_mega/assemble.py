@@ -80,7 +80,9 @@ def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> 
         if sglang:
             text = [token for prompt in data.test for token in prompt.token_ids]
             turns = Turns(policy, reference, sglang, config.rollout.sglang, timer, text, path)
-            rollouts = Rollouts(config, sglang, turns.generate, reward.score, topology, data.stop_ids, turns.metrics)
+            rollouts = Rollouts(
+                config, sglang, turns.generate, reward.score, topology, data.stop_ids, True, turns.metrics
+            )
         else:
             rollouts = Rollouts(config, embedded, partial(without_turns, timer), reward.score, topology, data.stop_ids)
         stages: list[Stage] = [GRPO(config, policy, reference, data, rollouts)]
@@ -103,7 +105,7 @@ def _stages_before(config: Config, policy: Policy, embedded: Engine, data: Data)
     """What comes before reinforcement learning."""
     stages: list[Stage] = []
     if config.base.train:
-        assert data.chain_sum is not None, "rules.py refuses base.train without data.task=chain_sum"
+        assert data.chain_sum is not None, "config/rules/stages.py refuses base.train without data.task=chain_sum"
         stages.append(Pretrain(config, policy, embedded, data.chain_sum))
     if data.supervised:
         stages.append(SFT(config.sft, policy, data.supervised))

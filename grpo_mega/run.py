@@ -198,14 +198,14 @@ class Run:
 
     def where(self) -> str:
         """Where the run stands, in words."""
-        of = "" if self._is_last else f" of {self.stage.name}"
+        of, update = ("", " before its first update") if self._is_last else (f" of {self.stage.name}", "")
         if not self.begun:
             return f"before the first step{of}"
         if progress := self.stage.progress(self.step):
             return f"in step {self.step + 1}{of} {progress}"
         if self.stage.is_done(self.step):
             return f"after step {self.step}{of}, before the result was measured"
-        return f"in step {self.step + 1}{of} before its first update"
+        return f"in step {self.step + 1}{of}{update}"
 
     def _save_and_say_where(self) -> str:
         where = f"stopped {self.where()}"
@@ -299,7 +299,8 @@ class Run:
         self.load_state_dict(state)
         random_state.load(newest, self.config.seed, self.step)
         self.stage.in_progress, self.newest, self.begun = step_in_progress.load(newest), newest, True
-        where = self.where() if self.stage.in_progress else f"after step {self.step}"
+        of = "" if self._is_last else f" of {self.stage.name}"
+        where = self.where() if self.stage.in_progress else f"after step {self.step}{of}"
         self.recorder.note(f"continuing {where}, from {newest}")
         self.recorder.open_metrics(self.step, self._metrics_file)
         return True
@@ -314,7 +315,10 @@ class Run:
             if stage.name == name:
                 return stage
         names = ", ".join(stage.name for stage in self.stages)
-        raise ValueError(f"the checkpoint {path} is of the stage {name}, and this run has only: {names}")
+        raise ValueError(
+            f"the checkpoint {path} is of the stage {name}, and this run has only: {names}. Give it that stage again, "
+            "or choose another run.name"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What the run needs to go on besides tensors and generators. Sampling noise is a function of counters."""

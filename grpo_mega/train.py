@@ -96,7 +96,7 @@ def train(config: Config) -> None:
     """Runs one experiment to its end."""
     data = build_data(config, partial(why_unreachable, config.reward.terms))
     reward = build_reward(config.reward, config.run.seed)
-    for number in SIGNALS:  # until the trainer takes them over, there is nothing to save
+    for number in SIGNALS:  # until the run takes them over, there is nothing to save
         signal.signal(number, lambda *_: _leave("stopped before the first step", STOPPED))
     here = platform.start()
     check_backend(config, here.backend)
@@ -109,6 +109,10 @@ def train(config: Config) -> None:
             run.execute()
         except Stopped:
             raise
+        except (ValueError, FileNotFoundError) as error:
+            if not run.begun:  # such as a cached base model that is damaged: still bad input, that every rank finds
+                raise
+            raise FailedInStep(run.where(), run.newest) from error
         except (Exception, SystemExit) as error:
             # The input was accepted on every rank; what goes wrong now may be seen by one of them alone.
             raise FailedInStep(run.where(), run.newest) from error

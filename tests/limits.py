@@ -7,6 +7,7 @@ need several times as long for the same work, so every limit is stretched by wha
 from __future__ import annotations
 
 import hashlib
+import os
 import statistics
 import time
 from functools import cache
@@ -22,8 +23,12 @@ def limit(seconds: float) -> float:
 
 @cache
 def slowness() -> float:
-    """How many times longer this machine takes than the normal one, by the clock on the wall; 1 at least."""
-    return max(1.0, statistics.median(_work() for _ in range(7)) / NORMAL)
+    """How many times longer this machine takes than the normal one, by the clock on the wall; 1 at least.
+
+    Where several files are tested at once, each may have to wait for all others.
+    """
+    at_once = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return at_once * max(1.0, statistics.median(_work() for _ in range(7)) / NORMAL)
 
 
 def _work() -> float:

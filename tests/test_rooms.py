@@ -11,7 +11,7 @@ HOUSE = Path(__file__).resolve().parents[1]
 PACKAGES = {"grpo_mega": HOUSE / "grpo_mega", "grpo_kernels": HOUSE / "kernels" / "grpo_kernels"}
 
 GROUND = {"types", "config", "platform"}
-"""What every room may know; they know only each other, downwards."""
+"""What every other room may know; they know nobody."""
 MAY_KNOW: dict[str, set[str]] = {
     "grpo_kernels": set(),
     "algorithm": set(),

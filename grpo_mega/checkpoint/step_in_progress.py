@@ -27,18 +27,20 @@ class StepInProgress:
         groups: The answers and their rewards.
         batch: Those that updates compute, with every log-prob these need; None when nothing can move the policy.
         updates: The metrics of each update done so far.
+        mismatch: Without a batch, how far the trainer's log-probs of the answers are from the engine's, for the log.
     """
 
     groups: list[Group]
     batch: Batch | None
     updates: list[dict[str, float]] = field(default_factory=list)
+    mismatch: dict[str, float] = field(default_factory=dict)
 
 
 def save(checkpoint: Path, step: StepInProgress) -> None:
     """Writes the step into the checkpoint; called on the main rank."""
     tensors = {f.name: getattr(step.batch, f.name) for f in fields(Batch)} if step.batch else None
     groups = [_group_to_json(group) for group in step.groups]
-    said = {"groups": groups, "updates": step.updates}
+    said = {"groups": groups, "updates": step.updates, "mismatch": step.mismatch}
     torch.save({"batch": tensors, "said": json.dumps(said)}, checkpoint / FILE)
 
 
@@ -50,7 +52,7 @@ def load(checkpoint: Path) -> StepInProgress | None:
     said = json.loads(saved["said"])
     batch = Batch(**saved["batch"]) if saved["batch"] else None
     groups = [_group_from_json(group) for group in said["groups"]]
-    return StepInProgress(groups, batch, said["updates"])
+    return StepInProgress(groups, batch, said["updates"], said["mismatch"])
 
 
 def _group_to_json(group: Group) -> dict[str, Any]:

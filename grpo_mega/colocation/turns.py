@@ -99,8 +99,8 @@ class Turns:
             try:
                 with self._recorded(), self._timer("sync"):
                     self._to_engine(version)
-                with self._timer(phase), self._recorded():
-                    result = work()
+                with self._timer(phase):
+                    result = self._done(work)
             except EngineRestarted as lost:
                 self._forfeit(lost)
                 self._back()
@@ -110,6 +110,15 @@ class Turns:
             else:
                 self._back()
                 return result
+
+    def _done(self, work: Callable[[], Result]) -> Result:
+        try:
+            return work()
+        except EngineRestarted:
+            raise
+        except EngineError as error:  # others, such as a reward that fails, have nothing to do with turns
+            self._record(error)
+            raise
 
     def _back(self) -> None:
         with self._recorded(), self._timer("sync"):
@@ -188,7 +197,7 @@ class Turns:
             self._memory.offload(keep_weights)
 
     def _to_trainer(self) -> None:
-        """From wherever the round was broken off."""
+        """From wherever the engine's turn was broken off."""
         if self.lease.state is State.TRAINING:
             return
         self.ledger.mark("engine's turn ends")

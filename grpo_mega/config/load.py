@@ -26,6 +26,7 @@ _MAY_CHANGE = frozenset({
     "run.eval_every",
     "run.save_every",
     "base.save_every",
+    "base.max_steps",
     "sft.save_every",
     "run.async_save",
     "run.keep_checkpoints",

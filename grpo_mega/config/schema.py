@@ -464,7 +464,8 @@ class RunConfig:
     keep_checkpoints: int = 2
     """Newest checkpoints kept."""
     keep_every: int = 0
-    """Checkpoints of steps divisible by this are kept for good; 0 for none."""
+    """Checkpoints of steps divisible by this are kept for good; 0 for none. Those of an earlier stage, such as the cold
+    start, go when the next one has saved."""
     print_every: int = 10
     """Steps between rows of the console table."""
     samples_per_step: int = 4

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 ASSISTANT = "assistant"
 ROLES = ("system", "user", ASSISTANT, "tool")
+ANCHORS = ("\n", ">", "|", "0", "x")
+"""What a text may be encoded after; one of them has no token together with its first letter."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,27 @@ def texts_at_cuts(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool]
 def encoded_parts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
     """Token ids of what each text has more than the one before it, with which it begins.
 
-    No token crosses a cut: where the longer text has other tokens around it, the rest is encoded on its own, as the
-    policy writes behind a prompt whose tokens are given.
+    No token crosses a cut: where the longer text has other tokens around it, the rest is encoded apart, as the policy
+    writes it after a prompt whose tokens are given.
+
+    Raises:
+        ValueError: The rest cannot be encoded apart.
     """
     ids: list[int] = []
     parts: list[list[int]] = []
     before = ""
     for text in texts:
         whole = encode(text)
-        part = whole[len(ids) :] if whole[: len(ids)] == ids else encode(text[len(before) :])
+        part = whole[len(ids) :] if whole[: len(ids)] == ids else _encoded_apart(text[len(before) :], encode)
         ids, before = ids + part, text
         parts.append(part)
     return parts
+
+
+def _encoded_apart(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """Tokens of a text that something precedes: on its own, SentencePiece's tokenizers would put a space in front."""
+    for anchor in ANCHORS:
+        alone, with_text = encode(anchor), encode(anchor + text)
+        if with_text[: len(alone)] == alone:
+            return with_text[len(alone) :]
+    raise ValueError(f"the tokenizer has no tokens for {text[:20]!r} that do not depend on what is before it")

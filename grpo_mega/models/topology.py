@@ -13,6 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import distributed_c10d
 
 from grpo_mega.config.schema import LayoutConfig
+from grpo_mega.platform.collectives import host_group
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -132,9 +133,12 @@ class Topology:
         return everyone
 
     def spread_over_ranks(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
-        """One result per item, in order, on all ranks; each item is worked on by one rank, for all."""
+        """One result per item, in order, on all ranks; each item is worked on by one rank, for all.
+
+        Results go over the hosts' network: the devices' process groups may be suspended while an engine has the turn.
+        """
         shares: list = [None] * self.world_size
-        dist.all_gather_object(shares, work(items[self.rank :: self.world_size]))
+        dist.all_gather_object(shares, work(items[self.rank :: self.world_size]), group=host_group())
         return [shares[i % self.world_size][i // self.world_size] for i in range(len(items))]
 
 

@@ -1,7 +1,7 @@
 """The run directory: one experiment, one live process.
 
     runs/NAME/  config.yaml  run.json  run.lock  metrics.jsonl  samples/  checkpoints/  tensorboard/  logs/
-                summary.json  curves.png  slurm/
+                pretrain.jsonl  sft.jsonl  summary.json  curves.png  slurm/
 
 `run.json` holds the identity of the experiment: the part of the configuration that must not change between starts. The
 name is no part of it: a directory may be renamed. As long as there is no result, neither step nor checkpoint, another
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.load import identity_in
-from grpo_mega.observe.metrics import METRICS, read_metrics
+from grpo_mega.observe.metrics import read_metrics
 from grpo_mega.platform.files import write_atomic
 
 IDENTITY = "run.json"
@@ -148,7 +148,7 @@ def _refuse_other(path: Path, wanted: dict[str, Any]) -> None:
 def _has_results(path: Path) -> bool:
     """Whether a training step was recorded, or a checkpoint finished."""
     checkpoints = path / CHECKPOINTS
-    return _has_steps(path / METRICS) or (
+    return any(_has_steps(file) for file in path.glob("*.jsonl")) or (
         checkpoints.is_dir() and any(not entry.name.startswith(".") for entry in checkpoints.iterdir())
     )
 

@@ -28,6 +28,7 @@ class Producer:
         group_size: int,
         sampling: SamplingParams,
         version: int,
+        at_least: int = 1,
     ) -> None:
         """Nothing is wanted yet.
 
@@ -38,7 +39,11 @@ class Producer:
             group_size: Samples per prompt.
             sampling: How to sample.
             version: Policy version; see `Engine.submit`.
+            at_least: Samples that are scored together, unless there are no more: where ranks share them out, as many
+                as there are ranks keep all of them busy.
         """
+        self._at_least = at_least
+        self._unscored: list[int] = []  # numbers of prompts whose groups are complete
         self._engine, self._score = engine, score
         self._sampling, self._version = sampling, version
         self._pool = Pool(group_size)
@@ -81,17 +86,18 @@ class Producer:
         return self._in_turn()
 
     def _advance(self, interrupted: Callable[[], bool] | None) -> None:
-        complete = advance(self._engine, self._pool, self._sampling, self._version, interrupted)
-        if not complete:
-            return
-        groups = [self._pool.group(number) for number in complete]
+        self._unscored += advance(self._engine, self._pool, self._sampling, self._version, interrupted)
+        groups = [self._pool.group(number) for number in self._unscored]
         samples = [sample for group in groups for sample in group]
+        if not samples or (self.busy and len(samples) < self._at_least):
+            return
         scores = self._score(samples)
         if len(scores) != len(samples):
             raise ValueError(f"{len(samples)} samples were to be scored, and there are {len(scores)} scores")
         following = iter(scores)
-        for number, group in zip(complete, groups, strict=True):
+        for number, group in zip(self._unscored, groups, strict=True):
             self._scored[number] = Group(group, tuple(next(following) for _ in group))
+        self._unscored = []
 
     def _in_turn(self) -> list[Group]:
         groups = []

@@ -1,1 +1,1 @@
-"""What comes before reinforcement learning: the base model, and supervised cold start."""
+"""One algorithm a file, each a `Stage` of a run: pre-training of the toy, supervised fine-tuning, GRPO."""

@@ -20,7 +20,7 @@ from grpo_mega.stages.batches import make_batch, mini_batches, shares
 from grpo_mega.stages.metrics import achieved, step_metrics
 from grpo_mega.stages.rollouts import Rollouts
 from grpo_mega.stages.watch import Watch
-from grpo_mega.types import Batch, pack
+from grpo_mega.types import Batch, Group, pack
 
 
 class GRPO:
@@ -52,7 +52,7 @@ class GRPO:
         for batch in mini_batches(now, self.config, run.step):  # epochs x mini-batches, those that are left
             with run.phase("update"):
                 self.update(now, batch)
-        metrics = self.evaluated(run) | self.numbers(run, now)
+        metrics = self.evaluated(run) | self.numbers(now)
         self.in_progress = None
         if self.reference and _is_due(self.algorithm.reference_refresh, run.step + 1):
             self.reference.refresh()  # pi_ref <- pi_theta
@@ -62,12 +62,14 @@ class GRPO:
         """What the updates of a step are made of: questions, groups of answers, rewards, advantages, log-probs."""
         prompts = self.data.train.take(self.algorithm.prompts_per_step)  # q ~ P(Q)
         groups = self.rollouts.groups(run, prompts, self.algorithm.group_size)  # o_1 ... o_G ~ pi_old, r_1 ... r_G
-        batch = make_batch(groups, self.algorithm)  # A_i = (r_i - mean(r)) / std(r)
-        if batch is not None:
-            with run.phase("logprobs"):
-                batch = self.with_logprobs(run, batch)
+        now = StepInProgress(groups, make_batch(groups, self.algorithm))  # A_i = (r_i - mean(r)) / std(r)
+        with run.phase("logprobs"):
+            if now.batch is not None:
+                now.batch = self.with_logprobs(run, now.batch)
+            else:  # nothing to learn, but whether engine and trainer agree is seen at every step
+                now.mismatch = self.mismatch_of_all(groups)
         run.raise_if_stopping()
-        return StepInProgress(groups, batch)
+        return now
 
     def with_logprobs(self, run: Run, batch: Batch) -> Batch:
         """The batch with the log-probs its updates need."""
@@ -90,17 +92,18 @@ class GRPO:
         if self.on_policy and now.batch is not None:
             now.batch = now.batch.with_(old_logprob=gradients.logprob)
 
-    def numbers(self, run: Run, now: StepInProgress) -> Metrics:
+    def mismatch_of_all(self, groups: list[Group]) -> Metrics:
+        """How far engine and trainer are apart on all answers of a step."""
+        batch = pack([sample for group in groups for sample in group.samples])
+        return self.watch.mismatch(batch, self.policy.logprobs(batch, self.config.rollout.temperature))
+
+    def numbers(self, now: StepInProgress) -> Metrics:
         """What is logged of a step whose updates are done."""
-        batch = now.batch
-        if batch is None:  # nothing was learned, but whether engine and trainer agree is seen at every step
-            with run.phase("logprobs"):
-                batch = pack([sample for group in now.groups for sample in group.samples])
-                batch = batch.with_(old_logprob=self.policy.logprobs(batch, self.config.rollout.temperature))
         self.tokens["generated"] += sum(len(sample.token_ids) for group in now.groups for sample in group.samples)
         self.watch.signal(now.groups)
-        metrics = step_metrics(now, self.config.reward.success) | self.rollouts.traffic()
-        return metrics | self.watch.mismatch(batch, batch.old_logprob)
+        if now.batch is not None:
+            now.mismatch = self.watch.mismatch(now.batch, now.batch.old_logprob)
+        return step_metrics(now, self.config.reward.success) | now.mismatch | self.rollouts.traffic()
 
     def evaluated(self, run: Run) -> Metrics:
         """Results on the validation problems, when they are due at the end of this step."""

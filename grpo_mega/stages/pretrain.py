@@ -32,9 +32,9 @@ RECIPE = 2
 
 
 def base_path(config: Config) -> Path:
-    """Where the base model of this recipe is cached; neither the layout nor how often it is saved is in the recipe."""
+    """Where the base model of this recipe is cached; the recipe is what decides about the weights."""
     data = {k: v for k, v in asdict(config.data).items() if not k.endswith("_path")}
-    base = {k: v for k, v in asdict(config.base).items() if k != "save_every"}
+    base = {k: v for k, v in asdict(config.base).items() if k not in ("save_every", "max_steps")}
     recipe = [RECIPE, config.run.seed, base, asdict(config.model), data]
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
     return Path(config.run.root) / "base-models" / digest[:16]
@@ -70,8 +70,9 @@ class Pretrain:
         run.recorder.note(
             f"base model: a plain language model on worked arithmetic, until it can calculate; goes to {self.path}"
         )
-        self.policy.initialize(self.config.run.seed)
-        self.prepare()
+        with run.timer("base"):
+            self.policy.initialize(self.config.run.seed)
+            self.prepare()
 
     def prepare(self) -> None:
         """Makes the optimizer."""
@@ -130,7 +131,8 @@ class Pretrain:
         mine = self.path.with_name(f"{self.path.name}-{self.config.run.name}")  # another run may train the same model
         if self.policy.topology.is_main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(mine, self.policy, {"steps": run.step})
+        with run.timer("checkpoint"):
+            checkpoint.save(mine, self.policy, {"steps": run.step})
         if self.policy.topology.is_main:
             if self.path.is_dir():
                 shutil.rmtree(mine)

@@ -30,9 +30,22 @@ class Rollouts:
         score: Callable[[list[Sample]], list[Score]],
         topology: Topology,
         stop_ids: tuple[int, ...],
+        generates_meanwhile: bool = False,
         traffic: Callable[[], Metrics] = dict,
     ) -> None:
-        """`score` scores samples on one rank; `traffic` says what was moved between trainer and engine since last."""
+        """How prompts become scored answers.
+
+        Args:
+            config: The whole configuration.
+            engine: What generates.
+            in_turn: How it comes to the policy's weights, and to its turn.
+            score: Scores samples on one rank.
+            topology: Shares samples out over ranks.
+            stop_ids: Tokens that end a completion.
+            generates_meanwhile: Whether the engine goes on while samples are scored; else they are scored at the end.
+            traffic: Says what was moved between trainer and engine since it was last asked.
+        """
+        self._generates_meanwhile = generates_meanwhile
         self.config = config.rollout
         self._success = config.reward.success
         self.engine = engine
@@ -62,7 +75,7 @@ class Rollouts:
         return self.produced(run, "generate", prompts, group_size, run.step)
 
     def produced(self, run: Run, phase: str, prompts: list[Prompt], group_size: int, step: int) -> list[Group]:
-        """Groups of the policy after `step` steps, scored while others are generated.
+        """Groups of the policy after `step` steps, scored while others are generated if the engine can do that.
 
         An engine with weights of its own gets them before.
         """
@@ -72,7 +85,8 @@ class Rollouts:
             with run.timer.instead("reward" if phase == "generate" else phase):
                 return self.scores(samples)
 
-        producer = Producer(self.engine, score, group_size, self.sampling(step), step)
+        at_least = self._topology.world_size if self._generates_meanwhile else len(prompts) * group_size
+        producer = Producer(self.engine, score, group_size, self.sampling(step), step, at_least)
         producer.add(prompts)
         return self.in_turn(step, phase, lambda: producer.run(run.is_asked_to_stop))
 

@@ -1,4 +1,4 @@
-"""The GRPO loss of given logits, whose gradient takes the logits' row_arguments."""
+"""The GRPO loss of given logits, whose gradient overwrites the logits."""
 
 from __future__ import annotations
 

@@ -67,10 +67,12 @@ status() {
     mv "$RUN/slurm/.status.tmp" "$RUN/slurm/status"
 }
 
-# Step, reward and seconds per step from the last line of a step in the metrics; the one behind it may be held-out results.
+# Step, reward and seconds per step from the last line of a step in the metrics; the one after it may be held-out results.
+# Before reinforcement learning has one, from those of the stage before it, which has no reward.
 progress() {
     local line
     line=$(tail -n 2 "$RUN/metrics.jsonl" 2>/dev/null | grep '"reward/mean"' | tail -n 1)
+    [ -n "$line" ] || line=$(tail -q -n 1 "$RUN/pretrain.jsonl" "$RUN/sft.jsonl" 2>/dev/null | tail -n 1)
     echo "step=$(number step "$line") reward=$(number reward/mean "$line") step_seconds=$(number time/step "$line")"
 }
 

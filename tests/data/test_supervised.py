@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from made_tokenizer import ASKING, CHAT, SPECIAL, write_tokenizer
@@ -360,3 +361,19 @@ def test_the_traces_of_the_task_are_learned_without_a_file():
         assert text.endswith("</answer><eos>")
         assert CHARS.decode(row.token_ids[: row.learned[0][0]]).endswith("=?")
     assert build_data(config(None)).supervised is None
+
+
+def test_what_follows_a_cut_has_no_space_in_front_that_nobody_wrote() -> None:
+    """SentencePiece's tokenizers put one in front of a text that they encode on its own."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=60, initial_alphabet=[*"ab<>|0x\n"])
+    tokenizer.train_from_iterator(["ab ab ab a<b a<b a<b b<a"], trainer)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text).ids
+
+    for asks, answers in (("ab ", "ab"), ("a<", "b"), ("a", "b<a"), ("b<a", " ab")):
+        asked, answered = encoded_parts([asks, asks + answers], encode)
+        pieces = [tokenizer.id_to_token(i) for i in asked + answered]
+        assert "".join(pieces).replace("\u2581", " ") == " " + asks + answers

@@ -123,12 +123,9 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def left() -> set[str]:
-    """What git does not track, in the repository and in its `runs`; not what Python and pytest leave for themselves."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--others", "--directory"], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    runs = [str(path) for pattern in ("*", "base-models/*") for path in (REPOSITORY / "runs").glob(pattern)]
-    return {path for path in [*listed, *runs] if not re.search(r"__pycache__|\.(pytest|mypy|ruff)_cache|\.hyp", path)}
+    """What lies where commands write when nobody says where: the repository's top, and `runs`."""
+    folders = (REPOSITORY, REPOSITORY / "runs", REPOSITORY / "runs" / "base-models")
+    return {str(path) for folder in folders for path in folder.glob("[!._]*")}
 
 
 def run(text: str, values: dict[str, object]) -> subprocess.CompletedProcess[str]:

@@ -96,7 +96,9 @@ def near_sum(found: Tensor, exact: Any, arguments: dict[str, Any]) -> None:
     """
     moved = exact.loss.abs()
     if arguments["options"].kind == "cispo":
-        moved = moved + moved / exact.logprob.abs().clamp(min=1e-12)
+        ratio = (exact.logprob - arguments["old_logprob"].double()).exp()
+        factor = ratio.clamp(max=1 + arguments["options"].clip_high) * arguments["advantages"].double().abs()
+        moved = moved + arguments["token_weight"].double() * factor
     bound = 1e-5 * (moved.sum() + arguments["token_weight"].sum()).item()
     assert abs(found.item() - exact.loss.sum().item()) <= bound
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from grpo_mega.config.rules.problems import divisors
-from grpo_mega.config.schema import Config, SGLangConfig, Timeouts
+from grpo_mega.config.schema import Config, SGLangConfig
 
 FP8_BLOCK = 128
 """As in weights/fp8.py, which takes torch to import."""
@@ -77,9 +77,6 @@ def _gpus_of_their_own(sglang: SGLangConfig) -> Iterator[str]:
     why = f"has no effect with rollout.sglang.first_gpu={sglang.first_gpu}, where nobody makes room for the other"
     if not sglang.suspend_process_groups:
         yield f"rollout.sglang.suspend_process_groups=false {why}; set it to true"
-    for name, default in vars(Timeouts()).items():
-        if name not in _lasting(sglang) and (limit := getattr(sglang.timeouts, name)) != default:
-            yield f"rollout.sglang.timeouts.{name}={limit:g} {why}; give rollout.sglang.timeouts.{name}={default:g}"
 
 
 def _lasting(sglang: SGLangConfig) -> list[str]:
