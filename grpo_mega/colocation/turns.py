@@ -99,8 +99,8 @@ class Turns:
             try:
                 with self._recorded(), self._timer("sync"):
                     self._to_engine(version)
-                with self._timer(phase):
-                    result = self._done(work)
+                with self._timer(phase), self._recorded():
+                    result = work()
             except EngineRestarted as lost:
                 self._forfeit(lost)
                 self._back()
@@ -110,15 +110,6 @@ class Turns:
             else:
                 self._back()
                 return result
-
-    def _done(self, work: Callable[[], Result]) -> Result:
-        try:
-            return work()
-        except EngineRestarted:
-            raise
-        except EngineError as error:  # others, such as a reward that fails, have nothing to do with turns
-            self._record(error)
-            raise
 
     def _back(self) -> None:
         with self._recorded(), self._timer("sync"):

@@ -282,7 +282,6 @@ def test_settings_of_the_embedded_engine_are_no_rules_for_sglang() -> None:
     ("values", "message"),
     [
         ({"suspend_process_groups": False}, "rollout.sglang.suspend_process_groups=false has no effect with rollout."),
-        ({"timeouts.trainer_releasing": 900.0}, "rollout.sglang.timeouts.trainer_releasing=900 has no effect with"),
         ({"timeouts.engine_loading": 300.0}, "rollout.sglang.timeouts.engine_loading=300 is not above"),
     ],
 )

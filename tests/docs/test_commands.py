@@ -103,7 +103,7 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What stands in braces in ADDED, with the files of a user's own problems and reward in {tmp}."""
     tmp = tmp_path_factory.mktemp("documents")
     readme = blocks(REPOSITORY / "README.md")
-    own_reward = next(block.text for block in readme if block.language == "python" and block.text.startswith("def "))
+    own_reward = next(block.text for block in readme if block.text.startswith("def brevity"))
     (tmp / "my_rewards.py").write_text(own_reward)
     for name, numbers in (("train", range(1, 10)), ("test", range(10, 14))):
         rows = [{"prompt": f"{a}+{b}+2=?", "answer": a + b + 2} for a in numbers for b in range(1, 10)]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_launches import LAUNCHES, TWO_LAUNCHES, launches, per_chunk
 from largest_tensor import LargestTensor
-from launches import LAUNCHES, TWO_LAUNCHES, launches, per_chunk
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from launches import LAUNCHES, launches, per_chunk
+from kernel_launches import LAUNCHES, launches, per_chunk
 from torch import Tensor
 
 import grpo_kernels

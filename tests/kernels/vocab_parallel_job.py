@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launches import TWO_LAUNCHES, launches, per_chunk
+from kernel_launches import TWO_LAUNCHES, launches, per_chunk
 from torch import Tensor
 
 import grpo_kernels

@@ -16,7 +16,7 @@ from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.reward import user_functions
 from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.reward.user_functions import UserFunctions
-from grpo_mega.types import Prompt, Sample
+from grpo_mega.types import Prompt, Sample, Score
 
 HERE = Path(__file__).parent
 SECONDS = 60
@@ -113,7 +113,7 @@ def test_a_function_gets_a_copy_of_its_sample_and_others_see_the_original():
     mine = sample("rubbish")
     assert (
         build_reward(RewardConfig(terms, success="boxed")).score([mine, mine])
-        == [(0.0, {"mutates": 1.0, "boxed": 0.0, "length": 7.0})] * 2
+        == [Score(0.0, {"mutates": 1.0, "boxed": 0.0, "length": 7.0})] * 2
     )
     assert mine.text == "rubbish"
 
@@ -128,7 +128,7 @@ def test_what_a_function_changes_stays_in_its_process(monkeypatch: pytest.Monkey
 def test_a_fork_that_comes_back_from_the_function_ends_and_the_original_goes_on():
     built = reward("forks", "length")
     assert built.score([sample("a" * n) for n in range(1, 4)]) == [
-        (1.0 + n, {"forks": 1.0, "length": float(n)}) for n in range(1, 4)
+        Score(1.0 + n, {"forks": 1.0, "length": float(n)}) for n in range(1, 4)
     ]
 
 
@@ -173,7 +173,7 @@ def test_signals_for_the_rank_do_not_end_the_functions_but_their_children_obey_t
     for process in psutil.Process().children(recursive=True):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             process.send_signal(number)
-    assert built.score([sample()]) == [(3.0 - signal.SIGTERM, {"length": 3.0, "terminates_its_child": -15.0})]
+    assert built.score([sample()]) == [Score(3.0 - signal.SIGTERM, {"length": 3.0, "terminates_its_child": -15.0})]
 
 
 def test_a_module_that_exits_cannot_be_imported_and_nothing_is_left_of_it():
@@ -265,4 +265,4 @@ def test_a_fork_of_the_rank_that_ends_leaves_the_functions_to_the_rank():
         built.terms[0].function.func.__self__.close()  # what the end of an interpreter does
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert built.score([sample()]) == [(3.0, {"length": 3.0})]
+    assert built.score([sample()]) == [Score(3.0, {"length": 3.0})]

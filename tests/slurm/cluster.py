@@ -182,8 +182,10 @@ class Cluster:
         """A node loses its power: SIGKILL to its slurmd and everything that it started."""
         self._daemons[node].kill()
         self._daemons[node].wait()
-        for process in self.processes([node]):
-            _kill(process)
+        while left := self.processes([node]):  # one that is killed may have begun another a moment before
+            for process in left:
+                _kill(process)
+            psutil.wait_procs(left, timeout=1)
 
     def revive(self) -> None:
         """Starts the nodes again that were killed, and waits until all are idle."""
