@@ -247,14 +247,15 @@ def test_when_every_checkpoint_is_damaged_nothing_is_thrown_away(finished, peace
     assert (path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_signal_before_the_first_step_ends_the_run_and_its_helpers_at_once(finished):
+def test_a_signal_in_the_evaluation_before_the_first_step_stops_the_run_and_its_helpers(finished):
     held = finished.root / "held-early"
-    # Policy version 0 is held by the evaluation that comes before the first step, when the base model is saved already.
+    # Policy version 0 is held by the rewards of the evaluation that comes before the first step.
     overrides = [*OVERRIDES, "run.name=early", "run.seed=1"]
     job = Job(finished.root, overrides, environment={HOLD: f"0:{held}"})
     job.wait_until_there(held)
     job.process.terminate()
     ended = job.finish()
     assert ended.code == 75, ended
-    assert "stopped before the first step" in ended.stderr
+    assert "stopped in step 1 before its first update" in ended.stderr
+    assert (finished.root / "runs" / "early" / "checkpoints" / "step-000000" / "manifest.json").is_file()
     assert not ended.orphans
