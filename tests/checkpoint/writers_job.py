@@ -88,6 +88,8 @@ if __name__ == "__main__":
         read_again[how] = [name.removeprefix(inside) for name in names if name.startswith(inside)]
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT), dist.group.WORLD)
     collectives.if_all_can(lambda: outlast(2 * SHORT))
+    # Rewards take their time, too, and may be computed while the devices' process groups are suspended.
+    assert topology.spread_over_ranks([1, 2, 3], lambda mine: [outlast(2 * SHORT / len(mine)) or i for i in mine])
     slow = AsyncRequest(partial(outlast, 2 * SHORT), (), [dist.barrier])
     waiting_on_hosts(slow if dist.get_rank() == 0 else slow._replace(async_fn=None)).execute_sync()
     calls = AsyncCallsQueue()
