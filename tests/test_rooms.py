@@ -104,3 +104,10 @@ def test_formulas_know_only_torch(package: str) -> None:
     folder = PACKAGES.get(package, PACKAGES["grpo_mega"] / package)
     modules = {name.split(".")[0] for file in folder.rglob("*.py") for name in imported(ast.parse(file.read_text()))}
     assert not modules & {"megatron", "transformers", "hydra", "omegaconf", "sglang"}
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Rooms of tests are no packages: of two files of one name, pytest and imports know only the first."""
+    files = (HOUSE / "tests").rglob("*.py")
+    names = [file.name for file in files if file.name not in ("conftest.py", "__init__.py")]
+    assert sorted(names) == sorted({*names})

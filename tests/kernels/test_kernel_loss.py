@@ -96,7 +96,8 @@ def near_sum(found: Tensor, exact: Any, arguments: dict[str, Any]) -> None:
     """
     moved = exact.loss.abs()
     if arguments["options"].kind == "cispo":
-        ratio = (exact.logprob - arguments["old_logprob"].double()).exp()
+        old = arguments["old_logprob"]  # None: the policy's own, and every ratio is 1
+        ratio = (exact.logprob - (exact.logprob if old is None else old.double())).exp()
         factor = ratio.clamp(max=1 + arguments["options"].clip_high) * arguments["advantages"].double().abs()
         moved = moved + arguments["token_weight"].double() * factor
     bound = 1e-5 * (moved.sum() + arguments["token_weight"].sum()).item()
