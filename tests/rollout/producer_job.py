@@ -20,8 +20,8 @@ from engine_contract import LONG, Bench, refused, sampling
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.reward.compose import Reward, build_reward
-from grpo_mega.rollout.producer import Producer, Score
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.rollout.producer import Producer
+from grpo_mega.types import Group, Prompt, Sample, Score
 
 HOW = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5, 6))
 REWARD = build_reward(
@@ -123,6 +123,30 @@ def check_groups_come_in_turn_while_others_are_generated(bench: Bench) -> None:
     assert alike(groups, expected(bench, prompts))
     score.check_each_was_scored_once(prompts)
     refused(producer.poll, "no sample is under way")
+
+
+def check_samples_are_scored_so_many_at_a_time_and_the_last_ones_anyway(bench: Bench) -> None:
+    """In between, in one go at the end, and with what is left after an interruption."""
+    prompts, size = many(bench), 3 * len(many(bench))
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for at_least in (7, size, size + 1):
+        sizes: list[int] = []
+        score = Scorer(bench)
+
+        def counted(samples: Sequence[Sample], score: Scorer = score, sizes: list[int] = sizes) -> list[Score]:
+            sizes.append(len(samples))
+            return score(samples)
+
+        producer = Producer(bench.engine, counted, 3, HOW, bench.version, at_least)
+        producer.add(prompts)
+        groups = producer.poll()
+        with pytest.raises(Interrupted):
+            producer.run(lambda: last)
+        groups += producer.run()
+        assert alike(groups, expected(bench, prompts))
+        assert all(size >= at_least for size in sizes[:-1])
+        assert len(sizes) > 1 if at_least == 7 else len(sizes) == 1
+        score.check_each_was_scored_once(prompts)
 
 
 def check_an_interrupted_producer_goes_on(bench: Bench) -> None:
