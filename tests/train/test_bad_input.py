@@ -161,6 +161,14 @@ signal.signal(signal.SIGALRM, lambda *_: sys.exit(0))
 """A sitecustomize.py: a library that ends the program when it is told to."""
 
 
+def test_a_cached_base_model_that_cannot_be_used_is_refused_on_every_rank(finished, tmp_path):
+    """It is found when the stage begins, long after the configuration was accepted, and is bad input all the same."""
+    cache = tmp_path / "runs" / "base-models"
+    for model in (finished.root / "runs" / "base-models").iterdir():
+        (cache / model.name).mkdir(parents=True)
+    assert_refused(Job(tmp_path, finished.overrides, ranks=2).finish(), [str(cache)])
+
+
 def test_sys_exit_in_a_rank_is_a_failure_and_says_where_the_run_continues(finished, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(LEAVES)
     own = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}:{Path(__file__).parent}", HOLD: f"1:{tmp_path / 'held'}"}
