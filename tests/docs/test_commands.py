@@ -132,7 +132,7 @@ def run(text: str, values: dict[str, object]) -> subprocess.CompletedProcess[str
     """The shortened command in bash, from the root of the repository."""
     path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels", values["tmp"])))
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST_"))
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST_", "ARGS"))
     }
     environment |= {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     # What a variable before the command says about modules comes before this.
