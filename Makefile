@@ -15,18 +15,22 @@ SGLANG_VENV := .venv-sglang
 SGLANG_READY := $(SGLANG_VENV)/.ready
 SGLANG_BEFORE_READY := $(SGLANG_VENV)/before/.ready
 SGLANG_SHIM := $(CURDIR)/tests/sglang/cpu_shim
+# Rooms with a long suite of their own.
+LONG_ROOMS := parity slurm train sandbox docs
 # On both sides of 0.5.21, which changed how weights are pushed.
 SGLANG := 0.5.23
 SGLANG_BEFORE := 0.5.20
 
 define HELP
 make train    teach a small model to reason, here and now; everything lies in runs/$(EXPERIMENT) then
-make test     test every room, in a quarter of an hour
-make test-all  run the whole test suite: the long suites below as well, an hour and a half in all
+make test     test every room, in about twenty minutes
+make test-all  run the whole test suite: the long suites below as well, two hours in all
     test-parity    training under a hundred layouts against one process, and whether planted bugs are noticed
     test-slurm     faults of jobs on a real Slurm
     test-train     runs that are killed, stopped, and continued under other layouts
+    test-sandbox   attacks of programs on the machine that runs them, many times over
     test-docs      every command of README.md and docs/ that runs on a CPU, shortened
+    test-rooms     what takes long in the other rooms; test-reward is a part of it
     test-sglang    generation in SGLang $(SGLANG) and $(SGLANG_BEFORE) on a CPU, in $(SGLANG_VENV): 3 GB, under an hour;
                    test-sglang-newest is the first of them, test-sglang-contract the shortest part of that
 make lint     check style and types
@@ -45,7 +49,7 @@ The others make $(VENV) when it is missing or older than pyproject.toml. Variabl
                     make test: further pytest options, such as '-k advantage'
 endef
 
-.PHONY: help train test test-all test-parity test-slurm test-train test-docs \
+.PHONY: help train test test-all test-parity test-slurm test-train test-sandbox test-docs test-rooms test-reward \
     test-sglang test-sglang-newest test-sglang-contract slurm lint clean
 
 help:
@@ -58,11 +62,14 @@ train: $(READY)
 test: $(READY) slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not long' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
-test-all: test test-parity test-slurm test-train test-docs test-sglang
+test-all: test $(LONG_ROOMS:%=test-%) test-rooms test-sglang
 
-# What `make test` leaves out of a room.
-test-parity test-slurm test-train test-docs: $(READY) slurm
+# What `make test` leaves out of a room, and of all others.
+$(LONG_ROOMS:%=test-%) test-reward: $(READY) slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/$(@:test-%=%) $(ARGS)
+
+test-rooms: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests $(LONG_ROOMS:%=--ignore tests/%) $(ARGS)
 
 test-sglang: test-sglang-newest $(SGLANG_BEFORE_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(SGLANG_VENV)/before:$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)
@@ -73,12 +80,12 @@ test-sglang-newest: $(SGLANG_READY)
 test-sglang-contract: $(SGLANG_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang -k 'contract or grpo' $(ARGS)
 
-# tests/slurm start a Slurm of their own. Where it cannot be installed they are skipped, and say what to do.
+# tests/slurm start a Slurm of their own, tests/sandbox need bubblewrap. Where they cannot be installed, tests are skipped.
 slurm:
-	@PATH="$$PATH:/usr/sbin"; command -v slurmctld >/dev/null || { \
-	    test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Slurm for tests/slurm." && \
-	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm >/dev/null; } || \
-	    echo "Slurm is not installed: tests/slurm will be skipped." >&2
+	@PATH="$$PATH:/usr/sbin"; { command -v slurmctld && command -v bwrap; } >/dev/null || { \
+	    test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Slurm and bubblewrap for tests." && \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm bubblewrap >/dev/null; } || \
+	    echo "Slurm or bubblewrap is not installed: their tests will be skipped." >&2
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -94,7 +94,7 @@ for weight in weights.parameters():
     torch.nn.init.ones_(weight)
 buckets = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=64)
 ddp = DistributedDataParallel(config(), buckets, weights)
-optimizer = build_optimizer(schema.OptimizerConfig(lr=1e-3), [ddp], torch.float32, distributed=True)
+optimizer = build_optimizer(schema.OptimizerConfig(lr=1e-3), [ddp], torch.float32, distributed=True, tied=False)
 shards = {name: ShardedTensor.from_rank_offsets(name, weight) for name, weight in weights.named_parameters()}
 state = optimizer.sharded_state_dict(shards, metadata={"distrib_optim_sharding_type": "fully_reshardable"})
 say(f"6. {[part['param'].data.mean().item() for part in state['param_state'].values()]}, should be [1.0, 1.0]")

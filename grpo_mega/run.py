@@ -1,7 +1,7 @@
-"""A run owns time: which stage is at work, in which phase, whether it was asked to stop, what is saved and recorded.
+"""A run: the sequence of its stages and steps, with their phases, signals to stop, checkpoints and records.
 
-It knows no algorithm: stages do (`grpo_mega/stages`), one step at a time; `Stage` is what it asks of them. A run that
-was stopped or killed continues in the stage, and at the step, of its newest checkpoint.
+The algorithms are in the stages (`grpo_mega/stages`), one step at a time; `Stage` is their interface. A run that was
+stopped or killed continues at the stage and step of its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -16,61 +16,67 @@ from typing import Any, Protocol
 from grpo_mega.checkpoint import checkpoint, random_state, step_in_progress
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import Config
+from grpo_mega.models.average import Copy
+from grpo_mega.models.model import Model
 from grpo_mega.models.policy import Policy
-from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.observe.metrics import METRICS
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.summary import versions, warn_of_other_versions
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform.stop import Interrupted, Stopped, StopRequest
-from grpo_mega.types import Group
 
 logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
+Saved = Model | Copy
+"""What checkpoints hold: models, and copies of their weights."""
+
 
 @dataclass
 class StepRecord:
-    """What is kept of a finished step: its numbers, and the scored answers if there were any."""
+    """The records of a finished step: its metrics, and some of the answers if there were any."""
 
     metrics: Metrics
-    groups: list[Group] = field(default_factory=list)
+    shown: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Stateful(Protocol):
-    """Something whose state is plain JSON."""
+    """An object whose state is plain JSON."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state, the same on every rank."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state_dict` was called."""
+        """Restores the state that `state_dict` returned."""
         ...
 
 
 class Stage(Stateful, Protocol):
-    """One algorithm: it says what it trains, and does one step at a time. Every rank makes every call.
+    """One algorithm, which does one step at a time. Every rank makes every call.
 
     Attributes:
-        name: Names its checkpoints and metrics, unless it is the last stage of the run: that one's have no prefix.
-        save_every: Steps between checkpoints; 0 saves only its last step.
-        reference: The reference policy that its checkpoints hold, if it has one.
-        in_progress: The rest of a step that was stopped between two of its updates.
+        name: Names the stage's checkpoints and metrics; those of a run's last stage have no prefix.
+        save_every: Steps between checkpoints; 0 saves only the last step.
+        in_progress: A step that was stopped between two of its updates; None otherwise.
     """
 
     name: str
     save_every: int
-    reference: ReferencePolicy | None
     in_progress: StepInProgress | None
 
+    @property
+    def models(self) -> Sequence[Saved]:
+        """The models that the stage's checkpoints hold, the policy first."""
+        ...
+
     def begin(self, run: Run) -> None:
-        """Starts at the weights that the policy has when the stage before is done. May be interrupted."""
+        """Starts the stage, at the weights that the policy has after the previous stage. May be interrupted."""
         ...
 
     def prepare(self) -> None:
-        """Makes what a checkpoint is loaded into, such as the optimizer."""
+        """Creates what a checkpoint is loaded into, such as the optimizer."""
         ...
 
     def step(self, run: Run) -> StepRecord:
@@ -82,32 +88,59 @@ class Stage(Stateful, Protocol):
         ...
 
     def is_done(self, steps: int) -> bool:
-        """Whether nothing is left to do after so many steps."""
+        """Whether the stage ends after `steps` steps."""
         ...
 
     def end(self, run: Run) -> None:
-        """What is left when the last step is done and saved. May be interrupted, and is then done again."""
+        """Finishes the stage after its last step is saved. May be interrupted, and is then called again."""
         ...
 
     def progress(self, step: int) -> str:
-        """How far the step in progress, after `step` whole ones, has come, in words; empty between two steps."""
+        """The progress of the step that follows `step` whole ones, in words; empty between two steps."""
+        ...
+
+
+class Exporter(Protocol):
+    """Writes the policy for others to load; see `grpo_mega/convert/of_run.py`."""
+
+    def path(self, step: int) -> Path:
+        """Where the export of a step lies."""
+        ...
+
+    def is_due(self, step: int) -> bool:
+        """Whether `run.export_every` asks for one after `step` steps."""
+        ...
+
+    def is_there(self, step: int) -> bool:
+        """Whether it was written."""
+        ...
+
+    def write(self, step: int, checkpoint: Path | None) -> None:
+        """Writes the policy after `step` steps, and leaves room for one more `checkpoint`."""
         ...
 
 
 class Run:
-    """The stages of a run, and what they have in common.
+    """The stages of a run, with their common phases, checkpoints and records.
 
     Attributes:
-        stage: The stage at work.
-        step: Its finished steps.
-        begun: Whether it has begun: its weights, optimizer and data stand where `step` says.
+        stage: The current stage.
+        step: Number of its finished steps.
+        begun: Whether it has begun: then its weights, optimizer and data are those after `step` steps.
         newest: The newest checkpoint that is complete.
     """
 
     def __init__(
-        self, config: Config, policy: Policy, stages: Sequence[Stage], recorder: Recorder, timer: PhaseTimer
+        self,
+        config: Config,
+        policy: Policy,
+        stages: Sequence[Stage],
+        recorder: Recorder,
+        timer: PhaseTimer,
+        exporter: Exporter | None = None,
     ) -> None:
-        """Stands before the first step of the first stage."""
+        """A run before the first step of its first stage."""
+        self.exporter = exporter
         self.config = config.run
         self.layout = asdict(config.layout)
         self.policy = policy
@@ -126,7 +159,7 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The body is measured under this name, and is a sign of life; every rank must come here.
+        """Times the body under this name, and gives a sign of life; every rank must enter it.
 
         Raises:
             Interrupted: On every rank, before the body, when any of them was asked to stop.
@@ -141,13 +174,13 @@ class Run:
             raise Interrupted
 
     def is_asked_to_stop(self) -> bool:
-        """Whether this rank was asked to stop. Whoever asks in the middle of a phase is alive: a sign of life."""
+        """Whether this rank was asked to stop; a call also gives a sign of life."""
         self.timer.beat()
         return self.stop.asked()
 
     @contextmanager
     def undone_if_stopped(self, *states: Stateful) -> Iterator[None]:
-        """What the body did to these, such as the order of prompts, and to random generators is undone by a stop."""
+        """When the body is interrupted, restores these states (such as the order of prompts) and random generators."""
         before, generators = [each.state_dict() for each in states], random_state.current()
         try:
             yield
@@ -160,10 +193,10 @@ class Run:
     # The loop.
 
     def execute(self) -> None:
-        """Goes through the stages that are left, to the end of the last one.
+        """Runs the stages that are left, to the end of the last one.
 
         Raises:
-            Stopped: A signal asked for it; what was done is saved, see `grpo_mega.platform.stop`.
+            Stopped: A signal asked the run to stop, and its progress is saved; see `grpo_mega.platform.stop`.
         """
         self.stop.listen()
         try:
@@ -172,10 +205,10 @@ class Run:
                 self._train()
                 stage.end(self)
         except Interrupted:
-            raise Stopped(self._save_and_say_where()) from None
+            raise Stopped(self._save_and_report()) from None
 
     def enter(self, stage: Stage) -> None:
-        """Makes this the stage at work, and has it begin unless it has."""
+        """Makes this the current stage, and begins it unless it has begun."""
         if stage is not self.stage:
             self.stage, self.step, self.begun = stage, 0, False
         if not self.begun:
@@ -185,19 +218,48 @@ class Run:
             self.begun = True
 
     def _train(self) -> None:
-        """Has the stage do its steps, records each, and saves at the end and every so often."""
-        self.timer.step_seconds()  # what came before belongs to no step
+        """Does the stage's steps, records each, and saves and exports every so many steps and at the end."""
+        self.timer.step_seconds()  # earlier seconds belong to no step
+        self._export_if_due(missing_only=True)  # of a start that was killed after its checkpoint
+        if self._is_last and self.stage.is_done(0):  # no steps follow the earlier stages: their weights are the result
+            self.save()
         while not self.stage.is_done(self.step):
             record = self.stage.step(self)
             self.step += 1
-            self.recorder.step(self.step, record.metrics | self._step_seconds(), record.groups)
+            self.recorder.step(self.step, record.metrics | self._step_seconds(), record.shown)
             self.finish_saving(wait=False)
             last = self.stage.is_done(self.step)
-            if last or (self.stage.save_every and self.step % self.stage.save_every == 0):
+            if last or is_due(self.stage.save_every, self.step):
                 self.save(wait=last or not self.config.async_save)
+            self._export_if_due()
+
+    def _export_if_due(self, missing_only: bool = False) -> None:
+        """Exports the policy between two steps, every so often; `finish` does so after the last, with its results."""
+        if self.exporter is None or not self._is_last or self.stage.is_done(self.step):
+            return
+        if self.exporter.is_due(self.step) and not (missing_only and self.exporter.is_there(self.step)):
+            self._export(self.exporter)
+
+    def _export(self, exporter: Exporter) -> None:
+        """Writes the policy for others to load; what fails is a warning, and training goes on.
+
+        Raises:
+            Interrupted: A signal arrived before.
+        """
+        self.finish_saving()  # two that write at once could fill the disk, and a checkpoint must not fail
+        with self.phase("export"):
+            try:
+                exporter.write(self.step, self.newest)
+            except (ValueError, RuntimeError, OSError) as error:
+                if self.policy.topology.is_main:
+                    logger.warning(
+                        "the export %s is not written: %s; the next is due as run.export_every says",
+                        exporter.path(self.step),
+                        error,
+                    )
 
     def where(self) -> str:
-        """Where the run stands, in words."""
+        """The progress of the run, in words."""
         of, update = ("", " before its first update") if self._is_last else (f" of {self.stage.name}", "")
         if not self.begun:
             return f"before the first step{of}"
@@ -207,7 +269,8 @@ class Run:
             return f"after step {self.step}{of}, before the result was measured"
         return f"in step {self.step + 1}{of}{update}"
 
-    def _save_and_say_where(self) -> str:
+    def _save_and_report(self) -> str:
+        """Saves a checkpoint; the message about where the run stopped, and how it continues."""
         where = f"stopped {self.where()}"
         if self.begun:
             self.save()
@@ -216,11 +279,11 @@ class Run:
         return f"{where}; {self.newest} is saved, the same command continues there"
 
     def _step_seconds(self) -> Metrics:
-        """Wall seconds of the step by phase, and in total."""
+        """Wall seconds of the step by phase, and in total without evaluation and checkpoints."""
         phases = {f"time/{name}": spent.wall for name, spent in self.timer.step_seconds().items()}
-        # Measured once per step; the checkpoint's time is that of the one before this step.
-        apart = phases.get("time/evaluate", 0.0) + phases.get("time/checkpoint", 0.0)
-        return {**phases, "time/step": sum(phases.values()) - apart}
+        # The time of the checkpoint and the export is that of those before this step.
+        excluded = sum(phases.get(f"time/{name}", 0.0) for name in ("evaluate", "checkpoint", "export"))
+        return {**phases, "time/step": sum(phases.values()) - excluded}
 
     def total_seconds(self) -> Metrics:
         """Wall seconds of the whole run by phase, over all its starts."""
@@ -229,7 +292,9 @@ class Run:
         return {name: round(self._seconds_before.get(name, 0.0) + now.get(name, 0.0), 2) for name in names}
 
     def finish(self, achieved: dict[str, Any]) -> None:
-        """Records what the run achieved, and with what."""
+        """Records the result of the run, with its layout, size and versions; exports the policy if configured."""
+        if self.exporter and self.config.export_every:
+            self._export(self.exporter)
         topology = self.policy.topology
         summary = {
             "status": "completed",
@@ -254,9 +319,9 @@ class Run:
         return self.stage is self.stages[-1]
 
     def save(self, wait: bool = True) -> None:
-        """Writes a checkpoint of the whole run, unless the newest is of this moment.
+        """Writes a checkpoint of the whole run, unless the newest has the same step and updates.
 
-        Without `wait`, helper processes write it while training goes on.
+        Without `wait`, helper processes write it while training continues.
         """
         self.finish_saving()
         earlier = None if self._is_last else (self.stages.index(self.stage) + 1, self.stage.name)
@@ -265,7 +330,7 @@ class Run:
             return
         with self.timer("checkpoint"):
             self._saving = checkpoint.Saving(
-                path, self.policy, self.state_dict(), self.stage.reference, not wait, self.stage.in_progress
+                path, self.stage.models, self.state_dict(), not wait, self.stage.in_progress
             )
         if wait:
             self.finish_saving()
@@ -288,17 +353,18 @@ class Run:
         Raises:
             ValueError: All checkpoints are damaged, or the newest is of a stage that this run does not have.
         """
-        with self.timer("checkpoint"):  # reads all of it, and then again: two signs of life
+        with self.timer("checkpoint"):  # once to verify it, once to load it: two signs of life
             newest = checkpoint.newest_whole(self.checkpoints)
         if newest is None:
             return False
         self.stage = self._stage_of(newest)
         self.stage.prepare()
         with self.timer("checkpoint"):
-            state = checkpoint.load(newest, self.policy, self.stage.reference)
+            state = checkpoint.load(newest, self.stage.models)
         self.load_state_dict(state)
         random_state.load(newest, self.config.seed, self.step)
-        self.stage.in_progress, self.newest, self.begun = step_in_progress.load(newest), newest, True
+        self.stage.in_progress = step_in_progress.load(newest, self.policy.topology)
+        self.newest, self.begun = newest, True
         of = "" if self._is_last else f" of {self.stage.name}"
         where = self.where() if self.stage.in_progress else f"after step {self.step}{of}"
         self.recorder.note(f"continuing {where}, from {newest}")
@@ -316,26 +382,33 @@ class Run:
                 return stage
         names = ", ".join(stage.name for stage in self.stages)
         raise ValueError(
-            f"the checkpoint {path} is of the stage {name}, and this run has only: {names}. Give it that stage again, "
-            "or choose another run.name"
+            f"the checkpoint {path} is of the stage {name}, and this run has only: {names}. Configure that stage "
+            "again, or choose another run.name"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What the run needs to go on besides tensors and generators. Sampling noise is a function of counters."""
+        """What the run needs to continue, besides tensors and random generators; sampling depends on counters only."""
         return {
             "step": self.step,
+            "updates": self.policy.updates,
             "seconds": self.total_seconds(),
             "versions": versions(),
             "stage": self.stage.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken. Raises ValueError when that was before runs had stages."""
-        if "stage" not in state:
+        """Restores a state of `state_dict`. Raises ValueError when an older version of this program wrote it."""
+        if "updates" not in state:
             raise ValueError(
-                f"the checkpoints of {self.checkpoints} were written before runs had stages: give this run another "
-                "run.name, and base.train=false run.init_from=CHECKPOINT to start from their weights"
+                f"the checkpoints of {self.checkpoints} were written by an older version of grpo_mega: give this run "
+                "another run.name, and base.train=false run.init_from=CHECKPOINT to start from their weights"
             )
         self.step, self._seconds_before = state["step"], state["seconds"]
+        self.policy.updates = state["updates"]
         self.stage.load_state_dict(state["stage"])
         warn_of_other_versions(state["versions"])
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether `step` is one of every so many; none is with 0."""
+    return every > 0 and step % every == 0

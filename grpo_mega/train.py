@@ -18,12 +18,17 @@ import sys
 import time
 import traceback
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from grpo_mega.config.help import answer
+from grpo_mega.dry_run import OPTION
+from grpo_mega.dry_run import main as dry_run
 
 if __name__ == "__main__":
-    answer(sys.argv[1:])  # now: to import torch takes seconds
+    answer(sys.argv[1:])  # before torch is imported, which takes seconds
+    if OPTION in sys.argv:
+        sys.exit(dry_run(sys.argv[1:]))
 
 import hydra
 from hydra.errors import HydraException
@@ -32,7 +37,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega import platform
 from grpo_mega.config.inputs import check_inputs
-from grpo_mega.config.load import config_dir, explained, load
+from grpo_mega.config.load import config_dir, explained, load, prepare
 from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import Config
 from grpo_mega.data import build_data
@@ -40,6 +45,7 @@ from grpo_mega.observe.heartbeat import mark_failed, mark_refused
 from grpo_mega.platform.orphans import end_with_launcher
 from grpo_mega.platform.stop import SIGNALS, Stopped
 from grpo_mega.reward.compose import build_reward
+from grpo_mega.reward.scorable import check_problems
 from grpo_mega.reward.truths import why_unreachable
 from grpo_mega.rollout.sglang.release import check_installed
 
@@ -48,13 +54,13 @@ FAILED = 1
 BAD_INPUT = 2
 """Exit code when the configuration, the data or the run directory cannot be used."""
 STOPPED = 75
-"""Exit code after SIGTERM or SIGUSR1, when what was done is saved (EX_TEMPFAIL: try again)."""
+"""Exit code after SIGTERM or SIGUSR1, when the run's progress is saved (EX_TEMPFAIL: try again)."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 SECONDS_FOR_OTHERS = 15
-"""How long rank 0 waits for the others to find the same bad input, where a launcher wants to know."""
+"""How long rank 0 waits for the other ranks to meet the same bad input, if a launcher waits for their reports."""
 SECONDS_FOR_RANK_0 = 10
-"""How long other ranks then wait for rank 0 to report it."""
+"""How long the other ranks then wait for rank 0 to print the error."""
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
@@ -75,54 +81,55 @@ def main(raw: DictConfig) -> None:
         )
     except Stopped as stopped:
         _leave(str(stopped), STOPPED)
-    except (Exception, SystemExit) as error:  # whoever calls sys.exit in a rank, the run is not completed
-        mark_failed()
+    except (Exception, SystemExit) as error:  # when something calls sys.exit, the run is not completed either
+        mark_failed(error)
         logging.getLogger("uncaught").critical("this rank ends", exc_info=True)
         traceback.print_exc()
         _leave(str(error) if isinstance(error, FailedInStep) else "failed before the first step", FAILED)
 
 
 class FailedInStep(Exception):
-    """Training had begun; the message says where it failed, and what the same command will do."""
+    """An error after training had begun; the message is where it failed, and what the same command will do."""
 
-    def __init__(self, place: str, newest: Path | None) -> None:
+    def __init__(self, where: str, newest: Path | None) -> None:
         after = (
             f"; the same command continues at the newest checkpoint, {newest}" if newest else ", nothing is saved yet"
         )
-        super().__init__(f"failed {place}{after}")
+        super().__init__(f"failed {where}{after}")
 
 
 def train(config: Config) -> None:
     """Runs one experiment to its end."""
     data = build_data(config, partial(why_unreachable, config.reward.terms))
+    check_problems(config.reward.terms, chain(data.problems, data.validation, data.test))
     reward = build_reward(config.reward, config.run.seed)
     for number in SIGNALS:  # until the run takes them over, there is nothing to save
         signal.signal(number, lambda *_: _leave("stopped before the first step", STOPPED))
-    here = platform.start()
-    check_backend(config, here.backend)
-    platform.join_processes(here, config.cluster.timeout_seconds)
+    started = platform.start()
+    check_backend(config, started.backend)
+    platform.join_processes(started, config.cluster.timeout_seconds)
     # Megatron may only be imported now that the platform is prepared.
     from grpo_mega.assemble import assemble
 
-    with assemble(config, here, data, reward) as run:
+    with assemble(config, started, data, reward) as run:
         try:
             run.execute()
         except Stopped:
             raise
         except (ValueError, FileNotFoundError) as error:
-            if not run.begun:  # such as a cached base model that is damaged: still bad input, that every rank finds
+            if not run.begun:  # such as a damaged base model in the cache: still bad input, refused on every rank
                 raise
             raise FailedInStep(run.where(), run.newest) from error
         except (Exception, SystemExit) as error:
-            # The input was accepted on every rank; what goes wrong now may be seen by one of them alone.
+            # The input was accepted on every rank; from now on an error may occur on one of them alone.
             raise FailedInStep(run.where(), run.newest) from error
 
 
 def _refuse(message: str) -> None:
-    """Ends this rank over bad input. Usually all ranks find the same, so rank 0 speaks for them.
+    """Ends this rank because of bad input. Usually all ranks have the same error, and only rank 0 prints it.
 
-    A rank that left before rank 0 had spoken would make torchrun end rank 0 in silence: the others wait, until
-    torchrun ends them because rank 0 left. A rank that nobody ends is the only one that knows, and speaks itself.
+    If another rank ended first, torchrun would end rank 0 before it printed anything. So the others wait until torchrun
+    ends them because rank 0 has ended. A rank that is not ended is the only one with the error, and prints it itself.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
@@ -135,9 +142,9 @@ def _refuse(message: str) -> None:
 
 
 def _leave(message: str, code: int) -> None:
-    """Ends this rank and its helpers at once, without waiting for ranks that may hang in a collective.
+    """Ends this rank and its helper processes at once, with a message from rank 0.
 
-    torchrun ends those.
+    It does not wait for ranks that may hang in a collective: torchrun ends those.
     """
     for helper in multiprocessing.active_children():
         helper.kill()
@@ -148,11 +155,12 @@ def _leave(message: str, code: int) -> None:
 
 
 def run() -> None:
-    """Reports what hydra refuses as everything else is reported."""
+    """Calls `main`, and reports what hydra refuses in the same form as other bad input."""
     end_with_launcher()
-    faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, and goes on
+    faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, and continues
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, do not print
     try:
+        prepare(sys.argv[1:])
         main()
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # a ValueError of hydra's own, too
         _refuse(f"error: {explained(error, sys.argv[1:])}")
@@ -160,7 +168,7 @@ def run() -> None:
 
 
 def _end() -> None:
-    """Ends this rank without taking its objects apart one by one, which takes seconds; nothing waits for threads."""
+    """Ends this rank without destroying its objects one by one, which takes seconds, nor waiting for threads."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

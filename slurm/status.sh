@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How a job goes, and where it hangs: slurm/status.sh JOB, or slurm/status.sh runs/NAME.
+# Shows the progress of a job, and where it hangs: slurm/status.sh JOB, or slurm/status.sh runs/NAME.
 set -uo pipefail
 
 run=${1:-}
@@ -10,7 +10,7 @@ if [[ $run =~ ^[0-9]+$ ]]; then
 fi
 [[ -z $run ]] || run=$(realpath -m "$run")
 
-# Jobs of this run that wait, why, and when Slurm expects them to start.
+# Prints the pending jobs of this run, why they wait, and when Slurm expects them to start.
 waiting() {
     local id why start comment latest
     latest=$(basename "$(readlink -f "$run/slurm/latest")")
@@ -37,7 +37,7 @@ squeue --noheader --job="${job##*-}" --format='in the queue: %T, nodes %N, ends 
 echo "phases (seconds since the job started):"
 tail -n 5 "$(find "$job" -name 'phases-*' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2)"
 
-# All ranks enter the same phases: those that entered the fewest are the ones that the others wait for.
+# All ranks enter the same phases, so the others wait for those that entered the fewest.
 echo "ranks by phases entered and last phase:"
 cat "$attempt"/rank-*.beat 2>/dev/null | sort -n | uniq -c | while read -r ranks count phase; do
     printf '  %5d ranks  %s (phase %s)' "$ranks" "$phase" "$count"

@@ -1,4 +1,4 @@
-"""How large tensors get inside a piece of code."""
+"""Measures the largest tensor that a piece of code makes."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the most elements of any tensor that an operation returned."""
+    """Records the number of elements of the largest tensor that an operation returns inside."""
 
     elements = 0
 

@@ -1,7 +1,7 @@
-"""How long tests wait before something counts as hung: limits follow the measured speed of the machine.
+"""Time limits of tests for what may hang, which follow the measured speed of the machine.
 
-Limits are written for the machine on which the suite was timed first. Another one, or one that others use as well, may
-need several times as long for the same work, so every limit is stretched by what a fixed piece of work takes here.
+Limits are written for the machine on which the suite was timed first. Another one, or one that is shared, may
+need several times as long for the same work, so every limit is stretched by the time of a fixed piece of work here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def limit(seconds: float) -> float:
 
 @cache
 def slowness() -> float:
-    """How many times longer this machine takes than the normal one, by the clock on the wall; 1 at least.
+    """How many times longer this machine takes than the normal one, in wall-clock time; at least 1.
 
     Where several files are tested at once, each may have to wait for all others.
     """

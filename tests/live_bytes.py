@@ -1,4 +1,4 @@
-"""How much memory a piece of code holds at its worst."""
+"""Measures the peak memory of a piece of code."""
 
 import weakref
 
@@ -8,10 +8,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations return inside, as long as anybody holds them.
+    """Counts the bytes of all tensors that operations return inside, as long as they are alive.
 
     Attributes:
-        most: Bytes that were alive at once, at most.
+        most: Most bytes that were alive at once.
     """
 
     def __init__(self):
@@ -23,17 +23,17 @@ class LiveBytes(TorchDispatchMode):
         result = operation(*arguments, **(options or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self._meet(tensor.untyped_storage())
+                self._add(tensor.untyped_storage())
         self.most = max(self.most, self._alive)
         return result
 
-    def _meet(self, storage):
-        # A storage has one Python object as long as it lives, whichever tensors show it.
+    def _add(self, storage):
+        # A storage has one Python object as long as it lives, shared by all tensors that view it.
         if id(storage) not in self._known:
             self._known.add(id(storage))
             self._alive += storage.nbytes()
-            weakref.finalize(storage, self._lose, id(storage), storage.nbytes())
+            weakref.finalize(storage, self._remove, id(storage), storage.nbytes())
 
-    def _lose(self, known, size):
+    def _remove(self, known, size):
         self._known.remove(known)
         self._alive -= size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -18,19 +17,31 @@ from limits import limit
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
+_claims: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A TCP port nobody listens on, and none of those that other programs are given when they ask for any."""
-    for port in random.sample(range(10_000, 20_000), 100):
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            return port
+    """A free TCP port, outside the range from which the system assigns ports.
+
+    No other caller gets it while this process lives: jobs begin to listen seconds later, and tests run side by side.
+    """
+    for port in random.sample(range(10_000, 20_000), 1000):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0grpo_mega test port {port}")  # one process on this machine can have this name
+            with socket.create_server(("", port)):
+                _claims.append(claim)
+                return port
+        except OSError:
+            claim.close()
     raise OSError("no port is free between 10000 and 20000")
 
 
 def run_ranks(script: Path, world_size: int, arguments: list[str], timeout: float = 900) -> list[str]:
-    """Runs `script` on `world_size` ranks and returns what each printed, within `limit(timeout)` seconds.
+    """Runs `script` on `world_size` ranks and returns the output of each, within `limit(timeout)` seconds.
 
     Raises:
-        AssertionError: A rank failed or the job hung; carries the output of the ranks. All ranks are ended.
+        AssertionError: A rank failed or the job hung; has the output of the ranks. All ranks are ended.
     """
     before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     common = os.environ | {

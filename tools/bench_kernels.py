@@ -1,9 +1,9 @@
-"""Measures the kernels beside every rival that is installed, and checks everybody's numbers against float64.
+"""Measures the kernels and all rivals that are installed, and checks their results against float64.
 
     python tools/bench_kernels.py --json kernels.json --plot kernels.png
     python tools/bench_kernels.py --rows 16384 151936 --linear 16384 151936 4096 --dtype float32
     python tools/bench_kernels.py --check                  # only verifies this project's kernels; exit code 1 if wrong
-    TRITON_INTERPRET=1 python tools/bench_kernels.py --traps    # who gets what wrong, Triton kernels too, without a GPU
+    TRITON_INTERPRET=1 python tools/bench_kernels.py --traps    # which results are wrong, also of Triton, without a GPU
 
 Rivals are Liger, TRL, flash-linear-attention, cut-cross-entropy, Megatron's cross entropies, torch and torch.compile:
 `kernel_contenders.py`. The copy and matrix-product ceilings of this machine come first; a contender's time is then
@@ -11,9 +11,9 @@ given as a multiple of the floor, the time those ceilings allow: one reading of 
 and one writing for a loss with its gradient; 6 N V H operations for a linear loss. Shapes are those of real models;
 smaller vocabularies are the shards of tensor parallelism. Without a GPU, small sizes run on the CPU.
 
-Each repetition gets fresh logits, copied outside the measured time. Memory is the peak above what was there before.
+Each repetition gets fresh logits, copied outside the measured time. Memory is the peak above what was allocated before.
 "Error" is the worst log-prob error and the relative (L2) error of the gradient in rows spread over the batch. The table
-of traps shows who gives what on rows that occur in practice.
+of traps shows the results of all contenders on difficult rows that occur in practice.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Line:
 
 @dataclass
 class Ceilings:
-    """What the machine does at best: bytes per second of a copy (read + written), operations per second of products."""
+    """The best rates of the machine: bytes per second of a copy (read + written), operations per second of products."""
 
     copy: float
     product: float
 
 
 def main() -> int:
-    """Runs what the arguments ask for."""
+    """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="verify this project's kernels, measure nothing")
     parser.add_argument("--traps", action="store_true", help="only the table of traps")
@@ -85,8 +85,8 @@ def main() -> int:
         "--dtype", default=None, choices=["float32", "bfloat16"], help="bfloat16 on a GPU, else float32"
     )
     parser.add_argument("--repeat", type=int, default=10, help="repetitions, of which the median counts (10)")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--plot", type=Path, help="draw them here")
+    parser.add_argument("--json", type=Path, help="a file to write the results to")
+    parser.add_argument("--plot", type=Path, help="a file to plot the results to")
     chosen = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backends = available(device)
@@ -139,7 +139,7 @@ def interpreted() -> bool:
 
 
 def installed(library: str) -> bool:
-    """Whether it could be imported."""
+    """Whether a library is installed."""
     try:
         return importlib.util.find_spec(library) is not None
     except ModuleNotFoundError:
@@ -183,13 +183,13 @@ def make_problem(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 @torch.no_grad()
 def present_logprobs(logits: Tensor | None, hidden: Tensor | None, matrix: Tensor | None, ids: Tensor) -> Tensor:
-    """[N]."""
+    """[N] log-probs of the tokens under the present policy."""
     if logits is not None:
         return grpo_kernels.fused_logprob(logits, ids)[0]
     return grpo_kernels.linear_logprob(hidden, matrix, ids)[0]
 
 
-def errors(p: Problem, operation: str, found: Result) -> tuple[float | None, float | None]:
+def errors(p: Problem, operation: str, result: Result) -> tuple[float | None, float | None]:
     """(worst log-prob error, relative gradient error) in a sample of the rows that count."""
     counted = (p.weight != 0).nonzero()[:, 0]
     rows = counted[torch.linspace(0, len(counted) - 1, min(SAMPLE, len(counted))).long()]
@@ -200,11 +200,11 @@ def errors(p: Problem, operation: str, found: Result) -> tuple[float | None, flo
     past = (old, ref) if of.kl_coef else (None, None)
     exact = reference.grpo_loss(logits, ids, *past, advantage, weight, options=of)
     logprob_error = gradient_error = None
-    if found.logprob is not None:
-        logprob_error = float((found.logprob[rows].cpu().double() - exact.logprob).abs().max())
-    if found.gradient is not None and operation != "gspo":  # that one needs whole sequences
+    if result.logprob is not None:
+        logprob_error = float((result.logprob[rows].cpu().double() - exact.logprob).abs().max())
+    if result.gradient is not None and operation != "gspo":  # that one needs whole sequences
         expected = exact.gradient.to(p.ids.device) @ p.matrix.double() if linear else exact.gradient
-        difference = found.gradient[rows].double().to(expected.device) - expected
+        difference = result.gradient[rows].double().to(expected.device) - expected
         gradient_error = float(difference.norm() / expected.norm())
     return logprob_error, gradient_error
 
@@ -225,7 +225,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """One run's time on the device; CPU seconds where that is a CPU, which others may be using too."""
+    """Seconds of one run on the device; CPU seconds on a CPU, which other processes may use too."""
     if device.type == "cpu":
         begin = time.process_time()
         run()
@@ -246,7 +246,7 @@ def measure_shape(
     ceilings: Ceilings,
     repeat: int,
 ) -> Iterator[Line]:
-    """Everybody who can do something with this shape, operation by operation."""
+    """The results of all contenders that support this shape, operation by operation."""
     problem = make_problem(shape, dtype, device)
     linear = len(shape) == 3
     for operation in sorted({c.operation for c in field if c.operation.startswith("linear") == linear}):
@@ -256,27 +256,27 @@ def measure_shape(
 
 
 def measure(contender: Contender, problem: Problem, shape: tuple[int, ...], ceilings: Ceilings, repeat: int) -> Line:
-    """Errors and peak memory of the first run, the median time of the later ones; a failure is noted."""
+    """Errors and peak memory of the first run, the median time of the later ones; or its failure."""
     line = Line(contender.operation, list(shape), contender.name)
     device = problem.ids.device
     try:
-        line.peak, found = peak_of(contender, problem)
-        line.logprob_error, line.gradient_error = errors(problem, contender.operation, found)
-        del found
+        line.peak, result = peak_of(contender, problem)
+        line.logprob_error, line.gradient_error = errors(problem, contender.operation, result)
+        del result
         times = []
         for _ in range(repeat):
             fresh = problem.fresh()
             times.append(seconds(lambda: contender.run(fresh), device))  # noqa: B023
         line.milliseconds = statistics.median(times) * 1e3
         line.over_floor = statistics.median(times) / floor(contender.operation, problem, shape, ceilings)
-    except Exception as error:  # other people's code: whatever it raises is a result
+    except Exception as error:  # a library may raise anything, which is a result
         line.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
     gc.collect()
     return line
 
 
 def peak_of(contender: Contender, problem: Problem) -> tuple[float | None, Result]:
-    """MiB above what was allocated when it began, without a first run that compiles; None on a CPU."""
+    """Peak MiB above what was allocated before, after a first run that compiles, or None on a CPU; and the result."""
     if problem.ids.device.type == "cpu":
         return None, contender.run(problem.fresh())
     contender.run(problem.fresh())
@@ -284,9 +284,9 @@ def peak_of(contender: Contender, problem: Problem) -> tuple[float | None, Resul
     fresh = problem.fresh()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    found = contender.run(fresh)
+    result = contender.run(fresh)
     torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20, found
+    return (torch.cuda.max_memory_allocated() - before) / 2**20, result
 
 
 def floor(operation: str, problem: Problem, shape: tuple[int, ...], ceilings: Ceilings) -> float:
@@ -304,8 +304,8 @@ def describe(line: Line) -> str:
     if line.failed:
         return f"{start} failed: {line.failed}"
     peak = "" if line.peak is None else f"{line.peak:9.0f} MiB"
-    found = [("log-prob", line.logprob_error), ("gradient", line.gradient_error)]
-    error = ", ".join(f"{name} error {value:.1e}" for name, value in found if value is not None)
+    result = [("log-prob", line.logprob_error), ("gradient", line.gradient_error)]
+    error = ", ".join(f"{name} error {value:.1e}" for name, value in result if value is not None)
     return f"{start} {line.milliseconds:10.3f} ms {line.over_floor:7.2f} x floor {peak}  {error}"
 
 
@@ -369,12 +369,12 @@ def trapped(trap: str, operation: str, device: torch.device) -> Problem:
 def caught(contender: Contender, problem: Problem) -> str:
     """ "ok", or what is wrong."""
     try:
-        found = contender.run(problem.fresh())
-        values = errors(problem, contender.operation, found)
+        result = contender.run(problem.fresh())
+        values = errors(problem, contender.operation, result)
     except Exception as error:  # as in `measure`
         return f"fails: {type(error).__name__}"
     wrong = [value for value in values if value is not None and not value <= limit(problem, contender)]
-    masked = found.gradient is not None and bool(found.gradient[problem.weight == 0].isnan().any())
+    masked = result.gradient is not None and bool(result.gradient[problem.weight == 0].isnan().any())
     if any(value != value for value in wrong) or masked:
         return "NaN"
     return f"error {max(wrong):.1e}" if wrong else "ok"
@@ -390,7 +390,7 @@ def format_traps(traps: dict[str, dict[str, str]]) -> str:
     lines = ["traps:"]
     for trap, outcomes in traps.items():
         bad = [f"{name}: {outcome}" for name, outcome in outcomes.items() if outcome != "ok"]
-        lines.append(f"  {trap:38s} {'; '.join(bad) or 'everybody right'}")
+        lines.append(f"  {trap:38s} {'; '.join(bad) or 'all correct'}")
     return "\n".join(lines)
 
 
@@ -402,7 +402,10 @@ def check(ours: list[Contender], losses: dict[str, LossFunction], device: torch.
     traps = table_of_traps(ours, device)
     print(format_traps(traps))
     bad = [
-        f"{trap}: {name}: {said}" for trap, all_said in traps.items() for name, said in all_said.items() if said != "ok"
+        f"{trap}: {name}: {verdict}"
+        for trap, verdicts in traps.items()
+        for name, verdict in verdicts.items()
+        if verdict != "ok"
     ]
     for shape in ((64, 4099), (64, 4099, 128)):
         for dtype in (torch.float32, torch.bfloat16):

@@ -20,6 +20,7 @@ import random
 import statistics
 import sys
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,12 @@ from grpo_mega import platform
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import Config
-from grpo_mega.data import CharTokenizer, Data, PromptSource
+from grpo_mega.data import Data, PromptSource
+from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.reward.compose import Reward, Term
+from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Prompt, Sample
 
 SHAPE = [
@@ -64,10 +67,10 @@ def main() -> None:
     """Runs the benchmark and prints the table on the main rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5, help="measured steps, 5 by default; the median is shown")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before these, 2 by default")
+    parser.add_argument("--warmup", type=int, default=2, help="steps for warm-up, 2 by default")
     parser.add_argument("--vocabulary", type=int, default=128, help="number of tokens, 128 by default")
     parser.add_argument("--prompt-tokens", type=int, default=16, help="length of every prompt, 16 by default")
-    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--json", type=Path, help="a file to write the result to, too")
     parser.add_argument("overrides", nargs="*", help="configuration overrides")
     options = parser.parse_args()
     logging.getLogger("megatron").setLevel(logging.WARNING)
@@ -93,35 +96,44 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     """Phases (name -> wall and CPU seconds, the latter over all ranks) and trained tokens of every measured step."""
     from grpo_mega.models.policy import Policy
     from grpo_mega.models.reference import ReferencePolicy
+    from grpo_mega.models.scalar import ScalarModel
     from grpo_mega.models.topology import join_layout
     from grpo_mega.rollout.embedded import EmbeddedEngine
     from grpo_mega.run import Run
     from grpo_mega.stages.grpo import GRPO
+    from grpo_mega.stages.ppo import PPO
     from grpo_mega.stages.rollouts import Rollouts, without_turns
 
     topology = join_layout(config.layout, config.run.seed)
-    policy = Policy(config.model, config.layout, options.vocabulary, topology, here, config.optimizer.distributed)
+    distributed = config.optimizer.distributed
+    policy = Policy(config.model, config.layout, options.vocabulary, topology, here, distributed, lora=config.lora)
     policy.initialize(config.run.seed)
-    policy.use_optimizer(config.optimizer)
     source = PromptSource(lambda k: random_prompt(k, options.prompt_tokens, options.vocabulary), "random")
-    data = Data(CharTokenizer(), source, [], [], None)
-    reward = Reward((Term("accuracy", 1.0, checksum, built_in=False),))
+    data = Data(CharTokenizer(), source, [], [])
+    reward = Reward((Term("accuracy", 1.0, checksums),))
     engine = EmbeddedEngine(policy, lambda ids: " ".join(map(str, ids)), config.rollout.concurrent_sequences)
     recorder, timer = Recorder(config.run, Path(), main=False), PhaseTimer()
-    rollouts = Rollouts(config, engine, partial(without_turns, timer), reward.score, topology, data.stop_ids)
-    grpo = GRPO(config, policy, ReferencePolicy(policy) if config.algorithm.kl_coef else None, data, rollouts)
-    run = Run(config, policy, [grpo], recorder, timer)
+    rollouts = Rollouts(config, engine, partial(without_turns, timer), reward.score, policy, data.stop_ids)
+    reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
+    stage = GRPO(config, policy, reference, data, rollouts)
+    if config.algorithm.advantage_baseline == "critic":
+        parallel = (config.layout, options.vocabulary, topology, here, distributed)
+        critic = ScalarModel("critic", config.model, *parallel, before=True)
+        critic.take_body(policy)
+        stage = PPO(config, policy, critic, reference, data, rollouts)
+    stage.prepare()
+    run = Run(config, policy, [stage], recorder, timer)
     steps = []
     for _ in range(options.warmup + options.steps):
-        before = grpo.tokens["trained"]
-        grpo.step(run)
+        before = stage.watch.tokens["trained"]
+        stage.step(run)
         run.step += 1
         phases = {name: list(spent) for name, spent in timer.step_seconds().items()}
-        everyone: list = [None] * topology.world_size
-        dist.all_gather_object(everyone, {name: cpu for name, (_, cpu) in phases.items()})
+        all_ranks: list = [None] * topology.world_size
+        dist.all_gather_object(all_ranks, {name: cpu for name, (_, cpu) in phases.items()})
         for name, phase in phases.items():
-            phase[1] = sum(rank[name] for rank in everyone)
-        steps.append({"phases": phases, "trained": grpo.tokens["trained"] - before})
+            phase[1] = sum(rank[name] for rank in all_ranks)
+        steps.append({"phases": phases, "trained": stage.watch.tokens["trained"] - before})
     return steps[options.warmup :]
 
 
@@ -131,13 +143,13 @@ def random_prompt(k: int, length: int, vocabulary: int) -> Prompt:
     return Prompt(f"random/{k}", tuple(tokens), "", "", "random")
 
 
-def checksum(sample: Sample) -> float:
-    """A reward that differs within nearly every group and costs nothing."""
-    return float(sum(sample.token_ids) % 7)
+def checksums(samples: Sequence[Sample]) -> list[Verdict | Exception]:
+    """A reward that differs within nearly every group and takes no time."""
+    return [Verdict(float(sum(sample.token_ids) % 7)) for sample in samples]
 
 
 def summarize(config: Config, steps: list[dict[str, Any]], here: platform.Platform) -> dict[str, Any]:
-    """The median step in numbers."""
+    """The numbers of the median step."""
 
     def median(of: int, name: str) -> float:
         return statistics.median(step["phases"][name][of] for step in steps)
@@ -167,7 +179,7 @@ def summarize(config: Config, steps: list[dict[str, Any]], here: platform.Platfo
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result for people."""
+    """The result as a table."""
     lines = [result["shape"], f"{'phase':>12} {'wall s':>9} {'CPU s':>9} {'share':>7}"]
     for name, spent in result["phases"].items():
         lines.append(f"{name:>12} {spent['wall']:9.3f} {spent['cpu']:9.3f} {spent['cpu'] / result['cpu_seconds']:7.1%}")

@@ -71,7 +71,7 @@ class TimedTrainer(GRPOTrainer):
         self.spent[phase] = plus(self.spent.get(phase, (0.0, 0.0)), since(began))
 
     def end_step(self) -> None:
-        """Everything since the last step ended, the loading of data included, is this step."""
+        """Ends a step, which includes everything since the last one ended, also the loading of data."""
         step = since(self.began)
         rest = plus(step, *((-wall, -cpu) for wall, cpu in self.spent.values()))
         self.steps.append({**self.spent, "update": rest, "step": step})
@@ -210,7 +210,7 @@ def plus(*times: tuple[float, float]) -> tuple[float, float]:
 
 
 def table(options: argparse.Namespace, trainer: TimedTrainer) -> str:
-    """The median step for people."""
+    """The median step as a table."""
     steps = trainer.steps[options.warmup :]
 
     def median(of: int, phase: str) -> float:

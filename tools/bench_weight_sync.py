@@ -1,17 +1,17 @@
-"""How many bytes a weight sync moves, how long it takes, and what it needs of memory; and the plan for 671B parameters.
+"""Measures the bytes, time and memory of a weight sync, and computes the bytes for 671B parameters.
 
     torchrun --nproc-per-node 2 tools/bench_weight_sync.py experiment=tiny_sglang layout=ep2
     torchrun --nproc-per-node 2 tools/bench_weight_sync.py experiment=tiny_sglang layout=ep2 \
         rollout.sglang.tp=2 +rollout.sglang.arguments.ep_size=2
     python tools/bench_weight_sync.py --plan
 
-Streams the weights of a configured model to every rank, in buckets, as before a generation, and throws them away: all
+It streams the weights of a configured model to every rank, in buckets, as before a generation, and drops them: all
 of them, or with engines under expert parallelism only the experts that the engine's rank keeps. Bytes are exact on
 every platform; seconds and memory are of this machine. What an engine does with the weights is not included:
 `time/sync` in metrics.jsonl of a run has both.
 
 The plan needs no model and no GPU. It counts the tensors of DeepSeek-V3 without its prediction module: what every rank
-of an engine is handed when each gets everything, and when routed experts go only to the ranks that own them (with the
+of an engine receives when each gets everything, and when routed experts go only to the ranks that own them (with the
 server argument ep_size), in bf16 and what `rollout.sglang.fp8` makes of it.
 """
 
@@ -37,7 +37,7 @@ def plan() -> None:
     from grpo_mega.weights.names import entries
 
     model = compose_config(["experiment=r1zero_671b"]).model
-    assert model.vocab_size, "the preset of a released model says"
+    assert model.vocab_size, "the preset of a released model has it"
     tensors = entries(replace(model, mtp_layers=0), model.vocab_size)
     parameters = sum(entry.bytes // entry.dtype.itemsize for entry in tensors)
     experts = sum(entry.bytes for entry in tensors if entry.expert is not None)
@@ -75,7 +75,8 @@ def bench(overrides: list[str]) -> None:
     except ValueError as error:
         platform.refuse(f"error: {error}")
     vocab_size = build_data(config).tokenizer.vocab_size
-    policy = Policy(config.model, config.layout, vocab_size, join_layout(config.layout, config.run.seed), here)
+    topology = join_layout(config.layout, config.run.seed)
+    policy = Policy(config.model, config.layout, vocab_size, topology, here, lora=config.lora)
     policy.initialize(config.run.seed)
     experts = own_experts(config, dist.get_rank() % config.rollout.sglang.tp)
     for sync in range(3):

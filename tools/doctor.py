@@ -1,12 +1,12 @@
-"""Says whether this machine is fit to train, and for everything that is not, the command that mends it.
+"""Reports whether this machine is fit to train, with a command for everything that needs a fix.
 
     python tools/doctor.py                        on a laptop, a login node or a GPU node
     srun --ntasks-per-node=1 python tools/doctor.py --runs /shared/runs --json
 
-Looks at driver, CUDA, NCCL, torch, megatron-core and the other packages, Transformer Engine, Apex, flash-attn, SGLang,
-torch_memory_saver, shared and main memory, limits and the filesystem of the run directories. Needs Python only.
+It checks driver, CUDA, NCCL, torch, megatron-core and the other packages, Transformer Engine, Apex, flash-attn, SGLang,
+torch_memory_saver, shared and main memory, limits and the filesystem of the run directories. It needs only Python.
 
-Exit code: 0 nothing will fail, 1 something will.
+Exit code: 0 no check failed, 1 some did.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-if sys.version_info < (3, 11):  # noqa: UP036  whoever asks may have an older one
+if sys.version_info < (3, 11):  # noqa: UP036  the user may have an older one
     sys.exit(f"error: this is Python {sys.version.split()[0]}, and 3.11 or newer is needed: make PYTHON=python3.11")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs when nothing is installed
 
 from grpo_mega.doctor import examine
 from grpo_mega.doctor.finding import ABSENT, FAILURE, OK, WARNING, Finding
@@ -29,7 +29,7 @@ COLORS = {OK: 32, ABSENT: 90, WARNING: 33, FAILURE: 31}
 
 
 def show(findings: Iterable[Finding]) -> list[Finding]:
-    """Prints findings for people as they come, and returns them."""
+    """Prints findings as text as they are made, and returns them."""
     shown = []
     for finding in findings:
         verdict = f"{finding.verdict:<8}"
@@ -45,7 +45,7 @@ def show(findings: Iterable[Finding]) -> list[Finding]:
 def main(arguments: list[str]) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories will lie (runs)")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="the folder for run directories (runs)")
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
     options = parser.parse_args(arguments)
     findings = list(examine(options.runs)) if options.json else show(examine(options.runs))

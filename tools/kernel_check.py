@@ -1,7 +1,7 @@
-"""Every setting of the loss against float64: values, log-probs and gradients, from logits and from hidden states.
+"""Compares the loss with float64 in every setting: values, log-probs and gradients, from logits and hidden states.
 
 `bench_kernels.py --check` runs it on this project's kernels. Any other function that takes the same arguments can be
-checked as well, a wrong one too.
+checked as well.
 """
 
 from __future__ import annotations
@@ -40,17 +40,23 @@ LOSSES: dict[str, GRPOLoss] = {
     "gspo, all of it": GRPOLoss(
         kind="gspo", kl="k2", kl_coef=0.5, entropy_coef=0.3, correction="mask", correction_cap=1.5
     ),
+    "gspo_token": GRPOLoss(kind="gspo_token", clip_low=0.1, clip_high=0.1),
+    "gmpo": GRPOLoss(kind="gmpo", clip_low=0.33, clip_high=0.49, kl="k3", kl_coef=0.1),
+    "ppo, off-policy mask": GRPOLoss(off_policy_mask=0.1),
+    "ppo, unbiased k3": GRPOLoss(kl="k3", kl_coef=0.5, kl_unbiased=True),
+    "ppo, mask on both sides": GRPOLoss(correction="mask", correction_floor=0.5, correction_cap=5.0),
+    "sapo": GRPOLoss(kind="sapo", kl="k3", kl_coef=0.5, entropy_coef=0.3),
     "cispo": GRPOLoss(kind="cispo", clip_low=0.5, clip_high=0.5),
     "cispo, all of it": GRPOLoss(
         kind="cispo", clip_low=1.0, kl="k1", kl_coef=0.5, entropy_coef=-0.3, correction="mask", correction_cap=1.5
     ),
 }
-"""Coefficients are large: what one term gets wrong must not drown in rounding."""
+"""Losses with large coefficients, so that an error in one term exceeds rounding."""
 
 
 @dataclass
-class Found:
-    """What a loss function gives: the scalar, [n] weighted losses and log-probs, and the gradients of its inputs."""
+class Outcome:
+    """The result of a loss function: the scalar, [n] weighted losses and log-probs, and the gradients of its inputs."""
 
     loss: Tensor
     losses: Tensor
@@ -58,24 +64,24 @@ class Found:
     gradients: tuple[Tensor, ...]
 
 
-LossFunction = Callable[[tuple[Tensor, ...], dict[str, Any]], Found]
-"""(logits [n, V], or hidden states [n, H] and weight [V, H]; the other arguments of `fused_grpo_loss`) -> `Found`."""
+LossFunction = Callable[[tuple[Tensor, ...], dict[str, Any]], Outcome]
+"""(logits [n, V], or hidden states [n, H] and weight [V, H]; the other arguments of `fused_grpo_loss`) -> `Outcome`."""
 
 
 def own_loss(backend: str) -> LossFunction:
-    """This project's, on one of its paths."""
+    """This project's loss, with one backend."""
 
-    def run(inputs: tuple[Tensor, ...], arguments: dict[str, Any]) -> Found:
+    def run(inputs: tuple[Tensor, ...], arguments: dict[str, Any]) -> Outcome:
         leaves = tuple(x.clone().requires_grad_() for x in inputs)
         function: Any = grpo_kernels.fused_grpo_loss if len(leaves) == 1 else grpo_kernels.linear_grpo_loss
         loss, metrics = function(*leaves, backend=backend, **arguments)
-        return Found(loss.detach(), metrics.loss, metrics.logprob, torch.autograd.grad(loss, leaves))
+        return Outcome(loss.detach(), metrics.loss, metrics.logprob, torch.autograd.grad(loss, leaves))
 
     return run
 
 
 def check_losses(functions: dict[str, LossFunction], device: torch.device) -> list[str]:
-    """What is beyond rounding, a line for each wrong number; runs every setting, with and without old log-probs."""
+    """A line for each error beyond rounding; runs every setting, with and without old log-probs."""
     wrong = []
     for dtype in (torch.float32, torch.bfloat16):
         for inputs in made_up_inputs(dtype, device):
@@ -85,10 +91,10 @@ def check_losses(functions: dict[str, LossFunction], device: torch.device) -> li
                     arguments = made_up_arguments(inputs, options, on_policy)
                     exact = exact_of(inputs, arguments)
                     where = f"{name}{', on-policy' if on_policy else ''}, {source}, {dtype}"
-                    for who, function in functions.items():
+                    for owner, function in functions.items():
                         errors = errors_of(function(inputs, arguments), exact, arguments["token_weight"] != 0)
                         wrong += [
-                            f"{who}: {where}: {what} error {error:.1e}, limit {limit:.0e}"
+                            f"{owner}: {where}: {what} error {error:.1e}, limit {limit:.0e}"
                             for what, error in errors.items()
                             if not error <= (limit := limit_of(what, dtype))
                         ]
@@ -96,7 +102,7 @@ def check_losses(functions: dict[str, LossFunction], device: torch.device) -> li
 
 
 def made_up_inputs(dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, ...]]:
-    """Logits, and hidden states with a weight."""
+    """Made-up inputs: logits, and hidden states with a weight."""
     draw = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(COUNT, COLUMNS, generator=draw)
     hidden, weight = torch.randn(COUNT, HIDDEN, generator=draw), 0.5 * torch.randn(COLUMNS, HIDDEN, generator=draw)
@@ -104,8 +110,8 @@ def made_up_inputs(dtype: torch.dtype, device: torch.device) -> list[tuple[Tenso
 
 
 def made_up_arguments(inputs: tuple[Tensor, ...], options: GRPOLoss, on_policy: bool) -> dict[str, Any]:
-    """Old, reference and sampled log-probs so far away that every bound and cap binds for some tokens, advantages of
-    both signs and 0, sequences of many lengths; on-policy, old log-probs are the present ones.
+    """Made-up arguments: old, reference and sampled log-probs so distant that each bound and cap binds for some tokens,
+    advantages of both signs and 0, sequences of many lengths; on-policy, old log-probs are the present ones.
     """
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(COLUMNS, (COUNT,), generator=draw)
@@ -123,47 +129,47 @@ def made_up_arguments(inputs: tuple[Tensor, ...], options: GRPOLoss, on_policy: 
         "advantages": signs.repeat_interleave(lengths),
         "token_weight": token_weight / COUNT,
         "rollout_logprob": rollout.float(),
-        "cu_seqlens": torch.cat([torch.zeros(1), lengths.cumsum(0)]).long() if options.kind == "gspo" else None,
+        "cu_seqlens": torch.cat([torch.zeros(1), lengths.cumsum(0)]).long() if options.per_sequence else None,
     }
     on_device = {name: None if vector is None else vector.to(inputs[0].device) for name, vector in vectors.items()}
     return on_device | {"options": options, "temperature": TEMPERATURE}
 
 
 def logits_of(inputs: tuple[Tensor, ...]) -> Tensor:
-    """[n, V] in float64, on the CPU."""
+    """[n, V] logits in float64, on the CPU."""
     inputs = tuple(x.cpu().double() for x in inputs)
     return inputs[0] if len(inputs) == 1 else inputs[0] @ inputs[1].t()
 
 
-def exact_of(inputs: tuple[Tensor, ...], arguments: dict[str, Any]) -> Found:
-    """The same in float64, from the formulas."""
+def exact_of(inputs: tuple[Tensor, ...], arguments: dict[str, Any]) -> Outcome:
+    """The outcome in float64, from the formulas."""
     on_cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    found = reference.grpo_loss(logits_of(inputs), **on_cpu)
-    gradients: tuple[Tensor, ...] = (found.gradient,)
+    exact = reference.grpo_loss(logits_of(inputs), **on_cpu)
+    gradients: tuple[Tensor, ...] = (exact.gradient,)
     if len(inputs) == 2:
         hidden, weight = (x.cpu().double() for x in inputs)
-        gradients = (found.gradient @ weight, found.gradient.t() @ hidden)
-    return Found(found.loss.sum(), found.loss, found.logprob, gradients)
+        gradients = (exact.gradient @ weight, exact.gradient.t() @ hidden)
+    return Outcome(exact.loss.sum(), exact.loss, exact.logprob, gradients)
 
 
-def errors_of(found: Found, exact: Found, counted: Tensor) -> dict[str, float]:
-    """Name -> error; of log-probs only those of tokens that count are promised."""
+def errors_of(outcome: Outcome, exact: Outcome, counted: Tensor) -> dict[str, float]:
+    """Name -> error; the error of log-probs counts only tokens whose weight is not 0."""
     counted, largest = counted.cpu(), float(exact.losses.abs().max())
 
     def apart(a: Tensor, b: Tensor) -> Tensor:
         return a.cpu().double() - b
 
     errors = {
-        "loss": float(apart(found.loss, exact.loss).abs()) / float(exact.losses.abs().sum()),
-        "token loss": float(apart(found.losses, exact.losses).abs().max()) / largest,
-        "log-prob": float(apart(found.logprob, exact.logprob)[counted].abs().max()),
+        "loss": float(apart(outcome.loss, exact.loss).abs()) / float(exact.losses.abs().sum()),
+        "token loss": float(apart(outcome.losses, exact.losses).abs().max()) / largest,
+        "log-prob": float(apart(outcome.logprob, exact.logprob)[counted].abs().max()),
     }
     names = ("gradient",) if len(exact.gradients) == 1 else ("hidden gradient", "weight gradient")
-    for name, ours, right in zip(names, found.gradients, exact.gradients, strict=True):
+    for name, ours, right in zip(names, outcome.gradients, exact.gradients, strict=True):
         errors[name] = float(apart(ours, right).norm() / right.norm())
     return errors
 
 
 def limit_of(what: str, dtype: torch.dtype) -> float:
-    """Only gradients of bfloat16 are rounded."""
+    """Limit of an error; that of gradients in bfloat16 is larger, because they are rounded."""
     return ROUNDED if "gradient" in what and dtype == torch.bfloat16 else VALUES

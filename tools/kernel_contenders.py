@@ -1,4 +1,4 @@
-"""Who takes part in `bench_kernels.py`: this project's kernels, plain torch, and other libraries' where installed.
+"""The contenders of `bench_kernels.py`: this project's kernels, plain torch, and other libraries' where installed.
 
 A contender runs one operation on a `Problem`. Libraries are imported when they run, so that one that is missing or
 broken costs a line in the table and nothing else. Operations:
@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
+        """Number of tokens of a sequence."""
         return len(self.ids) // self.sequences
 
     def per_sequence(self, vector: Tensor, tokens: int) -> Tensor:
@@ -57,7 +57,7 @@ class Problem:
         return vector.view(self.sequences, self.length, *vector.shape[1:])[:, :tokens]
 
     def fresh(self) -> Problem:
-        """Leaves to differentiate, the logits in memory of their own."""
+        """A copy whose inputs are leaves to differentiate, with the logits in new memory."""
         leaves = {name: getattr(self, name) for name in ("hidden", "matrix") if getattr(self, name) is not None}
         made = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
         if self.logits is not None:
@@ -67,7 +67,7 @@ class Problem:
 
 @dataclass
 class Result:
-    """What a contender found: [N] log-probs, or the gradient of logits or hidden states; None for what it has not."""
+    """The result of a contender: [N] log-probs, or the gradient of logits or hidden states; None for what it lacks."""
 
     logprob: Tensor | None = None
     gradient: Tensor | None = None
@@ -75,7 +75,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody who can do an operation; `library` is what has to be importable."""
+    """An implementation of an operation; `library` must be importable."""
 
     name: str
     library: str
@@ -122,24 +122,24 @@ def _own_loss(backend: str, operation: str) -> Callable[[Problem], Result]:
 
 
 def own(backend: str) -> list[Contender]:
-    """This project's, on one of its paths; what takes more than one launch is Triton's under "cuda"."""
+    """This project's contenders, with one backend; under "cuda", Triton runs what takes more than one launch."""
     name, losses = f"grpo_kernels, {backend}", ["ppo", "on-policy", "linear ppo", "linear on-policy"]
     if backend != "cuda":
         losses.append("gspo")
-    found = [] if backend == "cuda" else [Contender(name, "grpo_kernels", "logprob", _own_logprob(backend))]
-    return found + [Contender(name, "grpo_kernels", loss, _own_loss(backend, loss)) for loss in losses]
+    contenders = [] if backend == "cuda" else [Contender(name, "grpo_kernels", "logprob", _own_logprob(backend))]
+    return contenders + [Contender(name, "grpo_kernels", loss, _own_loss(backend, loss)) for loss in losses]
 
 
 # ------------------------------------------------------------------------------------------------ plain torch
 
 
 def logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """[N] in float32."""
+    """[N] log-probs in float32."""
     return torch.log_softmax(logits.float(), -1).gather(1, ids[:, None])[:, 0]
 
 
 def torch_loss(logprob: Tensor, p: Problem, operation: str) -> Tensor:
-    """The loss as a person writes it."""
+    """The loss as it is usually written."""
     if "on-policy" in operation:
         return -(p.weight * p.advantage * logprob).sum()
     log_ratio = logprob - p.old
@@ -194,8 +194,8 @@ def _liger_logprob(p: Problem) -> Result:
 
     tokens = p.length - 1
     logits = p.per_sequence(p.logits.detach(), p.length)
-    found = fused_selective_log_softmax(logits, p.per_sequence(p.ids, tokens).contiguous(), temperature=1.0)
-    return Result(torch.nn.functional.pad(found, (0, 1)).flatten())
+    logprobs = fused_selective_log_softmax(logits, p.per_sequence(p.ids, tokens).contiguous(), temperature=1.0)
+    return Result(torch.nn.functional.pad(logprobs, (0, 1)).flatten())
 
 
 def _liger_loss(level: str) -> Callable[[Problem], Result]:
@@ -248,15 +248,15 @@ def _megatron_loss(fused: bool) -> Callable[[Problem], Result]:
         from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-        logits = p.logits.clone()[:, None]  # it writes into what it is given
+        logits = p.logits.clone()[:, None]  # it overwrites its input
         ids = p.ids[:, None]
-        found = (
+        losses = (
             fused_vocab_parallel_cross_entropy(logits, ids, group)
             if fused
             else vocab_parallel_cross_entropy(logits, ids)
         )
-        (found[:, 0] * p.weight * p.advantage).sum().backward()
-        return Result(-found.detach()[:, 0].float(), p.logits.grad)
+        (losses[:, 0] * p.weight * p.advantage).sum().backward()
+        return Result(-losses.detach()[:, 0].float(), p.logits.grad)
 
     return run
 
@@ -274,9 +274,9 @@ def _group_of_one(device: str) -> Any:
 def _cce(p: Problem) -> Result:
     from cut_cross_entropy import linear_cross_entropy
 
-    found = linear_cross_entropy(p.hidden, p.matrix, p.ids, reduction="none")
-    (found * p.weight * p.advantage).sum().backward()
-    return Result(-found.detach().float(), p.hidden.grad)
+    losses = linear_cross_entropy(p.hidden, p.matrix, p.ids, reduction="none")
+    (losses * p.weight * p.advantage).sum().backward()
+    return Result(-losses.detach().float(), p.hidden.grad)
 
 
 RIVALS = [

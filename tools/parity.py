@@ -39,7 +39,8 @@ from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import Config, LayoutConfig
-from grpo_mega.types import Batch, Prompt, Sample, pack
+from grpo_mega.stages.packing import pack_samples
+from grpo_mega.types import Batch, Prompt, Sample
 
 DIFFERENT = 1
 """Exit code when a number is off by more than its tolerance, or the run on one process failed."""
@@ -279,18 +280,19 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
     # Megatron may only be imported now that the platform is prepared.
     from megatron.core import parallel_state
 
-    from grpo_mega.models.losses import grpo_loss
     from grpo_mega.models.policy import Policy
     from grpo_mega.models.topology import join_layout
+    from grpo_mega.stages.loss import loss_of
 
     topology, optimizer = join_layout(config.layout, config.run.seed), config.optimizer
-    policy = Policy(
-        config.model, config.layout, VOCABULARY, topology, here, optimizer.distributed, overlap=optimizer.overlap
-    )
+    parallel = (optimizer.distributed, optimizer.overlap)
+    kept = optimizer.frozen
+    policy = Policy(config.model, config.layout, VOCABULARY, topology, here, *parallel, frozen=kept, lora=config.lora)
     policy.initialize(config.run.seed)
     policy.use_optimizer(optimizer)
-    batch, temperature = batch or made_up_batch(config, policy), config.rollout.temperature
-    loss = grpo_loss(config.algorithm, on_policy=False)
+    whole, temperature = batch or made_up_batch(config, policy), config.rollout.temperature
+    batch = policy.share(whole)
+    loss = loss_of(config.algorithm, on_policy=False)
     initial = by_layer(policy.whole_weights())
     policy.gradients(batch, loss, temperature)
     gradients = by_layer(policy.whole_gradients())  # of a pass of their own: the optimizer clips them
@@ -299,7 +301,7 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
         step = policy.update(batch, loss, optimizer.lr, temperature)
         weights = by_layer(policy.whole_weights())
         done.append({
-            "log-probs": step.logprob[batch.mask],
+            "log-probs": policy.gathered(step.outputs, batch)[whole.mask],
             "loss": step.metrics["loss"],
             "gradient norm": step.metrics["grad_norm"],
             "update": {key: weights[key].float() - initial[key].float() for key in gradients},
@@ -307,7 +309,7 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
             "expert bias": torch.cat([torch.zeros(0), *(weights[key] for key in weights if "expert_bias" in key)]),
         })  # fmt: skip
     parallel_state.destroy_model_parallel()
-    return {"batch": vars(batch), "gradients": gradients, "steps": done}
+    return {"batch": vars(whole), "gradients": gradients, "steps": done}
 
 
 def made_up_batch(config: Config, policy: Any) -> Batch:
@@ -323,7 +325,7 @@ def made_up_batch(config: Config, policy: Any) -> Batch:
         for g in range(algorithm.group_size):
             tokens = random_tokens(draw, longest)
             samples.append(Sample(prompt, g, tokens, (0.0,) * len(tokens), "length", ((0, 0),), ""))
-    batch = pack(samples)
+    batch = pack_samples(samples)
     logprob, shift = policy.logprobs(batch, config.rollout.temperature), torch.sin(torch.arange(len(batch.tokens)))
     return batch.with_(
         weight=token_weights(batch.mask, batch.cu_seqlens, algorithm.aggregation, config.rollout.max_new_tokens),

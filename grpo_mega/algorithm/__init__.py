@@ -1,4 +1,4 @@
-"""From rewards to the training signal: advantages, token weights, off-policy diagnostics.
+"""From rewards to the training signal: advantages, token weights, the objective, off-policy diagnostics.
 
-Pure functions on tensors; this room imports nothing but torch.
+Pure functions on tensors. This room imports torch, the kernels that compute losses, and the types of its arguments.
 """

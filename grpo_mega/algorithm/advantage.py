@@ -1,4 +1,4 @@
-"""How much better a sample is than the other samples of its prompt."""
+"""Group-relative advantages: how much better a sample is than the other samples of its prompt."""
 
 from __future__ import annotations
 
@@ -7,49 +7,81 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+BASELINES = ("mean", "leave_one_out", "optimal")
+STDS = ("sample", "population", "mean", "none")
+
 ROUNDING = 1e-6
-"""Rewards whose spread is no more than this part of the largest of them are equal: a few units in the last place of
-float32, in which many a reward is computed. Divided by their standard deviation they would become advantages of size
-one."""
+"""Rewards count as equal when their spread is at most this fraction of the largest: a few units in the last place of
+float32, in which many rewards are computed. Divided by their standard deviation, such differences would become
+advantages of size one."""
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group, finite numbers, differ by more than `ROUNDING` of the largest size among them."""
+    """Whether there are at least two rewards, finite numbers, that differ by more than `ROUNDING` times the largest."""
+    if len(rewards) < 2:
+        return False
     low, high = min(rewards), max(rewards)
     return high - low > ROUNDING * max(abs(low), abs(high))
 
 
-def group_advantages(rewards: Tensor, std: str) -> Tensor:
-    """Group-relative advantages of one prompt's samples: (reward - mean) / standard deviation.
+def group_advantages(rewards: Tensor, std: str, baseline: str = "mean", lengths: Sequence[int] = ()) -> Tensor:
+    """Group-relative advantages of one prompt's samples: (reward - baseline) / scale.
 
-    DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision; with `std="none"` the centred rewards of
-    Dr. GRPO (arXiv 2503.20783).
+    - DeepSeekMath (arXiv 2402.03300), section 4.1.2: baseline "mean", std "sample" or "population";
+    - Dr. GRPO (arXiv 2503.20783), equation 4: "mean", "none";
+    - RLOO (arXiv 2402.14740): "leave_one_out", "none", which is G / (G - 1) times Dr. GRPO's;
+    - OPO (arXiv 2505.23585): "optimal", "none";
+    - MaxRL (arXiv 2602.02710): "mean", "mean".
 
     A group without signal (see `has_signal`) has advantages of exactly 0. Otherwise nothing is added to the standard
     deviation, so advantages do not change when all rewards are multiplied by a positive number (with "none" they are
-    multiplied as well) or shifted by one that leaves their differences above rounding.
+    multiplied as well) or, unless divided by their mean, shifted by one that leaves their differences above rounding.
 
     Args:
         rewards: [G] total rewards of one group, G at least 2.
-        std: "sample" (divides by G - 1 under the root), "population" (by G) or "none" (no division).
+        std: What the differences are divided by: the standard deviation, "sample" (divides by G - 1 under the root) or
+            "population" (by G); the "mean" reward; or "none" (no division).
+        baseline: What is subtracted from a reward: the "mean" of the group; "leave_one_out", the mean of the others;
+            "optimal", the mean weighted by length, which minimises the variance of the gradient if its norm grows as
+            the square root of the length.
+        lengths: Tokens of each sample, for "optimal".
 
     Returns:
         [G] float32.
 
     Raises:
-        ValueError: `rewards` is not a vector of at least two finite numbers, or `std` is unknown.
+        ValueError: `rewards` is not a vector of at least two finite numbers, is negative where the mean divides,
+            `lengths` do not fit it, or a name is unknown.
     """
-    if std not in ("sample", "population", "none"):
-        raise ValueError(f"advantage_std is {std!r}; use sample, population or none")
+    if std not in STDS:
+        raise ValueError(f"advantage_std is {std!r}; use sample, population, mean or none")
+    if baseline not in BASELINES:
+        raise ValueError(f"advantage_baseline is {baseline!r}; use mean, leave_one_out or optimal")
     if rewards.dim() != 1 or len(rewards) < 2:
         raise ValueError(f"rewards have shape {list(rewards.shape)}; a group is a vector of at least 2 (group_size)")
     if not rewards.float().isfinite().all():
         raise ValueError(f"rewards {rewards.tolist()} are not all finite in float32; check the reward functions")
+    if std == "mean" and (rewards < 0).any():
+        raise ValueError(f"rewards {rewards.tolist()} are not all positive or 0, as advantage_std=mean needs them")
     if not has_signal(rewards.tolist()):
         return torch.zeros_like(rewards, dtype=torch.float32)
     size = rewards.double().abs().max()
     scaled = rewards.double() / size  # of which no square over- or underflows
-    centred = scaled - scaled.mean()
+    centred = scaled - _baseline(scaled, baseline, lengths)
     if std == "none":
         return (centred * size).float()
-    return (centred / centred.std(correction=1 if std == "sample" else 0)).float()
+    if std == "mean":
+        return (centred / scaled.mean()).float()
+    return (centred / scaled.std(correction=1 if std == "sample" else 0)).float()
+
+
+def _baseline(rewards: Tensor, baseline: str, lengths: Sequence[int]) -> Tensor:
+    """[] or [G] what is subtracted from each of [G] rewards."""
+    if baseline == "mean":
+        return rewards.mean()
+    if baseline == "leave_one_out":
+        return (rewards.sum() - rewards) / (len(rewards) - 1)
+    weight = torch.tensor(lengths, dtype=torch.float64, device=rewards.device)
+    if len(weight) != len(rewards) or (weight < 0).any() or weight.sum() == 0:
+        raise ValueError(f"lengths are {list(lengths)}; each of the {len(rewards)} rewards needs one, and not all 0")
+    return (weight * rewards).sum() / weight.sum()

@@ -1,28 +1,32 @@
-"""How far what the engine sampled is from what the trainer scores.
+"""The mismatch between engine and trainer: how far their log-probs of the same tokens differ.
 
-Both put a log-prob on the same tokens with the same weights; kernels, precision or stale weights drive them apart,
-and then samples are off-policy without anybody having decided so.
+Both compute a log-prob of the same tokens with the same weights. Different kernels, precisions or stale weights make
+them differ, and then samples are unintentionally off-policy.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 EXPLAINED = {"fp32": 1e-4, "bf16": 0.1, "fp8": 0.5}
-"""Mean absolute difference of log-probs, in nats, that rounding alone does not reach; by the precision of whichever of
-engine and trainer is coarser.
+"""Mean absolute difference of log-probs, in nats, that rounding alone does not reach; by the lower precision of engine
+and trainer.
 
-fp32: engines and trainers of small models agree to 1e-5 in every layout (docs/parity.md); ten times as much leaves room
-for longer sums and other kernels.
+fp32: engines and trainers of small models agree to 1e-5 in every layout (docs/parity.md); ten times as much allows for
+longer sums and other kernels.
 
-bf16: logits between 16 and 32 are 0.125 apart in it, and the mean error of such a rounding is 0.03; three times as
-much, for the trainer and the engine both round, and hidden states too.
+bf16: its spacing between 16 and 32, where logits can be, is 0.125, and the mean error of such a rounding is 0.03; three
+times as much, because trainer and engine both round, and hidden states are rounded too.
 
-fp8 is not measured in an engine yet: rounding weights (`weights.fp8`) moved the log-probs of random Qwen3 models of 4
-and 16 layers, whose logits have standard deviations of 0.3 to 1.6, by 0.02 to 0.19, some 14 times as far as rounding to
-bf16 did, and an engine rounds activations likewise. This limit reveals wrong names rather than old versions: noise of
-30 % of the weights moved the same log-probs by 0.16 to 1.6.
+fp8 is not measured in an engine yet: rounding weights (`weights.fp8`) changed the log-probs of random Qwen3 models of 4
+and 16 layers, whose logits have standard deviations of 0.3 to 1.6, by 0.02 to 0.19, some 14 times as much as rounding
+to bf16, and an engine rounds activations as well. This limit detects wrong names rather than old versions: noise of
+30 % of the weights changed the same log-probs by 0.16 to 1.6.
 """
 
 
@@ -30,7 +34,7 @@ def explained_by_rounding(dtype: str, fp8: bool) -> float:
     """Mean absolute difference between the log-probs of engine and trainer, in nats, that rounding explains.
 
     Args:
-        dtype: What the trainer computes with, "fp32" or "bf16".
+        dtype: The trainer's precision, "fp32" or "bf16".
         fp8: Whether the engine rounds the weights to 8 bits, which outweighs all other rounding.
 
     Raises:
@@ -41,17 +45,22 @@ def explained_by_rounding(dtype: str, fp8: bool) -> float:
     return EXPLAINED["fp8" if fp8 else dtype]
 
 
-def rollout_mismatch(logprob: Tensor, rollout_logprob: Tensor) -> dict[str, float]:
+def rollout_mismatch(
+    logprob: Tensor, rollout_logprob: Tensor, group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
     """Summary of the differences over n trained tokens, computed in float64. NaN in, NaN out.
 
     Args:
-        logprob: [n] as the trainer scores the tokens.
-        rollout_logprob: [n] as the engine sampled them.
+        logprob: [n] the trainer's log-probs.
+        rollout_logprob: [n] the engine's log-probs of the same tokens.
+        group: Ranks with different tokens, possibly none, that get one summary of all; a group for CPU tensors, and
+            each of its ranks must call this. None for a summary of this rank's tokens.
 
     Returns:
         With d = logprob - rollout_logprob and w = exp(d): "mean_abs", "max_abs", "p50_abs", "p90_abs" and "p99_abs"
         (nearest rank) of |d|, "mean_ratio" of w, and "effective_sample_size" = (sum w)^2 / (n * sum w^2), 1 when the
-        two agree and 1 / n when one token outweighs all others, however far apart they are. Empty when n is 0.
+        two agree and 1 / n when one token outweighs all others, however far apart they are. Empty when n is 0 on all
+        ranks.
 
     Raises:
         ValueError: The arguments are not vectors of one length.
@@ -59,30 +68,56 @@ def rollout_mismatch(logprob: Tensor, rollout_logprob: Tensor) -> dict[str, floa
     if logprob.shape != rollout_logprob.shape or logprob.dim() != 1:
         shapes = f"{list(logprob.shape)} and {list(rollout_logprob.shape)}"
         raise ValueError(f"logprob and rollout_logprob must be vectors of one length, got {shapes}")
-    n = len(logprob)
+    difference = logprob.detach().double() - rollout_logprob.detach().double()
+    distance = difference.abs()
+    sums = torch.stack(
+        [distance.new_tensor(len(distance)), distance.isnan().sum(), distance.sum(), difference.exp().sum()]
+    )
+    n, nans, distances, ratios = _over(group, dist.ReduceOp.SUM, sums.double()).tolist()
     if n == 0:
         return {}
-    difference = logprob.detach().double() - rollout_logprob.detach().double()
-    distance, ratio = difference.abs(), difference.exp()
+    lowest = difference.new_full((1,), -torch.inf)  # in case this rank has no tokens
+    highest = torch.stack([torch.cat([x, lowest]).max() for x in (difference, distance)])
+    largest, max_abs = _over(group, dist.ReduceOp.MAX, highest.nan_to_num(0.0, torch.inf, -torch.inf)).tolist()
     values = {
-        "mean_abs": distance.mean(),
-        "max_abs": distance.max(),
-        **{f"p{p}_abs": _percentile(distance, p) for p in (50, 90, 99)},
-        "mean_ratio": ratio.mean(),
-        "effective_sample_size": _effective_sample_size(difference),
+        "mean_abs": distances / n,
+        "max_abs": max_abs,
+        **{f"p{p}_abs": _nearest_rank(distance, -(-p * int(n) // 100), group) for p in (50, 90, 99)},
+        "mean_ratio": ratios / n,
+        "effective_sample_size": _effective_sample_size(difference, largest, n, group),
     }
-    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+    return dict.fromkeys(values, math.nan) if nans else values
 
 
-def _effective_sample_size(log_ratio: Tensor) -> Tensor:
-    """(sum w)^2 / (n * sum w^2) of w = exp(log_ratio), with all w divided by the largest: that changes nothing, and no
-    overflow of w, or of its square, makes it NaN."""
-    relative = (log_ratio - log_ratio.max()).exp()
+def _over(group: dist.ProcessGroup | None, operation: Any, values: Tensor) -> Tensor:
+    """The values of all ranks of the group, reduced element by element; the values themselves without a group."""
+    if group is not None:
+        dist.all_reduce(values, operation, group=group)
+    return values
+
+
+def _effective_sample_size(log_ratio: Tensor, largest: float, n: float, group: dist.ProcessGroup | None) -> float:
+    """(sum w)^2 / (n * sum w^2) of w = exp(log_ratio).
+
+    All w are divided by the largest first, which does not change the result, so that neither w nor its square
+    overflows.
+    """
+    relative = (log_ratio - largest).exp()
     ratio = torch.where(log_ratio == torch.inf, 1.0, relative)
-    return ratio.sum().square() / (len(ratio) * ratio.square().sum())
+    total, squares = _over(group, dist.ReduceOp.SUM, torch.stack([ratio.sum(), ratio.square().sum()])).tolist()
+    return total**2 / (n * squares) if squares else math.nan
 
 
-def _percentile(values: Tensor, percent: int) -> Tensor:
-    """Nearest rank. torch.quantile refuses more than 2^24 values, and kthvalue takes NaN for the largest of numbers."""
-    kth = values.kthvalue(-(-percent * len(values) // 100)).values
-    return torch.where(values.isnan().any(), torch.nan, kth)
+def _nearest_rank(values: Tensor, k: int, group: dist.ProcessGroup | None) -> float:
+    """The k-th smallest of all ranks' non-negative float64 numbers, without gathering them on one rank.
+
+    Such numbers have the order of their bits, read as integers. Four histograms, of 16 bits each, determine it.
+    """
+    candidates, bits = values.view(torch.int64), 0
+    for shift in (48, 32, 16, 0):
+        digits = (candidates >> shift) & 0xFFFF
+        up_to = _over(group, dist.ReduceOp.SUM, digits.bincount(minlength=1 << 16)).cumsum(0)
+        digit = int(torch.searchsorted(up_to, k))
+        k -= int(up_to[digit - 1]) if digit else 0
+        candidates, bits = candidates[digits == digit], bits << 16 | digit
+    return torch.tensor(bits).view(torch.float64).item()

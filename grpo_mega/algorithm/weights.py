@@ -1,7 +1,7 @@
-"""What each token counts in the loss.
+"""The weight of each token in the loss.
 
-loss = sum(weight * token_loss), with weight = mask / denominator computed once over the global batch. How the batch
-is then cut into micro-batches, packed or spread over ranks cannot change the loss: every part sums its own tokens.
+loss = sum(weight * token_loss), with weight = mask / denominator, and the denominator is that of the global batch. So
+the loss does not depend on micro-batches, packing or the split over ranks: every part sums its own tokens.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from torch import Tensor
 
 
 def token_weights(
-    mask: Tensor, cu_seqlens: Tensor, aggregation: str, constant_length: int, left_out: Sequence[int] = ()
+    mask: Tensor, cu_seqlens: Tensor, aggregation: str, constant_length: int, counted: Sequence[int] | None = None
 ) -> Tensor:
-    """Weights that turn per-token losses of the global batch into one number by a plain sum.
+    """Token weights with which the loss of the global batch is the plain sum of weight * token loss.
 
-    With n the number of sequences that have a masked-in token (the others count for nothing) and |o| the number of
-    such tokens in a sequence, those left out included, the denominator of a masked-in token is
+    With |o| the number of masked-in tokens of a sequence and n the number of sequences of the global batch that have
+    any (the others do not count), the denominator of a masked-in token is
 
     - "sequence_mean": n * |o|, mean over sequences of the mean over tokens (DeepSeekMath, equation 3);
     - "token_mean": the sum of all |o| (DAPO, arXiv 2503.14476, equation 8);
     - "constant": n * constant_length (Dr. GRPO, arXiv 2503.20783, section 3.2).
 
     Args:
-        mask: [T] bool, True on the tokens that are trained.
-        cu_seqlens: [N + 1] integers, start of every sequence, and T.
+        mask: [T] bool, True on the tokens that are trained; of some of the sequences, such as those of one rank.
+        cu_seqlens: [N + 1] integers, start of every sequence in `mask`, and T.
         aggregation: One of the three names above.
-        constant_length: Tokens every sequence is divided by; read by "constant" only.
-        left_out: |o| of sequences that count in n and in the sum of all |o| although they are not in the batch, because
-            their losses have no gradient. The weights here are the same as if they were in it.
+        constant_length: Length in tokens that "constant" divides by.
+        counted: |o| of every sequence of the global batch, in any order: these N, those of other ranks, and those that
+            no rank computes because their losses have no gradient. None when there are only these N.
 
     Returns:
         [T] float32; all zeros when nothing is masked in.
@@ -41,19 +41,21 @@ def token_weights(
     """
     sequence = _sequence_of_token(mask, cu_seqlens)
     tokens = torch.zeros(len(cu_seqlens) - 1, dtype=torch.int64, device=mask.device).index_add(0, sequence, mask.long())
-    sequences = (tokens > 0).sum() + sum(length > 0 for length in left_out)
+    counted = tokens.tolist() if counted is None else counted
+    sequences = sum(length > 0 for length in counted)
     if aggregation == "sequence_mean":
-        denominator = sequences * tokens[sequence]
+        denominator = sequences * tokens
     elif aggregation == "token_mean":
-        denominator = tokens.sum() + sum(left_out)
+        denominator = torch.full_like(tokens, sum(counted))
     elif aggregation == "constant":
         if constant_length < 1:
             raise ValueError(f"constant_length is {constant_length}; use the longest completion, max_new_tokens")
-        denominator = sequences * constant_length
+        denominator = torch.full_like(tokens, sequences * constant_length)
     else:
         raise ValueError(f"aggregation is {aggregation!r}; use sequence_mean, token_mean or constant")
-    # A denominator is 0 only where the mask is False as well: the clamp touches no trained token.
-    return (mask.double() / denominator.clamp(min=1)).float()
+    # A denominator is 0 only where the mask is False as well: the clamp changes no trained token.
+    of_token = (1.0 / denominator.clamp(min=1).double()).float()
+    return torch.where(mask, of_token[sequence], 0.0)
 
 
 def _sequence_of_token(mask: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """One checkpoint is one directory that is whole or not there.
 
-    step-000020/  weights/  reference/  random/  state.json  manifest.json
-    step-000020-updates-0003/  the same and step-in-progress.pt: the first three updates of step 21 are done
+    step-000020/  weights/  reference/  critic/  random/  state.json  manifest.json
+    step-000020-updates-0003/  the same and step-in-progress*: the first three updates of step 21 are done
     1-pretrain-step-000200/  of an earlier stage of the run, the first
 
-`weights` holds model and optimizer, `reference` the reference policy when there is one; both can be read under any
-layout. `random` holds every rank's random number generators, `state.json` what else a run needs to go on,
-`manifest.json` the checksums of all files. A checkpoint is written under a temporary name and renamed.
+`weights` holds the policy and its optimizer. Every other model of a stage has a folder with the name of its role: the
+reference policy's holds weights, a critic's weights and optimizer. All of them can be read under any layout. `random`
+holds every rank's random number generators, `state.json` what else a run needs to continue, `manifest.json` the
+checksums of all files. A checkpoint is written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -16,32 +17,49 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mega.checkpoint import random_state, reading, step_in_progress
-from grpo_mega.checkpoint.integrity import MANIFEST, damage, seal, vouched
+from grpo_mega.checkpoint.integrity import damage, files_in_manifest, seal
+from grpo_mega.checkpoint.model_state import (
+    METADATA,
+    POLICY,
+    folder_of,
+    folders_of,
+    load_into,
+    refuse_adapters,
+    state_to_save,
+    weights_of,
+)
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
-from grpo_mega.checkpoint.writers import ForkedQueue, finalized, start_results_queue, summing, waiting_on_hosts
-from grpo_mega.models.policy import Policy
+from grpo_mega.checkpoint.writers import (
+    ForkedQueue,
+    finalized,
+    in_one_process,
+    start_results_queue,
+    summing,
+    waiting_on_hosts,
+)
+from grpo_mega.models.average import AveragedPolicy, Copy
+from grpo_mega.models.model import Model
 from grpo_mega.models.reference import ReferencePolicy
-from grpo_mega.platform.collectives import if_all_can, main_says
+from grpo_mega.platform.collectives import from_main_rank, succeed_together
 from grpo_mega.platform.files import sync_folder, write_atomic
+from grpo_mega.platform.manifest import MANIFEST
 from grpo_mega.platform.orphans import forks_end_with_us
 from grpo_mega.platform.stop import shielded_children
 
 logger = logging.getLogger(__name__)
 
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 STATE = "state.json"
-NEEDED = (STATE, *(f"weights/{name}" for name in reading.NEEDED))
+NEEDED = (STATE, *(f"{POLICY}/{name}" for name in reading.NEEDED))
 """What the manifest of every checkpoint names."""
 SECONDS_TO_MAKE_ROOM = 10
 """How long other ranks wait for the main rank to remove what was written of a checkpoint that failed."""
@@ -55,70 +73,79 @@ class CannotSave(RuntimeError):
     """A checkpoint could not be written: nothing of it is left, and the ones before it are whole."""
 
 
-def save(path: Path, policy: Policy, state: dict[str, Any], reference: ReferencePolicy | None = None) -> None:
+def save(path: Path, models: Sequence[Model | Copy], state: dict[str, Any]) -> None:
     """Writes a checkpoint; every rank must call it. `state` is plain JSON, the same on every rank.
 
     Raises:
+        ValueError: Two models have the same role, or one has a role that names no folder.
         CannotSave: The disk is full or failed, on any rank; raised on every rank that is still alive.
     """
-    Saving(path, policy, state, reference, background=False).finish()
+    Saving(path, models, state, background=False).finish()
 
 
 class Saving:
-    """A checkpoint being written, in the `background` while training goes on; every rank must make and finish it.
+    """A checkpoint being written, in the `background` while training continues; every rank must make and finish it.
 
     It holds what was true when this was made: the processes that write are forks, and share no later change. The
-    reference policy, which changes seldom, and everything small is written before the constructor returns. Both
-    methods may raise `CannotSave`, as `save` does.
+    reference policy, which changes seldom, and everything small are written before the constructor returns.
+    Both methods may raise `CannotSave`, as `save` does, and the constructor its ValueError.
     """
 
     def __init__(
         self,
         path: Path,
-        policy: Policy,
+        models: Sequence[Model | Copy],
         state: dict[str, Any],
-        reference: ReferencePolicy | None,
         background: bool,
         rest: StepInProgress | None = None,
     ) -> None:
         self.path = path
-        self.is_main = policy.topology.is_main
+        topology = models[0].topology
+        self.is_main = topology.is_main
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._writers = AsyncCallsQueue()
         self._sums = ForkedQueue()
+        folders = folders_of(models)
         with self._nothing_left_on_failure(), shielded_children(), forks_end_with_us():
             start_results_queue()
-            if_all_can(lambda: _begin(self._temporary, state, reference, rest) if self.is_main else None)
-            if_all_can(lambda: random_state.save(self._temporary))
-            if reference:
-                with reference.in_place():
-                    waiting_on_hosts(self._written(_model(policy), "reference")).execute_sync()
-            weights = _weights(policy, is_loading=False)
-            _take_hollow(weights)
+            succeed_together(lambda: _begin(self._temporary, folders, state) if self.is_main else None)
+            succeed_together(lambda: random_state.save(self._temporary))
+            if rest:
+                succeed_together(lambda: step_in_progress.save(self._temporary, rest, topology))
             # What only the main rank writes may fail on it alone. It then leaves, and the others with it: their
             # connection to it breaks. What any rank writes is checked by Megatron, on all of them.
-            written = self._written(weights, "weights")
-            if background:
-                self._writers.schedule_async_request(written)
-            else:
-                waiting_on_hosts(written).execute_sync()
+            later: list[tuple[Model | AveragedPolicy, str]] = []
+            for model, folder in zip(models, folders, strict=True):
+                if isinstance(model, ReferencePolicy):  # its weights are in the model for as long as it takes
+                    with model.saved():
+                        self._write_now(weights_of(model.policy), folder)
+                elif background:
+                    later.append((model, folder))
+                else:  # one after the other: Megatron holds copies of what it writes
+                    self._write_now(_state_of(model), folder)
+            if later:
+                requests = [self._written(_state_of(model), folder) for model, folder in later]
+                self._writers.schedule_async_request(in_one_process(requests))
 
     def finish(self, wait: bool = True) -> bool:
         """Seals the checkpoint and gives it its name; False when files are still being written and `wait` is false."""
         with self._nothing_left_on_failure():
             if not finalized(self._writers, wait):
                 return False
-            sums = {f"{part}/{name}": s for part, found in self._sums.all() for name, s in found.items()}
+            sums = {f"{folder}/{name}": s for folder, files in self._sums.all() for name, s in files.items()}
             seal(self._temporary, sums)
             self._sums.close()
-            if_all_can(lambda: _rename(self._temporary, self.path) if self.is_main else None)
+            succeed_together(lambda: _rename(self._temporary, self.path) if self.is_main else None)
             return True
 
-    def _written(self, state: dict[str, Any], part: str) -> AsyncRequest:
+    def _write_now(self, state: dict[str, Any], folder: str) -> None:
+        waiting_on_hosts(self._written(state, folder)).execute_sync()
+
+    def _written(self, state: dict[str, Any], folder: str) -> AsyncRequest:
         """What writes this rank's share of a state into a folder of the checkpoint, and its checksums into `_sums`."""
-        folder = self._temporary / part
-        request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, content_metadata=METADATA)
-        return summing(request, folder, self._sums)
+        path = self._temporary / folder
+        request = dist_checkpointing.save(state, str(path), async_sharded_save=True, content_metadata=METADATA)
+        return summing(request, path, self._sums)
 
     @contextmanager
     def _nothing_left_on_failure(self) -> Iterator[None]:
@@ -133,15 +160,19 @@ class Saving:
             raise CannotSave(why) from error
 
 
-def _begin(
-    temporary: Path, state: dict[str, Any], reference: ReferencePolicy | None, rest: StepInProgress | None
-) -> None:
+def _state_of(model: Model | AveragedPolicy) -> dict[str, Any]:
+    """What is saved of a model whose tensors are its own."""
+    if isinstance(model, AveragedPolicy):
+        with model.saved():
+            return weights_of(model.policy)
+    return state_to_save(model)
+
+
+def _begin(temporary: Path, folders: list[str], state: dict[str, Any]) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
-    for folder in ("weights", random_state.FOLDER, *(["reference"] if reference else [])):
+    for folder in (*folders, random_state.FOLDER):
         (temporary / folder).mkdir(parents=True)
     write_atomic(temporary / STATE, json.dumps(state, indent=2))
-    if rest:
-        step_in_progress.save(temporary, rest)
 
 
 def _rename(temporary: Path, path: Path) -> None:
@@ -161,56 +192,53 @@ def _wait_until_gone(temporary: Path) -> None:
 def _cause(error: BaseException, path: Path) -> str:
     """What went wrong, how much room there is, and what to do."""
     if isinstance(error, CheckpointException):  # whose own text is a traceback per rank
-        said = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()) or "see rank 0"
+        reason = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()) or "see rank 0"
     else:
-        said = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
     return (
-        f"the checkpoint {path} cannot be written: {said}. {shutil.disk_usage(path.parent).free:,} bytes are free in "
+        f"the checkpoint {path} cannot be written: {reason}. {shutil.disk_usage(path.parent).free:,} bytes are free in "
         f"{path.parent}. Nothing of it is left and earlier checkpoints are whole: make room, or lower "
         "run.keep_checkpoints, and start the same command again"
     )
 
 
-def load(path: Path, policy: Policy, reference: ReferencePolicy | None = None) -> dict[str, Any]:
-    """Reads a checkpoint into policy, optimizer (when the policy has one) and reference; returns its state.
+def load(path: Path, models: Sequence[Model | Copy]) -> dict[str, Any]:
+    """Reads a checkpoint into models, and their optimizers where they have one; returns its state.
 
-    Only files are read that its manifest names, and nothing in them is executed.
+    Only files are read that its manifest names, and nothing in them is executed. Models that the checkpoint holds and
+    that are not asked for are left alone.
 
     Raises:
         FileNotFoundError: There is no checkpoint at `path`.
-        ValueError: It holds no reference policy although one is wanted, or something that would be executed.
+        ValueError: It does not hold one of the models, or something that would be executed.
     """
     if not (path / STATE).is_file():
         raise FileNotFoundError(f"{path} holds no checkpoint (no {STATE})")
-    files = vouched(path)
-    wanted = _weights(policy, is_loading=True)
-    hollow = _take_hollow(wanted)
-    loaded = reading.load_sharded(wanted, path, "weights", files)
-    _put_back(loaded, hollow)
-    policy.chunks.load_state_dict(loaded["model"], strict=True)
-    if policy.optimizer is not None:
-        with torch.no_grad():
-            policy.optimizer.load_state_dict(loaded["optimizer"])
-    if reference:
-        if f"reference/{reading.INDEX}" not in files:
-            raise ValueError(f"{path} holds no reference policy; it was saved with algorithm.kl_coef=0")
-        with reference.in_place():
-            loaded = reading.load_sharded(_model(policy), path, "reference", files)
-            policy.chunks.load_state_dict(loaded["model"], strict=True)
+    files = files_in_manifest(path)
+    for model, folder in zip(models, folders_of(models), strict=True):
+        load_into(model, path, folder, files)
     return json.loads((path / STATE).read_text())
 
 
-def load_weights(path: Path, policy: Policy) -> dict[str, Any]:
-    """Reads only the model's weights into a policy without optimizer, for a run that starts from them.
+def load_weights(path: Path, model: Model, role: str | None = None) -> dict[str, Any]:
+    """Reads the weights alone of the model that has this `role` there; None for the one that `model` has.
+
+    For a run that starts from them: the model must not have an optimizer yet. Returns the checkpoint's state.
 
     Raises:
         FileNotFoundError: There is no checkpoint at `path`.
-        ValueError: The checkpoint is damaged.
+        ValueError: The checkpoint is damaged, holds no such model, or holds adapters, which do not go into weights.
     """
-    assert policy.optimizer is None, "an optimizer made before would keep the old master weights"
-    if problem := damage(path, NEEDED) if main_says((path / STATE).is_file) else None:
+    assert model.optimizer is None, "an optimizer made before would keep the old master weights"
+    folder = folder_of(role or model.role)
+    if not from_main_rank((path / STATE).is_file):
+        raise FileNotFoundError(f"{path} holds no checkpoint (no {STATE})")
+    if problem := damage(path, (STATE,)):
         raise ValueError(f"the checkpoint {path} is damaged: {problem}; delete it or name another one")
-    return load(path, policy)
+    refuse_adapters(path, folder)
+    with model.chunks.without_adapters():
+        load_into(model, path, folder, files_in_manifest(path))
+    return json.loads((path / STATE).read_text())
 
 
 def newest_whole(folder: Path) -> Path | None:
@@ -222,7 +250,7 @@ def newest_whole(folder: Path) -> Path | None:
         ValueError: There are finished checkpoints, but all of them are damaged.
     """
     damaged: dict[Path, str] = {}
-    for path in reversed(main_says(lambda: _by_moment(folder))):
+    for path in reversed(from_main_rank(lambda: _by_moment(folder))):
         rest = (step_in_progress.FILE,) if _moment(path)[2] >= 0 else ()
         problem = damage(path, NEEDED + rest)
         if problem is None:
@@ -230,9 +258,9 @@ def newest_whole(folder: Path) -> Path | None:
                 logger.warning("the checkpoint %s is damaged (%s); using %s instead", other, why, path)
             return path
         damaged[path] = problem
-    if main_says(lambda: any((path / MANIFEST).exists() for path in damaged)):
-        found = "; ".join(f"{path}: {why}" for path, why in damaged.items())
-        raise ValueError(f"every checkpoint is damaged: {found}. Restore one, or delete {folder} to start anew")
+    if from_main_rank(lambda: any((path / MANIFEST).exists() for path in damaged)):
+        reasons = "; ".join(f"{path}: {why}" for path, why in damaged.items())
+        raise ValueError(f"every checkpoint is damaged: {reasons}. Restore one, or delete {folder} to start anew")
     return None
 
 
@@ -279,42 +307,3 @@ def _moment(path: Path) -> tuple[int, int, int]:
     match = NAME.fullmatch(path.name)
     assert match, path
     return int(match[1] or LAST), int(match[3]), int(match[4] or -1)
-
-
-def _model(policy: Policy) -> dict[str, Any]:
-    policy.gather_parameters()  # to be read whole, or to be replaced without a gather still under way
-    return {"model": policy.chunks.sharded_state_dict(metadata=dict(METADATA))}
-
-
-def _weights(policy: Policy, is_loading: bool) -> dict[str, Any]:
-    state = _model(policy)
-    if policy.optimizer is not None:
-        state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(METADATA))
-    return state
-
-
-def _take_hollow(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Takes the containers that hold no leaf out of a nested state, and returns them under the same keys.
-
-    Megatron has one optimizer for dense and one for expert parameters. Where a pipeline stage has no experts, the
-    second one's state is empty: Megatron loses it on loading, but insists on finding it; and, saved by the main rank,
-    it is in the way of the experts of other layouts.
-    """
-    taken = {key: state.pop(key) for key in [*state] if _is_hollow(state[key])}
-    inside = {key: _take_hollow(value) for key, value in state.items() if isinstance(value, dict)}
-    return taken | {key: found for key, found in inside.items() if found}
-
-
-def _is_hollow(value: Any) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    return all(_is_hollow(part) for part in (value.values() if isinstance(value, dict) else value))
-
-
-def _put_back(loaded: dict[Any, Any], hollow: dict[Any, Any]) -> None:
-    """Adds what `_take_hollow` took to what was loaded."""
-    for key, value in hollow.items():
-        if key not in loaded:
-            loaded[key] = value
-        elif isinstance(value, dict):
-            _put_back(loaded[key], value)

@@ -1,38 +1,32 @@
-"""Checksums of a checkpoint's files: what was written is what is read, or it is not used.
+"""Checksums of a checkpoint's files: a checkpoint whose files differ from what was written is not used.
 
-The manifest vouches for what it names, and nothing else is read: a file that was put beside the others is as if it were
-not there. It is no signature: whoever can write the folder can write the manifest.
+Only files that the manifest names are read; any other file in the folder is ignored. The manifest is no signature:
+whoever can write the folder can write the manifest.
 
-Files whose checksums nobody knows yet are shared out over the ranks. Which files there are is the main rank's to say:
-on a shared file system the others may see an older state.
+Checksums are computed by all ranks, each for a share of the files. The main rank lists the files, because on a shared
+file system other ranks may see an older state.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo_mega.platform.collectives import host_group, if_all_can, main_says
+from grpo_mega.platform.collectives import from_main_rank, host_group, succeed_together
 from grpo_mega.platform.files import write_atomic
-
-Sums = dict[str, tuple[int, str]]
-"""{name of a file: (bytes, SHA-256)}"""
-
-MANIFEST = "manifest.json"
-"""{file: [bytes, SHA-256]} of every other file of the checkpoint."""
+from grpo_mega.platform.manifest import MANIFEST, Sums, checksum, difference, read_manifest
 
 
 def seal(path: Path, known: Sums | None = None) -> None:
     """Writes the manifest of a checkpoint whose files are all written; every rank must call it.
 
-    `known` are the sums of files that this rank has taken already; they are not read again.
+    `known` are checksums that this rank has computed already; these files are not read again.
     """
     dist.barrier(host_group())  # all ranks have written theirs
-    seen = main_says(lambda: sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()))
-    sums = _from_all(known or {})
+    seen = from_main_rank(lambda: sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()))
+    sums = _gathered(known or {})
     # A file that its writer summed belongs to the checkpoint although the main rank may not see it yet.
     names = sorted({*seen, *sums})
     sums |= _checksums(path, [name for name in names if name not in sums])
@@ -43,78 +37,43 @@ def seal(path: Path, known: Sums | None = None) -> None:
         if dist.get_rank() == 0:
             write_atomic(path / MANIFEST, json.dumps({name: sums[name] for name in names}, indent=1))
 
-    if_all_can(write)
+    succeed_together(write)
 
 
 def damage(path: Path, needed: tuple[str, ...] = ()) -> str | None:
     """What is wrong with a checkpoint, or None when it is whole; every rank must call it and gets the same answer.
 
-    Whole is one whose files are what the manifest says, and whose manifest names at least those `needed`.
+    A checkpoint is whole when its files have the checksums of the manifest, and the manifest names all files `needed`.
     """
-    sealed = main_says(lambda: _manifest(path))
-    if isinstance(sealed, str):
-        return sealed
+    manifest = from_main_rank(lambda: read_manifest(path))
+    if isinstance(manifest, str):
+        return manifest
     for name in needed:
-        if name not in sealed:
+        if name not in manifest:
             return f"its {MANIFEST} does not name {name}"
-    found = _checksums(path, sorted(sealed))
-    for name, (size, digest) in sealed.items():
-        if name not in found:
-            return f"{name} is missing"
-        if found[name][0] != size:
-            return f"{name} has {found[name][0]} bytes instead of {size}"
-        if found[name][1] != digest:
-            return f"{name} differs from what was written (SHA-256)"
-    return None
+    return difference(manifest, _checksums(path, sorted(manifest)))
 
 
-def vouched(path: Path) -> set[str]:
-    """The names of the files that a checkpoint's manifest vouches for.
+def files_in_manifest(path: Path) -> set[str]:
+    """The names of the files that a checkpoint's manifest names, relative to the checkpoint.
 
     Raises:
-        ValueError: It has none that can be used.
+        ValueError: The manifest is missing or cannot be read.
     """
-    sealed = _manifest(path)
-    if isinstance(sealed, str):
-        raise ValueError(f"the checkpoint {path} cannot be used: {sealed}")
-    return {*sealed}
-
-
-def _manifest(path: Path) -> Sums | str:
-    """The manifest, or what is wrong with it."""
-    try:
-        sealed = json.loads((path / MANIFEST).read_text())
-    except FileNotFoundError:
-        return f"it has no {MANIFEST}, so it was never finished"
-    except (OSError, ValueError, RecursionError) as error:
-        return f"its {MANIFEST} is not JSON: {error}"
-    if not isinstance(sealed, dict):
-        return f"its {MANIFEST} holds no object"
-    for name, said in sealed.items():
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            return f"its {MANIFEST} names {name}, which is no file of the checkpoint"
-        if not (isinstance(said, list) and [type(part) for part in said] == [int, str]):
-            return f"its {MANIFEST} says {json.dumps(said):.80} of {name} instead of [bytes, SHA-256]"
-    return {name: (size, digest) for name, (size, digest) in sealed.items()}
+    manifest = read_manifest(path)
+    if isinstance(manifest, str):
+        raise ValueError(f"the checkpoint {path} cannot be used: {manifest}")
+    return {*manifest}
 
 
 def _checksums(path: Path, names: list[str]) -> Sums:
-    """The sums of those files that exist; each rank reads its share."""
+    """The checksums of those files that exist; each rank reads its share."""
     mine = {name: checksum(path / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
-    return _from_all({name: found for name, found in mine.items() if found})
+    return _gathered({name: of_file for name, of_file in mine.items() if of_file})
 
 
-def _from_all(mine: Sums) -> Sums:
-    """Those of all ranks together."""
+def _gathered(mine: Sums) -> Sums:
+    """The checksums of all ranks in one dict."""
     everyone: list[Sums] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine, group=host_group())
-    return {name: found for share in everyone for name, found in share.items()}
-
-
-def checksum(file: Path) -> tuple[int, str] | None:
-    """The bytes of a file and their SHA-256; None when there is no such file."""
-    if not file.is_file():  # a pipe or a device would be read for ever
-        return None
-    with file.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-        return content.tell(), digest
+    return {name: of_file for share in everyone for name, of_file in share.items()}

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from grpo_mega.checkpoint.integrity import vouched
+from grpo_mega.checkpoint.integrity import files_in_manifest
 from grpo_mega.checkpoint.reading import load_tensors
 
 FOLDER = "random"
@@ -30,7 +30,7 @@ def save(checkpoint: Path) -> None:
 def load(checkpoint: Path, seed: int, step: int) -> None:
     """Restores this rank's generators; under another layout than the checkpoint's they are seeded anew."""
     file = _file(checkpoint)
-    saved = load_tensors(file) if str(file.relative_to(checkpoint)) in vouched(checkpoint) else None
+    saved = load_tensors(file) if str(file.relative_to(checkpoint)) in files_in_manifest(checkpoint) else None
     if saved and saved["layout"] == _layout():
         restore(saved["generators"])
     else:
@@ -62,7 +62,7 @@ def current() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Takes this rank's generators back to where `current` found them."""
+    """Puts this rank's generators into the states that `current` returned."""
     random.setstate(states["python"])
     key = np.array(states["numpy"]["state"]["key"], dtype=np.uint32)
     np.random.set_state(states["numpy"] | {"state": {"key": key, "pos": states["numpy"]["state"]["pos"]}})
@@ -77,7 +77,7 @@ def _file(checkpoint: Path) -> Path:
 
 
 def _layout() -> list[int]:
-    """What must be equal for a rank's generators to mean the same."""
+    """Sizes of the layout: generators are restored only where all of them are equal."""
     return [
         dist.get_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),

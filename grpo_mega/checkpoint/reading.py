@@ -53,7 +53,7 @@ RECORDS = (
 """torch's classes of which an index is made: values with names and nothing else. No release since 2.11 uses others."""
 OF_AN_INDEX: dict[tuple[str, str], Any] = {
     **{(record.__module__, record.__name__): record for record in RECORDS},
-    **{("torch", name): found for name, found in vars(torch).items() if isinstance(found, torch.dtype)},
+    **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
 }
@@ -61,7 +61,7 @@ OF_AN_INDEX: dict[tuple[str, str], Any] = {
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Everything that a pickle calls it must have found first, and only here."""
+    """An unpickler that knows the classes of an index alone: a pickle calls nothing that it has not looked up here."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -70,14 +70,14 @@ class _IndexUnpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module}.{name}") from None
 
 
-def load_tensors(file: Path) -> Any:
-    """What torch.save wrote into a file, on the CPU.
+def load_tensors(file: Path, mapped: bool = False) -> Any:
+    """What torch.save wrote into a file, on the CPU; `mapped` reads only what is looked at.
 
     Raises:
         ValueError: It holds more than tensors and plain values.
     """
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise _refusal(file, error) from error
 
@@ -92,7 +92,7 @@ def load_sharded(state: dict[str, Any], checkpoint: Path, part: str, files: set[
         ValueError: A file holds more than tensors and plain values, or is missing in `files`; on every rank.
     """
     folder = checkpoint / part
-    index = _read_index(folder / INDEX)
+    index = read_index(folder / INDEX)
     names = _named(folder, index)
     if unknown := [name for name in (*NEEDED, *names) if f"{part}/{name}" not in files]:
         raise ValueError(f"{folder / unknown[0]} is needed, and the checkpoint's manifest does not name it")
@@ -114,7 +114,12 @@ def load_sharded(state: dict[str, Any], checkpoint: Path, part: str, files: set[
     return loaded
 
 
-def _read_index(file: Path) -> Metadata:
+def read_index(file: Path) -> Metadata:
+    """What torch says of the tensors of a folder, read without executing anything.
+
+    Raises:
+        ValueError: The file is missing, or holds more than such an index.
+    """
     try:
         with file.open("rb") as content:
             index = _IndexUnpickler(content).load()
@@ -177,12 +182,12 @@ def _explained(error: CheckpointException, folder: Path, index: Metadata) -> Exc
             torch.load(inside, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as refused:
             return _refusal(file, refused)
-    said = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()) or "see rank 0"
-    return RuntimeError(f"{folder} cannot be read: {said}")
+    reasons = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()) or "see rank 0"
+    return RuntimeError(f"{folder} cannot be read: {reasons}")
 
 
 def _refusal(file: Path, error: Exception) -> ValueError:
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    said = re.sub(r"(?s).*WeightsUnpickler error: (.*?)\n.*", r"\1", str(error))  # torch says much around it
-    what = f"names {found[1]}, which no checkpoint needs" if found else f"cannot be read ({said})"
+    match = re.search(r"GLOBAL (\S+)", str(error))
+    reason = re.sub(r"(?s).*WeightsUnpickler error: (.*?)\n.*", r"\1", str(error))  # torch's message is much longer
+    what = f"names {match[1]}, which no checkpoint needs" if match else f"cannot be read ({reason})"
     return ValueError(f"{file} {what}; nothing in it was executed: take a checkpoint from whom you trust")

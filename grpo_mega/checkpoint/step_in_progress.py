@@ -1,22 +1,31 @@
-"""A step that was stopped after some of its updates: what the rest of it needs, in one file of the checkpoint.
+"""A step that was stopped after some of its updates: what the rest of it needs, in a checkpoint.
 
-The batch is that of all ranks, so the file means the same under every layout.
+    step-in-progress.json            what every rank knows
+    step-in-progress-0003-of-0008.pt columns of the sequences that replica 3 of 8 computes
+
+Sequences have numbers that mean the same under every layout.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_mega.checkpoint.integrity import vouched
+from grpo_mega.checkpoint.integrity import files_in_manifest
 from grpo_mega.checkpoint.reading import load_tensors
-from grpo_mega.types import Batch, Group, Prompt, Sample, Score
+from grpo_mega.platform.files import write_atomic
+from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Score
 
-FILE = "step-in-progress.pt"
+if TYPE_CHECKING:  # imports Megatron, which this file has no use for
+    from grpo_mega.models.topology import Topology
+
+NAME = "step-in-progress"
+FILE = f"{NAME}.json"
+PER_SEQUENCE = ("numbers", "prompts", "prompt_lengths")
 
 
 @dataclass
@@ -24,65 +33,103 @@ class StepInProgress:
     """A step whose answers are generated and scored.
 
     Attributes:
-        groups: The answers and their rewards.
-        batch: Those that updates compute, with every log-prob these need; None when nothing can move the policy.
+        groups: What every rank knows of the answers.
+        batch: This replica's part of those that updates compute, with every log-prob these need; None when nothing can
+            move the policy.
+        shown: Records of some of the answers, for people to read.
         updates: The metrics of each update done so far.
         mismatch: Without a batch, how far the trainer's log-probs of the answers are from the engine's, for the log.
     """
 
     groups: list[Group]
     batch: Batch | None
+    shown: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, float]] = field(default_factory=list)
     mismatch: dict[str, float] = field(default_factory=dict)
 
 
-def save(checkpoint: Path, step: StepInProgress) -> None:
-    """Writes the step into the checkpoint; called on the main rank."""
-    tensors = {f.name: getattr(step.batch, f.name) for f in fields(Batch)} if step.batch else None
-    groups = [_group_to_json(group) for group in step.groups]
-    said = {"groups": groups, "updates": step.updates, "mismatch": step.mismatch}
-    torch.save({"batch": tensors, "said": json.dumps(said)}, checkpoint / FILE)
+def save(checkpoint: Path, step: StepInProgress, topology: Topology) -> None:
+    """Writes the step into the checkpoint; called on every rank, of which one per replica writes its batch."""
+    if topology.is_main:
+        record = {name: value for name, value in vars(step).items() if name != "batch"}
+        record |= {
+            "groups": [_record(group) for group in step.groups],
+            "replicas": topology.dp_size if step.batch else 0,
+        }
+        write_atomic(checkpoint / FILE, json.dumps(record))
+    if topology.is_first_of_replica and step.batch is not None:
+        there = {name: value for name, value in vars(step.batch).items() if value is not None}
+        torch.save(there, checkpoint / batch_file(topology.dp_rank, topology.dp_size))
 
 
-def load(checkpoint: Path) -> StepInProgress | None:
-    """The step that `save` was given, equal in every bit; None when the checkpoint was written between two steps."""
-    if FILE not in vouched(checkpoint):
+def load(checkpoint: Path, topology: Topology) -> StepInProgress | None:
+    """The step that was saved, with a batch for this replica; None when the checkpoint was written between two steps.
+
+    With as many replicas as before, each has its batch again, equal in every bit. Otherwise the sequences are shared
+    out anew.
+    """
+    files = files_in_manifest(checkpoint)
+    if FILE not in files:
         return None
-    saved = load_tensors(checkpoint / FILE)
-    said = json.loads(saved["said"])
-    batch = Batch(**saved["batch"]) if saved["batch"] else None
-    groups = [_group_from_json(group) for group in said["groups"]]
-    return StepInProgress(groups, batch, said["updates"], said["mismatch"])
-
-
-def _group_to_json(group: Group) -> dict[str, Any]:
-    return {
-        "samples": [_sample_to_json(sample) for sample in group.samples],
-        "scores": [asdict(score) for score in group.scores],
-    }
-
-
-def _group_from_json(record: dict[str, Any]) -> Group:
-    return Group(
-        tuple(_sample_from_json(sample) for sample in record["samples"]),
-        tuple(Score(**score) for score in record["scores"]),
+    record = json.loads((checkpoint / FILE).read_text())
+    saved = [batch_file(replica, record["replicas"]) for replica in range(record["replicas"])]
+    if missing := [name for name in saved if name not in files]:
+        raise ValueError(f"the checkpoint {checkpoint} cannot be used: its manifest does not name {missing[0]}")
+    return StepInProgress(
+        [_group(group) for group in record["groups"]],
+        _batch([checkpoint / name for name in saved], topology) if saved else None,
+        record["shown"],
+        record["updates"],
+        record["mismatch"],
     )
 
 
-def _sample_to_json(sample: Sample) -> dict[str, Any]:
-    """Without its experts: the batch has them, and they are a thousand numbers per token."""
-    return asdict(replace(sample, experts=None))
+def _batch(files: list[Path], topology: Topology) -> Batch:
+    """This replica's batch, from those of as many replicas as there are files."""
+    replica, replicas = topology.dp_rank, topology.dp_size
+    if len(files) == replicas:
+        return Batch(**load_tensors(files[replica]))
+    parts = [Batch(**load_tensors(file, mapped=True)) for file in files]
+    numbers = sorted(number for part in parts for number in part.numbers.tolist())
+    mine = set(numbers[replica::replicas])
+    rows = [[row for row, number in enumerate(part.numbers.tolist()) if number in mine] for part in parts]
+    return _joined([part.select(chosen) for part, chosen in zip(parts, rows, strict=True)])
 
 
-def _sample_from_json(record: dict[str, Any]) -> Sample:
-    """Equal in every bit but for its experts."""
-    return Sample(**_tuples(record | {"prompt": Prompt(**_tuples(record["prompt"]))}))
+def _joined(parts: list[Batch]) -> Batch:
+    """All sequences of these batches in one, in the order of their numbers."""
+    lengths = torch.cat([part.lengths for part in parts])
+    per_sequence = {name: torch.cat([getattr(part, name) for part in parts]) for name in PER_SEQUENCE}
+    known = [part.experts for part in parts if part.experts is not None]
+    if known:  # a replica whose samples all lack experts has no such column
+        parts = [part if part.experts is not None else _without_experts(part, known[0]) for part in parts]
+    columns = {name: torch.cat([part.columns()[name] for part in parts]) for name in parts[0].columns()}
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    joined = Batch(cu_seqlens=cu_seqlens, **per_sequence, **columns)
+    return joined.select(joined.numbers.argsort().tolist())
 
 
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields with tuples for lists, also within each other: JSON has no tuples."""
-    return {name: _tuple(value) for name, value in fields.items()}
+def _without_experts(part: Batch, like: torch.Tensor) -> Batch:
+    """The batch with a column that says of every token that its scores choose its experts."""
+    return part.with_(experts=torch.full((len(part.tokens), *like.shape[1:]), -1, dtype=like.dtype))
 
 
-def _tuple(value: Any) -> Any:
-    return tuple(map(_tuple, value)) if isinstance(value, list) else value
+def batch_file(replica: int, replicas: int) -> str:
+    """Name of the file with the batch of one of so many replicas."""
+    return f"{NAME}-{replica:04d}-of-{replicas:04d}.pt"
+
+
+def _record(group: Group) -> dict[str, Any]:
+    """The group without the ranks that held its samples: they mean nothing under another layout."""
+    return asdict(replace(group, answers=tuple(replace(answer, holder=NOBODY) for answer in group.answers)))
+
+
+def _group(record: dict[str, Any]) -> Group:
+    prompt = Prompt(**record["prompt"] | {"token_ids": tuple(record["prompt"]["token_ids"])})
+    return Group(prompt, tuple(_answer(answer) for answer in record["answers"]))
+
+
+def _answer(record: dict[str, Any]) -> Answer:
+    segments = tuple((first, version) for first, version in record["segments"])
+    steps = tuple((end, reward) for end, reward in record["score"].get("steps", ()))
+    return Answer(**record | {"segments": segments, "score": Score(**record["score"] | {"steps": steps})})

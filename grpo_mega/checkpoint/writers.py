@@ -1,7 +1,7 @@
-"""What the processes that write a checkpoint leave for the one that they are forks of: what they wrote, and its sums.
+"""How the processes that write a checkpoint report to the rank that forked them: results of Megatron, and checksums.
 
-Megatron's own queue for it lives in two more processes. They import torch, once for the program's main module and once
-for what they are told, which takes seconds and memory on every rank; and they outlive a rank that is killed.
+Megatron's own queue for its results needs two more processes. Both import torch, which takes seconds and memory on
+every rank, and they outlive a rank that is killed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import pickle
 import queue
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,17 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 
-from grpo_mega.checkpoint.integrity import Sums, checksum
 from grpo_mega.platform.collectives import host_group
+from grpo_mega.platform.manifest import Sums, checksum
 
-SECONDS_BETWEEN_LOOKS = 0.05
+SECONDS_BETWEEN_POLLS = 0.05
 
 
 class ForkedQueue:
-    """A queue in memory that a process shares with its forks: one of them at a time puts, and may be gone by then."""
+    """A queue in memory that a process shares with its forks.
+
+    Only one process may put at a time. It may have ended before its item is taken.
+    """
 
     def __init__(self) -> None:
         self._file = os.memfd_create("checkpoint-results")
@@ -53,12 +57,12 @@ class ForkedQueue:
 
     def all(self) -> list[Any]:
         """Every item that was not taken yet."""
-        found = []
+        items = []
         try:
             while True:
-                found.append(self.get_nowait())
+                items.append(self.get_nowait())
         except queue.Empty:
-            return found
+            return items
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -75,8 +79,8 @@ def start_results_queue() -> None:
 def summing(request: AsyncRequest, folder: Path, sums: ForkedQueue) -> AsyncRequest:
     """The request, whose writing process also puts (name of `folder`, {name of a file: its checksum}) into `sums`.
 
-    `folder` is where it writes; the files are those of this rank. They are read while they are still in the memory of
-    this node and, where training goes on meanwhile, beside it.
+    `folder` is where the process writes the files of this rank. It reads them while they are still in the page cache,
+    and while training continues if the checkpoint is saved in the background.
     """
     write, rank = request.async_fn, dist.get_rank()
     if write is None:  # other ranks write what this one holds
@@ -89,11 +93,33 @@ def summing(request: AsyncRequest, folder: Path, sums: ForkedQueue) -> AsyncRequ
     return request._replace(async_fn=write_and_sum)
 
 
-def waiting_on_hosts(request: AsyncRequest) -> AsyncRequest:
-    """The request, to be executed in this process, after which ranks wait for each other over their hosts.
+def in_one_process(requests: Sequence[AsyncRequest]) -> AsyncRequest:
+    """One request that does the work of several, one after the other in the same process.
 
-    Megatron has them wait over their devices: those that have nothing to write would give up after the timeout of
-    collectives, however well the others get on.
+    The tensors of all requests are copied to the host before the process starts, so it writes what was true then.
+    """
+    if all(request.async_fn is None for request in requests):
+        write, preload = None, None
+    else:
+
+        def preload() -> list[Any]:
+            return [request.preload_fn() if request.preload_fn else None for request in requests]
+
+        def write(_: None, preloaded: list[Any], __: None) -> None:
+            for request, buckets in zip(requests, preloaded, strict=True):
+                if request.async_fn is not None:
+                    rank, _, results = request.async_fn_args
+                    request.async_fn(rank, buckets, results)
+
+    finalizers = [finalize for request in requests for finalize in request.finalize_fns]
+    return AsyncRequest(write, (None, None, None), finalizers, preload_fn=preload)
+
+
+def waiting_on_hosts(request: AsyncRequest) -> AsyncRequest:
+    """The request, for execution in this process, with a barrier of all ranks over the hosts' network at its end.
+
+    Megatron's own barrier is over the devices: a rank that has nothing to write would give up after the timeout of
+    collectives while others still write.
     """
     write = request.async_fn
 
@@ -106,21 +132,21 @@ def waiting_on_hosts(request: AsyncRequest) -> AsyncRequest:
 
 
 def finalized(calls: AsyncCallsQueue, wait: bool) -> bool:
-    """Whether the processes of all ranks have written and Megatron has been told so; every rank must call it.
+    """Whether the writing processes of all ranks are done and Megatron has finalized; every rank must call it.
 
-    With `wait`, ranks look again and again: one whose files are written would otherwise wait for the others in a
-    collective, as above.
+    With `wait`, ranks poll until that is so. A rank whose files are written does not wait in a collective: it would
+    time out while others still write.
     """
     while calls.get_num_unfinalized_calls():
         calls.maybe_finalize_async_calls(blocking=False)
         if not wait:
             break
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(SECONDS_BETWEEN_POLLS)
     return not calls.get_num_unfinalized_calls()
 
 
 def _sums(files: list[Path]) -> Sums:
-    """{name: checksum}; a file that could not be written is missed by who asked for it."""
+    """{name: checksum} of the files that exist; Megatron itself reports a file that could not be written."""
     with ThreadPoolExecutor(max_workers=max(1, len(files))) as pool:
-        found = zip(files, pool.map(checksum, files), strict=True)
-        return {file.name: one for file, one in found if one}
+        sums = zip(files, pool.map(checksum, files), strict=True)
+        return {file.name: of_file for file, of_file in sums if of_file}

@@ -7,10 +7,10 @@ While the engine is loading, its weights are back and can be replaced and its KV
 memory at that moment. An engine that is lost, in whatever state, leaves the device to the trainer (`forfeit`).
 
 Nothing happens here but bookkeeping: no threads, no memory, and the clock is the caller's. One lease belongs to one
-thread; several need a lock around it. So a limit is noticed by whoever calls next: a long state is to be made of steps
+thread; several need a lock around it. So a limit is noticed at the next call: a long state is to be made of steps
 with `check` between them. What a single step waits for needs a limit of its own, `rollout.sglang.answer_seconds` where
-it is an engine's answer. The two have different ends: an engine that does not answer is started anew and the run goes
-on; a state that lasts too long, though every answer came in time, ends the run.
+it is an engine's answer. The two have different ends: an engine that does not answer is started anew and the run
+continues; a state that lasts too long, though every answer came in time, ends the run.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Lease:
         return None if limit is None else self._since + limit
 
     def check(self) -> None:
-        """Does nothing before the deadline; for whoever waits."""
+        """Raises `LeaseTimeout` after the deadline, and does nothing before; for code that waits."""
         if self.deadline is not None and self._clock() > self.deadline:
             raise LeaseTimeout(self._overdue(), self.post_mortem())
 

@@ -49,13 +49,13 @@ class Ledger:
     """The measured memory of the last phases."""
 
     def __init__(self, meter: Meter) -> None:
-        """`meter` measures."""
+        """`meter` is called for every entry."""
         self._meter = meter
         self.entries: deque[Entry] = deque(maxlen=REMEMBERED)
         self._least: dict[str, int] = {}
 
     def mark(self, phase: str) -> Entry:
-        """Measures and remembers."""
+        """Measures now, and adds the entry to the ledger."""
         entry = Entry(phase, self._meter())
         self.entries.append(entry)
         return entry
@@ -65,14 +65,14 @@ class Ledger:
         """What happens inside gives memory back; leaving refuses when it did not come.
 
         Args:
-            name: Of the phase, for the ledger and the error.
+            name: The phase, for the ledger and the error.
             due: {holder: bytes} that each holder must have less of afterwards.
             tolerance: Bytes by which each of them may fall short.
-            patience: Seconds to go on measuring before the refusal: drivers and other processes free memory late.
+            patience: Seconds to keep measuring before the refusal: drivers and other processes free memory late.
 
         Raises:
             MemoryNotReturned: A holder kept more than the tolerance of what was due.
-            KeyError: `due` names somebody who is not measured.
+            KeyError: `due` names a holder that is not measured.
         """
         before = self.mark(f"{name}: begin")
         _refuse_unknown(due, before)
@@ -89,14 +89,14 @@ class Ledger:
         So what it keeps each time, however little, is noticed when it has added up to the tolerance.
 
         Args:
-            name: Of the moment, for the ledger and the error.
-            holder: Who.
+            name: The moment, for the ledger and the error.
+            holder: Whose memory is measured.
             tolerance: Bytes above the least that it has kept so far.
-            patience: Seconds to go on measuring before the refusal.
+            patience: Seconds to keep measuring before the refusal.
 
         Raises:
-            MemoryNotReturned: It keeps more.
-            KeyError: It is not measured.
+            MemoryNotReturned: The holder keeps more.
+            KeyError: The holder is not measured.
         """
         least = self._least.get(holder)
         if least is not None:
@@ -118,7 +118,7 @@ class Ledger:
             )
 
     def forget(self, holder: str) -> None:
-        """Another one has taken the holder's place: what it keeps at rest is not known yet."""
+        """After the holder was replaced: what the new one keeps at rest is not known yet."""
         self._least.pop(holder, None)
 
     def _wait(self, settled: Callable[[Mapping[str, int]], bool], patience: float) -> None:
@@ -162,7 +162,7 @@ def _aligned(row: list[str], widths: list[int]) -> str:
 
 
 def meter(device: torch.device, processes: Mapping[str, Collection[int]]) -> Meter:
-    """The best there is for this device; `processes` says which process ids a holder has, and may change meanwhile.
+    """The most exact meter for this device; `processes` gives the process ids of each holder, and may change later.
 
     On CUDA, {holder: bytes of the device its processes hold}, "device": all that is in use, and "allocated" and
     "reserved" by torch in this process. Elsewhere {holder: resident bytes of its processes}.

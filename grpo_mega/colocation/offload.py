@@ -35,7 +35,7 @@ class Offloaded(RuntimeError):
 
 @dataclass
 class _Away:
-    """What a model is made of while stand-ins are in its place."""
+    """The parts of a model that is offloaded: the model itself has stand-ins for them meanwhile."""
 
     model: Model
     chunks: ModelChunks
@@ -166,7 +166,7 @@ class TrainerMemory:
         self._away, self._freed, self._staying = [], [], []
 
     def _kinds(self) -> list[str]:
-        """All that `held` names."""
+        """The roles and kinds that `held` names."""
         of_models = [f"{m.role} {kind}" for m in self._models for kind in ("weights", "optimizer", "gradients")]
         return of_models + [f"{copy.role} weights" for copy in self._copies]
 
@@ -178,13 +178,13 @@ class TrainerMemory:
             kinds[f"{model.role} optimizer"] = _optimizer_tensors(model.optimizer)
         kinds |= {f"{copy.role} weights": copy.held for copy in self._copies}
         seen: set[int] = set()
-        found: dict[str, list[torch.UntypedStorage]] = {kind: [] for kind in kinds}
+        storages: dict[str, list[torch.UntypedStorage]] = {kind: [] for kind in kinds}
         for kind, tensors in kinds.items():
             for storage in (t.untyped_storage() for t in tensors if t.device == self._device):
                 if storage.nbytes() and storage._cdata not in seen:
                     seen.add(storage._cdata)
-                    found[kind].append(storage)
-        return found
+                    storages[kind].append(storage)
+        return storages
 
     def _copied(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The storage's bytes, on their way to the host."""
@@ -196,7 +196,7 @@ class TrainerMemory:
 
 
 class _StandIn:
-    """In place of a model's parts while they are away: touching freed memory would end the process."""
+    """Replaces the parts of an offloaded model and raises on any use: touching freed memory would end the process."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -218,7 +218,7 @@ class _StandIn:
 
 
 def _stand_in(model: Model) -> None:
-    """Puts a stand-in in the place of all of a model."""
+    """Replaces all parts of a model by a stand-in."""
     model.chunks = model.ddp_chunks = model.optimizer = cast(Any, _StandIn(model.role))
 
 

@@ -16,10 +16,10 @@ LONGEST = 1024
 
 
 class WeightSync:
-    """The way of the weights from a policy to an engine.
+    """Sends the weights of a policy to an engine.
 
     Attributes:
-        traffic: What was moved since it was taken away last.
+        traffic: What was moved since the last `take_traffic`.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class WeightSync:
         self._syncs += 1
 
     def start_anew(self) -> None:
-        """An engine is a new one: the next sync is the first again."""
+        """After an engine was replaced: the next sync is verified, as the first was."""
         self._syncs = 0
 
     def expected(self) -> list[float] | None:
-        """The trainer's log-probs of the text, for `verify`; None when it is not yet time again."""
+        """The trainer's log-probs of the text, for `verify`; None when no check is due."""
         if (self._syncs - 1) % self._verify_every:
             return None
         batch = pack_tokens([self._text], [1])
@@ -74,7 +74,7 @@ class WeightSync:
         Raises:
             EngineError: They differ by more than rounding.
         """
-        distances = {name: _distance(expected, found) for name, found in self._engine.scores(self._text).items()}
+        distances = {name: _distance(expected, logprobs) for name, logprobs in self._engine.scores(self._text).items()}
         for name, distance in distances.items():
             if not distance <= self._explained:
                 raise EngineError(

@@ -28,6 +28,7 @@ from grpo_mega.colocation.ledger import Ledger, meter
 from grpo_mega.colocation.offload import TrainerMemory
 from grpo_mega.colocation.sync import WeightSync
 from grpo_mega.config.schema import SGLangConfig
+from grpo_mega.models.model import Model
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.observe.timer import PhaseTimer
@@ -54,24 +55,26 @@ class Turns:
     def __init__(
         self,
         policy: Policy,
-        reference: ReferencePolicy | None,
+        others: Sequence[Model | ReferencePolicy],
         engine: Engine,
         config: SGLangConfig,
         timer: PhaseTimer,
         text: Sequence[int],
         path: Path,
     ) -> None:
-        """It is the trainer's turn.
+        """Begins with the trainer's turn.
 
-        `text` is what engines that got weights are tried with, see `WeightSync`; `path` is the run directory.
+        `others` are the models that leave the device, and come back, with the policy; `text` is what engines that got
+        weights are tried with, see `WeightSync`; `path` is the run directory.
         """
         device = policy.platform.device
         self._engine, self._timer = engine, timer
         self._weights = WeightSync(policy, engine, config.bucket_bytes, config.verify_every, text, config.fp8)
         self._verified: float | None = None
+        self._outdated = False
         self._memory: TrainerMemory | None = None
         if take_turns(config, policy.platform):
-            self._memory = TrainerMemory([policy, *([reference] if reference else [])], suspends(config))
+            self._memory = TrainerMemory([policy, *others], suspends(config))
             if config.suspend_process_groups and not suspends(config):
                 logger.warning(
                     "what NCCL holds stays on the GPUs while the engines have them: torch %s with NCCL %s cannot give "
@@ -127,25 +130,29 @@ class Turns:
             raise
 
     def _record(self, error: Exception) -> None:
-        found = {"error": "".join(traceback.format_exception(error))} | self.post_mortem()
+        record = {"error": "".join(traceback.format_exception(error))} | self.post_mortem()
         try:
-            write_atomic(self._file, json.dumps(found, indent=1))
+            write_atomic(self._file, json.dumps(record, indent=1))
         except OSError as failure:
             error.add_note(f"its post-mortem could not be written: {failure}")
         else:
             error.add_note(f"whose turn it was, and who held how much memory: {self._file}")
 
     def _forfeit(self, lost: EngineRestarted) -> None:
-        logger.warning("%s\nit was started anew and goes on with what is unfinished", lost)
+        logger.warning("%s\nit was started anew and continues with what is unfinished", lost)
         self.lease.forfeit("it was lost")
         self.ledger.forget("engine")
         self._weights.start_anew()
 
+    def outdate(self) -> None:
+        """Has the weights pushed before the next work, also if the engine has some of the same version."""
+        self._outdated = True
+
     def metrics(self) -> dict[str, float]:
-        """What was moved since the last call, and what a check of it found, for the log."""
+        """Bytes moved since the last call, and the result of the check if there was one, for the log."""
         verified, self._verified = self._verified, None
-        found = {} if verified is None else {"sync/mean_abs": verified}
-        return {"sync/bytes": self._weights.take_traffic().bytes, **found}
+        checked = {} if verified is None else {"sync/mean_abs": verified}
+        return {"sync/bytes": self._weights.take_traffic().bytes, **checked}
 
     def post_mortem(self) -> dict[str, Any]:
         """Who had the device, what happened before, and who held how much memory."""
@@ -170,9 +177,10 @@ class Turns:
 
     def _load(self, version: int) -> list[float] | None:
         """Pushes the weights unless the engine has them; what it is to be verified with, if it is."""
-        if self._engine.version == version:
+        if self._engine.version == version and not self._outdated:
             return None
         self._weights.send(version, self.lease.check)
+        self._outdated = False
         return self._weights.expected()
 
     def _leave(self, keep_weights: bool) -> None:
@@ -188,7 +196,7 @@ class Turns:
             self._memory.offload(keep_weights)
 
     def _to_trainer(self) -> None:
-        """From wherever the engine's turn was broken off."""
+        """Gives the device back to the trainer, from any state of the engine's turn."""
         if self.lease.state is State.TRAINING:
             return
         self.ledger.mark("engine's turn ends")

@@ -1,6 +1,6 @@
-"""What `--help` prints: every setting with its docstring, default and values, from the schema itself.
+"""The text of `--help`: every setting with its docstring, default and values, from the schema itself.
 
-Only the schema is imported, so the answer is there at once.
+Only the schema is imported, so that it is printed at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
@@ -27,33 +27,34 @@ INTRODUCTION = """\
 Trains a policy with GRPO. Settings are words: GROUP=OPTION takes a file of configs/GROUP/, FIELD=VALUE sets one field.
 
     torchrun --standalone --nproc-per-node 2 -m grpo_mega.train experiment=tiny run.name=mine run.steps=20
-    python -m grpo_mega.train experiment=tiny layout=single optimizer.lr=1e-4 --cfg job   what it comes to; runs nothing
+    python -m grpo_mega.train experiment=tiny layout=single optimizer.lr=1e-4 --cfg job   prints the configuration only
+    python -m grpo_mega.train experiment=tiny --dry-run                                   says all that is wrong with it
     python -m grpo_mega.train --help rollout                                              one group, all its fields
 
-Lists and text with special characters are quoted twice, for the shell takes one pair of quotes away:
+Lists and text with special characters are quoted twice, because the shell removes one pair of quotes:
 
     "rollout.stop=['<|im_end|>']"     'reward.terms=[{name: mine, weight: 1.0, function: my_rewards:mine}]'
 
-FIELD=null is for none. What is not there yet is added with a plus: +rollout.sglang.arguments.schedule_policy=lpm
+FIELD=null means none. New entries are added with a plus: +rollout.sglang.arguments.schedule_policy=lpm
 
-Groups, and the option that is taken unless the experiment or the command line say otherwise:
+Groups, and the option that is used unless the experiment or the command line chooses another:
 """
 WIDTH = 110
 
 
 def answer(words: list[str]) -> None:
-    """Prints the help and ends the process when the command line asks for it."""
+    """Prints the help and ends the process when the command line has -h or --help."""
     if not {"-h", "--help"} & {*words}:
         return
     rooms = [word for word in words if word in {field.name for field in fields(Config)}]
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may have seen enough
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe early
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(help_text(rooms)))
     sys.exit(0)
 
 
 def help_text(rooms: list[str]) -> Iterator[str]:
-    """The lines: the groups and all fields, or the fields of some rooms."""
+    """The lines of the help: the groups and all fields, or only the fields of `rooms`."""
     if not rooms:
         yield INTRODUCTION
         defaults = _defaults()
@@ -68,29 +69,30 @@ def help_text(rooms: list[str]) -> Iterator[str]:
 
 
 def _defaults() -> dict[str, str | None]:
-    """{group: option} of configs/config.yaml."""
+    """{group: default option}, from configs/config.yaml."""
     config: Any = OmegaConf.to_container(OmegaConf.load(config_dir() / "config.yaml"))
     return {group: option for entry in config["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
 
 
 def _of_class(owner: Any, prefix: str) -> Iterator[str]:
-    """The fields of a dataclass of the schema, those of the classes in it behind them."""
-    said, hints = _docstrings(owner), get_type_hints(owner)
+    """The lines for a dataclass of the schema: its own fields, then those of the dataclasses in it."""
+    docstrings, hints = _docstrings(owner), get_type_hints(owner)
     yield f"\n{prefix.rstrip('.')}: {' '.join((owner.__doc__ or '').split())}"
     inner = [field for field in fields(owner) if is_dataclass(hints[field.name])]
     for field in fields(owner):
         if field not in inner:
             yield f"  {prefix}{field.name}{_default(field)}{_allowed(prefix + field.name)}"
-            yield textwrap.fill(said[field.name], WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            yield textwrap.fill(docstrings[field.name], WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
         for item in get_args(hints[field.name]):
-            if is_dataclass(item):  # a list of them
-                yield from _of_class(item, f"{prefix}{field.name}.0.")
+            if is_dataclass(item):  # a list of them, or a mapping to them
+                entry = "NAME" if get_origin(hints[field.name]) is dict else "0"
+                yield from _of_class(item, f"{prefix}{field.name}.{entry}.")
     for field in inner:
         yield from _of_class(hints[field.name], f"{prefix}{field.name}.")
 
 
 def _docstrings(owner: type) -> dict[str, str]:
-    """{field: what stands under it}."""
+    """{field: the docstring under it}."""
     (tree,) = ast.parse(inspect.getsource(owner)).body
     assert isinstance(tree, ast.ClassDef)
     return {
@@ -102,7 +104,7 @@ def _docstrings(owner: type) -> dict[str, str]:
 
 
 def _default(field: Field[Any]) -> str:
-    """As the command line has it."""
+    """The default value of a field, in the command line's notation."""
     value = field.default if field.default_factory is NO_DEFAULT else field.default_factory()
     if value == "???":  # omegaconf.MISSING
         return ", must be given"
@@ -110,7 +112,7 @@ def _default(field: Field[Any]) -> str:
 
 
 def _allowed(name: str) -> str:
-    """The interval or the choices of a field."""
+    """The interval or the choices of a field, or an empty text."""
     if name in CHOICES:
         return f"  one of {', '.join(CHOICES[name])}"
     return "".join(f"  in {interval}" for interval, names in RANGES.items() if name in names)

@@ -1,4 +1,4 @@
-"""What a run reads from disk, by the field that names it; it can be looked at long before anything is read."""
+"""The files and directories that a run reads, by the field that names them, to be checked before anything is read."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from grpo_mega.config.schema import Config
 
 
 def inputs(config: Config) -> dict[str, str]:
-    """{field: path} of everything that must be there."""
+    """{field: path} of everything that must exist."""
     named = {"data.train_path": config.data.train_path, "data.test_path": config.data.test_path}
+    for name, source in config.data.sources.items():
+        named |= {f"data.sources.{name}.path": source.path, f"data.sources.{name}.test_path": source.test_path}
     named |= {"sft.path": config.sft.path}
     named |= {} if config.base.train else {"run.init_from": config.run.init_from}
     named |= {} if config.data.tokenizer == "chars" else {"data.tokenizer": config.data.tokenizer}
-    return {name: place for name, place in named.items() if place}
+    return {name: path for name, path in named.items() if path}
 
 
 def check_inputs(config: Config) -> None:
-    """Looks for all of it.
+    """Checks that all `inputs` exist.
 
     Raises:
-        FileNotFoundError: Something is not there; one line for each.
+        FileNotFoundError: Some do not; one line for each.
     """
-    missing = [f"{name}={place} does not exist" for name, place in inputs(config).items() if not os.path.exists(place)]
+    missing = [f"{name}={path} does not exist" for name, path in inputs(config).items() if not os.path.exists(path)]
     if len(missing) > 1:
-        missing.insert(0, "what the run reads is missing:")
+        missing.insert(0, "inputs of the run are missing:")
     if missing:
         raise FileNotFoundError("\n  ".join(missing))

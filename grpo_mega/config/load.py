@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -16,10 +18,24 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from grpo_mega.config.from_folder import use_folder
 from grpo_mega.config.rules import ConfigError, check_complete, check_config
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, DataConfig
 
-ConfigStore.instance().store(name="config_schema", node=Config)
+
+@dataclass
+class _DataOfWords(DataConfig):
+    sources: dict[str, Any] = field(default_factory=lambda: cast(dict, DictConfig({}, flags={"struct": False})))
+
+
+@dataclass
+class _ConfigOfWords(Config):
+    """What hydra composes: sources have any name there, as it cannot make typed entries; `load` checks their fields."""
+
+    data: _DataOfWords = field(default_factory=_DataOfWords)
+
+
+ConfigStore.instance().store(name="config_schema", node=_ConfigOfWords)
 
 _MAY_CHANGE = frozenset({
     "run.steps",
@@ -31,16 +47,21 @@ _MAY_CHANGE = frozenset({
     "run.async_save",
     "run.keep_checkpoints",
     "run.keep_every",
+    "run.export_every",
     "run.print_every",
     "run.samples_per_step",
     "run.tensorboard",
     "run.root",
     "run.name",
     "reward.timeout_seconds",
+    "reward.on_error",
     "rollout.concurrent_sequences",
     "optimizer.overlap",
+    "data.shared_test_problems",
 })  # fmt: skip
-_MAY_CHANGE_WHOLE = ("layout.", "cluster.", "rollout.sglang.")
+_MAY_CHANGE_WHOLE = ("layout.", "cluster.", "rollout.sglang.", "eval.")
+_OF_SERVICES = re.compile(r"reward\.terms\[\d+\]\.options\.(?:url|key|cache|batch|at_once|retries|backoff|boxes)")
+"""Where the services of reward terms are, and how patiently they are asked, may change too."""
 
 
 def config_dir() -> Path:
@@ -55,8 +76,14 @@ def config_dir() -> Path:
     return folder
 
 
-def load(raw: DictConfig) -> Config:
-    """The typed configuration behind what hydra composed.
+@cache
+def _schema() -> DictConfig:
+    """The schema as OmegaConf has it, which takes longer to make than to fill."""
+    return OmegaConf.structured(Config)
+
+
+def load(raw: DictConfig, checked: bool = True) -> Config:
+    """The typed configuration, from what hydra composed; unless `checked`, it may violate rules.
 
     Raises:
         ConfigError: Required fields are not set, rules are violated (the message lists all of them), or the schema does
@@ -64,35 +91,53 @@ def load(raw: DictConfig) -> Config:
     """
     try:
         # Hydra lets `+model.new=1` through; merging into a fresh schema refuses it.
-        typed = cast(DictConfig, OmegaConf.merge(Config, OmegaConf.to_container(raw, resolve=True)))
+        typed = cast(DictConfig, OmegaConf.merge(_schema(), OmegaConf.to_container(raw, resolve=True)))
     except OmegaConfBaseException as error:
         raise ConfigError(explained(error)) from error
     check_complete(typed)
     config = cast(Config, OmegaConf.to_object(typed))
-    check_config(config)
+    if checked:
+        check_config(config)
     return config
 
 
-def compose_config(overrides: list[str]) -> Config:
+def compose_config(overrides: list[str], checked: bool = True) -> Config:
     """The configuration that the entry point would see with `overrides` as its command line.
 
+    One that is not `checked` has all required fields, but may violate rules.
+
     Raises:
-        ConfigError: As `load` does, or hydra refuses the overrides; names the setting and the way out.
+        ConfigError: `load` fails, or hydra refuses the overrides; names the setting and the fix.
+        ValueError: `run.init_from` is of no supported model.
     """
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        raw = use_folder(overrides)
         try:
-            raw = compose("config", overrides)
+            raw = raw or compose("config", overrides)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(explained(error, overrides)) from error
-        return load(raw)
+        return load(raw, checked)
+
+
+def prepare(arguments: Sequence[str]) -> None:
+    """What the entry point has to do before hydra composes for it: registers the settings of `run.init_from`.
+
+    Args:
+        arguments: The command line, options of hydra's such as --cfg included.
+
+    Raises:
+        ValueError: The folder cannot be used, see `use_folder`.
+    """
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        use_folder([word for word in arguments if word[:1] == "~" or (word[:1] != "-" and "=" in word)])
 
 
 def explained(error: Exception, words: Sequence[str] = ()) -> str:
-    """What hydra or OmegaConf refuse, in this project's words: the setting, and what to write instead.
+    """The message for an error of hydra or OmegaConf: which setting, and what to write instead.
 
     Args:
-        error: What they raised.
-        words: The command line, for what they refuse without naming it.
+        error: The exception that hydra or OmegaConf raised.
+        words: The command line, for errors that do not name the setting.
     """
     if isinstance(error, MissingConfigException):
         return " ".join(str(error).partition("Config search path")[0].split())
@@ -103,24 +148,24 @@ def explained(error: Exception, words: Sequence[str] = ()) -> str:
         return _unknown(str(cause.full_key))
     if not isinstance(error, (HydraException, OmegaConfBaseException)):  # hydra's ValueError names no group
         return next((_no_option(word) for word in words if _names_no_option(word)), str(error))
-    said, _, override = str(error).splitlines()[0].partition("Error merging override ")
-    if "Ambiguous value" in said:
-        name = said.partition("'")[2].partition("=")[0]
+    message, _, override = str(error).splitlines()[0].partition("Error merging override ")
+    if "Ambiguous value" in message:
+        name = message.partition("'")[2].partition("=")[0]
         return f"{name}: a list is written in brackets, text with a comma in quotes, as in \"{name}='one, two'\""
     name = override or (str(cause.full_key) if isinstance(cause, OmegaConfBaseException) else "")
     why = str(cause).splitlines()[0]
     room = name.lstrip("+~").partition(".")[0]
     return (
-        f"{name}: {why}; {_help_of(room)} says what it takes" if name else f"{said}; {_help_of('')} lists the settings"
+        f"{name}: {why}; {_help_of(room)} shows its values" if name else f"{message}; {_help_of('')} lists the settings"
     )
 
 
 def _unreadable(word: str) -> str:
-    """A word that is no override, and how it would be one: mostly the shell has taken its quotes away."""
+    """The message for a word that is not an override, mostly because the shell removed its quotes; shows the fix."""
     name, equals, value = word.partition("=")
     if not equals:
         return f"{word!r} is no setting: write FIELD=VALUE, such as run.steps=20; {_help_of('')} lists the settings"
-    if "{" in value and value.startswith("["):  # the shell has cut it at its first space
+    if "{" in value and value.startswith("["):  # the shell has split it at its first space
         return f"{word!r} cannot be read: a word with spaces or braces is written in quotes as a whole, '{name}=[...]'"
     written = f"{name}='{value}'"
     if value.startswith("["):
@@ -131,17 +176,17 @@ def _unreadable(word: str) -> str:
     except HydraException:
         return f"{word!r} cannot be read; text with special characters is written {name}='...', within double quotes"
     shown = shlex.quote(written) if set(written) & set('"$`!\\') else f'"{written}"'
-    return f"{word!r} cannot be read: special characters need quotes, and the shell takes one pair away; write {shown}"
+    return f"{word!r} cannot be read: special characters need quotes, and the shell removes one pair; write {shown}"
 
 
 def _unknown(name: str) -> str:
-    """A field that the schema does not have, and the ones that may have been meant."""
+    """The message for a field that the schema does not have, with similar ones that it has."""
     known = {one: one.rpartition(".")[2] for one in settings()}
     like = get_close_matches(name.rpartition(".")[2], known.values(), cutoff=0.75)
     close = [one for one, last in known.items() if last in like]
     meant = f"; did you mean {' or '.join(close)}?" if close else ""
     room = name.partition(".")[0]
-    return f"{name} is no setting{meant}; {_help_of(room if '.' in name else '')} lists those that there are"
+    return f"{name} is no setting{meant}; {_help_of(room if '.' in name else '')} lists the settings"
 
 
 def _help_of(room: str) -> str:
@@ -150,7 +195,7 @@ def _help_of(room: str) -> str:
 
 
 def _names_no_option(word: str) -> bool:
-    """Whether a word gives a group of `configs/` something else than the name of an option."""
+    """Whether a word sets a group of `configs/` to something other than the name of an option."""
     name, equals, _ = word.partition("=")
     return bool(equals) and name in groups() and not isinstance(_value(word), (str, list))
 
@@ -172,13 +217,15 @@ def groups() -> dict[str, list[str]]:
 
 
 def settings(node: Any = Config, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all fields of the schema."""
+    """The dotted names of all fields of the schema; those of a mapping's entries have NAME for the entry's."""
     hints = get_type_hints(node)
-    for field in fields(node):
-        if is_dataclass(hints[field.name]):
-            yield from settings(hints[field.name], f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name
+    for name in (one.name for one in fields(node)):
+        if is_dataclass(hints[name]):
+            yield from settings(hints[name], f"{prefix}{name}.")
+            continue
+        yield prefix + name
+        if get_origin(hints[name]) is dict and is_dataclass(get_args(hints[name])[1]):
+            yield from settings(get_args(hints[name])[1], f"{prefix}{name}.NAME.")
 
 
 def to_yaml(config: Config) -> str:
@@ -189,31 +236,36 @@ def to_yaml(config: Config) -> str:
 def identity(config: Config) -> dict[str, object]:
     """Dotted name -> value of every field that must not change when a run directory is continued.
 
-    How long the run is, what it is called, where it lies, what it reports and keeps, and what changes numbers by
-    rounding at most (the layout, the machines, how generation and reduction are cut, how engines are run) may change.
+    How long the run is, its name and directory, what it evaluates, accepts, reports and keeps, and what changes numbers
+    by rounding at most (the layout, the machines, how generation and reduction are cut, how engines are run) may
+    change.
     List items are named by position, for example `reward.terms[0].weight`; all values fit in JSON.
     """
-    return _must_stay(asdict(config))
+    return must_stay(dict(_flat(asdict(config), "")))
 
 
 def identity_in(text: str) -> dict[str, object]:
-    """The `identity` of the configuration that `to_yaml` made `text` of.
+    """The `identity` of a configuration, from its YAML `text` as `to_yaml` writes it.
 
     Raises:
-        ValueError: It is no configuration.
+        ValueError: The text is not a configuration.
     """
     try:
-        found = OmegaConf.to_container(OmegaConf.create(text))
-    except Exception as error:  # whatever a text that is no YAML leads to
+        config = OmegaConf.to_container(OmegaConf.create(text))
+    except Exception as error:  # the error depends on what is wrong with the text
         raise ValueError(" ".join(str(error).split())) from error
-    if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise ValueError("it is not the configuration of a run")
-    return _must_stay(found)
+    return must_stay(dict(_flat(config, "")))
 
 
-def _must_stay(config: object) -> dict[str, object]:
-    leaves = _flat(config, "")
-    return {name: value for name, value in leaves if name not in _MAY_CHANGE and not name.startswith(_MAY_CHANGE_WHOLE)}
+def must_stay(values: Mapping[str, object]) -> dict[str, object]:
+    """Those of dotted name -> value that must not change; what an earlier release wrote may have others."""
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in _MAY_CHANGE and not name.startswith(_MAY_CHANGE_WHOLE) and not _OF_SERVICES.fullmatch(name)
+    }
 
 
 def _flat(node: object, name: str) -> list[tuple[str, object]]:

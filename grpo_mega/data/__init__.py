@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from grpo_mega.config.rules.data import check_data
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import GENERATED_TASKS, Config, DataConfig
+from grpo_mega.data.frontier import FrontierSource
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
-from grpo_mega.data.jsonl import Unreachable, load_jsonl
-from grpo_mega.data.overlap import check_held_out, check_repeated, check_split
-from grpo_mega.data.source import PromptSource, shuffled_epochs
+from grpo_mega.data.problems import Unreachable
+from grpo_mega.data.source import PromptSource
+from grpo_mega.data.sources import read_stored, stream
 from grpo_mega.data.stops import stop_ids
 from grpo_mega.data.supervised import SupervisedRows, rows_of_file
-from grpo_mega.data.tasks.chain_sum import SPLIT_SEED, ChainSum
-from grpo_mega.data.tokenizer import CharTokenizer, Tokenizer
+from grpo_mega.data.tasks import chain_sum, generated_task
+from grpo_mega.data.tasks.chain_sum import ChainSum
+from grpo_mega.data.tokenizer import Tokenizer, character_tokenizer
 from grpo_mega.types import Prompt, Row
 
 
@@ -25,93 +26,84 @@ class Data:
     """Everything a run reads."""
 
     tokenizer: Tokenizer
-    train: PromptSource
+    train: PromptSource | FrontierSource
     validation: list[Prompt]
     test: list[Prompt]
-    chain_sum: ChainSum | None
-    """The generated task, for base documents and demonstrations; None for problems from files."""
+    problems: Sequence[Prompt] = ()
+    """The stored problems that `train` draws from, source after source; none when it generates them."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a completion."""
     supervised: SupervisedRows | None = None
-    """What supervised steps learn before reinforcement learning; None without them."""
+    """Rows of the supervised steps before reinforcement learning; None without such steps."""
     warnings: tuple[str, ...] = ()
-    """What is odd about the data, and to be said before training."""
+    """Warnings about the data, to be logged before training."""
 
 
 def build_data(config: Config, unreachable: Unreachable = lambda answer: None) -> Data:
-    """The data of a run; `unreachable` says why an answer could never be rewarded (`reward/truths.py`).
+    """The data of a run; `unreachable` gives the reason why an answer could never be rewarded (`reward/truths.py`).
 
     Raises ValueError or FileNotFoundError that names the field, or the file and line.
     """
     check_data(config)
     data = config.data
-    if data.task == "chain_sum":
-        found = _chain_sum(config, CharTokenizer())
-    else:
-        chars = data.tokenizer == "chars"
-        tokenizer = (
-            CharTokenizer() if chars else HuggingFaceTokenizer(data.tokenizer, data.template, data.parse_special)
-        )
-        found = _jsonl(config, tokenizer, unreachable)
-    ends = stop_ids(config, found.tokenizer)
+    loaded = _generated(config) if data.task in GENERATED_TASKS else _stored(config, build_tokenizer(data), unreachable)
+    ends = stop_ids(config, loaded.tokenizer)
     endless = "rollout.stop=[]: no token ends a completion, so every one is cut off, which no format allows"
-    warnings = [*found.warnings] if ends else [*found.warnings, endless]
-    supervised = found.supervised
+    warnings = [*loaded.warnings] if ends else [*loaded.warnings, endless]
+    supervised = loaded.supervised
     if config.sft.path:
-        supervised = rows_of_file(config, found.tokenizer, ends, warnings.append)
-    return replace(found, stop_ids=ends, supervised=supervised, warnings=tuple(warnings))
+        supervised = rows_of_file(config, loaded.tokenizer, ends, warnings.append)
+    return replace(loaded, stop_ids=ends, supervised=supervised, warnings=tuple(warnings))
 
 
-def _chain_sum(config: Config, tokenizer: CharTokenizer) -> Data:
+def build_tokenizer(data: DataConfig) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names.
+
+    Raises:
+        FileNotFoundError: There is no such directory.
+        ValueError: The directory has no tokenizer that can be used.
+    """
+    if data.tokenizer == "chars":
+        return character_tokenizer(data)
+    return HuggingFaceTokenizer(data.tokenizer, data.template, data.parse_special, data.question, data.system)
+
+
+def _generated(config: Config) -> Data:
     data, seed = config.data, config.run.seed
-    task = ChainSum(tokenizer, data.min_terms, data.max_terms, data.validation_size, data.test_size)
+    task = generated_task(data)
     # Every length is among the held-out problems, so these stand for the endless training stream too.
     _check_room(task.validation + task.test, config.model.context)
     longest, traces = task.longest_document(), config.sft.steps and not config.sft.path
     if (config.base.train or traces) and longest > config.model.context:
+        what, lower = f"data.task={data.task} has", ""
+        if data.task == "chain_sum":
+            what, lower = f"sums of data.max_terms={data.max_terms} have", " or lower data.max_terms"
         raise ValueError(
-            f"sums of data.max_terms={data.max_terms} have worked documents of up to {longest} tokens; model.context "
-            f"is {config.model.context}: raise model.context or lower data.max_terms"
+            f"{what} worked documents of up to {longest} tokens; model.context is {config.model.context}: raise "
+            f"model.context{lower}"
         )
-    identity = (
-        f"chain_sum seed={seed} terms={data.min_terms}..{data.max_terms} "
-        f"held_out={data.validation_size}+{data.test_size}"
-    )
+    terms = "" if data.task == "tiny_code" else f" terms={data.min_terms}..{data.max_terms}"
+    identity = f"{data.task} seed={seed}{terms} held_out={data.validation_size}+{data.test_size}"
     train = PromptSource(lambda k: task.problem(seed, k), identity)
-    supervised = SupervisedRows(partial(_traces, config, task), config.sft.steps, identity) if traces else None
-    return Data(tokenizer, train, task.validation, task.test, task, supervised=supervised)
+    supervised = None
+    if traces:  # config/rules/stages.py refuses them with any other task
+        supervised = SupervisedRows(partial(_traces, config, chain_sum(data)), config.sft.steps, identity)
+    return Data(task.tokenizer, train, task.validation, task.test, supervised=supervised)
 
 
 def _traces(config: Config, task: ChainSum, step: int) -> list[Row]:
-    """Worked problems in the answer format."""
+    """The rows of one supervised step: worked problems in the answer format."""
     traces = task.sft_traces(config.run.seed, step, config.sft.batch_size)
     return [Row(prompt + completion, ((len(prompt), len(prompt) + len(completion)),)) for prompt, completion in traces]
 
 
-def _jsonl(config: Config, tokenizer: Tokenizer, unreachable: Unreachable) -> Data:
-    data, seed = config.data, config.run.seed
-    assert data.train_path, "refused by check_data"
-    assert data.test_path, "refused by check_data"
-    warnings: list[str] = []
-    paths = data.train_path, data.test_path
-    problems, test = (load_jsonl(path, tokenizer, unreachable, warnings.append) for path in paths)
-    if data.validation_size >= len(problems):
-        raise ValueError(
-            f"data.validation_size is {data.validation_size}, but {data.train_path} holds {len(problems)} problems and "
-            f"at least one must be left for training: lower it to {len(problems) - 1} or less"
-        )
-    _check_room(problems + test, config.model.context)
-    shuffled = random.Random(SPLIT_SEED).sample(problems, len(problems))
-    cut = len(problems) - data.validation_size
-    train, validation = shuffled[:cut], shuffled[cut:]
-    for prompts, path in ((problems, data.train_path), (test, data.test_path)):
-        warnings += check_repeated(prompts, path)
-    warnings += check_split(train, validation, data.train_path)
-    warnings += check_held_out(problems, test, *paths)
-    digest = hashlib.sha256(repr(problems).encode()).hexdigest()[:16]
-    identity = f"jsonl sha256={digest} seed={seed} held_out={data.validation_size}"
-    source = PromptSource(shuffled_epochs(train, seed), identity)
-    return Data(tokenizer, source, validation, test, None, warnings=tuple(warnings))
+def _stored(config: Config, tokenizer: Tokenizer, unreachable: Unreachable) -> Data:
+    data = config.data
+    stored = read_stored(data, tokenizer, unreachable)
+    problems = [problem.prompt for problems in stored.train.values() for problem in problems]
+    _check_room([*problems, *stored.validation, *stored.test], config.model.context)
+    train = stream(stored, data, config.run.seed, config.reward.success)
+    return Data(tokenizer, train, stored.validation, stored.test, problems=problems, warnings=stored.warnings)
 
 
 def _check_room(prompts: list[Prompt], context: int) -> None:

@@ -1,4 +1,4 @@
-"""Chats that are cut where the assistant begins and ends, so that it is known which tokens it wrote."""
+"""Splits a chat where the assistant's turns begin and end, so that it is known which tokens the assistant wrote."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 ASSISTANT = "assistant"
-ROLES = ("system", "user", ASSISTANT, "tool")
+USER = "user"
+ROLES = ("system", USER, ASSISTANT, "tool")
 ANCHORS = ("\n", ">", "|", "0", "x")
-"""What a text may be encoded after; one of them has no token together with its first letter."""
+"""Texts to encode another text after; at least one of them shares no token with the other text's first letter."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Turn:
 
     Attributes:
         role: One of ROLES.
-        content: What it says.
+        content: Its text.
     """
 
     role: str
@@ -25,17 +26,17 @@ class Turn:
 
 
 def texts_at_cuts(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool], str], template: str) -> list[str]:
-    """The chat up to the beginning of the assistant's first turn, up to its end, up to the beginning of the next, ...
+    """The chat's text up to the beginning of the assistant's first turn, up to its end, up to its next turn, ...
 
-    Each text begins with the one before: turns are rendered one more at a time, and compared.
+    Each text begins with the previous one: turns are rendered one more at a time, and compared.
 
     Args:
         turns: The chat.
-        render: The template: the text of some turns, and, if asked, of how the assistant's next one begins.
-        template: Names it, for errors.
+        render: The template: the text of some turns and, if the flag is set, of how the assistant's next turn begins.
+        template: The template's name, for errors.
 
     Raises:
-        ValueError: The template writes earlier turns in another way when others follow; names the turn.
+        ValueError: The template renders earlier turns differently when others follow; names the turn.
     """
     texts = [""]
     for i, turn in enumerate(turns):
@@ -45,7 +46,7 @@ def texts_at_cuts(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool]
             if not text.startswith(texts[-1]):
                 raise ValueError(
                     f"{template} does not keep the text before messages[{i}] as it is when more follows (models that "
-                    "think drop earlier thoughts), so which tokens the assistant wrote cannot be told; write one line "
+                    "think drop earlier thoughts), so the assistant's tokens cannot be identified; write one line "
                     "for each of its turns, with the messages before it as 'prompt' and its answer as 'completion'"
                 )
             texts.append(text)
@@ -53,27 +54,27 @@ def texts_at_cuts(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool]
 
 
 def encoded_parts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Token ids of what each text has more than the one before it, with which it begins.
+    """Token ids of what each text adds to the previous one, with which it begins.
 
-    No token crosses a cut: where the longer text has other tokens around it, the rest is encoded apart, as the policy
-    writes it after a prompt whose tokens are given.
+    No token crosses a cut: where the longer text has other tokens around it, the addition is encoded separately, as
+    the policy generates it after a prompt whose tokens are given.
 
     Raises:
-        ValueError: The rest cannot be encoded apart.
+        ValueError: The addition cannot be encoded separately.
     """
     ids: list[int] = []
     parts: list[list[int]] = []
     before = ""
     for text in texts:
         whole = encode(text)
-        part = whole[len(ids) :] if whole[: len(ids)] == ids else _encoded_apart(text[len(before) :], encode)
+        part = whole[len(ids) :] if whole[: len(ids)] == ids else _encoded_separately(text[len(before) :], encode)
         ids, before = ids + part, text
         parts.append(part)
     return parts
 
 
-def _encoded_apart(text: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """Tokens of a text that something precedes: on its own, SentencePiece's tokenizers would put a space in front."""
+def _encoded_separately(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """Tokens of a text that follows another; encoded alone, SentencePiece's tokenizers would put a space before it."""
     for anchor in ANCHORS:
         alone, with_text = encode(anchor), encode(anchor + text)
         if with_text[: len(alone)] == alone:

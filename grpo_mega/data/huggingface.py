@@ -1,76 +1,112 @@
-"""A model's own tokenizer, from a Hugging Face directory, behind the interface that all tokenizers have here."""
+"""A model's own tokenizer, from a Hugging Face directory, as a `Tokenizer`."""
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.data.chat import ASSISTANT, Turn, encoded_parts, texts_at_cuts
 from grpo_mega.data.plain_text import PlainText
+from grpo_mega.platform.manifest import damage_beside_weights
 
 CHAT = "chat"
-"""The template that stands for the tokenizer's own chat template."""
+"""The value of `data.template` that means the tokenizer's own chat template."""
 ORDINARY = "What is 3 + 5?"
 """A problem that quotes no special token."""
+ANOTHER = "What is 4 + 6?"
+"""Another, which no template may render alike."""
 
 
 class HuggingFaceTokenizer:
-    """A fast tokenizer with the special tokens it puts in front of a text, and a template for problems."""
+    """A fast tokenizer, the token that its texts begin with, and a template for problems."""
 
-    def __init__(self, folder: str | Path, template: str, parse_special: bool = False) -> None:
-        """Reads `folder` and nothing from the network; `template` and `parse_special`: see `schema.DataConfig`.
+    def __init__(
+        self,
+        folder: str | Path,
+        template: str,
+        parse_special: bool = False,
+        question: str = "{prompt}",
+        system: str | None = None,
+    ) -> None:
+        """Reads `folder` and nothing from the network; the other arguments: see `schema.DataConfig`.
 
         Raises:
             FileNotFoundError: There is no such directory.
-            ValueError: It holds no tokenizer, one without a chat template that is asked for or with one that fails, or
-                one whose special tokens cannot be told from text.
+            ValueError: The directory has no tokenizer, or one that an imported checkpoint did not come with, the chat
+                template is missing or fails, or special tokens cannot be distinguished from text.
         """
         if not Path(folder).is_dir():
             raise FileNotFoundError(
                 f"data.tokenizer={folder}: no such directory; give one with a tokenizer.json, or chars"
             )
-        self._folder, self._tokenizer, self._template = folder, _loaded(Path(folder)), template
-        if template == CHAT and not self._tokenizer.chat_template:
-            raise ValueError(f"data.template=chat, but the tokenizer in {folder} has no chat template; write one out")
+        if problem := damage_beside_weights(Path(folder)):
+            raise ValueError(
+                f"data.tokenizer={folder}, a checkpoint, is not what was imported: {problem}; put the file back, "
+                "import the model again, or set data.tokenizer=a folder of your own"
+            )
+        self._folder, self._tokenizer = folder, _loaded(Path(folder))
+        self._parse_special = parse_special
         self.vocab_size = len(self._tokenizer)
         self.eos_id: int | None = self._tokenizer.eos_token_id
         bos = self._tokenizer.bos_token_id
         added = bos is not None and self._tokenizer.encode("a")[:1] == [bos]
         self._opening = self._tokenizer.bos_token if added else ""
-        self._plain: PlainText | None = None if parse_special else self._plain_text()
+        self._ask_with(template, question, system)
 
-    def prompt(self, problem: str) -> tuple[str, list[int]]:
-        """What the policy reads: the problem in the template, behind the token that texts begin with; and its tokens.
+    def asking(self, template: str, question: str, system: str | None) -> HuggingFaceTokenizer:
+        """The same tokenizer with another template, question and system's message. Raises ValueError as it does."""
+        other = copy.copy(self)
+        other._ask_with(template, question, system)
+        return other
 
-        Special tokens in the template count as such, in the problem only with `parse_special`.
+    def _ask_with(self, template: str, question: str, system: str | None) -> None:
+        if template == CHAT and not self._tokenizer.chat_template:
+            raise ValueError(
+                f"data.template=chat, but the tokenizer in {self._folder} has no chat template; write one out"
+            )
+        self._template, self._question, self._system = template, question, system
+        self._plain: PlainText | None = None
+        if template == CHAT and self._rendered(ORDINARY) == self._rendered(ANOTHER):
+            raise ValueError(
+                f"{self._chat_template} has no place for the problem: asked {ORDINARY!r}, it says "
+                f"{self._rendered(ORDINARY)!r}; put {{{{ message.content }}}} where the user's words belong, or set "
+                "data.template to a text with {prompt}"
+            )
+        self._plain = None if self._parse_special else self._plain_text()
+
+    def prompt(self, problem: str | Sequence[Turn]) -> tuple[str, list[int]]:
+        """The policy's prompt: the beginning-of-text token and the problem in the template, as text and as token ids.
+
+        Special tokens in the template count as such, in the problem only with `parse_special`. A problem that is a chat
+        needs the chat template; the question words its last message, if it is the user's.
 
         Raises:
             ValueError: The template refuses the problem, or it cannot be encoded.
         """
-        if self._plain is None:
-            text = self._rendered(problem)
-            return text, self.encode(text)
-        return self._plain.encode(self._rendered(self._plain.protected(problem)))
+        rendered = self._asked(problem)
+        return (rendered, self.encode(rendered)) if self._plain is None else self._plain.encode(rendered)
 
     def checked(self, text: str) -> str:
-        """The text. Raises ValueError when it holds code points that set special tokens apart from text."""
+        """The text. Raises ValueError when it has code points that `PlainText` uses to mark special tokens."""
         return text if self._plain is None else self._plain.checked(text)
 
     def answered(self, asked: str | Sequence[Turn], completion: str) -> list[list[int]]:
-        """Token ids of what the policy reads, for a problem or for a chat that it continues, and of what it answers.
+        """Token ids of the prompt, for a problem or for a chat that the policy continues, and of the completion.
 
         Raises:
             ValueError: The template refuses the problem, or it cannot be encoded.
         """
-        asks = self._rendered(self._protected(asked)) if isinstance(asked, str) else self._rendered_turns(asked, True)
-        return encoded_parts([asks, asks + self.checked(completion)], self._ids)
+        prompt = self._asked(asked)
+        return encoded_parts([prompt, prompt + self.checked(completion)], self._ids)
 
     def chat(self, turns: Sequence[Turn]) -> list[list[int]]:
         """Token ids of a chat in parts: up to a turn of the assistant's, that turn, up to its next one, ...
 
         Raises:
-            ValueError: `template` is not chat, or the chat template fails or writes earlier turns in another way when
+            ValueError: `template` is not chat, or the chat template fails or renders earlier turns differently when
                 others follow.
         """
         return encoded_parts(texts_at_cuts(turns, self._rendered_turns, self._chat_template), self._ids)
@@ -89,33 +125,49 @@ class HuggingFaceTokenizer:
 
     def token_id(self, token: str) -> int:
         """The id of one token. Raises ValueError when there is no such token."""
-        found = self._tokenizer.get_vocab().get(token)
-        if found is None:
+        token_id = self._tokenizer.get_vocab().get(token)
+        if token_id is None:
             special = ", ".join(self._tokenizer.all_special_tokens)
             raise ValueError(f"{token!r} is not a token; the tokenizer's special tokens are {special}")
-        return found
+        return token_id
+
+    def _asked(self, problem: str | Sequence[Turn]) -> str:
+        """A problem in the template, quoted special tokens protected, up to where the assistant's answer begins."""
+        if isinstance(problem, str):
+            return self._rendered(self._protected(problem))
+        return self._applied(self._worded(self._messages(problem)), True)
 
     def _rendered(self, problem: str) -> str:
         if self._template != CHAT:
-            return self._opening + self._template.replace("{prompt}", problem)
-        return self._applied([{"role": "user", "content": problem}], True)
+            return self._opening + self._template.replace("{prompt}", self._question.replace("{prompt}", problem))
+        return self._applied(self._worded([{"role": "user", "content": problem}]), True)
+
+    def _worded(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        """The messages after the system's, if there is one to add, with the user's last one in the question."""
+        adds = self._system and messages[0]["role"] != "system"
+        first = [{"role": "system", "content": str(self._system)}] if adds else []
+        *earlier, last = messages
+        if last["role"] == "user":
+            last = last | {"content": self._question.replace("{prompt}", last["content"])}
+        return [*first, *earlier, last]
 
     def _rendered_turns(self, turns: Sequence[Turn], ask: bool) -> str:
-        """Turns in the chat template, what they quote protected; with `ask`, and the assistant is to begin."""
+        """The turns in the chat template, quoted special tokens protected; with `ask`, also how the next begins."""
+        return self._applied(self._messages(turns), ask)
+
+    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
         if self._template != CHAT:
             raise ValueError(
                 "messages need the chat template, in which the policy is then also asked: set data.template=chat, or "
                 "write 'prompt' and 'completion' as text"
             )
         contents = [self.checked(t.content) if t.role == ASSISTANT else self._protected(t.content) for t in turns]
-        return self._applied(
-            [{"role": turn.role, "content": content} for turn, content in zip(turns, contents, strict=True)], ask
-        )
+        return [{"role": turn.role, "content": content} for turn, content in zip(turns, contents, strict=True)]
 
     def _applied(self, messages: list[dict[str, str]], ask: bool) -> str:
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
-        except Exception as error:  # a template is a program: it raises what it likes, and jinja what it forbids
+        except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"{self._chat_template} fails: {type(error).__name__}: {error}") from error
 
     @property
@@ -123,17 +175,17 @@ class HuggingFaceTokenizer:
         return f"the chat template in {self._folder}"
 
     def _protected(self, text: str) -> str:
-        """What the policy reads."""
+        """The text with quoted special tokens protected, for a template to render."""
         return text if self._plain is None else self._plain.protected(text)
 
     def _ids(self, rendered: str) -> list[int]:
         return self.encode(rendered) if self._plain is None else self._plain.encode(rendered)[1]
 
     def _plain_text(self) -> PlainText:
-        """What keeps problems apart from special tokens; an ordinary problem must have the tokens that it has without.
+        """The encoder that treats special tokens in problems as text; ordinary problems must keep their tokens.
 
         Raises:
-            ValueError: The tokenizer cannot be treated so.
+            ValueError: The tokenizer does not allow it.
         """
         anyway = "; set data.parse_special=true to have special tokens in problems count as such"
         if not self._tokenizer.is_fast:
@@ -144,15 +196,33 @@ class HuggingFaceTokenizer:
             raise ValueError(f"data.tokenizer={self._folder}: {error}{anyway}") from error
         text = self._rendered(ORDINARY)
         if plain.encode(text) != (text, self.encode(text)):
-            raise ValueError(f"data.tokenizer={self._folder}: special tokens cannot be told from text in it{anyway}")
+            raise ValueError(
+                f"data.tokenizer={self._folder}: its special tokens cannot be distinguished from text{anyway}"
+            )
         return plain
 
 
 def _loaded(folder: Path) -> Any:
-    from transformers import AutoTokenizer  # takes seconds to import, and toys do not need it
+    from transformers import AutoTokenizer  # takes seconds to import, and is not always needed
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a bare Exception is what tokenizers raises
+        if program := _program(folder):
+            raise ValueError(
+                f"data.tokenizer={folder}: its tokenizer is a program ({program}), and code of a model is not run; set "
+                "data.tokenizer=another folder that has a tokenizer.json of the same tokens, and no auto_map in its "
+                "tokenizer_config.json"
+            ) from error
         why = "" if (folder / "tokenizer.json").exists() else "; it has no tokenizer.json, and runs no code of its own"
         raise ValueError(f"data.tokenizer={folder} holds no tokenizer that can be read: {error}{why}") from error
+
+
+def _program(folder: Path) -> str | None:
+    """The class in the folder's own code that its tokenizer is to be made by; None when it names none."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        named = settings["auto_map"]["AutoTokenizer"]
+    except (OSError, ValueError, KeyError, TypeError):  # there is no such file, or it names no code
+        return None
+    return ", ".join(map(str, filter(None, named))) if isinstance(named, list) else str(named)

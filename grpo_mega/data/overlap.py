@@ -1,24 +1,29 @@
-"""Problems that are there twice: held out and trained on, or several times in one file."""
+"""Detects problems that occur twice: held out and trained on, or several times in what is trained on."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from grpo_mega.types import Prompt
 
 SHOWN = 3
-"""So many problems are named."""
+"""Problems that a message names."""
 
 
 def wording(prompt: Prompt) -> str:
-    """What two prompts have in common that ask the same: the text but for case, white space and Unicode's variants.
+    """The text of a prompt, as `normalised` has it."""
+    return normalised(prompt.text)
 
-    A letter that stands alone keeps its case, and what is raised or lowered stays so: in mathematics a and A, or
-    2\u00b2 and 22, are not the same.
+
+def normalised(text: str) -> str:
+    """A text that is equal for texts that differ only in case, white space and Unicode's variants.
+
+    A single letter keeps its case, and superscripts and subscripts are kept: in mathematics a and A differ, and so do
+    2\u00b2 and 22.
     """
-    text = "".join(map(_folded, unicodedata.normalize("NFC", prompt.text)))
+    text = text if text.isascii() else "".join(map(_folded, unicodedata.normalize("NFC", text)))
     return " ".join(word if len(word) == 1 else word.casefold() for word in text.split())
 
 
@@ -27,55 +32,94 @@ def _folded(character: str) -> str:
     return character if raised_or_lowered else unicodedata.normalize("NFKC", character)
 
 
-def check_held_out(train: Sequence[Prompt], test: Sequence[Prompt], train_path: str, test_path: str) -> list[str]:
-    """Warns of problems of the test file that are in the training file too.
+def check_held_out(
+    train: Mapping[str, Sequence[Prompt]], test: Sequence[Prompt], test_field: str, allowed: int = 0
+) -> list[str]:
+    """Warnings about test problems that are trained on too, one for each source that has some.
+
+    Args:
+        train: {field and path, such as data.train_path=FILE, or data.sources.NAME.reasoning_gym=TASK of problems
+            that are made up: the problems of that source}.
+        test: Problems of one test file, or of one source that makes them up.
+        test_field: Its field and path, or task.
+        allowed: How many there may be.
 
     Raises:
-        ValueError: All of them are, so that nothing is held out.
+        ValueError: There are more.
     """
-    known = {wording(prompt) for prompt in train}
-    shared = [prompt for prompt in test if wording(prompt) in known]
-    if len(shared) == len(test):
+    known = {field: {wording(prompt) for prompt in prompts} for field, prompts in train.items()}
+    shared = {field: [p for p in test if wording(p) in wordings] for field, wordings in known.items()}
+    shared = {field: prompts for field, prompts in shared.items() if prompts}
+    count = len({prompt.id for prompts in shared.values() for prompt in prompts})
+    if count == len(test) > allowed:
         raise ValueError(
-            f"all {len(test)} problems of data.test_path={test_path} are in data.train_path={train_path} too: held-out "
-            "accuracy would be that of training; give a test file with other problems"
+            f"all {count} problems of {test_field} are in {' and '.join(shared)} too: held-out accuracy would be "
+            f"that of training; {_others_made(test_field) or 'give a test file with other problems'}"
         )
-    if not shared:
-        return []
-    return [
-        f"{len(shared)} of the {len(test)} problems of data.test_path={test_path} are in data.train_path={train_path} "
-        f"too, and held-out accuracy counts them: {_named(shared)}; remove them from one of the files"
+    warnings = [
+        f"{len(prompts)} of the {len(test)} problems of {test_field} are in {field} too, and held-out accuracy counts "
+        f"them: {_named(prompts)}"
+        for field, prompts in shared.items()
     ]
+    if count > allowed:
+        raise ValueError(
+            f"{'; '.join(warnings)}. To keep them apart, {_remedy(list(shared), test_field)}; to accept them, set "
+            f"data.shared_test_problems={count} (--shared-test-problems {count} of python -m grpo_mega.new)"
+        )
+    return warnings
 
 
-def check_split(train: Sequence[Prompt], validation: Sequence[Prompt], path: str) -> list[str]:
-    """Warns of validation problems that training has too: the file `path`, which both come from, repeats them."""
+def _remedy(train: Sequence[str], test: str) -> str:
+    """What to change so that no problem of the field `test` is in those of `train`."""
+    if others := _others_made(test):
+        return others
+    made = [field for field in train if _made(field)]
+    remedies = [f"choose {_made(field)}.options with which other problems are made" for field in made]
+    if len(made) < len(train):
+        remedies.insert(0, "remove them from one of the files (tools/data.py does, with --against)")
+    return " and ".join(remedies)
+
+
+def _others_made(test: str) -> str:
+    """What to change for a test field whose problems are made up, and so in no file; empty for a file."""
+    source = _made(test)
+    return source and f"choose {source}.options with which other problems are made, or {source}.test_problems=0"
+
+
+def _made(field: str) -> str:
+    """The source, such as data.sources.NAME, of a field whose problems are made up; empty for a file."""
+    name = field.partition("=")[0]
+    return name.removesuffix(".reasoning_gym") if name.endswith(".reasoning_gym") else ""
+
+
+def check_split(train: Sequence[Prompt], held_out: Sequence[Prompt], path: str) -> list[str]:
+    """Warnings about held-out problems that are trained on, because the files `path` of both repeat them."""
     known = {wording(prompt) for prompt in train}
-    shared = [prompt for prompt in validation if wording(prompt) in known]
+    shared = [prompt for prompt in held_out if wording(prompt) in known]
     if not shared:
         return []
     return [
-        f"{len(shared)} of the {len(validation)} validation problems are trained on too, because {path} repeats them: "
-        f"{_named(shared)}"
+        f"{len(shared)} of the {len(held_out)} problems that are held out are trained on too, because {path} repeats "
+        f"them: {_named(shared)}"
     ]
 
 
 def check_repeated(prompts: Sequence[Prompt], path: str) -> list[str]:
-    """Warns of problems that a file holds more than once, and of those whose answers then differ."""
+    """Warnings about problems that the files `path` have more than once, and about those whose answers differ."""
     copies = defaultdict(list)
     for prompt in prompts:
         copies[wording(prompt)].append(prompt)
     repeated = [same for same in copies.values() if len(same) > 1]
     if not repeated:
         return []
-    found = f"{len(repeated)} problems are more than once in {path}: {_named([same[1] for same in repeated])}"
+    message = f"{len(repeated)} problems are more than once in {path}: {_named([same[1] for same in repeated])}"
     differing = [same for same in repeated if len({prompt.answer.strip() for prompt in same}) > 1]
     if not differing:
-        return [found]
-    return [f"{found}; {len(differing)} of them with different answers: {_named([same[1] for same in differing])}"]
+        return [message]
+    return [f"{message}; {len(differing)} of them with different answers: {_named([same[1] for same in differing])}"]
 
 
 def _named(prompts: Sequence[Prompt]) -> str:
-    """The first ids, for people."""
+    """The ids of the first `SHOWN` prompts, for messages."""
     more = ", ..." if len(prompts) > SHOWN else ""
     return ", ".join(repr(prompt.id) for prompt in prompts[:SHOWN]) + more

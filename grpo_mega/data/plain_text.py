@@ -1,11 +1,12 @@
-r"""Problems as plain text: what looks like a special token in a problem counts as characters, not as the token.
+r"""Encodes problems as plain text: what looks like a special token in a problem counts as characters, not as the token.
 
 A template joins the turns of a chat and the problem into one text, and a tokenizer finds its special tokens anywhere in
 it: a problem that quotes `<|im_end|>\n<|im_start|>assistant` would forge a turn. transformers' `split_special_tokens`
-is no help, for it splits the template's own too, and leaves added tokens alone that are not called special (`<think>`,
-DeepSeek's `<|User|>` with wide bars). So there is a second tokenizer here, the same but for the names of these tokens,
-which nobody can write: they consist of code points that Unicode keeps for internal use, and a problem that holds those
-is refused. What the template wrote is renamed before it is encoded, what the problem wrote is not.
+does not help: it splits the template's own special tokens too, and ignores added tokens that are not marked special
+(`<think>`, DeepSeek's `<|User|>` with wide bars). So this module uses a second tokenizer that differs only in the names
+of these tokens, which no text can contain: they consist of code points that Unicode keeps for internal use, and a
+problem with such code points is refused. Special tokens of the template are renamed before encoding, those that the
+problem quotes are not.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import re
 from typing import Any
 
 _OURS, _QUOTED, _END, _DIGITS = "\ufdd0", "\ufdd1", "\ufdd2", 0xFDE0
-"""Noncharacters (The Unicode Standard, section 23.7): begin a token's new name, begin the place of one that a problem
-quotes, end both; from the last one on, sixteen digits."""
+"""Noncharacters (The Unicode Standard, section 23.7): the first begins a token's new name, the second the placeholder
+of a token that a problem quotes, the third ends both; the last is the first of sixteen digits."""
 _QUOTE = re.compile(f"{_QUOTED}([\ufde0-\ufdef]+){_END}")
 _FORBIDDEN = re.compile("[\ufdd0-\ufdef]")
 
 
 class PlainText:
-    """Tells the template's special tokens from those that a problem quotes.
+    """Distinguishes the template's special tokens from those that a problem quotes.
 
     Attributes:
         names: The tokens that only a template may write: all that were added to the vocabulary, but for spaces and
@@ -30,16 +31,16 @@ class PlainText:
     """
 
     def __init__(self, backend: Any) -> None:
-        """For `backend`, a `tokenizers.Tokenizer`.
+        """Makes the second tokenizer from `backend`, a `tokenizers.Tokenizer`.
 
         Raises:
-            ValueError: Its special tokens cannot be told from ordinary text.
+            ValueError: Its special tokens cannot be distinguished from ordinary text.
         """
         from tokenizers import Tokenizer
 
         content = json.loads(backend.to_str())
         added = {token["content"]: token["id"] for token in content["added_tokens"]}
-        # The longest first: that is the one a tokenizer finds where several begin.
+        # The longest first, as a tokenizer matches where several begin.
         self.names = sorted((name for name in added if len(name.strip()) > 1), key=len, reverse=True)
         self._number = {name: number for number, name in enumerate(self.names)}
         # With no names the pattern must match nothing, and an empty one matches everywhere.
@@ -50,42 +51,42 @@ class PlainText:
         except Exception as error:  # a bare Exception is what tokenizers raises
             raise ValueError(f"its special tokens are also ordinary text to it: {error}") from error
         if moved := [name for name in self.names if self._backend.token_to_id(renamed[name]) != added[name]]:
-            raise ValueError(f"its special token {moved[0]!r} cannot be told from ordinary text")
+            raise ValueError(f"its special token {moved[0]!r} cannot be distinguished from ordinary text")
 
     def quoted(self, problem: str) -> list[str]:
         """The special tokens that a problem spells, in order."""
         return self._pattern.findall(problem)
 
     def protected(self, problem: str) -> str:
-        """The problem for the template, in which what it quotes is out of sight.
+        """The problem with placeholders for the special tokens that it quotes, for the template.
 
         Raises:
-            ValueError: It holds a code point that is needed for that.
+            ValueError: The text has one of the code points that are reserved here.
         """
-        return self._pattern.sub(lambda found: _spelt(_QUOTED, self._number[found[0]]), self.checked(problem))
+        return self._pattern.sub(lambda match: _spelt(_QUOTED, self._number[match[0]]), self.checked(problem))
 
     def checked(self, text: str) -> str:
-        """Text whose special tokens count as such, as those of a template do; it must not look like what is protected.
+        """The text, in which special tokens count as such, as in a template; it must have no reserved code points.
 
         Raises:
-            ValueError: It holds a code point that is needed for that.
+            ValueError: The text has one of the code points that are reserved here.
         """
-        if found := _FORBIDDEN.search(text):
+        if match := _FORBIDDEN.search(text):
             raise ValueError(
-                f"U+{ord(found[0]):04X} at character {found.start() + 1} is no character (Unicode keeps it for "
+                f"U+{ord(match[0]):04X} at character {match.start() + 1} is no character (Unicode keeps it for "
                 "internal use); remove it"
             )
         return text
 
     def encode(self, rendered: str) -> tuple[str, list[int]]:
-        """What a template made of a protected problem: as everybody would write it, and its token ids."""
-        ours = self._pattern.sub(lambda found: _spelt(_OURS, self._number[found[0]]), rendered)
+        """The plain text and the token ids of what a template made of a protected problem."""
+        ours = self._pattern.sub(lambda match: _spelt(_OURS, self._number[match[0]]), rendered)
         ids = self._backend.encode(self._shown(ours), add_special_tokens=False).ids
         return self._shown(rendered), ids
 
     def _shown(self, text: str) -> str:
-        """The text with what the problem quotes in it."""
-        return _QUOTE.sub(lambda found: self.names[_number(found[1])], text)
+        """The text with the quoted tokens' names in place of their placeholders."""
+        return _QUOTE.sub(lambda match: self.names[_number(match[1])], text)
 
 
 def _spelt(mark: str, number: int) -> str:
@@ -97,7 +98,7 @@ def _number(digits: str) -> int:
 
 
 def _with_names(content: dict[str, Any], renamed: dict[str, str]) -> dict[str, Any]:
-    """A tokenizer.json in which some tokens have other names and the same ids."""
+    """The content of a tokenizer.json with some tokens renamed and all ids unchanged."""
     added = [token | {"content": renamed.get(token["content"], token["content"])} for token in content["added_tokens"]]
     model = content["model"]
     vocabulary = model["vocab"]

@@ -1,21 +1,21 @@
-"""An endless, resumable stream of training prompts whose whole state is one counter."""
+"""Endless, resumable streams of training prompts."""
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from grpo_mega.types import Prompt
+from grpo_mega.types import Group, Prompt
 
 
 class PromptSource:
-    """Hands out prompt 0, 1, 2, ... of `prompt_at`.
+    """Yields the prompts 0, 1, 2, ... of `prompt_at`.
 
-    `prompt_at` is a pure function of the counter, so the order does not depend on how `take` calls cut it, and
-    resuming needs nothing but the counter. `identity` says which stream it is: loading the state of another one is an
-    error.
+    `prompt_at` is a pure function of the counter, so the order does not depend on the sizes of `take` calls, and
+    resuming needs only the counter. `identity` names the stream: loading the state of another one is an error.
     """
 
     def __init__(self, prompt_at: Callable[[int], Prompt], identity: str) -> None:
@@ -32,46 +32,73 @@ class PromptSource:
         self.cursor += n
         return prompts
 
-    def state_dict(self) -> dict[str, int | str]:
-        """What `load_state_dict` needs to continue."""
+    def learn(self, groups: Iterable[Group]) -> None:
+        """Takes what a step's problems earned, of which this order does not depend; see `FrontierSource`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that `load_state_dict` continues from."""
         return {"cursor": self.cursor, "identity": self.identity}
 
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where `state` was taken. Raises ValueError when it is damaged or belongs to other data."""
-        cursor, identity = state.get("cursor"), state.get("identity")
-        if identity != self.identity:
-            raise ValueError(f"the saved prompt order is of {identity!r}, this run reads {self.identity!r}")
-        if not isinstance(cursor, int) or cursor < 0:
-            raise ValueError(f"the saved prompt order has cursor {cursor!r}; it must be a number from 0")
-        self.cursor = cursor
+        self.cursor = saved_cursor(state, self.identity)
 
 
-def shuffled_epochs(prompts: list[Prompt], seed: int) -> Callable[[int], Prompt]:
-    """Endless epochs over `prompts`, each in an order that is a function of (seed, epoch).
+def saved_cursor(state: dict[str, Any], identity: str) -> int:
+    """The counter in a saved state. Raises ValueError when it is damaged or belongs to other data."""
+    cursor, saved = state.get("cursor"), state.get("identity")
+    if saved != identity:
+        raise ValueError(f"the saved prompt order is of {saved!r}, this run reads {identity!r}")
+    if not isinstance(cursor, int) or cursor < 0:
+        raise ValueError(f"the saved prompt order has cursor {cursor!r}; it must be a number from 0")
+    return cursor
 
-    The epoch is appended to the prompt's id (`id#epoch`): sampling noise is keyed by it, and a prompt that comes back
-    must not get the noise it had before.
+
+def in_epoch(prompt: Prompt, epoch: int) -> Prompt:
+    """The prompt with the epoch after its id (`id#epoch`).
+
+    Sampling noise is keyed by the id, and a prompt that comes back must not get the same noise again.
     """
-    if not prompts:
-        raise ValueError("there are no prompts to draw from")
-    draw = shuffled_draws(len(prompts), seed)
+    return replace(prompt, id=f"{prompt.id}#{epoch}")
+
+
+def mixed_epochs(
+    sources: Sequence[Sequence[Prompt]],
+    draws: Sequence[Callable[[int], tuple[int, int]]],
+    next_source: Callable[[int], tuple[int, int]],
+) -> Callable[[int], Prompt]:
+    """k -> prompt k of a mixture of sources, whose epochs follow one another.
+
+    Args:
+        sources: The problems of each source.
+        draws: Of each source, k -> (epoch, index) of its k-th draw; see `shuffled_draws`.
+        next_source: k -> (source, its earlier draws) of prompt k; see `mixture`.
+    """
 
     def prompt_at(k: int) -> Prompt:
-        epoch, i = draw(k)
-        return replace(prompts[i], id=f"{prompts[i].id}#{epoch}")
+        source, earlier = next_source(k)
+        epoch, i = draws[source](earlier)
+        return in_epoch(sources[source][i], epoch)
 
     return prompt_at
 
 
-def shuffled_draws(count: int, seed: int) -> Callable[[int], tuple[int, int]]:
-    """k -> (epoch, which of `count` things) of draw k: endless epochs, each in an order of its own."""
+def shuffled_draws(count: int, seed: int | str, difficulties: Sequence[float] = ()) -> Callable[[int], tuple[int, int]]:
+    """k -> (epoch, index below `count`) of draw k: endless epochs, each in an order of its own.
+
+    With difficulties, one for each index, the first epoch is from the lowest to the highest. Raises ValueError when
+    there is nothing to draw from.
+    """
+    if not count:
+        raise ValueError("there are no prompts to draw from")
 
     @functools.lru_cache(maxsize=2)
     def order(epoch: int) -> list[int]:
-        return random.Random(f"{seed}/epoch/{epoch}").sample(range(count), count)
+        shuffled = random.Random(f"{seed}/epoch/{epoch}").sample(range(count), count)
+        return sorted(shuffled, key=difficulties.__getitem__) if epoch == 0 and difficulties else shuffled
 
     def draw(k: int) -> tuple[int, int]:
-        epoch, position = divmod(k, count)
-        return epoch, order(epoch)[position]
+        epoch, within = divmod(k, count)
+        return epoch, order(epoch)[within]
 
     return draw

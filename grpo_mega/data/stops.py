@@ -14,44 +14,46 @@ GENERATION_CONFIG = "generation_config.json"
 def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids of `rollout.stop`.
 
-    null stands for the tokenizer's end of text and for what generation_config.json of `data.tokenizer` and
+    null means the tokenizer's end of text and what generation_config.json of `data.tokenizer` and
     `run.init_from` names (`eos_token_id`: where a chat model ends its turn).
 
     Raises:
-        ValueError: A token is not in the vocabulary, or there is none.
+        ValueError: A token is not in the vocabulary, or no token ends a completion.
     """
     if config.rollout.stop is not None:
         try:
             return tuple(tokenizer.token_id(token) for token in config.rollout.stop)
         except ValueError as error:
             raise ValueError(f"rollout.stop: {error}; rollout.stop=null takes the model's own") from error
-    found = {} if tokenizer.eos_id is None else {tokenizer.eos_id: "the tokenizer"}
-    if config.data.tokenizer != "chars":  # whose ids are no released model's
+    sources = {} if tokenizer.eos_id is None else {tokenizer.eos_id: "the tokenizer"}
+    if config.data.tokenizer != "chars":  # chars have ids of their own
         for folder in (config.data.tokenizer, config.run.init_from):
             file = Path(folder or ".") / GENERATION_CONFIG
             if folder and file.is_file():
-                found |= dict.fromkeys(_ends(file), str(file))
-    for i, source in found.items():
-        if not 0 <= i < tokenizer.vocab_size:
-            raise ValueError(f"{source} ends texts with token {i}, and there are {tokenizer.vocab_size}; {_NAME_THEM}")
-    if not found:
+                sources |= dict.fromkeys(_ends(file), str(file))
+    for token, source in sources.items():
+        if not 0 <= token < tokenizer.vocab_size:
+            raise ValueError(
+                f"{source} ends texts with token {token}, and the tokenizer has {tokenizer.vocab_size}; {_HOW_TO_SET}"
+            )
+    if not sources:
         raise ValueError(
             f"no token ends a completion: data.tokenizer={config.data.tokenizer} has no eos_token, and there is no "
-            f"{GENERATION_CONFIG} that names one; {_NAME_THEM}"
+            f"{GENERATION_CONFIG} that names one; {_HOW_TO_SET}"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(sources))
 
 
-_NAME_THEM = """name them, with quotes for the shell: "rollout.stop=['<|im_end|>']\""""
+_HOW_TO_SET = """name them, with quotes for the shell: "rollout.stop=['<|im_end|>']\""""
 
 
 def _ends(file: Path) -> list[int]:
-    """`eos_token_id` of a generation_config.json, which is a number or several; none when it is not given."""
+    """`eos_token_id` of a generation_config.json as a list: a number there, or several; empty when it is not given."""
     try:
         ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} holds no JSON object: {error}; {_NAME_THEM}") from error
+        raise ValueError(f"{file} holds no JSON object: {error}; {_HOW_TO_SET}") from error
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     if not all(type(i) is int for i in ends):
-        raise ValueError(f"{file}: eos_token_id is {ends!r}, not a number or several; {_NAME_THEM}")
+        raise ValueError(f"{file}: eos_token_id is {ends!r}, not a number or several; {_HOW_TO_SET}")
     return ends

@@ -1,4 +1,4 @@
-"""What supervised steps learn: rows of a JSON Lines file of chats, or of prompts and completions, and their order."""
+"""Rows of supervised steps: from a JSON Lines file of chats, or of prompts and completions, and their order."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.config.rules.optimizer import schedule_problems
 from grpo_mega.config.schema import Config, SFTConfig
-from grpo_mega.data.chat import ASSISTANT, ROLES, Turn
-from grpo_mega.data.jsonl import SHOWN, checked_text, json_lines, json_object, warn_of_quoting
+from grpo_mega.data.chat import ASSISTANT, Turn
+from grpo_mega.data.fields import checked_by, turns_of
+from grpo_mega.data.jsonl import json_lines, json_object
+from grpo_mega.data.problems import SHOWN, warn_of_quoting
 from grpo_mega.data.source import shuffled_draws
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.types import Row
@@ -19,12 +22,12 @@ from grpo_mega.types import Row
 
 @dataclass(frozen=True)
 class SupervisedRows:
-    """Rows by step: a pure function, so that resuming needs nothing but the number of the step.
+    """The rows of each step, as a pure function, so that resuming needs only the step's number.
 
     Attributes:
-        of_step: The rows of the step after so many finished ones.
-        steps: How many steps there are.
-        identity: Which rows these are, and in which order.
+        of_step: Number of finished steps -> the rows of the next step.
+        steps: Number of steps.
+        identity: A name of these rows and their order, to compare when a run is continued.
     """
 
     of_step: Callable[[int], list[Row]]
@@ -39,7 +42,7 @@ def rows_of_file(
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: A line cannot be learned (names file, line and field), or `sft.warmup_steps` is too long.
+        ValueError: A line cannot be learned (names file, line and field), or the warm-up or the decay is too long.
     """
     sft, seed = config.sft, config.run.seed
     assert sft.path, "rows_of_file is for sft.path"
@@ -51,6 +54,8 @@ def rows_of_file(
             f"sft.warmup_steps={sft.warmup_steps} must be below the {steps} steps that sft.epochs={sft.epochs} of "
             f"{len(rows)} rows take; lower it to {steps - 1} or less, or raise sft.epochs"
         )
+    for problem in schedule_problems(sft, "sft", steps, "sft.epochs"):
+        raise ValueError(problem)
     draw = shuffled_draws(len(rows), seed)
 
     def of_step(step: int) -> list[Row]:
@@ -69,9 +74,9 @@ def load_rows(
 ) -> list[Row]:
     """Reads one {"messages": [{"role", "content"}, ...]} or {"prompt": str or messages, "completion": str} a line.
 
-    Every turn of the assistant's in `messages` is learned, and the completion, each with the token that ends it, which
-    is added to a completion that has none. Other fields are ignored. Rows of more than `longest` tokens are what
-    `sft.too_long` says. `warn` is told about prompts that quote special tokens.
+    Every assistant turn in `messages` is learned, and the completion, each with the token that ends it, which is added
+    to a completion that has none. Other fields are ignored. `sft.too_long` decides about rows of more than `longest`
+    tokens. `warn` is called about prompts that quote special tokens.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -99,7 +104,7 @@ def load_rows(
 
 
 def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> tuple[Row, list[str]]:
-    """One line of the file, and the special tokens that what the policy reads quotes."""
+    """The row of one line of the file, and the special tokens that its prompt quotes."""
     asked, completion = _parsed(record, where, tokenizer)
     read = [asked] if isinstance(asked, str) else [turn.content for turn in asked if turn.role != ASSISTANT]
     try:
@@ -123,17 +128,17 @@ def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tup
 
 
 def _parsed(record: dict[str, Any], where: str, tokenizer: Tokenizer) -> tuple[str | list[Turn], str | None]:
-    """What the policy is asked and what it answers, or a whole chat and None."""
+    """The prompt (a problem or a chat) and the completion, or a whole chat and None."""
     if ("messages" in record) == ("prompt" in record or "completion" in record):
         raise ValueError(f"{where}: either field 'messages' is needed, or 'prompt' and 'completion'")
     if "tools" in record:
         raise ValueError(f"{where}: field 'tools' is not read; write the tools into a system turn")
     if "messages" not in record:
         asked = record.get("prompt")
-        turns = _turns(asked, "prompt", where, tokenizer) if isinstance(asked, list) else None
-        completion = _text(record.get("completion"), "completion", where, tokenizer)
-        return turns or _text(asked, "prompt", where, tokenizer), completion
-    turns = _turns(record["messages"], "messages", where, tokenizer)
+        turns = turns_of(asked, "prompt", where, tokenizer.checked) if isinstance(asked, list) else None
+        completion = checked_by(tokenizer.checked, record.get("completion"), "completion", where)
+        return turns or checked_by(tokenizer.checked, asked, "prompt", where), completion
+    turns = turns_of(record["messages"], "messages", where, tokenizer.checked)
     if all(turn.role != ASSISTANT for turn in turns):
         raise ValueError(f"{where}: field 'messages' has no turn of the assistant's, so nothing can be learned")
     if turns[0].role == ASSISTANT:
@@ -141,37 +146,8 @@ def _parsed(record: dict[str, Any], where: str, tokenizer: Tokenizer) -> tuple[s
     return turns, None
 
 
-def _turns(messages: object, field: str, where: str, tokenizer: Tokenizer) -> list[Turn]:
-    """The turns of a chat, each checked."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: field {field!r} must be a list of messages, with one at least")
-    turns = []
-    for i, message in enumerate(messages):
-        here = f"{field}[{i}]"
-        if not isinstance(message, dict):
-            raise ValueError(f'{where}: field {here!r} is {message!r}; write {{"role": ..., "content": ...}}')
-        if unread := sorted(message.keys() - {"role", "content"}):
-            raise ValueError(
-                f"{where}: field '{here}.{unread[0]}' is not read; write it into the content, or remove it"
-            )
-        if message.get("role") not in ROLES:
-            raise ValueError(
-                f"{where}: field '{here}.role' is {message.get('role')!r}; choose one of {', '.join(ROLES)}"
-            )
-        turns.append(Turn(message["role"], _text(message.get("content"), f"{here}.content", where, tokenizer)))
-    return turns
-
-
-def _text(value: object, field: str, where: str, tokenizer: Tokenizer) -> str:
-    text = checked_text(value, field, where)
-    try:
-        return tokenizer.checked(text)
-    except ValueError as error:
-        raise ValueError(f"{where}: field {field!r}: {error}") from error
-
-
 def _missing_end(completion: list[int], stop_ids: tuple[int, ...], tokenizer: Tokenizer, where: str) -> list[int]:
-    """The token that ends the completion, unless one does already, or none ever does."""
+    """The token to end the completion with, as a list; empty when one ends it already or `stop_ids` is empty."""
     if not stop_ids or not set(stop_ids).isdisjoint(completion):
         return []
     if tokenizer.eos_id in stop_ids:
@@ -186,7 +162,7 @@ def _missing_end(completion: list[int], stop_ids: tuple[int, ...], tokenizer: To
 
 
 def _learned(part: list[int], stop_ids: tuple[int, ...], tokenizer: Tokenizer, where: str) -> int:
-    """How many tokens of what the assistant writes are learned: all up to the first that ends a completion.
+    """Number of tokens of the assistant's turn that are learned: up to the first that ends a completion.
 
     What a template writes after that (a line's end) is never sampled.
     """
@@ -196,7 +172,7 @@ def _learned(part: list[int], stop_ids: tuple[int, ...], tokenizer: Tokenizer, w
     if length is None:
         raise ValueError(
             f"{where}: no token ends the turn in the chat template ({tokenizer.decode(part[-3:])!r} is its end): the "
-            "policy would learn to go on for ever; name the token that does in rollout.stop"
+            "policy would learn never to stop; name the token that ends it in rollout.stop"
         )
     rest = tokenizer.decode(token for token in part[length:] if token not in stop_ids)
     if rest.strip():
@@ -208,7 +184,7 @@ def _learned(part: list[int], stop_ids: tuple[int, ...], tokenizer: Tokenizer, w
 
 
 def _cut(row: Row, longest: int) -> Row:
-    """The first tokens of a row, and what is learned of them."""
+    """The first `longest` tokens of a row, and which of them are learned."""
     learned = tuple((first, min(end, longest)) for first, end in row.learned if first < longest)
     return Row(row.token_ids[:longest], learned)
 
@@ -225,8 +201,8 @@ def _too_long(rows: list[str], of: int, longest: int, sft: SFTConfig) -> str:
 
 
 def digest(rows: Sequence[Row]) -> str:
-    """Of the token ids and of which are learned: other files, templates and tokenizers have other ones."""
-    digest = hashlib.sha256()
+    """Checksum of the rows' token ids and of which are learned; another file, template or tokenizer changes it."""
+    checksum = hashlib.sha256()
     for row in rows:
-        digest.update(repr((len(row.token_ids), row.learned)).encode() + array("i", row.token_ids).tobytes())
-    return digest.hexdigest()[:16]
+        checksum.update(repr((len(row.token_ids), row.learned)).encode() + array("i", row.token_ids).tobytes())
+    return checksum.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What a tokenizer offers, and the characters' own, for tasks that a toy model learns in a minute."""
+"""The interface of tokenizers, and a tokenizer of characters, for tasks that a small model learns in a minute."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from grpo_mega.config.schema import DataConfig, ModelConfig
 from grpo_mega.data.chat import Turn
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<think>", "</think>", "<answer>", "</answer>")
 _CHARACTERS = "0123456789+-*=:; ?\n"
+_PYTHON = ("def", "return", "f", "x", "y", "(", ")", ",")
+"""What tiny programs need besides: keywords are one token each."""
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back.
+    """Converts text to token ids and back.
 
     Attributes:
         vocab_size: Number of tokens.
@@ -26,10 +29,10 @@ class Tokenizer(Protocol):
         """The token that ends a text; None when there is none."""
         ...
 
-    def prompt(self, problem: str) -> tuple[str, list[int]]:
-        """The text that the policy reads when it is given a problem, special tokens included, and its token ids.
+    def prompt(self, problem: str | Sequence[Turn]) -> tuple[str, list[int]]:
+        """The policy's prompt for a problem, which may be a chat to continue, as text and as token ids.
 
-        Raises ValueError when the problem cannot be given.
+        Special tokens are included. Raises ValueError when the problem cannot be encoded.
         """
         ...
 
@@ -42,7 +45,7 @@ class Tokenizer(Protocol):
         ...
 
     def answered(self, asked: str | Sequence[Turn], completion: str) -> list[list[int]]:
-        """Token ids of what the policy reads, for a problem or for a chat that it continues, and of what it answers.
+        """Token ids of the prompt, for a problem or for a chat that the policy continues, and of the completion.
 
         Special tokens in the completion count as such, and none is added. Raises ValueError as `prompt` does.
         """
@@ -51,13 +54,13 @@ class Tokenizer(Protocol):
     def chat(self, turns: Sequence[Turn]) -> list[list[int]]:
         """Token ids of a chat in parts: up to a turn of the assistant's, that turn, up to its next one, ...
 
-        Special tokens in the assistant's turns count as such. Nothing after its last turn is there. Raises ValueError
-        when the chat cannot be given in such parts.
+        Special tokens in the assistant's turns count as such. What follows its last turn is left out. Raises ValueError
+        when the chat cannot be divided so.
         """
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, none added. Raises ValueError when there are none for it."""
+        """Token ids of `text`, none added. Raises ValueError when it has characters without token."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -70,21 +73,23 @@ class Tokenizer(Protocol):
 
 
 class CharTokenizer:
-    """One token per tag or character (digits and operators); `encode` and `decode` are exact inverses."""
+    """One token per tag, word or character (digits and operators); `encode` and `decode` are exact inverses."""
 
     pad_id = 0
     bos_id = 1
     eos_id = 2
 
-    def __init__(self) -> None:
-        """Builds the vocabulary: tags first, then characters."""
-        self.tokens = (*_SPECIAL, *_CHARACTERS)
+    def __init__(self, words: Sequence[str] = ()) -> None:
+        """Builds the vocabulary: tags first, then characters, then `words`, none of which others can spell."""
+        self.tokens = (*_SPECIAL, *_CHARACTERS, *words)
         self.vocab_size = len(self.tokens)
         self._ids = {token: i for i, token in enumerate(self.tokens)}
-        self._split = re.compile("|".join(map(re.escape, _SPECIAL)) + "|.", re.DOTALL)
+        self._split = re.compile("|".join(map(re.escape, (*_SPECIAL, *words))) + "|.", re.DOTALL)
 
-    def prompt(self, problem: str) -> tuple[str, list[int]]:
-        """The problem behind `<bos>`, unless it begins with it. Raises ValueError as `encode` does."""
+    def prompt(self, problem: str | Sequence[Turn]) -> tuple[str, list[int]]:
+        """The problem after one `<bos>`, as text and as token ids. Raises ValueError as `encode` does."""
+        if not isinstance(problem, str):
+            raise ValueError("data.tokenizer=chars has no chat template; write the problem as text")
         text = problem if problem.startswith("<bos>") else "<bos>" + problem
         return text, self.encode(text)
 
@@ -94,17 +99,17 @@ class CharTokenizer:
         return text
 
     def answered(self, asked: str | Sequence[Turn], completion: str) -> list[list[int]]:
-        """Token ids of the problem behind `<bos>`, and of the completion. Raises ValueError as `encode` does."""
+        """Token ids of `<bos>` and the problem, and of the completion. Raises ValueError as `encode` does."""
         if not isinstance(asked, str):
             self.chat(asked)
         return [self.prompt(str(asked))[1], self.encode(completion)]
 
     def chat(self, turns: Sequence[Turn]) -> list[list[int]]:
-        """Raises ValueError: there are no characters for chats."""
+        """Raises ValueError: this tokenizer has no chat template."""
         raise ValueError("data.tokenizer=chars has no chat template; write 'prompt' and 'completion' as text")
 
     def quoted(self, problem: str) -> list[str]:
-        """None: there are no characters that a tag could be spelt with."""
+        """An empty list: no characters of the vocabulary can spell a tag."""
         return []
 
     def encode(self, text: str) -> list[int]:
@@ -133,4 +138,26 @@ class CharTokenizer:
 
     def __str__(self) -> str:
         """The vocabulary, for error messages."""
-        return " ".join(_SPECIAL) + f" and the characters {_CHARACTERS!r}"
+        words = self.tokens[len(_SPECIAL) + len(_CHARACTERS) :]
+        return " ".join((*_SPECIAL, *words)) + f" and the characters {_CHARACTERS!r}"
+
+
+def character_tokenizer(data: DataConfig) -> CharTokenizer:
+    """The tokenizer of `data.tokenizer=chars`: its vocabulary has what the task needs."""
+    return CharTokenizer(_PYTHON if data.task in ("tiny_code", "tiny_mixture") else ())
+
+
+def vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> int:
+    """Tokens that the model scores and samples.
+
+    Raises:
+        ValueError: `model.vocab_size` is below the tokenizer's number.
+    """
+    if model.vocab_size is None:
+        return tokenizer.vocab_size
+    if model.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={model.vocab_size} is below the tokenizer's {tokenizer.vocab_size} tokens; raise it, or "
+            "leave it null"
+        )
+    return model.vocab_size

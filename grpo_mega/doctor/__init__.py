@@ -1,7 +1,7 @@
-"""Is this machine fit to train? Versions and abilities of software and machine, each with a verdict and what mends it.
+"""Whether this machine is fit to train: versions and abilities of software and machine, each with a verdict and a fix.
 
-Needs nothing but Python: it must be able to say that torch is missing. Whatever may crash or hang when it is imported
-is imported in a process of its own.
+It needs only Python, because it must be able to report that torch is missing. Packages that may crash or hang when they
+are imported are imported in a process of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from grpo_mega.doctor.finding import Finding
 
 
 def examine(runs: Path) -> Iterator[Finding]:
-    """Everything, in the order in which it is best mended; `runs` is where run directories will lie."""
+    """All findings, in the order in which they are best fixed; `runs` is the directory for run directories."""
     gpus, driver = machine.graphics()
     yield Finding("python", platform.python_version())
     yield driver
@@ -26,4 +26,5 @@ def examine(runs: Path) -> Iterator[Finding]:
     yield machine.shared_memory(machine.size_of(Path("/dev/shm")), bool(gpus))
     yield machine.host_memory(machine.main_memory(), sum(gpu.memory for gpu in gpus))
     yield from machine.limits(bool(gpus), any(Path("/sys/class/infiniband").glob("*")))
+    yield machine.sandbox()
     yield machine.filesystem(runs)

@@ -1,4 +1,4 @@
-"""What an examination finds, and how things are looked at that may crash or hang."""
+"""The result of one check, and a way to run commands that may crash or hang."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import subprocess
 from dataclasses import dataclass
 
 SECONDS = 120
-"""How long an import or a command may take."""
+"""Time limit of an import or a command."""
 
 OK, ABSENT, WARNING, FAILURE = "ok", "absent", "warning", "failure"
-"""Verdicts: fine; not there and not needed here; works worse than it could; training will fail."""
+"""Verdicts: fine; missing and not needed here; works worse than it could; training will fail."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: what was found, a verdict, and for those that are not fine why, and a command."""
+    """The result of one check: its name, what was found, a verdict and, unless that is ok, the reason and a command."""
 
     name: str
     found: str
@@ -24,7 +24,7 @@ class Finding:
 
 
 def run(command: list[str]) -> tuple[str, str]:
-    """What a command prints, and what is wrong with it: its last words, "" when it ends well."""
+    """The standard output of a command, and its last line of output when it fails, else ""."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -38,5 +38,5 @@ def run(command: list[str]) -> tuple[str, str]:
 
 
 def in_words(size: int) -> str:
-    """A size in bytes, for people."""
+    """A size in bytes as text, in GiB or MiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

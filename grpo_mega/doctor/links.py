@@ -1,10 +1,10 @@
-"""How fast the links between the nodes of a job are, measured in pairs, so that the node with a slow one can be named.
+"""Measures the links between the nodes of a job, in pairs of nodes, so that a node with a slow link can be named.
 
     torchrun --nnodes N --nproc-per-node GPUS links.py --folder DIR     on every node: writes DIR/NODE.link-GPU.json
 
-GPUs of the same number talk to each other, for they share a rail of the fabric. Each exchanges data with some others,
-one after the other, and its rate is the best of these: a slow partner does not count against it. Imports nothing of the
-project, as preflight.py, which judges the rates. Without GPUs it measures gloo.
+GPUs with the same number exchange data, because they share a rail of the fabric. Each is measured with several others,
+one after the other, and its rate is the best of these, so that a slow partner does not count against it. Like
+preflight.py, which judges the rates, it imports nothing of the project. Without GPUs it measures gloo.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ROUNDS = 3
 SIZE = {"nccl": 256 << 20, "gloo": 4 << 20}
 """Bytes of a message."""
 TIMES = 5
-"""Messages that count, after one that does not."""
+"""Messages that are timed, after one for warm-up."""
 
 
 def partner(node: int, nodes: int, turn: int) -> int | None:
-    """Whom `node` meets in this turn of a tournament of everybody against everybody; None when it has to wait.
+    """The partner of `node` in this turn of a round-robin tournament; None when it has to wait.
 
-    The circle method: those whose numbers add up to `turn` meet, modulo an odd number; the last of an even number meets
-    whoever would meet itself.
+    The circle method: nodes whose numbers add up to `turn` meet, modulo an odd number; with an even number of nodes,
+    the last one meets the node that would meet itself.
     """
     circle = nodes - 1 + nodes % 2
     if nodes % 2 == 0 and node == nodes - 1:
@@ -44,7 +44,7 @@ def partner(node: int, nodes: int, turn: int) -> int | None:
 
 
 def measure(node: int, nodes: int, gpu: int, gpus: int) -> float:
-    """GB/s in each direction with the best partner. All ranks must call it; rank = node * gpus + gpu."""
+    """GB/s in each direction between this GPU and its best partner. All ranks call it; rank = node * gpus + gpu."""
     backend = dist.get_backend()
     device = torch.device("cuda", gpu) if backend == "nccl" else torch.device("cpu")
     message = torch.ones(SIZE[backend], dtype=torch.uint8, device=device)

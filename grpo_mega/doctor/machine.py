@@ -1,4 +1,4 @@
-"""Driver and GPUs, memory, limits of the shell, and the filesystem that runs will lie on."""
+"""Driver and GPUs, memory, limits of the shell, what contains programs, and the filesystem of the run directories."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_mega.doctor.finding import ABSENT, FAILURE, WARNING, Finding, in_words, run
+from grpo_mega.sandbox.pool import FIX, best_mechanism
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One line of nvidia-smi."""
+    """A GPU as one line of nvidia-smi describes it."""
 
     name: str
     driver: str
@@ -25,7 +26,7 @@ class GPU:
 
 
 def graphics() -> tuple[list[GPU], Finding]:
-    """GPUs as the driver sees them."""
+    """The GPUs that the driver reports, and the finding about driver and GPUs."""
     if not shutil.which("nvidia-smi"):
         if Path("/proc/driver/nvidia/version").exists():
             return [], Finding(
@@ -37,8 +38,8 @@ def graphics() -> tuple[list[GPU], Finding]:
             )
         return [], Finding("driver", "no NVIDIA driver", ABSENT, "training runs on the CPU, over gloo")
     fields = "name,driver_version,memory.total,ecc.errors.uncorrected.volatile.total"
-    said, problem = run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
-    lines = [line for line in said.splitlines() if line.strip()]
+    output, problem = run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
+    lines = [line for line in output.splitlines() if line.strip()]
     problem = problem or next((line for line in lines if line.count(",") != 3), "")
     if problem:
         return [], Finding("driver", "nvidia-smi fails", FAILURE, problem, "sudo modprobe nvidia, or reboot")
@@ -47,18 +48,18 @@ def graphics() -> tuple[list[GPU], Finding]:
 
 
 def judge_gpus(gpus: list[GPU]) -> Finding:
-    """All of one kind, and none with broken memory."""
+    """The finding about GPUs: they should be of one kind, with no memory errors."""
     if not gpus:
         return Finding("driver", "no GPU", FAILURE, "nvidia-smi lists none", "nvidia-smi -L; ask for GPUs in the job")
     kinds = sorted({f"{gpu.name}, {gpu.memory / 2**30:.0f} GiB" for gpu in gpus})
-    found = f"{gpus[0].driver}; {len(gpus)} x {' and '.join(kinds)}"
+    state = f"{gpus[0].driver}; {len(gpus)} x {' and '.join(kinds)}"
     broken = [str(number) for number, gpu in enumerate(gpus) if gpu.bad_memory]
     if broken:
         why = f"uncorrected memory errors on GPU {', '.join(broken)}"
-        return Finding("driver", found, FAILURE, why, f"sudo nvidia-smi -r -i {','.join(broken)}, or another node")
+        return Finding("driver", state, FAILURE, why, f"sudo nvidia-smi -r -i {','.join(broken)}, or another node")
     if len(kinds) > 1:
-        return Finding("driver", found, WARNING, "GPUs differ, and the smallest decides", "CUDA_VISIBLE_DEVICES=...")
-    return Finding("driver", found)
+        return Finding("driver", state, WARNING, "GPUs differ, and the smallest decides", "CUDA_VISIBLE_DEVICES=...")
+    return Finding("driver", state)
 
 
 def _gpu(line: str) -> GPU:
@@ -67,33 +68,33 @@ def _gpu(line: str) -> GPU:
 
 
 def _number(text: str) -> int:
-    """0 for [N/A]: not every GPU has a memory of its own, or checks it."""
+    """A number of nvidia-smi, 0 for [N/A]: some GPUs have no memory of their own, or do not check it."""
     return int(text) if text.isdigit() else 0
 
 
 def shared_memory(size: int | None, on_gpu: bool) -> Finding:
-    """/dev/shm: NCCL, gloo and data between processes of a machine live there; containers often have 64 MiB."""
+    """The finding about /dev/shm, which NCCL, gloo and processes exchange data in; containers often have 64 MiB."""
     needed = (16 if on_gpu else 1) * 2**30
-    found = "missing" if size is None else in_words(size)
+    state = "missing" if size is None else in_words(size)
     if size is None or size < needed:
         return Finding(
-            "shared memory", found, WARNING, f"{in_words(needed)} are safe",
+            "shared memory", state, WARNING, f"{in_words(needed)} are safe",
             "docker run --ipc=host ..., or sudo mount -o remount,size=16G /dev/shm",
         )  # fmt: skip
-    return Finding("shared memory", found)
+    return Finding("shared memory", state)
 
 
 def host_memory(size: int, gpu_memory: int) -> Finding:
-    """Main memory: the trainer moves there when it leaves the GPUs, all of them at once."""
-    found, needed = in_words(size), max(gpu_memory, 4 * 2**30)
+    """The finding about main memory, which must hold the trainer's state of all GPUs while the engines have them."""
+    state, needed = in_words(size), max(gpu_memory, 4 * 2**30)
     if size < needed:
         why = f"{in_words(needed)} are safe, as much as all GPUs have" if gpu_memory else f"{in_words(needed)} are safe"
-        return Finding("main memory", found, WARNING, why, "ask for all of it: #SBATCH --mem=0, docker run without -m")
-    return Finding("main memory", found)
+        return Finding("main memory", state, WARNING, why, "ask for all of it: #SBATCH --mem=0, docker run without -m")
+    return Finding("main memory", state)
 
 
 def limits(on_gpu: bool, infiniband: bool) -> Iterator[Finding]:
-    """Limits of this shell that its jobs inherit."""
+    """The findings about limits of this shell that its jobs inherit."""
     files = 65_536 if on_gpu else 1024
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield judge_limit("open files", soft, hard, files, "nofile", "-n")
@@ -103,7 +104,7 @@ def limits(on_gpu: bool, infiniband: bool) -> Iterator[Finding]:
 
 
 def judge_limit(name: str, soft: int, hard: int, needed: int, entry: str, flag: str) -> Finding:
-    """A limit of the shell against what is needed; RLIM_INFINITY is the largest."""
+    """The finding about a limit of the shell, compared with what is needed; RLIM_INFINITY is the largest."""
     if _reaches(soft, needed):
         return Finding(name, _limit(soft))
     value = _limit(needed)
@@ -120,8 +121,18 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
+def sandbox() -> Finding:
+    """The finding about what keeps programs in that a policy writes, found out by running one with each mechanism."""
+    mechanism, why = best_mechanism()
+    if mechanism is None:
+        return Finding("sandbox", "nothing contains programs", ABSENT, f"rewards of code need it: {why}", FIX)
+    if mechanism == "landlock":
+        return Finding("sandbox", "Landlock and seccomp", WARNING, f"programs can write no file there: {why}", FIX)
+    return Finding("sandbox", mechanism)
+
+
 def filesystem(runs: Path) -> Finding:
-    """Does what a run directory needs: write, sync, lock, rename; on the nearest folder that exists."""
+    """The finding about the filesystem: tries to write, sync, lock and rename in the nearest folder that exists."""
     folder = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
     probe = folder / f".doctor-{platform.node()}-{os.getpid()}"
     try:
@@ -143,13 +154,13 @@ def filesystem(runs: Path) -> Finding:
 
 
 def judge_filesystem(folder: Path, kind: str, free: int) -> Finding:
-    """Room, and whether what is written outlives the machine."""
-    found = f"{folder}, {kind}, {in_words(free)} free"
+    """The finding about free space, and whether the filesystem outlives the machine."""
+    state = f"{folder}, {kind}, {in_words(free)} free"
     if free < 10 * 2**30:
-        return Finding("filesystem", found, WARNING, "checkpoints need room", "run.root=... where there is more")
+        return Finding("filesystem", state, WARNING, "checkpoints need room", "run.root=... where there is more")
     if kind in ("tmpfs", "ramfs"):
-        return Finding("filesystem", found, WARNING, "lies in memory and is lost with the machine", "run.root=...")
-    return Finding("filesystem", found)
+        return Finding("filesystem", state, WARNING, "is in memory and lost when the machine ends", "run.root=...")
+    return Finding("filesystem", state)
 
 
 def kind_of(path: Path, mounts: str) -> str:
@@ -168,5 +179,5 @@ def main_memory() -> int:
     """Bytes of main memory that this process may use: the machine's, or the container's where that is less."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")
-    said = limit.read_text().strip() if limit.is_file() else "max"
-    return min(pages, int(said)) if said.isdigit() else pages
+    content = limit.read_text().strip() if limit.is_file() else "max"
+    return min(pages, int(content)) if content.isdigit() else pages

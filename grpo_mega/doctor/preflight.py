@@ -1,11 +1,11 @@
-"""Whether a node is fit to take part in a job: checked on every node in seconds, then judged over all of them.
+"""Whether each node is fit to take part in a job: checked on every node in seconds, then judged over all nodes.
 
     python preflight.py check --folder DIR --gpus 8 --token T     on each node: writes DIR/NODE.json
     python preflight.py judge --folder DIR --nodes a b c          prints `NODE ok`, `NODE silent` or `NODE unfit: why`
 
-A file of its own that imports nothing of the project: it must work, and be quick, where the software does not.
-`DIR` lies on the file system that the nodes share and holds the file `token`, written by who started the checks.
-Without GPUs the rates are not measured. Those of links between nodes (links.py) count once they are there.
+This file imports nothing of the project: it must work, and quickly, where the rest of the software does not. `DIR` is
+on the file system that the nodes share and has a file `token`, written by the launcher. Without GPUs no rates are
+measured. Rates of links between nodes (links.py) are judged as soon as their files exist.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ GIB = 1 << 30
 SHARED_MEMORY = 64 << 20
 """Bytes free in /dev/shm; processes of a node exchange data through it."""
 SHARED_MEMORY_PER_GPU = GIB // 4
-"""More of them for NCCL."""
+"""Bytes free in /dev/shm for NCCL, per GPU."""
 ROOM = GIB
 """Bytes free in the folder for temporary files."""
 FOREIGN_MEMORY = 2 * GIB
-"""Device memory in use before the job starts that is somebody else's."""
+"""Device memory that may be in use before the job starts; more is another process's."""
 PATIENCE = 60.0
-"""Seconds that the memory of a job that has just ended may take to come back."""
+"""Seconds that the device memory of a job that has just ended may take to be freed."""
 SLOWEST = 0.85
 """Share of the job's median rate below which a GPU is too slow."""
 SLOWEST_LINK = 0.5
-"""The same for links between nodes, which other jobs may use as well."""
+"""Share of the job's median rate below which a link is too slow; other jobs may use links as well."""
 CLOCK_SECONDS = 2.0
-"""How far a node's clock may be off, beside the time that the checks took."""
+"""Seconds that a node's clock may be off, besides the time that the checks took."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 SLOWED_DOWN = 0x8 | 0x40 | 0x80
 """NVML's reasons for a low clock: hardware slowdown, thermal slowdown, power brake."""
@@ -49,19 +49,19 @@ SLOWED_DOWN = 0x8 | 0x40 | 0x80
 def check(
     folder: Path, gpus: int, free: int, token: str, node: str, interface: str = "", reads: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """What this node is like: `problems`, `software`, `rates` (unit in the name) and its `clock` at the beginning.
+    """The report on this node: `problems`, `software`, `rates` (unit in the name) and its `clock` at the beginning.
 
     It needs `gpus` GPUs, `free` bytes on the disk of the folder, `token` in it, the network `interface` unless that is
     empty, and what `reads` names.
     """
     clock = time.time()
     problems = [*_shared_file_system(folder, token), *_space(folder, gpus, free), *_interface(interface)]
-    problems += [f"{place} cannot be read: is its file system mounted?" for place in reads if not _readable(place)]
+    problems += [f"{path} cannot be read: is its file system mounted?" for path in reads if not _readable(path)]
     software, rates = _software(), {}
     if gpus:
         try:
-            found, driver = _gpus(gpus)
-            problems += found
+            gpu_problems, driver = _gpus(gpus)
+            problems += gpu_problems
             software |= driver
             rates = {} if problems else _rates(gpus)
         except Exception as error:  # a GPU that is lost, or fails as soon as it works
@@ -71,48 +71,48 @@ def check(
 
 def _shared_file_system(folder: Path, token: str) -> list[str]:
     try:
-        found = (folder / "token").read_text().strip()
+        content = (folder / "token").read_text().strip()
     except OSError as error:
         return [f"{folder} cannot be read ({error}): is the file system mounted?"]
-    return [] if found == token else [f"{folder} shows other content than the first node wrote: another file system?"]
+    return [] if content == token else [f"{folder} shows other content than the first node wrote: another file system?"]
 
 
 def _space(folder: Path, gpus: int, free: int) -> list[str]:
     temporary = Path(os.environ.get("TMPDIR", "/tmp"))
     needs = {temporary: ROOM, folder: free, Path("/dev/shm"): SHARED_MEMORY + gpus * SHARED_MEMORY_PER_GPU}
     problems = []
-    for place, need in needs.items():
+    for path, need in needs.items():
         try:
-            found = shutil.disk_usage(place).free
+            available = shutil.disk_usage(path).free
         except OSError as error:
-            problems.append(f"{place}: {error}")
+            problems.append(f"{path}: {error}")
             continue
-        if found < need:
-            problems.append(f"{place} has {found >> 20} MiB free and needs {need >> 20}: make room")
+        if available < need:
+            problems.append(f"{path} has {available >> 20} MiB free and needs {need >> 20}: make room")
     return problems
 
 
 def _interface(name: str) -> list[str]:
-    found = sorted(entry.name for entry in Path("/sys/class/net").iterdir())
-    return [] if not name or name in found else [f"INTERFACE={name} is none of: {', '.join(found)}"]
+    interfaces = sorted(entry.name for entry in Path("/sys/class/net").iterdir())
+    return [] if not name or name in interfaces else [f"INTERFACE={name} is none of: {', '.join(interfaces)}"]
 
 
-def _readable(place: Path) -> bool:
-    return os.access(place, os.R_OK | (os.X_OK if place.is_dir() else 0))
+def _readable(path: Path) -> bool:
+    return os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0))
 
 
 def _software() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _gpus(expected: int) -> tuple[list[str], dict[str, str]]:
-    """Problems of the GPUs as the driver sees them, and the versions that must be the same everywhere."""
+    """Problems of the GPUs as the driver reports them, and the versions that must be equal on all nodes."""
     try:
         import pynvml as nvml
 
@@ -153,7 +153,7 @@ def _gpu(nvml: Any, handle: Any) -> list[str]:
 
 
 def settled(used: Callable[[], int], patience: float = PATIENCE) -> None:
-    """Returns as soon as the bytes in `used` are nobody else's, or after `patience` seconds."""
+    """Returns as soon as at most FOREIGN_MEMORY bytes are `used`, or after `patience` seconds."""
     deadline = time.monotonic() + patience
     while used() > FOREIGN_MEMORY and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -176,7 +176,7 @@ def _rates(gpus: int) -> dict[str, float]:
 
 
 def _seconds(work: Any, gpus: range, times: int = 10) -> float:
-    """Seconds per call, after a warm-up."""
+    """Seconds per call of `work`, after a warm-up."""
     import torch
 
     for repetitions in (3, times):
@@ -191,21 +191,21 @@ def _seconds(work: Any, gpus: range, times: int = 10) -> float:
 
 
 def judge(folder: Path, nodes: list[str], seconds: float) -> dict[str, str]:
-    """Node -> `ok`, `silent`, or `unfit: why`, from what the nodes left within `seconds`, and from how they differ."""
-    os.listdir(folder)  # over NFS, files that were not there a moment ago may stay unseen without
-    found = {node: _left_by(folder, node) for node in nodes}
-    spoke = [report for report in found.values() if report]
-    clocks = [time.time(), *(report["clock"] for report in spoke)]  # ours decides between two
-    usual = {name: _usual(spoke, name) for report in spoke for name in report["software"]}
-    medians = _medians(spoke)
+    """Node -> `ok`, `silent`, or `unfit: why`, from the reports written within `seconds` and how they differ."""
+    os.listdir(folder)  # without this, new files may stay invisible over NFS
+    reports = {node: _report(folder, node) for node in nodes}
+    received = [report for report in reports.values() if report]
+    clocks = [time.time(), *(report["clock"] for report in received)]  # this machine's decides between two
+    usual = {name: _usual(received, name) for report in received for name in report["software"]}
+    medians = _medians(received)
     verdicts = {}
-    for node, report in found.items():
+    for node, report in reports.items():
         if report is None:
             verdicts[node] = "silent"
             continue
         problems = [
             *report["problems"],
-            *_clock(report["clock"] - statistics.median(clocks), seconds, len(spoke)),
+            *_clock(report["clock"] - statistics.median(clocks), seconds, len(received)),
             *_versions(report["software"], usual),
             *_slow(report["rates"], medians),
         ]
@@ -213,7 +213,7 @@ def judge(folder: Path, nodes: list[str], seconds: float) -> dict[str, str]:
     return verdicts
 
 
-def _left_by(folder: Path, node: str) -> dict[str, Any] | None:
+def _report(folder: Path, node: str) -> dict[str, Any] | None:
     try:
         report: dict[str, Any] = json.loads((folder / f"{node}.json").read_text())
         for file in sorted(folder.glob(f"{node}.link-*.json")):
@@ -236,7 +236,7 @@ def _versions(software: dict[str, str], usual: dict[str, str]) -> list[str]:
 
 
 def _clock(off: float, seconds: float, nodes: int) -> list[str]:
-    """All clocks were read within `seconds`: what is further from most others is wrong; one alone is not judged."""
+    """A problem if a clock differs by more than `seconds`, in which all were read; a single node is not judged."""
     wrong = nodes > 1 and abs(off) > seconds + CLOCK_SECONDS
     return [f"its clock is off by {off:.0f} s, give or take {seconds:.0f}"] if wrong else []
 
@@ -280,13 +280,13 @@ def main() -> None:
             print(node, verdict)
         return
     node = os.environ.get("SLURMD_NODENAME", platform.node())
-    found = check(
+    report = check(
         options.folder, options.gpus, options.free_mb << 20, options.token, node, options.interface, options.reads
     )
-    report = json.dumps(found)
+    content = json.dumps(report)
     try:
         temporary = options.folder / f".{node}.tmp"
-        temporary.write_text(report)
+        temporary.write_text(content)
         temporary.rename(options.folder / f"{node}.json")
     except OSError as error:
         sys.exit(f"{node}: {options.folder} cannot be written: {error}")

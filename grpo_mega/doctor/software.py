@@ -1,4 +1,4 @@
-"""torch with its CUDA and NCCL, the packages that pyproject.toml lists, and those that make training faster."""
+"""Checks of torch with its CUDA and NCCL, the packages of pyproject.toml, and packages that make training faster."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ NEWEST_TORCH = "python -m pip install --force-reinstall torch"
 
 
 def torch(gpus: list[GPU]) -> Iterator[Finding]:
-    """torch, its CUDA and its NCCL; nothing where it is missing or too old, which `required` reports."""
+    """The findings about torch, its CUDA and NCCL; none where torch is missing or too old, which `required` reports."""
     if not _usable("torch"):
         return
-    said, problem = run([sys.executable, "-c", PROBE])
+    output, problem = run([sys.executable, "-c", PROBE])
     if problem:
         yield Finding("torch", installed("torch") or "", FAILURE, f"cannot be imported: {problem}", NEWEST_TORCH)
         return
-    able = json.loads(said.splitlines()[-1])
+    able = json.loads(output.splitlines()[-1])
     if not gpus:
         yield Finding("torch", able["version"])
         yield Finding("CUDA", able["cuda"] or "a build for CPUs", ABSENT, "not needed without a GPU")
@@ -58,26 +58,26 @@ def torch(gpus: list[GPU]) -> Iterator[Finding]:
 
 
 def judge_torch(able: dict, gpus: list[GPU]) -> Finding:
-    """Whether torch can use the GPUs that the driver has."""
-    found = able["version"]
+    """The finding about torch: whether it can use the GPUs that the driver reports."""
+    release = able["version"]
     if not able["cuda"]:
-        return Finding("torch", found, FAILURE, f"a build for CPUs, on a machine with {len(gpus)} GPUs", NEWEST_TORCH)
+        return Finding("torch", release, FAILURE, f"a build for CPUs, on a machine with {len(gpus)} GPUs", NEWEST_TORCH)
     if able["gpus"] < len(gpus):
         why = f"sees {able['gpus']} of {len(gpus)} GPUs"
-        return Finding("torch", found, WARNING if able["gpus"] else FAILURE, why, "unset CUDA_VISIBLE_DEVICES")
+        return Finding("torch", release, WARNING if able["gpus"] else FAILURE, why, "unset CUDA_VISIBLE_DEVICES")
     if not able["kernels"]:
-        return Finding("torch", found, WARNING, f"has no kernels for {gpus[0].name}", NEWEST_TORCH)
+        return Finding("torch", release, WARNING, f"has no kernels for {gpus[0].name}", NEWEST_TORCH)
     if not able["bf16"]:
-        return Finding("torch", found, WARNING, f"{gpus[0].name} has no bf16", "model.dtype=fp32")
-    return Finding("torch", found)
+        return Finding("torch", release, WARNING, f"{gpus[0].name} has no bf16", "model.dtype=fp32")
+    return Finding("torch", release)
 
 
 OLDEST_DRIVER = {"11": "450", "12": "525", "13": "580"}
-"""Driver branch that a major version of CUDA needs (CUDA's release notes, minor version compatibility)."""
+"""Major version of CUDA -> the driver branch that it needs (CUDA's release notes, minor version compatibility)."""
 
 
 def judge_driver(cuda: str, driver: str) -> Finding:
-    """Whether the driver is new enough for torch's CUDA."""
+    """The finding about torch's CUDA: whether the driver is new enough."""
     needed = OLDEST_DRIVER.get(cuda.split(".")[0])
     if needed and _numbers(driver) < _numbers(needed):
         why = f"needs driver {needed} or newer, and this is {driver}"
@@ -88,15 +88,15 @@ def judge_driver(cuda: str, driver: str) -> Finding:
 
 
 def required() -> Iterator[Finding]:
-    """What pyproject.toml lists, but a usable torch, of which `torch` reports more."""
+    """The findings about the packages that pyproject.toml lists; a usable torch is reported by `torch`."""
     for name, wanted in _wanted().items():
-        found, fix = installed(name), f"python -m pip install '{name}{wanted}'"
-        if found is None:
+        release, fix = installed(name), f"python -m pip install '{name}{wanted}'"
+        if release is None:
             yield Finding(name, "missing", FAILURE, "training needs it", fix)
         elif not _usable(name):
-            yield Finding(name, found, FAILURE, f"{wanted} is needed", fix)
+            yield Finding(name, release, FAILURE, f"{wanted} is needed", fix)
         elif name != "torch":
-            yield Finding(name, found)
+            yield Finding(name, release)
 
 
 def _wanted() -> dict[str, str]:
@@ -106,8 +106,8 @@ def _wanted() -> dict[str, str]:
 
 
 def _usable(name: str) -> bool:
-    found = installed(name)
-    return found is not None and _satisfies(found, _wanted()[name])
+    release = installed(name)
+    return release is not None and _satisfies(release, _wanted()[name])
 
 
 ACCELERATORS = (
@@ -121,34 +121,36 @@ ACCELERATORS = (
     ("torch-memory-saver", "torch_memory_saver", "SGLang can give its memory to the trainer and take it back",
      "python -m pip install torch-memory-saver"),
 )  # fmt: skip
-"""Package, module, what it is good for, how to get it."""
+"""Package, module, its use, and the command that installs it."""
 
 BOUNDS = {"transformer-engine": ">=2.9,<2.12"}
-"""Versions of optional packages that can be used, as pyproject.toml and platform/transformer_engine.py have them."""
+"""Versions of optional packages that work, the same as in pyproject.toml and platform/transformer_engine.py."""
 
 
 def accelerators(on_gpu: bool) -> Iterator[Finding]:
-    """Optional packages; one that is there and cannot be imported is worse than none."""
+    """The findings about optional packages; one that is installed and cannot be imported is worse than none."""
     for name, module, use, fix in ACCELERATORS:
-        found = installed(name)
-        if found is None:
+        release = installed(name)
+        if release is None:
             yield Finding(name, "missing", WARNING if on_gpu else ABSENT, use, fix if on_gpu else "")
             continue
         bounds = BOUNDS.get(name, "")
-        if not _satisfies(found, bounds):
+        if not _satisfies(release, bounds):
             why = f"{bounds} is what megatron-core works with; training refuses this one"
-            yield Finding(name, found, FAILURE if on_gpu else WARNING, why, fix)
+            yield Finding(name, release, FAILURE if on_gpu else WARNING, why, fix)
             continue
         _, problem = run([sys.executable, "-c", f"import {module}"])
         if problem:
             why = f"cannot be imported: {problem}"
-            yield Finding(name, found, FAILURE if on_gpu else WARNING, why, f"python -m pip uninstall -y {name}; {fix}")
+            yield Finding(
+                name, release, FAILURE if on_gpu else WARNING, why, f"python -m pip uninstall -y {name}; {fix}"
+            )
         else:
-            yield Finding(name, found)
+            yield Finding(name, release)
 
 
 def apex(on_gpu: bool) -> Finding:
-    """NVIDIA's Apex is not on PyPI, and the package of that name there is something else."""
+    """The finding about NVIDIA's Apex, which is not on PyPI: the package of that name there is something else."""
     if importlib.util.find_spec("apex") is None:
         return Finding("apex", "missing", ABSENT, "Transformer Engine has what is needed of it" if on_gpu else "")
     _, problem = run([sys.executable, "-c", "import apex.multi_tensor_apply, apex.optimizers"])
@@ -175,12 +177,12 @@ _COMPARE: dict[str, Callable] = {
 }
 
 
-def _satisfies(found: str, wanted: str) -> bool:
-    """Whether a version lies within bounds such as >=0.16.1,<0.17."""
+def _satisfies(installed_version: str, wanted: str) -> bool:
+    """Whether a version is within bounds such as >=0.16.1,<0.17."""
     bounds = re.findall(r"(>=|<=|==|<|>)\s*([\d.]+)", wanted)
-    return all(_COMPARE[sign](_numbers(found), _numbers(bound)) for sign, bound in bounds)
+    return all(_COMPARE[sign](_numbers(installed_version), _numbers(bound)) for sign, bound in bounds)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """(2, 13, 0) of 2.13.0+cpu."""
+    """The numbers of a version: (2, 13, 0) of 2.13.0+cpu."""
     return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[+a-zA-Z-]", text)[0]))

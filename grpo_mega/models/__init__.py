@@ -1,4 +1,4 @@
 """Models on Megatron-Core: topology, body and head, and their roles: policy, reference, critic, reward model.
 
-Import `grpo_mega.platform` and call `start()` before anything of this room.
+Import `grpo_mega.platform` and call its `start()` before importing anything of this room.
 """

@@ -12,9 +12,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, YarnConfig
+from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig, MoEConfig, YarnConfig
 from grpo_mega.models.chunks import ModelChunks
-from grpo_mega.models.megatron.changes import TO_CHUNK, TO_SPECIFICATION, Chunk, Specified, apply_changes
+from grpo_mega.models.megatron.changes import TO_CHUNK, TO_SPECIFICATION, Chunk, Specification, apply_changes
+from grpo_mega.models.megatron.layers import gelu_tanh
 from grpo_mega.platform import Platform
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -27,30 +28,42 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def build_model(
-    model: ModelConfig, layout: LayoutConfig, vocab_size: int, platform: Platform, scalar: bool = False
+    model: ModelConfig,
+    layout: LayoutConfig,
+    vocab_size: int,
+    platform: Platform,
+    scalar: bool = False,
+    lora: LoRAConfig | None = None,
 ) -> ModelChunks:
     """This rank's pieces of the model, weights not yet initialised; with a `scalar` head, or that of a language model.
 
-    `vocab_size` is the tokenizer's; embedding rows are padded up to a multiple of `model.vocab_multiple`.
+    `vocab_size` is the tokenizer's; the embedding is padded to a multiple of `model.vocab_multiple` rows.
+    With `lora` it has adapters.
     """
     config = transformer_config(model, layout, platform)
-    chunks = [_build_chunk(config, model, vocab_size, platform, i, scalar) for i in range(layout.vpp)]
+    chunks = [_build_chunk(config, model, vocab_size, platform, i, scalar, lora) for i in range(layout.vpp)]
     return ModelChunks(chunks).to(platform.device)
 
 
 def _build_chunk(
-    config: TransformerConfig, model: ModelConfig, vocab_size: int, platform: Platform, chunk: int, scalar: bool
+    config: TransformerConfig,
+    model: ModelConfig,
+    vocab_size: int,
+    platform: Platform,
+    chunk: int,
+    scalar: bool,
+    lora: LoRAConfig | None,
 ) -> GPTModel:
     vp_stage = chunk if config.virtual_pipeline_model_parallel_size else None
-    specified = Specified(model, platform.transformer_engine, scalar)
-    apply_changes(TO_SPECIFICATION, specified)
+    specification = Specification(model, platform.transformer_engine, scalar)
+    apply_changes(TO_SPECIFICATION, specification)
     spec = get_gpt_decoder_block_spec(config, platform.transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
-    spec = _replace(spec, specified.instead)
+    spec = _replace(spec, specification.replacements)
     ahead = get_gpt_mtp_block_spec(config, spec, platform.transformer_engine, vp_stage) if model.mtp_layers else None
-    gpt = specified.instead.get(GPTModel, GPTModel)(
+    gpt = specification.replacements.get(GPTModel, GPTModel)(
         config=config,
         transformer_layer_spec=spec,
-        mtp_block_spec=_replace(ahead, specified.instead),
+        mtp_block_spec=_replace(ahead, specification.replacements),
         vocab_size=padded_vocabulary(model, vocab_size),
         max_sequence_length=model.context,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -60,7 +73,7 @@ def _build_chunk(
         position_embedding_type="none",  # rotary positions are applied within the attention
         vp_stage=vp_stage,
     )
-    apply_changes(TO_CHUNK, Chunk(gpt, model.context, vocab_size))
+    apply_changes(TO_CHUNK, Chunk(gpt, model, vocab_size, lora, platform.transformer_engine))
     return gpt
 
 
@@ -80,7 +93,7 @@ def head_channels(model: ModelConfig) -> int:
 
 
 def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platform) -> TransformerConfig:
-    """Megatron's configuration of the same architecture and layout."""
+    """Megatron's configuration of this architecture and layout."""
     dtype = DTYPES[model.dtype]
     common: dict[str, Any] = dict(
         num_layers=model.layers,
@@ -92,11 +105,12 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         layernorm_epsilon=model.norm_eps,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=gelu_tanh if model.gemma else torch.nn.functional.silu,
+        layernorm_zero_centered_gamma=model.gemma,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Its values are overwritten (shards.py), but only this marks which parameters are split over tensor ranks.
+        # The values are overwritten (shards.py), but only this marks which parameters are split over tensor ranks.
         perform_initialization=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -111,11 +125,11 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         sequence_parallel=layout.sp,
         **_RECOMPUTE[layout.recompute],
-        # Packed micro-batches differ in length; Megatron then asks for this dispatcher even of dense models.
+        # Packed micro-batches differ in length; Megatron then requires this dispatcher even for dense models.
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type="alltoall",
         # Interleaved stages send in both directions at once, which Megatron keeps apart only in this mode when the
-        # stage before is also the one behind (pp = 2). gloo has no batched point-to-point operations on CPU tensors.
+        # previous stage is also the next one (pp = 2). gloo has no batched point-to-point operations on CPU tensors.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=platform.backend == "nccl" and layout.vpp == 1,
         # Fused kernels of Megatron need Apex or Transformer Engine.
@@ -128,7 +142,13 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
     if model.moe.experts:
         common |= _moe_options(model.moe, model.layers, platform)
     if model.attention == "gqa":
-        return TransformerConfig(num_query_groups=model.kv_heads, kv_channels=head_channels(model), **common)
+        own = dict(
+            num_query_groups=model.kv_heads,
+            kv_channels=head_channels(model),
+            add_qkv_bias=model.qkv_bias,
+            softmax_scale=model.query_pre_attn_scalar and model.query_pre_attn_scalar**-0.5,
+        )
+        return TransformerConfig(**own, **common)
     mla = model.mla
     return MLATransformerConfig(
         multi_latent_attention=True,
@@ -180,7 +200,7 @@ def _moe_options(moe: MoEConfig, layers: int, platform: Platform) -> dict[str, A
 
 
 def _replace(spec: Any, replacements: dict[type, Any]) -> Any:
-    """Swaps module classes anywhere inside a Megatron layer or block spec."""
+    """A Megatron layer or block spec with module classes replaced, wherever they occur in it."""
     if isinstance(spec, ModuleSpec) or (dataclasses.is_dataclass(spec) and not isinstance(spec, type)):
         fields = {f.name: _replace(getattr(spec, f.name), replacements) for f in dataclasses.fields(spec)}
         return dataclasses.replace(spec, **fields)

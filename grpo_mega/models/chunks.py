@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,17 +11,19 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
+from grpo_mega.models.adapters import is_adapter
+
 HEADS = ("output_layer.", "scalar_head.")
-"""What keys of a head's parameters begin with."""
+"""Prefixes of the keys of a head's parameters."""
 
 
 class ModelChunks(MegatronModule):
-    """This rank's pieces in the order the data meets them; they save and load as one module."""
+    """This rank's pieces, in the order in which data passes through them; they save and load as one module."""
 
     def __init__(self, chunks: list[GPTModel]) -> None:
         super().__init__(config=chunks[0].config)
         self.chunks = torch.nn.ModuleList(chunks)
-        self._left_out: tuple[str, ...] = ()
+        self._left_out: Callable[[str], bool] = _nothing
 
     def __iter__(self) -> Iterator[GPTModel]:
         return iter(self.chunks)
@@ -34,25 +36,39 @@ class ModelChunks(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """{"0": the first piece's tensors, ...}; the keys inside name layers of the whole model."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)  # a stage with a copy of the embedding counts on it
+        """{"0": the first piece's tensors, ...}; their keys number the layers of the whole model."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)  # a stage with a copy of the embedding needs it
         state = {str(i): c.sharded_state_dict(prefix, sharded_offsets, metadata) for i, c in enumerate(self)}
-        return {i: {k: x for k, x in tensors.items() if not self._stays(k)} for i, tensors in state.items()}
+        return {i: {k: x for k, x in tensors.items() if not self._left_out(k)} for i, tensors in state.items()}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> None:
-        """Loads what `sharded_state_dict` names."""
+        """Loads a state of the form of `sharded_state_dict`."""
         for i, chunk in enumerate(self):
-            kept = {key: tensor for key, tensor in chunk.state_dict().items() if self._stays(key)}
+            kept = {key: tensor for key, tensor in chunk.state_dict().items() if self._left_out(key)}
             chunk.load_state_dict(state_dict[str(i)] | kept, strict=strict, assign=assign)
 
     @contextmanager
-    def body_alone(self) -> Iterator[None]:
-        """Inside, the head is neither saved nor loaded: it keeps its weights, and the body can be another model's."""
-        self._left_out = HEADS
+    def leaving_out(self, unwanted: Callable[[str], bool]) -> Iterator[None]:
+        """A context in which parameters of `unwanted` keys, too, are neither saved nor loaded."""
+        before = self._left_out
+        self._left_out = lambda key: before(key) or unwanted(key)
         try:
             yield
         finally:
-            self._left_out = ()
+            self._left_out = before
 
-    def _stays(self, key: str) -> bool:
-        return key.startswith(self._left_out) if self._left_out else False
+    def body_alone(self) -> AbstractContextManager[None]:
+        """A context in which the head is neither saved nor loaded, so that the body can be another model's."""
+        return self.leaving_out(lambda key: key.startswith(HEADS))
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """A context in which adapters are neither saved nor loaded, so that the rest can be a model's that has none."""
+        return self.leaving_out(is_adapter)
+
+    def adapters_alone(self) -> AbstractContextManager[None]:
+        """A context in which nothing but adapters is saved and loaded."""
+        return self.leaving_out(lambda key: not is_adapter(key))
+
+
+def _nothing(_: str) -> bool:
+    return False

@@ -1,8 +1,8 @@
-"""A loss or a gradient that is not finite ends the run before it reaches a weight, and is named.
+"""Refuses losses and gradients that are not finite, before they reach a weight; the error names where they are.
 
 Megatron's own check (`check_for_nan_in_grad`) looks at every bucket before it is reduced and waits for the GPU twice
-each time, so that nothing overlaps with the backward pass. Here one number says at the end whether all is well. The
-norm that Megatron clips by would not do: it leaves out the prediction modules, and is only told after the update.
+each time, so that nothing overlaps with the backward pass. Here one number is checked after the backward pass. The norm
+that Megatron clips by would not do: it leaves out the prediction modules, and is known only after the update.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from grpo_mega.models.chunks import ModelChunks
 from grpo_mega.types import Batch
 
 NAMED = 3
-"""How many parameters an error names."""
+"""Number of parameters that an error names."""
 
 
 @torch.no_grad()
 def refuse_non_finite_gradients(gpt: ModelChunks, model: list[DistributedDataParallel]) -> None:
-    """Looks at all gradients of all ranks, each of which must call it; waits for a GPU once.
+    """Checks all gradients of all ranks, each of which must call it; waits for a GPU once.
 
     Raises:
         FloatingPointError: On every rank, when one has a gradient that is NaN, infinite, or too large for the fp32 norm
-            that it is clipped by; names parameters and ranks.
+            of the clipping; names parameters and ranks.
     """
     buffers = [buffer.grad_data for chunk in model for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-    norms = [torch.linalg.vector_norm(gradient) for gradient in buffers]
+    nothing = torch.zeros((), device=next(gpt.parameters()).device)  # a rank may have frozen parameters only
+    norms = [nothing, *(torch.linalg.vector_norm(gradient) for gradient in buffers)]
     # Sums of fp64 cannot overflow, and what is not finite on one rank is not finite in the sum.
     squares = torch.stack(norms).double().square().sum()
     dist.all_reduce(squares)
@@ -42,29 +43,30 @@ def refuse_non_finite_gradients(gpt: ModelChunks, model: list[DistributedDataPar
 
 
 def _named(gpt: ModelChunks) -> str:
-    """The parameters whose gradient is not finite on any rank; where there are none, the one with the largest."""
-    here = {name: torch.linalg.vector_norm(p.main_grad, float("inf")).item() for name, p in gpt.named_parameters()}
-    everywhere: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, here)
-    found = [(size, name, rank) for rank, sizes in enumerate(everywhere) for name, size in sizes.items()]
-    bad = {name: (size, name, rank) for size, name, rank in reversed(found) if not math.isfinite(size)}
-    worst = sorted(bad.values(), key=lambda item: item[2]) or [max(found)]
+    """The parameters whose gradient is not finite on some rank; if there are none, the one with the largest."""
+    trained = {name: p.main_grad for name, p in gpt.named_parameters() if p.requires_grad}
+    local = {name: torch.linalg.vector_norm(grad, float("inf")).item() for name, grad in trained.items()}
+    gathered: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, local)
+    gradients = [(size, name, rank) for rank, sizes in enumerate(gathered) for name, size in sizes.items()]
+    bad = {name: (size, name, rank) for size, name, rank in reversed(gradients) if not math.isfinite(size)}
+    worst = sorted(bad.values(), key=lambda item: item[2]) or [max(gradients)]
     more = f" and {len(worst) - NAMED} more" if len(worst) > NAMED else ""
     return ", ".join(f"{name} (up to {size:.3g}, rank {rank})" for size, name, rank in worst[:NAMED]) + more
 
 
 def refuse_non_finite_losses(losses: torch.Tensor, index: torch.Tensor, batch: Batch) -> None:
-    """Looks at the losses [n] of the tokens at [n] places of the batch. A GPU is waited for, once per micro-batch.
+    """Checks the losses [n] of the tokens at [n] indices of the batch; waits for the GPU, once per micro-batch.
 
     Raises:
-        FloatingPointError: One is NaN or infinite; names the sequence and the token.
+        FloatingPointError: A loss is NaN or infinite; names the sequence and the token.
     """
     bad = ~torch.isfinite(losses)
     if bad.any():
-        place = int(index[bad][0])
-        sequence = int(torch.searchsorted(batch.cu_seqlens, place, right=True)) - 1
+        token = int(index[bad][0])
+        row = int(torch.searchsorted(batch.cu_seqlens, token, right=True)) - 1
         raise FloatingPointError(
-            f"the loss of token {place - int(batch.cu_seqlens[sequence])} of sequence {sequence} of the batch is "
-            f"{losses[bad][0].item()}; look at its log-prob and advantage (or value and target), and lower the "
-            "learning rate if the model diverged"
+            f"the loss of token {token - int(batch.cu_seqlens[row])} of sequence {int(batch.numbers[row])} of the "
+            f"batch is {losses[bad][0].item()}; look at its log-prob and advantage (or value and target), and lower "
+            "the learning rate if the model diverged"
         )

@@ -1,7 +1,7 @@
-"""The output layer: from hidden states to log-probs, on the rows that carry a loss and nowhere else.
+"""The output layer: from hidden states to log-probs, for the rows that have a loss and no others.
 
-The model's output layer hands its hidden states on unchanged. `grpo_kernels` makes logits of chosen rows, a chunk at a
-time, from the local vocabulary shard; [tokens, vocabulary] never exists.
+The model's output layer returns its hidden states unchanged. `grpo_kernels` computes the logits of chosen rows, a chunk
+at a time, from the local vocabulary shard; a tensor [tokens, vocabulary] never exists.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from grpo_kernels import linear_logits, linear_logprob, linear_token_loss
-from grpo_mega.models.losses import Loss, LossFound
-from grpo_mega.models.microbatch import ScoredTokens
+from grpo_mega.algorithm.objective import Loss, TokenLosses
+from grpo_mega.types import ScoredTokens
 
 
 class LogProbHead(ColumnParallelLinear):
-    """Megatron's output layer, same parameters and checkpoint keys, whose forward returns the hidden states."""
+    """Megatron's output layer, with its parameters and checkpoint keys, whose forward returns the hidden states."""
 
     vocab_size: int
     tied_weight: Callable[[], torch.Tensor] | None
@@ -45,37 +45,48 @@ class LogProbHead(ColumnParallelLinear):
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, H] hidden states, [n] tokens -> [n] log-probs and [n] entropies."""
-        return linear_logprob(hidden, self._shard(), targets, temperature=temperature, **self._place())
+        return linear_logprob(hidden, self._shard(), targets, temperature=temperature, **self._vocabulary_part())
 
     def loss(
         self, loss: Loss, hidden: torch.Tensor, scored: ScoredTokens, temperature: float, grad_scale: float
-    ) -> LossFound:
-        """The loss of [n, H] hidden states; gradients are made with it, so the logits are made once.
+    ) -> TokenLosses:
+        """The loss of [n, H] hidden states; gradients are computed with it, so the logits are computed once.
 
-        The weight's gradient is added in float32 to Megatron's buffer, for a loss that is multiplied by `grad_scale`
-        before its backward pass.
+        The output weight's gradient is added in float32 to Megatron's buffer, for a loss that is multiplied by
+        `grad_scale` before its backward pass; one that is not trained gets none.
         """
         output_weight: Any = self._shard()
-        main_grad = output_weight.main_grad
-        settings = self._place() | {"temperature": temperature, "main_grad": main_grad, "grad_scale": grad_scale}
-        return loss(hidden, added_to_main_grad(output_weight), scored, **settings)
+        settings = self._vocabulary_part() | {"temperature": temperature}
+        if output_weight.requires_grad:
+            settings |= {"main_grad": output_weight.main_grad, "grad_scale": grad_scale}
+            output_weight = added_to_main_grad(output_weight)
+        return loss(hidden, output_weight, scored, _context_parallel_group(), **settings)
 
     def draft_loss(self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
         """Sum of -log-prob of [n] tokens from [n, H] hidden states, which alone get a gradient."""
-        output_weight, settings = self._shard().detach(), self._place() | {"temperature": temperature}
+        output_weight, settings = self._shard().detach(), self._vocabulary_part() | {"temperature": temperature}
         return linear_token_loss(hidden, output_weight, tokens, lambda logprob, *_: (-logprob, {}), **settings)[0]
 
     def _shard(self) -> torch.Tensor:
         return self.tied_weight() if self.tied_weight else self.weight
 
-    def _place(self) -> dict[str, Any]:
-        """Which part of the vocabulary this rank holds; `forward` sums the parts of the hidden states' gradient."""
+    def _vocabulary_part(self) -> dict[str, Any]:
+        """Arguments of `grpo_kernels` for this rank's part of the vocabulary.
+
+        "hidden_grad" is partial: the backward pass of `forward` sums the gradients of the hidden states over the ranks.
+        """
         group = parallel_state.get_tensor_model_parallel_group()
         return {
             "vocab_size": self.vocab_size,
             "group": group if group.size() > 1 else None,
             "hidden_grad": "partial",
         }
+
+
+def _context_parallel_group() -> Any:
+    """The ranks that each hold some tokens of every sequence; None when this one holds whole sequences."""
+    group = parallel_state.get_context_parallel_group()
+    return group if group.size() > 1 else None
 
 
 def use_logprob_head(gpt: GPTModel, vocab_size: int) -> None:
@@ -88,15 +99,15 @@ def use_logprob_head(gpt: GPTModel, vocab_size: int) -> None:
 
 
 def added_to_main_grad(weight: torch.Tensor) -> torch.Tensor:
-    """The weight, for a function that adds its gradient to `weight.main_grad` itself and gives autograd none."""
+    """A weight matrix, for a function that itself adds the gradient to `weight.main_grad` and gives autograd none."""
     return _AddedToMainGrad.apply(weight)
 
 
 class _AddedToMainGrad(torch.autograd.Function):
-    """Tells Megatron's data parallelism, as its own layers do, that a gradient is in its buffer already.
+    """Marks a gradient as already in Megatron's buffer, as Megatron's own layers do.
 
-    It wants some gradient all the same when reduction overlaps with the backward pass. What it gets is ignored, but
-    when `zero_out_wgrad` says that an embedding on this stage adds the gradient of its own use to it.
+    Data parallelism still needs some gradient when reduction overlaps with the backward pass. Its value is ignored,
+    except with `zero_out_wgrad`: then an embedding on this stage adds the gradient of its own use to it.
     """
 
     @staticmethod

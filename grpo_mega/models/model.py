@@ -1,13 +1,13 @@
 """A Megatron body with a head, under any layout: weights, optimizer, and passes over packed batches.
 
-What a model is for is said by its head: `Policy` gives log-probs of tokens, `ScalarModel` a number for each. The batch
-given to every method is the same global batch on every rank; each rank computes its share and the results are whole
-again on all ranks.
+The head decides what a model computes: `Policy` gives log-probs of tokens, `ScalarModel` a number for each. The batch
+that a method gets is that of the rank's data parallel replica (`microbatch.share` takes it from a global one), and so
+are its results, complete on all ranks of the replica. Losses and gradients are those of all replicas together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,29 +18,32 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from grpo_mega.config.schema import LayoutConfig, ModelConfig, OptimizerConfig
+from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig, OptimizerConfig
+from grpo_mega.models.adapters import initialize_adapters, is_adapter
 from grpo_mega.models.body import DTYPES, build_model
 from grpo_mega.models.finite import refuse_non_finite_gradients, refuse_non_finite_losses
 from grpo_mega.models.megatron.changes import TO_PARALLEL_CHUNK, apply_changes
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.megatron.router import expert_loads, start_counting
-from grpo_mega.models.microbatch import MicroBatch, MicroBatches
+from grpo_mega.models.microbatch import MicroBatch, MicroBatches, gathered, share
 from grpo_mega.models.optimizer import build_optimizer, set_learning_rate
+from grpo_mega.models.parts import freeze, frozen_parts, part_of
 from grpo_mega.models.replicas import gather_gradients, gather_parameters
 from grpo_mega.models.shards import count_parameters, gather_whole, initialize
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
+from grpo_mega.types import Batch
 
 
 @dataclass
 class MicroLoss:
-    """The loss of one micro-batch and what its head gave.
+    """The loss and the outputs of one micro-batch.
 
     Attributes:
         total: The scalar to minimise, the micro-batch's part of a sum over the batch; it has gradients.
-        losses: [n] the scored tokens' terms of it.
-        outputs: [n] what the head gives for them.
-        means: What is logged, "loss" among it; see `losses.mean_over`.
+        losses: [n] the scored tokens' terms of `total`.
+        outputs: [n] the head's outputs for the scored tokens.
+        means: Metrics to log, "loss" among them; see `objective.logged_mean`.
     """
 
     total: torch.Tensor
@@ -51,28 +54,35 @@ class MicroLoss:
 
 @dataclass
 class Pass:
-    """What the forward and backward pass of one global batch found; the gradients lie in Megatron's buffers.
+    """The result of a forward and backward pass over one global batch; the gradients are in Megatron's buffers.
 
     Attributes:
-        outputs: [T] what the head gave for the scored tokens, 0 elsewhere.
+        outputs: [T] the head's outputs (log-probs, values) for the scored tokens of this replica's batch, 0 elsewhere.
         expert_loads: Layer number -> tokens that each of its experts got; {} for a dense model.
-        metrics: "loss" is sum(weight * token loss); the others are means over the tokens that count.
-            "expert_imbalance" is how many times the average the busiest expert of any layer got.
+        metrics: "loss" is sum(weight * token loss); the others are means over the tokens that count. "mtp_loss" is the
+            cross entropy of the prediction modules, if there are any; "expert_imbalance" the tokens of the busiest
+            expert of any layer over those of the layer's average expert.
+        tokens: Number of scored tokens of all replicas.
     """
 
     outputs: torch.Tensor
     expert_loads: dict[int, list[float]]
     metrics: dict[str, float]
+    tokens: int
 
 
 class Model:
     """This rank's part of a Megatron body with a head, with its optimizer.
 
     Attributes:
-        chunks: Its pieces of the model as Megatron builds them.
-        ddp_chunks: The same pieces, each in Megatron's data parallelism: what computes, and what has gradients.
+        chunks: This rank's pieces of the model as Megatron builds them.
+        ddp_chunks: The pieces wrapped in Megatron's DistributedDataParallel, which computes and holds the gradients.
         optimizer: None until `use_optimizer`.
-        role: What it is in training, for messages and lists: "policy", "critic".
+        role: The model's role in training, for messages and lists: "policy", "critic".
+        updates: Optimizer steps that its weights have seen; of the policy, for which a run restores it, the version
+            that engines are compared with: after other replacements of its weights they must be told (`Turns.outdate`).
+        trained: Whether the model has gradients.
+        lora: The settings of its adapters, which alone are trained; None when it has none.
     """
 
     def __init__(
@@ -87,48 +97,79 @@ class Model:
         overlap: bool,
         bucket_size: int | None,
         scalar: bool,
+        trained: bool = True,
+        frozen: Sequence[str] = (),
+        lora: LoRAConfig | None = None,
     ) -> None:
-        """`bucket_size`: about how many parameters travel together when communication overlaps; None for Megatron's
-        choice, 40 million or more. With `scalar` the head gives one number for each token; otherwise it is that of a
-        language model.
+        """Builds this rank's part, with weights that are not yet initialised.
+
+        Args:
+            role: See `Model`.
+            model: The architecture.
+            layout: How the model is split over ranks.
+            vocab_size: The tokenizer's.
+            topology: This process's ranks.
+            platform: Device and backend.
+            distributed_optimizer: Whether the optimizer's state is sharded over the replicas.
+            overlap: Whether communication of gradients and parameters overlaps with computation.
+            bucket_size: About how many parameters are communicated together when it overlaps; None for Megatron's
+                choice, 40 million or more.
+            scalar: Whether the head gives one number for each token; otherwise it is that of a language model.
+            trained: Whether the model is trained; otherwise it holds weights alone, without gradients and optimizer.
+            frozen: Parts of it that are not, fields of `PartsConfig`.
+            lora: Trains adapters and no other weights, see `LoRAConfig`; None, or rank 0, for no adapters.
         """
         self.role = role
+        self.updates = 0
         self.topology = topology
         self.platform = platform
         self.context = model.context
         self.vocab_size = vocab_size
         self._config = model
         self._budget = layout.micro_batch_tokens
-        self.chunks = build_model(model, layout, vocab_size, platform, scalar)
+        self.lora = lora if lora is not None and lora.rank else None
+        self.chunks = build_model(model, layout, vocab_size, platform, scalar, self.lora)
+        self.trained = trained
+        kept = frozen_parts(frozen, self.lora)
+        freeze(self.chunks, lambda name: not trained or part_of(name, model.tie_embeddings) in kept)
         self.chunks.config.finalize_model_grads_func = finalize_model_grads
         self._distributed_optimizer = distributed_optimizer
         pieces = enumerate(self.chunks)
-        # Later pieces' gradients are ready early and need no buckets of their own, as in Megatron's training loop.
+        # The gradients of later pieces are ready early and need no buckets, as in Megatron's training loop.
         self.ddp_chunks = [self._data_parallel(piece, overlap, bucket_size, in_buckets=i == 0) for i, piece in pieces]
         if overlap:  # gradients add up over micro-batches and are reduced in the last one's backward pass
             no_sync = [chunk.no_sync for chunk in self.ddp_chunks]
             self.chunks.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        torch.cuda.empty_cache()  # weights have moved to Megatron's buffers; where they were before is not needed again
+        torch.cuda.empty_cache()  # weights have moved to Megatron's buffers; their first memory is not needed again
         self.optimizer: MegatronOptimizer | None = None
 
     @property
     def architecture(self) -> ModelConfig:
-        """What the model is built from."""
+        """The configuration that the model is built from."""
         return self._config
 
     def parameters(self) -> int:
-        """Parameters of the whole model; every rank must call it."""
-        return count_parameters(self.chunks)
+        """Number of parameters of the whole model, adapters not included; every rank must call it."""
+        return count_parameters(self.chunks, lambda key: not is_adapter(key))
+
+    def adapter_parameters(self) -> int:
+        """Number of parameters of all adapters; every rank must call it."""
+        return count_parameters(self.chunks, is_adapter)
 
     def initialize(self, seed: int) -> None:
-        """Random weights, the same in every layout."""
+        """Sets random weights, the same in every layout."""
         initialize(self.chunks, seed, self._config.init_std, self._config.layers)
+        self.initialize_adapters(seed)
+
+    def initialize_adapters(self, seed: int) -> None:
+        """Sets the first adapters, the same in every layout, with which the model computes what it does without any."""
+        initialize_adapters(self.chunks, seed)
 
     def gather_parameters(self) -> None:
         """Makes the parameters whole on every replica; every rank must call it.
 
-        With a distributed optimizer and overlap, an update leaves that to the next forward pass. What reads or replaces
-        parameters outside of one calls this first.
+        With a distributed optimizer and overlap, an update leaves that to the next forward pass. Code that reads or
+        replaces parameters outside of a forward pass calls this first.
         """
         gather_parameters(self.ddp_chunks)
 
@@ -142,70 +183,92 @@ class Model:
         gather_gradients(self.ddp_chunks)
         return gather_whole(self.chunks, lambda p: getattr(p, "main_grad", None))
 
+    def share(self, batch: Batch) -> Batch:
+        """This replica's sequences of a global batch that every rank has; see `microbatch.share`."""
+        return share(batch, self.topology, self._budget)
+
+    def gathered(self, vector: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """[T] a vector of the replica's batch -> that of the global batch; see `microbatch.gathered`."""
+        return gathered(vector, batch, self.topology)
+
     def use_optimizer(self, config: OptimizerConfig) -> None:
-        """Starts a fresh optimizer; the one before, with its moments, is dropped."""
-        self.optimizer = self.chunks.config.grad_scale_func = None  # let go before the new one takes its memory
+        """Creates a new optimizer; the previous one, with its moments, is dropped.
+
+        Raises:
+            RuntimeError: The model is not trained.
+        """
+        self._refuse_frozen()
+        self.optimizer = self.chunks.config.grad_scale_func = None  # freed before the new one allocates
         dtype = DTYPES[self._config.dtype]
-        self.optimizer = build_optimizer(config, self.ddp_chunks, dtype, self._distributed_optimizer)
+        self.optimizer = build_optimizer(
+            config, self.ddp_chunks, dtype, self._distributed_optimizer, self._config.tie_embeddings
+        )
         self.chunks.config.grad_scale_func = self.optimizer.scale_loss
 
     def _scored(self, micros: MicroBatches, score: Callable[[MicroBatch, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """[T] what `score(micro, output)` gives for each micro-batch's scored tokens, 0 elsewhere, without gradient."""
+        """[T] the results of `score(micro, output)` for the scored tokens, 0 elsewhere; without gradients."""
         result = torch.zeros(len(micros.batch.tokens), device=self.platform.device)
 
         def of_micro_batch(micro: MicroBatch, output: torch.Tensor, non_loss_data: bool) -> None:
-            result[micro.index] = score(micro, output)
+            result[micro.scored.index] = score(micro, output)
 
         with torch.no_grad():
             self._forward_backward(micros, of_micro_batch, forward_only=True)
-        return self.topology.sum_over_samples(result).cpu()
+        return self.topology.whole_in_replica(result).cpu()
 
     def _backward(self, micros: MicroBatches, loss: Callable[[MicroBatch, torch.Tensor], MicroLoss]) -> Pass:
-        """Forward and backward pass of `loss(micro, output)` over the whole batch; gradients of passes before are lost.
+        """Forward and backward pass of `loss(micro, output)` over all replicas' batches; replaces earlier gradients.
 
         Raises:
             FloatingPointError: The loss of a scored token is not finite; names the sequence and the token. Or a
                 gradient is not; names the parameter.
         """
+        self._refuse_frozen()
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
         if self.optimizer is not None:
-            # An update leaves p.grad behind, an alias of the buffer: the next gradient would count twice.
+            # After an update p.grad is an alias of the buffer: the next gradient would count twice.
             self.optimizer.zero_grad()
         start_counting(self.chunks)
         outputs = torch.zeros(len(micros.batch.tokens), device=self.platform.device)
         sums: dict[str, torch.Tensor] = {}
 
         def of_micro_batch(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict]:
-            found = loss(micro, output)
-            refuse_non_finite_losses(found.losses, micro.index, micros.batch)
-            outputs[micro.index] = found.outputs.detach()
-            for name, mean in found.means.items():
+            result = loss(micro, output)
+            refuse_non_finite_losses(result.losses, micro.scored.index, micros.batch)
+            outputs[micro.scored.index] = result.outputs.detach()
+            for name, mean in result.means.items():
                 sums[name] = sums.get(name, 0.0) + mean
-            return found.total * micro.packed.loss_scale, {}
+            return result.total * micro.packed.loss_scale, {}
 
         self._forward_backward(micros, of_micro_batch, forward_only=False)
         refuse_non_finite_gradients(self.chunks, self.ddp_chunks)
-        self.topology.sum_over_samples(outputs)
+        self.topology.whole_in_replica(outputs)
         sums_and_counts = self.topology.sum_by_name(sums)
         metrics = {name: total / max(tokens, 1.0) for name, (total, tokens) in sums_and_counts.items()}
         loads = expert_loads(self.chunks) if self._config.moe.experts else {}
         if loads:
             metrics["expert_imbalance"] = max(_imbalance(load) for load in loads.values())
-        return Pass(outputs.cpu(), loads, metrics)
+        return Pass(outputs.cpu(), loads, metrics, micros.totals.scored)
 
-    def _step(self, lr: float) -> dict[str, float]:
-        """One optimizer step along the gradients that are there: "grad_norm" (before clipping) and "lr"."""
+    def apply(self, gradients: Pass, lr: float) -> Pass:
+        """One optimizer step along these gradients; adds "grad_norm" (before clipping) and "lr" to their metrics."""
         assert self.optimizer is not None, "call use_optimizer before update"
         set_learning_rate(self.optimizer, lr)
         _, grad_norm, _ = self.optimizer.step()
-        return {"grad_norm": float(grad_norm), "lr": lr}
+        self.updates += 1
+        gradients.metrics |= {"grad_norm": float(grad_norm), "lr": lr}
+        return gradients
+
+    def _refuse_frozen(self) -> None:
+        if not self.trained:
+            raise RuntimeError(f"the {self.role} was made with trained=False: it has no gradients and no optimizer")
 
     def _forward(self, chunk: torch.nn.Module, tokens: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
         return chunk(tokens, packed.positions[None], None, packed_seq_params=packed)
 
     def _forward_backward(self, micros: MicroBatches, on_last_stage: Callable, forward_only: bool) -> None:
-        """Runs Megatron's pipeline schedule; `on_last_stage(micro, output, ...)` gets what comes out."""
+        """Runs Megatron's pipeline schedule; the last stage calls `on_last_stage(micro, output, ...)`."""
 
         def forward(iterator: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             micro = next(iterator)
@@ -241,5 +304,5 @@ class Model:
 
 
 def _imbalance(load: list[float]) -> float:
-    """The busiest expert's tokens over the average expert's, 1 when all are alike."""
+    """Tokens of the busiest expert over those of the average expert; 1 when all have equally many."""
     return max(load) * len(load) / max(sum(load), 1.0)

@@ -1,4 +1,4 @@
-"""AdamW behind Megatron's optimizers, plain and distributed, and the learning rate as a pure function of the step."""
+"""AdamW in Megatron's optimizers, plain and distributed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from grpo_mega.config.schema import OptimizerConfig
 from grpo_mega.models.megatron.changes import BEFORE_OPTIMIZER, TO_OPTIMIZER, apply_changes
+from grpo_mega.models.parts import group_overrides
 
 
 def build_optimizer(
-    config: OptimizerConfig, model: list[DistributedDataParallel], dtype: torch.dtype, distributed: bool
+    config: OptimizerConfig, model: list[DistributedDataParallel], dtype: torch.dtype, distributed: bool, tied: bool
 ) -> MegatronOptimizer:
     """Megatron's optimizer over this rank's parameters; `distributed` shards its state over the replicas.
 
-    Weight decay spares norms and biases.
+    Weight decay does not apply to norms and biases. `tied`: whether the output layer is the embedding.
     """
     apply_changes(BEFORE_OPTIMIZER, None)
     options = MegatronOptimizerConfig(
@@ -32,17 +33,12 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
-    optimizer = get_megatron_optimizer(options, model)
+    optimizer = get_megatron_optimizer(options, model, group_overrides(config.parts, tied))
     apply_changes(TO_OPTIMIZER, optimizer)
     return optimizer
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
-    """Sets every parameter group's learning rate."""
+    """Sets every parameter group's learning rate: `lr` times the multiplier of its part."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_mult", 1.0)
-
-
-def warmed_up(lr: float, warmup_steps: int, update: int) -> float:
-    """Learning rate of optimizer update number `update` (from 0): linear warm-up, then constant."""
-    return lr * min(1.0, (update + 1) / warmup_steps) if warmup_steps else lr
+        group["lr"] = lr * group["lr_mult"]

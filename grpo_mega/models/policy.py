@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from grpo_mega.config.schema import LayoutConfig, ModelConfig
+from grpo_mega.algorithm.objective import Loss, logged_mean, logged_sum
+from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig
 from grpo_mega.models.heads import LogProbHead
-from grpo_mega.models.losses import Loss, mean_over, of_all
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.microbatch import MicroBatch, MicroBatches, micro_batches
-from grpo_mega.models.model import MicroLoss, Model
+from grpo_mega.models.model import MicroLoss, Model, Pass
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
 from grpo_mega.types import Batch
-
-
-@dataclass
-class Gradients:
-    """What the forward and backward pass of one global batch found; the gradients lie in Megatron's buffers.
-
-    Attributes:
-        logprob: [T] log-probs of the scored tokens that have a weight, 0 elsewhere.
-        expert_loads: Layer number -> tokens that each of its experts got; {} for a dense model.
-        metrics: "loss" is sum(weight * token loss); the others are means over the tokens that count. "mtp_loss" is the
-            cross entropy of the prediction modules, where there are any; "expert_imbalance" how many times the average
-            the busiest expert of any layer got.
-    """
-
-    logprob: torch.Tensor
-    expert_loads: dict[int, list[float]]
-    metrics: dict[str, float]
 
 
 class Policy(Model):
@@ -49,10 +32,15 @@ class Policy(Model):
         distributed_optimizer: bool = False,
         overlap: bool = False,
         bucket_size: int | None = None,
+        trained: bool = True,
+        frozen: Sequence[str] = (),
+        lora: LoRAConfig | None = None,
     ) -> None:
-        """See `Model`."""
+        """Builds this rank's part of a policy; for the arguments see `Model`."""
         parallel = (distributed_optimizer, overlap, bucket_size)
-        super().__init__("policy", model, layout, vocab_size, topology, platform, *parallel, scalar=False)
+        super().__init__(
+            "policy", model, layout, vocab_size, topology, platform, *parallel, False, trained, frozen, lora
+        )
 
     @property
     def head(self) -> LogProbHead:
@@ -60,51 +48,47 @@ class Policy(Model):
         return self.chunks.last.output_layer
 
     def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
-        """[T] log-prob of every masked-in token, 0 elsewhere, whole on every rank. No gradient."""
+        """[T] log-prob of every masked-in token, 0 elsewhere, complete on all ranks of the replica; no gradients."""
 
         def score(micro: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
             return self.head.logprob(hidden[0, micro.rows], micro.scored.tokens, temperature)[0]
 
         return self._scored(self._micro_batches(batch), score)
 
-    def gradients(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> Gradients:
-        """Forward and backward of the loss over the whole batch.
+    def gradients(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> Pass:
+        """Forward and backward of the loss over the batches of all replicas; the outputs are log-probs.
 
         Raises:
             FloatingPointError: The loss of a scored token is not finite; names the sequence and the token. Or a
                 gradient is not; names the parameter.
         """
         micros = self._micro_batches(batch, self.architecture.mtp_layers)
-        trained = max(int(batch.mask.sum()), 1)
+        trained = max(micros.totals.scored, 1)
 
         def of_micro_batch(micro: MicroBatch, hidden: torch.Tensor) -> MicroLoss:
             # Megatron averages over micro-batches and adds up over context parallel ranks.
             grad_scale = micro.packed.loss_scale * self.topology.cp_size / len(micros)
-            found = self.head.loss(loss, hidden[0, micro.rows], micro.scored, temperature, grad_scale)
-            total, means = found.total, found.means | {"loss": of_all(found.total.detach())}
+            result = self.head.loss(loss, hidden[0, micro.rows], micro.scored, temperature, grad_scale)
+            total, means = result.total, result.means | {"loss": logged_sum(result.total.detach())}
             if micro.ahead:
                 drafts = self._draft_loss(micro, hidden, temperature)
                 total = total + self.architecture.mtp_loss_coef * drafts / trained
-                means["mtp_loss"] = mean_over(drafts.detach(), torch.ones_like(micro.scored.tokens).sum())
-            return MicroLoss(total, found.losses, found.logprob, means)
+                means["mtp_loss"] = logged_mean(drafts.detach(), torch.ones_like(micro.scored.tokens).sum())
+            return MicroLoss(total, result.losses, result.logprob, means)
 
-        found = self._backward(micros, of_micro_batch)
-        return Gradients(found.outputs, found.expert_loads, found.metrics)
+        return self._backward(micros, of_micro_batch)
 
-    def update(self, batch: Batch, loss: Loss, lr: float, temperature: float = 1.0) -> Gradients:
-        """One optimizer update; "grad_norm" (before clipping) and "lr" join the metrics."""
-        assert self.optimizer is not None, "call use_optimizer before update"
-        found = self.gradients(batch, loss, temperature)
-        found.metrics |= self._step(lr)
-        return found
+    def update(self, batch: Batch, loss: Loss, lr: float, temperature: float = 1.0) -> Pass:
+        """One optimizer update along the gradients of the loss; see `gradients` and `apply`."""
+        return self.apply(self.gradients(batch, loss, temperature), lr)
 
     def hidden_states(self, tokens: torch.Tensor, packed: PackedTokens) -> torch.Tensor | None:
         """[T', H] last hidden states of packed tokens [T'], on the last pipeline stage; None on the others.
 
-        One batch walks through the stages alone, without Megatron's schedule: that one asks for several at once when
-        stages are interleaved, and a decoding step has no others to wait for.
+        One batch passes through the stages without Megatron's schedule, which needs several at once when stages are
+        interleaved: a decoding step has only one.
         """
-        # Every context parallel rank generates sequences of its own; Megatron counts on rows of all of them.
+        # Every context parallel rank generates its own sequences; Megatron expects the rows of all of them.
         packed = packed.counted_by(self.topology.cp_size)
         stages, hidden = self.topology.pp_size * len(self.ddp_chunks), None
         for stage in range(stages):
@@ -118,7 +102,7 @@ class Policy(Model):
         return hidden[0] if hidden is not None and self.topology.is_last_stage else None
 
     def _received(self, packed: PackedTokens) -> torch.Tensor:
-        """What the stage before sends: [T', 1, H], with sequence parallelism this rank's part of the rows."""
+        """[T', 1, H] hidden states from the previous stage; with sequence parallelism this rank's part of the rows."""
         config = self.chunks.config
         rows = len(packed.positions) // (self.topology.tp_size if config.sequence_parallel else 1)
         shape = (rows, 1, config.hidden_size)

@@ -1,53 +1,76 @@
-"""The reference policy of the KL term: a copy of the weights, put in place of the policy's own to score a batch."""
+"""The reference policy of the KL term: a copy of the weights, swapped with the policy's own to score a batch.
+
+Of a policy with adapters it is a copy of these alone: the other weights never move.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 
 import torch
 
+from grpo_mega.models.adapters import is_adapter
 from grpo_mega.models.policy import Policy
+from grpo_mega.models.topology import Topology
 from grpo_mega.types import Batch
 
 
 class ReferencePolicy:
-    """The weights (and routing biases) a policy had at its last refresh, `held` beside it."""
+    """A copy of the weights (and routing biases) that a policy had at the last refresh.
+
+    Attributes:
+        held: The tensors of the copy, in the order of the policy's parameters and buffers.
+    """
 
     role = "reference"
 
     def __init__(self, policy: Policy) -> None:
-        """Starts as the policy is now."""
+        """Copies the policy's weights as they are now."""
         self.policy = policy
         policy.gather_parameters()
         self.held = [t.detach().clone() for t in self._live]
 
     @property
+    def topology(self) -> Topology:
+        """The policy's topology."""
+        return self.policy.topology
+
+    @property
     def _live(self) -> list[torch.Tensor]:
-        """The policy's own; asked of it each time, because while it is off the device there are none."""
-        return [*chain(self.policy.chunks.parameters(), self.policy.chunks.buffers())]
+        """The policy's own tensors that may move; read each time, because an offloaded policy has none."""
+        named = self.policy.chunks.named_parameters()
+        parameters = (p for name, p in named if self.policy.lora is None or is_adapter(name))
+        return [*chain(parameters, self.policy.chunks.buffers())]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Becomes a copy of the policy as it is now (DeepSeek-R1 does so every 400 steps)."""
+        """Copies the policy's weights as they are now (DeepSeek-R1 does so every 400 steps)."""
         self.policy.gather_parameters()
         for held, live in zip(self.held, self._live, strict=True):
             held.copy_(live)
 
     def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
-        """[T] log-probs under the reference, see `Policy.logprobs`; its own scores choose the experts."""
-        with self.in_place():
+        """[T] log-probs under the reference, see `Policy.logprobs`; routed by its own scores, not by replay."""
+        with self.swapped_in():
             return self.policy.logprobs(batch.with_(experts=None), temperature)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The policy's model holds the reference weights inside; its own come back bit for bit."""
+    def swapped_in(self) -> Iterator[None]:
+        """A context in which the policy's model has the reference weights; afterwards it has its own, bit for bit."""
         self._exchange()
         try:
             yield
         finally:
             self._exchange()
+
+    @contextmanager
+    def saved(self) -> Iterator[None]:
+        """`swapped_in`, with what the policy's model saves and loads narrowed to what the reference holds."""
+        chunks = self.policy.chunks
+        with self.swapped_in(), chunks.adapters_alone() if self.policy.lora else nullcontext():
+            yield
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -1,8 +1,9 @@
-"""What the replicas of a rank hold in parts under Megatron's distributed optimizer, made whole again on all of them.
+"""Gathers parameters and gradients that Megatron's distributed optimizer has sharded over the replicas.
 
-After a backward pass a replica has the sum of its own part of every gradient and of no other. After an update with
-overlapped gathering it has its own part of the new parameters; the next forward pass gathers the others', bucket by
-bucket, each when the first module that needs it is called. In between the rest is what it was before the update.
+After a backward pass a replica has the sum of its own shard of every gradient and of no other. After an update with
+overlapped gathering it has its own shard of the new parameters; the next forward pass gathers the others, bucket by
+bucket, each when the first module that needs it is called. Until then the others have their values from before the
+update.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from megatron.core.distributed import DistributedDataParallel
 def count_padding(chunk: DistributedDataParallel) -> None:
     """Repairs checkpoints of a distributed optimizer with several buckets (megatron-core 0.16.1).
 
-    Megatron gathers the optimizer's state without the padding behind each bucket, then looks every parameter up at the
-    place where it would lie with it. Padding that counts as content is gathered too.
+    Megatron gathers the optimizer's state without the padding at the end of each bucket, then reads every parameter at
+    its offset with padding. Padding that counts as content is gathered too.
     """
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
         buffer.numel_unpadded = buffer.numel
@@ -24,14 +25,14 @@ def count_padding(chunk: DistributedDataParallel) -> None:
 
 
 def gather_parameters(model: list[DistributedDataParallel]) -> None:
-    """Gathers now what the next forward pass would; nothing where there is nothing left to gather."""
+    """Gathers at once the parameters that the next forward pass would gather; nothing if none are left."""
     for chunk in model:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups if chunk.use_forward_hook else []:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def gather_gradients(model: list[DistributedDataParallel]) -> None:
-    """Makes the reduced gradients of the last backward pass whole, for comparing; an update reads its part only."""
+    """Gathers the reduced gradients of the last backward pass, for comparisons; an update reads its own shard only."""
     for chunk in model:
         sharded = chunk.ddp_config.use_distributed_optimizer
         for buffer in chunk.buffers + chunk.expert_parallel_buffers if sharded else []:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
+from grpo_mega.algorithm.objective import logged_mean, logged_sum
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
-from grpo_mega.models.losses import mean_over, of_all
-from grpo_mega.models.microbatch import MicroBatch, MicroBatches, ScoredTokens, micro_batches
+from grpo_mega.models.microbatch import MicroBatch, MicroBatches, micro_batches
 from grpo_mega.models.model import MicroLoss, Model, Pass
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
-from grpo_mega.types import Batch
+from grpo_mega.types import Batch, ScoredTokens
 
 ScalarLoss = Callable[[torch.Tensor, ScoredTokens], torch.Tensor]
 """(values [n], what is known about their tokens) -> loss of each token [n], not yet multiplied by its weight."""
@@ -24,22 +25,47 @@ class SquaredError:
     """(value - target)^2 of each token, as critics are trained (PPO: Schulman et al., 2017, equation 9).
 
     Attributes:
-        targets: [T] aligned with the tokens of the whole batch.
+        targets: [T] aligned with the tokens of the replica's batch.
     """
 
     targets: torch.Tensor
 
     def __call__(self, values: torch.Tensor, scored: ScoredTokens) -> torch.Tensor:
-        """[n] values -> [n] losses."""
+        """[n] values of the scored tokens -> [n] squared errors."""
         return (values - self.targets.to(values.device)[scored.index]).square()
 
 
-class ScalarModel(Model):
-    """A Megatron body whose head makes a number of each token's hidden state; it has no language model's head.
+@dataclass(frozen=True)
+class ClippedSquaredError:
+    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 of each token: the loss of PPO's critic.
 
-    `values[j]` has read the tokens of its sequence up to and including `tokens[j]`: it is the value of the state after
-    that token, and the last of a sequence is what a reward model says of the whole. To begin with a language model's
-    body, load its checkpoint within `chunks.body_alone()`: names and shapes of the body are the same.
+    A critic moves no further than `clip` from what it said before the step's updates, as the policy's ratio does
+    (published with PPO's code, and in Huang et al., 2022, The 37 Implementation Details of Proximal Policy
+    Optimization, detail 9). R is the column `returns`, V_old the column `value`.
+
+    Attributes:
+        clip: The largest change that lowers the loss; None for a plain squared error.
+    """
+
+    clip: float | None
+
+    def __call__(self, values: torch.Tensor, scored: ScoredTokens) -> torch.Tensor:
+        """[n] values of the scored tokens -> [n] losses."""
+        assert scored.returns is not None, "a critic is trained on batches with returns"
+        assert scored.value is not None, "a critic is trained on batches with its earlier values"
+        error = (values - scored.returns).square()
+        if self.clip is not None:
+            near = scored.value + (values - scored.value).clamp(-self.clip, self.clip)
+            error = torch.maximum(error, (near - scored.returns).square())
+        return error / 2
+
+
+class ScalarModel(Model):
+    """A Megatron body whose head maps each token's hidden state to a number; it has no language model's head.
+
+    `values[j]` depends on the tokens of its sequence up to and including `tokens[j]`: it is the value of the state
+    after that token, and the last value of a sequence is a reward model's score of it. With `before`, it depends on
+    those before `tokens[j]` alone: the value of the state in which the token is chosen, as a critic gives it.
     """
 
     def __init__(
@@ -53,18 +79,40 @@ class ScalarModel(Model):
         distributed_optimizer: bool = False,
         overlap: bool = False,
         bucket_size: int | None = None,
+        trained: bool = True,
+        before: bool = False,
     ) -> None:
-        """The body is that of a language model of this configuration, without its prediction modules; see `Model`."""
+        """The body is that of a language model of this configuration, without its prediction modules.
+
+        A reward model that is only evaluated is made with `trained=False`. For `before` see the class, for the other
+        arguments `Model`.
+        """
         parallel = (distributed_optimizer, overlap, bucket_size)
-        super().__init__(role, body_of(model), layout, vocab_size, topology, platform, *parallel, scalar=True)
+        super().__init__(role, body_of(model), layout, vocab_size, topology, platform, *parallel, True, trained)
+        self.before = before
+
+    @torch.no_grad()
+    def take_body(self, policy: Model) -> None:
+        """Copies the body of a language model of the same configuration and layout. The head becomes 0, and so do all
+        values, until it is trained.
+
+        (A body from a checkpoint is loaded within `chunks.body_alone()`: names and shapes are the same.)
+        """
+        policy.gather_parameters()
+        theirs = dict(chain(policy.chunks.named_parameters(), policy.chunks.named_buffers()))
+        for name, own in chain(self.chunks.named_parameters(), self.chunks.named_buffers()):
+            own.zero_() if "scalar_head" in name else own.copy_(theirs[name])
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """[T] float32 values of all tokens, prompts included, whole on every rank. No gradient."""
-        everything = batch.with_(mask=torch.ones_like(batch.mask))
+        """[T] float32 values, complete on all ranks of the replica; no gradients.
+
+        They are those of all tokens, prompts included; with `before`, of the masked-in tokens, and 0 elsewhere.
+        """
+        everything = batch if self.before else batch.with_(mask=torch.ones_like(batch.mask))
         return self._scored(self._micro_batches(everything), lambda micro, values: values[0, micro.rows])
 
     def gradients(self, batch: Batch, loss: ScalarLoss) -> Pass:
-        """Forward and backward of sum(weight * loss) over the tokens masked in; "value" is their mean in the metrics.
+        """Forward and backward of sum(weight * loss) over the masked-in tokens; the metric "value" is their mean value.
 
         Raises:
             FloatingPointError: The loss of a scored token is not finite; names the sequence and the token. Or a
@@ -75,20 +123,18 @@ class ScalarModel(Model):
             scored = values[0, micro.rows]
             losses = micro.scored.weight * loss(scored, micro.scored)
             total = losses.sum()
-            mean = mean_over(scored.detach().sum(), torch.ones_like(scored).sum())
-            return MicroLoss(total, losses, scored, {"loss": of_all(total.detach()), "value": mean})
+            mean = logged_mean(scored.detach().sum(), torch.ones_like(scored).sum())
+            return MicroLoss(total, losses, scored, {"loss": logged_sum(total.detach()), "value": mean})
 
         return self._backward(self._micro_batches(batch), of_micro_batch)
 
     def update(self, batch: Batch, loss: ScalarLoss, lr: float) -> Pass:
-        """One optimizer update; "grad_norm" (before clipping) and "lr" join the metrics."""
-        assert self.optimizer is not None, "call use_optimizer before update"
-        found = self.gradients(batch, loss)
-        found.metrics |= self._step(lr)
-        return found
+        """One optimizer update along the gradients of the loss; see `gradients` and `apply`."""
+        return self.apply(self.gradients(batch, loss), lr)
 
     def _micro_batches(self, batch: Batch) -> MicroBatches:
-        return micro_batches(batch, self.topology, self._budget, self.platform.device, own=True)
+        batch = batch.with_(experts=None)  # an engine's choices are for the policy; this model's router makes its own
+        return micro_batches(batch, self.topology, self._budget, self.platform.device, own_state=not self.before)
 
 
 def body_of(model: ModelConfig) -> ModelConfig:

@@ -1,39 +1,40 @@
-"""Which sequence is computed on which data parallel rank, and in which micro-batch. Pure Python.
+"""Assigns sequences to data parallel replicas (`deal`), and those of a replica to micro-batches (`fill`).
 
-Sequences of one prompt stay together as far as the budget and a fair share of the work allow; their prompt then lies in
-the row once. Attention still lays every sequence out in full, in a table as wide as the longest of the micro-batch.
+Sequences of one prompt stay together as far as the budget and a balanced load allow; their prompt is then computed
+once. Attention still arranges every sequence in full, in a table as wide as the longest of the micro-batch.
 
-Invariants, whatever the lengths: every sequence is placed exactly once; every rank has the same number of
-micro-batches, because the ranks meet in collectives; a micro-batch holds at most `budget` tokens, prompts counted
-once, in a table of at most `cells` * budget cells, unless it is one longer sequence alone. A micro-batch may be empty
-when there are fewer sequences than places.
+Invariants, whatever the lengths: every sequence is in exactly one replica, and in exactly one micro-batch of it; a
+micro-batch holds at most `budget` tokens, prompts counted once, in a table of at most `cells` * budget cells, unless it
+is one longer sequence alone. Pure Python.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 CELLS = 4
 """Cells of the attention's table per token of the budget: a cell holds query, key, value and output of one layer, a
 small part of what a token's row holds."""
 CELLS_WITH_MASKS = 1
-"""The same under context parallelism, where every rank has the keys and values of all, and a mask of cells by its rows.
+"""`CELLS` under context parallelism, where every rank has the keys and values of all, and a mask of cells by its rows.
 Twice as many would take 8 GB more of a GPU that trains DeepSeek-V3, with a quarter fewer micro-batches."""
 
 
 def cells_per_token(cp_size: int) -> int:
-    """How large the attention's table may get under context parallelism of so many ranks."""
+    """Largest size of the attention's table, in cells per token of the budget, for `cp_size` context parallel ranks."""
     return CELLS if cp_size == 1 else CELLS_WITH_MASKS
 
 
 @dataclass
 class _Bin:
-    """Sequences, or bundles of them, placed together.
+    """Sequences that are computed together.
 
     Attributes:
-        members: What is placed.
-        tokens: Rows they need, prompts of a bundle counted once.
-        sequences, longest: Their number, and tokens of the longest.
+        members: Indices of the sequences.
+        tokens: Rows they need, with the prompt of a bundle counted once.
+        sequences: Number of sequences.
+        longest: Tokens of the longest sequence.
     """
 
     members: list
@@ -42,50 +43,49 @@ class _Bin:
     longest: int
 
     def has_room(self, more: _Bin, tokens: int, budget: int, cells: int) -> bool:
-        """Whether `more`, which needs `tokens` more rows here, fits."""
+        """Whether `more`, which needs `tokens` additional rows in this bin, fits."""
         table = (self.sequences + more.sequences) * max(self.longest, more.longest)
         return self.tokens + tokens <= budget and table <= cells * budget
 
     def add(self, more: _Bin, tokens: int) -> None:
-        """Places `more` here too."""
+        """Adds `more`, which needs `tokens` additional rows in this bin."""
         self.members += more.members
         self.tokens += tokens
         self.sequences += more.sequences
         self.longest = max(self.longest, more.longest)
 
 
-def schedule(
-    lengths: list[int],
-    prompts: list[int],
-    prompt_lengths: list[int],
-    replicas: int,
-    budget: int,
-    multiple: int = 1,
-    cells: int = CELLS,
-) -> list[list[list[int]]]:
-    """Sequence numbers by replica and micro-batch; the number of micro-batches is a multiple of `multiple`.
+def deal(
+    lengths: list[int], prompts: list[int], prompt_lengths: list[int], replicas: int, budget: int, cells: int = CELLS
+) -> list[list[int]]:
+    """Indices of the sequences of each replica, ascending, with about equally many tokens in each.
 
     Bundles of sequences with the same prompt are dealt longest first, each to the replica with the fewest tokens so
-    far (longest processing time first); each replica then fills as few micro-batches as the fullest replica needs.
+    far (longest processing time first).
     """
     bundles = _bundles(lengths, prompts, prompt_lengths, budget, cells)
     fair = -(-sum(bundle.tokens for bundle in bundles) // replicas)
     if fair < budget:  # otherwise a few large groups would leave replicas without work
         bundles = _bundles(lengths, prompts, prompt_lengths, fair, cells)
-    shares: list[list[_Bin]] = [[] for _ in range(replicas)]
-    loads = [0] * replicas
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    loads = [(0, replica) for replica in range(replicas)]
     for bundle in sorted(bundles, key=lambda b: -b.tokens):
-        replica = min(range(replicas), key=lambda r: (loads[r], r))
-        shares[replica].append(bundle)
-        loads[replica] += bundle.tokens
-    packed = [[micro.members for micro in _first_fit(share, 0, budget, cells)] for share in shares]
-    count = max(1, *(len(micros) for micros in packed))
-    count += -count % multiple
-    return [micros + [[] for _ in range(count - len(micros))] for micros in packed]
+        load, replica = heapq.heappop(loads)
+        shares[replica] += bundle.members
+        heapq.heappush(loads, (load + bundle.tokens, replica))
+    return [sorted(share) for share in shares]
+
+
+def fill(
+    lengths: list[int], prompts: list[int], prompt_lengths: list[int], budget: int, cells: int = CELLS
+) -> list[list[int]]:
+    """Indices of the sequences of each micro-batch of one replica: as few micro-batches as first fit needs."""
+    bundles = sorted(_bundles(lengths, prompts, prompt_lengths, budget, cells), key=lambda b: -b.tokens)
+    return [micro.members for micro in _first_fit(bundles, 0, budget, cells)]
 
 
 def _bundles(lengths: list[int], prompts: list[int], prompt_lengths: list[int], limit: int, cells: int) -> list[_Bin]:
-    """Sequences that share a prompt, cut where they exceed the limit."""
+    """Bins of sequences that share a prompt, of at most `limit` tokens."""
     by_prompt: dict[int, list[_Bin]] = {}
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         by_prompt.setdefault(prompts[i], []).append(_Bin([i], lengths[i], 1, lengths[i]))
@@ -94,13 +94,13 @@ def _bundles(lengths: list[int], prompts: list[int], prompt_lengths: list[int], 
 
 
 def _first_fit(items: list[_Bin], shared: int, limit: int, cells: int) -> list[_Bin]:
-    """Items, longest first, into bins of at most `limit` tokens; the items of a bin have `shared` tokens in common."""
+    """Packs items, longest first, into bins of at most `limit` tokens; items of a bin share their `shared` tokens."""
     bins: list[_Bin] = []
     for item in items:
         tokens = item.tokens - shared
-        place = next((b for b in bins if b.has_room(item, tokens, limit, cells)), None)
-        if place is None:
+        first = next((b for b in bins if b.has_room(item, tokens, limit, cells)), None)
+        if first is None:
             bins.append(_Bin([*item.members], item.tokens, item.sequences, item.longest))
         else:
-            place.add(item, tokens)
+            first.add(item, tokens)
     return bins

@@ -1,6 +1,6 @@
-"""Every parameter under its checkpoint key, whole, whatever the layout: initialisation and comparison rest on this.
+"""Parameters as shards of whole tensors under their checkpoint keys, for initialisation and comparison in any layout.
 
-A shard knows its key and which slice of the whole tensor it is, so two layouts can be filled with, and compared by,
+A shard has a key and the slice of the whole tensor that it is, so two layouts can be initialised with, and compared by,
 the same whole tensors.
 """
 
@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.transformer.module import MegatronModule
 
 Box = tuple[tuple[int, int], ...]
-"""First and last (excluded) index along every axis."""
+"""(first, one past the last) index along every axis."""
 
 
 def shards(
@@ -46,8 +46,8 @@ def shards(
     return [item for item in nested_values(state) if isinstance(item, ShardedTensor)]
 
 
-def place(shard: ShardedTensor) -> tuple[int | slice, ...]:
-    """Where a shard lies in its whole tensor."""
+def index_in_whole(shard: ShardedTensor) -> tuple[int | slice, ...]:
+    """The index of a shard in its whole tensor: `whole[index_in_whole(shard)]` is the shard."""
     leading = shard.prepend_axis_num
     offset = shard.global_offset
     return (*offset[:leading], *(slice(o, o + n) for o, n in zip(offset[leading:], shard.data.shape, strict=True)))
@@ -59,67 +59,78 @@ _FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""Norms that Transformer Engine fuses with the layer behind; without it Megatron has the same keys, for some models."""
+"""Norms that Transformer Engine fuses with the next layer: their part of a key, and the one that replaces it. Without
+Transformer Engine some of Megatron's models have the fused keys too."""
+
+
+def plain_name(name: str) -> str:
+    """A checkpoint key, or a name made of one, as it is without fused norms."""
+    for fused, plain in _FUSED_NORMS.items():
+        name = name.replace(fused, plain)
+    return name
 
 
 def named_box(shard: ShardedTensor) -> tuple[str, Box]:
-    """The name of the tensor that a shard is part of, one for each layer and each expert, and where it lies there.
+    """The name of the tensor that a shard is part of, one for each layer and each expert, and the shard's box in it.
 
-    Keys themselves depend on the model and on Megatron's layers: they hold alike layers as one tensor, and the experts
-    of a layer.
+    Checkpoint keys do not suffice, as they depend on the model and on Megatron's layers: one key can stand for a stack
+    of equal layers, or for all experts of a layer.
     """
     leading, name = [*shard.global_offset[: shard.prepend_axis_num]], shard.key
     if re.search(r"\blayers\.(?!\d)", name):
         name = name.replace("layers.", f"layers.{leading.pop(0)}.", 1)
     if leading:
         name = name.replace(".experts.experts.", f".experts.{leading.pop(0)}.")
-    for fused, plain in _FUSED_NORMS.items():
-        name = name.replace(fused, plain)
-    return name, tuple((s.start, s.stop) for s in place(shard) if isinstance(s, slice))
+    return plain_name(name), tuple((s.start, s.stop) for s in index_in_whole(shard) if isinstance(s, slice))
 
 
 @torch.no_grad()
 def initialize(module: MegatronModule, seed: int, std: float, layers: int) -> None:
-    """Fills the weights from a normal distribution that depends on seed and key alone, so not on the layout.
+    """Fills the weights with normal noise that depends on seed and checkpoint key alone, so not on the layout.
 
-    Projections back into the residual stream get std / sqrt(2 * layers) (GPT-2), norms 1, balancing biases 0.
+    Projections back into the residual stream get std / sqrt(2 * layers) (GPT-2), norms 1 (0 where they
+    multiply by 1 + weight), biases 0.
     """
-    for shard in shards(module, lambda p: p.data):
-        if not shard.data.is_floating_point() or "expert_bias" in shard.key:
+    for shard in shards(module):
+        if not shard.data.is_floating_point() or shard.key.endswith("bias"):
             shard.data.zero_()
         elif "norm" in shard.key:
-            shard.data.fill_(1.0)
+            shard.data.fill_(0.0 if module.config.layernorm_zero_centered_gamma else 1.0)
         else:
             residual = "linear_proj" in shard.key or "linear_fc2" in shard.key
             generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(shard.key.encode()))
             whole = torch.randn(shard.global_shape, generator=generator)
             scale = std / (2 * layers) ** 0.5 if residual else std
-            shard.data.copy_(whole[place(shard)] * scale)
+            shard.data.copy_(whole[index_in_whole(shard)] * scale)
 
 
-def count_parameters(module: MegatronModule) -> int:
-    """Parameters of the whole model, each counted once whatever the layout; every rank must call it."""
+def count_parameters(module: MegatronModule, counted: Callable[[str], bool] = lambda _: True) -> int:
+    """Number of parameters of the whole model, each counted once whatever the layout; every rank must call it.
+
+    `counted` says by its key whether one counts.
+    """
     parameters = {id(p) for p in module.parameters()}
-    mine = shards(module, lambda p: p.data if id(p) in parameters else None)
+    local = shards(module, lambda p: p.data if id(p) in parameters else None)
     counts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, sum(s.data.numel() for s in mine if is_main_replica(s.replica_id)))
+    mine = (s.data.numel() for s in local if is_main_replica(s.replica_id) and counted(s.key))
+    dist.all_gather_object(counts, sum(mine))
     return sum(counts)
 
 
 def gather_whole(
     module: MegatronModule, of: Callable[[torch.Tensor], torch.Tensor | None] = lambda p: p.data
 ) -> dict[str, torch.Tensor]:
-    """Whole floating-point tensors by key, on every rank; what no rank holds is NaN. For comparing small models."""
-    mine = [
-        (s.key, tuple(s.global_shape), place(s), s.data.detach().cpu().clone())
+    """Whole floating-point tensors by key, on every rank; NaN where no rank has a shard. For comparing small models."""
+    local = [
+        (s.key, tuple(s.global_shape), index_in_whole(s), s.data.detach().cpu().clone())
         for s in shards(module, of)
         if is_main_replica(s.replica_id) and s.data.is_floating_point()
     ]
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
     whole: dict[str, torch.Tensor] = {}
-    for key, shape, where, data in (item for rank in everyone for item in rank):
+    for key, shape, index, data in (item for of_rank in gathered for item in of_rank):
         if key not in whole:
             whole[key] = torch.full(shape, float("nan"), dtype=data.dtype)
-        whole[key][where] = data
+        whole[key][index] = data
     return whole

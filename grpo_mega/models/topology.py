@@ -1,8 +1,8 @@
-"""Which process holds which part of the model and of the batch."""
+"""The layout's process groups, and this process's rank in each: its part of the model and of the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -13,23 +13,22 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import distributed_c10d
 
 from grpo_mega.config.schema import LayoutConfig
-from grpo_mega.platform.collectives import host_group
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Topology:
-    """This process's place in the layout.
+    """This process's ranks in the layout, and collectives over its groups.
 
     Attributes:
         rank: Global rank.
         world_size: Number of processes.
-        tp_size: Ranks that share one layer.
-        pp_rank, pp_size: Pipeline stage.
-        cp_rank, cp_size: Part of every sequence (context parallelism).
-        dp_rank, dp_size: Data parallel replica.
+        tp_size: Number of tensor parallel ranks, which share each layer.
+        pp_rank, pp_size: This rank's pipeline stage, and their number.
+        cp_rank, cp_size: This rank's part of every sequence (context parallelism), and their number.
+        dp_rank, dp_size: This rank's data parallel replica, and their number.
+        replica_of_rank: The replica of every rank of the job.
         interleaved: Whether pipeline ranks hold several pieces of the model.
         lock_step: The ranks that generate in lock-step with this one: those of its replica, those that share experts
             with one of them, the replicas of these, and so on.
@@ -44,42 +43,65 @@ class Topology:
     cp_size: int
     dp_rank: int
     dp_size: int
+    replica_of_rank: list[int]
     interleaved: bool
     lock_step: dist.ProcessGroup
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this process sees logits."""
+        """Whether this process is on the last pipeline stage, which has the output layer."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this is rank 0, which writes what is written once per job."""
         return self.rank == 0
 
     @property
     def row_multiple(self) -> int:
-        """A rank's packed rows must be a multiple of it; rotary embeddings cut a context parallel rank's in half."""
+        """The number that a rank's packed rows must be a multiple of.
+
+        Rotary embeddings cut a context parallel rank's rows in half.
+        """
         return self.tp_size * (2 if self.cp_size > 1 else 1)
 
     @property
     def scorers(self) -> int:
-        """Ranks that score tokens of their own, on one pipeline stage, counting a tensor parallel group once."""
+        """Number of ranks of a pipeline stage that score different tokens: replicas times context parallel ranks."""
         return self.dp_size * self.cp_size
 
-    def sum_over_samples(self, vector: torch.Tensor) -> torch.Tensor:
-        """Adds what the last stage of every replica and context parallel rank contributed; in place, on all ranks.
+    @property
+    def is_first_of_replica(self) -> bool:
+        """Whether this is the lowest rank of its replica, which writes what is written once per replica."""
+        return self.replica_of_rank.index(self.dp_rank) == self.rank
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks with this one's part of the model in all replicas, for CPU tensors; None when there is one."""
+        return parallel_state.get_data_parallel_group_gloo() if self.dp_size > 1 else None
+
+    def whole_in_replica(self, vector: torch.Tensor) -> torch.Tensor:
+        """Sums a vector over the context parallel ranks of the replica's last stage; in place, on all its ranks.
 
         Ranks of the other stages must pass zeros.
         """
-        if self.scorers > 1:
-            dist.all_reduce(vector, group=_scorers())
+        if self.cp_size > 1:
+            dist.all_reduce(vector, group=parallel_state.get_context_parallel_group())
         if self.pp_size > 1:
             dist.all_reduce(vector, group=parallel_state.get_pipeline_model_parallel_group())
         return vector
 
+    def of_every_replica(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The integers that each replica passes, by replica; equally many, and the same on all ranks of a replica."""
+        if self.replicas is None:
+            return [[*numbers]]
+        local = torch.tensor(numbers, dtype=torch.int64)
+        gathered = [torch.empty_like(local) for _ in range(self.dp_size)]
+        dist.all_gather(gathered, local, group=self.replicas)
+        return [of_replica.tolist() for of_replica in gathered]
+
     def sum_by_name(self, sums: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-        """Adds up the last stages' vectors, all of one length, over the replicas; other stages pass nothing."""
+        """Sums vectors of the last stages, all of one length, over the replicas; other stages pass {}."""
         result: list[dict[str, list[float]]] = [{}]
         if self.is_last_stage:
             values = torch.stack([sums[name] for name in sorted(sums)])
@@ -99,9 +121,7 @@ class Topology:
         return tensor
 
     def any_expert_peer(self, value: bool, device: torch.device) -> bool:
-        """`any_in_lock_step` where experts are spread over ranks; elsewhere a replica, all of whose ranks must agree on
-        `value`, goes its own way.
-        """
+        """`any_in_lock_step` if experts are split over ranks; otherwise `value`, which all ranks of a replica share."""
         if parallel_state.get_expert_tensor_and_model_parallel_group().size() == 1:
             return value
         return self.any_in_lock_step(value, device)
@@ -114,32 +134,24 @@ class Topology:
         """Whether `value` holds on any rank."""
         return _any(value, device, dist.group.WORLD)
 
+    def sum_over_ranks(self, values: Sequence[int], device: torch.device) -> list[int]:
+        """The sum of each value over all ranks; on all ranks."""
+        sums = torch.tensor(values, dtype=torch.int64, device=device)
+        dist.all_reduce(sums)
+        return sums.tolist()
+
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Those of the items that this replica works on.
+        """The items that this replica works on: every n-th.
 
         Context parallel ranks count as replicas here: each holds the whole model.
         """
         return items if self.scorers == 1 else items[_scorers().rank() :: self.scorers]
 
-    def from_all_scorers(self, mine: Result) -> list[Result]:
-        """What every replica has, in their order, on all ranks; the ranks of one replica must have the same.
-
-        Context parallel ranks count as replicas, as they do in `share`.
-        """
-        everyone: list = [mine]
-        if self.scorers > 1:
-            everyone *= self.scorers
-            dist.all_gather_object(everyone, mine, group=_scorers())
-        return everyone
-
-    def spread_over_ranks(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
-        """One result per item, in order, on all ranks; each item is worked on by one rank, for all.
-
-        Results go over the hosts' network: the devices' process groups may be suspended while an engine has the turn.
-        """
-        shares: list = [None] * self.world_size
-        dist.all_gather_object(shares, work(items[self.rank :: self.world_size]), group=host_group())
-        return [shares[i % self.world_size][i // self.world_size] for i in range(len(items))]
+    @property
+    def model_parallel_rank_and_size(self) -> tuple[int, int]:
+        """This rank's index among the tensor and pipeline parallel ranks of one copy of the model, and their number."""
+        group = parallel_state.get_model_parallel_group()
+        return group.rank(), group.size()
 
 
 def _scorers() -> dist.ProcessGroup:
@@ -153,24 +165,27 @@ def _any(value: bool, device: torch.device, group: dist.ProcessGroup | None) -> 
 
 
 def _lock_step(timeout_seconds: int) -> dist.ProcessGroup:
-    """The group `Topology.lock_step`. A replica and an expert group may overlap without one holding the other."""
+    """The group `Topology.lock_step`. A replica and an expert group may overlap without one containing the other."""
     replica = parallel_state.get_model_parallel_group()
     experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
-    mine = {*dist.get_process_group_ranks(replica), *dist.get_process_group_ranks(experts)}
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    together: list[set[int]] = []
-    for ranks in everyone:
-        met = [other for other in together if ranks & other]
-        together = [other for other in together if other not in met] + [ranks.union(*met)]
+    local = {*dist.get_process_group_ranks(replica), *dist.get_process_group_ranks(experts)}
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
+    components: list[set[int]] = []
+    for ranks in gathered:
+        overlapping = [other for other in components if ranks & other]
+        components = [other for other in components if other not in overlapping] + [ranks.union(*overlapping)]
     group, _ = dist.new_subgroups_by_enumeration(
-        [sorted(ranks) for ranks in together], timeout=timedelta(seconds=timeout_seconds)
+        [sorted(ranks) for ranks in components], timeout=timedelta(seconds=timeout_seconds)
     )
     return group
 
 
 def make_groups(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800, pretended: bool = False) -> None:
-    """Makes Megatron's process groups, pretended ones among pretended ranks, and seeds its random number trackers."""
+    """Makes Megatron's process groups, and seeds its random number trackers.
+
+    With `pretended` the job has torch's fake process group, as in the planner, and no gloo groups are made.
+    """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -188,8 +203,10 @@ def make_groups(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800, pr
 
 
 def join_layout(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800) -> Topology:
-    """Makes the layout's process groups, see `make_groups`, and says where this process stands."""
+    """Makes the layout's process groups, see `make_groups`; this process's `Topology`."""
     make_groups(layout, seed, timeout_seconds)
+    replica_of_rank: list = [None] * dist.get_world_size()
+    dist.all_gather_object(replica_of_rank, parallel_state.get_data_parallel_rank())
     return Topology(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -200,12 +217,13 @@ def join_layout(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800) ->
         cp_size=layout.cp,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        replica_of_rank=replica_of_rank,
         interleaved=layout.vpp > 1,
         lock_step=_lock_step(timeout_seconds),
     )
 
 
 def leave_layout() -> None:
-    """Ends the process groups."""
+    """Destroys the process groups."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -1,1 +1,1 @@
-"""What a run leaves behind and what people see of it: run directory, metrics, samples, console, logs, plot, summary."""
+"""What a run writes and shows: run directory, metrics, samples, console, logs, plot, summary."""

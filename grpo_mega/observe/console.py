@@ -1,15 +1,15 @@
-"""What people see while a run learns: a table and a progress bar on a terminal, lines that stand alone elsewhere.
+"""Shows the progress of a run: as a table and a progress bar on a terminal, as self-contained lines elsewhere.
 
-The table looks like this; a narrow terminal has room for the first columns only:
+The table looks like this; a narrow terminal shows only the first columns:
 
       step    reward  accuracy    format    length   clipped  grad norm   seconds
         10     0.213      4.7%     93.8%      18.2      0.1%      0.412      0.52
 
-In a file, among lines of others and far from any header, the same row is
+In a file, among other lines and far from any header, the same row is
 
     step 10/80: reward 0.213, accuracy 4.7%, format 93.8%, length 18.2, clipped 0.1%, grad norm 0.412, 0.52 s, 0:36 left
 
-A value that a step does not have, because nothing was trained in it, is a dash.
+A dash stands for a value that a step does not have, because nothing was trained in it.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ STEP_WIDTH = 8
 
 
 def columns_of(config: Config) -> list[Column]:
-    """The columns of a run, from its first row to its last; entropy stands in where there is no KL term."""
-    there = {f"reward/{term.name}" for term in config.reward.terms} | {REWARD.metric, ACCURACY.metric}
-    idle = ENTROPY if config.algorithm.kl_coef else KL
-    return [c for c in TABLE if c is not idle and (c.metric in there or not c.metric.startswith("reward/"))]
+    """The columns of a run's table; entropy replaces the KL column where there is no KL term."""
+    available = {f"reward/{term.name}" for term in config.reward.terms} | {REWARD.metric, ACCURACY.metric}
+    unused = ENTROPY if config.algorithm.kl_coef else KL
+    return [c for c in TABLE if c is not unused and (c.metric in available or not c.metric.startswith("reward/"))]
 
 
 ACHIEVEMENTS = (
@@ -98,7 +98,7 @@ class Console:
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty()
         if not self._live and isinstance(self._stream, io.TextIOWrapper):
-            # Whatever the locale: jobs have none. Tracebacks, which may hold anything, go the same way.
+            # Independent of the locale, which jobs do not have. Tracebacks use the stream too, and may hold any text.
             self._stream.reconfigure(encoding="utf-8", errors="backslashreplace")
         self._utf = "utf" in (self._stream.encoding or "utf").lower()
         self._recent: deque[float] = deque(maxlen=20)
@@ -108,14 +108,14 @@ class Console:
         self._bar = ""
 
     def start(self, lines: list[str]) -> None:
-        """What is about to run, before the first step."""
+        """Prints the name of the run and lines that describe it, before the first step."""
         self._print(f"grpo_mega  {self._name}")
         for line in lines:
             self._print(f"  {line}")
         self._print("")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """A finished step: moves the bar, and prints a row when it is due (the first and the last step included)."""
+        """Shows a finished step: updates the bar, and prints a row when due (always for the first and last)."""
         if metrics.get(SECONDS) is not None:
             self._recent.append(metrics[SECONDS])
         if not self._begun or step % self._print_every == 0 or step == self._total:
@@ -123,16 +123,16 @@ class Console:
             if self._live:
                 self._row(step, metrics)
             else:
-                self._sentence(step, metrics)
+                self._log_line(step, metrics)
         self._bar = self._draw_bar(step, metrics)
         self._redraw()
 
     def shows_samples(self, step: int) -> bool:
-        """Whether samples of this step belong on the screen: every few rows, and at the end."""
+        """Whether samples of this step are to be printed: every few rows, and at the end."""
         return step % (self._print_every * ROWS_PER_SAMPLES) == 0 or step == self._total
 
     def sample(self, prompt_text: str, completion_text: str, answer: str, reward: float) -> None:
-        """One prompt with its completion; a long one is shortened in the middle."""
+        """Prints a prompt with its completion; long texts are shortened in the middle."""
         prompt, completion, answer = (self._printable(text) for text in (prompt_text, completion_text, answer))
         verdict = f"  [answer {_shorten(answer, 20)}, reward {reward:.2f}]"
         room = max(self._width - len(verdict) - len("  | ") - len(" -> "), 20)
@@ -141,32 +141,33 @@ class Console:
         self._rows_until_header = 0
 
     def evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
-        """One line with the numbers of an evaluation; the part of a name before the slash is left out."""
+        """Prints one line with the metrics of an evaluation, without the part of their names before the slash."""
         numbers = (f"{_label(name)} {_number(value, _format_of(name))}" for name, value in metrics.items())
         self._print(f"{step:>{STEP_WIDTH}}  {split}: " + ", ".join(numbers))
 
     def note(self, text: str) -> None:
-        """Anything else worth a line."""
+        """Prints any other text."""
         self._print(text)
 
     def finish(self, summary: dict[str, Any], where: Path) -> None:
-        """The last line: what was achieved, from the fields of summary.json, and in which directory it lies."""
+        """Prints the last line: the results, from the fields of summary.json, and the run directory `where`."""
         parts = [f"{summary['steps']} steps"]
         for label, key, number in ACHIEVEMENTS:
             before, after = summary.get(f"{key}_before"), summary.get(f"{key}_after")
-            if before is not None and after is not None:
-                parts.append(f"{label} {_number(before, number)} -> {_number(after, number)}")
+            if after is not None:
+                begun = f"{_number(before, number)} -> " if before is not None else ""
+                parts.append(f"{label} {begun}{_number(after, number)}")
         self.close()
         self._print(f"{self._name} {summary['status']}: {', '.join(parts)}. Everything is in {where}")
 
     def close(self) -> None:
-        """Takes the bar away, so that what is printed next starts on a clean line."""
+        """Removes the bar, so that the next output starts on a clean line."""
         self._bar = ""
         self._redraw()
 
     @property
     def _width(self) -> int:
-        """Characters a line may have. A terminal's last column stays free, where some of them wrap early."""
+        """Most characters in a line. A terminal's last column is not used, because some terminals wrap there."""
         if not self._live:
             return PLAIN_WIDTH
         return (os.get_terminal_size(self._stream.fileno()).columns or 80) - 1
@@ -195,8 +196,8 @@ class Console:
         self._print(_fitting(f"{step:>{STEP_WIDTH}}", cells, self._width))
         self._rows_until_header -= 1
 
-    def _sentence(self, step: int, metrics: dict[str, float]) -> None:
-        """A row on a line of its own, never cut or wrapped."""
+    def _log_line(self, step: int, metrics: dict[str, float]) -> None:
+        """Prints a row as a self-contained line, never cut or wrapped."""
         values = [f"{column.title} {column.text(metrics)}" for column in self._columns if column is not TIME]
         if TIME in self._columns:
             values.append(f"{TIME.text(metrics)} s")
@@ -209,7 +210,7 @@ class Console:
         return _clock(fmean(self._recent) * max(self._total - step, 0))
 
     def _draw_bar(self, step: int, metrics: dict[str, float]) -> str:
-        """The last line of a terminal; what does not fit is left out from the right."""
+        """The progress bar, the last line of a terminal; parts that do not fit are left out from the right."""
         length = 20 if self._width >= 80 else 10
         done = round(length * min(step / max(self._total, 1), 1.0))
         full, rest = ("━", "─") if self._utf else ("=", "-")
@@ -224,7 +225,7 @@ class Console:
         return _shorten("  ".join(parts), self._width)
 
     def _printable(self, text: str) -> str:
-        """Control characters escaped, so that a completion cannot steer a terminal, also one that shows a log."""
+        """The text with control characters escaped, so that a completion cannot control a terminal or a log viewer."""
         return "".join(
             char if char.isprintable() and (self._utf or char.isascii()) else char.encode("unicode_escape").decode()
             for char in text
@@ -247,12 +248,13 @@ def _number(value: float, number: str) -> str:
 
 
 def _label(metric: str) -> str:
-    """What a metric is called in a sentence: "length" for "eval/length_mean"."""
+    """The name of a metric in a sentence: "length" for "eval/length_mean"."""
     return metric.rpartition("/")[2].removesuffix("_mean").replace("_", " ")
 
 
 def _format_of(metric: str) -> str:
-    return ".1%" if metric.endswith(("accuracy", "format", "rate", "fraction")) else ".4g"
+    share = "@" in metric or metric.endswith(("accuracy", "format", "rate", "fraction", "truncated"))  # @: pass@k
+    return ".1%" if share else ".4g"
 
 
 def _shorten(text: str, width: int) -> str:

@@ -1,4 +1,4 @@
-"""Python's log records, warnings and uncaught exceptions of every rank: logs/rank-N.log."""
+"""Writes log records, warnings and uncaught exceptions of every rank to logs/rank-N.log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 LIBRARIES = ("megatron", "torch", "torch.distributed")
-"""Loggers that say a lot: only warnings and errors are kept, and only in the file."""
+"""Verbose loggers: only their warnings and errors are kept, and only in the file."""
 
 FILE_ONLY = (*LIBRARIES, "py.warnings", "uncaught")
 """Loggers whose records stay out of the terminal; Python prints uncaught exceptions there itself."""
@@ -36,7 +36,7 @@ def setup_rank_logging(path: Path, rank: int) -> None:
 
 
 def _terminal_handler() -> logging.Handler:
-    """Warnings and errors to stderr; on a terminal the progress bar's line is erased first."""
+    """A handler that prints warnings and errors to stderr; on a terminal it erases the progress bar's line first."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)
     handler.addFilter(lambda record: not record.name.startswith(FILE_ONLY))
@@ -46,7 +46,7 @@ def _terminal_handler() -> logging.Handler:
 
 
 def _quieten(library: logging.Logger) -> None:
-    """Takes away the library's own handlers (torch installs some that print) and its chatter."""
+    """Removes the library's own handlers (torch installs some that print) and its records below warnings."""
     library.handlers.clear()
     library.propagate = True
     library.setLevel(logging.WARNING)

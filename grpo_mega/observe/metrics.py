@@ -1,4 +1,4 @@
-"""The numbers of every step: metrics.jsonl, one JSON object a line, and TensorBoard scalars.
+"""Writes and reads the metrics of every step: metrics.jsonl, one JSON object a line, and TensorBoard scalars.
 
 Earlier stages of a run have files of their own, such as pretrain.jsonl.
 """
@@ -16,16 +16,16 @@ from grpo_mega.platform.files import write_atomic
 
 METRICS = "metrics.jsonl"
 HELD_OUT = "eval/heldout/"
-"""What names of held-out results begin with; they have lines of their own, of step 0 and of the last step."""
+"""Prefix of the names of held-out results, which have lines of their own at step 0 and at the last step."""
 
 logger = logging.getLogger(__name__)
 
 SHOWN = 10
-"""Steps without a line that are named, at most."""
+"""Most steps without a line that a warning names."""
 
 
 class MetricsLog:
-    """Appends the metrics of a run; a resumed run continues where its checkpoint was, without double lines."""
+    """Appends the metrics of a run; a resumed run continues where its checkpoint was, without duplicate lines."""
 
     def __init__(self, run_dir_path: Path, tensorboard: bool, resume_from_step: int, name: str = METRICS) -> None:
         """Opens a log of a run directory.
@@ -33,25 +33,27 @@ class MetricsLog:
         Args:
             run_dir_path: The run directory.
             tensorboard: Write event files to tensorboard/ as well.
-            resume_from_step: Last step the checkpoint has seen: lines of later steps are removed because these steps
+            resume_from_step: Last step of the checkpoint: lines of later steps are removed because these steps
                 run again. -1 when the run starts from the beginning: everything is removed.
-            name: The file; each has TensorBoard events of its own.
+            name: Name of the file; each file has TensorBoard events of its own.
         """
         path = run_dir_path / name
         if path.exists():
             _trim(path, resume_from_step)
-        _warn_of_holes(path, resume_from_step)
+        _warn_of_missing(path, resume_from_step)
         self._file = path.open("a")
         self._writer = _open_tensorboard(path, resume_from_step + 1) if tensorboard else None
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes one line {"step": step, **metrics}; a value that is not finite becomes null and is warned about."""
+        """Writes one line {"step": step, **metrics}; a value that is not finite becomes null, with a warning."""
         if "step" in metrics:
             raise ValueError("a metric may not be called 'step': rename it, for example 'time/step'")
         values = {name: _finite(step, name, value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
-        os.fsync(self._file.fileno())  # the checkpoint behind this step may outlive the machine, and counts on the line
+        os.fsync(
+            self._file.fileno()
+        )  # a checkpoint after this step may survive a crash of the machine, and relies on the line
         if self._writer is not None:
             for name, value in values.items():
                 if value is not None:
@@ -74,7 +76,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Each line of the file without its newline, and what it says."""
+    """Each line of the file without its newline, and the record in it."""
     lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     parsed = []
     for number, line in enumerate(lines, start=1):
@@ -92,7 +94,7 @@ def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _trim(path: Path, last_step: int) -> None:
-    """Removes lines of later steps, a half-written last line, and held-out results of an end that now is none."""
+    """Removes lines of later steps, a half-written last line, and held-out results of a former last step."""
     lines = [(line, record) for line, record in _parse(path) if record["step"] <= last_step]
     kept = b"".join(line + b"\n" for line, record in lines if not (record["step"] and _is_held_out(record)))
     if kept != path.read_bytes():
@@ -103,14 +105,14 @@ def _is_held_out(record: dict[str, Any]) -> bool:
     return any(name.startswith(HELD_OUT) for name in record)
 
 
-def _warn_of_holes(path: Path, last_step: int) -> None:
-    """Names the steps that a checkpoint covers and that have no line: they do not run again."""
+def _warn_of_missing(path: Path, last_step: int) -> None:
+    """Warns of steps up to `last_step`, which do not run again, that have no line."""
     records = [record for _, record in _parse(path)] if path.exists() else []
-    there = {record["step"] for record in records if not _is_held_out(record)}
-    lost = [step for step in range(1, last_step + 1) if step not in there]
+    recorded = {record["step"] for record in records if not _is_held_out(record)}
+    lost = [step for step in range(1, last_step + 1) if step not in recorded]
     if lost:
         named = ", ".join(map(str, lost[:SHOWN])) + (f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else "")
-        logger.warning("%s: the numbers of step %s are lost; the run goes on without them", path, named)
+        logger.warning("%s: the metrics of step %s are lost; the run continues without them", path, named)
 
 
 def _finite(step: int, name: str, value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""curves.png: reward, accuracy and response length over the steps of a run."""
+"""Plots curves.png: reward, accuracy and response length over the steps of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
     Args:
         metrics: Lines of metrics.jsonl; a metric may be absent or null at any step.
         path: The PNG file.
-        title: Printed above the panels as it is.
+        title: Text above the panels, printed literally.
     """
     from matplotlib.figure import Figure  # imported here: it takes a second, and only the end of a run plots
 

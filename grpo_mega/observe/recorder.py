@@ -9,9 +9,8 @@ from typing import Any
 from grpo_mega.config.schema import RunConfig
 from grpo_mega.observe.console import TABLE, Column, Console
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, MetricsLog, read_metrics
-from grpo_mega.observe.samples import sample_records, write_samples
+from grpo_mega.observe.samples import write_samples
 from grpo_mega.observe.summary import SUMMARY, write_summary
-from grpo_mega.types import Group
 
 SHOWN_SAMPLES = 2
 """Answers printed at a time."""
@@ -45,24 +44,28 @@ class Recorder:
             (self.path / SUMMARY).unlink(missing_ok=True)
             self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step, name)
 
-    def step(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        """A finished step; its answers, if there are any, go into samples/, and it into the table."""
+    @property
+    def samples_wanted(self) -> int:
+        """How many scored samples of a step there is a use for."""
+        return max(self.run.samples_per_step, SHOWN_SAMPLES)
+
+    def step(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
+        """A finished step; records of its samples, if there are any, go into samples/, and it into the table."""
         if self.console is None or self.metrics is None:
             return
         self.metrics.write(step, metrics)
-        if not groups:
+        if not shown:
             return
-        write_samples(self.path, step, sample_records(groups, self.run.samples_per_step))
+        write_samples(self.path, step, shown[: self.run.samples_per_step])
         self.console.step(step, metrics)
         if self.console.shows_samples(step):
-            for group in groups[:SHOWN_SAMPLES]:  # the first of each group, as in samples/: nobody chose it
-                prompt = group.prompt
-                self.console.sample(prompt.text, group.samples[0].text, prompt.answer, group.rewards[0])
+            for record in shown[:SHOWN_SAMPLES]:
+                self.console.sample(record["prompt"], record["completion"], record["answer"], record["reward"])
 
     def evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
         """Results on validation or held-out problems; the latter get a line of metrics of their own."""
         if self.console:
-            self.console.evaluation(step, split, metrics)
+            self.console.evaluation(step, split, {n: x for n, x in metrics.items() if "/" not in n})  # without tasks
         if split == "held-out" and self.metrics:
             self.metrics.write(step, {f"{HELD_OUT}{name}": value for name, value in metrics.items()})
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.config.load import identity_in
+from grpo_mega.config.load import identity_in, must_stay
 from grpo_mega.observe.metrics import read_metrics
 from grpo_mega.platform.files import write_atomic
 
@@ -29,14 +29,14 @@ IDENTITY = "run.json"
 CONFIG = "config.yaml"
 LOCK = "run.lock"
 LAUNCHER = "slurm"
-"""The launcher's folder: code and logs of jobs, there before the run begins."""
+"""The launcher's folder: code and logs of jobs, which exists before the run begins."""
 CHECKPOINTS = "checkpoints"
 FOLDERS = ("samples", CHECKPOINTS, "logs")
-NO_PLACE = (
+CANNOT_CREATE = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG,
 )  # fmt: skip
-"""What a disk says of a folder below a file, a read-only place, a name that is too long."""
-WAY_OUT = "choose another run.name, or move the directory away"
+"""Errors of a folder below a file, of a read-only file system, of a name that is too long."""
+FIX = "choose another run.name, or move the directory away"
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ class RunDir:
 
 
 @contextmanager
-def _disk_that_refuses_named() -> Iterator[None]:
-    """A place where no run directory can be made is bad input; other errors, such as a full disk, may pass."""
+def _uncreatable_is_bad_input() -> Iterator[None]:
+    """Turns an OSError of a path that cannot be created into a ValueError; others, as of a full disk, pass."""
     try:
         yield
     except OSError as error:
-        if error.errno not in NO_PLACE:
+        if error.errno not in CANNOT_CREATE:
             raise
         raise ValueError(f"{error.filename}: {error.strerror}; choose a run.root that can be written to") from error
 
 
-@_disk_that_refuses_named()
+@_uncreatable_is_bad_input()
 def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any]) -> RunDir:
     """Creates the run directory or re-opens the one of the same experiment. Called on rank 0 only, before any logging.
 
@@ -75,9 +75,9 @@ def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any]) -> R
         identity: Dotted key to value (as JSON knows them) of everything that must not change between starts.
 
     Raises:
-        ValueError: The path is something else than a run directory, holds another experiment (each differing key is
-            listed with both values), is in use by a live process, or cannot be made there; names the file.
-        OSError: The disk fails otherwise.
+        ValueError: The path is not a run directory, holds another experiment (each differing key is listed with both
+            values), is in use by a live process, or cannot be created; names the file.
+        OSError: Another error of the file system.
     """
     _refuse_foreign(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -94,22 +94,22 @@ def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any]) -> R
 
 
 def check_run_dir(path: Path, *, identity: dict[str, Any]) -> None:
-    """Raises what `open_run_dir` would raise over a directory that is not in use, and writes nothing."""
+    """Raises the errors of `open_run_dir` except that of a directory in use, and writes nothing."""
     _refuse_foreign(path)
     _refuse_other(path, json.loads(json.dumps(identity)))
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Refuses what is not a run directory; one whose creation was cut short counts as a run directory."""
+    """Refuses a path that is not a run directory; one whose creation was interrupted counts as one."""
     if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is not a directory: {WAY_OUT}")
+        raise ValueError(f"{path} is not a directory: {FIX}")
     if not path.exists() or (path / IDENTITY).exists() or ((path / CONFIG).exists() and _has_results(path)):
         return
     foreign = sorted({entry.name for entry in path.iterdir()} - {LOCK, LAUNCHER, f".{IDENTITY}.tmp"})
     if foreign:
         raise ValueError(
             f"{path} is not a run directory (no {IDENTITY}, and no {CONFIG} beside results of a run) but holds "
-            f"{', '.join(foreign[:5])}: put {IDENTITY} back if it was one, or {WAY_OUT}"
+            f"{', '.join(foreign[:5])}: put {IDENTITY} back if it was one, or {FIX}"
         )
 
 
@@ -128,7 +128,7 @@ def _acquire_lock(path: Path) -> int:
 
 
 def _claim(path: Path, identity: dict[str, Any]) -> None:
-    """Makes the directory that of this experiment, unless it is that of another one."""
+    """Writes this experiment's identity into the directory, unless it has results of another one."""
     wanted = json.loads(json.dumps(identity))
     _refuse_other(path, wanted)
     write_atomic(path / IDENTITY, json.dumps(wanted, indent=2) + "\n")
@@ -138,36 +138,39 @@ def _refuse_other(path: Path, wanted: dict[str, Any]) -> None:
     """Refuses a directory with results of an experiment that is not the `wanted` one, as JSON knows it."""
     if not _has_results(path):
         return
-    found, file = _identity(path)
-    differing = [key for key in sorted({*wanted, *found}) if _shown(wanted, key) != _shown(found, key)]
+    existing, file = _identity(path)
+    differing = [key for key in sorted({*wanted, *existing}) if _shown(wanted, key) != _shown(existing, key)]
     if differing:
-        lines = [f"  {key}: {_shown(found, key)} there, {_shown(wanted, key)} now" for key in differing]
-        raise ValueError("\n".join([f"{path} belongs to another experiment (its {file}):", *lines, WAY_OUT]))
+        lines = [f"  {key}: {_shown(existing, key)} there, {_shown(wanted, key)} now" for key in differing]
+        raise ValueError("\n".join([f"{path} belongs to another experiment (its {file}):", *lines, FIX]))
+
+
+def has_checkpoints(path: Path) -> bool:
+    """Whether a checkpoint was finished in the run directory, be it damaged since."""
+    folder = path / CHECKPOINTS
+    return folder.is_dir() and any(not entry.name.startswith(".") for entry in folder.iterdir())
 
 
 def _has_results(path: Path) -> bool:
     """Whether a training step was recorded, or a checkpoint finished."""
-    checkpoints = path / CHECKPOINTS
-    return any(_has_steps(file) for file in path.glob("*.jsonl")) or (
-        checkpoints.is_dir() and any(not entry.name.startswith(".") for entry in checkpoints.iterdir())
-    )
+    return any(_has_steps(file) for file in path.glob("*.jsonl")) or has_checkpoints(path)
 
 
 def _has_steps(metrics: Path) -> bool:
-    """Whether there is a line of a training step; that of step 0 is the evaluation before the first."""
+    """Whether the file has a line of a training step; step 0 is the evaluation before the first."""
     try:
         return metrics.is_file() and any(record["step"] > 0 for record in read_metrics(metrics))
-    except ValueError:  # not readable is not nothing
+    except ValueError:  # an unreadable file may hold steps
         return True
 
 
 def _identity(path: Path) -> tuple[dict[str, Any], str]:
-    """Whose results these are, and the file that says so: run.json, or config.yaml where that cannot be read."""
+    """The identity of the experiment in the directory, and the file it is from: run.json, else config.yaml."""
     try:
-        found = json.loads((path / IDENTITY).read_bytes())
-        if not isinstance(found, dict):
+        content = json.loads((path / IDENTITY).read_bytes())
+        if not isinstance(content, dict):
             raise ValueError("it holds no object")
-        return {key: value for key, value in found.items() if key != "run.name"}, IDENTITY
+        return must_stay(content), IDENTITY
     except (OSError, ValueError) as lost:
         try:
             return identity_in((path / CONFIG).read_text()), CONFIG

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.platform.files import write_atomic
-from grpo_mega.types import Group
+from grpo_mega.types import Sample, Score
 
 
-def write_samples(run_dir_path: Path, step: int, records: list[dict[str, Any]]) -> Path:
+def write_samples(run_dir_path: Path, step: int, records: Sequence[dict[str, Any]]) -> Path:
     """Writes one JSON object per record to samples/ and returns the file; a step that runs again replaces its file.
 
     Raises:
@@ -30,20 +31,18 @@ def _line(record: dict[str, Any], where: str) -> str:
         raise ValueError(f"{where} cannot be written as JSON: {error}") from None
 
 
-def sample_records(groups: list[Group], count: int) -> list[dict[str, Any]]:
-    """The first sample of the first `count` groups, as samples/ shows them."""
-    return [
-        {
-            "prompt_id": group.prompt.id,
-            "prompt": group.prompt.text,
-            "answer": group.prompt.answer,
-            "completion": group.samples[0].text,
-            "reward": group.rewards[0],
-            **group.scores[0].terms,
-            **({"reason": group.scores[0].reason} if group.scores[0].reason else {}),
-            "tokens": len(group.samples[0].token_ids),
-            "finish_reason": group.samples[0].finish_reason,
-            "policy_version": group.samples[0].policy_version,
-        }
-        for group in groups[:count]
-    ]
+def sample_record(sample: Sample, score: Score) -> dict[str, Any]:
+    """A sample as samples/ shows it."""
+    return {
+        "prompt_id": sample.prompt.id,
+        "prompt": sample.prompt.text,
+        "answer": sample.prompt.answer,
+        "completion": sample.text,
+        "reward": score.total,
+        **score.terms,
+        **({"reason": score.reason} if score.reason else {}),
+        **({"unscorable": score.unscorable} if score.unscorable else {}),
+        "tokens": len(sample.token_ids),
+        "finish_reason": sample.finish_reason,
+        "policy_version": sample.policy_version,
+    }

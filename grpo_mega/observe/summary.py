@@ -1,4 +1,4 @@
-"""summary.json: what a run achieved, and with which software."""
+"""Writes summary.json: the results of a run, and the versions of its software."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ ORDER = (
     "layout",
     "versions",
 )
-"""What people look for comes first; other keys follow in alphabetical order."""
+"""Order of the most important keys; other keys follow alphabetically."""
 
 DECIDING = ("torch", "megatron-core")
-"""Packages whose version decides about the last bit."""
+"""Packages whose version can change results in the last bit."""
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "sglang")
 
@@ -56,11 +56,11 @@ def write_summary(run_dir_path: Path, summary: dict[str, Any]) -> None:
 def versions() -> dict[str, str]:
     """Versions of Python and of those of `PACKAGES` that are installed, without importing them."""
     installed = {name: _version(name) for name in PACKAGES}
-    return {"python": platform.python_version()} | {name: found for name, found in installed.items() if found}
+    return {"python": platform.python_version()} | {name: number for name, number in installed.items() if number}
 
 
 def warn_of_other_versions(before: dict[str, str]) -> None:
-    """Warns when `before`, what `versions` said once, names other versions of what computes the numbers."""
+    """Warns when `before`, an earlier result of `versions`, has other versions of `DECIDING` packages."""
     now = versions()
     for name in DECIDING:
         if before.get(name) != now.get(name):

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: wall and CPU seconds by phase."""
+"""Measures the time of a step: wall-clock and CPU seconds by phase."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Seconds(NamedTuple):
 class PhaseTimer:
     """Adds up the time of named phases: `with timer("generate"): ...`.
 
-    Work a GPU still has queued when a phase ends is not waited for.
+    A phase ends without waiting for work that is still queued on a GPU.
     """
 
     def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
-        """Also calls `on_phase` with the name of every phase that begins, and at every `beat`."""
+        """`on_phase` is called with the phase's name when a phase begins, and at every `beat`."""
         self._on_phase = on_phase
         self._step: dict[str, Seconds] = {}
         self._run: dict[str, Seconds] = {}
@@ -44,7 +44,7 @@ class PhaseTimer:
 
     @contextmanager
     def instead(self, phase: str) -> Iterator[None]:
-        """Measures the body as part of `phase`, in the middle of another one, whose clock stands still meanwhile."""
+        """Measures the body as part of `phase`, in the middle of another one, whose clock is paused meanwhile."""
         outer = self._current
         if outer is None:
             raise ValueError(f"phase {phase!r} interrupts no other phase: begin it by calling the timer")
@@ -70,12 +70,12 @@ class PhaseTimer:
         self._current = None
 
     def beat(self) -> None:
-        """A sign of life in the middle of a phase: calls `on_phase` again."""
+        """Gives a sign of life in the middle of a phase: calls `on_phase` again."""
         if self._on_phase and self._current:
             self._on_phase(self._current)
 
     def step_seconds(self) -> dict[str, Seconds]:
-        """Time by phase since the last call, in the order the phases first began."""
+        """Time by phase since the last call, in the order in which phases first began."""
         step, self._step = self._step, {}
         return step
 

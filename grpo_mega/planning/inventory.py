@@ -1,4 +1,4 @@
-"""What one rank of every pipeline stage holds, found by building it: Megatron's real modules, on the meta device.
+"""What one rank of every pipeline stage holds, counted by building it: Megatron's real modules, on the meta device.
 
 Tensors there have shapes and take no memory, and the process group only says that there are other ranks, so one process
 builds its part of 671 billion parameters on 512 GPUs in a second.
@@ -7,15 +7,18 @@ builds its part of 671 billion parameters on 512 GPUs in a second.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from grpo_mega import platform
-from grpo_mega.config.schema import LayoutConfig, ModelConfig
+from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig
+from grpo_mega.models.adapters import is_adapter
 from grpo_mega.models.body import build_model
 from grpo_mega.models.chunks import ModelChunks
+from grpo_mega.models.parts import freeze, frozen_parts, part_of
 from grpo_mega.models.scalar import body_of
 from grpo_mega.models.shards import shards
 from grpo_mega.models.topology import make_groups
@@ -33,7 +36,9 @@ class Stage:
         experts: Parameters of routed experts.
         replicas: Ranks that hold the same `dense`, data and context parallel ones.
         expert_replicas: Ranks that hold the same `experts`.
-        whole: Tensor of the whole model that it holds a part of -> its size.
+        trained_dense: Those of `dense` that are trained.
+        trained_experts: Those of `experts` that are trained.
+        whole: {tensor of the whole model that this rank holds a part of: its elements}.
     """
 
     layers: int
@@ -43,6 +48,8 @@ class Stage:
     experts: int
     replicas: int
     expert_replicas: int
+    trained_dense: int
+    trained_experts: int
     whole: dict[str, int] = field(repr=False)
 
 
@@ -63,31 +70,77 @@ class Role:
     stages: list[Stage] = field(repr=False)
 
 
+_stocks: dict[str, list[Stage]] = {}
+
+
 def take_stock(
-    model: ModelConfig, layout: LayoutConfig, vocab_size: int, world_size: int, scalar: bool = False
+    model: ModelConfig,
+    layout: LayoutConfig,
+    vocab_size: int,
+    world_size: int,
+    scalar: bool = False,
+    frozen: Sequence[str] = (),
+    lora: LoRAConfig | None = None,
 ) -> list[Stage]:
     """The first rank of every pipeline stage, of a language model or of a model with a `scalar` head.
 
-    Call `platform.start_planning` first, and `check_layout`.
+    `frozen` parts of the model, fields of `PartsConfig`, are not trained; with `lora`, unless its rank is 0, it has
+    adapters and nothing else is trained. Call `platform.start_planning` first, and `check_layout`.
     """
     built = body_of(model) if scalar else model
-    return [_stage(built, layout, vocab_size, world_size, number, scalar) for number in range(layout.pp)]
+    adapters = lora if lora is not None and lora.rank else None
+    kept = frozen_parts(frozen, adapters)
+    key = repr((built, layout, vocab_size, world_size, scalar, sorted(kept), adapters))
+    if key not in _stocks:  # runs that differ in their engines alone are planned one after the other
+        _stocks[key] = [
+            _stage(built, layout, vocab_size, world_size, number, scalar, kept, adapters) for number in range(layout.pp)
+        ]
+    return _stocks[key]
 
 
 def total(stages: list[Stage]) -> tuple[int, int]:
-    """Parameters of the model, balancing biases included, and of its multi-token prediction modules."""
-    whole = {key: size for stage in stages for key, size in stage.whole.items()}
+    """Parameters of the model, balancing biases included, and of its multi-token prediction modules; no adapters."""
+    whole = {key: size for key, size in _whole(stages).items() if not is_adapter(key)}
     ahead = sum(size for key, size in whole.items() if key.startswith("mtp."))
     return sum(whole.values()) - ahead, ahead
 
 
+def elements(stages: list[Stage]) -> int:
+    """Numbers in all tensors of the model, adapters included."""
+    return sum(_whole(stages).values())
+
+
+def trained_elements(stages: list[Stage], frozen: Set[str], tied: bool) -> int:
+    """Numbers in the tensors of a model outside of its frozen parts."""
+    return sum(size for key, size in _whole(stages).items() if part_of(key, tied) not in frozen)
+
+
+def adapters_alone(stage: Stage) -> Stage:
+    """The adapters of a stage, which are all that it trains."""
+    whole = {key: size for key, size in stage.whole.items() if is_adapter(key)}
+    return replace(stage, dense=stage.trained_dense, experts=stage.trained_experts, whole=whole)
+
+
+def _whole(stages: list[Stage]) -> dict[str, int]:
+    return {key: size for stage in stages for key, size in stage.whole.items()}
+
+
 def _stage(
-    model: ModelConfig, layout: LayoutConfig, vocab_size: int, world_size: int, number: int, scalar: bool
+    model: ModelConfig,
+    layout: LayoutConfig,
+    vocab_size: int,
+    world_size: int,
+    number: int,
+    scalar: bool,
+    frozen: Set[str],
+    lora: LoRAConfig | None,
 ) -> Stage:
     here = platform.pretend_rank(number * world_size // layout.pp, world_size)
     make_groups(layout, seed=0, pretended=True)
     try:
-        return _counted(build_model(model, layout, vocab_size, here, scalar), layout)
+        built = build_model(model, layout, vocab_size, here, scalar, lora)
+        freeze(built, lambda name: part_of(name, model.tie_embeddings) in frozen)
+        return _counted(built, layout)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -95,8 +148,12 @@ def _stage(
 
 def _counted(gpt: ModelChunks, layout: LayoutConfig) -> Stage:
     layers = [layer for chunk in gpt for layer in chunk.decoder.layers]
-    sizes = {name: p.numel() * _copies(name, layout) for name, p in gpt.named_parameters()}
-    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    named = dict(gpt.named_parameters())
+    sizes = {name: p.numel() * _copies(name, layout) for name, p in named.items()}
+    trained = {name: size for name, size in sizes.items() if named[name].requires_grad}
+    experts, trained_experts = (
+        sum(size for name, size in counted.items() if ".experts." in name) for counted in (sizes, trained)
+    )
     return Stage(
         layers=len(layers),
         moe_layers=sum(hasattr(layer.mlp, "router") for layer in layers),
@@ -105,6 +162,8 @@ def _counted(gpt: ModelChunks, layout: LayoutConfig) -> Stage:
         experts=experts,
         replicas=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         expert_replicas=parallel_state.get_expert_data_parallel_world_size(),
+        trained_dense=sum(trained.values()) - trained_experts,
+        trained_experts=trained_experts,
         whole={shard.key: math.prod(shard.global_shape) for shard in shards(gpt)},
     )
 
@@ -113,6 +172,7 @@ def _copies(name: str, layout: LayoutConfig) -> int:
     """How many times a GPU holds what is built here.
 
     Transformer Engine's layers keep the small projections of latent attention whole on every tensor parallel rank;
-    Megatron's own, which take their place without a GPU, split them.
+    Megatron's own layers, which are used without a GPU, split them.
     """
-    return layout.tp if name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")) else 1
+    down = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
+    return layout.tp if name.replace(".adapter.b", ".weight").endswith(down) else 1

@@ -11,8 +11,10 @@ from grpo_kernels.chunked import BLOCK_GPU
 from grpo_mega.config.schema import Config, ModelConfig, MoEConfig
 from grpo_mega.models.body import head_channels
 from grpo_mega.models.schedule import cells_per_token
-from grpo_mega.planning.inventory import Role, Stage
+from grpo_mega.planning.inventory import Role, Stage, elements
 from grpo_mega.rollout.sglang.memory import ENGINE_ASLEEP, FIXED
+from grpo_mega.weights.merging import merged_bytes
+from grpo_mega.weights.stream import FILE_BYTES
 
 MAY_BE_PLANNED = 0.92
 """Share of a GPU's memory; the rest is lost to fragments."""
@@ -23,17 +25,32 @@ IMBALANCE = 1.5
 def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> dict[str, float]:
     """{what: bytes} on a GPU of pipeline stage `number`.
 
-    Models compute one at a time, and none more than the first, the policy: activations are its own.
+    Models compute one at a time, and none more than the first, the policy: activations are its own. Exports are written
+    between steps, when there are none.
     """
     stage = roles[0].stages[number]
-    return held(config, roles, number) | {
+    working = {
         "activations kept": kept(config, stage, number),
         "one layer, saved": _layer(config, stage),
         "one layer, at work": max(_layer(config, stage), attention(config, *most_skewed(config))),
         "output layer": _output(config, vocab_size) if number == config.layout.pp - 1 else 0.0,
+    }
+    lines = held(config, roles, number) | working
+    if config.run.export_every:
+        lines["exports, beyond these"] = max(0.0, exporting(config, roles[0]) - sum(working.values()))
+    return lines | {
         "libraries": FIXED,
         "engine, asleep": ENGINE_ASLEEP if _engine_sleeps(config) else 0.0,
     }
+
+
+def exporting(config: Config, policy: Role) -> float:
+    """Bytes on a GPU while the policy is written as a Hugging Face folder: of one file, and of what it is made from.
+
+    A file of tensors, and the message that they come in; with adapters also the weights with these in them.
+    """
+    file = min(FILE_BYTES, weight_bytes(config) * elements(policy.stages))
+    return 2.0 * file + merged_bytes(config.model, config.lora, config.layout.tp, file)
 
 
 def held(config: Config, roles: list[Role], number: int) -> dict[str, float]:
@@ -56,29 +73,29 @@ def held(config: Config, roles: list[Role], number: int) -> dict[str, float]:
 def _static(config: Config, stage: Stage, trained: bool) -> dict[str, float]:
     """Bytes that one model holds from step to step.
 
-    Gradients are fp32. Adam has two fp32 moments, and an fp32 master copy of weights that are not fp32; the distributed
-    optimizer spreads all of these over the ranks that hold the same weights.
+    Gradients are fp32, of what is trained: of adapters alone if there are any. Adam has two fp32 moments of it, and an
+    fp32 master copy of weights that are not fp32; the distributed optimizer spreads all of these over the ranks that
+    hold the same weights.
     """
     sharded = config.optimizer.distributed
-    parts = ((stage.dense, stage.replicas), (stage.experts, stage.expert_replicas))
-    parameters = stage.dense + stage.experts
-    weights = {"weights": float(weight_bytes(config) * parameters)}
+    parts = ((stage.trained_dense, stage.replicas), (stage.trained_experts, stage.expert_replicas))
+    weights = {"weights": float(weight_bytes(config) * (stage.dense + stage.experts))}
     if not trained:
         return weights
     state = optimizer_bytes(config)
     return weights | {
-        "gradients": 4.0 * parameters,
+        "gradients": 4.0 * sum(count for count, _ in parts),
         "optimizer": sum(state * count / (replicas if sharded else 1) for count, replicas in parts),
     }
 
 
 def weight_bytes(config: Config) -> int:
-    """Of a parameter."""
+    """Bytes of a weight."""
     return 2 if config.model.dtype == "bf16" else 4
 
 
 def optimizer_bytes(config: Config) -> int:
-    """Of a parameter: two fp32 moments, and an fp32 copy of a narrower weight."""
+    """Bytes of a parameter's optimizer state: two fp32 moments, and an fp32 copy of a narrower weight."""
     return 12 if weight_bytes(config) == 2 else 8
 
 
@@ -117,7 +134,10 @@ def most_skewed(config: Config) -> tuple[float, float, float]:
 
 
 def attention(config: Config, sequences: float, longest: float, rows: float, gradients: bool = True) -> float:
-    """Bytes that one layer's attention holds: tables, `gradients` of them, and under context parallelism a mask.
+    """Bytes that one layer's attention holds: tables, `gradients` of them, and a mask where there is one.
+
+    There is one under context parallelism, for every sequence its own, and where a window is narrower than the longest
+    sequence, the same for all.
 
     Keys and values lie in a table of [sequences, longest], repeated for every head; queries and outputs in one of
     [sequences, rows]. Of the mask torch makes one of numbers as wide as theirs; what it was made of is gone by then.
@@ -128,7 +148,8 @@ def attention(config: Config, sequences: float, longest: float, rows: float, gra
         channels = mla.qk_head_dim + mla.qk_rope_dim + mla.v_head_dim
     width = 2 if model.dtype == "bf16" else 4
     tables = sequences * (longest + rows) * model.heads / layout.tp * channels
-    mask = sequences * rows * longest if layout.cp > 1 else 0.0
+    masks = sequences if layout.cp > 1 else float(model.window is not None and model.window < longest)
+    mask = masks * rows * longest
     return width * (tables * (2 if gradients else 1) + mask)
 
 
@@ -136,12 +157,30 @@ def layer_bytes(config: Config, stage: Stage) -> list[float]:
     """Bytes per token that the backward pass of a layer reads, in bf16, for every kind of layer on this stage."""
     model = config.model
     attention = 8 * model.hidden + (_latent(model) if model.attention == "mla" else _grouped(model))
+    attention += adapters(config, "attention")
     kinds = []
     if stage.moe_layers or stage.predictors:
-        kinds.append(_experts(model, model.moe))
+        shared = adapters(config, "mlp") if model.moe.shared_ffn_hidden else 0.0
+        kinds.append(_experts(model, model.moe) + shared + adapters(config, "experts"))
     if stage.layers > stage.moe_layers:
-        kinds.append(6.0 * model.ffn_hidden)
+        kinds.append(6.0 * model.ffn_hidden + adapters(config, "mlp"))
     return [(attention + kind) / _split(config) * (1 if model.dtype == "bf16" else 2) for kind in kinds]
+
+
+def adapters(config: Config, target: str) -> float:
+    """Bytes per token, in bf16, that adapters of one of `lora.targets` keep in a layer: A x, what B is applied to.
+
+    Under sequence parallelism every rank has it of all tokens where the matrix is split by rows.
+    """
+    model, lora = config.model, config.lora
+    if target not in lora.targets:
+        return 0.0
+    if target == "experts":
+        return 2 * lora.rank * IMBALANCE * model.moe.top_k * 3
+    by_rows, others = (2, 1)  # matrices that are split by rows; by columns, or not at all
+    if target == "attention":
+        by_rows, others = (2, 3 if model.mla.q_lora_rank else 2) if model.attention == "mla" else (3, 1)
+    return 2.0 * lora.rank * (by_rows * _split(config) + others)
 
 
 def _experts(model: ModelConfig, moe: MoEConfig) -> float:
@@ -172,9 +211,12 @@ def _layer(config: Config, stage: Stage) -> float:
 
 
 def _output(config: Config, vocab_size: int) -> float:
-    """Logits in fp32 and their gradient for a block of rows, and what stands for the weight's gradient in autograd."""
+    """Logits in fp32 and their gradient for a block of rows, and what stands for the weight's gradient in autograd.
+
+    With adapters the weight has none.
+    """
     columns = vocab_size / config.layout.tp
-    return BLOCK_GPU * columns * 6 + 2 * columns * config.model.hidden
+    return BLOCK_GPU * columns * 6 + (0 if config.lora.rank else 2 * columns * config.model.hidden)
 
 
 def _tokens(config: Config) -> float:

@@ -1,4 +1,4 @@
-"""What a run will take on every GPU, before anybody queues: parameters and bytes of a rank of every pipeline stage."""
+"""What a run will take on every GPU, before it is submitted: parameters and bytes of a rank of every pipeline stage."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from grpo_mega.config.rules import ConfigError, check_layout, fewest_processes
 from grpo_mega.config.schema import Config
-from grpo_mega.data.tokenizer import CharTokenizer
-from grpo_mega.planning.inventory import Role, take_stock, total
+from grpo_mega.data.tokenizer import character_tokenizer
+from grpo_mega.models.parts import frozen_parts
+from grpo_mega.planning.inventory import Role, Stage, adapters_alone, elements, take_stock, total, trained_elements
 from grpo_mega.planning.memory import MAY_BE_PLANNED, held, leaves, memory, optimizer_bytes, weight_bytes
 from grpo_mega.rollout.sglang.memory import plan_engine
 
@@ -25,70 +26,103 @@ def plan(config: Config) -> dict[str, Any]:
         f"cluster.nodes={cluster.nodes} * cluster.gpus_per_node={cluster.gpus_per_node} =" if cluster.nodes else ""
     )
     check_layout(config, gpus, counted or "the number of GPUs")
-    vocab_size = _vocabulary(config)
+    vocab_size = vocabulary(config)
     roles = roles_of(config, vocab_size, gpus)
     policy, numbers = roles[0], range(layout.pp)
     parameters, ahead = total(policy.stages)
-    found = [memory(config, roles, number, vocab_size) for number in numbers]
-    totals = [sum(lines.values()) for lines in found]
+    memories = [memory(config, roles, number, vocab_size) for number in numbers]
+    totals = [sum(lines.values()) for lines in memories]
     capacity = cluster.gpu_memory_mib * 2**20 if cluster.gpu_memory_mib else None
     limit = MAY_BE_PLANNED * capacity if capacity else None
     return {
         "experiment": config.run.name,
         "parameters": parameters,
+        "adapters": elements([adapters_alone(stage) for stage in policy.stages]) if config.lora.rank else 0,
         "prediction_parameters": ahead,
         "gpus": gpus,
         "layout": asdict(layout) | {"dp": gpus // (layout.tp * layout.pp * layout.cp)},
         "stages": [{key: value for key, value in asdict(stage).items() if key != "whole"} for stage in policy.stages],
-        "memory": found,
+        "memory": memories,
         "static": [sum(held(config, [policy], number).values()) for number in numbers],
         "total": totals,
         "checkpoint": checkpoint(config, roles),
-        "host": min(gpus, cluster.gpus_per_node) * max(leaves(held(config, roles, number)) for number in numbers),
+        "export": weight_bytes(config) * (parameters + ahead),
+        "host": min(gpus, cluster.gpus_per_node)
+        * max(leaves(held(config, roles, number)) + _average(config, policy.stages[number]) for number in numbers),
         "capacity": capacity,
         "limit": limit,
         "fits": max(totals) <= limit if limit else None,
-        "engine": _engine(config, vocab_size, gpus, found) if config.rollout.engine == "sglang" else None,
+        "engine": _engine(config, vocab_size, gpus, memories) if config.rollout.engine == "sglang" else None,
     }
 
 
 def _engine(config: Config, vocab_size: int, gpus: int, trainer: list[dict[str, float]]) -> dict[str, Any] | None:
-    """The turn of an engine that shares the GPUs; None when nothing is known of them, or it has others."""
+    """Memory of an engine that shares the GPUs; None when their size is not given, or the engine has its own GPUs."""
     mib, algorithm = config.cluster.gpu_memory_mib, config.algorithm
     if mib is None or config.rollout.sglang.first_gpu is not None:
         return None
     capacity = mib * 2**20
-    found = plan_engine(config, vocab_size, max(lines["weights"] for lines in trainer), capacity)
-    peak = sum(found["hand-over"].values())
-    excess = sum(found["generation"].values()) - capacity  # SGLang fills a GPU, as far as it is told
+    engine = plan_engine(config, vocab_size, max(lines["weights"] for lines in trainer), capacity)
+    peak = sum(engine["hand-over"].values())
+    excess = sum(engine["generation"].values()) - capacity  # SGLang fills its share of a GPU
     engines = gpus // config.rollout.sglang.tp
-    return found | {
+    return engine | {
         "engines": engines,
         "samples": -(-algorithm.prompts_per_step // engines) * algorithm.group_size,
         "peak": peak,
         "excess": max(0.0, excess),
-        "fits": peak <= MAY_BE_PLANNED * capacity and excess <= 0 and found["longest"] > 0,
+        "fits": peak <= MAY_BE_PLANNED * capacity and excess <= 0 and engine["longest"] > 0,
     }
 
 
 def roles_of(config: Config, vocab_size: int, gpus: int) -> list[Role]:
-    """The models of a run, the policy first; with a KL term a frozen copy of it is another."""
-    policy = Role("policy", True, True, take_stock(config.model, config.layout, vocab_size, gpus))
-    reference = Role("reference policy", False, True, policy.stages)
-    return [policy, *([reference] if config.algorithm.kl_coef else [])]
+    """The models of a run, the policy first."""
+    stages = take_stock(config.model, config.layout, vocab_size, gpus, frozen=config.optimizer.frozen, lora=config.lora)
+    if config.algorithm.advantage_baseline != "critic":
+        return roles_beside(config, stages, [])
+    return roles_beside(config, stages, take_stock(config.model, config.layout, vocab_size, gpus, scalar=True))
+
+
+def roles_beside(config: Config, stages: list[Stage], critic: list[Stage]) -> list[Role]:
+    """The policy, of these stages; what the KL term compares it with, if there is one: a frozen copy of it, or of its
+    adapters; and a critic of the others, if there are any."""
+    policy = Role("policy", True, True, stages)
+    copied = [adapters_alone(stage) for stage in policy.stages] if config.lora.rank else policy.stages
+    reference = [Role("reference policy", False, True, copied)] if config.algorithm.kl_coef else []
+    return [policy, *reference, *([Role("critic", True, True, critic)] if critic else [])]
+
+
+def _average(config: Config, stage: Stage) -> int:
+    """Bytes of the host that an average of the weights takes for a GPU of this stage, with the weights it replaces."""
+    trained = stage.trained_dense + stage.trained_experts
+    return (4 + weight_bytes(config)) * trained if config.optimizer.average_decay else 0
 
 
 def checkpoint(config: Config, roles: list[Role]) -> int:
-    """Bytes of a checkpoint: weights, and the state of Adam for what is trained."""
-    weights, state = weight_bytes(config), optimizer_bytes(config)
-    return sum(sum(total(role.stages)) * (weights + state * role.trained) for role in roles if role.saved)
+    """Bytes of a checkpoint: weights, the state of Adam for what is trained, and the policy's average if there is one.
+
+    The average is in fp32, beside what is not trained as it is; that of adapters is alone.
+    """
+    kept = frozen_parts(config.optimizer.frozen, config.lora if config.lora.rank else None)
+    size = 0
+    for role in roles:
+        trained = trained_elements(role.stages, kept, config.model.tie_embeddings) if role.trained else 0
+        weights = weight_bytes(config) * elements(role.stages)
+        size += (weights + optimizer_bytes(config) * trained) if role.saved else 0
+        if config.optimizer.average_decay and role is roles[0]:
+            size += 4 * trained + (0 if config.lora.rank else weights - weight_bytes(config) * trained)
+    return size
 
 
-def _vocabulary(config: Config) -> int:
-    """A plan reads no files, so no tokenizer but the one built in."""
+def vocabulary(config: Config) -> int:
+    """Rows that the model's vocabulary needs. A plan reads no files, so no tokenizer but the one built in.
+
+    Raises:
+        ConfigError: The tokenizer is another, and `model.vocab_size` is not given.
+    """
     if config.model.vocab_size is None and config.data.tokenizer != "chars":
         raise ConfigError(
             f"model.vocab_size is null, and a plan does not open data.tokenizer={config.data.tokenizer}; give "
             "model.vocab_size, as in the model's config.json"
         )
-    return config.model.vocab_size or CharTokenizer().vocab_size
+    return config.model.vocab_size or character_tokenizer(config.data).vocab_size

@@ -1,9 +1,9 @@
-"""The only room that knows whether this is CUDA with NCCL or a CPU with gloo.
+"""Chooses between CUDA with NCCL and a CPU with gloo; no other room depends on the choice.
 
 Call `start()` before anything imports megatron.core: on a machine without CUDA it applies the substitutions of
 `cpu.py`, on CUDA without Transformer Engine two of them; on CUDA with it, it changes nothing in any library.
 
-torch is imported by the functions that need it: who only writes files (`files.py`) starts without it.
+torch is imported only by the functions that need it, so that programs that only write files (`files.py`) start fast.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Platform:
-    """Where this process computes.
+    """The device and back end of this process.
 
     Attributes:
         device: Device of weights and activations.
@@ -66,15 +67,16 @@ def start() -> Platform:
     return Platform(torch.device("cpu"), "gloo", transformer_engine=False)
 
 
+@cache
 def start_planning() -> None:
-    """Prepares torch for models that have shapes and take no memory; call it instead of `start`, once.
+    """Prepares torch for models that have shapes and take no memory; call it instead of `start`.
 
     Raises:
         RuntimeError: A GPU is visible, and Megatron would allocate there.
     """
     import torch
 
-    # It warns where there is a toolkit and no GPU.
+    # torch warns on machines with a CUDA toolkit and no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if start().backend != "gloo":
         raise RuntimeError("planning needs no GPU and must not see one; set CUDA_VISIBLE_DEVICES= before torch starts")
@@ -82,10 +84,10 @@ def start_planning() -> None:
 
 
 def pretend_rank(rank: int, world_size: int) -> Platform:
-    """Becomes one of `world_size` processes, the others of which do not exist, to build what it would hold."""
+    """Makes this process rank `rank` of `world_size`, without the others, to build what that rank would hold."""
     import torch
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # nothing public pretends
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public one
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     return Platform(torch.device("meta"), "fake", transformer_engine=False)
@@ -104,19 +106,19 @@ def join_processes(platform: Platform, timeout_seconds: int = 1800) -> None:
 
 
 def refuse(message: str) -> NoReturn:
-    """Ends a tool whose settings cannot work with exit code 2; every rank has found the same, the first one says it."""
+    """Ends a tool whose settings cannot work, with exit code 2; all ranks call it, and rank 0 prints the message."""
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
         print(message, file=sys.stderr)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, as soon as one rank has left
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it as soon as one rank has ended
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(2)
 
 
 def peak_memory_bytes(platform: Platform) -> int:
-    """Most memory this process has held: of the device on CUDA, resident memory elsewhere."""
+    """Peak memory of this process in bytes: on the device with CUDA, resident memory without."""
     import torch
 
     if platform.device.type == "cuda":

@@ -1,52 +1,92 @@
-"""What ranks agree on about files and settings: one of them decides for all, or all have to succeed.
+"""What ranks tell each other over their hosts' network: one rank decides for all, all have to succeed, or each sends
+something to each.
 
-These go over the hosts' network, not the devices': they have nothing to do with devices, and NCCL gives up soon.
+The collectives use gloo: files, rewards and samples have nothing to do with devices, and NCCL times out early.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 PATIENCE = timedelta(hours=6)
-"""How long ranks wait for work on files: the main rank alone may write for minutes, and file systems stall. A rank that
-dies ends the wait at once."""
+"""Time limit of a wait for other ranks: the main rank may write for minutes, file systems stall, rewards take time. The
+wait ends at once when a rank dies."""
 _groups: dict[Any, Any] = {}
 
 
-def main_says(ask: Callable[[], Answer]) -> Answer:
-    """What `ask` answers on the main rank, on all ranks."""
-    said = [ask() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(said, src=0, group=host_group())
-    return said[0]  # type: ignore[return-value]
+class FailedElsewhere(Exception):
+    """The cause of an error on a rank whose own work succeeded: it only reports that of other ranks."""
 
 
-def if_all_can(work: Callable[[], None]) -> None:
-    """Does `work` on every rank, and ends only when all have done it.
+def from_main_rank(ask: Callable[[], Answer]) -> Answer:
+    """The result of `ask()` on the main rank (0), returned on all ranks; only that rank calls it."""
+    answer = [ask() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0, group=host_group())
+    return answer[0]  # type: ignore[return-value]
+
+
+def succeed_together(work: Callable[[], None]) -> None:
+    """Calls `work()` on every rank, and returns when all ranks have finished it.
 
     Raises:
-        RuntimeError: It failed on some rank; raised on all of them, so that none waits for another. Names the ranks.
+        RuntimeError: `work` failed on some rank; raised on all ranks, so that none waits for another. Names the ranks.
     """
+    from_all_ranks(work)
+
+
+def from_all_ranks(work: Callable[[], Result]) -> list[Result]:
+    """What `work` returns on every rank, by rank, on all ranks.
+
+    Raises:
+        RuntimeError: It failed on some rank; see `succeed_together`.
+        ValueError: The same, when it refused what it was given (a ValueError) on every rank on which it failed.
+
+    The cause of either is what `work` raised on this rank, or `FailedElsewhere`.
+    """
+    mine, failure = None, None
     try:
-        work()
-        mine = None
-    except Exception as error:  # whatever it is, the others must hear of it
-        mine = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=host_group())
-    if failed := [problem for problem in everyone if problem]:
-        raise RuntimeError("; ".join(failed))
+        mine = work()
+    except Exception as error:  # any failure must reach the other ranks
+        failure = error
+    problem = f"rank {dist.get_rank()}: {type(failure).__name__}: {failure}" if failure else None
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mine, problem, isinstance(failure, ValueError)), group=host_group())
+    if failed := [(problem, refused) for _, problem, refused in everyone if problem]:
+        kind = ValueError if all(refused for _, refused in failed) else RuntimeError
+        raise kind("; ".join(problem for problem, _ in failed)) from failure or FailedElsewhere("not on this rank")
+    return [theirs for theirs, *_ in everyone]
+
+
+def exchange(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    """Sends a part to each rank; every rank must call it.
+
+    Args:
+        parts: For each rank a vector on the CPU, all of one dtype.
+        sizes: How many elements each rank has for this one.
+
+    Returns:
+        What all ranks had for this one, in their order.
+    """
+    dtype = parts[0].dtype
+    sent = torch.cat([part.view(torch.uint8) for part in parts])  # gloo does not know all dtypes
+    received = torch.empty(sum(sizes) * dtype.itemsize, dtype=torch.uint8)
+    coming, going = [size * dtype.itemsize for size in sizes], [len(part) * dtype.itemsize for part in parts]
+    dist.all_to_all_single(received, sent, coming, going, group=host_group())
+    return received.view(dtype)
 
 
 def host_group() -> Any:
-    """All ranks, over the network of their hosts: devices have nothing to do with files, and NCCL gives up soon."""
+    """The gloo process group of all ranks, over the network of their hosts, with the time limit `PATIENCE`."""
     world = dist.group.WORLD
     if world not in _groups:
-        _groups.clear()  # those of a job before, in the same process
+        _groups.clear()  # groups of an earlier job in the same process
         _groups[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
     return _groups[world]

@@ -1,10 +1,10 @@
 """Runs unmodified megatron-core 0.16 on a CPU with gloo.
 
-megatron-core names CUDA in a few dozen places although most of its arithmetic runs anywhere. Each substitution below
-answers one of those places and says why it is needed; tests/platform leaves them out one at a time and shows what
-breaks. Two of them mend what Megatron does wherever Transformer Engine is absent, also on a GPU; all others are for
-CPUs alone, and `install()` leaves them out when CUDA is present. What is done to Megatron's models and optimizers
-anywhere is in `models/megatron/changes.py`; `checkpoint/writers.py` replaces a queue.
+megatron-core calls CUDA in a few dozen lines although most of its arithmetic runs anywhere. Each substitution below
+replaces one such call and gives the reason; tests/platform leaves them out one at a time and shows what breaks. Two of
+them fix Megatron without Transformer Engine, also on a GPU; all others are for CPUs only, and `install()` leaves them
+out when CUDA is present. Changes to Megatron's models and optimizers that are made on every device are in
+`models/megatron/changes.py`; `checkpoint/writers.py` replaces a queue.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Substitution:
     """One replaced piece of torch or megatron-core.
 
     Attributes:
-        name: How tests refer to it.
+        name: Its name in tests.
         reason: What megatron-core does that a CPU cannot.
-        apply: Puts it in place.
+        apply: Makes the substitution.
         after_import: Whether it replaces something inside megatron.core, which must be imported first.
         on_gpu_too: Whether a GPU without Transformer Engine needs it as well.
     """
@@ -41,7 +41,7 @@ class Substitution:
 
 
 class _NullStream:
-    """A CUDA stream or event on a device where everything is synchronous: only a name."""
+    """A CUDA stream or event on a device where everything is synchronous; its methods do nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -83,8 +83,8 @@ def _factories() -> None:
 
         return wrapper
 
-    # `with torch.device(...)` knows factories by identity, from its first use on; it shall know torch's own, which the
-    # wrappers call. Otherwise it would pass them by, and whoever builds on the meta device gets something else.
+    # `with torch.device(...)` recognizes factories by identity, as they are at its first use. That must be torch's own,
+    # which the wrappers call; otherwise it would not apply to them, and a model on the meta device would be on another.
     _device_constructors()
     for name in ("zeros", "ones", "tensor", "empty", "full", "arange"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -192,7 +192,7 @@ SUBSTITUTIONS = (
     Substitution(
         "rng_tracker",
         "fork() and add() use the CUDA generator through private helpers. The one that reads it fails; the one that "
-        "sets it waits for CUDA for ever: with only the first replaced, tensor parallel ranks silently draw alike",
+        "sets it waits for CUDA forever: with only the first replaced, tensor parallel ranks silently draw alike",
         _rng_tracker,
         after_import=True,
     ),
@@ -220,10 +220,10 @@ SUBSTITUTIONS = (
 
 
 @contextlib.contextmanager
-def _compiler_away() -> Iterator[None]:
-    """Megatron marks functions for torch.compile where it defines them, and that alone imports the compiler: seconds.
+def _without_compiler() -> Iterator[None]:
+    """Replaces torch.compile inside: Megatron decorates functions with it, and that alone takes seconds to import.
 
-    On a CPU they run as they are written. To compile them would take a compiler of C++, and longer than they run.
+    On a CPU the functions run uncompiled. Compiling them would need a C++ compiler, and take longer than they run.
     """
     original = torch.compile
     torch.compile = lambda function=None, **_: function or (lambda marked: marked)  # type: ignore[assignment]
@@ -234,12 +234,12 @@ def _compiler_away() -> Iterator[None]:
 
 
 def install(without: Collection[str] = (), transformer_engine: bool = False) -> bool:
-    """Puts the substitutions in place, once; `without` leaves some out and exists for the tests that show their need.
+    """Makes the substitutions, once; with CUDA only those that Megatron needs without Transformer Engine.
 
-    With CUDA those alone that Megatron needs where there is no Transformer Engine.
+    `without` leaves some out, for the tests that show that they are needed.
 
     Returns:
-        Whether anything was replaced: False with CUDA and Transformer Engine, or when a CPU has them already.
+        Whether anything was replaced: False with CUDA and Transformer Engine, or when it was done before on a CPU.
     """
     cuda = torch.cuda.is_available()
     if (cuda and transformer_engine) or hasattr(torch, "_grpo_mega_cpu"):
@@ -250,11 +250,11 @@ def install(without: Collection[str] = (), transformer_engine: bool = False) -> 
         return True
     torch._grpo_mega_cpu = True  # type: ignore[attr-defined]
     _apply(wanted, after_import=False)
-    with _compiler_away():
+    with _without_compiler():
         import megatron.core  # noqa: F401
     from megatron.core import jit
 
-    jit.disable_jit_fuser()  # what is imported from here on
+    jit.disable_jit_fuser()  # for everything imported from here on
     _apply(wanted, after_import=True)
     return True
 

@@ -1,9 +1,13 @@
-"""Files that are either whole or not there."""
+"""Writes files that are either complete or absent."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -11,13 +15,61 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
     One writer per path at a time; the temporary file a killed writer left is overwritten by the next one.
     """
+    with writing_atomic(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def writing_atomic(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to, which replaces `path` at the end of the block as `write_atomic` does.
+
+    When the block raises, `path` stays as it was.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        try:
+            yield file
+        except BaseException:
+            temporary.unlink()
+            raise
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
     sync_folder(path.parent)
+
+
+@contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """Keeps other processes that write `path` in such a block out of it, on every machine that sees the folder.
+
+    They are refused as long as this block lasts; one that was killed keeps nobody out.
+
+    Raises:
+        ValueError: Another process is in it.
+    """
+    file = path.with_name(f".{path.name}.lock")
+    lock = _locked(file, path)
+    try:
+        yield
+    finally:
+        file.unlink()
+        os.close(lock)
+
+
+def _locked(file: Path, path: Path) -> int:
+    """Takes the lock of a file, made if it is not there, without waiting; returns its descriptor."""
+    while True:
+        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), file.stat()):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise ValueError(f"{path} is being written by another process; wait for it, or name another") from None
+        except FileNotFoundError:  # who had the lock has finished meanwhile, and removed the file
+            pass
+        os.close(lock)
 
 
 def sync_folder(folder: Path) -> None:

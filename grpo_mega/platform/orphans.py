@@ -1,9 +1,9 @@
-"""Processes that end with the one they work for, however that one ends; kill -9 included.
+"""Ends processes together with the one that they work for, however that one ends, kill -9 included.
 
-A process that is killed cannot tell its children, and they live on: ranks without their torchrun would train on and
-write into the run directory, helpers would stay for good. So every process that works for another asks the kernel for
-its own end, or looks once a second where the kernel cannot be asked. Only the standard library is needed, but for
-`end_with_launcher`: processes that must start quickly can use this file too.
+A process that is killed cannot tell its children, and they live on: ranks without their torchrun would continue to
+train and write into the run directory, helpers would never end. So every process that works for another asks the kernel
+to be killed with it or, where the kernel cannot do that, checks once a second. Only the standard library is needed,
+except for `end_with_launcher`: processes that must start quickly can use this file too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-SECONDS_BETWEEN_LOOKS = 1.0
-"""How long a process may outlive the one it looks after."""
+SECONDS_BETWEEN_CHECKS = 1.0
+"""Seconds between checks, and so how long a process may outlive the one that it works for."""
 PR_SET_PDEATHSIG = 1
-"""prctl's name for it, on Linux."""
+"""prctl's number for the parent-death signal, on Linux."""
 MARK = "TORCHELASTIC_RUN_ID"
-"""Environment variable that torchrun gives its ranks, and does not have itself."""
+"""Environment variable that torchrun sets for its ranks, and does not have itself."""
 _C = ctypes.CDLL(None, use_errno=True)
-"""Opened now: in a fork of a process with threads the loader may be locked for good."""
+"""The C library, opened early: in a fork of a process with threads the loader may be locked forever."""
 _forking: int | None = None
 """The process whose forks end with it; None outside of `forks_end_with_us`."""
 
@@ -32,27 +32,27 @@ _forking: int | None = None
 def end_with_parent(parent: int) -> None:
     """Kills this process, with SIGKILL, as soon as its parent ends or if it has ended already.
 
-    Linux takes the parent's *thread* that started this process for the parent: the caller sees to it that this thread
-    lives as long as the parent does (the main thread, usually). Forks of this process do not inherit the wish.
+    For Linux the parent is the *thread* that started this process: the caller must make sure that this thread lives as
+    long as the parent process (usually the main thread). Forks of this process do not inherit this.
 
     Args:
-        parent: The process that started this one, as that one knows itself (`os.getpid()` there): what `os.getppid()`
-            says here may already be the one that takes in orphans.
+        parent: Process id of the process that started this one, from `os.getpid()` there: `os.getppid()` here may
+            already be that of the process that adopts orphans.
     """
     if sys.platform == "linux":
         if _C.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-        if os.getppid() != parent:  # it ended before the kernel was asked
+        if os.getppid() != parent:  # it ended before the signal was set
             os.kill(os.getpid(), signal.SIGKILL)
     else:
         _end_when(lambda: os.getppid() != parent)
 
 
 def end_with_launcher() -> None:
-    """A rank that torchrun started ends with it; any other process stays as it is.
+    """Makes a rank that torchrun started end with torchrun; does nothing in any other process.
 
-    torchrun gives each rank a session: the rank is its leader, or a child of it where torchrun was told to start a
-    script that starts the rank. A training process that was started from a shell, by nohup or over ssh has no torchrun,
+    torchrun gives each rank a session: the rank is its leader, or a child of the leader where torchrun starts a script
+    that starts the rank. A training process that was started from a shell, by nohup or over ssh has no torchrun,
     and outlives whatever started it.
     """
     import psutil
@@ -61,7 +61,7 @@ def end_with_launcher() -> None:
         leader = psutil.Process(os.getsid(0))
         if MARK not in leader.environ():
             return
-    except psutil.Error:  # somebody else's session, or one whose leader has left it
+    except psutil.Error:  # another user's session, or one whose leader has ended
         return
     launcher = leader.parent()
     if launcher is None:
@@ -81,9 +81,9 @@ def end_with_launcher() -> None:
 
 @contextmanager
 def forks_end_with_us() -> Iterator[None]:
-    """Processes forked inside end with this one, and what they fork with them.
+    """Context in which forked processes are made to end with this one, and their forks with them.
 
-    For those that a library forks, in which nothing of ours runs. To be called by the main thread, see
+    It is for processes that a library forks, which run none of this project's code. The main thread must call it, see
     `end_with_parent`.
     """
     global _forking
@@ -105,15 +105,15 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _end_when(gone: Callable[[], bool]) -> None:
-    """Looks from a thread, which goes on whatever this process does in the meantime."""
+    """Kills this process as soon as `gone()`; checks from a thread, independent of what the process does."""
 
-    def look() -> None:
+    def check() -> None:
         while True:
-            with suppress(Exception):  # who cannot be looked at, with no descriptor left for instance, may yet live
+            with suppress(Exception):  # a failed check, for instance without free descriptors, proves nothing
                 if gone():
                     break
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-        os.write(2, b"this process ends: the one that it works for is gone\n")
+            time.sleep(SECONDS_BETWEEN_CHECKS)
+        os.write(2, b"this process ends: the one that it works for has ended\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=look, name="end-with-launcher", daemon=True).start()
+    threading.Thread(target=check, name="end-with-launcher", daemon=True).start()

@@ -1,8 +1,8 @@
-"""The memory that process groups keep on a device, given back while somebody else has it.
+"""Frees the device memory of process groups while an engine uses the device.
 
 NCCL keeps buffers for every group that has been used, 7 GB of each GPU under TP2 x PP2 x DP2 and 9.5 GB with experts
-(measured by verl's pull request 6408). From torch 2.12 and NCCL 2.29.7 on a group can be suspended: it gives back most
-of it and stays what it is, so nothing that refers to it has to be made anew.
+(measured by verl's pull request 6408). From torch 2.12 and NCCL 2.29.7 on a group can be suspended: it frees most
+of its memory and remains valid, so that nothing that refers to it has to be created again.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed import distributed_c10d
 
 NEEDED = (2, 29, 7)
-"""The first NCCL that can suspend."""
+"""The first version of NCCL that can suspend."""
 UNUSED = "not initialized"
-"""What torch says of a group through which nothing was sent yet."""
+"""Part of torch's error for a group that was not used yet."""
 
 
 def can_suspend() -> bool:
-    """Whether torch and its NCCL can; of machines without a GPU, whether torch could elsewhere."""
+    """Whether torch and its NCCL can suspend groups; without a GPU only torch is checked."""
     return hasattr(Backend, "suspend") and (not torch.cuda.is_available() or torch.cuda.nccl.version() >= NEEDED)
 
 
 def suspend(device: torch.device, suspended: list[Any]) -> None:
-    """Suspends all groups of NCCL's on a device, and adds them to `suspended`. All ranks of the job must call it.
+    """Suspends all NCCL groups on a device, and adds them to `suspended`. All ranks of the job must call it.
 
-    Until `resume` nothing may be sent through them. Groups are taken in the order in which they were made, which is the
-    same on all ranks: NCCL has the ranks of each wait for each other.
+    They must not be used until `resume`. Groups are suspended in the order of their creation, which is the same on all
+    ranks: in NCCL the ranks of a group wait for each other.
 
     Raises:
-        RuntimeError: NCCL failed; what was suspended until then is in the list.
+        RuntimeError: NCCL failed; the list has the groups that were suspended before.
     """
     groups = [group for group in distributed_c10d._world.pg_map if torch.device(device.type) in group._device_types]
     for backend in (group._get_backend(device) for group in groups):
@@ -43,7 +43,7 @@ def resume(suspended: list[Any]) -> None:
     """Makes groups usable again, and removes them from the list; all ranks of the job must call it.
 
     Raises:
-        RuntimeError: NCCL failed, perhaps for want of memory; it can be called again.
+        RuntimeError: NCCL failed, perhaps for lack of memory; `resume` can be called again.
     """
     while suspended:
         suspended[0].resume()
@@ -51,7 +51,7 @@ def resume(suspended: list[Any]) -> None:
 
 
 def _suspended(backend: Any) -> bool:
-    """Suspends it, if there is something to suspend."""
+    """Suspends a group if it was used, and returns whether it was."""
     try:
         backend.suspend()
     except RuntimeError as error:

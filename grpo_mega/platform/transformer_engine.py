@@ -1,4 +1,4 @@
-"""Whether Megatron's layers can come from Transformer Engine: there, of a version that Megatron knows, and loadable."""
+"""Whether Transformer Engine can be used: it is installed, in a version that Megatron supports, and can be imported."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ INSTALL = "python -m pip install --no-build-isolation 'transformer-engine[pytorc
 
 
 def usable_transformer_engine() -> bool:
-    """False when it is not installed. Loads it, which takes seconds; for machines with a GPU.
+    """Whether Transformer Engine is installed and usable, on a machine with a GPU. Imports it, which takes seconds.
 
     Raises:
-        ValueError: It is installed and cannot be used; says how to get one that can, or rid of it.
+        ValueError: It is installed and cannot be used; the message has the command that fixes or removes it.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return False
-    found = _version()
-    if not OLDEST <= _numbers(found) < BEFORE:
+    release = _version()
+    if not OLDEST <= _numbers(release) < BEFORE:
         raise ValueError(
-            f"Transformer Engine {found} is installed, and megatron-core works with 2.9 to 2.11: {INSTALL}; training "
+            f"Transformer Engine {release} is installed, and megatron-core works with 2.9 to 2.11: {INSTALL}; training "
             "works without any, slower: python -m pip uninstall transformer-engine"
         )
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a library that does not fit torch's or CUDA's can raise anything
         raise ValueError(
-            f"Transformer Engine {found} is installed and cannot be imported ({type(error).__name__}: {error}); build "
-            f"it for the torch that is installed: {INSTALL}"
+            f"Transformer Engine {release} is installed and cannot be imported ({type(error).__name__}: {error}); "
+            f"build it for the torch that is installed: {INSTALL}"
         ) from error
     return True
 
@@ -44,5 +44,5 @@ def _version() -> str:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """(2, 11) of 2.11.0+abc; () of no version, which is below all."""
+    """The first two numbers of a version: (2, 11) of 2.11.0+abc; () of a text without any, which is below all."""
     return tuple(int(number) for number in re.findall(r"\d+", text.split("+")[0])[:2])

@@ -1,111 +1,151 @@
-"""Builds the reward of a run from its configuration: a weighted sum of built-in terms and user functions."""
+"""Builds the reward of a run from its configuration: a weighted sum of built-in terms and functions of the user."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from grpo_mega.config.rules.reward import check_reward
+from grpo_mega.config.rules.terms import read_options
 from grpo_mega.config.schema import RewardConfig, RewardTerm
-from grpo_mega.reward.extract import answer_tag, boxed
-from grpo_mega.reward.format import think_answer_format
-from grpo_mega.reward.user_functions import UserFunctions
-from grpo_mega.reward.verify import equivalent
+from grpo_mega.reward.kinds import GUARDED, built_in
+from grpo_mega.reward.steps import Decode, steps_of_tokens
+from grpo_mega.reward.user_functions import UserFunction, UserFunctions
+from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Sample, Score
 
-VERIFY_THREADS = 4
-"""Built-in terms are scored by so many threads, because a symbolic comparison waits for a worker process."""
+WARNINGS = 3
+"""Samples without a score that one call warns of; the others are only in the rank's log."""
 
+KEPT_CHARACTERS = 1000
+"""Of reasons, which every rank gets and checkpoints hold; the log has all."""
 
-def accuracy(sample: Sample) -> float:
-    """1.0 when the completion has the strict format and its only answer tag holds the ground truth."""
-    if not think_answer_format(sample):
-        return 0.0
-    answer = answer_tag(sample.text)
-    return float(answer is not None and equivalent(answer, sample.prompt.answer))
-
-
-def boxed_accuracy(sample: Sample) -> float:
-    r"""1.0 when the completion's only `\boxed{...}` holds the ground truth; no other format is asked for."""
-    answer = boxed(sample.text)
-    return float(answer is not None and equivalent(answer, sample.prompt.answer))
-
-
-BUILT_IN: dict[str, Callable[[Sample], float]] = {
-    "accuracy": accuracy,
-    "boxed": boxed_accuracy,
-    "format": think_answer_format,
-}
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Term:
-    """One component of the reward, ready to be called."""
+    """One component of the reward, ready to be used.
+
+    Attributes:
+        name: Its name in the metrics.
+        weight: Its factor in the total.
+        outcomes: Samples -> what it makes of each, in order: a verdict, or why there is none.
+        tasks: The tasks whose samples have the term; all when there are none.
+    """
 
     name: str
     weight: float
-    function: Callable[[Sample], float]
-    built_in: bool
+    outcomes: Callable[[Sequence[Sample]], Iterable[Verdict | Exception]]
+    tasks: frozenset[str] = frozenset()
+
+    def has(self, sample: Sample) -> bool:
+        """Whether this sample has the term."""
+        return not self.tasks or sample.prompt.task in self.tasks
 
 
 @dataclass(frozen=True)
 class Reward:
-    """The reward of a run: total = sum of weight * term."""
+    """The reward of a run: total = sum of weight * term, over the terms that a sample's task has.
+
+    Attributes:
+        terms: The components.
+        leave_out: Whether a sample on which a term fails is left without a score; otherwise it is an error.
+    """
 
     terms: tuple[Term, ...]
+    leave_out: bool = False
 
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """The score of each sample, in the order of `samples`.
+    def score(self, samples: Sequence[Sample], decode: Decode | None = None) -> list[Score]:
+        """The score of each sample, in the order of `samples`. What could not be scored is logged.
 
-        Raises RuntimeError when a term fails on a sample and ValueError when a user function does not return a finite
-        number; both name the term and the sample.
+        Args:
+            samples: Of any prompts.
+            decode: How their tokens became text, for scores that have the rewards of steps; None for scores without.
+
+        Raises:
+            RuntimeError: A term fails on a sample, unless such samples are left out; names the term and the sample.
+            ValueError: The same for a user function that returns no verdict; or no term has the sample's task.
         """
-        columns = [_values(term, samples) for term in self.terms]
-        names = [term.name for term in self.terms]
-        rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-        return [Score(sum(term.weight * row[term.name] for term in self.terms), row) for row in rows]
+        verdicts: list[dict[str, Verdict]] = [{} for _ in samples]
+        unscorable: dict[int, str] = {}
+        for term in self.terms:
+            asked = [i for i, s in enumerate(samples) if term.has(s) and i not in unscorable]
+            outcomes = term.outcomes([samples[i] for i in asked])
+            for i, outcome in zip(asked, outcomes, strict=True):
+                verdict = verdicts[i][term.name] = self._verdict(term, samples[i], outcome)
+                if verdict.unscorable:
+                    unscorable[i] = f"reward term {term.name!r}: {verdict.unscorable}"
+                    level = logging.WARNING if len(unscorable) <= WARNINGS else logging.INFO
+                    logger.log(level, "%s has no score: %s", _in_words(samples[i]), unscorable[i])
+        return [
+            Score(0.0, {}, unscorable=unscorable[i][:KEPT_CHARACTERS])
+            if i in unscorable
+            else self._score(samples[i], of_sample, decode)
+            for i, of_sample in enumerate(verdicts)
+        ]
+
+    def _verdict(self, term: Term, sample: Sample, outcome: Verdict | Exception) -> Verdict:
+        """The verdict, where there is one; where there is none, a missing score or the error."""
+        if isinstance(outcome, Verdict):
+            if not outcome.steps or outcome.steps[-1][0] <= len(sample.text):
+                return outcome
+            outcome = ValueError(
+                f"its step {len(outcome.steps)} ends at character {outcome.steps[-1][0]}, and the completion has "
+                f"{len(sample.text)}"
+            )
+        if self.leave_out:
+            return Verdict(0.0, unscorable=str(outcome))
+        kind = ValueError if isinstance(outcome, ValueError) else RuntimeError
+        raise kind(f"reward term {term.name!r}, {_in_words(sample)}: {outcome}") from outcome
+
+    def _score(self, sample: Sample, verdicts: dict[str, Verdict], decode: Decode | None) -> Score:
+        if not verdicts:
+            raise ValueError(f"{_in_words(sample)}: no reward term has the task {sample.prompt.task!r}")
+        weighted = [(term.weight, verdicts[term.name]) for term in self.terms if term.name in verdicts]
+        total = sum(weight * verdict.value for weight, verdict in weighted)
+        try:
+            steps = steps_of_tokens(sample, weighted, decode) if decode else ()
+        except ValueError as error:
+            if self.leave_out:
+                return Score(0.0, {}, unscorable=str(error)[:KEPT_CHARACTERS])
+            raise ValueError(f"{_in_words(sample)}: {error}") from error
+        reasons = "; ".join(f"{name}: {verdict.reason}" for name, verdict in verdicts.items() if verdict.reason)
+        terms = {name: verdict.value for name, verdict in verdicts.items()}
+        return Score(total, terms, reasons[:KEPT_CHARACTERS], steps=steps)
 
 
 def build_reward(config: RewardConfig, seed: int = 0) -> Reward:
     """The reward that `config` describes, with the run's seed for what user functions draw.
 
-    To be called by the main thread: the process of the user functions ends with the thread that has started it.
-    Raises ValueError on anything that cannot be scored, naming the field.
+    Must be called by the main thread: the process of the user functions ends with the thread that has started it.
+    Raises ValueError for a configuration that cannot be scored, naming the field.
     """
     check_reward(config)
+    leave_out = config.on_error == "leave_out"
+    functions = {term.name: function for term in config.terms if (function := _guarded(term))}
+    guarded = UserFunctions(functions, seed, config.timeout_seconds, restart=leave_out) if functions else None
+    terms = []
     for term in config.terms:
-        _check_known(term)
-    paths = {term.name: term.function for term in config.terms if term.function is not None}
-    functions = dict(BUILT_IN)
-    if paths:
-        own = UserFunctions(paths, seed, config.timeout_seconds)
-        functions |= {name: partial(own.value, name) for name in paths}
-    return Reward(tuple(Term(t.name, t.weight, functions[t.name], t.function is None) for t in config.terms))
+        if guarded and term.name in functions:
+            outcomes: Callable[[Sequence[Sample]], Iterable[Verdict | Exception]]
+            outcomes = partial(guarded.outcomes, term.name)
+        else:
+            outcomes = built_in(term.built_in, read_options(term.built_in, term.options), config.timeout_seconds)
+        terms.append(Term(term.name, term.weight, outcomes, frozenset(term.tasks)))
+    return Reward(tuple(terms), leave_out)
 
 
-def _check_known(term: RewardTerm) -> None:
-    """Refuses a term that is neither built in nor a user's function."""
-    if term.function is None and term.name not in BUILT_IN:
-        raise ValueError(
-            f"reward term {term.name!r} is not built in. Built-in terms: {', '.join(BUILT_IN)}. "
-            "For a function of your own, set the term's function to its import path, package.module:function"
-        )
+def _guarded(term: RewardTerm) -> UserFunction | None:
+    """What of the term runs in the guarded process; None for what needs no guard."""
+    if term.function is not None:
+        return UserFunction(term.function, term.options)
+    if term.built_in in GUARDED:
+        return UserFunction(GUARDED[term.built_in], asdict(read_options(term.built_in, term.options)))
+    return None
 
 
-def _values(term: Term, samples: list[Sample]) -> list[float]:
-    """The term's value for every sample. User functions run one after the other: they need not be thread-safe."""
-    if not term.built_in:
-        return [term.function(sample) for sample in samples]
-    with ThreadPoolExecutor(VERIFY_THREADS) as threads:
-        return list(threads.map(lambda sample: _built_in_value(term, sample), samples))
-
-
-def _built_in_value(term: Term, sample: Sample) -> float:
-    """The term's value for one sample."""
-    try:
-        return term.function(sample)
-    except Exception as error:
-        where = f"reward term {term.name!r}, prompt {sample.prompt.id!r}, sample {sample.index}"
-        raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
+def _in_words(sample: Sample) -> str:
+    return f"prompt {sample.prompt.id!r}, sample {sample.index}"

@@ -1,4 +1,4 @@
-r"""Reads the one final answer out of a completion: `<answer>...</answer>` or `\boxed{...}`.
+r"""Reads the one final answer out of a completion: `<answer>...</answer>`, `\boxed{...}`, or all of it.
 
 A completion that offers several answers has none: otherwise a policy is paid for listing guesses.
 """
@@ -7,10 +7,23 @@ from __future__ import annotations
 
 import re
 
+from grpo_mega.types import Sample
+
 _TAG = re.compile(r"</?answer>")
 _BOXED = r"\boxed"
 # A backslash takes the next character with it, so the literal braces `\{` and `\}` never open or close a group.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def final_answer(sample: Sample, read: str) -> str | None:
+    r"""The final answer of a completion, read where `read` says; None when it has none.
+
+    "tag" is the content of its only answer tag, "boxed" that of its only box, "text" the whole completion, which must
+    have stopped by itself: one that the length limit has cut has not come to its answer.
+    """
+    if read == "text":
+        return sample.text if sample.finish_reason == "stop" else None
+    return answer_tag(sample.text) if read == "tag" else boxed(sample.text)
 
 
 def answer_tag(text: str) -> str | None:
@@ -30,10 +43,10 @@ def boxed(text: str) -> str | None:
     start = text.find(_BOXED)
     while start >= 0:
         start += len(_BOXED)
-        found = _group(text, start)
-        if found is None or content not in (None, found):
+        inside = _group(text, start)
+        if inside is None or content not in (None, inside):
             return None
-        content = found
+        content = inside
         start = text.find(_BOXED, start)
     return content
 

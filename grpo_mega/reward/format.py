@@ -1,9 +1,11 @@
-"""The answer format of DeepSeek-R1-Zero (section 2.2): reasoning in think tags, then the answer in answer tags."""
+"""Formats of a completion: that of DeepSeek-R1-Zero (section 2.2), thinking and then the answer in tags; a box."""
 
 from __future__ import annotations
 
 import re
 
+from grpo_mega.config.schema.terms import FormatOptions
+from grpo_mega.reward.extract import boxed
 from grpo_mega.types import Sample
 
 _CONTENT = r"(?:(?!</?(?:think|answer)>).)+"
@@ -19,3 +21,13 @@ def think_answer_format(sample: Sample) -> float:
     match = _FORMAT.fullmatch(sample.text)
     stopped = sample.finish_reason == "stop"
     return float(stopped and match is not None and all(part.strip() for part in match.groups()))
+
+
+def boxed_format(sample: Sample) -> float:
+    r"""1.0 when the completion stopped by itself and has one `\boxed{...}` that is not empty, else 0.0."""
+    return float(sample.finish_reason == "stop" and bool((boxed(sample.text) or "").strip()))
+
+
+def in_template(sample: Sample, options: FormatOptions) -> float:
+    """1.0 when the completion has the format that the options name, else 0.0."""
+    return think_answer_format(sample) if options.template == "think_answer" else boxed_format(sample)

@@ -1,6 +1,6 @@
-r"""Many ways to write one answer -> one: the text steps before `form.py` reads the structure.
+r"""Folds the many ways to write one answer into one, in text steps, before `parse.py` reads the structure.
 
-Every step maps text to text, is linear in its length and keeps the meaning. What no step knows stays as it is; such an
+Every step maps text to text, is linear in its length and keeps the meaning. What no step knows stays unchanged; such an
 answer then only equals its own text. Look-alikes (full-width digits, Cyrillic letters) are not folded.
 """
 
@@ -85,14 +85,14 @@ _PLAIN_FUNCTION = re.compile(r"(?<![\\A-Za-z])(arc(?:sin|cos|tan)|sin|cos|tan|co
 
 
 def normalize(text: str) -> str:
-    """The text after all steps, in the order in which they are listed below."""
+    """The text after all of `STEPS`, in their order."""
     for step in STEPS:
         text = step(text)
     return text
 
 
 def fold_symbols(text: str) -> str:
-    r"""Typographic signs become LaTeX: `π/2` is `\pi /2`, `x²` is `x^{2}`; `√12` and `√(x)` take what follows them."""
+    r"""Turns typographic signs into LaTeX: `π/2` is `\pi /2`, `x²` is `x^{2}`; `√` takes the `12` or `(x)` after it."""
     text = _RAISED.sub(lambda match: "^{" + "".join(SUPERSCRIPTS[sign] for sign in match[0]) + "}", text)
     text = re.sub("\u221a\\s*([0-9]+|[A-Za-z])", r"\\sqrt{\1}", text)
     text = re.sub("\u221a\\s*(?=\\()", "sqrt", text)
@@ -100,7 +100,7 @@ def fold_symbols(text: str) -> str:
 
 
 def unwrap_delimiters(text: str) -> str:
-    r"""The frame around the whole goes: `$...$`, `\(...\)`, `**...**`, quotes, a final full stop, "answer:"."""
+    r"""Removes what frames the whole: `$...$`, `\(...\)`, `**...**`, quotes, a final full stop, "answer:"."""
     text = re.sub(r"^(?:the\s+)?(?:final\s+)?answer\s*:\s*", "", text.strip(), flags=re.IGNORECASE)
     text = re.sub(r"(?<=[^.\s])\s*\.$", "", text)
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ('"', '"')):
@@ -112,7 +112,7 @@ def unwrap_delimiters(text: str) -> str:
 
 
 def unify_commands(text: str) -> str:
-    r"""Layout goes, synonyms become one: `\left(\dfrac12\right)` is `(\frac12)`, `70\,000` is `70 000`."""
+    r"""Removes layout and unites synonyms: `\left(\dfrac12\right)` is `(\frac12)`, `70\,000` is `70 000`."""
     text = text.replace(r"\%", "%").replace("{,}", ",").replace("{:}", ":")
     text = re.sub(r",\\!\s*", ",", text).replace(r"\!", "")
     text = re.sub(r"(?<!\\)\\[,;:> ]|~", " ", text)
@@ -122,7 +122,7 @@ def unify_commands(text: str) -> str:
 
 
 def unify_fonts(text: str) -> str:
-    r"""`\mathrm{~cm}` and `\mbox{ cm}` are `\text{ cm}`; `\mathbf{64}` and `\text{64}` are `64`."""
+    r"""Unites fonts: `\mathrm{~cm}` and `\mbox{ cm}` become `\text{ cm}`; `\mathbf{64}` and `\text{64}` become `64`."""
     for _ in range(3):  # fonts inside fonts
         text = _UPRIGHT.sub(lambda match: _upright(match[1]), text)
         text = _BOLD.sub("", text)
@@ -132,14 +132,14 @@ def unify_fonts(text: str) -> str:
 
 
 def _upright(content: str) -> str:
-    r"""Words and units stay marked; numbers, `e` and `i` need no mark."""
+    r"""The content in `\text{}` where it is words or a unit, and bare where it is a number, `e` or `i`."""
     if content in ("e", "i") or not re.search(r"[A-Za-z]", content):
         return content
     return rf"\text{{{content}}}"
 
 
 def spell_out(text: str) -> str:
-    r"""Plain-text mathematics becomes LaTeX: `2*sqrt(3)`, `x**2`, `pi/2`, `sin(x)`, `infinity`."""
+    r"""Turns plain-text mathematics into LaTeX: `2*sqrt(3)`, `x**2`, `pi/2`, `sin(x)`, `infinity`."""
     start = text.find("sqrt(")
     while start >= 0:
         end = closing(text, start + 4)
@@ -155,7 +155,7 @@ def spell_out(text: str) -> str:
 
 
 def complete_arguments(text: str) -> str:
-    r"""Every argument gets its braces: `\frac12`, `\sqrt3`, `x^10`, `x_1`, `{1 \over 2}`."""
+    r"""Puts every argument in braces: `\frac12`, `\sqrt3`, `x^10`, `x_1`, `{1 \over 2}`."""
     text = _OVER.sub(r"\\frac{\1}{\2}", text)
     text = _BARE_FIRST.sub(lambda match: f"\\{match[1]}{match[2] or ''}{{{match[3]}}}", text)
     for match in reversed(list(_TWO_ARGUMENTS.finditer(text))):
@@ -169,14 +169,14 @@ def complete_arguments(text: str) -> str:
 
 
 def standard_interval(text: str) -> str:
-    r"""`]-\infty, 2]` is the French way to write `(-\infty, 2]`."""
+    r"""Rewrites the French `]-\infty, 2]` as `(-\infty, 2]`."""
     if match := re.fullmatch(r"\s*([\[\]])([^\[\]()]*,[^\[\]()]*)([\[\]])\s*", text):
         return f"{'[' if match[1] == '[' else '('}{match[2]}{']' if match[3] == ']' else ')'}"
     return text
 
 
 def single_spaces(text: str) -> str:
-    """Runs of white space are one space."""
+    """Replaces runs of white space by one space."""
     return " ".join(text.split())
 
 
@@ -193,10 +193,10 @@ STEPS = (
 
 
 def closing(text: str, opening: int) -> int:
-    """Where the bracket at `opening` closes; -1 when it never does. All brackets count as one kind, as in `[0, 1)`."""
+    """Index at which the bracket at `opening` closes, -1 when it never does; brackets of all kinds match: `[0, 1)`."""
     depth = 0
-    for position in range(opening, len(text)):
-        depth += (text[position] in "([{") - (text[position] in ")]}")
+    for index in range(opening, len(text)):
+        depth += (text[index] in "([{") - (text[index] in ")]}")
         if depth == 0:
-            return position
+            return index
     return -1

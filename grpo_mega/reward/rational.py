@@ -1,4 +1,4 @@
-"""The exact value of a number, in all the ways in which a number is written down."""
+"""The exact value of a number, in all the ways in which numbers are written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUMBERS = [
 
 
 def rational(text: str) -> Fraction | None:
-    r"""The exact value of a number that is written as one; None for anything that would have to be worked out.
+    r"""The exact value of a number that is written as one; None for anything that would have to be computed.
 
     Decimals, with thousands separators and exponents (`1,234.5`, `70 000`, `3.5 \cdot 10^{4}`), fractions, mixed
     numbers whose fraction is proper, and repeating decimals; one sign at most.
@@ -39,7 +39,7 @@ def rational(text: str) -> Fraction | None:
 
 
 def _value(part: dict[str, str | None]) -> Fraction | None:
-    """The value of the named parts of a number; None for a division by zero and whatever is not worth computing."""
+    """The value of the named parts of a number; None for a division by zero and for exponents beyond MAX_EXPONENT."""
     if part.get("top"):
         top, bottom = _plain_decimal(part["top"]), _plain_decimal(part["bottom"])
         return top / bottom if bottom else None
@@ -48,8 +48,8 @@ def _value(part: dict[str, str | None]) -> Fraction | None:
         return whole + top / bottom if 0 < top < bottom else None
     if part.get("repeated"):
         before, repeated = str(part["before"]), str(part["repeated"])
-        places = len(before.partition(".")[2])
-        cycle = Fraction(int(repeated), (10 ** len(repeated) - 1) * 10**places)
+        decimals = len(before.partition(".")[2])
+        cycle = Fraction(int(repeated), (10 ** len(repeated) - 1) * 10**decimals)
         return Fraction(f"0{before}0") + cycle
     exponent = part.get("e") or "0"
     if len(exponent) > 6 or abs(int(exponent)) > MAX_EXPONENT:
@@ -58,5 +58,5 @@ def _value(part: dict[str, str | None]) -> Fraction | None:
 
 
 def _plain_decimal(text: str | None) -> Fraction:
-    """A decimal without its separators."""
+    """The value of a decimal with separators or parentheses."""
     return Fraction(re.sub(r"[,\s()]", "", str(text)))

@@ -1,4 +1,4 @@
-"""sympy in worker processes that the kernel kills when a comparison takes too long.
+"""Runs sympy in worker processes that the kernel kills when a comparison takes too long.
 
 A hostile answer such as `9^{9^9}` keeps sympy busy for ever, in C code that no Python exception interrupts, and
 math-verify's own time-outs work only in a main thread. So every comparison runs in a worker: a bare interpreter (it
@@ -23,7 +23,7 @@ from pathlib import Path
 CPU_SECONDS = 2.0
 """CPU time one comparison may take; more counts as not equivalent."""
 WALL_SECONDS = 60.0
-"""Limit for a worker that burns no CPU time because the machine starves it."""
+"""Wall-clock limit, for a worker that gets no CPU time on a busy machine."""
 START_SECONDS = 300.0
 """Limit for starting an interpreter and importing sympy on a busy machine."""
 MEMORY_BYTES = 4 << 30
@@ -59,19 +59,19 @@ class _Worker:
             )
 
     def ask(self, pairs: Pairs) -> list[bool] | None:
-        """The verdicts, or None when the worker died over the question."""
+        """The verdict for each pair, or None when the worker died of the question."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(pairs).encode() + b"\n")
         line = self._read(WALL_SECONDS)
         return json.loads(line) if line else None
 
     def close(self) -> None:
-        """Kills the process (it holds no state) and waits until it is gone."""
+        """Kills the process, which holds no state, and waits until it has ended."""
         self.process.kill()
         self.process.communicate()
 
     def _read(self, seconds: float) -> bytes:
-        """One line, or nothing when the process ended or stayed silent for so long."""
+        """One line, or b"" when the process ended or wrote nothing within `seconds`."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
         return self.process.stdout.readline() if ready else b""
@@ -114,7 +114,7 @@ def _take_idle() -> _Worker | None:
 
 
 def _warn_once(answer: str, code: int) -> None:
-    """Says the first time, and only then, that an answer was given up."""
+    """Logs a warning for the first answer that a worker gave up on, and only for it."""
     if not _warned.is_set():
         _warned.set()
         _logger.warning(

@@ -1,4 +1,4 @@
-r"""The process behind `symbolic.py`: `python -P symbolic_worker.py CPU_SECONDS MEMORY_BYTES`.
+r"""The worker process of `symbolic.py`: `python -P symbolic_worker.py CPU_SECONDS MEMORY_BYTES`.
 
 Writes `ready`, then for every line `[[answer, truth], ...]` on standard input one line `[true, false, ...]`, until the
 input ends. The texts are LaTeX of single expressions, or of two with ` = `, ` < ` or ` \le ` between them.
@@ -26,7 +26,7 @@ from sympy.core.random import seed
 
 DIGITS = 60
 POINTS = (sympy.Rational(13, 7), sympy.Rational(29, 11), sympy.Rational(3, 17))
-"""Where free symbols are put for the numeric filter: the k-th symbol gets a multiple of them."""
+"""Values of free symbols in the numeric filter; the k-th symbol gets a multiple of them."""
 
 _CONFIG = ConversionConfig(lowercase_symbols=False)
 _DECIMAL = re.compile(r"(\d*)\.(\d+)|(\d+)\.(?!\d)")
@@ -36,7 +36,7 @@ _UNFINISHED = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Deri
 
 
 def equal(answer: str, truth: str) -> bool:
-    """Whether the two are the same expression or relation; what cannot be digested is not equal to anything."""
+    """Whether the two are the same expression or relation; text that sympy cannot read equals nothing."""
     try:
         given, wanted = (_OPERATOR.split(text) for text in (answer, truth))
         if len(wanted) == 1:
@@ -57,14 +57,14 @@ def _read(text: str) -> sympy.Expr:
     return expression.xreplace({sympy.Symbol("i", real=True): sympy.I})
 
 
-def _fraction(decimal: re.Match[str]) -> str:
+def _fraction(match: re.Match[str]) -> str:
     """A decimal as LaTeX of the same fraction."""
-    whole, places = decimal[1] or decimal[3] or "", decimal[2] or ""
-    return rf"{{\frac{{{int(whole + places)}}}{{{10 ** len(places)}}}}}"
+    whole, decimals = match[1] or match[3] or "", match[2] or ""
+    return rf"{{\frac{{{int(whole + decimals)}}}{{{10 ** len(decimals)}}}}}"
 
 
 def _equal_expressions(answer: sympy.Expr, truth: sympy.Expr) -> bool:
-    """Whether the difference is zero, and the answer brings no symbol or factorial that the truth does not need."""
+    """Whether the difference is zero, and the answer has no symbol or factorial that the truth does not have."""
     counting = (sympy.factorial, sympy.binomial, sympy.gamma)
     if not answer.free_symbols <= truth.free_symbols or (answer.has(sympy.factorial) and not truth.has(*counting)):
         return False
@@ -80,7 +80,7 @@ def _equal_relations(answer: sympy.Expr, truth: sympy.Expr, operator: str) -> bo
 
 
 def _differ(answer: sympy.Expr, truth: sympy.Expr) -> bool:
-    """Whether the values certainly differ somewhere."""
+    """Whether the two have certainly different values at one of `POINTS`."""
     symbols = sorted(truth.free_symbols, key=str)
     for point in POINTS if symbols else POINTS[:1]:
         values = {symbol: point * (2 * index + 1) / (index + 1) for index, symbol in enumerate(symbols)}
@@ -93,17 +93,17 @@ def _differ(answer: sympy.Expr, truth: sympy.Expr) -> bool:
 
 
 def _is_zero(difference: sympy.Expr) -> bool:
-    """Whether sympy proves it, by ever more expensive means."""
+    """Whether sympy proves that the difference is zero, by increasingly expensive simplifications."""
     seed(0)  # sympy tries random points: the same question must get the same verdict
-    for means in (lambda d: d.doit(), sympy.expand, sympy.cancel, sympy.simplify, sympy.radsimp, sympy.trigsimp):
-        difference = means(difference)
+    for simplify in (lambda d: d.doit(), sympy.expand, sympy.cancel, sympy.simplify, sympy.radsimp, sympy.trigsimp):
+        difference = simplify(difference)
         if difference.is_zero:
             return True
     return difference.equals(0) is True
 
 
 def main(cpu_seconds: float, memory_bytes: int) -> None:
-    """Answers questions until standard input closes. The kernel kills the process when one takes too long."""
+    """Answers questions until standard input closes. The kernel kills the process when a question takes too long."""
     verdicts = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # antlr prints version mismatches to standard output: they are no verdicts
     logging.disable(logging.CRITICAL)

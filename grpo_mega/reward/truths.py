@@ -1,4 +1,4 @@
-r"""Ground truths that no completion can reach: found before training, by asking the reward itself.
+r"""Detects ground truths that no completion can match, before training, with the reward itself.
 
 A run on such problems learns the format and nothing else, and its accuracy stays at zero for no visible reason.
 """
@@ -6,25 +6,27 @@ A run on such problems learns the format and nothing else, and its accuracy stay
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Sequence
 
 from grpo_mega.config.schema import RewardTerm
-from grpo_mega.reward.compose import BUILT_IN
+from grpo_mega.config.schema.terms import NoOptions
 from grpo_mega.reward.extract import boxed
+from grpo_mega.reward.kinds import FORMULAS
 from grpo_mega.reward.verify import MAX_CHARACTERS
 from grpo_mega.types import Prompt, Sample
 
-IDEAL = {"accuracy": "<think>...</think><answer>{}</answer>", "boxed": r"\boxed{{{}}}"}
-"""What the built-in terms that compare answers want to read."""
+IDEAL = {"accuracy": "<think>...</think><answer>{}</answer>", "boxed": r"\boxed{{{}}}", "last_number": "{}"}
+"""Kind of term -> the completion that it scores 1, with {} for the ground truth."""
 _GSM8K = re.compile(r"####\s*(.*\S)\s*\Z")
 
 
 def why_unreachable(terms: Sequence[RewardTerm], truth: str) -> str | None:
-    """Why no completion can be right when `truth` is the answer, and the way out; None when one can.
+    """Why no completion can be right when `truth` is the answer, and how to fix it; None when one can be.
 
-    A term of the user's own may read answers as it likes: about those nothing is said.
+    Only built-in terms of all tasks are checked: a user's function may read answers as it likes.
     """
-    names = [term.name for term in terms if term.function is None and term.name in IDEAL]
+    names = {term.name: term.built_in for term in terms if term.built_in in IDEAL and not term.tasks}
     if not names:
         return None
     if solution := _GSM8K.search(truth):
@@ -36,8 +38,8 @@ def why_unreachable(terms: Sequence[RewardTerm], truth: str) -> str | None:
         return f"has {len(truth)} characters, and {MAX_CHARACTERS} at most are compared; write the final answer alone"
     if boxed(rf"\boxed{{{truth}}}") != truth:
         return f"is {truth!r}, whose braces do not match; write every {{ with its }}"
-    for name in names:
-        if BUILT_IN[name](_ideal(IDEAL[name].format(truth), truth)) != 1:
+    for name, kind in names.items():
+        if FORMULAS[kind](_ideal(IDEAL[kind].format(truth), truth), NoOptions()) != 1:
             return (
                 f"is {truth!r}, which reward term {name!r} does not accept as an answer to itself; write a plain value"
             )
@@ -45,6 +47,6 @@ def why_unreachable(terms: Sequence[RewardTerm], truth: str) -> str | None:
 
 
 def _ideal(completion: str, truth: str) -> Sample:
-    """A sample that stopped by itself behind this completion."""
+    """A sample that stopped by itself after this completion."""
     prompt = Prompt(id="truth", token_ids=(), text="", answer=truth, task="")
-    return Sample(prompt, 0, (), (), "stop", ((0, 0),), completion)
+    return Sample(prompt, 0, array("i"), array("f"), "stop", ((0, 0),), completion)

@@ -1,4 +1,4 @@
-r"""What may follow a value without changing it: units, currencies and the things that are counted."""
+r"""Names of units, currencies and counted things, which may follow a value without changing it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ _FUNCTION_WORDS = (
     "upwards downwards afterwards forwards nowadays past also near being something anything nothing everything"
 )
 _CHANGING = frozenset(f"{_NUMBERS} {_OPERATIONS} {_HEDGES} {_FUNCTION_WORDS}".split())
-"""Words that make another value, a guess or a sentence of what precedes them. These classes of words are closed."""
+"""Words that turn the value before them into another value, a guess or a sentence. These word classes are closed."""
 
 _CHANGING_FORMS = re.compile(
     r".*(?:th|milliard|illion|uple|upled|upling|fold|ly|n't)"
@@ -103,14 +103,14 @@ _LOOKALIKES = (
     "month path moth cloth tablecloth booth bath tooth teeth youth mouth broth length depth width math "
     "health wealth north south earth family jelly belly fly butterfly lily daily weekly monthly yearly elderly"
 )
-_HARMLESS_FORMS = frozenset(_LOOKALIKES.split())
-"""Words that only look so."""
+_EXCEPTIONS = frozenset(_LOOKALIKES.split())
+"""Words that match `_CHANGING_FORMS` and change nothing."""
 _FUNCTIONS = re.compile(
     "arc[a-z]+|sin|cos|tan|cot|sec|csc|log|exp|sqrt|abs|max|det|lim|arg|alpha|beta|gamma|delta|epsilon|zeta|eta|theta|"
     "iota|kappa|lambda|rho|sigma|tau|phi|chi|psi|omega"
 )
 _PRODUCT = re.compile("[abckmnpqrstxyz]{3}|[^aeiouy]+")
-"""Letters that stand for variables: `3 xyz` is no number of things."""
+"""Letters that are variables: `3 xyz` is not a number of things."""
 
 _PLURAL = re.compile(r"[a-z]+[^siu']s")
 _COMMON_NOUNS = (
@@ -164,23 +164,23 @@ def unit_name(text: str, counted: bool) -> str | None:
 
 
 def _known(part: str) -> str | None:
-    """One unit with its power, like `cm^2`; case counts only where it is a unit's own, as in `mL`."""
+    """The canonical name of one unit with its power, like `cm^2`, or None; case counts only in units such as `mL`."""
     word, power, exponent = part.partition("^")
     unit = UNITS.get(word) or (UNITS.get(word.lower()) if len(word) > 1 else None)
     return None if unit is None else unit + power + exponent
 
 
 def _share(part: str) -> str | None:
-    """What a rate is for: `person` in `3 apples per person`; a noun in the singular can be any word."""
+    """The name of what a rate refers to: `person` in `3 apples per person`; a noun in the singular can be any word."""
     words = part.lower().split()
     return _join(words) if 0 < len(words) <= 3 and all(map(_harmless, words)) else None
 
 
 def _things(text: str) -> str | None:
-    """What is counted: nouns in the plural or well-known ones, with what describes them and compares them.
+    """The name of what is counted, or None: nouns in the plural or well-known ones, with adjectives and comparisons.
 
     An open class of words can only be admitted where none of them changes the value, so the noun must look like one,
-    and every word before it must not belong to the closed classes that count, calculate, hedge or deny.
+    and no word before it may belong to the closed classes that count, calculate, hedge or deny.
     """
     if _TIMES.fullmatch(text):
         return "times"
@@ -224,9 +224,9 @@ def _harmless(word: str) -> bool:
     if not re.fullmatch(r"[a-z']{3,}", word) or _PRODUCT.fullmatch(word) or forms & _CHANGING:
         return False
     looks = {form for form in forms if _CHANGING_FORMS.fullmatch(form) or _FUNCTIONS.fullmatch(form)}
-    return not looks or bool(forms & _HARMLESS_FORMS)
+    return not looks or bool(forms & _EXCEPTIONS)
 
 
 def _join(words: list[str]) -> str:
-    """The name of things, in the singular as far as an s makes the difference."""
+    """The words as one name, in the singular where only an s makes the difference."""
     return " ".join(word.removesuffix("s") for word in words)

@@ -1,9 +1,9 @@
-"""Functions of users, `reward.terms[].function`, run where nothing that they do reaches the run.
+"""Runs users' reward functions, `reward.terms[].function`, in a process of their own, where they cannot harm the run.
 
 A function may exit, be killed, hang, fork, start programs, change its sample or the working directory, print without
-end or take all memory. So all functions of a run are called in a process beside each rank (`user_worker.py`), each
-time with a copy of the sample and within a time limit; what goes wrong is an error of the rank that names the term and
-the sample, and with the process ends all that it has started.
+end or take all memory. So each rank has a process (`user_worker.py`) that calls the functions, each time with a copy of
+the sample and within a time limit. What goes wrong becomes an error of the rank that names the term and the sample;
+what the process has started ends with it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,36 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
-from grpo_mega.reward.user_worker import END, STACK
+from grpo_mega.reward.read_verdict import read_verdict
+from grpo_mega.reward.user_worker import AT_ONCE, MOST_AT_ONCE, ONE, STACK
+from grpo_mega.reward.verdict import Verdict
+from grpo_mega.sandbox.guard import END
 from grpo_mega.types import Sample
 
 IMPORT_SECONDS = 1800.0
 """Time limit for importing a function's module, which may load a model."""
 SECONDS_TO_DIE = 30.0
-"""How long the end of killed processes is waited for; a driver may hold them up."""
+"""Longest wait for killed processes to end; a driver may delay them."""
+STACK_SECONDS = 5.0
+"""How long a process that takes too long has to print where it is."""
+GRACE_SECONDS = 5.0
+"""How much later than its calls' limits an async function is ended that does not heed them."""
 SHOWN_BYTES = 1 << 16
-"""So much of what functions print is passed on to standard error; all of it is read."""
+"""Bytes of the functions' output that are passed on to standard error; the rest is read and dropped."""
 LAST_LINES = 15
+"""Lines of output, the last ones, that an error shows."""
 LAST_BYTES = 4000
-"""Of what was printed, shown with an error."""
+"""Bytes of output that are kept for an error."""
 SLICE = 1.0
-"""Seconds; a longer break in the waiting does not count, the job was suspended then."""
+"""Seconds of one wait; a wait that took longer counts as this much, because the job was suspended meanwhile."""
 DEFAULTS = {"PYTHONHASHSEED": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-"""Environment of the process where this one's does not say otherwise: a rank that torchrun did not start is alone."""
+"""Environment variables of the process that this one lacks: a rank that torchrun did not start is the only one."""
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from grpo_mega.reward.user_worker import main; "
@@ -46,65 +57,97 @@ _START = (
 
 
 class _Lost(Exception):
-    """The worker does not answer any more; nothing is left of it."""
+    """The worker no longer answers, and it and its children have been ended."""
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A function of the user's: its import path `package.module:function`, and its arguments after the sample."""
+
+    path: str
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 class UserFunctions:
-    """The functions of a run, in their process."""
+    """The reward functions of a run, and the process that runs them."""
 
-    def __init__(self, functions: dict[str, str], seed: int, seconds: float) -> None:
-        """Imports them, with this process' import path, working directory and environment.
+    def __init__(self, functions: dict[str, UserFunction], seed: int, seconds: float, restart: bool = False) -> None:
+        """Imports the functions, with this process' import path, working directory and environment.
 
         Args:
-            functions: Term -> import path `package.module:function`.
-            seed: Of the run. What a function draws depends on it, the term and the sample.
+            functions: By the name of the term.
+            seed: The run's. What a function draws depends on it, the term and the sample.
             seconds: Time limit for a call.
+            restart: Whether calls after one that ended the process get a new one.
 
         Raises:
-            ValueError: One cannot be imported; names the term.
+            ValueError: A function cannot be imported; names the term.
         """
-        self._seed, self._seconds = seed, seconds
+        self._functions, self._seed, self._seconds, self._restart = functions, seed, seconds, restart
+        self._forms: dict[str, str] = {}  # of each function: see `user_worker.Function`
         self._start()
-        for term, path in functions.items():
+        self._import()
+
+    def _import(self) -> None:
+        for term, function in self._functions.items():
             try:
-                answer = self._ask(("import", term, path), IMPORT_SECONDS, f"not done within {IMPORT_SECONDS:g} s")
+                request = ("import", term, function.path, function.options)
+                answer = self._ask(request, IMPORT_SECONDS, f"not done within {IMPORT_SECONDS:g} s")
                 failed = answer.get("raised")
             except _Lost as lost:
                 failed = str(lost)
             if failed:
-                raise ValueError(f"reward term {term!r}: cannot import {path!r}: {failed}")
+                raise ValueError(f"reward term {term!r}: cannot import {function.path!r}: {failed}")
+            self._forms[term] = answer["form"]
 
-    def value(self, term: str, sample: Sample) -> float:
-        """The term's value for one sample.
+    def outcomes(self, term: str, samples: Sequence[Sample]) -> Iterator[Verdict | Exception]:
+        """What the term's function makes of each sample: a verdict, or why there is none.
 
-        Raises:
-            ValueError: The function returns no finite number.
-            RuntimeError: It fails, takes too long, or ends its process. Both name the term and the sample.
+        The function is called as the outcomes are asked for, unless it takes several samples at once. A ValueError
+        stands for a value that is no verdict, a RuntimeError for a function that fails, takes too long, or ends its
+        process.
         """
-        where = f"reward term {term!r}, prompt {sample.prompt.id!r}, sample {sample.index}"
-        key = f"{self._seed}/{term}/{sample.prompt.id}/{sample.index}/{sample.policy_version}"
+        if self._forms[term] == ONE:
+            for sample in samples:
+                yield from self._call(term, [sample])
+        elif samples:
+            yield from self._call(term, samples)
+
+    def _call(self, term: str, samples: Sequence[Sample]) -> list[Verdict | Exception]:
+        keys = [f"{self._seed}/{term}/{s.prompt.id}/{s.index}/{s.policy_version}" for s in samples]
+        late = f"no value within reward.timeout_seconds={self._seconds:g}"
+        light = [replace(sample, experts=None) for sample in samples]  # a tensor, for which the worker would need torch
+        seconds = self._seconds
+        if self._forms[term] == AT_ONCE:  # each has its own limit, which the worker keeps
+            seconds = self._seconds * ceil(len(samples) / MOST_AT_ONCE) + GRACE_SECONDS
         try:
-            late = f"no value within reward.timeout_seconds={self._seconds:g}"
-            answer = self._ask(("call", term, sample, key), self._seconds, late)
+            if self._restart and not self._end.alive:
+                self._start()
+                self._import()
+            answer = self._ask(("call", term, light, keys, self._seconds), seconds, late)
         except _Lost as lost:
-            raise RuntimeError(f"{where}: {lost}") from None
-        if "raised" in answer:
-            raise RuntimeError(f"{where}: {answer['raised']}\n{answer['traceback']}{self._last_words()}")
-        if "returned" in answer:
-            raise ValueError(
-                f"{where}: returned {answer['returned']}; a reward must be a finite number (a float, int or bool)"
-            )
-        return answer["value"]
+            return [RuntimeError(str(lost)) for _ in samples]
+        outcomes = answer.get("outcomes") or [answer] * len(samples)
+        return [self._outcome(outcome, late) for outcome in outcomes]
+
+    def _outcome(self, outcome: dict[str, Any], late: str) -> Verdict | Exception:
+        if "late" in outcome:
+            return RuntimeError(f"{late}{self._output_for_error()}")
+        if "raised" in outcome:
+            return RuntimeError(f"{outcome['raised']}\n{outcome['traceback']}{self._output_for_error()}")
+        if "returned" in outcome:
+            return ValueError(outcome["returned"])
+        return read_verdict(outcome)
 
     def close(self) -> None:
-        """Ends the process and all that it started; at the latest this happens when the interpreter ends."""
+        """Ends the process and all that it started; the end of this interpreter does so too."""
         self._end()
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair()
         path = json.dumps([str(folder) for folder in sys.path])
         with theirs:
-            # A session of its own keeps Ctrl-C away; -u, that the last words come before an end without warning.
+            # A session of its own keeps Ctrl-C away; -u, so that output is complete when it ends abruptly.
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-P", "-c", _START, path, str(os.getpid()), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -116,25 +159,26 @@ class UserFunctions:
                 start_new_session=True,
             )
         assert self._process.stdout is not None
-        self._output = self._process.stdout.fileno()
-        os.set_blocking(self._output, False)
+        self._output_fd = self._process.stdout.fileno()
+        os.set_blocking(self._output_fd, False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        self._poll.register(self._output, select.POLLIN)
+        self._poll.register(self._output_fd, select.POLLIN)
         self._requests = 0
-        self._said, self._shown, self._decoder = b"", 0, codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._output_tail, self._shown_bytes = b"", 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._end = weakref.finalize(self, _end, self._process, self._socket, os.getpid())
 
     def _ask(self, request: tuple[Any, ...], seconds: float, late: str) -> dict[str, Any]:
-        """The worker's answer to a request; `late` is what the error says if there is none in time."""
+        """The worker's answer to a request; `late` is the error's text when there is none within `seconds`."""
         if not self._end.alive:
-            raise _Lost("the process of this run's functions has ended before")
+            raise _Lost("the process of this run's functions has already ended")
         message = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
         try:
             self._socket.settimeout(min(seconds, IMPORT_SECONDS))
             self._socket.sendall(len(message).to_bytes(8, "big") + message)
-            line = self._listen(seconds)
-        except OSError:  # among them that the worker's end is closed
+            line = self._next_line(seconds)
+        except OSError:  # the worker's end may be closed
             line = b""
         if line is None:
             raise self._late(late)
@@ -143,63 +187,63 @@ class UserFunctions:
             answer = json.loads(line)
             if isinstance(answer, dict) and answer.get("number") == self._requests:
                 return answer
-        raise self._lost(talks_nonsense=bool(line))
+        raise self._lost(invalid=bool(line))
 
-    def _listen(self, seconds: float) -> bytes | None:
-        """The next line from the worker, less when it has ended, None when there is none in time."""
+    def _next_line(self, seconds: float) -> bytes | None:
+        """The worker's next line, incomplete when the worker has ended; None when there is none within `seconds`."""
         left, line = seconds, b""
         while left > 0:
             began = time.monotonic()
             ready = [descriptor for descriptor, _ in self._poll.poll(1000 * min(left, SLICE))]
             left -= min(time.monotonic() - began, SLICE)
-            if self._output in ready:
-                self._hear()
+            if self._output_fd in ready:
+                self._read_output()
             if self._socket.fileno() in ready:
                 part = self._socket.recv(1 << 16)
                 line += part
                 if not part or line.endswith(b"\n"):
-                    self._hear()
+                    self._read_output()
                     return line
         return None
 
-    def _hear(self) -> None:
-        """Takes what was printed: the first of it is shown, the last of it is kept for errors."""
+    def _read_output(self) -> None:
+        """Reads what functions have printed: shows the first SHOWN_BYTES and keeps the last LAST_BYTES for errors."""
         try:
-            said = os.read(self._output, 1 << 20)
+            output = os.read(self._output_fd, 1 << 20)
         except BlockingIOError:
             return
-        self._said = (self._said + said)[-LAST_BYTES:]
-        if not said or self._shown >= SHOWN_BYTES:
+        self._output_tail = (self._output_tail + output)[-LAST_BYTES:]
+        if not output or self._shown_bytes >= SHOWN_BYTES:
             return
-        text = self._decoder.decode(said[: SHOWN_BYTES - self._shown])
-        self._shown += len(said)
-        if self._shown >= SHOWN_BYTES:
-            text += f"\nreward functions have printed {SHOWN_BYTES} bytes: no more of it is shown\n"
-        with suppress(OSError):  # nobody may read it any more
+        text = self._decoder.decode(output[: SHOWN_BYTES - self._shown_bytes])
+        self._shown_bytes += len(output)
+        if self._shown_bytes >= SHOWN_BYTES:
+            text += f"\nreward functions have printed {SHOWN_BYTES} bytes: the rest is not shown\n"
+        with suppress(OSError):  # standard error may be closed
             sys.stderr.write(text)
 
     def _late(self, late: str) -> _Lost:
-        """Ends a worker that takes too long, and says where it was."""
+        """Ends a worker that takes too long; the error shows where it was."""
         self._process.send_signal(STACK)
         self._poll.unregister(self._socket)
-        wait = 5.0
+        wait = STACK_SECONDS
         for _ in range(10):  # a stack is written in pieces; other output may not stop
             if not self._poll.poll(1000 * wait):
                 break
-            self._hear()
+            self._read_output()
             wait = 0.2
         self.close()
-        return _Lost(f"{late}{self._last_words()}")
+        return _Lost(f"{late}{self._output_for_error()}")
 
-    def _lost(self, talks_nonsense: bool) -> _Lost:
-        """Says how the worker has ended, or ends it because the function has written into its socket."""
-        how = "was ended: the function has written into a descriptor that is not its own"
-        if not talks_nonsense:
+    def _lost(self, invalid: bool) -> _Lost:
+        """The error of a worker that has ended, or that is ended here because a function wrote into its socket."""
+        how = "was ended: the function has written to a file descriptor that is not its own"
+        if not invalid:
             self._socket.close()
             how = self._how_it_ended()
-        self._hear()
+        self._read_output()
         self.close()
-        return _Lost(f"the process that runs the function {how}{self._last_words()}")
+        return _Lost(f"the process that runs the function {how}{self._output_for_error()}")
 
     def _how_it_ended(self) -> str:
         try:
@@ -211,9 +255,9 @@ class UserFunctions:
         memory = " (memory may have run out)" if code == 128 + signal.SIGKILL else ""
         return f"was killed by {_name(code - 128)}{memory}"
 
-    def _last_words(self) -> str:
-        lines = self._said.decode(errors="replace").splitlines()[-LAST_LINES:]
-        return "".join(["\nthe last that it printed:", *(f"\n    {line}" for line in lines)]) if lines else ""
+    def _output_for_error(self) -> str:
+        lines = self._output_tail.decode(errors="replace").splitlines()[-LAST_LINES:]
+        return "".join(["\nits last output:", *(f"\n    {line}" for line in lines)]) if lines else ""
 
 
 def _name(number: int) -> str:
@@ -224,7 +268,7 @@ def _name(number: int) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
-    """Ends the guard, and with it all that it guards. A fork of the rank has no say in it."""
+    """Ends the guard process and all that it guards; in a fork of the rank, `owner`, it closes the connection only."""
     connection.close()
     if os.getpid() != owner:
         return

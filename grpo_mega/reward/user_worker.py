@@ -1,24 +1,22 @@
-"""The processes behind `user_functions.py`: the guard, which the rank starts, and its child, the worker.
+"""The processes of `user_functions.py`: the guard, which the rank starts, and its child, the worker.
 
-The worker runs functions of users and may come to any end: it exits, is killed, runs out of memory, never comes back.
-The guard runs nothing of theirs. The kernel gives it what the worker's children leave behind, whatever sessions they
-have opened for themselves (it is their subreaper), and tells it when the rank has died (its parent-death signal). When
-the worker ends, the rank does, or the rank asks for it, the guard kills all that descends from it and leaves with the
-worker's exit code; 128 and the signal's number for one that was killed, as shells have it.
+The worker runs users' functions and may end in any way: it exits, is killed, runs out of memory, never returns. The
+guard (`sandbox/guard.py`) runs none of their code. When the worker ends, when the rank ends or when the rank asks for
+it, the guard kills all its descendants and exits with the worker's exit code; 128 plus the signal's number for a worker
+that was killed, as shells do.
 
 Started as `main`, in an interpreter that has imported no torch: a function whose module needs none has a worker of some
-20 MB that is there in a tenth of a second.
+20 MB that starts in a tenth of a second.
 """
 
 from __future__ import annotations
 
-import ctypes
+import asyncio
 import faulthandler
 import hashlib
 import importlib
+import inspect
 import json
-import math
-import numbers
 import os
 import pickle
 import random
@@ -28,85 +26,53 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+from grpo_mega.reward.read_verdict import MOST_CHARACTERS, NoVerdict, read_verdict, shown
+from grpo_mega.sandbox import guard
 
-END = signal.SIGRTMIN
-"""Asks the guard to end everything."""
 STACK = signal.SIGUSR2
-"""The worker prints where it is; the guard passes it on."""
+"""Signal on which the worker prints its stack; the guard passes it on to the worker."""
 TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send to all processes of a rank, for the rank to obey; it then ends the worker."""
-MOST_CHARACTERS = 4000
-"""Of an error and of its traceback, each."""
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+"""Signals that schedulers send to all processes of a rank. The rank reacts to them, and ends the worker itself."""
+ONE, AT_ONCE, LIST = "one", "at once", "list"
+"""How a function takes samples."""
+MOST_AT_ONCE = 64
+"""Samples that an async function scores at once."""
+LOOP = asyncio.Runner()
+"""One event loop for all calls, so that what belongs to a loop, such as a session of a client, can be kept."""
 
 
 def main(rank: int, connection: int) -> None:
-    """Guards a worker until it ends, or `rank`, the process that started this one; then nothing is left of either.
+    """Guards a worker until it or `rank`, the process that started this one, ends; then ends all its descendants.
 
     Args:
-        rank: Its process id. The thread of it that started this process must live as long as it does (see prctl(2)).
+        rank: Process id of the rank. Its thread that started this process must live as long as the rank (prctl(2)).
         connection: Descriptor of the worker's end of a socket.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # children of who was told to ignore it cannot be waited for
-    _tell_kernel(PR_SET_CHILD_SUBREAPER, 1)
-    _tell_kernel(PR_SET_PDEATHSIG, END)
-    if os.getppid() != rank:  # it died before the kernel was told
+    if not guard.take_charge(rank):
         return
     worker = os.fork()
     if worker == 0:
         _work(connection)
     os.close(connection)
-    code = _watch(worker)
-    _end_descendants()
+    code = guard.watch(worker, passed_on=(STACK,))
+    guard.end_descendants()
     os._exit(code)
 
 
-def _tell_kernel(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}) failed; user functions need Linux")
-
-
-def _watch(worker: int) -> int:
-    """The worker's exit code, 0 if it is to end before it does; reaps the orphans that this process is given."""
-    while (number := signal.sigwait((signal.SIGCHLD, STACK, END))) != END:
-        if number == STACK:
-            os.kill(worker, STACK)  # not reaped yet, so nobody else has its number
-            continue
-        pid = -1
-        while pid:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == worker:
-                code = os.waitstatus_to_exitcode(status)
-                return code if code >= 0 else 128 - code
-    return 0
-
-
-def _end_descendants() -> None:
-    """Kills the children until there is none: those of a child that dies become children of this process."""
-    while children := psutil.Process().children():
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        for child in children:
-            with suppress(ChildProcessError):
-                os.waitpid(child.pid, 0)
-
-
 def _work(connection: int) -> None:
-    """Answers the rank's requests until it closes its end of the socket. Never returns."""
-    _tell_kernel(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Answers the rank's requests until the rank closes its end of the socket. Never returns."""
+    guard.tell_kernel(guard.PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in TO_RANKS:  # not SIG_IGN and no mask: programs that a function starts would inherit those
         signal.signal(number, lambda *_: None)
-    os.register_at_fork(after_in_child=_obey_signals)
+    os.register_at_fork(after_in_child=_restore_signals)
     faulthandler.enable()
     faulthandler.register(STACK, all_threads=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
-    with suppress(OSError):  # when memory runs out, this process is to go, and not the rank
+    with suppress(OSError):  # when memory runs out, the kernel is to kill this process, not the rank
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         _answer(socket.socket(fileno=connection))
@@ -116,8 +82,8 @@ def _work(connection: int) -> None:
     os._exit(0)
 
 
-def _obey_signals() -> None:
-    """In a fork that a function makes: signals do there what they usually do."""
+def _restore_signals() -> None:
+    """Restores the usual handling of signals, in processes that a function forks."""
     for number in TO_RANKS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
@@ -125,45 +91,112 @@ def _obey_signals() -> None:
 def _answer(rank: socket.socket) -> None:
     """Reads requests, each eight bytes of length and a pickled tuple, and answers each by a line of JSON.
 
-    An answer has the request's number, or else what a function writes into the socket could pass for one.
+    An answer carries its request's number; otherwise text that a function writes into the socket could pass for one.
     """
     requests, me, number = rank.makefile("rb"), os.getpid(), 0
-    functions: dict[str, Callable[[Any], Any]] = {}
+    functions: dict[str, Function] = {}
     while size := requests.read(8):
         number += 1
         answer = {"number": number} | _attempt(functions, requests.read(int.from_bytes(size, "big")))
-        if os.getpid() != me:  # a fork of the worker that came back from the function: there is one worker
+        if os.getpid() != me:  # a fork of the worker in which the function returned: only the worker itself answers
             os._exit(0)
         rank.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _attempt(functions: dict[str, Callable[[Any], Any]], request: bytes) -> dict[str, Any]:
-    """What came of a request: a "value", what was "returned" in its place, or what was "raised" and its "traceback"."""
+@dataclass(frozen=True)
+class Function:
+    """A function of the user's.
+
+    Attributes:
+        call: The function itself.
+        form: How it takes samples: `ONE` after the other, several `AT_ONCE` because it is async, or as a `LIST`.
+        options: Its further arguments.
+    """
+
+    call: Callable[..., Any]
+    form: str
+    options: dict[str, Any]
+
+
+def _attempt(functions: dict[str, Function], request: bytes) -> dict[str, Any]:
+    """The answer to a request, or the error "raised" with its "traceback".
+
+    An import is answered by how the function takes samples, a call by "outcomes", one for each sample: see `_read`.
+    """
     try:
         what, name, *arguments = pickle.loads(request)
         if what == "import":
-            functions[name] = _import(*arguments)
-            return {"value": None}
-        return _value(functions[name], *arguments)
+            function = functions[name] = _import(*arguments)
+            return {"form": function.form}
+        return {"outcomes": _outcomes(functions[name], *arguments)}
     except BaseException as error:  # SystemExit and KeyboardInterrupt too
-        return {"raised": _words(error), "traceback": _trace(error)}
+        return _failed(error)
 
 
-def _import(path: str) -> Callable[[Any], Any]:
+def _failed(error: BaseException) -> dict[str, Any]:
+    return {"raised": _text(error), "traceback": _trace(error)}
+
+
+def _import(path: str, options: dict[str, Any]) -> Function:
     module, _, attribute = path.partition(":")
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):
         raise TypeError(f"it is a {type(function).__name__}, not a function")
-    return function
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    form = LIST if _first_parameter(function) == "samples" else AT_ONCE if is_async else ONE
+    return Function(function, form, options)
 
 
-def _value(function: Callable[[Any], Any], sample: Any, key: str) -> dict[str, Any]:
-    """Calls the function with generators that depend on `key` alone."""
-    _seed(key)
-    value = function(sample)
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return {"value": float(value)}
-    return {"returned": repr(value)[:MOST_CHARACTERS]}
+def _first_parameter(function: Callable[..., Any]) -> str:
+    """The name of the first parameter; "" when it is not known, as with functions of extension modules."""
+    try:
+        return next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):
+        return ""
+
+
+def _outcomes(function: Function, samples: list[Any], keys: list[str], seconds: float) -> list[dict[str, Any]]:
+    """What the function makes of each sample; `keys`, one for each, seed the random generators."""
+    _seed("\n".join(keys))
+    if function.form == AT_ONCE:
+        return LOOP.run(_at_once(function, samples, seconds))
+    if function.form == ONE:
+        return [_read(function.call(sample, **function.options)) for sample in samples]
+    returned = function.call(samples, **function.options)
+    if inspect.iscoroutine(returned):
+        returned = LOOP.run(returned)
+    if not isinstance(returned, (list, tuple)) or len(returned) != len(samples):
+        raise NoVerdict(f"returned {shown(returned)} for a list of {len(samples)} samples; return one of each")
+    return [_read(value) for value in returned]
+
+
+async def _at_once(function: Function, samples: list[Any], seconds: float) -> list[dict[str, Any]]:
+    """What an async function makes of each sample, `MOST_AT_ONCE` of them at once."""
+    gate = asyncio.Semaphore(MOST_AT_ONCE)
+    return await asyncio.gather(*(_awaited(function, sample, seconds, gate) for sample in samples))
+
+
+async def _awaited(function: Function, sample: Any, seconds: float, gate: asyncio.Semaphore) -> dict[str, Any]:
+    """What an async function makes of one sample within its time limit, which begins when its turn comes."""
+    me = os.getpid()
+    async with gate:
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                return _read(await function.call(sample, **function.options))
+        except BaseException as error:  # SystemExit would end the loop, and other samples with it
+            return {"late": True} if limit.expired() else _failed(error)
+        finally:
+            if os.getpid() != me:  # a fork of the worker shares its event loop
+                os._exit(0)
+
+
+def _read(returned: Any) -> dict[str, Any]:
+    """A verdict's fields, or what was "returned" instead."""
+    try:
+        return asdict(read_verdict(returned))
+    except NoVerdict as error:
+        return {"returned": str(error)}
 
 
 def _seed(key: str) -> None:
@@ -176,7 +209,7 @@ def _seed(key: str) -> None:
         torch.manual_seed(number)
 
 
-def _words(error: BaseException) -> str:
+def _text(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
     except Exception:  # it cannot even be printed

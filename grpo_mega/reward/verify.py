@@ -1,7 +1,7 @@
-r"""Decides whether an answer equals the ground truth, at bounded cost and without paying for tricks.
+r"""Decides whether an answer equals the ground truth, at bounded cost and without rewarding tricks.
 
 Exact text first, then exact rational arithmetic; then both texts are normalized (`normalize.py`), their structure is
-read (`form.py`) and compared here, and only what is left, pairs of expressions, goes to sympy in a guarded process
+read (`parse.py`) and compared here, and only what is left, pairs of expressions, goes to sympy in a guarded process
 (`symbolic.py`), all pairs of an answer as one question. docs/rewards.md says what is accepted and what is refused.
 """
 
@@ -22,10 +22,10 @@ from grpo_mega.reward.form import (
     Relation,
     Unordered,
     Words,
-    in_unit,
-    parse,
 )
 from grpo_mega.reward.normalize import fold_symbols
+from grpo_mega.reward.parse import parse
+from grpo_mega.reward.quantity import in_unit
 from grpo_mega.reward.rational import MAX_EXPONENT
 from grpo_mega.reward.symbolic import symbolically_equal
 
@@ -55,8 +55,8 @@ def equivalent(answer: str, truth: str) -> bool:
     if not (_well_formed(answer) and _well_formed(truth)):
         return False
     given, wanted = parse(answer), parse(truth)
-    # First as if all expressions agreed, which collects what sympy must be asked; then with its verdicts, which can
-    # only end the comparison earlier.
+    # The first comparison takes all pairs of expressions for equal and collects them for sympy; the second has its
+    # verdicts, with which it can only end earlier.
     pairs: dict[tuple[str, str], bool] = {}
     if not _compare(given, wanted, lambda a, t: pairs.setdefault((a, t), True)):
         return False
@@ -115,10 +115,10 @@ def _record(form: Form) -> dict[str, Form] | None:
 
 
 def _point(record: dict[str, Form]) -> Form:
-    """The values of a record as a tuple: (1, 2) for `y = 2, x = 1`; unusual names stay as they are given."""
+    """The values of a record as a tuple: (1, 2) for `y = 2, x = 1`; unusual names keep the order given."""
     names = sorted(record)
-    places = [ord(name) for name in names if len(name) == 1]
-    consecutive = places == list(range(ord(names[0][0]), ord(names[0][0]) + len(names)))  # a, b, c or m, n
+    letters = [ord(name) for name in names if len(name) == 1]
+    consecutive = letters == list(range(ord(names[0][0]), ord(names[0][0]) + len(names)))  # a, b, c or m, n
     conventional = consecutive or set(names) <= set("xyz")
     return Ordered("()", tuple(record[name] for name in (names if conventional else record)))
 
@@ -137,9 +137,9 @@ def _solutions(form: Form) -> tuple[str | None, tuple[Form, ...]]:
 
 
 def _as_relation(form: Form) -> Relation | None:
-    """The form as an equation, to compare `y = 2x + 1` with `2x - y + 1 = 0`.
+    """The form as a relation, to compare `y = 2x + 1` with `2x - y + 1 = 0`.
 
-    A name with a constant is solved, and stays so: `2x = 10` does not answer `x = 5`.
+    None for a name that equals a constant: it is solved, and `2x = 10` does not answer `x = 5`.
     """
     if isinstance(form, Named) and isinstance(form.value, (Expression, Words)):
         text = form.value.latex if isinstance(form.value, Expression) else form.value.text
@@ -149,27 +149,27 @@ def _as_relation(form: Form) -> Relation | None:
 
 
 def _match(answers: tuple[Form, ...], truths: tuple[Form, ...], same: Same) -> bool:
-    """Whether the two lists hold the same values, each as often, in any order."""
+    """Whether the two lists have the same values, each equally often, in any order."""
     if len(answers) != len(truths):
         return False
     fits = [[i for i, answer in enumerate(answers) if _equal(answer, truth, same)] for truth in truths]
     taken: dict[int, int] = {}
 
-    def place(truth: int, tried: set[int]) -> bool:
-        """Finds an answer for this truth, moving earlier ones where that helps (Kuhn's algorithm)."""
+    def assign(truth: int, tried: set[int]) -> bool:
+        """Assigns an unused answer to this truth, reassigning others where that helps (Kuhn's algorithm)."""
         for answer in fits[truth]:
             if answer not in tried:
                 tried.add(answer)
-                if answer not in taken or place(taken[answer], tried):
+                if answer not in taken or assign(taken[answer], tried):
                     taken[answer] = truth
                     return True
         return False
 
-    return all(place(truth, set()) for truth in range(len(truths)))
+    return all(assign(truth, set()) for truth in range(len(truths)))
 
 
 def _equal(answer: Form, truth: Form, same: Same) -> bool:
-    """Whether two values are equal. For a number only a number will do: an expression would repeat the question."""
+    """Whether two values are equal. A number is only answered by a number: an expression would repeat the question."""
     if isinstance(answer, (Number, Expression)) and isinstance(truth, (Number, Expression)):
         answer, truth = in_unit(answer, truth.unit), in_unit(truth, answer.unit)
     match answer, truth:
@@ -193,7 +193,10 @@ def _equal(answer: Form, truth: Form, same: Same) -> bool:
 
 
 def _equal_numbers(answer: Number, truth: Number) -> bool:
-    """Numbers in the same unit, or one without; `p%` is p/100, and p where the other side is a bare p of at least 1."""
+    """Whether two numbers are equal, in the same unit or one without.
+
+    `p%` is p/100, and also p where the other side is a bare p of at least 1.
+    """
     if (answer.unit == "%") == (truth.unit == "%"):
         return answer.value == truth.value and _units_agree(answer.unit, truth.unit)
     percent, other = (answer, truth) if answer.unit == "%" else (truth, answer)
@@ -203,17 +206,17 @@ def _equal_numbers(answer: Number, truth: Number) -> bool:
 
 
 def _units_agree(answer: str, truth: str) -> bool:
-    """A unit may be missing, because the question asks for it; it must not be another."""
+    """Whether the units are the same, or one is missing because the question names it."""
     return answer == truth or not answer or not truth
 
 
 def _latex(form: Number | Expression) -> str:
-    """The value for sympy."""
+    """The value as LaTeX for sympy."""
     if isinstance(form, Expression):
         return form.latex
     return rf"\frac{{{form.value.numerator}}}{{{form.value.denominator}}}"
 
 
 def _text(relation: Relation) -> str:
-    """The relation for sympy; the operator stands between spaces."""
+    """The relation as text for sympy, with spaces around the operator."""
     return f"{relation.left} {relation.operator} {relation.right}"

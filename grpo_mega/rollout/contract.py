@@ -1,7 +1,7 @@
-"""What every engine holds its caller to, whatever it generates with: which weights it has, and what may be asked when.
+"""The state machine that all engines share: which weights an engine has, and which calls are legal when.
 
-Nothing happens here but bookkeeping. An engine tells its contract what it was asked for before it does it, so that all
-engines refuse the same things with the same words.
+This is bookkeeping alone. Before an engine does what it was asked for it reports that to its contract, so that all
+engines refuse the same calls with the same messages.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
-"""What an engine's memory is for; each can be released and resumed by itself."""
+"""The kinds of an engine's memory; each can be released and resumed by itself."""
 
 
 class Spec(NamedTuple):
-    """What a weight must be like."""
+    """Shape and dtype that a weight must have."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,22 +28,27 @@ class EngineError(RuntimeError):
 
 
 class EngineRestarted(EngineError):
-    """An engine was lost and started anew; all engines of the job wait for weights, and nothing is under way.
+    """An engine was lost and has been restarted; all engines of the job wait for weights, and nothing is under way.
 
-    Push them, then submit again what was not handed out. `generate` does so when it is called again with the same
-    arguments: samples that were finished are kept.
+    Push the weights, then submit again what was not handed out. A `Producer` does that when it is called again: it
+    keeps the samples that were finished.
     """
 
 
 class Contract:
     """The state of one engine, the same on every rank but for the weights that a rank is to push.
 
-    Where ranks push different ones they have to agree, before anything is taken as done, that none of them refuses:
-    that is what the methods named `check_` are for.
+    Where ranks push different weights they have to agree first that none of them refuses; the methods named `check_`
+    refuse without changing the state.
     """
 
     def __init__(self, expected: Callable[[], Mapping[str, Spec]], has_weights: bool) -> None:
-        """`expected` names the weights that come this way; `has_weights`: it can generate before they were pushed."""
+        """The state of a new engine.
+
+        Args:
+            expected: The weights that this rank is to push, by name.
+            has_weights: Whether the engine can generate before weights were pushed.
+        """
         self._pushed: int | None = None
         self._expected = expected
         self._ready = has_weights
@@ -58,7 +63,7 @@ class Contract:
         return self._pushed if self._ready else None
 
     def begin_update(self) -> None:
-        """A session of pushes begins; until it has ended nothing can be generated."""
+        """Begins a session of pushes; until it has ended nothing can be generated."""
         self._refuse_while_generating("begin_update")
         if self._due is not None:
             raise EngineError("begin_update: a weight update is open already; end it with end_update")
@@ -67,7 +72,7 @@ class Contract:
         self._due, self._ready = dict(self._expected()), False
 
     def check_push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Refuses all of these weights when one is wrong."""
+        """Refuses a bucket of weights when one of them is wrong."""
         due = self._session("push")
         names = [name for name, _ in bucket]
         for name, tensor in bucket:
@@ -75,12 +80,12 @@ class Contract:
                 raise EngineError(f"push: {self._unknown(name)}")
             if names.count(name) > 1:
                 raise EngineError(f"push: {name} is in the bucket more than once")
-            found = Spec(tuple(tensor.shape), tensor.dtype)
-            if found != due[name]:
-                raise EngineError(f"push: {name} is {_words(found)}, and the model's is {_words(due[name])}")
+            pushed = Spec(tuple(tensor.shape), tensor.dtype)
+            if pushed != due[name]:
+                raise EngineError(f"push: {name} is {_described(pushed)}, and the model's is {_described(due[name])}")
 
     def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """These weights are pushed, if nothing is wrong with them."""
+        """Records that a bucket of weights is pushed; refuses it as `check_push` does."""
         self.check_push(bucket)
         due = self._session("push")
         for name, _ in bucket:
@@ -95,7 +100,7 @@ class Contract:
             raise EngineError(f"end_update: version {version} is stale, version {self._pushed} was pushed before")
 
     def end_update(self, version: int) -> None:
-        """The session ends: the engine has all weights of this policy version."""
+        """Ends the session: the engine has all weights of this policy version."""
         self.check_end_update(version)
         self._pushed, self._due, self._ready = version, None, True
 
@@ -104,8 +109,8 @@ class Contract:
         """The tags whose memory is released."""
         return frozenset(self._released)
 
-    def start_anew(self, released: Collection[str]) -> None:
-        """The engine is a new one, or as good as new: without weights, and with this memory released."""
+    def reset(self, released: Collection[str]) -> None:
+        """Back to the state of a new engine: without weights, nothing under way, and with this memory released."""
         self._due, self._ready, self._released, self.under_way = None, False, {*released}, 0
 
     @property
@@ -114,7 +119,7 @@ class Contract:
         return self.under_way > 0
 
     def submit(self, version: int, samples: int) -> None:
-        """So many samples are under way from now on, with the weights of `version`; legal while others are."""
+        """Adds to the number of samples that are under way, with the weights of `version`; legal while others are."""
         self._refuse_without_weights("submit")
         if self.version not in (version, None):
             raise EngineError(f"submit: asked for version {version}, and the engine has version {self.version}")
@@ -126,11 +131,11 @@ class Contract:
             raise EngineError("poll: no sample is under way; submit some first")
 
     def hand_out(self, samples: int) -> None:
-        """So many samples are under way no more: the caller has them."""
+        """Subtracts samples that were handed to the caller from those that are under way."""
         self.under_way -= samples
 
     def drop(self) -> None:
-        """No sample is under way any more, and nobody will get those that were."""
+        """Forgets all samples that are under way: they will not be handed out."""
         self.under_way = 0
 
     def scores(self) -> None:
@@ -139,7 +144,7 @@ class Contract:
         self._refuse_without_weights("scores")
 
     def release(self, tags: Collection[str]) -> None:
-        """Memory is about to be given back; weights are undefined afterwards."""
+        """Records that memory is given back; weights are undefined afterwards."""
         self._refuse_while_generating("release")
         self._refuse_tags("release", tags, self._released, "is released already")
         if self._due is not None:
@@ -149,45 +154,45 @@ class Contract:
             self._ready = False
 
     def resume(self, tags: Collection[str]) -> None:
-        """Memory is about to be taken again."""
+        """Records that released memory is taken again."""
         self._refuse_tags("resume", tags, {*TAGS} - self._released, "was not released")
         self._released -= {*tags}
 
-    def _session(self, what: str) -> dict[str, Spec]:
+    def _session(self, call: str) -> dict[str, Spec]:
         if self._due is None:
-            raise EngineError(f"{what}: no weight update is open; call begin_update first")
+            raise EngineError(f"{call}: no weight update is open; call begin_update first")
         return self._due
 
-    def _refuse_while_generating(self, what: str) -> None:
+    def _refuse_while_generating(self, call: str) -> None:
         if self.busy:
-            raise EngineError(f"{what}: the engine is generating; poll for its samples, or abort() first")
+            raise EngineError(f"{call}: the engine is generating; poll for its samples, or abort() first")
 
-    def _refuse_without_weights(self, what: str) -> None:
+    def _refuse_without_weights(self, call: str) -> None:
         if self._due is not None:
-            raise EngineError(f"{what}: a weight update is open; end it with end_update")
+            raise EngineError(f"{call}: a weight update is open; end it with end_update")
         if self._released:
-            raise EngineError(f"{what}: the memory of {_listed(self._released)} is released; resume it first")
+            raise EngineError(f"{call}: the memory of {_joined(self._released)} is released; resume it first")
         if not self._ready:
-            raise EngineError(f"{what}: the engine has no weights, or undefined ones; push all of them first")
+            raise EngineError(f"{call}: the engine has no weights, or undefined ones; push all of them first")
 
-    def _refuse_tags(self, what: str, tags: Collection[str], wrong: Collection[str], why: str) -> None:
+    def _refuse_tags(self, call: str, tags: Collection[str], wrong: Collection[str], why: str) -> None:
         for tag in tags:
             if tag not in TAGS:
-                raise EngineError(f"{what}: {tag!r} is no kind of memory; choose among {', '.join(TAGS)}")
+                raise EngineError(f"{call}: {tag!r} is no kind of memory; choose among {', '.join(TAGS)}")
             if tag in wrong:
-                raise EngineError(f"{what}: the memory of {tag} {why}")
+                raise EngineError(f"{call}: the memory of {tag} {why}")
 
     def _unknown(self, name: str) -> str:
         expected = self._expected()
         if name in expected:
-            return f"{name} was pushed in this update before"
+            return f"{name} was already pushed in this update"
         close = get_close_matches(name, expected, n=1)
         return f"no tensor {name} is expected here" + (f"; did you mean {close[0]}?" if close else "")
 
 
-def _words(spec: Spec) -> str:
+def _described(spec: Spec) -> str:
     return f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
 
 
-def _listed(tags: Collection[str]) -> str:
+def _joined(tags: Collection[str]) -> str:
     return " and ".join(tag for tag in TAGS if tag in tags)

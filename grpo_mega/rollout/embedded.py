@@ -1,11 +1,13 @@
 """The embedded engine: samples with a key-value cache from the training weights themselves, under any layout.
 
-No copy of the weights, no synchronisation: what it samples from is what is trained. Prompts are shared out over the
-data parallel replicas, each of which generates as many at once as memory allows: a wave (`wave.py`).
+There is no copy of the weights and no synchronisation: it samples from the weights that are trained. Prompts are split
+between the data parallel replicas, each of which generates as many at once as memory allows: a wave (`wave.py`). All
+tensor and pipeline parallel ranks of a replica see every token, and hold the samples round-robin.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
@@ -14,19 +16,18 @@ import torch
 from grpo_mega.models.policy import Policy
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.contract import Contract, EngineError, Spec
-from grpo_mega.rollout.engine import STEPS_PER_POLL, SamplingParams, by_prompt, without_stop
-from grpo_mega.rollout.pool import Pool, Wanted
-from grpo_mega.rollout.producer import generate
+from grpo_mega.rollout.engine import STEPS_PER_POLL, Finished, SamplingParams, by_prompt, round_robin, without_stop
+from grpo_mega.rollout.pool import Wanted
 from grpo_mega.rollout.wave import Completion, Plan, Wave
-from grpo_mega.types import Prompt, Sample, pack_tokens
+from grpo_mega.types import Sample, pack_tokens
+from grpo_mega.weights.merging import parts_of
 from grpo_mega.weights.names import Entry, entries
-from grpo_mega.weights.stream import held_parts
 
 
 class EmbeddedEngine:
     """Generates with the policy's own weights; see `Engine`.
 
-    A push is compared with these weights and copies nothing; before the first one every version may be asked for.
+    A push is compared with these weights and copies nothing; before the first push every version is accepted.
     """
 
     experts_of = None
@@ -37,11 +38,10 @@ class EmbeddedEngine:
         self.decode = decode
         self.concurrent_sequences = concurrent_sequences
         self._contract = Contract(lambda: {e.name: Spec(e.shape, e.dtype) for e in self._entries()}, has_weights=True)
-        self._submitted = 0
-        self._under_way: dict[int, tuple[Prompt, int, int]] = {}  # number -> prompt, index, version
         self._plans: deque[Plan] = deque()
         self._wave: Wave | None = None
         self._aborted = False
+        self._distributed = 0  # samples of this replica that its ranks have received
 
     @property
     def version(self) -> int | None:
@@ -54,69 +54,47 @@ class EmbeddedEngine:
         return self._contract.busy
 
     def submit(self, wanted: Sequence[Wanted], sampling: SamplingParams, version: int) -> None:
-        """Plans the waves in which these samples are generated; see `Engine`."""
+        """Plans the waves that generate these samples; see `Engine`."""
         if not self.busy:
             self._aborted = False
         self._contract.submit(version, len(wanted))
-        groups, number = [], self._submitted
-        for group in by_prompt(wanted):
-            groups.append((group, range(number, number + len(group))))
-            number += len(group)
-        self._submitted = number
-        self._under_way |= {
-            number: (*one, version) for group, numbers in groups for number, one in zip(numbers, group, strict=True)
-        }
+        groups = by_prompt(wanted)
         # Every replica has as many waves as the fullest one, because experts may be spread over replicas.
         topology = self.policy.topology
-        largest = max((len(group) for group, _ in groups), default=1)
+        largest = max(map(len, groups), default=1)
         together = max(1, self.concurrent_sequences // largest) * topology.scorers
         for first in range(0, len(groups), together):
-            mine = topology.share(groups[first : first + together])
-            numbers = [number for _, numbers in mine for number in numbers]
-            self._plans.append(Plan([group for group, _ in mine], numbers, sampling, version))
+            self._plans.append(Plan([*topology.share(groups[first : first + together])], sampling, version))
 
     @torch.no_grad()
-    def poll(self, interrupted: bool = False) -> list[Sample]:
+    def poll(self, interrupted: bool = False) -> Finished:
         """Draws up to `STEPS_PER_POLL` tokens of each sequence of a wave; see `Engine`."""
         self._contract.poll()
+        topology = self.policy.topology
         try:
-            finished = self.policy.topology.from_all_scorers(self._advance(interrupted))
+            ended = self._advance(interrupted)
+            held = round_robin(ended, *topology.model_parallel_rank_and_size, self._distributed)
+            (everywhere,) = topology.sum_over_ranks([len(held)], self.policy.platform.device)
         except BaseException:
             self._drop()
             raise
-        samples = [
-            self._sample(*completion) for completion in sorted(completion for part in finished for completion in part)
-        ]
-        self._contract.hand_out(len(samples))
-        return samples
+        self._distributed += len(ended)
+        self._contract.hand_out(everywhere)
+        return Finished([self._sample(completion) for completion in held], everywhere)
 
     def abort(self) -> None:
         """Ends all that is under way, at the next poll; see `Engine`."""
         self._aborted = True
 
-    def generate(
-        self,
-        prompts: list[Prompt],
-        group_size: int,
-        sampling: SamplingParams,
-        version: int,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> list[Sample]:
-        """`group_size` samples of every prompt, prompt by prompt; the same list on every rank.
-
-        Raises:
-            Interrupted: `interrupted` held on some rank before all was sampled.
-        """
-        return generate(self, Pool(group_size, prompts), sampling, version, interrupted)
-
     def _advance(self, interrupted: bool) -> list[Completion]:
-        """What ends in this replica during a poll."""
+        """The samples of this replica that end during a poll."""
         topology, device = self.policy.topology, self.policy.platform.device
         if aborted := self._aborted:
             self._aborted = False
-        if topology.any_rank(interrupted or aborted, device):
-            if topology.any_rank(interrupted, device):
-                raise Interrupted
+        given_up, ended = topology.sum_over_ranks([interrupted, aborted], device)
+        if given_up:
+            raise Interrupted
+        if ended:
             return self._ended()
         if not (self._wave or self._plans):  # other replicas have some left
             return []
@@ -126,28 +104,28 @@ class EmbeddedEngine:
         return wave.take(everything=False)
 
     def _ended(self) -> list[Completion]:
-        """What this replica has of all samples under way, which end here."""
+        """Ends all samples of this replica that are under way, with the tokens there are."""
         finished = self._wave.take(everything=True) if self._wave else []
-        finished += [(number, [], [], "abort") for plan in self._plans for number in plan.numbers]
+        nothing = torch.empty(0, dtype=torch.int32), torch.empty(0)
+        finished += [Completion(one, plan.version, *nothing, "abort") for plan in self._plans for one in plan.wanted]
         self._wave = None
         self._plans.clear()
         return finished
 
     def _drop(self) -> None:
-        """Nothing is under way any more."""
+        """Forgets all that is under way."""
         self._wave = None
         self._plans.clear()
-        self._under_way.clear()
         self._contract.drop()
 
-    def _sample(self, number: int, tokens: list[int], logprobs: list[float], reason: str) -> Sample:
-        """The finished sample of this number, which is under way no more."""
-        prompt, index, version = self._under_way.pop(number)
-        text = self.decode(without_stop(tokens, reason))
-        return Sample(prompt, index, tuple(tokens), tuple(logprobs), reason, ((0, version),), text)
+    def _sample(self, completion: Completion) -> Sample:
+        (prompt, index), version, tokens, logprobs, reason = completion
+        ids = array("i", tokens.numpy().tobytes())
+        text = self.decode(without_stop(ids, reason))
+        return Sample(prompt, index, ids, array("f", logprobs.numpy().tobytes()), reason, ((0, version),), text)
 
     def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
-        """Log-prob of every token but the first."""
+        """Log-prob of every token but the first, under the policy; see `Engine`."""
         self._contract.scores()
         return {"engine 0": self.policy.logprobs(pack_tokens([token_ids], [1]), temperature=1.0)[1:].tolist()}
 
@@ -162,11 +140,11 @@ class EmbeddedEngine:
             EngineError: See `Engine`; or a tensor differs from the one that is trained.
         """
         self._contract.push(bucket)
-        held, tensors = held_parts(self.policy, self._entries()), dict(bucket)
+        parts, tensors = parts_of(self.policy, self._entries()), dict(bucket)
         for entry in self._entries():
-            for box, part in held.get(entry.key, {}).items() if entry.name in tensors else ():
+            for box in parts.held.get(entry.key, ()) if entry.name in tensors else ():
                 for source, target in entry.overlap(box):
-                    if not torch.equal(part[source], tensors[entry.name][target]):
+                    if not torch.equal(parts.merged(entry, box, source), tensors[entry.name][target]):
                         raise EngineError(f"push: {entry.name} differs from the tensor that is trained; is it stale?")
 
     def end_update(self, version: int) -> None:
@@ -174,19 +152,19 @@ class EmbeddedEngine:
         self._contract.end_update(version)
 
     def release(self, tags: Collection[str]) -> None:
-        """Notes that memory is released; the engine has none of its own when nothing is under way."""
+        """Records that memory is released; the engine has none of its own when nothing is under way."""
         self._contract.release(tags)
 
     def resume(self, tags: Collection[str]) -> None:
-        """Notes that memory is taken again."""
+        """Records that memory is taken again."""
         self._contract.resume(tags)
 
     def pids(self) -> list[int]:
-        """No processes: it is part of the rank."""
+        """An empty list: the engine runs in the rank's own process."""
         return []
 
     def close(self) -> None:
-        """Does nothing: there are no processes to end."""
+        """Does nothing: the engine has no processes to end."""
 
     def _entries(self) -> list[Entry]:
         return entries(self.policy.architecture, self.policy.vocab_size)

@@ -1,19 +1,21 @@
-"""What every engine offers: completions of prompts, handed out one by one, from weights that it gets.
+"""The interface of an engine: completions of prompts, handed out one by one, from weights that are pushed to it.
 
-`contract.py` says which calls are legal when; two implementations keep it, `embedded.py` and `sglang/engine.py`, and
-one suite of tests runs on both. `producer.py` collects what they hand out.
+`contract.py` decides which calls are legal when. There are two implementations, `embedded.py` and `sglang/engine.py`,
+and one suite of tests runs on both. `producer.py` collects what they hand out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from grpo_mega.rollout.pool import Wanted
-from grpo_mega.types import Prompt, Sample
+from grpo_mega.types import Sample
+
+Item = TypeVar("Item")
 
 STEPS_PER_POLL = 16
 """A poll of the embedded engine draws at most this many tokens of each sequence."""
@@ -21,15 +23,16 @@ STEPS_PER_POLL = 16
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample.
+    """How to sample completions.
 
     Attributes:
-        max_new_tokens: Longest completion.
+        max_new_tokens: Longest completion, in tokens.
         stop_ids: A completion ends with the first of these tokens.
         temperature: Logits are divided by it; 0 is greedy.
         top_p: Nucleus sampling; 1 for all tokens.
         top_k: Sample among the k likeliest tokens; 0 for all.
-        seed: Seed of the sampling noise.
+        seed: Seed of the sampling noise, with `draw`.
+        draw: Number of the draw in the run: each draw has different noise for the same prompt.
     """
 
     max_new_tokens: int
@@ -38,14 +41,28 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    draw: int = 0
 
     def greedy(self) -> SamplingParams:
-        """The same, always taking the likeliest token."""
+        """A copy that always takes the likeliest token."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=0)
 
 
+@dataclass(frozen=True)
+class Finished:
+    """The result of a poll on one rank.
+
+    Attributes:
+        samples: Finished samples that this rank alone holds from now on.
+        everywhere: Number of samples that this poll finished on all ranks together; the same on every rank.
+    """
+
+    samples: list[Sample]
+    everywhere: int
+
+
 def by_prompt(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
-    """Cuts samples that follow each other, as those of one prompt do, into groups of one prompt each."""
+    """Splits a list, in which the samples of one prompt are adjacent, into groups of one prompt each."""
     groups: list[list[Wanted]] = []
     for prompt, index in wanted:
         if not groups or groups[-1][-1][0] is not prompt or groups[-1][-1][1] >= index:
@@ -55,16 +72,21 @@ def by_prompt(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
 
 
 def without_stop(tokens: Sequence[int], reason: str) -> Sequence[int]:
-    """A completion's tokens but for the stop token it ended with, if that is why it ended."""
+    """A completion's tokens without the stop token, if it ended with one."""
     return tokens[:-1] if reason == "stop" else tokens
+
+
+def round_robin(items: Sequence[Item], rank: int, ranks: int, distributed: int) -> Sequence[Item]:
+    """The items that go to `rank` of `ranks`, which have received `distributed` other items before."""
+    return items[(rank - distributed) % ranks :: ranks]
 
 
 class Engine(Protocol):
     """Generates completions with the policy, and hands them out one by one.
 
     Every rank makes the same calls in the same order, with the same arguments but where a docstring says otherwise;
-    only `abort` is for one rank alone. All methods raise `contract.EngineError` when what is asked is not legal now,
-    and then nothing has changed.
+    only `abort` is for one rank alone. All methods raise `contract.EngineError` when a call is not legal now, and then
+    nothing has changed.
     """
 
     @property
@@ -79,26 +101,25 @@ class Engine(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether samples are under way: they were submitted, and not handed out or dropped; on all ranks alike."""
+        """Whether samples are under way: submitted, and neither handed out nor dropped; the same on all ranks."""
         ...
 
     def submit(self, wanted: Sequence[Wanted], sampling: SamplingParams, version: int) -> None:
-        """These samples are under way from now on; also while others are.
+        """Begins to generate samples; also while others are under way.
 
         Args:
-            wanted: (prompt, which of the prompt's samples it is); samples of one prompt follow each other.
+            wanted: (prompt, index among the prompt's samples); samples of one prompt are adjacent.
             sampling: How to sample.
-            version: Policy version, which must be that of the weights; part of the noise key, and written into the
-                samples.
+            version: Policy version, which must be that of the weights; written into the samples.
         """
         ...
 
-    def poll(self, interrupted: bool = False) -> list[Sample]:
-        """Samples that are finished by now, each exactly once, in the order of submission; the same on every rank.
+    def poll(self, interrupted: bool = False) -> Finished:
+        """Generates for a while, and hands out finished samples, each once and on one rank alone: its holder.
 
-        Generation continues for a while meanwhile: `STEPS_PER_POLL` decode steps, or part of a second. An engine with
-        processes of its own generates between two polls as well. Until no sample is under way every rank polls, equally
-        often; a rank that does not keeps the others waiting.
+        The ranks that generate together hold equally many samples. A poll takes `STEPS_PER_POLL` decode steps, or part
+        of a second; an engine with processes of its own generates between two polls as well. As long as samples are
+        under way every rank must poll, equally often; a rank that does not keeps the others waiting.
 
         Args:
             interrupted: Whether this rank wants all that is under way to be given up; ranks may differ.
@@ -108,32 +129,23 @@ class Engine(Protocol):
             EngineRestarted: An engine was lost; see there.
             EngineError: Nothing is under way, or an engine failed.
 
-        Whatever it raises, all that was under way is dropped; what was handed out before is not affected.
+        After any error all that was under way is dropped; samples that were handed out before are not affected.
         """
         ...
 
     def abort(self) -> None:
         """Ends all that is under way: the next polls hand it out with the tokens there are and the reason "abort".
 
-        For one rank alone, from any thread; the samples of all ranks end. Does nothing when nothing is under way.
+        One rank may call it alone, from any thread; the samples of all ranks end. Does nothing when nothing is under
+        way.
         """
         ...
 
-    def generate(
-        self,
-        prompts: list[Prompt],
-        group_size: int,
-        sampling: SamplingParams,
-        version: int,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> list[Sample]:
-        """`group_size` samples of every prompt, prompt by prompt; see `producer.generate`."""
-        ...
-
     def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
-        """Log-prob of every token but the first given those before it, at temperature 1, as each engine sees it.
+        """Log-prob of every token but the first given those before it, at temperature 1, under each engine's weights.
 
-        {name of the engine, or of one of its copies of the attention layers, which are pushed one by one: log-probs}
+        Returns:
+            Name of the engine, or of one of its copies of the attention layers (data parallel attention) -> log-probs.
         """
         ...
 
@@ -142,7 +154,7 @@ class Engine(Protocol):
         ...
 
     def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Replaces some weights: pairs (Hugging Face name, whole tensor), the same on every rank but for `experts_of`.
+        """Replaces weights: pairs (Hugging Face name, whole tensor), the same on every rank except for `experts_of`.
 
         Raises:
             EngineError: No session is open, or a tensor is unknown, was pushed before, or has another shape or dtype
@@ -151,23 +163,23 @@ class Engine(Protocol):
         ...
 
     def end_update(self, version: int) -> None:
-        """Closes the session: these were all weights of this policy version.
+        """Closes the session: the engine has all weights of this policy version.
 
         Raises:
-            EngineError: A tensor is missing, or the version is older than that before.
+            EngineError: A tensor is missing, or the version is older than the one before.
         """
         ...
 
     def release(self, tags: Collection[str]) -> None:
-        """Gives memory back, `contract.TAGS` says which; released weights must be pushed again after `resume`."""
+        """Gives memory of these kinds (`contract.TAGS`) back; weights must be pushed again after `resume`."""
         ...
 
     def resume(self, tags: Collection[str]) -> None:
-        """Takes released memory again."""
+        """Takes released memory of these kinds again."""
         ...
 
     def pids(self) -> list[int]:
-        """The processes on this node whose memory it has on this rank's device, that of the policy aside."""
+        """The engine's own processes on this node, which hold memory of this rank's device."""
         ...
 
     def close(self) -> None:

@@ -1,34 +1,37 @@
-"""Which samples of which prompts are waiting, in flight and done: bookkeeping alone, no engine and no process group."""
+"""Which samples of which prompts are waiting, in flight and done: bookkeeping alone, no engine and no process group.
+
+A pool is the same on every rank. Of samples that are done it holds the answers, not the tokens.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from grpo_mega.types import Prompt, Sample
+from grpo_mega.types import Answer, Group, Prompt
 
 Wanted = tuple[Prompt, int]
-"""A sample that is to be generated: its prompt, and which of the prompt's samples it is."""
+"""A sample that is to be generated: its prompt, and its index among the prompt's samples."""
 
 
 class Pool:
-    """`group_size` samples of each prompt that was added, from waiting over in flight to done.
+    """`group_size` samples of each prompt that was added; each is first waiting, then in flight, then done.
 
-    Prompts may be equal; their samples are interchangeable then.
+    Samples are numbered from 0, group after group. Prompts may be equal; their samples are interchangeable then.
     """
 
     def __init__(self, group_size: int, prompts: Iterable[Prompt] = ()) -> None:
-        """Samples of `prompts` are waiting."""
+        """A pool in which the samples of `prompts` are waiting."""
         self._group_size = group_size
-        self._wanted: list[Wanted] = []  # by place: group after group
-        self._waiting: list[int] = []  # places, ascending
-        self._in_flight: defaultdict[tuple[str, int], deque[int]] = defaultdict(deque)  # (prompt id, index) -> places
-        self._done: dict[int, Sample] = {}
+        self._wanted: list[Wanted] = []  # by number
+        self._waiting: list[int] = []  # numbers, ascending
+        self._in_flight: defaultdict[tuple[str, int], deque[int]] = defaultdict(deque)  # (prompt id, index) -> numbers
+        self._done: dict[int, Answer] = {}
         self._missing: list[int] = []  # samples of each group that are not done
         self.add(prompts)
 
     def add(self, prompts: Iterable[Prompt]) -> None:
-        """More prompts, whose samples are waiting."""
+        """Adds prompts, whose samples are waiting."""
         for prompt in prompts:
             self._waiting += range(len(self._wanted), len(self._wanted) + self._group_size)
             self._wanted += [(prompt, index) for index in range(self._group_size)]
@@ -36,17 +39,17 @@ class Pool:
 
     @property
     def waiting(self) -> list[Wanted]:
-        """The samples that nobody generates, prompt by prompt."""
-        return [self._wanted[place] for place in self._waiting]
+        """The samples that are not being generated, prompt by prompt."""
+        return [self._wanted[number] for number in self._waiting]
 
     @property
     def in_flight(self) -> int:
-        """How many samples are being generated."""
+        """Number of samples that are being generated."""
         return len(self._wanted) - len(self._waiting) - len(self._done)
 
     @property
     def done(self) -> int:
-        """How many samples are done."""
+        """Number of samples that are done."""
         return len(self._done)
 
     @property
@@ -55,45 +58,40 @@ class Pool:
         return self.done == len(self._wanted)
 
     def begin(self) -> None:
-        """All that is waiting is generated from now on."""
-        for place in self._waiting:
-            prompt, index = self._wanted[place]
-            self._in_flight[prompt.id, index].append(place)
+        """Marks all waiting samples as in flight."""
+        for number in self._waiting:
+            prompt, index = self._wanted[number]
+            self._in_flight[prompt.id, index].append(number)
         self._waiting = []
 
-    def take(self, samples: Sequence[Sample]) -> list[int]:
-        """These samples are done; numbers of the groups that are complete by them, ascending.
+    def take(self, prompt_id: str, index: int, answer: Answer) -> int:
+        """Marks a sample of this prompt as done, with its answer.
+
+        Returns:
+            The sample's number.
 
         Raises:
-            ValueError: A sample is not in flight; names it.
+            ValueError: The sample is not in flight; names it.
         """
-        completed = []
-        for sample in samples:
-            places = self._in_flight[sample.prompt.id, sample.index]
-            if not places:
-                raise ValueError(
-                    f"sample {sample.index} of prompt {sample.prompt.id!r} is not in flight: it was not asked for, or "
-                    "came before"
-                )
-            place = places.popleft()
-            self._done[place] = sample
-            group = place // self._group_size
-            self._missing[group] -= 1
-            if not self._missing[group]:
-                completed.append(group)
-        return sorted(completed)
+        numbers = self._in_flight[prompt_id, index]
+        if not numbers:
+            raise ValueError(
+                f"sample {index} of prompt {prompt_id!r} is not in flight: it was not asked for, or is already done"
+            )
+        number = numbers.popleft()
+        self._done[number] = answer
+        self._missing[number // self._group_size] -= 1
+        return number
 
     def lose(self) -> None:
-        """All that is in flight is waiting again: the engine has dropped it."""
-        lost = [place for places in self._in_flight.values() for place in places]
+        """Marks all samples in flight as waiting again: the engine has dropped them."""
+        lost = [number for numbers in self._in_flight.values() for number in numbers]
         self._in_flight.clear()
         self._waiting = sorted([*self._waiting, *lost])
 
-    def group(self, number: int) -> tuple[Sample, ...]:
-        """The samples of a complete group, in the order of their indices."""
-        first = number * self._group_size
-        return tuple(self._done[place] for place in range(first, first + self._group_size))
-
-    def samples(self) -> list[Sample]:
-        """All samples of a complete pool, prompt by prompt."""
-        return [self._done[place] for place in range(len(self._wanted))]
+    def group(self, index: int) -> Group | None:
+        """The answers to the prompt with this index in the order of adding; None while one is not done."""
+        if index >= len(self._missing) or self._missing[index]:
+            return None
+        numbers = range(index * self._group_size, (index + 1) * self._group_size)
+        return Group(self._wanted[numbers[0]][0], tuple(self._done[number] for number in numbers))

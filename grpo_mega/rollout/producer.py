@@ -1,24 +1,34 @@
-"""From prompts to all their samples, or to scored groups: what is asked of an engine, and what comes of it.
+"""From prompts to scored answers: submits samples to an engine, and scores and announces those that it finishes.
 
-Everything here is for all ranks together, and the same on each of them.
+Every rank makes every call. A sample is held, and scored, by the one rank that the engine has handed it to; that rank
+announces its answer to all others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
-from grpo_mega.rollout.contract import EngineError
+import torch.distributed as dist
+
+from grpo_mega.platform.collectives import from_all_ranks
+from grpo_mega.rollout.contract import EngineError, EngineRestarted
 from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.rollout.pool import Pool
-from grpo_mega.types import Group, Prompt, Sample, Score
+from grpo_mega.types import Answer, Group, Prompt, Rollout, Sample, Score
+
+Announcement = tuple[str, int, Answer]
+"""A sample that a rank holds: its prompt's id, its index among the prompt's samples, and its answer."""
 
 
 class Producer:
-    """Prompts in, scored groups out: in the order of the prompts, whichever group finishes first.
+    """Prompts in, scored answers out: in the order of the prompts, whichever sample finishes first.
 
-    A group is scored between two polls, as soon as it is complete; an engine with processes of its own generates
-    meanwhile. Each sample is scored once, also when polls raise in between: after `Interrupted`, or after
-    `EngineRestarted` once the weights are pushed, the producer continues with what is missing.
+    Samples are scored and announced between two polls; an engine with processes of its own generates meanwhile.
+    Announced samples are never generated or scored again, also when polls raise in between: after `Interrupted`, or
+    after `EngineRestarted` once the weights are pushed, the producer continues with what is missing. Samples that were
+    handed out and not announced yet are announced before `EngineRestarted` is raised; after any other error all ranks
+    forget them, and they are missing like those that were never finished.
     """
 
     def __init__(
@@ -29,40 +39,44 @@ class Producer:
         sampling: SamplingParams,
         version: int,
         at_least: int = 1,
+        scoring: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Nothing is wanted yet.
+        """A producer without prompts.
 
         Args:
             engine: An engine of which nothing is under way.
-            score: Scores samples; called on every rank with the same ones, whole groups, so that ranks can share them
-                out (`Topology.spread_over_ranks`). What it raises ends the run: their groups are not scored again.
+            score: Scores samples; called on every rank with those that it holds, possibly none. When it raises on one
+                rank, all ranks raise.
             group_size: Samples per prompt.
             sampling: How to sample.
             version: Policy version; see `Engine.submit`.
-            at_least: Samples that are scored together, unless there are no more: where ranks share them out, as many
-                as there are ranks keep all of them busy.
+            at_least: Least number of samples, over all ranks, that are scored together, unless nothing more is under
+                way; with as many as there are ranks, most ranks have one to score.
+            scoring: Context in which samples are scored and announced, such as a timer.
         """
-        self._at_least = at_least
-        self._unscored: list[int] = []  # numbers of prompts whose groups are complete
-        self._engine, self._score = engine, score
-        self._sampling, self._version = sampling, version
+        self._engine, self._score, self._scoring = engine, score, scoring
+        self._sampling, self._version, self._at_least = sampling, version, at_least
+        self._group_size = group_size
         self._pool = Pool(group_size)
-        self._scored: dict[int, Group] = {}  # number of the prompt -> group, of those that were not handed out
-        self._handed_out = 0
+        self._unscored: list[Sample] = []  # held here
+        self._unscored_everywhere = 0
+        self._samples: dict[int, Sample] = {}  # held here and announced: number -> sample
+        self._handed_out = 0  # groups
 
     def add(self, prompts: Iterable[Prompt]) -> None:
-        """Groups of these prompts are wanted, after those of all prompts before; also while some are generated."""
+        """Adds prompts, whose answers come after those to all earlier prompts; also while some are generated."""
         self._pool.add(prompts)
 
     @property
     def busy(self) -> bool:
-        """Whether groups are missing; on all ranks alike."""
+        """Whether answers are missing; the same on all ranks."""
         return not self._pool.complete
 
-    def poll(self, interrupted: Callable[[], bool] | None = None) -> list[Group]:
-        """Polls the engine once, scores what is complete by it; the groups whose turn it is now, each exactly once.
+    def poll(self, interrupted: Callable[[], bool] | None = None) -> Rollout:
+        """Polls the engine once, scores and announces what is due; the groups that are complete, in order.
 
-        A group's turn comes when those of all prompts before it were handed out, by this poll at the latest.
+        Each group is returned once, when it is complete and the groups of all prompts before it were returned, by this
+        poll at the latest. Samples are numbered from 0 in each poll.
 
         Args:
             interrupted: Whether this rank wants generation to be given up; ranks may differ.
@@ -71,55 +85,92 @@ class Producer:
             Interrupted: One of the ranks was interrupted.
             EngineRestarted: An engine was lost; push the weights, and poll again.
             EngineError: Nothing is missing, or an engine refused, or failed.
-            ValueError: There is not one score for each sample.
+            RuntimeError: On every rank. Some rank could not score its samples: `score` raised, or did not return one
+                score for each. Names the rank and the error.
         """
         self._advance(interrupted)
-        return self._in_turn()
+        return self._take_complete()
 
-    def run(self, interrupted: Callable[[], bool] | None = None) -> list[Group]:
-        """Polls until no group is missing; all groups that no `poll` has brought.
+    def run(self, interrupted: Callable[[], bool] | None = None) -> Rollout:
+        """Polls until no answer is missing; all groups that no `poll` has returned, their samples numbered from 0.
 
-        Raises the same as `poll`, and can be called again like it: no group is lost.
+        Raises the same errors as `poll`, and can be called again after them.
         """
         while self.busy:
             self._advance(interrupted)
-        return self._in_turn()
+        return self._take_complete()
 
     def _advance(self, interrupted: Callable[[], bool] | None) -> None:
-        self._unscored += advance(self._engine, self._pool, self._sampling, self._version, interrupted)
-        groups = [self._pool.group(number) for number in self._unscored]
-        samples = [sample for group in groups for sample in group]
-        if not samples or (self.busy and len(samples) < self._at_least):
+        """Submits what is waiting, polls once, and announces what is due."""
+        if self._engine.busy and not self._pool.in_flight:
+            raise EngineError("the engine is generating for another caller; poll for those samples, or abort() first")
+        if wanted := self._pool.waiting:
+            self._engine.submit(wanted, self._sampling, self._version)
+            self._pool.begin()
+        try:
+            finished = self._engine.poll(interrupted is not None and interrupted())
+            self._unscored += finished.samples
+            self._unscored_everywhere += finished.everywhere
+            if self._unscored_everywhere >= self._at_least or not self._engine.busy:
+                self._announce()
+        except EngineRestarted:
+            try:
+                self._announce()
+            finally:
+                self._pool.lose()
+            raise
+        except BaseException:
+            self._unscored, self._unscored_everywhere = [], 0
+            self._pool.lose()
+            raise
+
+    def _announce(self) -> None:
+        """Scores the samples that this rank holds and has not announced yet, and announces their answers."""
+        if not self._unscored_everywhere:
             return
+        samples, self._unscored, self._unscored_everywhere = self._unscored, [], 0
+        with self._scoring():
+            of_all_ranks = from_all_ranks(lambda: self._announcements(samples))
+        for rank, announcements in enumerate(of_all_ranks):
+            numbers = [self._pool.take(*announcement) for announcement in announcements]
+            if rank == dist.get_rank():
+                self._samples |= zip(numbers, samples, strict=True)
+
+    def _announcements(self, samples: Sequence[Sample]) -> list[Announcement]:
         scores = self._score(samples)
         if len(scores) != len(samples):
             raise ValueError(f"{len(samples)} samples were to be scored, and there are {len(scores)} scores")
-        following = iter(scores)
-        for number, group in zip(self._unscored, groups, strict=True):
-            self._scored[number] = Group(group, tuple(next(following) for _ in group))
-        self._unscored = []
+        holder = dist.get_rank()
+        return [
+            (s.prompt.id, s.index, Answer(len(s.token_ids), s.finish_reason, s.segments, score, holder))
+            for s, score in zip(samples, scores, strict=True)
+        ]
 
-    def _in_turn(self) -> list[Group]:
-        groups = []
-        while group := self._scored.pop(self._handed_out, None):
+    def _take_complete(self) -> Rollout:
+        """The groups that are complete and were not returned before, up to the first incomplete one."""
+        groups: list[Group] = []
+        first = self._handed_out * self._group_size
+        while group := self._pool.group(self._handed_out):
             groups.append(group)
             self._handed_out += 1
-        return groups
+        held = sorted(number for number in self._samples if number < self._handed_out * self._group_size)
+        return Rollout(groups, {number - first: self._samples.pop(number) for number in held})
 
 
 def generate(
     engine: Engine,
-    pool: Pool,
+    prompts: Sequence[Prompt],
+    group_size: int,
     sampling: SamplingParams,
     version: int,
     interrupted: Callable[[], bool] | None = None,
 ) -> list[Sample]:
-    """All samples of a pool, prompt by prompt, those that are not done generated with the policy of `version`.
+    """`group_size` samples of every prompt, prompt by prompt, all of them on every rank: for small numbers of samples.
 
     Args:
         engine: An engine of which nothing is under way.
-        pool: What is wanted. Whatever is raised, it keeps what was handed out: called again with it, nothing of that is
-            generated anew.
+        prompts: The prompts to complete.
+        group_size: Samples per prompt.
         sampling: How to sample.
         version: Policy version; see `Engine.submit`.
         interrupted: Whether this rank wants generation to be given up; asked before every poll.
@@ -129,26 +180,12 @@ def generate(
         EngineRestarted: An engine was lost; push the weights, and call this again.
         EngineError: An engine refused, or failed.
     """
-    while not pool.complete:
-        advance(engine, pool, sampling, version, interrupted)
-    return pool.samples()
+    producer = Producer(engine, _zero_scores, group_size, sampling, version, len(prompts) * group_size)
+    producer.add(prompts)
+    held = producer.run(interrupted).samples
+    samples = {number: sample for of_rank in from_all_ranks(lambda: held) for number, sample in of_rank.items()}
+    return [samples[number] for number in sorted(samples)]
 
 
-def advance(
-    engine: Engine, pool: Pool, sampling: SamplingParams, version: int, interrupted: Callable[[], bool] | None
-) -> list[int]:
-    """Submits what is waiting in the pool and polls once; numbers of the groups that are complete by it, ascending.
-
-    Raises:
-        Interrupted: See `generate`, like the others; what was in flight is waiting again.
-    """
-    if engine.busy and not pool.in_flight:
-        raise EngineError("the engine is generating for somebody else; poll for those samples, or abort() first")
-    if wanted := pool.waiting:
-        engine.submit(wanted, sampling, version)
-        pool.begin()
-    try:
-        return pool.take(engine.poll(interrupted is not None and interrupted()))
-    except BaseException:
-        pool.lose()
-        raise
+def _zero_scores(samples: Sequence[Sample]) -> list[Score]:
+    return [Score(0.0, {})] * len(samples)

@@ -1,8 +1,7 @@
-"""Sampling is a function: which token comes next depends on the logits and on counters, on nothing else.
+"""Counter-based sampling: the next token is a function of the logits and of counters, and of nothing else.
 
-The noise behind a token is a hash of (seed, policy version, prompt, sample, position) and the vocabulary index, so
-it is the same whatever else is in the batch, on whichever engine, in whichever layout. Integer arithmetic wraps around
-in two's complement, on every device alike.
+A token's noise is a hash of (seed, draw, prompt, sample, position) and the vocabulary index, so it does not depend on
+the rest of the batch, the engine or the layout. Integer arithmetic wraps around in two's complement on every device.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def prompt_key(prompt_id: str) -> int:
 
 
 def gumbel_noise(
-    seed: int, version: int, prompt_keys: Tensor, sample_indices: Tensor, positions: Tensor, vocab: int
+    seed: int, draw: int, prompt_keys: Tensor, sample_indices: Tensor, positions: Tensor, vocab: int
 ) -> Tensor:
     """Standard Gumbel noise for the next token of B sequences; every row is a function of its own counters.
 
@@ -36,10 +35,10 @@ def gumbel_noise(
 
     Args:
         seed: The run's seed.
-        version: Policy version the tokens are sampled under.
+        draw: Counts what is drawn in a run: the steps of training.
         prompt_keys: [B] int64, `prompt_key` of each sequence's prompt.
         sample_indices: [B] integers below 2^31, which of the prompt's samples the sequence is.
-        positions: [B] integers below 2^32, place of the token in its completion.
+        positions: [B] integers below 2^32, index of the token in its completion.
         vocab: V.
 
     Returns:
@@ -51,7 +50,8 @@ def gumbel_noise(
     if not prompt_keys.shape == sample_indices.shape == positions.shape:
         shapes = [list(x.shape) for x in (prompt_keys, sample_indices, positions)]
         raise ValueError(f"prompt_keys, sample_indices and positions must have one shape [B], got {shapes}")
-    sequence = _mix_64(prompt_keys ^ prompt_key(f"seed {seed} version {version}"))
+    # "version" because it was one once: with another word every run would draw other samples.
+    sequence = _mix_64(prompt_keys ^ prompt_key(f"seed {seed} version {draw}"))
     counter = (sample_indices.long() << 32) + positions
     return _gumbel(_random_bits(_mix_64(sequence + counter * _GAMMA_64), vocab))
 
@@ -61,7 +61,7 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Samples one token per row with the Gumbel-max trick.
 
-    Top-k and top-p both look at the full distribution and their sets are intersected, as SGLang does; of equally
+    Top-k and top-p both select from the full distribution and their sets are intersected, as in SGLang; of equally
     likely tokens the lower index comes first. Columns that are -inf are never sampled.
 
     Args:
@@ -76,7 +76,7 @@ def sample_tokens(
         logits / temperature, before top-k and top-p.
 
     Raises:
-        ValueError: An argument is out of range, `noise` is missing, not wanted or of another shape, or a row of
+        ValueError: An argument is out of range, `noise` is missing, superfluous or of another shape, or a row of
             `logits` is no distribution (NaN, +inf, or -inf in every column).
     """
     _require_sampling_arguments(logits, noise, temperature, top_k, top_p)
@@ -93,7 +93,7 @@ def sample_tokens(
 
 
 def _likeliest(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """[B, V] bool: the tokens that top-k and top-p leave."""
+    """[B, V] bool: the tokens that top-k and top-p keep."""
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if top_k > 0:

@@ -1,7 +1,7 @@
 """Sequences that a replica generates together with the policy's own weights and a key-value cache, under any layout.
 
-A prompt is read once and its cache repeated for its samples; sequences that have ended make room for the others. Under
-pipeline parallelism the last stage samples and tells the stages before it.
+A prompt is read once and its cache repeated for its samples; sequences that have ended are dropped from the cache.
+Under pipeline parallelism the last stage samples and broadcasts the tokens to the stages before it.
 """
 
 from __future__ import annotations
@@ -18,41 +18,59 @@ from grpo_mega.rollout.engine import SamplingParams
 from grpo_mega.rollout.pool import Wanted
 from grpo_mega.rollout.sampling import gumbel_noise, prompt_key, sample_tokens
 
-Completion = tuple[int, list[int], list[float], str]
-"""Number of the sample, token ids, log-probs, finish reason."""
-
 COMPACT_BELOW = 0.75
 """Ended sequences are dropped from the cache (a copy) once fewer than this share of its rows is alive."""
 
 
 class Plan(NamedTuple):
-    """A wave to be: the samples that one replica generates together.
+    """The samples that one replica is to generate together.
 
     Attributes:
-        groups: The samples, those of one prompt in each.
-        numbers: The number of each sample, group by group.
+        groups: The samples, grouped by prompt.
         sampling: How to sample.
         version: Policy version.
     """
 
     groups: list[list[Wanted]]
-    numbers: list[int]
     sampling: SamplingParams
     version: int
+
+    @property
+    def wanted(self) -> list[Wanted]:
+        """The samples of all groups, in order."""
+        return [sample for group in self.groups for sample in group]
+
+
+class Completion(NamedTuple):
+    """A sample that has ended.
+
+    Attributes:
+        wanted: Its prompt, and its index among the prompt's samples.
+        version: Policy version that it was sampled with.
+        tokens: [C] int32, on the CPU.
+        logprobs: [C] float32, on the CPU.
+        finish_reason: See `Sample`.
+    """
+
+    wanted: Wanted
+    version: int
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    finish_reason: str
 
 
 class Wave:
     """The B samples of some prompts that one replica generates together, prompt by prompt; possibly none.
 
-    A sequence is a row of the [B, ...] tensors for good; `rows` says which of them are in the cache at the moment, and
-    `hidden`, `positions` and `alive` follow the rows of the cache.
+    A sequence keeps its row in the [B, ...] tensors; `rows` are those in the cache at the moment, and `hidden`,
+    `positions` and `alive` are aligned with the rows of the cache.
     """
 
     def __init__(self, policy: Policy, plan: Plan) -> None:
-        """Reads the prompts."""
+        """Reads the prompts into the cache."""
         self.policy = policy
         self.prompts = prompts = [group[0][0] for group in plan.groups]
-        self.numbers = plan.numbers
+        self.wanted = plan.wanted
         self.sampling = sampling = plan.sampling
         self.version = plan.version
         self.step = 0
@@ -62,7 +80,7 @@ class Wave:
         limits = (policy.context - lengths).clamp(max=sampling.max_new_tokens)
         self.limits = limits.repeat_interleave(self.repeats)  # [B] most new tokens
         self.keys = self._per_prompt([prompt_key(p.id) for p in prompts]).repeat_interleave(self.repeats)
-        self.indices = self._per_prompt([index for group in plan.groups for _, index in group])
+        self.indices = self._per_prompt([index for _, index in self.wanted])
         self.rows = torch.arange(len(self.keys), device=lengths.device)
         self.tokens = torch.zeros(len(self.rows), sampling.max_new_tokens, dtype=torch.int64, device=lengths.device)
         self.logprobs = torch.zeros_like(self.tokens, dtype=torch.float32)
@@ -75,7 +93,7 @@ class Wave:
         self._read_prompts()
 
     def advance(self, steps: int) -> None:
-        """Draws up to so many tokens of every sequence that has not ended, until all have.
+        """Samples up to `steps` tokens of every sequence that has not ended.
 
         Ranks that share experts with this one advance in lock-step, and end together.
         """
@@ -91,16 +109,22 @@ class Wave:
             self._decode(tokens)
 
     def take(self, everything: bool) -> list[Completion]:
-        """The sequences that have ended, or `everything`, but for those that were taken before."""
+        """The sequences that have ended, with `everything` the others too, without those that were taken before."""
         due = ~self.taken if everything else ~self.taken & (self.stopped | (self.counts >= self.limits))
         self.taken |= due
         rows = due.nonzero()[:, 0]
-        columns = (self.tokens, self.logprobs, self.counts, self.limits, self.stopped)
+        tokens, logprobs = self.tokens[rows].int().cpu(), self.logprobs[rows].cpu()
+        columns = (rows, self.counts[rows], self.limits[rows], self.stopped[rows])
+        ends = zip(*(column.tolist() for column in columns), strict=True)
         return [
-            (self.numbers[row], tokens[:n], logprobs[:n], "stop" if stop else "length" if n == limit else "abort")
-            for row, tokens, logprobs, n, limit, stop in zip(
-                rows.tolist(), *(column[rows].tolist() for column in columns), strict=True
+            Completion(
+                self.wanted[row],
+                self.version,
+                row_tokens[:n],
+                row_logprobs[:n],
+                "stop" if stop else "length" if n == limit else "abort",
             )
+            for row_tokens, row_logprobs, (row, n, limit, stop) in zip(tokens, logprobs, ends, strict=True)
         ]
 
     def _read_prompts(self) -> None:
@@ -122,8 +146,8 @@ class Wave:
             noise = None
             if sampling.temperature > 0:
                 keys, indices = self.keys[self.rows], self.indices[self.rows]
-                places = torch.full_like(indices, self.step)
-                noise = gumbel_noise(sampling.seed, self.version, keys, indices, places, logits.shape[-1])
+                positions = torch.full_like(indices, self.step)
+                noise = gumbel_noise(sampling.seed, sampling.draw, keys, indices, positions, logits.shape[-1])
             tokens, logprobs = sample_tokens(
                 logits, noise, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
             )
@@ -132,7 +156,7 @@ class Wave:
         return drawn[0].long(), drawn[1].float()
 
     def _record(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Notes what the living sequences got, and which of them end with it."""
+        """Stores the tokens of the sequences that are alive, and which of these end with them."""
         now, stop = self.rows[self.alive], torch.tensor(self.sampling.stop_ids, device=tokens.device)
         self.tokens[now, self.step], self.logprobs[now, self.step] = tokens[self.alive], logprobs[self.alive]
         self.counts[now] += 1
@@ -140,14 +164,14 @@ class Wave:
         self.alive &= ~self.stopped[self.rows] & (self.counts[self.rows] < self.limits[self.rows])
 
     def _compact(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Keeps only living sequences in the cache; their tokens."""
+        """Drops ended sequences from the cache; the tokens of the others."""
         kept = self.alive.nonzero()[:, 0]
         self.cache.keep(kept)
         self.rows, self.positions, self.alive = self.rows[kept], self.positions[kept], self.alive[kept]
         return tokens[kept]
 
     def _decode(self, tokens: torch.Tensor) -> None:
-        """Reads one token per cached sequence; one that has ended overwrites its own last place for nothing."""
+        """Reads one token per cached sequence; for one that has ended this overwrites its last position, unread."""
         packed = PackedTokens.one_each(self.positions, self.policy.topology.row_multiple, self.cache)
         self.hidden = self._hidden(tokens, packed)
         self.positions = self.positions + self.alive

@@ -1,1 +1,1 @@
-"""One algorithm a file, each a `Stage` of a run: pre-training of the toy, supervised fine-tuning, GRPO."""
+"""The stages of a run, one algorithm per file: pre-training of the toy, supervised fine-tuning, GRPO."""

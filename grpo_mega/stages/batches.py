@@ -1,70 +1,115 @@
-"""From groups of scored answers to the mini-batches that updates compute."""
+"""From scored answers to the batches of updates.
+
+Which samples are in which mini-batch, and what counts in its denominators, follows from the answers, which every rank
+has, and is the same under every layout. Tokens and log-probs are only on the replica that computes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from grpo_mega.algorithm.advantage import group_advantages, has_signal
-from grpo_mega.algorithm.mini_batches import Share, deal
+from grpo_mega.algorithm.mini_batches import MiniBatch, make_mini_batches
+from grpo_mega.algorithm.step_advantages import (
+    AdvantageOptions,
+    groups_with_signal,
+    process_supervision,
+    step_advantages,
+)
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
-from grpo_mega.config.schema import AlgorithmConfig, Config, RolloutConfig
-from grpo_mega.types import Batch, Group, pack
+from grpo_mega.config.schema import Config, RolloutConfig
+from grpo_mega.models.topology import Topology
+from grpo_mega.stages.exchange import exchange_samples
+from grpo_mega.types import Batch, Group, Rollout
 
 
-def make_batch(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Batch | None:
-    """Packs the samples that updates compute, with their advantages; None when there is none."""
-    trained, _ = chosen(groups, algorithm)
-    if not trained:
-        return None
-    std = algorithm.advantage_std
-    advantages = [group_advantages(torch.tensor(g.rewards, dtype=torch.float64), std) for g in groups]
-    samples = [sample for group in groups for sample in group.samples]
-    batch = pack([samples[i] for i in trained])
-    advantage = torch.cat(advantages)[trained].repeat_interleave(batch.lengths)
-    return batch.with_(advantage=advantage * batch.mask)
+def advantage_options(config: Config) -> AdvantageOptions:
+    """How rewards become advantages, from the configuration."""
+    algorithm = config.algorithm
+    weights = {term.name: term.weight for term in config.reward.terms if term.weight}
+    terms = weights if algorithm.terms_apart else {}
+    drop = algorithm.groups_without_signal == "drop"
+    by_step = algorithm.supervision == "process"
+    return AdvantageOptions(algorithm.advantage_baseline, algorithm.advantage_std, terms, drop, by_step)
 
 
-def chosen(groups: Sequence[Group], algorithm: AlgorithmConfig) -> tuple[list[int], list[int]]:
-    """Numbers of the samples that updates compute, and of those that count in their denominators.
+def trained_and_counted(groups: Sequence[Group], config: Config) -> tuple[list[int], list[int]]:
+    """Numbers of the samples that updates compute, and of those that count in the denominators.
 
-    A group without signal has advantage 0 everywhere. By equation 3 of DeepSeekMath its samples count all the same, and
-    the KL term, like an entropy bonus, moves them; where there is neither, they have no gradient and are not computed.
+    A group without signal has advantages of 0. By equation 3 of DeepSeekMath its samples still count, and the KL term,
+    like an entropy bonus, has a gradient; with neither of the two they have no gradient and are not computed. A sample
+    that could not be scored is as if it had never been sampled.
     """
-    signal = [has_signal(group.rewards) for group in groups for _ in group.samples]
-    with_signal, everyone = [i for i, has in enumerate(signal) if has], list(range(len(signal)))
-    if algorithm.groups_without_signal == "drop":
+    signal = groups_with_signal(groups, advantage_options(config))
+    samples = [(has, answer) for group, has in zip(groups, signal, strict=True) for answer in group.answers]
+    scored = [i for i, (_, answer) in enumerate(samples) if not answer.score.unscorable]
+    with_signal = [i for i in scored if samples[i][0]]
+    if config.algorithm.groups_without_signal == "drop":
         return with_signal, with_signal
-    return (everyone if algorithm.kl_coef or algorithm.entropy_coef else with_signal), everyone
+    return (scored if config.algorithm.kl_coef or config.algorithm.entropy_coef else with_signal), scored
 
 
-def mini_batches(now: StepInProgress, config: Config, step: int) -> Iterator[Batch]:
-    """The batch of a step cut into its updates, epoch after epoch, but for those that are done.
+def mini_batches(groups: Sequence[Group], config: Config, step: int) -> list[MiniBatch]:
+    """The mini-batches of a step, epoch after epoch; a function of the arguments, so a resumed step has the same."""
+    return [
+        part for epoch in range(config.algorithm.epochs) for part in mini_batches_of_epoch(groups, config, step, epoch)
+    ]
 
-    Each has its weights over all samples that count in it.
+
+def mini_batches_of_epoch(groups: Sequence[Group], config: Config, step: int, epoch: int) -> list[MiniBatch]:
+    """The mini-batches of one epoch, which together have all samples that updates compute.
+
+    Epochs may have different numbers of them: a mini-batch with nothing to compute is left out.
     """
-    batch, algorithm = now.batch, config.algorithm
-    if batch is None:
-        return
-    row = {sample: i for i, sample in enumerate(chosen(now.groups, algorithm)[0])}
-    tokens = [len(sample.token_ids) for group in now.groups for sample in group.samples]
+    trained, counted = trained_and_counted(groups, config)
+    seed = f"{config.run.seed}/mini-batches/{step}/{epoch}"
+    return make_mini_batches(counted, trained, config.algorithm.mini_batches, seed)
+
+
+def make_batch(rollout: Rollout, config: Config, topology: Topology, step: int) -> Batch | None:
+    """This replica's part of the samples that updates compute, with advantages; None when updates compute none.
+
+    Every rank must call it: samples are sent from the ranks that hold them to those that compute them.
+    """
+    first_epoch = mini_batches_of_epoch(rollout.groups, config, step, epoch=0)
+    if not first_epoch:
+        return None
+    batch = exchange_samples(rollout, [mini_batch.trained for mini_batch in first_epoch], config, topology)
+    return with_advantages(batch, rollout.groups, config)
+
+
+def with_advantages(batch: Batch, groups: Sequence[Group], config: Config) -> Batch:
+    """The batch with advantages at the tokens that are learned: of samples, or by step; a critic's come later."""
+    options = advantage_options(config)
+    if options.baseline == "critic":
+        return batch
+    if options.by_step:
+        of_tokens = torch.cat([torch.zeros(0), *process_supervision(groups, options, batch.numbers.tolist())])
+        return batch.with_(advantage=torch.zeros(len(batch.mask)).masked_scatter(batch.mask, of_tokens))
+    advantages = step_advantages(groups, options)
+    return batch.with_(advantage=advantages[batch.numbers].repeat_interleave(batch.lengths) * batch.mask)
+
+
+def batch_of_all(rollout: Rollout, config: Config, topology: Topology) -> Batch:
+    """This replica's part of all samples of a step, for measuring the mismatch; every rank must call it."""
+    return exchange_samples(rollout, [list(range(sum(1 for _ in rollout.answers)))], config, topology)
+
+
+def batch_of(current: StepInProgress, mini_batch: MiniBatch, config: Config, step: int) -> Batch:
+    """This replica's part of a mini-batch, with token weights over all samples that count in it."""
+    assert current.batch is not None, "without a batch there are no mini-batches"
+    lengths = [answer.length for group in current.groups for answer in group.answers]
+    row = {number: i for i, number in enumerate(current.batch.numbers.tolist())}
+    part = current.batch.select([row[i] for i in mini_batch.trained if i in row])
+    counted = [lengths[i] for i in (*mini_batch.trained, *mini_batch.left_out)]
     longest = longest_completion(config.rollout, step)
-    for share in shares(now.groups, config, step)[len(now.updates) :]:
-        part = batch.select([row[i] for i in share.trained])
-        left_out = [tokens[i] for i in share.left_out]
-        yield part.with_(weight=token_weights(part.mask, part.cu_seqlens, algorithm.aggregation, longest, left_out))
+    weight = token_weights(part.mask, part.cu_seqlens, config.algorithm.aggregation, longest, counted)
+    return part.with_(weight=weight)
 
 
 def longest_completion(rollout: RolloutConfig, step: int) -> int:
-    """How many tokens a completion may have after so many steps: more from `rollout.longer_from_step` on."""
+    """Largest number of tokens of a completion after `step` steps: more from `rollout.longer_from_step` on."""
     longer, since = rollout.longer_max_new_tokens, rollout.longer_from_step
     return rollout.max_new_tokens if longer is None or since is None or step < since else longer
-
-
-def shares(groups: Sequence[Group], config: Config, step: int) -> list[Share]:
-    """The samples of every mini-batch of a step, epoch after epoch; the same whenever it is asked for."""
-    trained, counted = chosen(groups, config.algorithm)
-    seeds = [f"{config.run.seed}/mini-batches/{step}/{epoch}" for epoch in range(config.algorithm.epochs)]
-    return [share for seed in seeds for share in deal(counted, trained, config.algorithm.mini_batches, seed)]

@@ -1,7 +1,7 @@
-"""GRPO, step by step, as the paper has it (DeepSeekMath, arXiv 2402.03300, algorithm 1). This file is the loop.
+"""The loop of GRPO, step by step as in the paper (DeepSeekMath, arXiv 2402.03300, algorithm 1).
 
-What an update minimises, with ratio, clip and KL, is in `grpo_mega/models/losses.py`; what a token counts in it in
-`grpo_mega/algorithm/weights.py`. `rollouts.py` makes scored answers of prompts, `batches.py` mini-batches of answers.
+The objective of an update (ratio, clip, KL) is in `grpo_mega/algorithm/objective.py`, the weight of a token in
+`weights.py` beside it. `rollouts.py` turns prompts into scored answers, `batches.py` answers into batches of updates.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from typing import Any
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data
-from grpo_mega.models.losses import grpo_loss
-from grpo_mega.models.optimizer import warmed_up
+from grpo_mega.models.learning_rate import Schedule
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
-from grpo_mega.run import Metrics, Run, StepRecord
-from grpo_mega.stages.batches import make_batch, mini_batches, shares
-from grpo_mega.stages.metrics import achieved, step_metrics
+from grpo_mega.run import Metrics, Run, Saved, StepRecord, is_due
+from grpo_mega.stages.batches import batch_of, batch_of_all, make_batch, mini_batches
+from grpo_mega.stages.corrections import corrected, needs_old_logprobs, penalised
+from grpo_mega.stages.loss import loss_of
+from grpo_mega.stages.metrics import achieved
 from grpo_mega.stages.rollouts import Rollouts
 from grpo_mega.stages.watch import Watch
-from grpo_mega.types import Batch, Group, pack
+from grpo_mega.types import Batch
 
 
 class GRPO:
@@ -31,130 +32,119 @@ class GRPO:
     def __init__(
         self, config: Config, policy: Policy, reference: ReferencePolicy | None, data: Data, rollouts: Rollouts
     ) -> None:
-        self.config, self.algorithm, self.data = config, config.algorithm, data
-        self.save_every = config.run.save_every
-        self.policy, self.reference, self.rollouts = policy, reference, rollouts
-        # With a single update per rollout the old policy is the policy itself.
-        self.on_policy = config.algorithm.epochs * config.algorithm.mini_batches == 1
-        self.loss = grpo_loss(config.algorithm, self.on_policy)
+        self.config, self.algorithm, self.data, self.save_every = config, config.algorithm, data, config.run.save_every
+        self.policy, self.topology, self.reference, self.rollouts = policy, policy.topology, reference, rollouts
+        self.copies = [copy for copy in (reference, rollouts.average) if copy]
+        self.models: list[Saved] = [policy, *self.copies]
+        updates_per_step = config.algorithm.epochs * config.algorithm.mini_batches
+        # Then the old policy is the policy itself, and its log-probs need no pass of their own.
+        self.on_policy = updates_per_step == 1 and not needs_old_logprobs(config.algorithm)
+        self.loss = loss_of(config.algorithm, self.on_policy)
+        self.temperature = config.rollout.temperature
         self.in_progress: StepInProgress | None = None
-        self.updates = 0
-        self.tokens = {"generated": 0, "trained": 0}
+        self.schedule = Schedule(config.optimizer, config.run.steps, updates_per_step)
         self.before: Metrics = {}
-        self.watch = Watch(config)
+        self.watch = Watch(config, self.topology)
 
     def step(self, run: Run) -> StepRecord:
         """One iteration, or the rest of the one in progress."""
         if self.in_progress is None:
             with run.undone_if_stopped(self.data.train):
                 self.in_progress = self.experience(run)
-        now = self.in_progress
-        for batch in mini_batches(now, self.config, run.step):  # epochs x mini-batches, those that are left
+        current = self.in_progress
+        for mini_batch in mini_batches(current.groups, self.config, run.step)[len(current.updates) :]:  # all epochs
             with run.phase("update"):
-                self.update(now, batch)
-        metrics = self.evaluated(run) | self.numbers(now)
+                self.update(current, batch_of(current, mini_batch, self.config, run.step), run.step)
+        metrics = self.evaluated(run) | self.watch.step(current, self.policy, self.schedule) | self.rollouts.traffic()
         self.in_progress = None
-        if self.reference and _is_due(self.algorithm.reference_refresh, run.step + 1):
+        if self.reference and is_due(self.algorithm.reference_refresh, run.step + 1):
             self.reference.refresh()  # pi_ref <- pi_theta
-        return StepRecord(metrics, now.groups)
+        return StepRecord(metrics, current.shown)
 
     def experience(self, run: Run) -> StepInProgress:
-        """What the updates of a step are made of: questions, groups of answers, rewards, advantages, log-probs."""
+        """The data for the updates of a step: questions, groups of answers, rewards, advantages, log-probs."""
         prompts = self.data.train.take(self.algorithm.prompts_per_step)  # q ~ P(Q)
-        groups = self.rollouts.groups(run, prompts, self.algorithm.group_size)  # o_1 ... o_G ~ pi_old, r_1 ... r_G
-        now = StepInProgress(groups, make_batch(groups, self.algorithm))  # A_i = (r_i - mean(r)) / std(r)
+        rollout = self.rollouts.answers(run, prompts, self.algorithm.group_size)  # o_1 ... o_G ~ pi_old, r_1 ... r_G
+        self.data.train.learn(rollout.groups)
+        shown = self.rollouts.shown(rollout, run.recorder.samples_wanted)
         with run.phase("logprobs"):
-            if now.batch is not None:
-                now.batch = self.with_logprobs(run, now.batch)
-            else:  # nothing to learn, but whether engine and trainer agree is seen at every step
-                now.mismatch = self.mismatch_of_all(groups)
+            batch = make_batch(rollout, self.config, self.topology, run.step)  # A_i = (r_i - mean(r)) / std(r)
+            current = StepInProgress(rollout.groups, batch, shown)
+            if batch is not None:
+                rollout.samples.clear()  # the batch has what is left of them to compute
+                current.batch = penalised(self.with_logprobs(run, batch), rollout.groups, self.config, self.topology)
+            else:  # nothing to learn, but the mismatch of engine and trainer is measured at every step
+                batch = batch_of_all(rollout, self.config, self.topology)
+                current.mismatch = self.watch.mismatch(batch, self.policy.logprobs(batch, self.temperature))
         run.raise_if_stopping()
-        return now
+        return current
 
     def with_logprobs(self, run: Run, batch: Batch) -> Batch:
-        """The batch with the log-probs its updates need."""
-        temperature = self.config.rollout.temperature
-        if self.reference:
-            batch = batch.with_(ref_logprob=self.reference.logprobs(batch, temperature))  # log pi_ref, for the KL term
+        """The batch with the log-probs that its updates need."""
+        if self.reference:  # log pi_ref, for the KL term
+            batch = batch.with_(ref_logprob=self.reference.logprobs(batch, self.temperature))
             run.raise_if_stopping()
-        if not self.on_policy:
-            batch = batch.with_(old_logprob=self.policy.logprobs(batch, temperature))  # log pi_old
+        if not self.on_policy:  # log pi_old; with a single update per rollout it is the policy's own
+            batch = batch.with_(old_logprob=self.policy.logprobs(batch, self.temperature))
+            batch = corrected(batch, self.algorithm, self.topology)  # for log pi_old - log pi_engine
         return batch
 
-    def update(self, now: StepInProgress, batch: Batch) -> None:
+    def update(self, current: StepInProgress, batch: Batch, step: int) -> None:
         """One optimizer update on the GRPO objective (equation 3), weighted over the global mini-batch."""
-        optimizer = self.config.optimizer
-        lr = warmed_up(optimizer.lr, optimizer.warmup_steps, self.updates)
-        gradients = self.policy.update(batch, self.loss, lr, self.config.rollout.temperature)
-        self.updates += 1
-        self.tokens["trained"] += int(batch.mask.sum())
-        now.updates.append(gradients.metrics)
-        if self.on_policy and now.batch is not None:
-            now.batch = now.batch.with_(old_logprob=gradients.logprob)
-
-    def mismatch_of_all(self, groups: list[Group]) -> Metrics:
-        """How far engine and trainer are apart on all answers of a step."""
-        batch = pack([sample for group in groups for sample in group.samples])
-        return self.watch.mismatch(batch, self.policy.logprobs(batch, self.config.rollout.temperature))
-
-    def numbers(self, now: StepInProgress) -> Metrics:
-        """What is logged of a step whose updates are done."""
-        self.tokens["generated"] += sum(len(sample.token_ids) for group in now.groups for sample in group.samples)
-        self.watch.signal(now.groups)
-        if now.batch is not None:
-            now.mismatch = self.watch.mismatch(now.batch, now.batch.old_logprob)
-        return step_metrics(now, self.config.reward.success) | now.mismatch | self.rollouts.traffic()
+        gradients = self.policy.update(batch, self.loss, self.schedule.next(step), self.temperature)
+        self.rollouts.follow()  # an average of the weights, for evaluations
+        self.watch.tokens["trained"] += gradients.tokens
+        current.updates.append(gradients.metrics)
+        if self.on_policy and current.batch is not None:
+            current.batch = current.batch.with_(old_logprob=gradients.outputs)
 
     def evaluated(self, run: Run) -> Metrics:
-        """Results on the validation problems, when they are due at the end of this step."""
-        if not _is_due(self.config.run.eval_every, run.step + 1):
+        """Metrics on the validation problems, if an evaluation is due at the end of this step."""
+        if not is_due(self.config.run.eval_every, run.step + 1):
             return {}
         metrics = self.rollouts.evaluate(run, "validation", self.data.validation, run.step + 1)
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def begin(self, run: Run) -> None:
-        """Starts at the policy's present weights, which are also those of the reference."""
+        """Starts at the policy's present weights, which are copied to the reference."""
         self.prepare()
-        if self.reference:
-            self.reference.refresh()
+        for copy in self.copies:
+            copy.refresh()
         self.before = self.rollouts.evaluate(run, "held-out", self.data.test, 0)
 
     def prepare(self) -> None:
-        """Makes the optimizer."""
+        """Creates the optimizer."""
         self.policy.use_optimizer(self.config.optimizer)
 
     def is_done(self, steps: int) -> bool:
-        """Whether nothing is left to do after so many steps; a step that was begun is finished."""
+        """Whether the stage ends after `steps` steps; a step in progress is finished first."""
         return steps >= self.config.run.steps and self.in_progress is None
 
     def end(self, run: Run) -> None:
-        """Measures what was achieved and records it."""
-        after = self.rollouts.evaluate(run, "held-out", self.data.test, run.step)
-        run.finish(achieved(self.before, after) | {f"tokens_{kind}": count for kind, count in self.tokens.items()})
+        """Evaluates on the held-out problems, and records the result of the run."""
+        after = self.rollouts.evaluate(run, "held-out", self.data.test, run.step) if run.step else self.before
+        tokens = {f"tokens_{kind}": n for kind, n in self.watch.tokens.items()}
+        run.finish(achieved(self.before if run.step else {}, after) | tokens)
 
     def progress(self, step: int) -> str:
-        """How far the step in progress has come."""
+        """The updates of the step in progress that are done, in words; empty between two steps."""
         if self.in_progress is None:
             return ""
-        updates = shares(self.in_progress.groups, self.config, step)
+        updates = mini_batches(self.in_progress.groups, self.config, step)
         return f"after {len(self.in_progress.updates)} of {len(updates)} updates"
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, the order of prompts, and what was measured before."""
+        """Counters, the order of prompts, and the evaluation before training."""
         return {
-            "updates": self.updates,
-            "tokens": self.tokens,
+            "schedule": self.schedule.state_dict(),
             "before": self.before,
-            "steps_without_signal": self.watch.steps_without_signal,
+            "watch": self.watch.state_dict(),
             "prompts": self.data.train.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken."""
-        self.updates, self.tokens, self.before = state["updates"], state["tokens"], state["before"]
-        self.watch.steps_without_signal = state["steps_without_signal"]
+        """Restores a state of `state_dict`. Raises ValueError when the schedule has changed since."""
+        self.schedule.load_state_dict(state["schedule"])
+        self.before = state["before"]
+        self.watch.load_state_dict(state["watch"])
         self.data.train.load_state_dict(state["prompts"])
-
-
-def _is_due(every: int, step: int) -> bool:
-    return every > 0 and step % every == 0

@@ -1,8 +1,8 @@
-"""The base model: a plain language model trained on worked arithmetic until it can calculate, then cached.
+"""The base model: a plain language model trained on worked problems until it can solve them, then cached.
 
-It knows how to calculate but hardly the answer format; what reinforcement learning then does is elicit. Learning to
-calculate is a phase change at a step that differs from seed to seed, so training ends at a competence gate and not
-at a fixed step.
+The base model can solve them but hardly knows the answer format, which reinforcement learning then elicits. Learning to
+solve them is a sudden transition at a step that differs from seed to seed, so training ends when the model passes a
+gate (an accuracy on validation problems) and not at a fixed step.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import BaseConfig, Config, OptimizerConfig
-from grpo_mega.data.tasks.chain_sum import ChainSum, working_answer
-from grpo_mega.models.optimizer import warmed_up
+from grpo_mega.data.tasks import GeneratedTask
+from grpo_mega.models.learning_rate import LearningRate
 from grpo_mega.models.policy import Policy
-from grpo_mega.models.reference import ReferencePolicy
-from grpo_mega.platform.collectives import main_says
+from grpo_mega.platform.collectives import from_main_rank
 from grpo_mega.rollout.engine import Engine, SamplingParams
+from grpo_mega.rollout.producer import generate
 from grpo_mega.run import Metrics, Run, StepRecord
 from grpo_mega.stages.sft import supervised_update
 from grpo_mega.types import Row
 
 RECIPE = 2
-"""Part of the checksum; raise it when the code below, or the documents, change what is learned."""
+"""Part of the cache's checksum; raise it when a change of the code below, or of the documents, changes the weights."""
 
 
 def base_path(config: Config) -> Path:
-    """Where the base model of this recipe is cached; the recipe is what decides about the weights."""
+    """The folder in which the base model of this recipe is cached; the recipe is all that determines the weights."""
     data = {k: v for k, v in asdict(config.data).items() if not k.endswith("_path")}
     base = {k: v for k, v in asdict(config.base).items() if k not in ("save_every", "max_steps")}
     recipe = [RECIPE, config.run.seed, base, asdict(config.model), data]
@@ -44,14 +44,14 @@ class Pretrain:
     """A language model trained from random weights until it passes the gate, or taken from the cache."""
 
     name = "pretrain"
-    reference: ReferencePolicy | None = None
     in_progress: StepInProgress | None = None
 
-    def __init__(self, config: Config, policy: Policy, engine: Engine, task: ChainSum) -> None:
-        """`engine` generates with the policy's own weights."""
+    def __init__(self, config: Config, policy: Policy, engine: Engine, task: GeneratedTask) -> None:
+        """A stage that trains `policy` on `task`; `engine` generates with the policy's own weights."""
         self.config, self.base = config, config.base
         self.save_every = config.base.save_every
         self.policy = policy
+        self.models = [policy]
         self.engine = engine
         self.task = task
         self.path = base_path(config)
@@ -61,21 +61,19 @@ class Pretrain:
 
     def begin(self, run: Run) -> None:
         """Takes the weights from the cache, or random ones."""
-        self.cached = main_says(self.path.is_dir)
+        self.cached = from_main_rank(self.path.is_dir)
         if self.cached:
             run.recorder.note(f"base model: from {self.path}")
             with run.phase("base"):
                 checkpoint.load_weights(self.path, self.policy)
             return
-        run.recorder.note(
-            f"base model: a plain language model on worked arithmetic, until it can calculate; goes to {self.path}"
-        )
+        run.recorder.note(f"base model: a plain language model on {self.task.lesson}; goes to {self.path}")
         with run.timer("base"):
             self.policy.initialize(self.config.run.seed)
             self.prepare()
 
     def prepare(self) -> None:
-        """Makes the optimizer."""
+        """Creates the optimizer."""
         self.policy.use_optimizer(OptimizerConfig(lr=self.base.lr, beta2=0.98, weight_decay=self.base.weight_decay))
 
     def is_done(self, steps: int) -> bool:
@@ -83,7 +81,7 @@ class Pretrain:
         return self.cached or (self.passed_at is not None and steps >= self.passed_at + self.base.decay_steps)
 
     def step(self, run: Run) -> StepRecord:
-        """One update; from `base.gate_from` on, every `base.gate_every` steps, the gate is tried.
+        """One update; from `base.gate_from` on, every `base.gate_every` steps, the gate is checked.
 
         Raises:
             RuntimeError: The gate was not passed within `base.max_steps`.
@@ -97,7 +95,7 @@ class Pretrain:
                 self.policy, [Row(ids, ((1, len(ids)),)) for ids in documents], self._lr(step)
             ).metrics
             if self.passed_at is None and self._gate_is_due(step):
-                self._try_gate(run, step, metrics)
+                self._check_gate(run, step, metrics)
         if self.passed_at is None and step >= self.base.max_steps:
             raise RuntimeError(
                 f"the base model did not reach base.gate_accuracy={self.base.gate_accuracy} in base.gate_passes="
@@ -107,15 +105,16 @@ class Pretrain:
         return StepRecord({f"base/{name}": value for name, value in metrics.items()})
 
     def _lr(self, step: int) -> float:
-        """Warmed up, and from the step at which the gate was passed falling to 0."""
-        if self.passed_at is None:
-            return warmed_up(self.base.lr, self.base.warmup_steps, step - 1)
-        return self.base.lr * (1 - (step - 1 - self.passed_at) / self.base.decay_steps)
+        """The learning rate: warmed up, then constant, and linearly to 0 from the step that passed the gate."""
+        rate = LearningRate(self.base.lr, self.base.warmup_steps)
+        if self.passed_at is not None:
+            rate = replace(rate, shape="wsd", begins=self.passed_at, decay=self.base.decay_steps)
+        return rate.at(update=step - 1, step=step - 1)
 
     def _gate_is_due(self, step: int) -> bool:
         return step >= self.base.gate_from and (step - self.base.gate_from) % self.base.gate_every == 0
 
-    def _try_gate(self, run: Run, step: int, metrics: Metrics) -> None:
+    def _check_gate(self, run: Run, step: int, metrics: Metrics) -> None:
         accuracy = _working_accuracy(self.engine, self.task, self.config.rollout.max_new_tokens)
         self.accuracies.append(accuracy)
         run.recorder.evaluation(step, "base model", {"loss": metrics["loss"], "working_accuracy": accuracy})
@@ -124,44 +123,52 @@ class Pretrain:
             self.passed_at = step
 
     def end(self, run: Run) -> None:
-        """Puts the model into the cache."""
+        """Saves the model in the cache."""
         self.policy.optimizer = None
-        if self.cached or main_says(self.path.is_dir):
+        self.policy.updates = (
+            0  # the same for the next stage, whether the model was trained now or comes from the cache
+        )
+        if self.cached or from_main_rank(self.path.is_dir):
             return
-        mine = self.path.with_name(f"{self.path.name}-{self.config.run.name}")  # another run may train the same model
+        own = self.path.with_name(f"{self.path.name}-{self.config.run.name}")  # another run may train the same model
         if self.policy.topology.is_main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         with run.timer("checkpoint"):
-            checkpoint.save(mine, self.policy, {"steps": run.step})
+            checkpoint.save(own, self.models, {"steps": run.step, "config": self._settings()})
         if self.policy.topology.is_main:
             if self.path.is_dir():
-                shutil.rmtree(mine)
+                shutil.rmtree(own)
             else:
-                mine.rename(self.path)
+                own.rename(self.path)
+
+    def _settings(self) -> dict[str, Any]:
+        """The configuration, for who exports the model, without what does not decide about it."""
+        config = {room: of_room for room, of_room in asdict(self.config).items() if room not in ("layout", "cluster")}
+        return config | {"run": {"name": "base-model", "steps": self.config.run.steps, "seed": self.config.run.seed}}
 
     def progress(self, step: int) -> str:
-        """Steps are whole or not begun."""
+        """An empty text: steps of this stage are never stopped half-way."""
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the gate has seen."""
+        """The accuracies that the gate has measured, and the step that passed it."""
         return {"accuracies": self.accuracies, "passed_at": self.passed_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken."""
+        """Restores a state of `state_dict`."""
         self.accuracies, self.passed_at = state["accuracies"], state["passed_at"]
 
 
 def gate_is_passed(accuracies: list[float], base: BaseConfig) -> bool:
-    """Whether the last `gate_passes` of all checks so far, the latest at the end, reached the gate."""
+    """Whether the last `gate_passes` accuracies, of all checks in order, reached the gate."""
     last = accuracies[-base.gate_passes :]
     return len(last) == base.gate_passes and min(last) >= base.gate_accuracy
 
 
-def _working_accuracy(engine: Engine, task: ChainSum, longest: int) -> float:
-    """Greedy accuracy of untagged working, started with the first sum, on the validation problems."""
+def _working_accuracy(engine: Engine, task: GeneratedTask, longest: int) -> float:
+    """Greedy accuracy on the validation problems, in the untagged format with the beginning of the working given."""
     prompts = [task.working_prompt(p) for p in task.validation]
     sampling = SamplingParams(max_new_tokens=longest, stop_ids=(task.tokenizer.eos_id,)).greedy()
-    samples = engine.generate(prompts, 1, sampling, version=0)
-    right = [s.finish_reason == "stop" and working_answer(s.text) == s.prompt.answer for s in samples]
-    return sum(right) / len(samples)
+    samples = generate(engine, prompts, 1, sampling, version=0)
+    correct = [s.finish_reason == "stop" and task.is_worked_out(s.prompt, s.text) for s in samples]
+    return sum(correct) / len(samples)

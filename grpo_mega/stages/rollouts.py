@@ -2,57 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 from grpo_mega.config.schema import Config
-from grpo_mega.models.topology import Topology
+from grpo_mega.evaluate.measure import metrics
+from grpo_mega.evaluate.votes import ballot_of, votes_of
+from grpo_mega.models.average import AveragedPolicy
+from grpo_mega.models.policy import Policy
+from grpo_mega.observe.samples import sample_record
 from grpo_mega.observe.timer import PhaseTimer
+from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.rollout.producer import Producer
 from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.batches import longest_completion
-from grpo_mega.stages.metrics import average, mean_terms
-from grpo_mega.types import Group, Prompt, Sample, Score
+from grpo_mega.types import Prompt, Rollout, Sample, Score
 
-InTurn = Callable[[int, str, Callable[[], list[Group]]], list[Group]]
-"""(policy version, phase, work): does the work with an engine that has the weights of this version, and measures it."""
+InTurn = Callable[[int, str, Callable[[], Rollout]], Rollout]
+"""(policy version, phase, work) -> the result of the work, which is done with an engine that has the weights of this
+version, and timed as this phase."""
 
 
 class Rollouts:
-    """Scored answers of the policy to prompts."""
+    """Generates and scores answers of the policy to prompts."""
 
     def __init__(
         self,
         config: Config,
         engine: Engine,
         in_turn: InTurn,
-        score: Callable[[list[Sample]], list[Score]],
-        topology: Topology,
+        score: Callable[[Sequence[Sample]], Sequence[Score]],
+        policy: Policy,
         stop_ids: tuple[int, ...],
+        average: AveragedPolicy | None = None,
         generates_meanwhile: bool = False,
         traffic: Callable[[], Metrics] = dict,
+        outdate: Callable[[], None] = lambda: None,
     ) -> None:
-        """How prompts become scored answers.
+        """Connects an engine with a reward.
 
         Args:
             config: The whole configuration.
-            engine: What generates.
-            in_turn: How it comes to the policy's weights, and to its turn.
-            score: Scores samples on one rank.
-            topology: Shares samples out over ranks.
+            engine: Generates the samples.
+            in_turn: Gives the engine the policy's weights, and the GPU if trainer and engine take turns on it.
+            score: Scores samples, on the rank that holds them.
+            policy: The model whose answers are generated.
             stop_ids: Tokens that end a completion.
-            generates_meanwhile: Whether the engine goes on while samples are scored; else they are scored at the end.
-            traffic: Says what was moved between trainer and engine since it was last asked.
+            average: An average of its weights, whose answers evaluations are about; None for those of the policy.
+            generates_meanwhile: Whether the engine generates while samples are scored; otherwise they are scored when
+                all are generated.
+            traffic: Metrics of what was moved between trainer and engine since its last call.
+            outdate: Called when the policy's weights are others although its version is the same.
         """
+        self.average = average
+        self._outdate = outdate
         self._generates_meanwhile = generates_meanwhile
         self.config = config.rollout
-        self._success = config.reward.success
+        self._evaluation = config.eval
+        self._success, self._ballot = config.reward.success, ballot_of(config.reward)
         self.engine = engine
         self.traffic = traffic
         self.in_turn = in_turn
-        self._score = score
-        self._topology = topology
+        self.score = score
+        self._policy = policy
         self._sampling = SamplingParams(
             max_new_tokens=config.rollout.max_new_tokens,
             stop_ids=stop_ids,
@@ -63,53 +79,91 @@ class Rollouts:
         )
 
     def sampling(self, step: int) -> SamplingParams:
-        """How completions are sampled after so many steps."""
-        return replace(self._sampling, max_new_tokens=longest_completion(self.config, step))
+        """How completions are sampled after `step` steps."""
+        return replace(self._sampling, max_new_tokens=longest_completion(self.config, step), draw=step)
 
-    def groups(self, run: Run, prompts: list[Prompt], group_size: int) -> list[Group]:
-        """A group of scored samples for every prompt; the same on every rank.
+    def evaluation_sampling(self, step: int) -> SamplingParams:
+        """How evaluations sample after `step` steps."""
+        sampling, temperature, top_p = self.sampling(step), self._evaluation.temperature, self._evaluation.top_p
+        return replace(
+            sampling,
+            temperature=sampling.temperature if temperature is None else temperature,
+            top_p=sampling.top_p if top_p is None else top_p,
+        )
+
+    def answers(self, run: Run, prompts: list[Prompt], group_size: int) -> Rollout:
+        """Scored answers to every prompt; the same on every rank, except for the samples that each holds.
 
         Raises:
             Interrupted: A signal arrived in the meantime.
         """
         return self.produced(run, "generate", prompts, group_size, run.step)
 
-    def produced(self, run: Run, phase: str, prompts: list[Prompt], group_size: int, step: int) -> list[Group]:
-        """Groups of the policy after `step` steps, scored while others are generated if the engine can do that.
+    def produced(self, run: Run, phase: str, prompts: list[Prompt], group_size: int, step: int) -> Rollout:
+        """Scored answers of the policy after `step` steps, timed as `phase`.
 
-        An engine with weights of its own gets them before.
+        An engine with weights of its own gets the policy's first.
         """
         run.raise_if_stopping()
 
-        def score(samples: Sequence[Sample]) -> list[Score]:
-            with run.timer.instead("reward" if phase == "generate" else phase):
-                return self.scores(samples)
+        def scoring() -> AbstractContextManager[None]:
+            return run.timer.instead("reward" if phase == "generate" else phase)
 
-        at_least = self._topology.world_size if self._generates_meanwhile else len(prompts) * group_size
-        producer = Producer(self.engine, score, group_size, self.sampling(step), step, at_least)
+        version = self._policy.updates
+        at_least = self._policy.topology.world_size if self._generates_meanwhile else len(prompts) * group_size
+        sampling = self.evaluation_sampling(step) if phase == "evaluate" else self.sampling(step)
+        producer = Producer(self.engine, self.score, group_size, sampling, version, at_least, scoring)
         producer.add(prompts)
-        return self.in_turn(step, phase, lambda: producer.run(run.is_asked_to_stop))
+        return self.in_turn(version, phase, lambda: producer.run(run.is_asked_to_stop))
 
-    def scores(self, samples: Sequence[Sample]) -> list[Score]:
-        """The score of every sample; each sample is scored by one rank alone, for all."""
-        return self._topology.spread_over_ranks(samples, lambda mine: self._score(list(mine)))
+    def shown(self, rollout: Rollout, count: int) -> list[dict[str, Any]]:
+        """Records of the first sample of each of the first `count` groups, as samples/ shows them, on every rank."""
+        groups = rollout.groups[:count]
+        firsts = [0, *accumulate(len(group.answers) for group in groups)][: len(groups)]
+        local = {
+            number: sample_record(rollout.samples[number], group.answers[0].score)
+            for number, group in zip(firsts, groups, strict=True)
+            if number in rollout.samples
+        }
+        records = {number: record for of_rank in from_all_ranks(lambda: local) for number, record in of_rank.items()}
+        return [records[number] for number in firsts]
 
     def evaluate(self, run: Run, split: str, prompts: list[Prompt], step: int) -> Metrics:
-        """Mean of every term and of the length over one sampled answer per prompt, after `step` steps; also reported.
+        """Records and returns what `evaluate.measure.metrics` gives for `eval.samples` answers to each prompt.
 
         Raises:
-            Interrupted: A signal arrived in the meantime; it can be done again with the same result.
+            Interrupted: A signal arrived in the meantime; a second call gives the same result.
         """
-        with run.undone_if_stopped():
-            groups = self.produced(run, "evaluate", prompts, 1, step)
-        terms = mean_terms([score for group in groups for score in group.scores])
-        lengths = [len(sample.token_ids) for group in groups for sample in group.samples]
-        metrics = {"accuracy": terms.pop(self._success), **terms, "length": average(lengths)}
-        run.recorder.evaluation(step, split, metrics)
-        return metrics
+        with run.undone_if_stopped(), self._evaluated_weights():
+            rollout = self.produced(run, "evaluate", prompts, self._evaluation.samples, step)
+            votes = None
+            if self._ballot and self._evaluation.samples > 1:
+                with run.phase("evaluate"):
+                    votes = votes_of(rollout, self._ballot)
+        measured = metrics(rollout.groups, votes, self._success)
+        run.recorder.evaluation(step, split, measured)
+        return measured
+
+    def follow(self) -> None:
+        """Lets the average, if there is one, follow the policy after an update."""
+        if self.average:
+            self.average.follow()
+
+    @contextmanager
+    def _evaluated_weights(self) -> Iterator[None]:
+        """A context in which the policy has the weights that are evaluated: their average, if there is one."""
+        if self.average is None:
+            yield
+            return
+        try:
+            with self.average.swapped_in():
+                self._outdate()
+                yield
+        finally:
+            self._outdate()
 
 
-def without_turns(timer: PhaseTimer, version: int, phase: str, work: Callable[[], list[Group]]) -> list[Group]:
+def without_turns(timer: PhaseTimer, version: int, phase: str, work: Callable[[], Rollout]) -> Rollout:
     """The `InTurn` of an engine that generates with the trainer's own weights."""
     with timer(phase):
         return work()

@@ -1,39 +1,71 @@
-"""Warnings about a run that goes on and learns nothing, or the wrong thing."""
+"""Watches a run: counts its tokens, measures the mismatch with the engine, and warns when nothing is being learned."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from grpo_mega.algorithm.advantage import has_signal
 from grpo_mega.algorithm.mismatch import explained_by_rounding, rollout_mismatch
+from grpo_mega.algorithm.step_advantages import groups_with_signal
+from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import Config
-from grpo_mega.types import Batch, Group
+from grpo_mega.models.learning_rate import Schedule
+from grpo_mega.models.noise import moment_sums, noise_in_batches
+from grpo_mega.models.policy import Policy
+from grpo_mega.models.topology import Topology
+from grpo_mega.run import Metrics
+from grpo_mega.stages.batches import advantage_options
+from grpo_mega.stages.corrections import correction_metrics
+from grpo_mega.stages.metrics import step_metrics
+from grpo_mega.types import Batch
 
 logger = logging.getLogger(__name__)
 
 STEPS_WITHOUT_SIGNAL = 3
-"""Steps in a row without any signal before a warning."""
+"""Number of consecutive steps without any signal before a warning."""
 
 
 class Watch:
-    """What was seen in the steps so far."""
+    """Counters over the steps so far.
 
-    def __init__(self, config: Config) -> None:
+    Attributes:
+        tokens: Number of tokens "generated" and "trained".
+        steps_without_signal: Number of latest consecutive steps in which no group had two different rewards.
+    """
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        """Counters at 0."""
+        self._topology, self._success, self._adam = topology, config.reward.success, config.optimizer
+        self._algorithm, self._advantages = config.algorithm, advantage_options(config)
+        self.tokens = {"generated": 0, "trained": 0}
         self.steps_without_signal = 0
         fp8 = config.rollout.engine == "sglang" and config.rollout.sglang.fp8
         self._rounding = explained_by_rounding(config.model.dtype, fp8)
         self._compared = False
 
-    def mismatch(self, batch: Batch, logprob: Tensor) -> dict[str, float]:
-        """How far the trainer's log-probs [T] are from the engine's, as metrics.
+    def step(self, current: StepInProgress, policy: Policy, schedule: Schedule) -> Metrics:
+        """Metrics of a step whose updates of the policy are done."""
+        self.tokens["generated"] += sum(answer.length for group in current.groups for answer in group.answers)
+        signal = []  # with a critic a group is no unit
+        if self._advantages.baseline != "critic":
+            signal = groups_with_signal(current.groups, self._advantages)
+            self.signal(signal)
+        if current.batch is not None:
+            current.mismatch = self.mismatch(current.batch, current.batch.old_logprob)
+            current.mismatch |= correction_metrics(current.batch, self._algorithm, self._topology)
+        noise = self.noise(policy, schedule) if current.updates else {}
+        return step_metrics(current, self._success, signal) | current.mismatch | noise
 
-        Warns when they are not those of the same weights, in the first step after a start.
+    def mismatch(self, batch: Batch, logprob: Tensor) -> Metrics:
+        """Metrics of how far the trainer's log-probs [T] are from the engine's, over the batches of all replicas.
+
+        In the first step after a start, warns when rounding does not explain the difference.
         """
-        mismatch = rollout_mismatch(logprob[batch.mask], batch.rollout_logprob[batch.mask])
-        if not self._compared and not mismatch["mean_abs"] <= self._rounding:
+        mismatch = rollout_mismatch(logprob[batch.mask], batch.rollout_logprob[batch.mask], self._topology.replicas)
+        if not self._compared and not mismatch.get("mean_abs", 0.0) <= self._rounding:
             logger.warning(
                 "the engine's log-probs differ from the trainer's by %.2g on average and %.2g at most, although both "
                 "have the same weights; rounding explains %g: compare their kernels, dtypes and sampling settings",
@@ -44,13 +76,26 @@ class Watch:
         self._compared = True
         return {f"mismatch/{name}": value for name, value in mismatch.items()}
 
-    def signal(self, groups: Sequence[Group]) -> None:
-        """Warns when step after step no group had two different rewards: nothing is being learned."""
-        signal = any(has_signal(group.rewards) for group in groups)
-        self.steps_without_signal = 0 if signal else self.steps_without_signal + 1
+    def noise(self, policy: Policy, schedule: Schedule) -> Metrics:
+        """The gradient noise scale of the latest updates, in mini-batches; {} where there is no telling."""
+        assert policy.optimizer is not None, "a stage creates it before its first step"
+        scale = noise_in_batches(*moment_sums(policy.optimizer), schedule.updates, self._adam.beta1, self._adam.beta2)
+        return {} if scale is None else {"policy/gradient_noise_scale": scale}
+
+    def signal(self, of_groups: Sequence[bool]) -> None:
+        """Counts steps in which no group had two different rewards, and warns after several: nothing is learned."""
+        self.steps_without_signal = 0 if any(of_groups) else self.steps_without_signal + 1
         if self.steps_without_signal == STEPS_WITHOUT_SIGNAL:
             logger.warning(
                 "no group had two different rewards for %d steps, so nothing was learned from them: the problems are "
                 "too hard or too easy for the policy, or the answer format was never sampled; look at samples/",
                 STEPS_WITHOUT_SIGNAL,
             )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters, for a checkpoint."""
+        return {"tokens": self.tokens, "steps_without_signal": self.steps_without_signal}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores a state of `state_dict`."""
+        self.tokens, self.steps_without_signal = state["tokens"], state["steps_without_signal"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.config.huggingface.families import sliding_window
 from grpo_mega.config.schema import Config
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -28,27 +29,50 @@ class Companions:
     Attributes:
         config: Fields of config.json that the architecture does not give.
         files: {name: content} of further files.
+        origin: The config.json of the directory that the model started from; empty when there is none.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
+    origin: dict[str, Any] = field(default_factory=dict)
 
 
 def companions(config: Config, stop_ids: Sequence[int]) -> Companions:
     """Of a run's model: its tokenizer (chars has no files), and what its origin says of generation and context.
 
     `stop_ids` end a completion, as they did in training.
+
+    Raises:
+        ValueError: The tokenizer's folder has lost its files.
     """
-    folders = [Path(folder) for folder in (config.data.tokenizer, config.run.init_from) if folder]
-    origin = {name: _first(folders[::-1], name) for name in (CONFIG, GENERATION)}
-    ends = {"eos_token_id": stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)} if stop_ids else {}
+    tokenizer = None if config.data.tokenizer == "chars" else Path(config.data.tokenizer)
+    model = Path(config.run.init_from) if config.run.init_from else None
+    folders = [folder for folder in (model, tokenizer) if folder]
+    origin = {name: _first(folders, name) for name in (CONFIG, GENERATION)}
     kept = {name: origin[CONFIG][name] for name in ("bos_token_id", "pad_token_id") if name in origin[CONFIG]}
-    longest = max(config.model.context, origin[CONFIG].get("max_position_embeddings", 0))
-    files = {name: (folders[0] / name).read_bytes() for name in TOKENIZER_FILES if (folders[0] / name).is_file()}
-    generation = kept | origin[GENERATION] | ends
+    made_for = origin[CONFIG].get("max_position_embeddings") or 0
+    # A Mistral that is trained within its window has none here, and may be written as a Llama, which has none.
+    window = sliding_window(origin[CONFIG]) if config.model.window is None else None
+    longest = max(config.model.context, min(made_for, window or made_for))
+    there = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()] if tokenizer else []
+    if tokenizer and not there:
+        raise ValueError(f"data.tokenizer={tokenizer} holds none of {', '.join(TOKENIZER_FILES)}; put them back")
+    files = {file.name: file.read_bytes() for file in there}
+    generation = kept | origin[GENERATION] | _ends(stop_ids, origin[GENERATION])
     if generation:
         files[GENERATION] = json.dumps(generation, indent=1).encode()
-    return Companions(kept | ends | {"max_position_embeddings": longest}, files)
+    described = kept | _ends(stop_ids, origin[CONFIG]) | {"max_position_embeddings": longest}
+    return Companions(described, files, origin[CONFIG] if model and (model / CONFIG).is_file() else {})
+
+
+def _ends(stop_ids: Sequence[int], origin: dict[str, Any]) -> dict[str, Any]:
+    """What ends a text, as the model's origin has it where it names the same tokens; empty for none."""
+    named = origin.get("eos_token_id")
+    if not stop_ids:
+        return {}
+    if {*stop_ids} == {*(named if isinstance(named, list) else [named])}:
+        return {"eos_token_id": named}
+    return {"eos_token_id": stop_ids[0] if len(stop_ids) == 1 else [*stop_ids]}
 
 
 def _first(folders: Sequence[Path], name: str) -> dict[str, Any]:

@@ -7,31 +7,40 @@ that it holds. A directory is written under a temporary name and renamed when it
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as safetensors_bytes
+from safetensors.torch import save_file
 
+from grpo_mega.config.huggingface.families import RENAMED, said
 from grpo_mega.config.schema import ModelConfig
+from grpo_mega.models.body import DTYPES as DTYPES_OF_MODELS
 from grpo_mega.models.policy import Policy
-from grpo_mega.platform.collectives import if_all_can, main_says
+from grpo_mega.models.shards import Box
+from grpo_mega.platform.collectives import from_main_rank, succeed_together
 from grpo_mega.platform.files import sync_folder, write_atomic
 from grpo_mega.weights import fp8
 from grpo_mega.weights.companions import CONFIG, Companions
-from grpo_mega.weights.families import RENAMED, differences, hf_config
+from grpo_mega.weights.families import differences, hf_config
+from grpo_mega.weights.merging import parts_of
 from grpo_mega.weights.names import Entry, copies, entries
-from grpo_mega.weights.stream import held_parts, hf_buckets
+from grpo_mega.weights.stream import FILE_BYTES, hf_buckets
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREDICTION = "num_nextn_predict_layers"
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Of weights that can be read: as config.json calls them, and as safetensors does."""
+NOT_EXPORTED = ("auto_map", "quantization_config", "dtype", "torch_dtype")
+"""Fields of an original config.json that are of its own files: code, precision."""
+AGAIN = "download the folder again, or name another"
 
 
 class _Unusable(Exception):
@@ -51,67 +60,140 @@ def load_weights(path: Path, policy: Policy) -> None:
         ValueError: The directory is not of this model, or not whole; names the first file, tensor or field.
     """
     assert policy.optimizer is None, "an optimizer made before would keep the old master weights"
-    found = entries(policy.architecture, policy.vocab_size)
-    files, problem = main_says(lambda: _examined(path, policy, found))
+    wanted = entries(policy.architecture, policy.vocab_size)
+    files, problem = from_main_rank(lambda: _examined(path, policy.architecture, policy.vocab_size, wanted))
     if problem:
         raise ValueError(f"{path} cannot be loaded: {problem}")
-    held = held_parts(policy, found)
+    parts = parts_of(policy, wanted)
+    held = {entry.key: parts.held[entry.key] for entry in wanted if entry.key in parts.held}
     mine = defaultdict(list)
-    for entry in found:
+    for entry in wanted:
         if entry.key in held:
             mine[files[entry.name]].append(entry)
-    for parts in held.values():
-        for part in parts.values():
-            part.zero_()  # rows of the embedding behind the vocabulary stay so
+    for of_tensor in held.values():
+        for part in of_tensor.values():
+            part.zero_()  # rows of the embedding after the vocabulary stay zero
     for file, tensors in mine.items():
         with safe_open(path / file, "pt") as content:
             for entry in tensors:
-                stored = content.get_slice(entry.name)
-                scale = _scale(path, files, entry.name) if stored.get_dtype() == "F8_E4M3" else None
-                for box, part in held[entry.key].items():
-                    for source, target in entry.overlap(box):
-                        values = stored[target]
-                        if scale is not None:
-                            values = fp8.dequantised(values, scale, target)
-                        part[source] = values.to(part)
+                _fill(held[entry.key], entry, content, path, files)
 
 
-def check_architecture(path: Path, model: ModelConfig, vocab_size: int | None) -> None:
+def _fill(parts: dict[Box, torch.Tensor], entry: Entry, content: Any, path: Path, files: dict[str, str]) -> None:
+    """Copies one tensor of an open file into the parts of the Megatron tensor that hold it."""
+    stored = content.get_slice(entry.name)
+    scale = _scale(path, files, entry.name) if stored.get_dtype() == "F8_E4M3" else None
+    for box, part in parts.items():
+        for source, target in entry.overlap(box):
+            values = stored[target]
+            if scale is not None:
+                values = fp8.dequantised(values, scale, target)
+            part[source] = values.to(part)
+
+
+class Reader:
+    """Parts of Megatron's tensors from a model directory, one at a time."""
+
+    def __init__(self, path: Path, model: ModelConfig, vocab_size: int) -> None:
+        """Checks the whole directory; only headers of files are read.
+
+        Raises:
+            ValueError: The directory is not of this model, or not whole; names the first file, tensor or field.
+        """
+        wanted = entries(model, vocab_size)
+        self._path = path
+        self._files, problem = _examined(path, model, vocab_size, wanted)
+        if problem:
+            raise ValueError(f"{path} cannot be loaded: {problem}")
+        self._entries: dict[str, list[Entry]] = defaultdict(list)
+        for entry in wanted:
+            self._entries[entry.key].append(entry)
+        self.config = _described(model, vocab_size, _json(path / CONFIG))
+
+    def __contains__(self, key: str) -> bool:
+        """Whether tensors of the directory make this Megatron tensor."""
+        return key in self._entries
+
+    def part(self, key: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """The part at `box` of the Megatron tensor `key` (`shards.named_box`), rounded to `dtype`."""
+        part = torch.zeros([stop - start for start, stop in box], dtype=dtype)
+        for entry in self._entries[key]:
+            if any(True for _ in entry.overlap(box)):
+                with safe_open(self._path / self._files[entry.name], "pt") as content:
+                    _fill({box: part}, entry, content, self._path, self._files)
+        return part
+
+
+def check_architecture(path: Path, model: ModelConfig, vocab_size: int | None, has_weights: bool = True) -> None:
     """Compares a model directory with a configuration as loading it does, before there is a policy.
 
-    `vocab_size` is what the policy will have, or None when only the tokenizer knows.
+    `vocab_size` is what the policy will have, or None when only the tokenizer knows. Without weights, as beside an
+    imported checkpoint, config.json alone is compared.
 
     Raises:
         ValueError: It is of another model, or cannot be read.
     """
     try:
-        _compared(path, _files(path), model, vocab_size)
+        _compared(path, _files(path) if has_weights else None, model, vocab_size)
     except _Unusable as error:
         raise ValueError(f"{path} cannot be loaded: {error}") from None
 
 
-def save(path: Path, policy: Policy, byte_budget: int = 4 * 2**30, beside: Companions | None = None) -> None:
+@torch.no_grad()
+def save(
+    path: Path,
+    policy: Policy,
+    byte_budget: int = FILE_BYTES,
+    beside: Companions | None = None,
+    dtype: str | None = None,
+) -> None:
     """Writes the policy as a model directory, files of at most `byte_budget` bytes; every rank must call it.
 
     `beside` the weights lie a tokenizer and the tokens that end a text, see `companions.py`; without them only weights
-    and architecture. Main memory on the first rank: two files.
+    and architecture. The weights are rounded to the nearest of `dtype`, "fp32" or "bf16", or stay as they are trained;
+    balancing biases are always fp32. Main memory on every rank: two files.
 
     Raises:
         ValueError: No supported family describes the model, or `path` exists.
         RuntimeError: The disk is full or failed; nothing is left at `path`.
     """
-    config = hf_config(policy.architecture, policy.vocab_size)
-    if main_says(path.exists):
+    written = replace(policy.architecture, dtype=dtype or policy.architecture.dtype)
+    config = _described(written, policy.vocab_size, beside.origin if beside else {})
+    dtypes = {entry.name: entry.dtype for entry in entries(written, policy.vocab_size)}
+    if from_main_rank(path.exists):
         raise ValueError(f"{path} exists; name another directory, or remove it")
+    policy.gather_parameters()
     writer = Writer(path, config, beside) if policy.topology.is_main else None
     try:
-        if_all_can(lambda: writer.begin() if writer else None)
-        for bucket in hf_buckets(policy, byte_budget):
-            if_all_can(lambda: writer.add(bucket) if writer else None)  # noqa: B023
-        if_all_can(lambda: writer.finish() if writer else None)
+        succeed_together(lambda: writer.begin() if writer else None)
+        for bucket in hf_buckets(policy, max(1, byte_budget // _growth(policy.architecture, written))):
+            for number, (name, tensor) in enumerate(bucket if writer else ()):
+                bucket[number] = name, tensor.to(dtypes[name])
+            succeed_together(lambda: writer.add(bucket) if writer else None)  # noqa: B023
+            bucket.clear()  # the next one comes while the name of this one lives on
+        succeed_together(lambda: writer.finish() if writer else None)
     finally:
         if writer:
             writer.discard()
+
+
+def _growth(trained: ModelConfig, written: ModelConfig) -> int:
+    """How many times larger tensors become by the change of their dtype, at least 1."""
+    return max(1, DTYPES_OF_MODELS[written.dtype].itemsize // DTYPES_OF_MODELS[trained.dtype].itemsize)
+
+
+def _described(model: ModelConfig, vocab_size: int, origin: dict[str, Any]) -> dict[str, Any]:
+    """The model's config.json: that of the directory which it started from, where this is still the same function.
+
+    Raises:
+        ValueError: No supported family describes the model.
+    """
+    own = hf_config(model, vocab_size)
+    modules = {key: model.mtp_layers for key in (PREDICTION, RENAMED[PREDICTION]) if key in origin}
+    if not origin or differences(origin | {PREDICTION: model.mtp_layers}, model, vocab_size):
+        return own
+    kept = {key: value for key, value in origin.items() if key not in NOT_EXPORTED}
+    return kept | modules | {"dtype" if "dtype" in origin else "torch_dtype": own["torch_dtype"]}
 
 
 class Writer:
@@ -131,9 +213,15 @@ class Writer:
         self._temporary.mkdir(parents=True)
 
     def add(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """One more file; main memory: it twice."""
-        content = safetensors_bytes({name: tensor.cpu() for name, tensor in bucket}, {"format": "pt"})
-        write_atomic(self._part(len(self._names)), content)
+        """Writes one more file. Raises an OSError when the disk fails."""
+        file = self._part(len(self._names))
+        try:
+            save_file({name: tensor.cpu() for name, tensor in bucket}, file, {"format": "pt"})
+        except SafetensorError as error:  # in some versions also what the operating system refuses
+            raise OSError(f"{file}: {error}") from error
+        file.chmod(self._temporary.stat().st_mode & 0o666)  # safetensors lets nobody else read it
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
         self._names.append([name for name, _ in bucket])
         self._bytes += sum(tensor.nbytes for _, tensor in bucket)
 
@@ -153,20 +241,22 @@ class Writer:
         sync_folder(self._path.parent)
 
     def discard(self) -> None:
-        """Removes what is not whole."""
+        """Removes the unfinished directory, if there is one."""
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _part(self, number: int) -> Path:
         return self._temporary / f"part-{number}"
 
 
-def _examined(path: Path, policy: Policy, found: list[Entry]) -> tuple[dict[str, str], str | None]:
+def _examined(
+    path: Path, model: ModelConfig, vocab_size: int, wanted: list[Entry]
+) -> tuple[dict[str, str], str | None]:
     """{name of a tensor: its file}, or what is wrong with the directory."""
     try:
         files = _files(path)
-        config = _compared(path, files, policy.architecture, policy.vocab_size)
+        config = _compared(path, files, model, vocab_size)
         quantised = fp8.is_fp8(config.get("quantization_config"))
-        _check_tensors(path, files, found, copies(policy.architecture), _declared(config), quantised)
+        _check_tensors(path, files, wanted, copies(model), _declared(config), quantised)
         return files, None
     except _Unusable as error:
         return {}, str(error)
@@ -174,17 +264,18 @@ def _examined(path: Path, policy: Policy, found: list[Entry]) -> tuple[dict[str,
         return {}, f"{type(error).__name__}: {error}"
 
 
-def _compared(path: Path, files: dict[str, str], model: ModelConfig, vocab_size: int | None) -> dict[str, Any]:
+def _compared(path: Path, files: dict[str, str] | None, model: ModelConfig, vocab_size: int | None) -> dict[str, Any]:
     """The directory's config.json, which is of this model.
 
     Raises:
         _Unusable: It is not, or the files hold other prediction modules.
     """
     config = _json(path / CONFIG)
-    found = config | {PREDICTION: model.mtp_layers}  # of which the files say more
-    if unlike := differences(found, model, vocab_size or config.get("vocab_size", 0)):
+    apart = {} if files is None else {PREDICTION: model.mtp_layers}  # checked below, against the files
+    if unlike := differences(config | apart, model, vocab_size or config.get("vocab_size", 0)):
         raise _Unusable(f"{CONFIG} is of another model than the configuration: {'; '.join(unlike)}")
-    _check_prediction_modules(config, files, model)
+    if files is not None:
+        _check_prediction_modules(config, files, model)
     return config
 
 
@@ -193,12 +284,12 @@ def _check_prediction_modules(config: dict[str, Any], files: dict[str, str], mod
 
     Its tensors count: of DeepSeek-V3, transformers names one module in config.json and writes none.
     """
-    named = config.get(PREDICTION, config.get(RENAMED[PREDICTION])) or 0
+    named = said(config, PREDICTION) or 0
     layers = range(model.layers, model.layers + named)
     there = sum(any(name.startswith(f"model.layers.{layer}.") for name in files) for layer in layers)
     if model.mtp_layers > there:
         raise _Unusable(
-            f"model.mtp_layers={model.mtp_layers}, and no tensors of so many prediction modules are there ({CONFIG} "
+            f"model.mtp_layers={model.mtp_layers}, and the files do not hold that many prediction modules ({CONFIG} "
             f"names {named}, the files hold {there}); set model.mtp_layers={there}"
         )
     if model.mtp_layers < there:
@@ -222,12 +313,12 @@ def _declared(config: dict[str, Any]) -> str | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except ValueError as error:
         raise _Unusable(f"{file.name} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise _Unusable(f"{file.name} holds no JSON object")
-    return found
+    return content
 
 
 def _files(path: Path) -> dict[str, str]:
@@ -237,6 +328,8 @@ def _files(path: Path) -> dict[str, str]:
         if not isinstance(where, dict):
             raise _Unusable(f"{INDEX} holds no weight_map")
         return where
+    if not (path / ONE_FILE).is_file():
+        raise _Unusable(f"{ONE_FILE}: there is none, nor {INDEX}, and only safetensors are read; {AGAIN}")
     return dict.fromkeys(_headers(path / ONE_FILE), ONE_FILE)
 
 
@@ -247,13 +340,13 @@ def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
             slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
             return {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise _Unusable(f"{file.name}: {error}") from error
+        raise _Unusable(f"{file.name}: {error}; {AGAIN}") from error
 
 
 def _check_tensors(
     path: Path,
     files: dict[str, str],
-    found: list[Entry],
+    wanted: list[Entry],
     twice: dict[str, str],
     declared: str | None,
     quantised: bool,
@@ -262,14 +355,14 @@ def _check_tensors(
     inside = {file: _headers(path / file) for file in sorted(set(files.values()))}
     in_fp8 = {name for of_file in inside.values() for name, (_, dtype) in of_file.items() if dtype == "F8_E4M3"}
     scales = {name + fp8.SCALE for name in in_fp8} if quantised else set()
-    wanted = {*scales, *(entry.name for entry in found)}
-    _none("missing", wanted - files.keys())
-    _none("not of this model", {*files, *chain(*inside.values())} - wanted - twice.keys())
+    names = {*scales, *(entry.name for entry in wanted)}
+    _none("missing", names - files.keys())
+    _none("not of this model", {*files, *chain(*inside.values())} - names - twice.keys())
     _none(f"not in the file that {INDEX} names", {name for name, file in files.items() if name not in inside[file]})
-    for entry in found:
+    for entry in wanted:
         shape, dtype = inside[files[entry.name]][entry.name]
         if tuple(shape) != entry.shape:
-            raise _Unusable(f"{entry.name} is {tuple(shape)}, and the configured model's is {entry.shape}")
+            raise _Unusable(f"{entry.name} is {tuple(shape)}, and the configured model's is {entry.shape}; {AGAIN}")
         if quantised and entry.name in in_fp8:
             _check_scale(entry, *inside[files[entry.name + fp8.SCALE]][entry.name + fp8.SCALE])
             continue
@@ -289,7 +382,7 @@ def _check_scale(entry: Entry, shape: list[int], dtype: str) -> None:
 
 def _none(what: str, names: set[str]) -> None:
     if names:
-        raise _Unusable(f"{len(names)} tensors are {what}, the first: {min(names)}")
+        raise _Unusable(f"{len(names)} tensors are {what}, the first: {min(names)}; {AGAIN}")
 
 
 def _scale(path: Path, files: dict[str, str], name: str) -> torch.Tensor:

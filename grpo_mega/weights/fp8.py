@@ -39,15 +39,15 @@ def in_fp8(name: str) -> bool:
 
 
 def quantised_bucket(bucket: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Whole tensors by name as they are stored: those in fp8 with their scales."""
-    found = []
+    """(name, whole tensor) pairs as fp8 files and engines have them: matrices in fp8, each followed by its scales."""
+    stored = []
     for name, tensor in bucket:
         if in_fp8(name):
             content, scale = quantised(tensor)
-            found += [(name, content), (name + SCALE, scale)]
+            stored += [(name, content), (name + SCALE, scale)]
         else:
-            found.append((name, tensor))
-    return found
+            stored.append((name, tensor))
+    return stored
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -85,11 +85,11 @@ def entries(model: ModelConfig, vocab_size: int) -> list[Entry]:
 def copies(model: ModelConfig) -> dict[str, str]:
     """Tensors that a directory may hold once more: {name of the copy: name of the original}."""
     output = "model.embed_tokens.weight" if model.tie_embeddings else "lm_head.weight"
-    found = {"lm_head.weight": output} if model.tie_embeddings else {}
+    originals = {"lm_head.weight": output} if model.tie_embeddings else {}
     for layer in range(model.layers, model.layers + model.mtp_layers):
-        found[f"model.layers.{layer}.embed_tokens.weight"] = "model.embed_tokens.weight"
-        found[f"model.layers.{layer}.shared_head.head.weight"] = output
-    return found
+        originals[f"model.layers.{layer}.embed_tokens.weight"] = "model.embed_tokens.weight"
+        originals[f"model.layers.{layer}.shared_head.head.weight"] = output
+    return originals
 
 
 def _model(model: ModelConfig, vocab_size: int) -> Iterator[Entry]:
@@ -114,7 +114,12 @@ def _layer(model: ModelConfig, dtype: torch.dtype, has_experts: bool) -> Iterato
     yield _entry("input_layernorm.weight", "input_layernorm.weight", (hidden,), dtype)
     attention = _latent_attention if model.attention == "mla" else _grouped_attention
     yield from _inside(attention(model, dtype), "self_attn.", "self_attention.")
-    yield _entry("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", (hidden,), dtype)
+    if model.gemma:
+        yield _entry("post_attention_layernorm.weight", "self_attention.linear_proj.post_norm.weight", (hidden,), dtype)
+        yield _entry("pre_feedforward_layernorm.weight", "pre_mlp_layernorm.weight", (hidden,), dtype)
+        yield _entry("post_feedforward_layernorm.weight", "mlp.linear_fc2.post_norm.weight", (hidden,), dtype)
+    else:
+        yield _entry("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", (hidden,), dtype)
     feed_forward = _experts(model, dtype) if has_experts else _gated(hidden, model.ffn_hidden, dtype)
     yield from _inside(feed_forward, "mlp.", "mlp.")
 
@@ -128,6 +133,10 @@ def _grouped_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry
     yield _entry("q_proj.weight", "linear_qkv.weight", q, dtype, Rows(fused, 0, queries))
     yield _entry("k_proj.weight", "linear_qkv.weight", kv, dtype, Rows(fused, queries, queries + channels))
     yield _entry("v_proj.weight", "linear_qkv.weight", kv, dtype, Rows(fused, queries + channels, fused))
+    if model.qkv_bias:
+        yield _entry("q_proj.bias", "linear_qkv.bias", q[:1], dtype, Rows(fused, 0, queries))
+        yield _entry("k_proj.bias", "linear_qkv.bias", kv[:1], dtype, Rows(fused, queries, queries + channels))
+        yield _entry("v_proj.bias", "linear_qkv.bias", kv[:1], dtype, Rows(fused, queries + channels, fused))
     yield _entry("o_proj.weight", "linear_proj.weight", (hidden, model.heads * channels), dtype)
     if model.qk_norm:
         yield _entry("q_norm.weight", "q_layernorm.weight", (channels,), dtype)

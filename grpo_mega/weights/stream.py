@@ -4,8 +4,10 @@ Who holds which part of a tensor follows from Megatron's sharding metadata, so t
 fused and duplicated parameters are one case: every part travels from one rank that holds it. Replicas keep to
 themselves: parts of routed experts travel within one set of experts, all others within one model parallel group.
 
-Memory: a bucket, and the parts of it that one rank sends: of the buckets of all ranks of the group when each gets
-experts of its own. Whoever keeps buckets holds the model.
+What arrives has the policy's adapters in it (`merging.py`); the model's own weights stay as they are.
+
+Memory: a bucket, and the parts of it that one rank sends; when each rank gets experts of its own, the parts of the
+buckets of all ranks of the group. A caller that keeps all buckets holds the whole model.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from grpo_mega.models.policy import Policy
-from grpo_mega.models.shards import Box, named_box, shards
+from grpo_mega.models.shards import Box
+from grpo_mega.weights.merging import Parts, parts_of
 from grpo_mega.weights.names import Entry, Slices, entries
+from grpo_mega.weights.peft import adapter_entries
 
 Bucket = list[tuple[str, torch.Tensor]]
-Held = dict[str, dict[Box, torch.Tensor]]
-"""Name of a Megatron tensor -> where this rank's parts of it lie -> the parts."""
+FILE_BYTES = 4 * 2**30
+"""Most bytes of a file of an exported model, which is a bucket."""
 
 
 @dataclass
@@ -43,7 +47,11 @@ class Traffic:
 
 @torch.no_grad()
 def hf_buckets(
-    policy: Policy, byte_budget: int, experts_of: range | None = None, traffic: Traffic | None = None
+    policy: Policy,
+    byte_budget: int,
+    experts_of: range | None = None,
+    traffic: Traffic | None = None,
+    adapters: bool = False,
 ) -> Iterator[Bucket]:
     """Yields (name, whole tensor) pairs of at most `byte_budget` bytes together; every rank must take all of them.
 
@@ -57,21 +65,25 @@ def hf_buckets(
         byte_budget: Most bytes of a bucket.
         experts_of: Of the routed experts only these, such as those that this rank's engine owns. Every rank may name
             others, and an expert travels to those ranks only that named it. None for all of them.
-        traffic: Counts here.
+        traffic: What is moved is added here.
+        adapters: Yields the adapters, called as `peft` calls them, instead of weights that have them in.
 
     Raises:
-        ValueError: No Hugging Face model describes this one, a rank named experts that there are not, or byte_budget is
+        ValueError: No Hugging Face model describes this one, a rank named experts that do not exist, or byte_budget is
             not above 0 and the same everywhere.
     """
     traffic = Traffic() if traffic is None else traffic
     asked = _asked(byte_budget, experts_of, policy.architecture.moe.experts)
-    found = entries(policy.architecture, policy.vocab_size)
-    held, device = held_parts(policy, found), policy.platform.device
-    replica = _Sharing(parallel_state.get_model_parallel_group(), held, found, device, traffic, routed=False)
+    wanted = entries(policy.architecture, policy.vocab_size)
+    parts, device = parts_of(policy, wanted), policy.platform.device
+    if adapters:
+        assert policy.lora, "a policy without adapters"
+        wanted = adapter_entries(wanted, policy.lora, policy.architecture.layers)
+    replica = _Sharing(parallel_state.get_model_parallel_group(), parts, wanted, device, traffic, routed=False)
     for bucket in plan(replica.entries, byte_budget):
         yield replica.give_to_all(bucket)
     group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
-    experts = _Sharing(group, held, found, device, traffic, routed=True)
+    experts = _Sharing(group, parts, wanted, device, traffic, routed=True)
     plans = {numbers: [*plan(_of(experts.entries, numbers), byte_budget)] for numbers in {*asked}}
     for buckets in zip_longest(*(plans[numbers] for numbers in asked), fillvalue=[]):
         if {*asked} == {None}:
@@ -107,21 +119,6 @@ def _inseparable(wanted: Iterable[Entry]) -> Iterator[list[Entry]]:
         yield part
 
 
-def held_parts(policy: Policy, found: list[Entry]) -> Held:
-    """This rank's parts of the Megatron tensors; they share the model's memory.
-
-    Raises:
-        ValueError: The model has a tensor that no Hugging Face name stands for.
-    """
-    held: Held = {}
-    for shard in shards(policy.chunks):
-        key, box = named_box(shard)
-        held.setdefault(key, {})[box] = shard.data
-    if unknown := held.keys() - {entry.key for entry in found}:
-        raise ValueError(f"no Hugging Face tensor stands for {', '.join(sorted(unknown))}")
-    return held
-
-
 def _asked(byte_budget: int, experts_of: range | None, experts: int) -> list[range | None]:
     """The `experts_of` of every rank of the job; wrong arguments of one rank are an error on all of them."""
     asked: list = [None] * dist.get_world_size()
@@ -134,8 +131,9 @@ def _asked(byte_budget: int, experts_of: range | None, experts: int) -> list[ran
     return [numbers for _, numbers in asked]
 
 
-def _of(found: list[Entry], numbers: range | None) -> list[Entry]:
-    return [entry for entry in found if numbers is None or entry.expert in numbers]
+def _of(routed: list[Entry], numbers: range | None) -> list[Entry]:
+    """The entries of these experts; all of them when `numbers` is None."""
+    return [entry for entry in routed if numbers is None or entry.expert in numbers]
 
 
 @dataclass(frozen=True)
@@ -159,22 +157,22 @@ class _Sharing:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        held: Held,
-        found: list[Entry],
+        parts: Parts,
+        wanted: list[Entry],
         device: torch.device,
         traffic: Traffic,
         routed: bool,
     ) -> None:
-        self.entries = [entry for entry in found if (entry.expert is not None) == routed]
-        self._group, self._me, self._held = group, group.rank(), held
+        self.entries = [entry for entry in wanted if (entry.expert is not None) == routed]
+        self._group, self._me, self._parts = group, group.rank(), parts
         self._device, self._traffic = device, traffic
         self._holder: dict[str, dict[Box, int]] = {entry.key: {} for entry in self.entries}
         everyone: list = [None] * group.size()
-        mine = [(key, box) for key in held.keys() & self._holder.keys() for box in held[key]]
+        mine = [(key, box) for key in parts.held.keys() & self._holder.keys() for box in parts.held[key]]
         dist.all_gather_object(everyone, mine, group=group)
-        for rank, parts in enumerate(everyone):
-            for key, box in parts:
-                self._holder[key].setdefault(box, rank)  # of several that hold it, the first
+        for rank, of_rank in enumerate(everyone):
+            for key, box in of_rank:
+                self._holder[key].setdefault(box, rank)  # the first of several replicas
 
     def give_to_all(self, bucket: list[Entry]) -> Bucket:
         """A bucket on every rank: each broadcasts the parts that it is to send, one message per dtype."""
@@ -222,7 +220,7 @@ class _Sharing:
             yield from pieces
 
     def _packed(self, pieces: Iterable[_Piece], dtype: torch.dtype) -> torch.Tensor:
-        parts = [self._held[p.entry.key][p.box][p.source].flatten() for p in pieces]
+        parts = [self._parts.merged(p.entry, p.box, p.source).flatten() for p in pieces]
         return torch.cat(parts) if parts else self._space([], dtype)
 
     def _space(self, pieces: Iterable[_Piece], dtype: torch.dtype) -> torch.Tensor:

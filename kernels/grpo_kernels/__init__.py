@@ -1,4 +1,4 @@
-"""GRPO's log-probs and losses, fused, exact, and on a vocabulary that is split over tensor parallel ranks.
+"""Log-probs and losses for GRPO: fused, exact, and with a vocabulary that is split over tensor parallel ranks.
 
 Needs only torch; triton where there is a GPU. From logits: `fused_logprob`, `fused_grpo_loss`. From hidden states,
 never holding [tokens, vocabulary]: `linear_logprob`, `linear_grpo_loss`, and `linear_token_loss` for any other loss.

@@ -1,6 +1,6 @@
-"""Refuses bad arguments before anything is launched; every message names the argument and what is expected.
+"""Refuses bad arguments before a launch; every message names the argument and what is expected.
 
-Values that lie on a GPU are checked there without waiting for them: a bad one ends in a device-side assertion.
+Values on a GPU are checked there without a synchronization: a bad one ends in a device-side assertion.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.options import GRPOLoss
+from grpo_kernels.options import SEQUENCE_KINDS, GRPOLoss
 from grpo_kernels.token_loss import Tokens
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_logits(logits: Tensor) -> None:
-    """[N, V] of a supported dtype, rows apart from each other, neighbouring columns adjacent."""
+    """Requires [N, V] logits of a supported dtype whose rows do not overlap and whose columns are adjacent."""
     _require_tensor("logits", logits, 2, DTYPES)
     rows, columns = logits.stride()
     apart = rows >= logits.shape[1] or logits.shape[0] <= 1
@@ -30,7 +30,7 @@ def require_logits(logits: Tensor) -> None:
 
 
 def require_linear(hidden: Tensor, output_weight: Tensor) -> None:
-    """[n, H] hidden states and the [V, H] output weight, on one device."""
+    """Requires [n, H] hidden states and the [V, H] output weight, on one device."""
     _require_tensor("hidden", hidden, 2, DTYPES)
     _require_tensor(
         "output_weight", output_weight, 2, DTYPES[:2]
@@ -43,7 +43,7 @@ def require_linear(hidden: Tensor, output_weight: Tensor) -> None:
 
 
 def require_main_grad(main_grad: Tensor | None, output_weight: Tensor, grad_scale: float) -> None:
-    """A float32 accumulator of the output weight's shape, or None."""
+    """Requires a float32 accumulator of the output weight's shape, or None."""
     if main_grad is None:
         return
     _require_tensor("main_grad", main_grad, 2, (torch.float32,))
@@ -57,7 +57,7 @@ def require_main_grad(main_grad: Tensor | None, output_weight: Tensor, grad_scal
 
 
 def require_rows(rows: Tensor | None, logits: Tensor) -> None:
-    """[n] row numbers of the logits, each once."""
+    """Requires [n] indices of rows of the logits, each at most once."""
     if rows is None:
         return
     _require_tensor("rows", rows, 1, (torch.int64,))
@@ -66,11 +66,11 @@ def require_rows(rows: Tensor | None, logits: Tensor) -> None:
     _require_values(_inside(rows, total), f"rows has a number outside [0, {total}), the rows of logits")
     times = torch.zeros(total, dtype=torch.int64, device=rows.device)
     times.index_add_(0, rows.clamp(0, max(total - 1, 0)), torch.ones_like(rows))
-    _require_values(times <= 1, "rows names a row twice; its gradient has one place: list every row once")
+    _require_values(times <= 1, "rows lists a row twice, but its gradient is stored once: list every row once")
 
 
 def require_ids(ids: Tensor, count: int, device: torch.device, vocab_size: int) -> None:
-    """[n] global token ids."""
+    """Requires [n] global token ids."""
     _require_tensor("ids", ids, 1, (torch.int64,))
     _require_device("ids", ids, device)
     _require_length("ids", ids, count)
@@ -78,7 +78,7 @@ def require_ids(ids: Tensor, count: int, device: torch.device, vocab_size: int) 
 
 
 def require_tokens(tokens: Tokens, options: GRPOLoss, count: int, device: torch.device) -> None:
-    """[n] float vectors, those that the options ask for."""
+    """Requires the [n] float vectors that the options need."""
     if not isinstance(options, GRPOLoss):
         raise TypeError(f"options is a {type(options).__name__}; pass a GRPOLoss")
     vectors = {"advantages": tokens.advantage, "token_weight": tokens.weight}
@@ -93,22 +93,25 @@ def require_tokens(tokens: Tokens, options: GRPOLoss, count: int, device: torch.
         raise ValueError(f"ref_logprob is None, and options.kl_coef is {options.kl_coef}; pass it or set kl_coef to 0")
     if options.correction != "none" and tokens.rollout is None:
         raise ValueError(f"rollout_logprob is None, and options.correction is {options.correction!r}; pass it")
-    if (options.kind == "gspo") != (tokens.cu_seqlens is not None):
-        raise ValueError("cu_seqlens goes with options.kind gspo, whose ratio is the sequence's, and with no other")
-    if tokens.sequence_group is not None and options.kind != "gspo":
-        raise ValueError("sequence_group goes with options.kind gspo, whose ratio is the sequence's, and with no other")
+    if options.off_policy_mask is not None and tokens.rollout is None:
+        raise ValueError(f"rollout_logprob is None, and options.off_policy_mask is {options.off_policy_mask}; pass it")
+    whole = f"goes with options.kind {', '.join(SEQUENCE_KINDS)} or options.off_policy_mask, and with no other"
+    if options.per_sequence != (tokens.cu_seqlens is not None):
+        raise ValueError(f"cu_seqlens {whole}")
+    if tokens.sequence_group is not None and not options.per_sequence:
+        raise ValueError(f"sequence_group {whole}")
     if tokens.cu_seqlens is not None:
         _require_sequences(tokens.cu_seqlens, count, device)
 
 
 def require_temperature(temperature: float) -> None:
-    """A positive number whose inverse is finite in float32."""
+    """Requires a positive temperature whose inverse is finite in float32."""
     if not (1e-6 <= temperature <= 1e6):
         raise ValueError(f"temperature is {temperature}; use a number between 1e-6 and 1e6")
 
 
 def require_group(group: dist.ProcessGroup | None, name: str = "group") -> None:
-    """A process group that this rank belongs to, or None."""
+    """Requires a process group that this rank belongs to, or None."""
     if group is None:
         return
     if not isinstance(group, dist.ProcessGroup):
@@ -118,13 +121,13 @@ def require_group(group: dist.ProcessGroup | None, name: str = "group") -> None:
 
 
 def require_one_of(name: str, value: object, known: tuple[object, ...]) -> None:
-    """One of the values there are."""
+    """Requires one of the `known` values."""
     if value not in known:
         raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(str, known))}")
 
 
 def require_chunk(chunk: int | None) -> None:
-    """A positive number of rows, or None."""
+    """Requires a positive number of rows per chunk, or None."""
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; use a positive number of rows, or None")
 

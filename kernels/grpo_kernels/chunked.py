@@ -1,7 +1,7 @@
 """The output layer's matrix products, a chunk of rows at a time, and the sums over tensor parallel ranks they need.
 
-A chunk is made of whole blocks of rows, and every product of one block, whatever the chunk: which products there are,
-and in which order they add up, depends on the number of rows alone. So no bit of a result depends on the chunk.
+A chunk consists of whole blocks of rows, and every product is of one block: the products and the order in which they
+are added depend only on the number of rows. So no bit of a result depends on the chunk size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ less time than its 4096 V H operations; on a CPU the fewest that cost nothing.""
 
 
 class Settings(TypedDict, total=False):
-    """Keyword arguments of all linear functions; `output_layer` has the defaults, `linear.py` says what they mean."""
+    """Keyword arguments of all linear functions; `output_layer` has the defaults, `linear.py` documents them."""
 
     temperature: float
     chunk: int | None
@@ -39,15 +39,15 @@ class Settings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """What a call does with its output layer.
+    """The options of a call, about its output layer.
 
     Attributes:
         shard: This rank's part of the vocabulary.
         inv_temperature: 1 / temperature.
         chunk: Rows per chunk, whole blocks.
-        logits_dtype: Of the logits inside a chunk.
-        hidden_grad: How the ranks' parts of the gradient of `hidden` become one; see `linear.py`.
-        backend: The implementation that was asked for, or None.
+        logits_dtype: Dtype of the logits of a chunk.
+        hidden_grad: How the ranks' parts of the gradient of `hidden` are combined; see `linear.py`.
+        backend: The requested implementation, or None.
     """
 
     shard: Shard
@@ -58,11 +58,11 @@ class OutputLayer:
     backend: str | None
 
     def chunks(self, count: int) -> Iterator[slice]:
-        """Slices of `count` rows, each but the last of whole blocks; one empty slice when there is none."""
+        """Slices of `count` rows, each but the last of whole blocks; one empty slice for no rows."""
         return (slice(start, min(start + self.chunk, count)) for start in range(0, max(count, 1), self.chunk))
 
     def operands(self, hidden: Tensor, output_weight: Tensor) -> Operands:
-        """What the products are made of: [n, H] rows of all ranks and [columns, H] weight without padding."""
+        """The operands of the products: [n, H] rows of all ranks and the [columns, H] weight without padding."""
         hidden = hidden.detach().to(output_weight.dtype)
         hidden = _gathered(hidden, self.shard) if self.gathers else hidden
         return Operands.of(hidden, output_weight.detach()[: self.shard.columns])
@@ -74,7 +74,7 @@ class OutputLayer:
         return choose_backend(logits, self.backend, one_launch, gradient=hidden.dtype).operations
 
     def reduced(self, grad_hidden: Tensor | None) -> Tensor | None:
-        """The gradient of `hidden` as `hidden_grad` wants it, from this rank's part of it [n, H]."""
+        """The gradient of `hidden`, combined as `hidden_grad` requires, from this rank's part of it [n, H]."""
         if grad_hidden is None or self.shard.ranks == 1 or self.hidden_grad == "partial" or not len(grad_hidden):
             return grad_hidden
         if self.gathers:
@@ -86,7 +86,7 @@ class OutputLayer:
 
     @property
     def gathers(self) -> bool:
-        """Whether `hidden` is this rank's part of the rows."""
+        """Whether `hidden` has only this rank's part of the rows."""
         return self.hidden_grad == "reduce_scatter" and self.shard.ranks > 1
 
 
@@ -103,7 +103,7 @@ def output_layer(
     hidden_grad: str = "all_reduce",
     backend: str | None = None,
 ) -> OutputLayer:
-    """Checks the arguments and decides what is left open.
+    """The `OutputLayer` of a call: checks the arguments, and chooses what they leave open.
 
     Raises:
         ValueError, TypeError: An argument is bad; names it.
@@ -114,9 +114,9 @@ def output_layer(
     checks.require_one_of("hidden_grad", hidden_grad, HIDDEN_GRADS)
     checks.require_one_of("logits_dtype", logits_dtype, (torch.float32, torch.bfloat16))
     checks.require_chunk(chunk)
-    choose_backend(output_weight, backend)  # refuses a name that nobody has
+    choose_backend(output_weight, backend)  # refuses an unknown name
     shard = shard_of(len(output_weight), vocab_size, group)
-    if chunk is None:  # from a width that all ranks have in common: they exchange something for every chunk
+    if chunk is None:  # from a width that is equal on all ranks, which exchange data for every chunk
         chunk = _default_chunk(-(-shard.vocab_size // shard.ranks), output_weight)
     block = _block(output_weight)
     chunk = -(-chunk // block) * block
@@ -127,14 +127,14 @@ def output_layer(
 
 @dataclass
 class Operands:
-    """What is multiplied: [n, H] hidden states and [columns, H] output weight, of one dtype."""
+    """Operands of the products: [n, H] hidden states and the [columns, H] output weight, of one dtype."""
 
     hidden: Tensor
     output_weight: Tensor
 
     @classmethod
     def of(cls, hidden: Tensor, output_weight: Tensor) -> Operands:
-        """Hidden states rounded to the weight's dtype; float32 on a CPU, whose product of bfloat16 rounds its sums."""
+        """Operands in the weight's dtype; in float32 on a CPU, whose bfloat16 products round their sums."""
         hidden = hidden.to(output_weight.dtype)
         return cls(hidden, output_weight) if output_weight.is_cuda else cls(hidden.float(), output_weight.float())
 
@@ -147,23 +147,23 @@ class Operands:
         return out
 
     def gradient_for(self, logits: Tensor) -> Tensor:
-        """[r, columns] of the operands' dtype for the gradient of a chunk's logits: these where that is theirs."""
+        """[r, columns] memory in the operands' dtype for the gradient of a chunk's logits: these if they have it."""
         same = logits.dtype == self.hidden.dtype
         return logits if same else torch.empty_like(logits, dtype=self.hidden.dtype)
 
     def blocks(self, count: int) -> Iterator[slice]:
-        """Slices of `count` rows."""
+        """Slices of `count` rows, one for each block."""
         size = _block(self.output_weight)
         return (slice(start, start + size) for start in range(0, count, size))
 
 
 @dataclass
 class Gradients:
-    """Where gradients add up; None for those that nobody wants.
+    """The gradients that are accumulated; None for those that are not needed.
 
     Attributes:
         hidden: [n, H], every row written once.
-        output_weight: [V, H] float32, of which the padding stays as it is.
+        output_weight: [V, H] float32, whose padding is not changed.
     """
 
     hidden: Tensor | None
@@ -173,7 +173,7 @@ class Gradients:
     def wanted(
         cls, operands: Operands, hidden: Tensor, output_weight: Tensor, main_grad: Tensor | None = None
     ) -> Gradients:
-        """For the tensors that require one; the weight's goes to `main_grad` when that is given."""
+        """Gradients for the tensors that require one; the weight's is added to `main_grad` when that is given."""
         rows, total = None, None
         if hidden.requires_grad:
             rows = torch.empty_like(operands.hidden, dtype=hidden.dtype)
@@ -182,9 +182,9 @@ class Gradients:
         return cls(rows, total)
 
     def add(self, operands: Operands, part: slice, grad_logits: Tensor, counted: Tensor) -> None:
-        """Adds what the gradient [r, columns] of some rows' logits gives, in the operands' dtype.
+        """Adds the contribution of some rows, from the gradient [r, columns] of their logits in the operands' dtype.
 
-        Rows that are not `counted` [r], whose gradient is 0, may hold anything, NaN included.
+        Rows that are not `counted` [r], whose gradient is 0, may have any values, NaN included.
         """
         hidden = operands.hidden[part]
         for block in operands.blocks(len(hidden)):
@@ -196,7 +196,7 @@ class Gradients:
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b, summed in float32 and then rounded to the dtype of `out`."""
+    """Computes out = a @ b, summed in float32 and then rounded to the dtype of `out`."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     elif out.dtype == torch.float32:
@@ -206,7 +206,7 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in float32."""
+    """Computes total += a @ b in float32."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
     else:
@@ -214,7 +214,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _gathered(hidden: Tensor, shard: Shard) -> Tensor:
-    """[n / ranks, H] of each rank -> [n, H]."""
+    """All-gathers rows: [n / ranks, H] of each rank -> [n, H]."""
     whole = hidden.new_empty(len(hidden) * shard.ranks, hidden.shape[1])
     dist.all_gather_into_tensor(whole, hidden.contiguous(), group=shard.group)
     return whole
@@ -225,7 +225,7 @@ def _block(output_weight: Tensor) -> int:
 
 
 def _default_chunk(columns: int, output_weight: Tensor) -> int:
-    """One block on a GPU, 1.9 GB of logits and gradient at 151936 columns in bfloat16; on a CPU 2 MiB of logits, or one
-    block.
+    """Rows per chunk: one block on a GPU, with 1.9 GB of logits and gradient at 151936 columns in bfloat16; on a CPU
+    2 MiB of logits, or one block.
     """
     return BLOCK_GPU if output_weight.is_cuda else max(1, 2**19 // columns)

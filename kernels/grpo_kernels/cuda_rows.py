@@ -27,17 +27,17 @@ __all__ = ["grpo_rows_", "row_gradient_", "row_stats", "why_not"]
 SOURCES = Path(__file__).with_name("csrc")
 TYPES = {torch.float32: "float", torch.bfloat16: "BFloat16"}
 CTAS, THREADS = 8, 256
-"""Of a cluster, of a CTA; as in `csrc/row_math.cuh`."""
+"""CTAs of a cluster and threads of a CTA, the same as in `csrc/row_math.cuh`."""
 AT_ONCE = 4
-"""CTAs that a multiprocessor's registers hold."""
+"""CTAs for which a multiprocessor has registers."""
 OWN_SHARED_MEMORY = 1024 + 256
 """Bytes of shared memory that a CTA takes besides its part of a row: the system's, and the kernel's own variables."""
 
 
 def why_not(device: torch.device, dtype: torch.dtype, columns: int, gradient: torch.dtype | None = None) -> str:
-    """Why the kernel cannot take logits like these and write such a gradient (None: of their dtype); empty when it can.
+    """Why the kernel cannot read such logits and write such a gradient (None: of their dtype); empty when it can.
 
-    Compiles it when nothing else is in the way.
+    Compiles the kernel when nothing else prevents its use.
     """
     gradient = dtype if gradient is None else gradient
     if device.type != "cuda" or torch.version.hip is not None:
@@ -71,7 +71,7 @@ def grpo_rows_(
     """See `rows.grpo_rows_`; `out` is of the logits' dtype, or bfloat16.
 
     Raises:
-        ValueError: The kernel is not for these tensors.
+        ValueError: The kernel does not support these tensors.
     """
     out = logits if out is None else out
     if why := why_not(logits.device, logits.dtype, columns, out.dtype):
@@ -112,8 +112,8 @@ def kernel_name(logits: torch.dtype, out: torch.dtype) -> str:
 
 @contextmanager
 def some_toolkit() -> Iterator[None]:
-    """Gives torch some path where there is no CUDA toolkit: it refuses to compile without one, needed or not."""
-    from torch.utils import cpp_extension  # only where it is needed: it imports setuptools
+    """Gives torch some path when no CUDA toolkit is installed: it refuses to compile without one, needed or not."""
+    from torch.utils import cpp_extension  # imported late, because it imports setuptools
 
     before = cpp_extension.CUDA_HOME
     cpp_extension.CUDA_HOME = before or str(SOURCES)
@@ -133,13 +133,13 @@ def _kernel(device: int, logits: torch.dtype, out: torch.dtype) -> Any:
 def _why_not_compiled(device: int, dtype: torch.dtype, gradient: torch.dtype) -> str:
     try:
         _kernel(device, dtype, gradient)
-    except Exception as error:  # whatever a private function may do; the reason is passed on
+    except Exception as error:  # a private function may raise anything; the reason is returned
         return f"torch.cuda._compile_kernel: {type(error).__name__}: {error}"
     return ""
 
 
 def part_bytes(columns: int, dtype: torch.dtype) -> int:
-    """Shared memory for a CTA's columns; `columns_each` in `csrc/row_math.cuh`."""
+    """Bytes of shared memory for a CTA's columns; `columns_each` in `csrc/row_math.cuh`."""
     lane = 16 // dtype.itemsize
     return (columns + lane - 1 + CTAS * lane - 1) // (CTAS * lane) * 16
 

@@ -1,4 +1,4 @@
-"""Which implementation of the row operations runs, and why: cuda, then triton, then torch."""
+"""Chooses the implementation of the row operations, with the reason: cuda, else triton, else torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Backend:
 
     Attributes:
         name: "torch", "triton" or "cuda".
-        why: For a person to read.
+        why: The reason, as text.
     """
 
     name: str
@@ -40,8 +40,8 @@ def backend(
     """The implementation for logits (or the weight they are made with) like these.
 
     Args:
-        logits: Any tensor on the device that matters.
-        override: The name of one, taken as it is; None: the best there is.
+        logits: Any tensor on the device in question.
+        override: The name of an implementation to use; None for the best available.
         one_launch: Whether loss and gradient are made in one launch, the operation that "cuda" has a kernel of its own
             for; its others are Triton's.
         gradient: With `one_launch`, the dtype that the gradient is written in; None: that of the logits.
@@ -51,7 +51,9 @@ def backend(
     """
     if override is not None:
         if override not in MODULES:
-            raise ValueError(f"backend is {override!r}; use one of {', '.join(MODULES)}, or None for the best there is")
+            raise ValueError(
+                f"backend is {override!r}; use one of {', '.join(MODULES)}, or None for the best available"
+            )
         return Backend(override, "asked for")
     if not logits.is_cuda:
         return Backend("torch", f"{logits.device.type} tensors: the kernels need a GPU")
@@ -64,5 +66,5 @@ def backend(
 
 
 def fits_one_launch(shard: Shard, options: GRPOLoss) -> bool:
-    """Whether a token's loss follows from its row of logits here: the row is whole, the ratio the token's own."""
-    return shard.ranks == 1 and options.kind != "gspo"
+    """Whether a token's loss depends only on its local row of logits: that is whole, and the sequence has no effect."""
+    return shard.ranks == 1 and not options.per_sequence

@@ -1,4 +1,4 @@
-"""What a launch is told: which rows to visit, the loss as plain numbers; and the name it has in a profile."""
+"""Arguments of a launch: the rows to visit, and the loss as plain numbers; and its name in a profile."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from grpo_kernels.options import CORRECTIONS, KL_ESTIMATORS, GRPOLoss
+from grpo_kernels.options import CORRECTIONS, KINDS, KL_ESTIMATORS, GRPOLoss
 
 EVERY_ROW, LISTED_ROWS, WHERE_LISTED = 0, 1, 2
 
 
 def named(operation: str) -> record_function:
-    """Around one launch, or what stands for it on a CPU: `grpo_kernels::OPERATION` in torch's profiler."""
+    """Context for one launch, or its equivalent on a CPU, named `grpo_kernels::OPERATION` in torch's profiler."""
     return record_function(f"grpo_kernels::{operation}")
 
 
 @dataclass(frozen=True)
 class Visit:
-    """Which rows a launch goes through, the i-th of `count`, and which token (place in ids, weights, ...) each is.
+    """The rows that a launch visits, the i-th of `count`, and the token (index into ids, weights, ...) of each.
 
     Attributes:
         mode: EVERY_ROW: row i, token i. LISTED_ROWS: row index[i], token i. WHERE_LISTED: row i, token index[i], which
@@ -55,28 +55,36 @@ class Scalars:
     log_low: float
     log_high: float
     log_dual: float
+    tau_pos: float
+    tau_neg: float
     kl_coef: float
     entropy_coef: float
+    correction_floor: float
     correction_cap: float
+    kind: int
     kl: int
-    cispo: int
+    kl_unbiased: int
     correction: int
 
 
 def scalars(options: GRPOLoss) -> Scalars:
-    """The numbers behind the options, for "ppo" and "cispo".
+    """The options as numbers, for those that are not `per_sequence`.
 
-    `kl` is 1, 2 or 3, `correction` 0 (none), 1 (truncate) or 2 (mask).
+    `kind` is 0 (ppo), 1 (cispo) or 2 (sapo), `kl` 1, 2 or 3, `correction` 0 (none), 1 (truncate) or 2 (mask).
     """
     log_low, log_high, log_dual = options.log_bounds
     return Scalars(
         log_low=log_low,
         log_high=log_high,
         log_dual=log_dual,
+        tau_pos=float(options.tau_pos),
+        tau_neg=float(options.tau_neg),
         kl_coef=float(options.kl_coef),
         entropy_coef=float(options.entropy_coef),
+        correction_floor=float(options.correction_floor),
         correction_cap=float(options.correction_cap),
+        kind=KINDS.index(options.kind),
         kl=1 + KL_ESTIMATORS.index(options.kl),
-        cispo=int(options.kind == "cispo"),
+        kl_unbiased=int(options.kl_unbiased),
         correction=CORRECTIONS.index(options.correction),
     )

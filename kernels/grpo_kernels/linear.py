@@ -5,7 +5,7 @@ The logits of a chunk exist while it is worked on; [tokens, vocabulary] never do
     hidden           [n, H] hidden states of the rows that count and no others; float32, bfloat16 or float16. They are
                      rounded to the weight's dtype: Megatron hands out a bf16 model's hidden states as float32.
     output_weight    [V, H] float32 or bfloat16 output layer, this rank's part of the vocabulary when `group` is given.
-                     Rows behind the real vocabulary are padding: never read, gradient 0.
+                     Rows after the real vocabulary are padding: never read, gradient 0.
     ids              [n] int64, GLOBAL token ids.
     temperature      what the logits are divided by.
     chunk            rows per chunk, rounded up to whole blocks of 2048 on a GPU, of 64 on a CPU; None: one block on a
@@ -123,14 +123,14 @@ def linear_grpo_loss(
     """`fused_grpo_loss` from hidden states, with gradients made in the forward pass.
 
     One launch makes a chunk's losses and writes its gradient over its logits, or beside them where these are wider than
-    the weight. Two do it when ranks share the vocabulary: they exchange the rows' statistics in between. Under "gspo" a
-    token's gradient needs its whole sequence: the second launch comes after the first of all chunks, on logits that are
-    made again. For the vectors and `options` see `fused_grpo_loss`, for `main_grad` and `grad_scale`
-    `linear_token_loss`, for the others the module.
+    the weight. Two do it when ranks share the vocabulary: they exchange the rows' statistics in between. Where a
+    token's gradient needs its whole sequence (`options.per_sequence`), the second launch comes after the first of all
+    chunks, on logits that are made again. For the vectors and `options` see `fused_grpo_loss`, for `main_grad` and
+    `grad_scale` `linear_token_loss`, for the others the module.
 
     Args:
-        sequence_group: Under "gspo", the ranks that each hold some tokens of every sequence (context parallelism), or
-            None. Their `cu_seqlens` count the tokens each has; all of them call this.
+        sequence_group: With `options.per_sequence`, the ranks that each hold some tokens of every sequence (context
+            parallelism), or None. Their `cu_seqlens` count the tokens each has; all of them call this.
 
     Returns:
         The scalar float32 loss, whose `backward` runs once, and metrics.
@@ -151,11 +151,11 @@ def linear_grpo_loss(
 
 
 def _grpo_outputs(work: Work, tokens: Tokens, options: GRPOLoss) -> Tensor:
-    """[n, 7] of `RowLosses`; gradients are added."""
+    """The [n, 7] `RowLosses` of a linear loss; adds its gradients."""
     if fits_one_launch(work.layer.shard, options):
         operations = work.layer.operations(work.operands, one_launch=True)
         return passes.one_launch(work, operations, tokens, options)
-    if options.kind != "gspo":
+    if not options.per_sequence:
         return passes.two_launches(work, partial(_grpo_derivatives, tokens, options))[1]["outputs"]
     stats = passes.statistics(work)
     logprob, entropy = logprob_and_entropy(stats, work.layer.inv_temperature)

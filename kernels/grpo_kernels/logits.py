@@ -1,4 +1,4 @@
-"""The logits themselves, for sampling: the same numbers that the log-probs of the linear functions are made of."""
+"""Logits for sampling, with the same values from which the linear functions compute log-probs."""
 
 from __future__ import annotations
 

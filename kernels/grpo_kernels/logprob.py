@@ -35,7 +35,7 @@ def fused_logprob(
         ids: [n] int64, GLOBAL token ids.
         temperature: What the logits are divided by.
         rows: [n] int64, the rows of `logits` that count, each once; None: all N.
-        vocab_size: Number of real tokens of all ranks together; columns behind them are padding, which is never read.
+        vocab_size: Number of real tokens of all ranks together; columns after them are padding, which is never read.
             None: no column is. The ranks have equally many columns, in rank order.
         group: The tensor parallel ranks that hold the vocabulary, or None. All of them call this with the same rows and
             get the same bits.

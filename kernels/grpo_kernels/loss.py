@@ -53,8 +53,8 @@ def fused_grpo_loss(
         advantages: A of each token.
         token_weight: Mask / denominator of each token. A row of weight 0 counts nowhere and may hold anything.
         options: The loss.
-        rollout_logprob: Log-prob as the engine sampled the token, for `options.correction`.
-        cu_seqlens: [B + 1] int64, 0 and the ends of the sequences among the n tokens, for "gspo" alone.
+        rollout_logprob: Log-prob as the engine sampled the token, for `options.correction` and its `off_policy_mask`.
+        cu_seqlens: [B + 1] int64, 0 and the ends of the sequences among the n tokens, if `options.per_sequence`.
 
     Returns:
         The scalar float32 loss, whose `backward` runs once, and metrics.
@@ -93,11 +93,11 @@ RowArguments = tuple[Tensor, Tensor, Tensor | None, int, float]
 def _in_two_launches(
     operations: Any, row_arguments: RowArguments, shard: Shard, tokens: Tokens, options: GRPOLoss, needed: bool
 ) -> Tensor:
-    """[n, 7] of `RowLosses`, in two passes over the logits, between which ranks and tokens meet."""
+    """The [n, 7] `RowLosses` in two passes over the logits, between which ranks and sequences are combined."""
     inv_temperature = row_arguments[-1]
     stats = shard.merged(operations.row_stats(*row_arguments), inv_temperature)
     logprob, entropy = logprob_and_entropy(stats, inv_temperature)
-    found = token_losses(logprob, entropy, tokens, options)
+    losses = token_losses(logprob, entropy, tokens, options)
     if needed:
-        operations.row_gradient_(*row_arguments, stats, found.grad_logprob, found.grad_entropy, "zero")
-    return found.outputs(logprob, entropy)
+        operations.row_gradient_(*row_arguments, stats, losses.grad_logprob, losses.grad_entropy, "zero")
+    return losses.outputs(logprob, entropy)

@@ -1,4 +1,4 @@
-"""What to log about a loss: a few float32 numbers, reduced on the device; nothing here waits for it."""
+"""Metrics of a loss: a few float32 numbers, reduced on the device without a synchronization."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from grpo_kernels.token_loss import CLIP_DUAL, CLIP_HIGH, CLIP_LOW, RowLosses, T
 
 @dataclass(frozen=True)
 class Metrics:
-    """Over this rank's tokens whose weight, after the correction, is not 0; all but the last two are 0-dimensional.
+    """Metrics of this rank's tokens whose corrected weight is not 0; all but the last two are 0-dimensional.
 
     Attributes:
-        tokens: How many there are. With 0 the means are 0, the minimum is inf and the maximum -inf.
+        tokens: Number of these tokens. With 0 the means are 0, the minimum is inf and the maximum -inf.
         clip_low, clip_high, clip_dual: Fraction whose ratio is beyond that bound (`TokenLosses.clipped`).
         kl: Mean estimate of KL(policy || reference), in the loss or not; 0 without a reference.
         kl_old: Mean k3 estimate of KL(old || policy), whose samples the old policy drew.
         entropy: Mean.
-        ratio, ratio_min, ratio_max: Mean and extremes of the importance ratio, the sequence's under gspo.
+        ratio, ratio_min, ratio_max: Mean and extremes of the importance ratio (`TokenLosses.log_ratio`).
         loss: [n] weighted loss of every token, for finding one that is not finite.
         logprob: [n] log-prob of every token; 0 where the weight, before the correction, is 0.
     """
@@ -40,7 +40,7 @@ class Metrics:
 
 
 def metrics(losses: RowLosses, tokens: Tokens) -> Metrics:
-    """Of the losses of all rows, and of what was known about their tokens before."""
+    """The metrics of the losses of all rows and of the inputs of their tokens."""
     logprob, old, counted = losses.logprob, tokens.old, losses.weight != 0
     count = counted.sum().float()
     difference = torch.zeros_like(logprob) if old is None else logprob - old
@@ -66,5 +66,5 @@ def metrics(losses: RowLosses, tokens: Tokens) -> Metrics:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """-inf when there is no value."""
+    """The largest value; -inf when there is none."""
     return torch.cat([values, values.new_full((1,), -torch.inf)]).amax()

@@ -1,11 +1,12 @@
-"""What the GRPO loss is made of. Every number is a run-time scalar of the kernels: changing one compiles nothing."""
+"""Options of the GRPO loss. Every number is a run-time scalar of the kernels: changing one compiles nothing."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-KINDS = ("ppo", "gspo", "cispo")
+KINDS = ("ppo", "cispo", "sapo", "gspo", "gspo_token", "gmpo")
+SEQUENCE_KINDS = ("gspo", "gspo_token", "gmpo")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 CORRECTIONS = ("none", "truncate", "mask")
 
@@ -15,22 +16,33 @@ class GRPOLoss:
     """The loss of a token; `token_loss.py` has the formulas.
 
     Attributes:
-        kind: "ppo", clipped importance ratio of the token (arXiv 1707.06347, equation 7); "gspo", of its sequence
-            (arXiv 2507.18071, equations 5 to 7); "cispo", the clipped ratio is a constant factor of the log-prob
-            (arXiv 2506.13585, equations 4 and 5).
+        kind: "ppo", clipped importance ratio of the token (arXiv 1707.06347, equation 7); "cispo", the clipped ratio is
+            a constant factor of the log-prob (arXiv 2506.13585, equations 4 and 5); "sapo", a sigmoid of the ratio in
+            place of the clip (arXiv 2511.20347, section 3); "gspo", clipped ratio of the token's sequence
+            (arXiv 2507.18071, equations 5 to 7); "gspo_token", the same, but that a token's advantage acts on that
+            token alone (section 4.3, equations 13 and 14); "gmpo", geometric mean of a sequence's clipped ratios
+            (arXiv 2507.20673).
         clip_low: The ratio is clipped from below at 1 - clip_low; from 1 on at 0, which no ratio is below.
         clip_high: The ratio is clipped from above at 1 + clip_high; inf for no bound.
-        dual_clip: Upper bound c > 1 on loss / -A where the advantage A is negative (arXiv 1912.09729), or None. Not for
-            cispo, which has no such loss.
+        dual_clip: Upper bound c > 1 on loss / -A where the advantage A is negative (arXiv 1912.09729), or None. For
+            ppo, gspo and gspo_token.
+        tau_pos, tau_neg: Temperatures of sapo's sigmoid, for positive advantages and for the others; the larger, the
+            faster the gradient of a token falls as its ratio leaves 1.
+        off_policy_mask: The policy term of a token with negative advantage is 0 in a sequence whose tokens have become
+            less likely than they were to the engine by more than this on average, in nats (DeepSeek-V3.2, arXiv
+            2512.02556, section 3.1); None for no mask.
         kl: Estimator of the KL divergence to the reference policy: "k1", "k2" or "k3".
         kl_coef: Factor of the estimate in the loss, not negative; with 0 the reference is not needed.
+        kl_unbiased: Multiplies the estimate by the token's importance ratio, through which the gradient goes as well:
+            so it is that of the divergence, whoever sampled (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
         entropy_coef: The loss falls by this times the entropy.
         correction: What to do when the engine that sampled and the trainer disagree about a token, with
-            c = exp(old - rollout): "none"; "truncate", the policy term is multiplied by min(c, correction_cap),
-            truncated importance sampling (IMPALA, arXiv 1802.01561; between engine and trainer: Yao et al., Your
-            Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025); "mask", it is multiplied by c, and
-            a token whose c is above the cap does not count at all (IcePop, arXiv 2510.18855, without its lower bound).
-        correction_cap: See `correction`; at least 1, the c of a token about which they agree.
+            c = exp(old - rollout): "none"; "truncate", the policy term is multiplied by c, or by the bound that c is
+            beyond, truncated importance sampling (IMPALA, arXiv 1802.01561; between engine and trainer: Yao et al.,
+            Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025); "mask", it is multiplied by
+            c, and a token whose c is beyond a bound does not count at all (IcePop, arXiv 2510.18855).
+        correction_floor: Lower bound of c; at most 1, the c of a token about which they agree, and 0 for no bound.
+        correction_cap: Upper bound of c; at least 1.
 
     Raises:
         ValueError: A field is out of range; names the field.
@@ -40,10 +52,15 @@ class GRPOLoss:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    off_policy_mask: float | None = None
     kl: str = "k3"
     kl_coef: float = 0.0
+    kl_unbiased: bool = False
     entropy_coef: float = 0.0
     correction: str = "none"
+    correction_floor: float = 0.0
     correction_cap: float = 2.0
 
     def __post_init__(self) -> None:
@@ -62,9 +79,29 @@ class GRPOLoss:
             self.correction_cap,
             "use a finite number, 1 or more: below, tokens about which engine and trainer agree would be cut as well",
         )
+        _require(0 <= self.correction_floor <= 1, "correction_floor", self.correction_floor, "use a number from 0 to 1")
+        for name in ("tau_pos", "tau_neg"):
+            _require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "use a finite number above 0")
+        if self.off_policy_mask is not None:
+            _require(
+                0 <= self.off_policy_mask < math.inf,
+                "off_policy_mask",
+                self.off_policy_mask,
+                "use a finite number that is not negative, or None",
+            )
         if self.dual_clip is not None:
             _require(1 < self.dual_clip < math.inf, "dual_clip", self.dual_clip, "use a number above 1, or None")
-            _require(self.kind != "cispo", "dual_clip", self.dual_clip, "cispo has no dual clip, use None")
+            _require(
+                self.kind not in ("cispo", "sapo", "gmpo"),
+                "dual_clip",
+                self.dual_clip,
+                f"{self.kind} has none, use None",
+            )
+
+    @property
+    def per_sequence(self) -> bool:
+        """Whether the loss of a token depends on other tokens of its sequence."""
+        return self.kind in SEQUENCE_KINDS or self.off_policy_mask is not None
 
     @property
     def log_bounds(self) -> tuple[float, float, float]:

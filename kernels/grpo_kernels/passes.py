@@ -27,13 +27,13 @@ DerivativesOf = Callable[[Tensor, Tensor, slice], Derivatives]
 
 @dataclass(frozen=True)
 class Work:
-    """A call's rows, and where their gradients go.
+    """The rows of a call, and the gradients to add to.
 
     Attributes:
         layer: The output layer.
-        operands: What logits are made of.
+        operands: Operands of the products that give the logits.
         ids: [n] int64, the targets' local columns.
-        gradients: Where gradients add up; None when nobody wants one.
+        gradients: Accumulated gradients; None when none is needed.
         grad_scale: Factor of the gradients, not of the losses.
     """
 
@@ -53,7 +53,7 @@ class Work:
         main_grad: Tensor | None = None,
         grad_scale: float = 1.0,
     ) -> Work:
-        """Of the arguments of a linear function; gathers the hidden states of other ranks where `layer` says so."""
+        """The work of a linear function, from its arguments; gathers other ranks' rows where `layer` says so."""
         operands = layer.operands(hidden, output_weight)
         gradients = None
         if torch.is_grad_enabled() and (hidden.requires_grad or output_weight.requires_grad):
@@ -66,7 +66,7 @@ class Work:
         return list(self.layer.chunks(len(self.ids)))
 
     def row_arguments(self, part: slice) -> tuple[Tensor, Tensor, None, int, float]:
-        """The first five arguments of every row operation, of some rows; makes their logits."""
+        """The first five arguments of every row operation, for some rows, whose logits are computed here."""
         logits = self.operands.logits(part, self.layer.logits_dtype)
         return logits, self.ids[part], None, self.layer.shard.columns, self.layer.inv_temperature
 
@@ -95,8 +95,8 @@ def _one_launch(work: Work, operations: Any, tokens: Tokens, options: GRPOLoss, 
 
 
 def two_launches(work: Work, derivatives_of: DerivativesOf) -> tuple[Tensor, PerToken]:
-    """[n] losses and whatever comes with them; between the statistics of a chunk and its gradient ranks meet, and any
-    function of log-probs and entropies has its turn.
+    """[n] losses and what is returned with them; between the statistics of a chunk and its gradient, ranks are combined
+    and any function of log-probs and entropies is called.
     """
     operations = work.layer.operations(work.operands)
     chunks = [_two_launches(work, operations, derivatives_of, part) for part in work.parts()]
@@ -114,14 +114,14 @@ def _two_launches(work: Work, operations: Any, derivatives_of: DerivativesOf, pa
 
 
 def statistics(work: Work) -> Tensor:
-    """[n, 4] statistics (`rows.row_stats`) of all rows, whole: the first of two launches, without the second."""
+    """[n, 4] statistics (`rows.row_stats`) of all whole rows: the first of two launches, without the second."""
     operations = work.layer.operations(work.operands)
     parts = [operations.row_stats(*work.row_arguments(part)) for part in work.parts()]
     return work.layer.shard.merged(torch.cat(parts), work.layer.inv_temperature)
 
 
 def add_gradients(work: Work, stats: Tensor, by_logprob: Tensor, by_entropy: Tensor | None) -> None:
-    """The second launch, from statistics [n, 4]; the derivatives [n] belong to log-probs and entropies."""
+    """Runs the second launch, from statistics [n, 4] and the derivatives [n] by log-probs and entropies."""
     if work.gradients is None:
         return
     operations = work.layer.operations(work.operands)

@@ -13,25 +13,25 @@ from grpo_kernels.dispatch import backend
 
 
 class PremadeGradients(torch.autograd.Function):
-    """A scalar loss whose gradients with respect to some tensors are there already.
+    """A scalar loss whose gradients with respect to some tensors have been computed already.
 
-    `apply(loss, promised, gradients, *tensors)` returns the loss; its backward hands out the gradients (None for none)
-    times the incoming factor. They are scaled in place, so it runs once. `promised` is the factor that they, and others
-    elsewhere, were multiplied by beforehand, or None; another one is an error.
+    `apply(loss, promised, gradients, *tensors)` returns the loss; its backward returns the gradients (None for none)
+    times the incoming factor. They are scaled in place, so it can run only once. `promised` is the factor by which they
+    and other gradients were multiplied beforehand, or None; another incoming factor is an error.
     """
 
     @staticmethod
     def forward(
         ctx: Any, loss: Tensor, promised: float | None, gradients: tuple[Tensor | None, ...], *tensors: Tensor
     ) -> Tensor:
-        """Keeps the gradients."""
+        """Keeps the gradients and returns the loss."""
         ctx.promised, ctx.gradients = promised, gradients
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        """Hands them out."""
+        """Returns the gradients times the incoming factor."""
         if ctx.gradients is None:
             raise RuntimeError("the gradients of this loss were made once and are given out; compute the loss again")
         gradients, ctx.gradients = ctx.gradients, None
@@ -45,7 +45,7 @@ class PremadeGradients(torch.autograd.Function):
 
 
 def _scale_(gradient: Tensor, factor: Tensor) -> None:
-    """gradient *= factor; nothing when that is 1, which almost every loss comes with."""
+    """Computes gradient *= factor; does nothing for a factor of 1, which is the usual one."""
     if backend(gradient).name != "torch":  # on a GPU, looking would mean waiting for it
         import_module("grpo_kernels.triton_scale").scale_(gradient, factor)
     elif gradient.is_cuda or factor.item() != 1:

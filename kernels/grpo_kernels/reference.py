@@ -1,7 +1,7 @@
-"""The same numbers in float64: log-softmax and its gradient written down from their definitions, the loss of a token
-from `token_loss.py`. Slow, and exact for logits of -inf.
+"""The reference implementation in float64: log-softmax and its gradient from their definitions, the loss of a token
+from `token_loss.py`. It is slow, and exact for logits of -inf.
 
-What the kernels are tested against. It is itself tested against autograd of textbook formulas.
+The kernels are tested against it. It is itself tested against autograd of textbook formulas.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Reference:
 
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """[n, V] float64; -inf where the logit is, NaN in a row of -inf alone."""
+    """[n, V] log-softmax in float64; -inf where the logit is -inf, NaN in a row of only -inf."""
     scaled = (logits.double() - logits.double().amax(-1, keepdim=True)) / temperature
     return scaled - scaled.exp().sum(-1, keepdim=True).log()
 
 
 def entropies(log_p: Tensor) -> Tensor:
-    """[n] of -sum p log p, with 0 log 0 = 0."""
+    """[n] entropies, -sum p log p, with 0 log 0 = 0."""
     p = log_p.exp()
     return -torch.where(p == 0, 0.0, p * log_p).sum(-1)
 
@@ -62,7 +62,7 @@ def grpo_loss(
     rollout_logprob: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Reference:
-    """What `fused_grpo_loss` computes, of whole rows; its arguments mean the same."""
+    """The results of `fused_grpo_loss` for whole rows; the arguments are the same."""
     rows = torch.arange(len(logits)) if rows is None else rows
     log_p = log_softmax(logits[rows], temperature)
     logprob, entropy = log_p.gather(1, ids[:, None])[:, 0], entropies(log_p)

@@ -5,7 +5,7 @@
     logits           [N, >= columns] float32, bfloat16 or float16; the row stride may be larger, the last one is 1
     ids              [n] int64, the target's LOCAL column; outside [0, columns) when another shard holds it
     rows             [n] int64, the rows that count, each once; None for all N
-    columns          how many leading columns are real; padding behind them is never read
+    columns          how many leading columns are real; padding after them is never read
     inv_temperature  1 / temperature
 
 and compute in float32, a row at a time: NaN in one row stays in that row. Differences are taken in the raw logits and
@@ -71,7 +71,8 @@ def row_gradient_(
         grad_logprob: [n] float32.
         grad_entropy: [n] float32, or None for 0.
         others: "zero": rows that are not listed and padding columns become 0; "leave": they stay.
-        out: Takes the gradient in place of the logits, which stay; as large as they are, of any of their dtypes.
+        out: Memory for the gradient instead of the logits, which are then not changed; of their size, of any of their
+            dtypes.
     """
     with launch.named("row_gradient_"):
         out = logits if out is None else out
@@ -91,7 +92,7 @@ def grpo_rows_(
     out: Tensor | None = None,
     grad_scale: float = 1.0,
 ) -> Tensor:
-    """Loss of every row and, in place, its gradient; for "ppo" and "cispo", unsharded.
+    """Loss of every row and, in place, its gradient; for options that are not `per_sequence`, unsharded.
 
     Args:
         tokens: [n] vectors, float32. A row of weight 0 is not read, gets outputs of 0 and a gradient of 0; one that the
@@ -225,6 +226,6 @@ def _scaled_difference(x: Tensor, m: Tensor, inv_temperature: float, into: Tenso
 
 
 def _local(ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Whether this shard holds the target, and a column that can be read at any rate."""
+    """Whether this shard has the target, and the target's column, or any valid column where it does not."""
     column = ids.clamp(0, columns - 1)
     return column == ids, column

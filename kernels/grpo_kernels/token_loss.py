@@ -2,14 +2,19 @@
 
 With ratio rho = exp(logprob - old), advantage A and c = exp(old - rollout) (see `GRPOLoss.correction`):
 
-    ppo     max(-A rho, -A clip(rho, 1 - low, 1 + high)), at most dual_clip * -A where A < 0; low >= 1 bounds nothing
-    gspo    the same with the sequence's rho = exp(mean over its tokens of (logprob - old))
-    cispo   -stopgrad(clip(rho, 1 - low, 1 + high)) A logprob
-    loss    weight * (policy term * correction + kl_coef * KL(policy || reference) - entropy_coef * entropy)
+    ppo         max(-A rho, -A clip(rho, 1 - low, 1 + high)), at most dual_clip * -A where A < 0; low >= 1 is no bound
+    cispo       -stopgrad(clip(rho, 1 - low, 1 + high)) A logprob
+    sapo        -A (4 / tau) sigmoid(tau (rho - 1)), with tau = tau_pos where A > 0, else tau_neg
+    gspo        ppo with the sequence's rho = exp(mean over its tokens of (logprob - old))
+    gspo_token  gspo, in which a token's own loss alone moves its log-prob: rho = stopgrad(gspo's rho) pi / stopgrad(pi)
+    gmpo        -A exp(mean over the sequence of log min(rho, 1 + high) where A > 0, log max(rho, 1 - low) where A < 0)
+    loss        weight * (policy term * correction + kl_coef * KL(policy || reference) - entropy_coef * entropy)
 
-A log-prob of -inf (the target's logit is -inf) has ratio 0. Under ppo and gspo its policy term is finite; under cispo,
-and with a KL term, its loss is not, for the caller to refuse. A NaN in an input is a NaN in that token's loss (in
-the losses of its sequence under gspo), unless its weight is 0.
+Where the average of rollout - logprob over the sequence exceeds `off_policy_mask`, negative A count as 0.
+
+A log-prob of -inf (the target's logit is -inf) has ratio 0. Its policy term is finite, except under cispo; there, and
+with a KL term, its loss is not, for the caller to refuse. A NaN in an input is a NaN in that token's loss (in the
+losses of its sequence where the loss is `per_sequence`), unless its weight is 0.
 """
 
 from __future__ import annotations
@@ -25,19 +30,22 @@ from grpo_kernels.options import GRPOLoss
 
 CLIP_LOW, CLIP_HIGH, CLIP_DUAL = 1, 2, 3
 
+SATURATED = 30.0
+"""Log-ratio from which on a sigmoid of the ratio is 1 and its derivative 0 in float64, at temperatures above 1e-11."""
+
 
 @dataclass
 class Tokens:
-    """What is known about the n tokens before the policy is asked; all but the last two are [n], float32 for kernels.
+    """The loss's inputs for n tokens, without the policy's; all but the last two are [n], float32 for kernels.
 
     Attributes:
         advantage: The advantage A.
         weight: Factor of the token's loss: mask / denominator. A token of weight 0 counts nowhere.
         old: Log-prob under the policy the update started from; None: the policy itself, ratio exactly 1.
         ref: Log-prob under the reference policy; None when the loss has no KL term.
-        rollout: Log-prob as the engine sampled it; None when the loss has no correction.
-        cu_seqlens: [B + 1] ends of the sequences among the n tokens, beginning with 0; for gspo.
-        sequence_group: The ranks that hold tokens of the same B sequences, or None for this one alone; for gspo.
+        rollout: Log-prob as the engine sampled it; None when the loss has neither correction nor mask.
+        cu_seqlens: [B + 1] ends of the sequences among the n tokens, beginning with 0; for what is `per_sequence`.
+        sequence_group: The ranks that hold tokens of the same B sequences, or None for this one alone; likewise.
     """
 
     advantage: Tensor
@@ -49,7 +57,7 @@ class Tokens:
     sequence_group: dist.ProcessGroup | None = None
 
     def part(self, tokens: slice) -> Tokens:
-        """Some of the tokens; sequences are not cut, so what is said of them is dropped."""
+        """Some of the tokens, without the data about sequences, which a part may cut."""
         old, ref, rollout = (
             vector if vector is None else vector[tokens] for vector in (self.old, self.ref, self.rollout)
         )
@@ -58,17 +66,17 @@ class Tokens:
 
 @dataclass
 class TokenLosses:
-    """What `token_losses` finds; all are [n], of the log-probs' dtype but for `clipped`.
+    """The results of `token_losses`; all are [n], of the log-probs' dtype but for `clipped`.
 
     Attributes:
         loss: Weighted loss of each token.
         weight: Its weight after the correction.
         grad_logprob: Derivative of the sum of the losses with respect to the token's log-prob.
-        grad_entropy: The same for its entropy; None when the loss has no entropy term.
-        log_ratio: Logarithm of the importance ratio (of the sequence under gspo).
+        grad_entropy: Derivative with respect to its entropy; None when the loss has no entropy term.
+        log_ratio: Logarithm of the importance ratio (of the sequence under gspo, gspo_token and gmpo).
         kl: Estimate of KL(policy || reference), 0 without a reference.
-        clipped: int64; 0, or CLIP_LOW, CLIP_HIGH or CLIP_DUAL: which bound the ratio is beyond. Under ppo and gspo only
-            where that stops the gradient of a token that has one.
+        clipped: int64; 0, or CLIP_LOW, CLIP_HIGH or CLIP_DUAL: which bound the ratio is beyond. Under ppo, gspo,
+            gspo_token and gmpo only where that stops the gradient of a token that has one; 0 under sapo.
     """
 
     loss: Tensor
@@ -91,7 +99,7 @@ class TokenLosses:
 
 @dataclass
 class RowLosses:
-    """What is known about n rows of logits once their loss is made, all [n]; the columns of `rows.grpo_rows_`'s result.
+    """The results for n rows of logits, all [n]; the columns of `rows.grpo_rows_`'s result.
 
     Attributes:
         loss: Weighted loss.
@@ -110,7 +118,7 @@ class RowLosses:
 
     @classmethod
     def of(cls, outputs: Tensor) -> RowLosses:
-        """From [n, 7]."""
+        """The columns of an [n, 7] tensor, by name."""
         return cls(*outputs.t().contiguous())
 
 
@@ -119,18 +127,24 @@ def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: GRPO
     old = logprob if tokens.old is None else tokens.old
     advantage, weight = _corrected(tokens, old, options)
     counted = weight != 0
-    log_ratio = torch.where(logprob.isnan(), logprob, 0.0) if tokens.old is None else logprob - old
-    if options.kind == "gspo":
+    advantage = _masked(advantage, logprob, tokens, options)
+    of_token = log_ratio = torch.where(logprob.isnan(), logprob, 0.0) if tokens.old is None else logprob - old
+    if options.kind in ("gspo", "gspo_token"):
         log_ratio = _sequence_mean(log_ratio, counted, tokens)
-    loss, grad, clipped = _policy_term(logprob, log_ratio, advantage, options)
-    grad = _zero_unless(counted, grad * weight)
+    if options.kind == "gmpo":
+        loss, grad, clipped, log_ratio = _geometric_mean(log_ratio, advantage, weight, tokens, options)
+    else:
+        loss, grad, clipped = _policy_term(logprob, log_ratio, advantage, options)
+        grad = _zero_unless(counted, grad * weight)
     if options.kind == "gspo":
         grad = _sequence_mean(grad, counted, tokens)
     kl = torch.zeros_like(logprob)
     if tokens.ref is not None:
         kl, grad_kl = _kl(logprob, tokens.ref, options.kl)
         if options.kl_coef:
-            loss = loss + options.kl_coef * kl
+            factor = of_token.exp() if options.kl_unbiased else 1.0
+            grad_kl = factor * (kl + grad_kl) if options.kl_unbiased else grad_kl
+            loss = loss + options.kl_coef * factor * kl
             grad = grad + options.kl_coef * _zero_unless(counted, grad_kl * weight)
     if options.entropy_coef:
         loss = loss - options.entropy_coef * entropy
@@ -151,11 +165,24 @@ def _corrected(tokens: Tokens, old: Tensor, options: GRPOLoss) -> tuple[Tensor, 
     """
     if options.correction == "none" or tokens.rollout is None:
         return tokens.advantage, tokens.weight
-    correction, cap = (old - tokens.rollout).exp(), options.correction_cap
+    correction, floor, cap = (old - tokens.rollout).exp(), options.correction_floor, options.correction_cap
     if options.correction == "truncate":
-        return tokens.advantage * correction.clamp(max=cap), tokens.weight
-    beyond = correction > cap
+        return tokens.advantage * correction.clamp(floor, cap), tokens.weight
+    beyond = (correction < floor) | (correction > cap)
     return tokens.advantage * correction.masked_fill(beyond, 0.0), tokens.weight.masked_fill(beyond, 0.0)
+
+
+def _masked(advantage: Tensor, logprob: Tensor, tokens: Tokens, options: GRPOLoss) -> Tensor:
+    """[n] advantages, 0 where they are negative in a sequence that has become unlikely (`off_policy_mask`).
+
+    The mean is over all tokens of the sequence, those too that the correction leaves out, which are the unlikely ones.
+    """
+    if options.off_policy_mask is None:
+        return advantage
+    assert tokens.rollout is not None, "checks.py asks for it"
+    mean = _sequence_mean(tokens.rollout - logprob, tokens.weight != 0, tokens)
+    away = (mean > options.off_policy_mask) & (advantage < 0)
+    return torch.where(mean.isnan(), mean, torch.where(away, 0.0, advantage))
 
 
 def _policy_term(
@@ -163,20 +190,48 @@ def _policy_term(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, its derivative (in the log-prob under cispo, in the log-ratio else) and what is clipped, all [n].
 
-    The sign of A decides which bound can bind, and clamping the logarithm keeps an overflowing ratio out of a clipped
-    token: the loss is -A exp(clamped log-ratio), its own derivative where nothing is clamped.
+    Clamping the logarithm keeps an overflowing ratio out of a clipped token: the loss is -A exp(clamped log-ratio), its
+    own derivative where nothing is clamped.
     """
-    low, high, ceiling = options.log_bounds
+    if options.kind == "sapo":
+        return *_soft_gate(log_ratio, advantage, options), torch.zeros_like(log_ratio, dtype=torch.int64)
+    low, high, _ = options.log_bounds
     if options.kind == "cispo":
         factor = -advantage * log_ratio.clamp(low, high).exp()
         loss = torch.where((advantage == 0) & (logprob == -math.inf), 0.0, factor * logprob)  # 0 * -inf is no loss
         trained = advantage != 0
         return loss, factor, _codes(trained & (log_ratio < low), trained & (log_ratio > high), None)
+    bounded, clipped = _bounded(log_ratio, advantage, options)
+    loss = -advantage * bounded.exp()
+    return loss, torch.where(clipped == 0, loss, 0.0), clipped
+
+
+def _bounded(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> tuple[Tensor, Tensor]:
+    """[n] log-ratios within the bound that can bind, which the sign of A decides, and which one binds."""
+    low, high, ceiling = options.log_bounds
     falls, rises = advantage < 0, advantage > 0
     bounded = torch.where(falls, log_ratio.clamp(low, ceiling), log_ratio.clamp(max=high))
-    loss = -advantage * bounded.exp()
-    clipped = _codes(falls & (log_ratio < low), rises & (log_ratio > high), falls & (log_ratio > ceiling))
-    return loss, torch.where(clipped == 0, loss, 0.0), clipped
+    return bounded, _codes(falls & (log_ratio < low), rises & (log_ratio > high), falls & (log_ratio > ceiling))
+
+
+def _soft_gate(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> tuple[Tensor, Tensor]:
+    """SAPO's loss and its derivative in the log-ratio, [n]; both are finite for any ratio."""
+    tau = torch.full_like(advantage, options.tau_neg).masked_fill(advantage > 0, options.tau_pos)
+    ratio = log_ratio.clamp(max=SATURATED).exp()
+    gate = torch.sigmoid(tau * (ratio - 1))
+    return -advantage * 4 / tau * gate, -advantage * 4 * gate * torch.sigmoid(tau * (1 - ratio)) * ratio
+
+
+def _geometric_mean(
+    log_ratio: Tensor, advantage: Tensor, weight: Tensor, tokens: Tokens, options: GRPOLoss
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[n] GMPO's loss, the derivative of the weighted losses' sum in the log-prob, what is clipped, log of the mean."""
+    counted = weight != 0
+    bounded, clipped = _bounded(log_ratio, advantage, options)
+    mean = _sequence_mean(bounded, counted, tokens)
+    loss = -advantage * mean.exp()
+    of_sequence = _sequence_mean(_zero_unless(counted, loss * weight), counted, tokens)
+    return loss, torch.where(bounded == log_ratio, of_sequence, 0.0), clipped, mean
 
 
 def _codes(low: Tensor, high: Tensor, dual: Tensor | None) -> Tensor:
@@ -211,5 +266,5 @@ def _sequence_mean(values: Tensor, counted: Tensor, tokens: Tokens) -> Tensor:
 
 
 def _zero_unless(counted: Tensor, values: Tensor) -> Tensor:
-    """Unlike a product with 0, it keeps out NaN."""
+    """The values of counted tokens, 0 for others; unlike a product with 0, this removes NaN."""
     return torch.where(counted, values, 0)

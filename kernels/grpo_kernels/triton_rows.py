@@ -29,6 +29,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # 2^FLOOR is 0 in float32; a shift clamped here keeps 0 * -inf, which is NaN, out of the sums.
 FLOOR: tl.constexpr = tl.constexpr(-300.0)
+SATURATED: tl.constexpr = tl.constexpr(30.0)  # as in token_loss.py
 
 OUTPUTS = 7
 """Numbers of a row that `grpo_kernel` writes: the fields of `RowLosses`."""
@@ -153,30 +154,44 @@ def _exp_tail(x):
 
 
 @triton.jit
-def _corrected(advantage, weight, log_correction, cap, correction):
+def _corrected(advantage, weight, log_correction, floor, cap, correction):
     """Advantage and weight after the correction 1 (truncate) or 2 (mask), as in `token_loss._corrected`."""
     c = tl.exp(log_correction)
-    beyond = c > cap  # false for NaN, which is to stay
-    kept = tl.where(beyond, tl.where(correction == 2, 0.0, cap), c)
+    beyond = (c < floor) | (c > cap)  # false for NaN, which is to stay
+    kept = tl.where(beyond, tl.where(correction == 2, 0.0, tl.where(c > cap, cap, floor)), c)
     return advantage * kept, tl.where(beyond & (correction == 2), 0.0, weight)
 
 
 @triton.jit
-def _policy_term(logprob, log_ratio, advantage, log_low, log_high, log_dual, cispo):
+def _sigmoid(x):
+    """1 / (1 + exp(-x)), without an overflow on either side."""
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x > 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def _policy_term(logprob, log_ratio, advantage, log_low, log_high, log_dual, tau_pos, tau_neg, kind):
     """Loss, its derivative in the log-prob and which bound binds, as in `token_loss._policy_term`."""
+    cispo = kind == 1
+    sapo = kind == 2
     falls, rises = advantage < 0, advantage > 0
     below, above, far = log_ratio < log_low, log_ratio > log_high, log_ratio > log_dual
     capped = tl.where(above, log_high, log_ratio)
     if_falling = tl.where(below, log_low, tl.where(far, log_dual, log_ratio))
-    bounded = tl.where(cispo != 0, tl.where(below, log_low, capped), tl.where(falls, if_falling, capped))
+    bounded = tl.where(cispo, tl.where(below, log_low, capped), tl.where(falls, if_falling, capped))
     surrogate = -advantage * tl.exp(bounded)
     side = tl.where(below, 1.0, tl.where(above, 2.0, 0.0))
     if_ppo = tl.where(falls, tl.where(below, 1.0, tl.where(far, 3.0, 0.0)), tl.where(rises & above, 2.0, 0.0))
-    clipped = tl.where(cispo != 0, tl.where(falls | rises, side, 0.0), if_ppo)
-    loss = tl.where(
-        cispo != 0, tl.where((advantage == 0) & (logprob == float("-inf")), 0.0, surrogate * logprob), surrogate
-    )
-    return loss, tl.where((cispo != 0) | (clipped == 0), surrogate, 0.0), clipped
+    clipped = tl.where(cispo, tl.where(falls | rises, side, 0.0), if_ppo)
+    loss = tl.where(cispo, tl.where((advantage == 0) & (logprob == float("-inf")), 0.0, surrogate * logprob), surrogate)
+    grad = tl.where(cispo | (clipped == 0), surrogate, 0.0)
+
+    tau = tl.where(rises, tau_pos, tau_neg)
+    ratio = tl.exp(tl.where(log_ratio > SATURATED, SATURATED, log_ratio))
+    gate = _sigmoid(tau * (ratio - 1.0))
+    soft_grad = -4.0 * advantage * gate * _sigmoid(tau * (1.0 - ratio)) * ratio
+    loss = tl.where(sapo, -4.0 * advantage / tau * gate, loss)
+    return loss, tl.where(sapo, soft_grad, grad), tl.where(sapo, 0.0, clipped)
 
 
 @triton.jit
@@ -197,16 +212,16 @@ def stats_kernel(
     logits, ids, index, out, count, stride, columns, inv_temperature,
     MODE: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """`rows.row_stats`; row i of `out` [count, 4] for the i-th row."""
+    """The kernel of `rows.row_stats`; writes row i of `out` [count, 4] for the i-th row."""
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         row, token = _visit(index, i, MODE)
         pointer = logits + row * stride
         m, s, w = _row_sums(pointer, columns, inv_temperature * LOG2_E, False, BLOCK, LANE)
-        found = out + token * 4
-        tl.store(found, m)
-        tl.store(found + 1, s)
-        tl.store(found + 2, w)
-        tl.store(found + 3, _target(pointer, tl.load(ids + token), columns))
+        entry = out + token * 4
+        tl.store(entry, m)
+        tl.store(entry + 1, s)
+        tl.store(entry + 2, w)
+        tl.store(entry + 3, _target(pointer, tl.load(ids + token), columns))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -215,7 +230,7 @@ def gradient_kernel(
     count, stride, out_stride, columns, width, inv_temperature,
     MODE: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`rows.row_gradient_`."""
+    """The kernel of `rows.row_gradient_`."""
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         row, token = _visit(index, i, MODE)
         g = tl.load(grad_logprob + token, mask=token >= 0, other=0.0)
@@ -223,23 +238,24 @@ def gradient_kernel(
         if (g == 0) & (h == 0):
             _write_zeros(out + row * out_stride, width, BLOCK)
         else:
-            found = stats + token * 4
-            m, s, w = tl.load(found), tl.load(found + 1), tl.load(found + 2)
+            entry = stats + token * 4
+            m, s, w = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
             _write_gradient(
                 logits + row * stride, out + row * out_stride, tl.load(ids + token), columns, width,
                 m, s, tl.log(s) - w / s, g, h, inv_temperature, ENTROPY, BLOCK,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "kl", "cispo", "correction"])
+@triton.jit(do_not_specialize=["count", "kind", "kl", "kl_unbiased", "correction"])
 def grpo_kernel(
     logits, out, ids, index, old, ref, rollout, advantage, weight, outputs,
     count, stride, out_stride, columns, width, inv_temperature,
-    log_low, log_high, log_dual, kl_coef, entropy_coef, correction_cap, kl, cispo, correction, grad_scale,
+    log_low, log_high, log_dual, tau_pos, tau_neg, kl_coef, entropy_coef, correction_floor, correction_cap,
+    kind, kl, kl_unbiased, correction, grad_scale,
     MODE: tl.constexpr, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr, HAS_ROLLOUT: tl.constexpr,
     ENTROPY: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """`rows.grpo_rows_`; `outputs` is [n, 7], zeros before."""
+    """The kernel of `rows.grpo_rows_`; `outputs` is [n, 7], initialized with zeros."""
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         row, token = _visit(index, i, MODE)
         pointer = logits + row * stride
@@ -259,23 +275,27 @@ def grpo_kernel(
             log_ratio = logprob - before if HAS_OLD else tl.where(logprob == logprob, 0.0, logprob)
             a = tl.load(advantage + token)
             if HAS_ROLLOUT:
-                a, factor = _corrected(a, factor, before - tl.load(rollout + token), correction_cap, correction)
-            loss, g, clipped = _policy_term(logprob, log_ratio, a, log_low, log_high, log_dual, cispo)
-            found = outputs + token * 7
+                log_correction = before - tl.load(rollout + token)
+                a, factor = _corrected(a, factor, log_correction, correction_floor, correction_cap, correction)
+            loss, g, clipped = _policy_term(logprob, log_ratio, a, log_low, log_high, log_dual, tau_pos, tau_neg, kind)
+            entry = outputs + token * 7
             if HAS_REF:
                 estimate, derivative = _kl(logprob, tl.load(ref + token), kl)
-                loss += tl.where(kl_coef == 0, 0.0, kl_coef * estimate)  # 0 * inf is no loss
-                g += tl.where(kl_coef == 0, 0.0, kl_coef * derivative)
-                tl.store(found + 3, estimate)
+                ratio = tl.exp(log_ratio)
+                by_kl = tl.where(kl_unbiased != 0, ratio * estimate, estimate)
+                g_kl = tl.where(kl_unbiased != 0, ratio * (estimate + derivative), derivative)
+                loss += tl.where(kl_coef == 0, 0.0, kl_coef * by_kl)  # 0 * inf is no loss
+                g += tl.where(kl_coef == 0, 0.0, kl_coef * g_kl)
+                tl.store(entry + 3, estimate)
             if ENTROPY:
                 loss -= entropy_coef * entropy
 
-            tl.store(found, tl.where(factor == 0, 0.0, loss * factor))  # a masked token's loss may be NaN
-            tl.store(found + 1, logprob)
-            tl.store(found + 2, entropy)
-            tl.store(found + 4, tl.where(factor == 0, 0.0, clipped))
-            tl.store(found + 5, factor)
-            tl.store(found + 6, log_ratio)
+            tl.store(entry, tl.where(factor == 0, 0.0, loss * factor))  # a masked token's loss may be NaN
+            tl.store(entry + 1, logprob)
+            tl.store(entry + 2, entropy)
+            tl.store(entry + 4, tl.where(factor == 0, 0.0, clipped))
+            tl.store(entry + 5, factor)
+            tl.store(entry + 6, log_ratio)
             if GRADIENT:
                 tl.debug_barrier()  # every thread has read the target's logit before one overwrites it
                 if factor == 0:
@@ -298,7 +318,7 @@ class Shape:
     Attributes:
         programs: Number of them; each goes through every `programs`-th row.
         warps: Threads / 32 of each.
-        registers: Most that a thread gets. Left to itself, the compiler spills, or takes too many.
+        registers: Most registers of a thread. Without the limit the compiler spills, or uses too many.
         block: Elements that a program handles at a time: two loads of 16 bytes per thread.
         lane: Elements of one such load.
     """
@@ -405,7 +425,7 @@ def grpo_rows_(
 
 
 def _launch(operation: str, kernel: Any, shape: Shape, *arguments: Any, **constants: Any) -> None:
-    """Runs on the device that holds the tensors, whichever is the current one; vectors may have any stride."""
+    """Launches a kernel on the tensors' device, whichever is the current one; vectors may have any stride."""
     logits, *rest = arguments
     rest = [value.contiguous() if isinstance(value, Tensor) and value.dim() == 1 else value for value in rest]
     with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext(), launch.named(operation):

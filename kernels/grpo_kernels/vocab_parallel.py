@@ -1,7 +1,7 @@
-"""The vocabulary split over tensor parallel ranks: which columns a rank holds, and merging what the ranks found.
+"""The vocabulary split over tensor parallel ranks: which columns a rank has, and merging the ranks' row statistics.
 
-Per row, four floats of each rank travel, once, in one all-gather. Every rank merges them in rank order, so all get the
-same bits.
+For each row one all-gather transfers four floats of each rank. Every rank merges them in rank order, so all ranks have
+the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Shard:
         start: Global id of its first column.
         columns: Number of its leading columns that are real tokens; the rest is padding.
         vocab_size: Number of real tokens of all ranks together.
-        group: The ranks that hold the vocabulary, or None for this one alone.
+        group: The ranks that share the vocabulary, or None when this rank has all of it.
     """
 
     start: int
@@ -47,7 +47,7 @@ class Shard:
 
 
 def shard_of(width: int, vocab_size: int | None, group: dist.ProcessGroup | None) -> Shard:
-    """The shard that lies in `width` columns here; all ranks have this width, in rank order.
+    """This rank's shard, which has `width` columns; all ranks have this width, in rank order.
 
     Args:
         width: Columns of this rank, padding included.

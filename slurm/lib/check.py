@@ -1,9 +1,11 @@
-"""Asks a configuration where its run lies, and whether it can start here: check.py --nodes N ... -- SETTING...
+"""Prints the run directory of a configuration, and checks that it can start here: check.py --nodes N ... -- SETTING...
 
-Prints `run DIRECTORY` and `reads PATH` for everything that it reads, or an error with the way out, in about a second:
-nothing is started or written. Where torch and Megatron are, it also compares the model that the run starts from with
-the configuration, and with --stop-seconds plans the checkpoint, refuses one that cannot be written and read again in
-that time, or in --hang-seconds, and prints the `room` that it needs in MiB; this takes some seconds.
+It prints `run DIRECTORY` and `reads PATH` for everything that the run reads, or an error with a fix, in about a second:
+nothing is started or written. If torch and Megatron are installed, it also compares the model that the run starts from
+with the configuration, and with --stop-seconds plans the checkpoint, refuses one that cannot be written and read again
+in that time, or in --hang-seconds, and prints the `room` that it needs in MiB; this takes some seconds.
+
+With --dry-run it lists all problems at once instead (grpo_mega/dry_run), and those that are --known already.
 """
 
 from __future__ import annotations
@@ -12,10 +14,9 @@ import argparse
 import os
 import sys
 import warnings
-from functools import cache
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # in a job there are GPUs, and what is planned here must not land on them
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # models that are planned here must not be on the job's GPUs
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 try:
@@ -34,16 +35,16 @@ from grpo_mega.config.schema import Config
 from grpo_mega.observe.run_dir import check_run_dir
 
 MARGIN = 60
-"""Seconds of the time to stop that are not for the checkpoint."""
+"""Seconds of the time to stop that are reserved for other work than the checkpoint."""
 ROOM = 1024
-"""MiB beside a checkpoint."""
+"""MiB needed on the disk besides a checkpoint."""
 
 
 def run_directory(config: Config, nodes: int, ranks_per_node: int) -> Path:
-    """Where the run lies.
+    """The run directory of a configuration.
 
     Raises:
-        ValueError: It cannot run on these machines, or the directory belongs to something else.
+        ValueError: The run cannot run on these machines, or the directory belongs to something else.
     """
     check_layout(config, nodes * ranks_per_node)
     _check_machines(config, nodes, ranks_per_node)
@@ -63,7 +64,7 @@ def _check_machines(config: Config, nodes: int, ranks_per_node: int) -> None:
 
 
 def warn_of_tokenizer(config: Config) -> None:
-    """A tokenizer that may be a program is not run."""
+    """Warns of a tokenizer that may be a program, which is not run."""
     tokenizer = Path(config.data.tokenizer)
     if tokenizer.is_dir() and not (tokenizer / "tokenizer.json").exists():
         print(f"warning: data.tokenizer={tokenizer} has no tokenizer.json; code of its own is not run", file=sys.stderr)
@@ -74,28 +75,29 @@ def check_shape(config: Config) -> None:
 
     Raises:
         ImportError: There is no torch or Megatron, which loading needs.
-        ValueError: It is of another model, or cannot be read.
+        ValueError: The folder is of another model, or cannot be read.
     """
     path = Path(config.run.init_from or "")
     if config.base.train or not config.run.init_from or not (path / "config.json").is_file():
         return
     prepare()
+    from grpo_mega.checkpoint.checkpoint import STATE
     from grpo_mega.weights.directory import check_architecture
 
-    check_architecture(path, config.model, config.model.vocab_size)
+    imported = (path / STATE).is_file()
+    check_architecture(path, config.model, config.model.vocab_size, has_weights=not imported)
 
 
-@cache
 def prepare() -> None:
-    """Makes torch and Megatron ready to be imported, without a GPU; once."""
+    """Prepares torch and Megatron for import without a GPU; once is enough."""
     from grpo_mega import platform
 
     warnings.filterwarnings("ignore", module="megatron")
     platform.start_planning()
 
 
-def places(path: Path) -> set[Path]:
-    """What must be reachable to read a file or folder: itself and, through links, where it and its files really lie."""
+def paths_of(path: Path) -> set[Path]:
+    """The paths that must be reachable to read a file or folder: itself, and the targets of links to it and in it."""
     files = path.iterdir() if path.is_dir() else ()
     return {path.absolute(), path.resolve(), *(file.resolve().parent for file in files if file.is_symlink())}
 
@@ -105,14 +107,14 @@ def room(config: Config, stop_seconds: int, hang_seconds: int, rate: float) -> i
 
     Raises:
         ImportError: There is no torch or Megatron to plan with.
-        ValueError: It cannot be written and read again, for its checksums, in these seconds at `rate` GB/s.
+        ValueError: A checkpoint cannot be written and read again, for its checksums, in these seconds at `rate` GB/s.
     """
     prepare()
     from grpo_mega.planning.plan import plan
 
     size = plan(config)["checkpoint"]
     once = 2 * size / 1e9 / rate
-    needed = MARGIN + once * (2 if config.run.async_save else 1)  # one may be on its way
+    needed = MARGIN + once * (2 if config.run.async_save else 1)  # one may still be in progress
     takes = f"a checkpoint of {size / 1e9:,.0f} GB is written and read again in"
     measure = "or set SAVE_GB_PER_SECOND to what your file system takes from all nodes together"
     if needed > stop_seconds:
@@ -128,35 +130,51 @@ def room(config: Config, stop_seconds: int, hang_seconds: int, rate: float) -> i
     return int(size / 2**20) + ROOM
 
 
+def all_problems(options: argparse.Namespace) -> int:
+    """Prints what the job would see, and all its problems; returns the exit code."""
+    from grpo_mega.dry_run import dry_run
+
+    nodes, ranks = options.nodes, options.ranks_per_node
+    more = [("the machines", lambda config: _check_machines(config, nodes, ranks))]
+    if options.stop_seconds is not None:
+        seconds = options.stop_seconds, options.hang_seconds, options.save_gb_per_second
+        more.append(("the time to save", lambda config: room(config, *seconds)))
+    return dry_run(options.settings, nodes * ranks, more, options.known)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ranks-per-node", type=int, required=True)
     parser.add_argument(
-        "--queued", action="store_true", help="data and weights were found: every node looks for itself"
+        "--queued", action="store_true", help="data and weights were checked before; every node checks its own"
     )
     parser.add_argument("--stop-seconds", type=int)
     parser.add_argument("--hang-seconds", type=int)
     parser.add_argument("--save-gb-per-second", type=float)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--known", action="append", default=[])
     parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
+    if options.dry_run:
+        sys.exit(all_problems(options))
     try:
         config = compose_config(options.settings)
-        found = run_directory(config, options.nodes, options.ranks_per_node)
+        directory = run_directory(config, options.nodes, options.ranks_per_node)
         if not options.queued:
             check_inputs(config)
             warn_of_tokenizer(config)
-        print("run", found)
-        for place in sorted({place for named in inputs(config).values() for place in places(Path(named))}):
-            print("reads", place)
+        print("run", directory)
+        for path in sorted({path for named in inputs(config).values() for path in paths_of(Path(named))}):
+            print("reads", path)
         if not options.queued:
             check_shape(config)
         if options.stop_seconds is not None:
             print("room", room(config, options.stop_seconds, options.hang_seconds, options.save_gb_per_second))
     except ImportError as error:
         print(
-            f"warning: {sys.executable} has no {error.name}, so neither weights nor checkpoint are looked at",
+            f"warning: {sys.executable} has no {error.name}, so neither weights nor checkpoint are checked",
             file=sys.stderr,
         )
     except RuntimeError as error:

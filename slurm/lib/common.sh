@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# shellcheck disable=SC2034,SC2154 # used by the files that come after this one; launch.sh sets `user`
-# What submitting and running share: settings, refusals, questions to the configuration, the copy of the code.
+# shellcheck disable=SC2034,SC2154 # used by the files that are sourced after this one; launch.sh sets `user`
+# Functions for both submitting and running: settings, refusals, the check of the configuration, the copy of the code.
 
 BAD_INPUT=2 # exit code: the input cannot run, nothing was started
 UNFIT=3     # exit code: too few nodes pass the checks
@@ -17,7 +17,7 @@ refuse() {
     exit "$BAD_INPUT"
 }
 
-# The cluster's profile, then defaults for what neither it nor the user has set.
+# Loads the cluster's profile, then sets defaults for variables that neither it nor the user has set.
 load_profile() {
     : "${CLUSTER:=default}"
     local window profile=$CODE/slurm/clusters/$CLUSTER.env
@@ -35,7 +35,7 @@ load_profile() {
     : "${PYTHON:=python3}" "${HOST_PYTHON:=$(host_python)}"
     window=$(asked_for 'signal=.*@')
     : "${START_SECONDS:=1800}" "${HANG_SECONDS:=5400}" "${STOP_SECONDS:=$((${window:-300} - 60))}"
-    ((STOP_SECONDS >= 30)) || refuse "STOP_SECONDS=$STOP_SECONDS is no time to save in: give --signal=B:USR1@90 or more"
+    ((STOP_SECONDS >= 30)) || refuse "STOP_SECONDS=$STOP_SECONDS is too short to save: give --signal=B:USR1@90 or more"
     : "${SAVE_GB_PER_SECOND:=5}" "${CHECK_SECONDS:=180}" "${NOTICE_SECONDS:=400}" "${LOCK_SECONDS:=600}"
     : "${CHECK_LINKS:=$((GPUS_PER_NODE > 0))}" "${POLL_SECONDS:=5}" "${MIN_FREE_MB:=}" "${MAX_FAILURES:=3}" "${MAX_EXCLUSIONS:=3}"
     : "${CONTROLLER_SECONDS:=300}"
@@ -43,12 +43,12 @@ load_profile() {
     check_runtime
 }
 
-# What the user's words ask of Slurm, or else the script's own lines: the number behind --$1, a pattern.
+# Prints the number in the option --$1, a pattern, of the user's arguments or else of the script's #SBATCH lines.
 asked_for() {
     { printf '%s\n' "${user[@]}" && grep -oP '^#SBATCH \K.*' "$0"; } | grep -oP "^--$1=?\K[0-9]+$" | head -n 1
 }
 
-gpus_asked_for() { asked_for 'gpus-per-node(?:=.*:)?'; } # perhaps with their type, as in h100:8
+gpus_asked_for() { asked_for 'gpus-per-node(?:=.*:)?'; } # the option may have a type, as in h100:8
 
 profiles() {
     local file
@@ -59,7 +59,7 @@ host_python() {
     if [[ -x $PWD/.venv/bin/python ]]; then echo "$PWD/.venv/bin/python"; else echo python3; fi
 }
 
-# RUNTIME=bare|apptainer|pyxis decides how a node's task gets its software.
+# Checks RUNTIME, which decides how a node's task gets its software: bare, apptainer or pyxis.
 check_runtime() {
     case $RUNTIME in
         bare) ;;
@@ -72,16 +72,16 @@ check_runtime() {
     esac
 }
 
-# Sets RUN, the run directory, `reads`, what the run reads, and MIN_FREE_MB, after all checks that need no node.
+# Makes all checks that need no node. Sets RUN, the run directory; `reads`, the paths that the run reads; MIN_FREE_MB.
 ask_configuration() {
-    local said what value options=(--nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE")
-    if [[ -n ${GRPO_MEGA_CODE:-} ]]; then # a job has the plan from its submission
+    local answer what value options=(--nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE")
+    if [[ -n ${GRPO_MEGA_CODE:-} ]]; then # in a job: all was planned at its submission
         options+=(--queued)
     elif ((GPUS_PER_NODE)); then
         options+=(--stop-seconds "$STOP_SECONDS" --hang-seconds "$HANG_SECONDS"
             --save-gb-per-second "$SAVE_GB_PER_SECOND")
     fi
-    said=$("$HOST_PYTHON" -P "$LIB/check.py" "${options[@]}" -- "$@") || exit "$BAD_INPUT"
+    answer=$("$HOST_PYTHON" -P "$LIB/check.py" "${options[@]}" -- "$@") || exit "$BAD_INPUT"
     reads=()
     while read -r what value; do
         case $what in
@@ -89,12 +89,12 @@ ask_configuration() {
             reads) reads+=("$value") ;;
             room) : "${MIN_FREE_MB:=$value}" ;;
         esac
-    done <<<"$said"
+    done <<<"$answer"
     : "${MIN_FREE_MB:=1024}"
 }
 
-# Copies the code into the run directory, under the digest of its content, and prints where. Large files stay out: they
-# are data, and read from where they are.
+# Copies the code into the run directory, under the digest of its content, and prints the folder. Large files are left
+# out: they are data, and are read from their own path.
 snapshot() {
     local digest folder temporary list
     mkdir -p "$RUN/slurm"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154,SC2153,SC2034 # names that the other files set or use
-# When the ranks are gone: how it went, why, and what comes next.
+# After the ranks have ended: the outcome, its cause, and what to do next.
 
 note_attempt() {
     outcome=$(outcome)
@@ -10,8 +10,8 @@ note_attempt() {
     status "$outcome"
 }
 
-# How the attempt ended, from what the ranks left. A program may end with 0 without a reason: a run is completed when its
-# summary says so, and a run that begins or continues has none.
+# Prints the outcome of the attempt, from the files of its ranks. A program may exit with 0 for no reason: a run is
+# completed when its summary says so, and a run that begins or continues has no summary.
 outcome() {
     local ranks=$((NODES * RANKS_PER_NODE))
     if all_ended_well && grep -q '"status": "completed"' "$RUN/summary.json" 2>/dev/null; then
@@ -27,12 +27,12 @@ outcome() {
     fi
 }
 
-# Whether every rank left with 0.
+# Whether every rank exited with 0.
 all_ended_well() {
     (($(cat "$ATTEMPT"/rank-*.code 2>/dev/null | grep -cx 0) == NODES * RANKS_PER_NODE))
 }
 
-# The exit code of the rank that was the first to leave, or to say that it will. Those after it may leave because it did.
+# Prints the exit code of the rank that was the first to end, or to report that it will: others may end because of it.
 first_code() {
     local file
     file=$(find "$ATTEMPT" -name 'rank-*' \( -name '*.failed' -o -name '*.refused' -o -name '*.code' \) -printf '%T@ %p\n' |
@@ -59,20 +59,21 @@ give_up() {
     exit 1
 }
 
-# Failures in a row, over all starts of the job, since the newest checkpoint was written.
+# Prints the number of failures in a row, over all starts of the job, since the newest checkpoint was written.
 failures_here() {
-    local here count=0 how where
-    here=$(newest_checkpoint)
-    while read -r _ _ how where; do
-        if [[ $how =~ ^(failed|hung)$ && $where == "$here" ]]; then count=$((count + 1)); else count=0; fi
+    local newest count=0 how checkpoint
+    newest=$(newest_checkpoint)
+    while read -r _ _ how checkpoint; do
+        if [[ $how =~ ^(failed|hung)$ && $checkpoint == "$newest" ]]; then count=$((count + 1)); else count=0; fi
     done < <(printf '%s\n' "${history[@]}")
     echo "$count"
 }
 
-# Which rank failed before the others, as the prefix of its files; nothing when none did.
+# Prints the rank that failed before the others, as the prefix of its files; nothing when none failed.
 #
-# What the kernel killed is a cause: it is named first, for the others may say that it is gone before its shell has seen
-# it. Aborts are left to their place in time: NCCL aborts ranks that have waited in vain.
+# A rank that the kernel killed is a cause and comes first, because others may report its end before its own shell does.
+# Aborts are ordered by time: NCCL aborts ranks that have waited in vain. A rank that only tells of an error elsewhere
+# comes last, however early.
 first_to_fail() {
     local moment file code class
     find "$ATTEMPT" \( -name 'rank-*.failed' -o -name 'rank-*.code' \) -printf '%T@ %p\n' | while read -r moment file; do
@@ -82,24 +83,26 @@ first_to_fail() {
             132 | 135 | 136 | 137 | 139) class=0 ;;
             *) class=1 ;;
         esac
+        ! grep -qs elsewhere "${file%.*}.failed" || class=2
         echo "$class $moment ${file%.*}"
     done | sort -k 1,1n -k 2,2n | head -n 1 | cut -d' ' -f3
 }
 
-# The ranks that entered the fewest phases: the others wait for them.
-behind() {
+# Prints the ranks that entered the fewest phases: the others wait for them.
+slowest() {
     local fewest
     fewest=$(cat "$ATTEMPT"/rank-*.beat 2>/dev/null | sort -n | head -n 1)
     grep -l "^${fewest%% *} " "$ATTEMPT"/rank-*.beat 2>/dev/null | xargs -r -n 1 basename -s .beat | paste -sd' '
 }
 
-# Ranks by the innermost line of their stacks, the rare ones first: who hangs is seldom where those are that wait for it.
-places() {
+# Prints ranks by the innermost line of their stacks, rare lines first: waiting ranks share a line, a hanging one
+# does not.
+stacks() {
     local file
     for file in "$ATTEMPT"/rank-*.log; do
         echo "$(basename "$file" .log)$(grep -A 1 '^Current thread' "$file" | tail -n 1)"
     done | awk '{ rank = $1; $1 = ""; ranks[$0] = ranks[$0] " " rank; count[$0]++ }
-        END { for (place in ranks) print count[place], "at" (place == "" ? " an unknown place" : place) ":" ranks[place] }' |
+        END { for (line in ranks) print count[line], "at" (line == "" ? " an unknown line" : line) ":" ranks[line] }' |
         sort -n | cut -c 1-500 | sed 's/^/    /'
 }
 
@@ -107,8 +110,8 @@ last_lines() {
     [[ -z $1 ]] || tail -n 25 "$1.log"
 }
 
-# Ranks that left no exit code: their node died, or torchrun had to kill them.
-without_a_word() {
+# Prints the ranks without exit code: their node died, or torchrun had to kill them.
+without_code() {
     local rank
     for ((rank = 0; rank < NODES * RANKS_PER_NODE; rank++)); do
         [[ -e $ATTEMPT/rank-$(printf %04d "$rank").code ]] || echo "rank $rank on ${chosen[rank / RANKS_PER_NODE]}"
@@ -118,13 +121,13 @@ without_a_word() {
 report() {
     local first rank gone
     first=$(first_to_fail)
-    gone=$(without_a_word)
+    gone=$(without_code)
     {
         echo "attempt $attempt, restart $restart, on ${chosen[*]}: $outcome${hung:+: $hung}"
         if [[ $outcome == hung ]]; then
-            echo "behind the others: $(behind)"
+            echo "behind the others: $(slowest)"
             echo "where each rank is (whole stacks in $ATTEMPT/rank-*.log):"
-            places
+            stacks
         elif [[ -n $first ]]; then
             rank=$((10#${first##*-}))
             echo "first to fail: rank $rank on ${chosen[rank / RANKS_PER_NODE]}, exit code $(cat "$first.code" 2>/dev/null || echo none)," \
@@ -133,15 +136,15 @@ report() {
             last_lines "$first" | sed 's/^/    /'
         elif all_ended_well; then
             echo "every rank ended with exit code 0, but $RUN/summary.json does not say that the run is completed:" \
-                "something has ended the ranks before their time, see $ATTEMPT/rank-*.log"
+                "something has ended the ranks too early, see $ATTEMPT/rank-*.log"
         else
             echo "no rank said why; see $ATTEMPT/node-*.log"
         fi
-        [[ -z $gone ]] || echo "gone without a word: $gone"
+        [[ -z $gone ]] || echo "ended without an exit code: $gone"
     } | tee -a "$JOB/report.txt"
 }
 
-# Back into the queue, unless Slurm has taken the job away or puts it back itself.
+# Puts the job back into the queue, unless Slurm has taken it away or puts it back itself.
 leave_for_later() {
     local state
     state=$(field JobState)
@@ -156,17 +159,17 @@ leave_for_later() {
     exit 0
 }
 
-# A time limit that ends the job again and again at the same place leaves too little time to get anywhere.
+# Gives up when the time limit has stopped the job several times in a row at the same checkpoint: it is too short.
 count_leave() {
     local here count
     here=$(newest_checkpoint)
     echo "${here:-none}" >>"$JOB/leaves"
     count=$(tac "$JOB/leaves" | awk -v here="${here:-none}" '$0 != here { exit } { count++ } END { print count }')
     ((count < MAX_FAILURES)) || give_up "asked to stop $count times in a row at the same checkpoint (${here:-none}): the time limit is \
-too short for --signal, which asks so many seconds before it; give a longer --time"
+too short for --signal, which asks for a stop ahead of it; give a longer --time"
 }
 
-# The same job, with all that was asked of Slurm, starts again when there are nodes; without those that `$@` names.
+# Puts the job back into the queue with all its options, to start on other nodes than those in `$@`.
 exclude() {
     local all nodes rest needed=${#allocated[@]} before
     before=$(field ExcNodeList)
@@ -182,7 +185,7 @@ exclude() {
     status requeued
     phase "back into the queue without ${all[*]}"
     back_into_queue
-    # Only now does Slurm take the list; it lets a requeued job wait for longer than this takes (its cred_expire).
+    # Slurm accepts the list only now; a requeued job waits for longer than this takes (cred_expire).
     slurm scontrol update jobid="$SLURM_JOB_ID" ExcNodeList="$(list "${all[@]}")"
     exit 0
 }
@@ -193,19 +196,19 @@ too_bad() {
     exit "$UNFIT"
 }
 
-# Requeueing ends this script, a while after it was told. A job that may not be requeued can ask for it.
+# Requeues the job, which ends this script a little later. A job that may not be requeued can permit it to itself.
 back_into_queue() {
     slurm scontrol update jobid="$SLURM_JOB_ID" requeue=1
     if ! slurm scontrol requeue "$SLURM_JOB_ID"; then
         status stopped
-        echo "error: Slurm does not put this job back into the queue; what was done is saved: submit it again" >&2
+        echo "error: Slurm does not put this job back into the queue; its work is saved: submit it again" >&2
         exit 1
     fi
 }
 
-# What Slurm says of this job; empty for (null).
+# Prints a field of this job in Slurm; nothing for (null).
 field() {
-    local found
-    found=$(slurm scontrol show job -o "$SLURM_JOB_ID" | grep -oP "(^| )$1=\K\S+" | head -n 1)
-    [[ $found == "(null)" ]] || echo "$found"
+    local value
+    value=$(slurm scontrol show job -o "$SLURM_JOB_ID" | grep -oP "(^| )$1=\K\S+" | head -n 1)
+    [[ $value == "(null)" ]] || echo "$value"
 }

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154,SC2153,SC2034 # names that the other files set or use
-# Run by Slurm, a script starts its experiment on the nodes it was given, watches it, and decides what comes next:
+# In a job, a script starts its experiment on the nodes of the allocation, watches it, and decides what to do next:
 #
 #     every rank ended with 0,       done, exit 0
 #     and summary.json is there
@@ -10,11 +10,11 @@
 #                                    at the same checkpoint: a report, exit 1
 #     too few nodes pass the checks  back into the queue without those that do not, MAX_EXCLUSIONS times: then exit 3
 #
-# srun's exit code says nothing (--kill-on-bad-exit masks it) and torchrun's is always 1: each rank leaves its own in a
+# srun's exit code is useless (--kill-on-bad-exit masks it) and torchrun's is always 1: each rank writes its own into a
 # file. SIGUSR1 (Slurm, ahead of the time limit) and SIGTERM (preemption, scancel) ask for a stop.
 
-# The shell that Slurm signals only passes on what it hears: bash 5.2 breaks when a signal comes while it expands
-# $(...). The one that works, and all that it starts, ignore signals.
+# The shell that Slurm signals only forwards signals: bash 5.2 breaks when a signal arrives while it expands $(...). The
+# shell that does the work, and all that it starts, ignore signals.
 run_job() {
     asked=''
     exec {heard}<> <(:) # a pipe, open at both ends here: writing never fails
@@ -27,7 +27,7 @@ run_job() {
     exit
 }
 
-# Whether a stop was asked for, and by which signal first: sets `asked`.
+# Whether a stop was asked for; sets `asked` to the first signal.
 heard_stop() {
     [[ -n $asked ]] || { read -r -t 0 -u "$heard" && read -r -u "$heard" asked; }
 }
@@ -49,7 +49,7 @@ work() {
     done
 }
 
-# What happened when, in seconds since the job started.
+# Logs an event with its time, in seconds since the job started.
 phase() {
     local line
     line=$(printf '%8d  %s' "$SECONDS" "$*")
@@ -57,7 +57,7 @@ phase() {
     echo "$line" >>"$JOB/phases-restart-$restart.log"
 }
 
-# The status file: one line for people and scripts, of the job that has the run.
+# Writes the status file, one line, if the run belongs to this job.
 status() {
     local newest
     [[ $(readlink "$RUN/slurm/latest") == "job-$SLURM_JOB_ID" ]] || return 0
@@ -67,8 +67,8 @@ status() {
     mv "$RUN/slurm/.status.tmp" "$RUN/slurm/status"
 }
 
-# Step, reward and seconds per step from the last line of a step in the metrics; the one after it may be held-out results.
-# Before reinforcement learning has one, from those of the stage before it, which has no reward.
+# Prints step, reward and seconds per step from the last line of a step in the metrics; a line after it may be held-out
+# results. Before the first step of reinforcement learning, it is from the earlier stage, which has no reward.
 progress() {
     local line
     line=$(tail -n 2 "$RUN/metrics.jsonl" 2>/dev/null | grep '"reward/mean"' | tail -n 1)
@@ -77,20 +77,20 @@ progress() {
 }
 
 number() {
-    local found
-    found=$(grep -o "\"$1\": *[-+.0-9e]*" <<<"$2")
-    echo "${found##*[: ]}"
+    local value
+    value=$(grep -o "\"$1\": *[-+.0-9e]*" <<<"$2")
+    echo "${value##*[: ]}"
 }
 
 newest_checkpoint() {
-    local found
-    found=$(find "$RUN/checkpoints" -maxdepth 1 -name '*step-*' ! -name '.*' -printf '%f\n' 2>/dev/null |
+    local value
+    value=$(find "$RUN/checkpoints" -maxdepth 1 -name '*step-*' ! -name '.*' -printf '%f\n' 2>/dev/null |
         LC_ALL=C sort | tail -n 1) # numbers of earlier stages sort before the last stage's "step"
-    echo "$found"
+    echo "$value"
 }
 
-# A question or an order to Slurm. A controller that starts anew, or has much to do, answers later: it is asked again, for
-# CONTROLLER_SECONDS, unless it forbids what was asked.
+# Runs a command of Slurm. A controller that restarts or is busy answers later: the command is repeated for
+# CONTROLLER_SECONDS, unless the controller forbids it.
 slurm() {
     local deadline=$((SECONDS + CONTROLLER_SECONDS)) why
     until { why=$("$@" 2>&1 >&3); } 3>&1; do

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The task of one node: starts torchrun for the node's ranks and tells them, not torchrun, what Slurm signals.
+# The task of one node: starts torchrun for the node's ranks, and forwards Slurm's signals to them instead of torchrun.
 #
 # torchrun kills its ranks 30 seconds after a SIGTERM and dies of SIGUSR1. Here it ignores both. Some versions of Slurm
-# signal all processes of a task, others its first only: the ranks hear of it either way.
+# signal all processes of a task, others only its first: the ranks get the signal either way.
 set -u
 # shellcheck source=slurm/lib/node_rank.sh
 . "$LIB/node_rank.sh"
@@ -14,13 +14,13 @@ for ((i = node_rank * RANKS_PER_NODE; i < (node_rank + 1) * RANKS_PER_NODE; i++)
 done
 
 tell() {
-    local file pid # no $(...) where the next signal may come: bash 5.2 breaks
+    local file pid # no $(...), because bash 5.2 breaks when a signal arrives during one
     for file in "${files[@]}"; do
         if [[ -s $file.pid && ! -e $file.code ]]; then read -r pid <"$file.pid" && kill -s "$1" "$pid" 2>/dev/null; fi
     done
 }
 
-# Whether every rank here finished or saved because it was asked to.
+# Whether every rank of this node finished, or saved because it was asked to stop.
 all_well() {
     local file
     for file in "${files[@]}"; do
@@ -41,7 +41,7 @@ while :; do
     kill -0 $! 2>/dev/null || break
 done
 trap '' TERM USR1 USR2
-for file in "${files[@]}"; do # helpers of a rank that was killed live on, and would into the next attempt
+for file in "${files[@]}"; do # helpers of a rank that was killed would live on into the next attempt
     [[ ! -s $file.group ]] || kill -KILL -- "-$(<"$file.group")" 2>/dev/null
 done
 all_well

@@ -1,4 +1,4 @@
 # shellcheck shell=bash
-# Sourced on a node: sets node_rank, its place in NODE_NAMES.
+# Sourced on a node: sets node_rank, its index in NODE_NAMES.
 read -ra names <<<"$NODE_NAMES"
 for node_rank in "${!names[@]}"; do [[ ${names[node_rank]} == "$SLURMD_NODENAME" ]] && break; done

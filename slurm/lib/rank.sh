@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One rank: its output goes to a file, its process id and exit code to others, where torchrun would lose them.
+# One rank: its output goes to a file, its process id and exit code to others, because torchrun would lose them.
 files=$ATTEMPT/rank-$(printf %04d "$RANK")
 echo $$ >"$files.group" # torchrun gives every rank a process group of its own
 export GRPO_MEGA_SIGNS=$files

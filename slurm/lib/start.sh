@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154,SC2153,SC2034 # names that the other files set or use
-# Before the ranks start: what the job is, and which nodes are fit for them.
+# Before the ranks start: sets up the job, and chooses nodes that are fit.
 
-# Everything that stays the same from here to the end of the job.
+# Sets everything that does not change until the end of the job.
 enter_job() {
     restart=${SLURM_RESTART_COUNT:-0} attempt=0
     export LIB CODE PYTHONPATH=$CODE:$CODE/kernels${PYTHONPATH:+:$PYTHONPATH}
@@ -18,7 +18,7 @@ enter_job() {
         "SPARES=$SPARES ask for $((NODES + SPARES)): submit with --nodes=$((NODES + SPARES)), or set NODES and SPARES"
 }
 
-# A script that was given to sbatch as it is copies its code now, and uses the copy when it is started again.
+# Copies the code for a script that was given to sbatch directly; later starts of the job use the copy.
 keep_code() {
     if [[ -z ${GRPO_MEGA_CODE:-} ]]; then
         echo "warning: this job was given to sbatch as it is. Its launcher comes from $CODE as it is now, whenever the job" \
@@ -31,7 +31,8 @@ keep_code() {
     PYTHONPATH=$CODE:$CODE/kernels:$PYTHONPATH
 }
 
-# Sets `chosen`, the nodes of this attempt: the first of the allocation that pass the checks. Leaves when they are too few.
+# Sets `chosen`, the nodes of this attempt: the first of the allocation that pass the checks. Ends the job when there are
+# too few.
 choose_nodes() {
     local candidates=() fit=() node verdict
     declare -gA unfit=() silent=() down=()
@@ -40,7 +41,7 @@ choose_nodes() {
     unpack "${candidates[@]}"
     check_nodes "${candidates[@]}"
     sort_nodes "${candidates[@]}"
-    # Two nodes cannot tell whose the slow link is, and without GPUs there is no fabric to speak of.
+    # Of two nodes it is unknown whose link is slow, and without GPUs there is no fabric.
     if ((CHECK_LINKS && ${#fit[@]} > 2)); then
         check_links "${fit[@]}"
         sort_nodes "${fit[@]}"
@@ -55,12 +56,12 @@ choose_nodes() {
     chosen=("${fit[@]:0:NODES}")
 }
 
-# Nodes of the allocation that Slurm has given up.
+# Prints the nodes of the allocation that Slurm considers down.
 down_nodes() {
     slurm sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,drain,fail --format=%N | sort -u
 }
 
-# Puts each node into `fit`, `silent` or `unfit`, by what the checks have left so far.
+# Puts each node into `fit`, `silent` or `unfit`, by the reports that its checks have written so far.
 sort_nodes() {
     local node verdict judged=0
     fit=()
@@ -76,7 +77,7 @@ sort_nodes() {
     ((judged == $#)) || give_up "preflight.py judged $judged of $# nodes; its message is above"
 }
 
-# pyxis makes a container out of the image on every node, which takes minutes; under a name it is there for later steps.
+# Makes a container from the image on every node, which takes pyxis minutes; later steps use it by its name.
 unpack() {
     local container=()
     [[ $RUNTIME == pyxis ]] || return 0
@@ -85,14 +86,14 @@ unpack() {
         "${container[@]}" true >"$ATTEMPT/unpack.log" 2>&1 || phase "not all nodes have the image, see $ATTEMPT/unpack.log"
 }
 
-# A dead node may take the whole step with it: who said nothing is asked again, alone.
+# Checks nodes. A dead node may end the whole step, so nodes without report are checked again one by one.
 check_nodes() {
     local folder=$ATTEMPT/preflight node token=$RANDOM$RANDOM began=$SECONDS
     mkdir -p "$folder"
     echo "$token" >"$folder/token"
     keep_environment
     check_on "$@"
-    ls "$folder" >/dev/null # over NFS, files that were not there a moment ago may stay unseen without
+    ls "$folder" >/dev/null # without this, new files may stay invisible over NFS
     for node in "$@"; do
         [[ -s $folder/$node.json ]] || check_on "$node" &
     done
@@ -100,7 +101,7 @@ check_nodes() {
     checked=$((SECONDS - began + 1))
 }
 
-# Pairs of nodes exchange data. Where that fails as a whole it names nobody, and the ranks will say more.
+# Measures links between pairs of nodes. A failure of the whole names no node; the ranks will report more.
 check_links() {
     local container=() NODE_NAMES="$*" processes=$((GPUS_PER_NODE > 0 ? GPUS_PER_NODE : 1))
     meeting_point "$1" 5000
@@ -125,7 +126,7 @@ check_on() {
         --reads "${reads[@]}" >>"$folder/log" 2>&1
 }
 
-# Too few nodes: those that Slurm has given up are replaced when the job is queued again, others must be excluded.
+# Handles too few fit nodes: those that Slurm considers down are replaced when the job is requeued, others are excluded.
 too_few() {
     local node all=("${allocated[@]}")
     await_slurms_verdict
@@ -135,7 +136,7 @@ too_few() {
         for node in "${!unfit[@]}"; do echo "    $node ${unfit[$node]}"; done
         for node in "${!silent[@]}"; do echo "    $node does not answer"; done
     } | tee -a "$JOB/report.txt" >&2
-    if ((${#all[@]} > 1 && ${#unfit[@]} + ${#silent[@]} == ${#all[@]})); then # one alone may well be at fault
+    if ((${#all[@]} > 1 && ${#unfit[@]} + ${#silent[@]} == ${#all[@]})); then # a single node may well be the cause
         status unfit
         echo "error: no node of this job is fit, so others are not tried; see $JOB/report.txt" >&2
         exit "$UNFIT"
@@ -143,8 +144,8 @@ too_few() {
     exclude "${!unfit[@]}" "${!silent[@]}"
 }
 
-# A node that does not answer is dead or cut off. Slurm finds out after its SlurmdTimeout, and then takes the job away,
-# or with --no-kill only the node.
+# Waits for Slurm to notice nodes that do not answer. After its SlurmdTimeout it ends the job, or with --no-kill removes
+# only the node.
 await_slurms_verdict() {
     local deadline=$((SECONDS + NOTICE_SECONDS)) node
     while ((${#silent[@]})) && ((SECONDS < deadline)); do
@@ -154,11 +155,11 @@ await_slurms_verdict() {
     done
 }
 
-# The lock of a rank on a node that died outlives it for minutes, until the servers of the file system have noticed.
+# Waits for the run directory's lock. A dead node's lock remains until the file system's servers have noticed.
 await_lock() {
     local deadline=$((SECONDS + LOCK_SECONDS)) holder=''
     until flock --nonblock --conflict-exit-code 75 "$RUN/run.lock" true; do
-        (($? == 75)) || return # a file system without locks: the ranks will say so
+        (($? == 75)) || return # a file system without locks: the ranks will report it
         if [[ -z $holder ]]; then
             holder=$(<"$RUN/run.lock")
             phase "$RUN is in use by ${holder:=a process that just started}: waiting for up to $LOCK_SECONDS s"

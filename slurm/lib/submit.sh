@@ -1,13 +1,15 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154 # launch.sh sets `own`
-# Run by hand, a script checks everything that can be known now, copies the code, and submits itself.
+# Run by hand, a script makes all checks that are possible without a node, copies the code, and submits itself.
 
-# The arguments are the user's; `own` holds the script's settings, which it adds again when Slurm runs it.
+# Submits the script with the user's arguments; `own` has the script's settings, which it adds again when Slurm runs it.
 submit() {
-    local word before='' options=() settings=()
+    local word before='' dry=0 options=() settings=()
     for word in "$@"; do
-        [[ ! $word =~ ^(-N|--nodes) ]] || refuse "$word says nothing of spares: give NODES=N, and SPARES=N, before the script"
-        if [[ $word == -* ]]; then
+        [[ ! $word =~ ^(-N|--nodes) ]] || refuse "$word does not account for spares: give NODES=N, and SPARES=N, before the script"
+        if [[ $word == --dry-run ]]; then
+            dry=1
+        elif [[ $word == -* ]]; then
             options+=("$word")
         elif [[ $word == *=* || $word == "~"* ]]; then
             settings+=("$word")
@@ -16,25 +18,42 @@ submit() {
         fi
         before=$word
     done
+    options=(--export=ALL --nodes=$((NODES + SPARES)) "${options[@]}") # the settings are in the environment
+    if ((GPUS_PER_NODE)) && [[ $GPUS_PER_NODE != "$(gpus_asked_for)" ]]; then
+        options+=(--gpus-per-node="$GPUS_PER_NODE")
+    fi
+    if ((SPARES)); then options+=(--no-kill); fi
+    if ((dry)); then dry_run "${own[@]}" "${settings[@]}"; fi
     check_time_limit
     command -v sbatch >/dev/null || refuse "there is no Slurm here (no sbatch): log in to a machine of the cluster, or" \
         "run without it: torchrun --standalone --nproc-per-node N -m grpo_mega.train ${own[*]} ${settings[*]}"
     forget_job
     ask_configuration "${own[@]}" "${settings[@]}"
-    options=(--export=ALL --nodes=$((NODES + SPARES)) "${options[@]}") # the settings travel in the environment
-    if ((GPUS_PER_NODE)) && [[ $GPUS_PER_NODE != "$(gpus_asked_for)" ]]; then
-        options+=(--gpus-per-node="$GPUS_PER_NODE")
-    fi
-    if ((SPARES)); then options+=(--no-kill); fi
     check_slurm_takes "$0" "${options[@]}"
     GRPO_MEGA_CODE=$(snapshot) || exit
     export GRPO_MEGA_CODE
     sbatch --output="$RUN/slurm/job-%j.log" --comment="$RUN" "${options[@]}" "$GRPO_MEGA_CODE/slurm/${0##*/}" \
         "${settings[@]}" || exit "$BAD_INPUT"
-    echo "run directory $RUN; slurm/status.sh $RUN shows how it goes"
+    echo "run directory $RUN; slurm/status.sh $RUN shows its progress"
 }
 
-# A word that is neither an option nor a setting is mostly the value of the option before it.
+# Ends the script with all problems of a job with these settings and `options`; Slurm is asked where there is one.
+dry_run() {
+    local problem checks=()
+    if ! problem=$( (check_time_limit) 2>&1); then checks+=("--known=${problem#error: }"); fi
+    forget_job
+    if sinfo >/dev/null 2>&1 && ! problem=$( (check_slurm_takes "$0" "${options[@]}") 2>&1); then
+        checks+=("--known=${problem#error: }")
+    fi
+    if ((GPUS_PER_NODE)); then
+        checks+=(--stop-seconds "$STOP_SECONDS" --hang-seconds "$HANG_SECONDS"
+            --save-gb-per-second "$SAVE_GB_PER_SECOND")
+    fi
+    exec "$HOST_PYTHON" -P "$LIB/check.py" --dry-run --nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE" \
+        "${checks[@]}" -- "$@"
+}
+
+# Refuses a word that is neither an option nor a setting; mostly it is the value of the option before it.
 refuse_word() {
     local option=$1 value=$2
     [[ $option == -* ]] || refuse "$value is no setting of the experiment (FIELD=VALUE), and no option of sbatch"
@@ -72,7 +91,7 @@ time_limit() {
     echo "$asked"
 }
 
-# Seconds of a time limit as Slurm writes them: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; nothing of UNLIMITED.
+# Prints the seconds of a time limit in Slurm's notation: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; nothing for UNLIMITED.
 seconds_of() {
     local days=0 parts
     [[ $1 =~ ^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$ ]] || return
@@ -85,7 +104,7 @@ seconds_of() {
     echo $((((10#$days * 24 + 10#${parts[0]}) * 60 + 10#${parts[1]:-0}) * 60 + 10#${parts[2]:-0}))
 }
 
-# From within salloc or srun --pty, what describes that job would be taken for options of the new one.
+# Unsets the variables of a surrounding job (salloc, srun --pty), which sbatch would take for options of the new job.
 forget_job() {
     local name
     [[ -n ${SLURM_JOB_ID:-} ]] || return 0
@@ -94,15 +113,15 @@ forget_job() {
     done
 }
 
-# Slurm's own verdict, without queueing anything.
+# Refuses a job that Slurm would not accept, with Slurm's own answer; queues nothing.
 check_slurm_takes() {
-    local script=$1 said
+    local script=$1 answer
     shift
     if [[ $RUNTIME == pyxis ]] && ! srun --help 2>&1 | grep -q -e --container-image; then
         refuse "RUNTIME=pyxis, but srun has no --container-image here: ask for the pyxis plugin, or use apptainer or bare"
     fi
-    if ! said=$(sbatch --test-only "$@" "$script" 2>&1); then
-        refuse "Slurm would not take this job: $said" "it asks for $((NODES + SPARES)) nodes with $GPUS_PER_NODE GPUs" \
+    if ! answer=$(sbatch --test-only "$@" "$script" 2>&1); then
+        refuse "Slurm would not take this job: $answer" "it asks for $((NODES + SPARES)) nodes with $GPUS_PER_NODE GPUs" \
             "what there is (partition, nodes, GPUs, time limit); choose with --partition=NAME, NODES=N and layout=NAME:" \
             "$(sinfo --noheader --format='    %P %D %G %l')"
     fi

@@ -1,12 +1,12 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154,SC2153,SC2034 # names that the other files set or use
-# While the ranks run: a request to stop is passed on, and those that hang are ended.
+# While the ranks run: forwards requests to stop, and ends ranks that hang.
 
-# One task per node, on all of its cores: it is bound to one unless told otherwise. It starts although a task before it
-# cannot be killed, and no site's WaitTime ends the nodes that finish last.
+# Options of all steps: one task per node on all of its cores, not bound to one of them. --overlap starts it even if an
+# earlier task cannot be killed, and --wait=0 keeps a site's WaitTime from ending the nodes that finish last.
 STEP=(--ntasks-per-node=1 --cpu-bind=none --overlap --wait=0)
 
-# Starts the ranks, and comes back when all of them are gone. Sets `hung`.
+# Starts the ranks, and returns when all of them have ended. Sets `hung`.
 run_attempt() {
     local container=()
     export NODE_NAMES="${chosen[*]}"
@@ -23,14 +23,15 @@ run_attempt() {
     wait "$srun_id"
 }
 
-# Where ranks find each other: `$1` is the node. A new port every time, for old sockets linger; `$2` tells steps apart.
+# Sets the rendezvous address of the ranks: node `$1`, and a new port each time, because old sockets linger; `$2` is an
+# offset for another step.
 meeting_point() {
     MASTER_ADDR=$(slurm scontrol show node -o "$1" | grep -oP ' NodeAddr=\K\S+')
     MASTER_PORT=$((20000 + (SLURM_JOB_ID * 31 + restart * 7 + attempt + $2) % 10000))
     export MASTER_ADDR MASTER_PORT
 }
 
-# What an image may set as well, for inside.sh to set again where it runs.
+# Writes the variables that an image may set differently to a file, for inside.sh to set again in the container.
 keep_environment() {
     local name names
     mapfile -t names < <(grep -oP '^\w+(?==)' "$CODE/slurm/clusters/$CLUSTER.env")
@@ -39,11 +40,11 @@ keep_environment() {
     done >"$ATTEMPT/environment"
 }
 
-# Sets `container`, what comes between srun and its command. What the run reads and writes is mounted where it lies.
+# Sets `container`, the arguments between srun and its command. What the run reads and writes is mounted at its own path.
 containers() {
-    local mounts=$PWD:$PWD place
-    for place in "$(dirname "$RUN")" "${reads[@]}"; do
-        [[ $place/ == "$PWD"/* ]] || mounts+=,$place:$place
+    local mounts=$PWD:$PWD path
+    for path in "$(dirname "$RUN")" "${reads[@]}"; do
+        [[ $path/ == "$PWD"/* ]] || mounts+=,$path:$path
     done
     mounts+=${MOUNTS:+,$MOUNTS}
     case $RUNTIME in
@@ -53,7 +54,7 @@ containers() {
     esac
 }
 
-# Passes a request to stop on, again and again, for a rank that starts may miss it; ends ranks that hang.
+# Forwards a request to stop, repeatedly, because a rank that is starting may miss it; ends ranks that hang.
 watch_attempt() {
     local beat='' new since=$SECONDS bound=$START_SECONDS stopping=''
     status running
@@ -74,12 +75,12 @@ watch_attempt() {
     done
 }
 
-# Sleeps, but not through the end of the step.
+# Sleeps until the time is over or the step ends.
 nap() {
     sleep "$1" &
     local sleeper=$!
     wait -n "$sleeper" "$srun_id"
-    disown "$sleeper" 2>/dev/null # nobody needs to hear how it ends
+    disown "$sleeper" 2>/dev/null # its end needs no message
     kill -KILL "$sleeper" 2>/dev/null
 }
 
@@ -87,7 +88,7 @@ signal_ranks() {
     [[ ! -s $ATTEMPT/step ]] || scancel --signal="$1" "$(<"$ATTEMPT/step")" 2>/dev/null
 }
 
-# The stacks of all ranks go to their logs, then the step ends.
+# Has all ranks print their stacks to their logs, then ends the step.
 end_hung() {
     if [[ -z $hung ]]; then
         hung=$1

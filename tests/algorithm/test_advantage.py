@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from grpo_mega.algorithm.advantage import group_advantages, has_signal
 
 STDS = ("sample", "population", "none")
+BASELINES = ("mean", "leave_one_out", "optimal")
 distinct_rewards = st.lists(st.integers(-20, 20), min_size=2, max_size=16).filter(lambda r: len(set(r)) > 1)
 
 
@@ -138,5 +139,70 @@ def test_rewards_that_are_not_finite_are_refused(bad: float) -> None:
 
 
 def test_unknown_standard_deviation_is_refused_even_for_equal_rewards() -> None:
-    with pytest.raises(ValueError, match="'biased'; use sample, population or none"):
+    with pytest.raises(ValueError, match="'biased'; use sample, population, mean or none"):
         advantages([1, 1], "biased")
+    with pytest.raises(ValueError, match="'median'; use mean, leave_one_out or optimal"):
+        group_advantages(torch.ones(2), "none", "median")
+
+
+def test_leave_one_out_as_in_rloo() -> None:
+    """Each reward less the mean of the others."""
+    got = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), "none", "leave_one_out")
+    torch.testing.assert_close(got, torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))
+
+
+@given(rewards=distinct_rewards)
+def test_leave_one_out_is_the_centred_reward_but_for_a_factor(rewards: list[int]) -> None:
+    g = len(rewards)
+    got = group_advantages(torch.tensor(rewards), "none", "leave_one_out").double()
+    by_hand = [r - (sum(rewards) - r) / (g - 1) for r in rewards]
+    torch.testing.assert_close(got, torch.tensor(by_hand).double(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got, advantages(rewards, "none").double() * g / (g - 1), atol=1e-5, rtol=1e-5)
+
+
+@given(rewards=distinct_rewards, data=st.data())
+def test_the_optimal_baseline_weighs_rewards_by_length(rewards: list[int], data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 500), min_size=len(rewards), max_size=len(rewards)))
+    baseline = sum(length * r for length, r in zip(lengths, rewards, strict=True)) / sum(lengths)
+    got = group_advantages(torch.tensor(rewards), "none", "optimal", lengths).double()
+    torch.testing.assert_close(got, torch.tensor([r - baseline for r in rewards]).double(), atol=1e-4, rtol=1e-5)
+    equal = group_advantages(torch.tensor(rewards), "none", "optimal", [7] * len(rewards))
+    torch.testing.assert_close(equal, advantages(rewards, "none"), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[], [1], [0, 0], [3, -1]])
+def test_lengths_that_do_not_weigh_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="each of the 2 rewards needs one, and not all 0"):
+        group_advantages(torch.tensor([0.0, 1.0]), "none", "optimal", lengths)
+
+
+@given(size=st.integers(2, 64), data=st.data())
+def test_divided_by_the_mean_right_samples_share_one_gradient(size: int, data: st.DataObject) -> None:
+    """MaxRL: the mean of A times the score is the mean score of the right ones less that of all."""
+    right = data.draw(st.integers(1, size - 1))
+    rewards = [1.0] * right + [0.0] * (size - right)
+    expected = [size / right - 1] * right + [-1.0] * (size - right)
+    assert advantages(rewards, "mean").tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@given(rewards=st.lists(st.integers(0, 20), min_size=2, max_size=9).filter(lambda r: len(set(r)) > 1))
+def test_divided_by_the_mean_of_any_rewards(rewards: list[int]) -> None:
+    mean = sum(rewards) / len(rewards)
+    assert advantages(rewards, "mean").tolist() == pytest.approx([r / mean - 1 for r in rewards], abs=1e-6)
+
+
+def test_divided_by_the_mean_nothing_right_is_no_signal_and_a_negative_reward_is_refused() -> None:
+    assert not advantages([0, 0, 0], "mean").any()
+    with pytest.raises(ValueError, match="are not all positive or 0, as advantage_std=mean needs them"):
+        advantages([1, -1], "mean")
+
+
+@given(reward=st.floats(0, 1e6), size=st.integers(2, 9), baseline=st.sampled_from(BASELINES))
+def test_equal_rewards_give_exactly_zero_with_every_baseline(reward: float, size: int, baseline: str) -> None:
+    for std in (*STDS, "mean"):
+        assert not group_advantages(torch.full((size,), reward).double(), std, baseline, range(1, size + 1)).any()
+
+
+def test_fewer_than_two_rewards_are_no_signal() -> None:
+    assert not has_signal([])
+    assert not has_signal([1.0])

@@ -1,11 +1,11 @@
-"""How samples are dealt out to mini-batches, those that are left out of the computation among them."""
+"""How samples are split into mini-batches, including those that are left out of the computation."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.algorithm.mini_batches import deal
+from grpo_mega.algorithm.mini_batches import make_mini_batches
 
 samples = st.lists(st.integers(0, 99), unique=True, max_size=40)
 subsets = st.sets(st.integers(0, 99))
@@ -15,33 +15,35 @@ seeds = st.text(max_size=3)
 
 @given(samples, subsets, parts_wanted, seeds)
 def test_every_sample_is_in_one_mini_batch(counted: list[int], trained: set[int], parts: int, seed: str) -> None:
-    shares = deal(counted, [i for i in counted if i in trained], parts, seed)
-    dealt = [i for share in shares for i in (*share.trained, *share.left_out)]
+    mini_batches = make_mini_batches(counted, [i for i in counted if i in trained], parts, seed)
+    dealt = [i for mini_batch in mini_batches for i in (*mini_batch.trained, *mini_batch.left_out)]
     assert len(dealt) == len(set(dealt))
-    assert {i for share in shares for i in share.trained} == set(counted) & trained
-    assert not {i for share in shares for i in share.left_out} & trained
-    for share in shares:
-        assert share.trained == sorted(share.trained) != []
-        assert len(counted) // parts <= len(share.trained) + len(share.left_out) <= -(-len(counted) // parts)
+    assert {i for mini_batch in mini_batches for i in mini_batch.trained} == set(counted) & trained
+    assert not {i for mini_batch in mini_batches for i in mini_batch.left_out} & trained
+    for mini_batch in mini_batches:
+        assert mini_batch.trained == sorted(mini_batch.trained) != []
+        assert len(counted) // parts <= len(mini_batch.trained) + len(mini_batch.left_out) <= -(-len(counted) // parts)
 
 
 @given(samples, subsets, parts_wanted, seeds)
-def test_mini_batches_do_not_depend_on_who_is_computed(
+def test_mini_batches_do_not_depend_on_which_samples_are_trained(
     counted: list[int], trained: set[int], parts: int, seed: str
 ) -> None:
-    everyone = deal(counted, counted, parts, seed)
-    some = deal(counted, [i for i in counted if i in trained], parts, seed)
-    assert [sorted(share.trained + share.left_out) for share in some] == [
-        share.trained for share in everyone if set(share.trained) & trained
+    all_trained = make_mini_batches(counted, counted, parts, seed)
+    some_trained = make_mini_batches(counted, [i for i in counted if i in trained], parts, seed)
+    assert [sorted(mini_batch.trained + mini_batch.left_out) for mini_batch in some_trained] == [
+        mini_batch.trained for mini_batch in all_trained if set(mini_batch.trained) & trained
     ]
 
 
 def test_another_seed_is_another_order() -> None:
     assert (
-        deal(range(20), range(20), 4, "0") == deal(range(20), range(20), 4, "0") != deal(range(20), range(20), 4, "1")
+        make_mini_batches(range(20), range(20), 4, "0")
+        == make_mini_batches(range(20), range(20), 4, "0")
+        != make_mini_batches(range(20), range(20), 4, "1")
     )
 
 
-def test_nobody_computed_is_no_update() -> None:
-    assert deal(range(20), [], 4, "0") == []
-    assert deal([], [], 4, "0") == []
+def test_without_a_trained_sample_there_is_no_update() -> None:
+    assert make_mini_batches(range(20), [], 4, "0") == []
+    assert make_mini_batches([], [], 4, "0") == []

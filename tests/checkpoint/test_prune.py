@@ -11,7 +11,7 @@ from grpo_mega.platform import start
 start()  # before megatron.core is imported
 
 from grpo_mega.checkpoint.checkpoint import prune, step_path  # noqa: E402
-from grpo_mega.checkpoint.integrity import MANIFEST  # noqa: E402
+from grpo_mega.platform.manifest import MANIFEST  # noqa: E402
 
 
 @pytest.mark.parametrize(

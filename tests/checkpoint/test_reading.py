@@ -31,6 +31,7 @@ from grpo_mega.models.reference import ReferencePolicy  # noqa: E402
 from grpo_mega.models.topology import Topology, join_layout, leave_layout  # noqa: E402
 from grpo_mega.observe.metrics import MetricsLog  # noqa: E402
 from grpo_mega.observe.run_dir import open_run_dir  # noqa: E402
+from grpo_mega.types import pack_tokens  # noqa: E402
 from grpo_mega.weights import directory as huggingface  # noqa: E402
 
 MOE = MoEConfig(experts=4, ffn_hidden=16, shared_ffn_hidden=16)
@@ -72,8 +73,8 @@ def policy(topology: Topology) -> Policy:
 def whole(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with everything that one can have."""
     path = tmp_path_factory.mktemp("checkpoints") / "step-000001-updates-0001"
-    rest = StepInProgress([], None, [{"loss": 1.0}])
-    checkpoint.Saving(path, policy, {"step": 1}, ReferencePolicy(policy), background=False, rest=rest).finish()
+    rest = StepInProgress([], pack_tokens([[1, 2, 3]], [1]), updates=[{"loss": 1.0}])
+    checkpoint.Saving(path, [policy, ReferencePolicy(policy)], {"step": 1}, background=False, rest=rest).finish()
     return path
 
 
@@ -86,9 +87,9 @@ def copied(whole: Path, tmp_path: Path) -> Path:
 def read_all(path: Path, policy: Policy) -> None:
     """All that a run reads when it continues."""
     assert checkpoint.newest_whole(path.parent) == path
-    checkpoint.load(path, policy, ReferencePolicy(policy))
+    checkpoint.load(path, [policy, ReferencePolicy(policy)])
     random_state.load(path, seed=1, step=1)
-    step_in_progress.load(path)
+    step_in_progress.load(path, policy.topology)
 
 
 def seal_again(path: Path) -> None:
@@ -139,13 +140,15 @@ def instead(file: Path, index: Any, where: Any, command: Command) -> str:
     return target.name
 
 
+BATCH = "step-in-progress-0000-of-0001.pt"
+JSON = ("state.json", step_in_progress.FILE)
 Plant = Callable[[Path, Command], str]
 PLANTED: list[tuple[str, Plant]] = [
     *((f"{part}/.metadata", how) for part in ("weights", "reference") for how in (plain, in_an_index, as_a_tensor)),
     ("weights/.metadata", between_tensors),
     *((f"{part}/common.pt", how) for part in ("weights", "reference") for how in (plain, saved)),
-    *((name, how) for name in ("random/rank-00000.pt", "step-in-progress.pt") for how in (plain, saved)),
-    ("state.json", plain),
+    *((name, how) for name in ("random/rank-00000.pt", BATCH) for how in (plain, saved)),
+    *((name, plain) for name in JSON),
 ]
 
 
@@ -157,7 +160,7 @@ def test_what_is_planted_in_a_checkpoint_is_refused_by_name_and_never_executed(c
     with pytest.raises(Exception) as refused:  # noqa: PT011
         read_all(copied, policy)
     assert not marker.exists()
-    if name != "state.json":
+    if name not in JSON:
         assert isinstance(refused.value, ValueError), refused.value
         assert str(copied) in str(refused.value)
         assert f"{file} names " in str(refused.value)
@@ -183,7 +186,8 @@ def test_every_file_of_a_checkpoint_is_planted_in_or_plain_text_or_tensors(whole
 
 def test_what_is_not_planted_is_read(copied, policy):
     read_all(copied, policy)
-    assert step_in_progress.load(copied).updates == [{"loss": 1.0}]
+    back = step_in_progress.load(copied, policy.topology)
+    assert (back.updates, back.batch.tokens.tolist()) == ([{"loss": 1.0}], [1, 2, 3])
 
 
 KINDS = {
@@ -201,10 +205,10 @@ def test_checkpoints_of_every_kind_name_nothing_else(topology, tmp_path, kind, d
     made = Policy(KINDS[kind], LayoutConfig(), VOCABULARY, topology, PLATFORM, distributed_optimizer=distributed)
     made.initialize(seed=3)
     made.use_optimizer(OptimizerConfig(lr=1e-3))
-    checkpoint.save(tmp_path / "step-000001", made, {"step": 1})
+    checkpoint.save(tmp_path / "step-000001", [made], {"step": 1})
     before = [parameter.detach().clone() for parameter in made.chunks.parameters()]
     made.initialize(seed=4)
-    assert checkpoint.load(tmp_path / "step-000001", made) == {"step": 1}
+    assert checkpoint.load(tmp_path / "step-000001", [made]) == {"step": 1}
     assert all(torch.equal(*pair) for pair in zip(before, made.chunks.parameters(), strict=True))
 
 
@@ -263,7 +267,7 @@ def test_an_index_finds_no_function_in_any_way(tmp_path, way):
     index = tmp_path / ".metadata"
     index.write_bytes(mkdir(tmp_path / "executed", way))
     with pytest.raises(ValueError, match=r"\.metadata (names|cannot be read)"):
-        reading._read_index(index)
+        reading.read_index(index)
     assert not (tmp_path / "executed").exists()
 
 
@@ -282,7 +286,7 @@ def test_an_index_cannot_name_files_elsewhere(copied, policy, tmp_path):
     file.write_bytes(pickle.dumps(index))
     seal_again(copied)
     with pytest.raises(ValueError, match=r"names '\.\./\.\./elsewhere.distcp', which is no file of its folder"):
-        checkpoint.load(copied, policy)
+        checkpoint.load(copied, [policy])
 
 
 def test_state_of_fp8_training_is_refused_before_anybody_unpickles_it(tmp_path):
@@ -297,21 +301,34 @@ def test_state_of_fp8_training_is_refused_before_anybody_unpickles_it(tmp_path):
 # What the manifest does not name is not there.
 
 
-@pytest.mark.parametrize("name", ["step-in-progress.pt", "random/rank-00000.pt"])
-def test_a_file_beside_the_manifest_is_not_read(copied, name):
+@pytest.mark.parametrize("name", [step_in_progress.FILE, "random/rank-00000.pt"])
+def test_a_file_beside_the_manifest_is_not_read(copied, topology, name):
     manifest = copied / integrity.MANIFEST
     manifest.write_text(json.dumps({k: v for k, v in json.loads(manifest.read_text()).items() if k != name}))
     (copied / name).write_bytes(b"unreadable")
-    assert step_in_progress.load(copied) is None or name != step_in_progress.FILE
+    assert (step_in_progress.load(copied, topology) is None) == (name == step_in_progress.FILE)
     random_state.load(copied, seed=1, step=1)
+
+
+def test_a_batch_that_the_manifest_does_not_name_is_missed(copied, topology):
+    manifest = copied / integrity.MANIFEST
+    manifest.write_text(json.dumps({k: v for k, v in json.loads(manifest.read_text()).items() if k != BATCH}))
+    with pytest.raises(ValueError, match=f"its manifest does not name {BATCH}"):
+        step_in_progress.load(copied, topology)
 
 
 def test_a_folder_beside_the_manifest_is_not_read(copied, policy):
     manifest = copied / integrity.MANIFEST
     named = {k: v for k, v in json.loads(manifest.read_text()).items() if not k.startswith("reference/")}
     manifest.write_text(json.dumps(named))
-    with pytest.raises(ValueError, match="holds no reference policy"):
-        checkpoint.load(copied, policy, ReferencePolicy(policy))
+    with pytest.raises(ValueError, match=r"holds no reference \(no reference/\)"):
+        checkpoint.load(copied, [policy, ReferencePolicy(policy)])
+
+
+def test_models_of_one_role_are_refused_before_anything_is_written(policy, tmp_path):
+    with pytest.raises(ValueError, match="same role in one checkpoint: policy, policy; give each"):
+        checkpoint.save(tmp_path / "step-000001", [policy, policy], {})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -328,7 +345,7 @@ def test_a_folder_beside_the_manifest_is_not_read(copied, policy):
         ("all but tensors", "which is needed"),
     ],
 )
-def test_a_manifest_that_vouches_for_too_little_is_damaged_and_the_checkpoint_before_is_used(
+def test_a_manifest_that_names_too_little_is_damaged_and_the_checkpoint_before_is_used(
     copied, policy, written, why, caplog
 ):
     before = shutil.copytree(copied, copied.with_name("step-000001"))
@@ -339,7 +356,7 @@ def test_a_manifest_that_vouches_for_too_little_is_damaged_and_the_checkpoint_be
     elif written == "all but tensors":  # only the index says which are needed
         manifest.write_text(json.dumps({k: v for k, v in named.items() if not k.endswith(".distcp")}))
         with pytest.raises(ValueError, match=r"distcp is needed, and the checkpoint's manifest does not name it"):
-            checkpoint.load(copied, policy)
+            checkpoint.load(copied, [policy])
         return
     manifest.write_text(written)
     assert checkpoint.newest_whole(copied.parent) == before

@@ -81,15 +81,15 @@ if __name__ == "__main__":
     read_again = {}
     names = opened()
     for how in ("waiting", "background"):
-        saving = Saving(folder / how, policy, {}, reference, background=how == "background")
+        saving = Saving(folder / how, [policy, reference], {}, background=how == "background")
         names.clear()
         saving.finish()
         inside = f"{folder}/.{how}.tmp/"
         read_again[how] = [name.removeprefix(inside) for name in names if name.startswith(inside)]
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT), dist.group.WORLD)
-    collectives.if_all_can(lambda: outlast(2 * SHORT))
+    collectives.succeed_together(lambda: outlast(2 * SHORT))
     # Rewards take their time, too, and may be computed while the devices' process groups are suspended.
-    assert topology.spread_over_ranks([1, 2, 3], lambda mine: [outlast(2 * SHORT / len(mine)) or i for i in mine])
+    assert collectives.from_all_ranks(lambda: outlast(2 * SHORT) or dist.get_rank()) == [0, 1]
     slow = AsyncRequest(partial(outlast, 2 * SHORT), (), [dist.barrier])
     waiting_on_hosts(slow if dist.get_rank() == 0 else slow._replace(async_fn=None)).execute_sync()
     calls = AsyncCallsQueue()

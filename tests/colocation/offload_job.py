@@ -23,10 +23,10 @@ HERE = platform.start()
 
 from megatron.core import parallel_state  # noqa: E402
 
+from grpo_mega.algorithm.objective import negative_log_likelihood  # noqa: E402
 from grpo_mega.checkpoint import checkpoint  # noqa: E402
 from grpo_mega.colocation.offload import TrainerMemory  # noqa: E402
-from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
-from grpo_mega.models.losses import negative_log_likelihood  # noqa: E402
+from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
 from grpo_mega.models.megatron.packed import PackedTokens  # noqa: E402
 from grpo_mega.models.model import Model  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
@@ -35,6 +35,7 @@ from grpo_mega.models.scalar import ScalarModel, SquaredError  # noqa: E402
 from grpo_mega.models.topology import Topology, join_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
+from grpo_mega.rollout.producer import generate  # noqa: E402
 from grpo_mega.types import Batch, Prompt, pack_tokens  # noqa: E402
 
 DENSE = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=128, context=32, init_std=0.1)
@@ -54,10 +55,12 @@ class Case:
     model: ModelConfig
     layout: LayoutConfig
     optimizer: OptimizerConfig
+    lora: LoRAConfig | None = None
 
     def policy(self, topology: Topology, vocabulary: int = VOCAB) -> Policy:
         wanted = self.optimizer
-        policy = Policy(self.model, self.layout, vocabulary, topology, HERE, wanted.distributed, wanted.overlap)
+        parallel = (wanted.distributed, wanted.overlap)
+        policy = Policy(self.model, self.layout, vocabulary, topology, HERE, *parallel, lora=self.lora)
         policy.initialize(seed=3)
         policy.use_optimizer(wanted)
         return policy
@@ -73,7 +76,7 @@ class Case:
 
     def judge(self, topology: Topology) -> ScalarModel:
         """A model that is never trained."""
-        judge = ScalarModel("reward model", self.model, self.layout, VOCAB, topology, HERE)
+        judge = ScalarModel("reward model", self.model, self.layout, VOCAB, topology, HERE, trained=False)
         judge.initialize(seed=5)
         return judge
 
@@ -99,19 +102,21 @@ CASES = {
     "ep2": Case(MOE, EP2, PLAIN),
     "ep2 bf16 distributed": Case(replace(MOE, dtype="bf16"), EP2, SHARDED),
     "pp2 tied": Case(TIED, PP2, PLAIN),
+    "adapters": Case(replace(MOE, moe=replace(MOE.moe, bias_update_rate=0.0)), EP2, SHARDED, LoRAConfig(rank=4)),
 }
 
 
-def batch_of(seed: int) -> Batch:
+def batch_of(model: Model, seed: int) -> Batch:
+    """The model's replica's share of nine random sequences."""
     random = torch.Generator().manual_seed(seed)
     lengths = [7, 20, 2, 11, 5, 5, 16, 3, 9]
     tokens = [torch.randint(VOCAB, (n,), generator=random).tolist() for n in lengths]
     packed = pack_tokens(tokens, [1, 6, 1, 4, 2, 4, 1, 2, 8])
-    return packed.with_(weight=torch.rand(sum(lengths), generator=random) * packed.mask / 50)
+    return model.share(packed.with_(weight=torch.rand(sum(lengths), generator=random) * packed.mask / 50))
 
 
 def update(policy: Policy, number: int) -> dict[str, float]:
-    return policy.update(batch_of(number), negative_log_likelihood, lr=0.01).metrics
+    return policy.update(batch_of(policy, number), negative_log_likelihood, lr=0.01).metrics
 
 
 def state(*models: Model | ReferencePolicy) -> list[torch.Tensor]:
@@ -139,11 +144,11 @@ def train(models: Models, between: Callable[[int], None]) -> list[Any]:
     seen: list[Any] = []
     for number in range(UPDATES):
         seen.append(torch.tensor([*update(policy, number).values()]))
-        batch = batch_of(number)
+        batch = batch_of(policy, number)
         seen.append(torch.tensor([*critic.update(batch, SquaredError(judge.values(batch)), lr=0.01).metrics.values()]))
         between(number)
-        seen += [reference.logprobs(batch_of(9), 0.9), policy.logprobs(batch_of(9), 0.9)]
-        seen += [critic.values(batch_of(9)), judge.values(batch_of(9))]
+        seen += [reference.logprobs(batch_of(policy, 9), 0.9), policy.logprobs(batch_of(policy, 9), 0.9)]
+        seen += [critic.values(batch_of(policy, 9)), judge.values(batch_of(policy, 9))]
         if number == 0:
             reference.refresh()
     return seen
@@ -170,24 +175,24 @@ def leaves_and_comes_back(name: str, case: Case, topology: Topology, folder: Pat
 
     def leave(number: int) -> None:
         if number == 1 and name == RESUMED:  # its tensors come from a checkpoint
-            checkpoint.save(folder / name, policy, {})
-            checkpoint.load(folder / name, policy)
+            checkpoint.save(folder / name, [policy], {})
+            checkpoint.load(folder / name, [policy])
         found["held"].append(memory.held())
         found["leaving"].append(memory.leaving(keep_weights=True))
         if number == 0:
             found["taken"] = bytes_in_tensors() - before
         if number == 2:  # in two stages
-            scored = policy.logprobs(batch_of(1), 1.0)
+            scored = policy.logprobs(batch_of(policy, 1), 1.0)
             memory.offload(keep_weights=True)
             found["staying"] = memory.held()
-            found["readable"] = torch.equal(policy.logprobs(batch_of(1), 1.0), scored)
+            found["readable"] = torch.equal(policy.logprobs(batch_of(policy, 1), 1.0), scored)
             found["refused between"] = [
                 answer(lambda: update(policy, 1)),
                 answer(lambda: memory.offload(keep_weights=True)),
             ]
             found["others refused between"] = [
-                answer(lambda: critic.values(batch_of(1))),
-                answer(lambda: judge.values(batch_of(1))),
+                answer(lambda: critic.values(batch_of(policy, 1))),
+                answer(lambda: judge.values(batch_of(policy, 1))),
             ]
         memory.offload()
         found["away"].append(memory.held())
@@ -209,20 +214,20 @@ def uses(models: Models, memory: TrainerMemory, folder: Path) -> dict[str, str]:
     packed = PackedTokens.of_sequences(torch.tensor([3]), policy.topology.row_multiple)
     tokens = torch.zeros(len(packed.positions), dtype=torch.int64)
     calls: dict[str, Callable[[], Any]] = {
-        "logprobs": lambda: policy.logprobs(batch_of(1), 1.0),
+        "logprobs": lambda: policy.logprobs(batch_of(policy, 1), 1.0),
         "update": lambda: update(policy, 1),
         "hidden_states": lambda: policy.hidden_states(tokens, packed),
         "parameters": policy.parameters,
         "initialize": lambda: policy.initialize(3),
         "use_optimizer": lambda: policy.use_optimizer(PLAIN),
-        "reference": lambda: reference.logprobs(batch_of(1), 1.0),
+        "reference": lambda: reference.logprobs(batch_of(policy, 1), 1.0),
         "refresh": reference.refresh,
         "new reference": lambda: ReferencePolicy(policy),
-        "generate": lambda: engine.generate([Prompt("p", (3, 4), "", "", "")], 2, sampling, version=1),
-        "critic values": lambda: critic.values(batch_of(1)),
-        "critic update": lambda: critic.update(batch_of(1), SquaredError(torch.zeros(78)), lr=0.1),
-        "reward model values": lambda: judge.values(batch_of(1)),
-        "save": lambda: checkpoint.save(folder / "refused", policy, {}, reference),
+        "generate": lambda: generate(engine, [Prompt("p", (3, 4), "", "", "")], 2, sampling, version=1),
+        "critic values": lambda: critic.values(batch_of(policy, 1)),
+        "critic update": lambda: critic.update(batch_of(policy, 1), SquaredError(torch.zeros(78)), lr=0.1),
+        "reward model values": lambda: judge.values(batch_of(policy, 1)),
+        "save": lambda: checkpoint.save(folder / "refused", [policy, reference], {}),
         "offload": memory.offload,
     }
     return {name: answer(call) for name, call in calls.items()}
@@ -247,7 +252,7 @@ def device_without_room(topology: Topology) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 70 * 2**20, no_limit))
     refused = answer(memory.onload)
     resource.setrlimit(resource.RLIMIT_AS, limits)
-    used = answer(lambda: policy.logprobs(batch_of(0), 1.0))
+    used = answer(lambda: policy.logprobs(batch_of(policy, 0), 1.0))
     partly = sum(p.untyped_storage().nbytes() > 0 for p in memory._away[0].chunks.parameters())
     memory.onload()
     found = {"refused": refused, "used": used, "partly": partly, "same": same(state(policy), expected)}

@@ -27,6 +27,7 @@ from grpo_mega.observe.timer import PhaseTimer  # noqa: E402
 from grpo_mega.platform.stop import Interrupted  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
+from grpo_mega.rollout.producer import generate  # noqa: E402
 from grpo_mega.types import Prompt, Sample  # noqa: E402
 
 MODEL = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=128, context=32, init_std=0.1)
@@ -49,12 +50,12 @@ def made(policy: Policy, path: Path, **limits: float) -> tuple[Turns, EmbeddedEn
         (path / "logs").mkdir(parents=True)
     dist.barrier()
     engine, config = EmbeddedEngine(policy, str, 8), replace(CONFIG, timeouts=Timeouts(**limits))
-    return Turns(policy, None, engine, config, PhaseTimer(), [*range(20)], path), engine
+    return Turns(policy, [], engine, config, PhaseTimer(), [*range(20)], path), engine
 
 
 def samples(engine: EmbeddedEngine, version: int) -> Callable[[], list[Sample]]:
     sampling = SamplingParams(max_new_tokens=4, stop_ids=(2,))
-    return lambda: engine.generate([Prompt("p", (3, 4), "", "", "")], 2, sampling, version)
+    return lambda: generate(engine, [Prompt("p", (3, 4), "", "", "")], 2, sampling, version)
 
 
 def seen(turns: Turns, engine: EmbeddedEngine, version: int, work: Callable[[], Any], path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLoss, fused_logprob
-from grpo_mega.algorithm.advantage import group_advantages
+from grpo_mega.algorithm.advantage import BASELINES, STDS
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.config.bounds import CHOICES, RANGES, REASONS, field_problems
 from grpo_mega.config.load import compose_config
@@ -82,7 +82,7 @@ def test_a_number_outside_its_interval_is_named(tiny: Config, name: str, interva
 @pytest.mark.parametrize(("name", "interval"), BOUNDED)
 def test_closed_ends_are_inside(tiny: Config, name: str, interval: str) -> None:
     low, high = (float(bound) for bound in interval[1:-1].split(","))
-    inside = [low + 0.5] + [low] * (interval[0] == "[") + [high] * (interval[-1] == "]")
+    inside = [max(low, -1.0) + 0.5] + [low] * (interval[0] == "[") + [high] * (interval[-1] == "]")
     for value in inside:
         assert list(field_problems(changed(tiny, name, value))) == []
 
@@ -114,13 +114,11 @@ def test_the_kernels_accept_exactly_the_temperatures_of_a_configuration() -> Non
 
 
 def test_the_algorithm_takes_exactly_the_choices_of_a_configuration() -> None:
-    rewards, mask, cu_seqlens = torch.tensor([0.0, 1.0]), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2])
-    for std in CHOICES["algorithm.advantage_std"]:
-        group_advantages(rewards, std)
+    mask, cu_seqlens = torch.ones(2, dtype=torch.bool), torch.tensor([0, 2])
+    assert (*BASELINES, "batch", "critic") == CHOICES["algorithm.advantage_baseline"]
+    assert {*STDS, "batch", "batch_rewards"} == {*CHOICES["algorithm.advantage_std"]}
     for aggregation in CHOICES["algorithm.aggregation"]:
         token_weights(mask, cu_seqlens, aggregation, 1)
-    with pytest.raises(ValueError, match=", ".join(CHOICES["algorithm.advantage_std"][:-1])):
-        group_advantages(rewards, "nonsense")
     with pytest.raises(ValueError, match=", ".join(CHOICES["algorithm.aggregation"][:-1])):
         token_weights(mask, cu_seqlens, "nonsense", 1)
 
@@ -141,7 +139,16 @@ def test_wide_and_absent_clip_bounds_can_be_written_and_are_what_the_kernels_tak
 
 
 def test_the_kernels_and_the_bounds_refuse_the_same(tiny: Config) -> None:
-    for name, value in (("clip_low", -0.1), ("clip_high", -0.1), ("kl_coef", -0.1), ("correction_cap", 0.5)):
+    for name, value in (
+        ("clip_low", -0.1),
+        ("clip_high", -0.1),
+        ("kl_coef", -0.1),
+        ("correction_cap", 0.5),
+        ("correction_floor", 1.5),
+        ("tau_pos", 0.0),
+        ("tau_neg", -1.0),
+        ("off_policy_mask", -0.1),
+    ):
         assert list(field_problems(changed(tiny, f"algorithm.{name}", value)))
         with pytest.raises(ValueError, match=f"^{name} is {value}; use a"):
             GRPOLoss(correction="mask", **{name: value})

@@ -21,29 +21,38 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_mega.config.load import compose_config, config_dir, groups, identity, identity_in, load, to_yaml
 from grpo_mega.config.rules import ConfigError, check_layout
-from grpo_mega.config.schema import Config, ModelConfig, RewardTerm
+from grpo_mega.config.schema import Config, ModelConfig, PartsConfig, RewardTerm
 
 OPTIONS = sorted(path.relative_to(config_dir()).with_suffix("").as_posix() for path in config_dir().glob("*/*.yaml"))
 LAYOUTS = {"single": 1, "tp2": 2, "pp2": 2, "ep2": 2, "tp2_pp2": 4}
-EXPERIMENTS = ("tiny", "tiny_dense", "tiny_sft", "tiny_sglang")
+EXPERIMENTS = ("tiny", "tiny_dense", "tiny_ppo", "tiny_sft", "tiny_sglang", "tiny_code", "tiny_mixture")
 LARGE = {
     "r1zero_671b": 512,
     "r1zero_671b_h200": 256,
+    "deepseek_v3_lora": 64,
     "qwen3_30b_a3b": 16,
+    "qwen3_30b_a3b_lora": 8,
     "moonlight_16b": 8,
     "deepseekmath_7b": 8,
 }
 """Experiments of models that need GPUs, and how many of them."""
+OWN = ("own_model",)
+"""Experiments with a model and problems of the user's own."""
 NEEDS = {
     "data/jsonl": ["base=none", "data.train_path=train.jsonl", "data.test_path=test.jsonl"],
+    "data/gsm8k": ["base=none", "data.sources.gsm8k.path=gsm8k/main", "data.tokenizer=models/x"],
     "data/boxed": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
     "data/r1zero": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
     "data/chat": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
     "model/tiny_dense": ["layout=single"],
+    "experiment/own_model": ["model=qwen3_30b_a3b", "model.context=4096", "data.train_path=a", "data.test_path=b"],
+    "model/from_folder": [f"model.{size}=8" for size in ("layers", "heads", "kv_heads", "ffn_hidden")]
+    + ["model.hidden=16", "model.context=128", "layout=single"],
     "model/deepseek_v3": ["layout.micro_batch_tokens=163840"],
     "model/qwen3_30b_a3b": ["layout.micro_batch_tokens=40960"],
     "model/deepseekmath_7b": ["layout=single"],
     "layout/tp4_pp4_cp4_ep64": ["model=deepseek_v3", "model.context=67584"],
+    "layout/tp4_pp2_cp2_ep32": ["model=deepseek_v3", "model.context=16384"],
     "layout/tp4_ep8": ["model=moonlight_16b_a3b"],
     "layout/tp2_ep8": ["model=moonlight_16b_a3b"],
 }
@@ -130,9 +139,9 @@ def test_a_large_experiment_fits_the_gpus_it_names(experiment: str) -> None:
 
 def test_all_experiments_and_layouts_are_covered_above() -> None:
     assert {option for option in OPTIONS if option.startswith("experiment/")} == {
-        f"experiment/{e}" for e in (*EXPERIMENTS, *LARGE)
+        f"experiment/{e}" for e in (*EXPERIMENTS, *LARGE, *OWN)
     }
-    large = {"tp4_pp4_cp4_ep64", "tp4_ep8", "tp2_ep8"}  # too many ranks for tiny
+    large = {"tp4_pp4_cp4_ep64", "tp4_pp2_cp2_ep32", "tp4_ep8", "tp2_ep8"}  # too many ranks for tiny
     assert {option for option in OPTIONS if option.startswith("layout/")} == {
         f"layout/{name}" for name in (*LAYOUTS, *large)
     }
@@ -172,7 +181,9 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def another(name: str, value: Any) -> Any:
     """A value of the field's type that differs from `value`."""
     if name == "reward.terms":
-        return [{"name": "mine", "weight": 2.5, "function": "a.b:c"}]
+        options = {"words": ["x", "y"], "more": {"bonus": 0.5}}
+        term = {"name": "mine", "weight": 2.5, "function": "a.b:c", "kind": "k", "tasks": ["t"], "options": options}
+        return [term]
     if isinstance(value, bool):
         return not value
     return {int: 7_777, float: 0.123, list: ["x", "y"], dict: {"log_level": "info"}}.get(type(value), "other")
@@ -192,14 +203,20 @@ def test_every_field_can_be_set_from_the_command_line() -> None:
         [
             "experiment=tiny",
             "algorithm.dual_clip=3.0",
+            "algorithm.off_policy_mask=0.5",
             "model.head_dim=24",
             "model.vocab_size=30",
+            "model.window=8",
+            "model.window_rope_base=100",
+            "model.query_pre_attn_scalar=24",
             "rollout.longer_from_step=3",
             "rollout.longer_max_new_tokens=64",
             "rollout.stop=[a]",
             "rollout.engine=sglang",
             "rollout.sglang.first_gpu=1",
             "rollout.sglang.transport=disk",
+            "eval.temperature=0.5",
+            "eval.top_p=0.9",
             "sft.path=rows.jsonl",
             "sft.epochs=1",
             "sft.max_tokens=64",
@@ -208,7 +225,11 @@ def test_every_field_can_be_set_from_the_command_line() -> None:
             "layout.pp=2",
             "layout.first_stage_layers=1",
             "layout.last_stage_layers=1",
-        ]
+            "optimizer.decay_steps=5",
+            "sft.decay_steps=5",
+            *(f"optimizer.parts.{field.name}.weight_decay=0.1" for field in fields(PartsConfig)),
+        ],
+        checked=False,  # together they make no sense
     )
     # `experiment` chooses a group and holds nothing.
     wanted = {name: another(name, value) for name, value in leaves(config)}
@@ -322,7 +343,8 @@ def test_what_is_no_configuration_has_no_identity(text: str) -> None:
         "run.keep_checkpoints=9", "run.print_every=1",
         "run.samples_per_step=0", "run.tensorboard=false", "layout=tp2_pp2", "layout.micro_batch_tokens=128",
         "run.async_save=true", "optimizer.overlap=true", "cluster.nodes=3", "reward.timeout_seconds=5",
-        "run.name=other",
+        "reward.on_error=leave_out",
+        "run.name=other", "data.shared_test_problems=3",
     ],
 )  # fmt: skip
 def test_a_continued_run_may_change_this(override: str) -> None:
@@ -386,7 +408,7 @@ def test_every_process_of_torchrun_composes_the_same_run(entry: Path) -> None:
         ("model.layesr=3", "layesr"),
         ("+model.new=1", "new"),
         ("model=huge", "huge"),
-        ("algorithm.group_size=1", "algorithm.group_size=1: choose a value in [2, inf)"),
+        ("algorithm.group_size=0", "algorithm.group_size=0: choose a value in [1, inf)"),
     ],
 )
 def test_the_command_line_refuses_what_is_wrong(entry: Path, override: str, message: str) -> None:
@@ -394,3 +416,23 @@ def test_the_command_line_refuses_what_is_wrong(entry: Path, override: str, mess
     assert done.returncode != 0
     assert message in done.stderr
     assert "RAN" not in done.stdout
+
+
+def test_services_may_move_and_what_they_are_asked_may_not_change() -> None:
+    def judged(url: str, rubric: str) -> dict[str, object]:
+        options = f"{{url:{url},model:m,rubric:{rubric},retries:{len(url)}}}"
+        terms = f"reward.terms=[{{name:accuracy}},{{kind:judge,options:{options}}}]"
+        return identity(compose_config(["experiment=tiny", terms]))
+
+    before = judged("'http://a'", "'{completion}'")
+    assert judged("'http://b:3000/v1'", "'{completion}'") == before
+    assert judged("'http://a'", "'Good? {completion}'") != before
+
+
+def test_options_of_terms_may_refer_to_other_settings() -> None:
+    options = "{limit:'${rollout.max_new_tokens}',buffer:4}"
+    config = compose_config(
+        ["experiment=tiny", f"reward.terms=[{{name:accuracy}},{{kind:overlong,options:{options}}}]"]
+    )
+    assert config.reward.terms[1].options == {"limit": config.rollout.max_new_tokens, "buffer": 4}
+    assert config.reward.terms[1].name == "overlong"

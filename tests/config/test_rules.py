@@ -18,13 +18,14 @@ from grpo_mega.weights import fp8
 
 TINY = compose_config(["experiment=tiny", "layout=single"])
 DENSE = compose_config(["experiment=tiny_dense"])
+CRITIC: dict[str, object] = {"algorithm.advantage_baseline": "critic", "algorithm.advantage_std": "batch"}
 
 
 def test_a_template_without_a_place_for_the_problem() -> None:
     files = {"data.train_path": "a.jsonl", "data.test_path": "b.jsonl", "base.train": False}
     values = {"data.task": "jsonl", "data.tokenizer": "models/x", "data.template": "Answer!", **files}
     (problem,) = problems_of(with_values(TINY, values))
-    assert problem.startswith("data.template='Answer!' has no place for the problem")
+    assert problem.startswith("data.template='Answer!' has no {prompt}, which stands for the problem")
 
 
 def with_values(config: Config, values: dict[str, object]) -> Config:
@@ -45,6 +46,8 @@ def problems_of(config: Config, world_size: int | None = None) -> list[str]:
 
 
 # What is broken -> how the one message begins.
+STEPWISE = [RewardTerm("accuracy"), RewardTerm("sum_steps")]
+"""A reward whose steps are scored."""
 BROKEN: list[tuple[dict[str, object], str]] = [
     ({"model.hidden": 98}, "model.hidden=98"),
     ({"model.hidden": 100}, "model.hidden=100 gives model.heads=4 heads an odd"),
@@ -87,6 +90,28 @@ BROKEN: list[tuple[dict[str, object], str]] = [
         "model.moe.frozen_bias=true needs",
     ),
     ({"model.yarn.factor": 4.0}, "model.yarn.factor=4.0 is for latent attention"),
+    ({"model.llama3_rope.low_freq_factor": 4.0}, "model.llama3_rope.high_freq_factor=4.0 must be above model.llama3"),
+    (
+        {"model.attention": "mla", "model.kv_heads": 4, "model.llama3_rope.factor": 8.0},
+        "model.llama3_rope.factor=8.0 is for grouped-query attention",
+    ),
+    (
+        {"model.attention": "mla", "model.kv_heads": 4, "model.qkv_bias": True},
+        "model.qkv_bias=true has no effect with model.attention=mla",
+    ),
+    (
+        {"model.attention": "mla", "model.kv_heads": 4, "model.rope_fraction": 0.5},
+        "model.rope_fraction=0.5 is for grouped-query attention",
+    ),
+    ({"model.full_every": 2}, "model.full_every=2 has no effect without a window; set model.window"),
+    ({"model.window_rope_base": 100}, "model.window_rope_base=100 has no effect without a window"),
+    ({"model.window": 8, "model.mtp_layers": 1}, "model.window=8 is for grouped-query attention without prediction"),
+    ({"model.gemma": True}, "model.gemma=true is for dense layers with grouped-query attention"),
+    (
+        {"model.attention": "mla", "model.kv_heads": 4, "model.query_pre_attn_scalar": 8},
+        "model.query_pre_attn_scalar=8 is for grouped-query attention",
+    ),
+    ({"model.rope_fraction": 0.3}, "model.rope_fraction=0.3 of 24 channels is no even number"),
     ({"model.yarn.beta_slow": 33.0}, "model.yarn.beta_slow=33.0 must be at most model.yarn.beta_fast=32.0"),
     ({"model.mtp_layers": 1, "model.tie_embeddings": True}, "model.mtp_layers=1 reads the embedding"),
     ({"layout.sp": True}, "layout.sp=true needs tensor parallelism"),
@@ -100,7 +125,6 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"data.train_path": "train.jsonl"}, "data.train_path=train.jsonl has no effect"),
     ({"data.test_path": "test.jsonl"}, "data.test_path=test.jsonl has no effect"),
     ({"data.task": "jsonl", "base.train": False, "data.test_path": "t"}, "data.train_path is not set"),
-    ({"data.task": "jsonl", "base.train": False, "data.train_path": "t"}, "data.test_path is not set"),
     ({"data.task": "jsonl", "data.train_path": "t", "data.test_path": "t"}, "base.train=true needs"),
     (
         {"data.task": "jsonl", "data.train_path": "t", "data.test_path": "t", "base.train": False, "sft.steps": 9},
@@ -112,13 +136,191 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"reward.terms": [RewardTerm("a b")], "reward.success": "a b"}, "reward.terms[0].name='a b'"),
     ({"reward.terms": [RewardTerm("accuracy", float("nan"))]}, "reward.terms[0].weight=nan"),
     ({"reward.terms": [RewardTerm("accuracy", 1.0, "my.module.f")]}, "reward.terms[0].function='my.module.f'"),
+    (
+        {"reward.terms": [RewardTerm("accuracy"), RewardTerm()]},
+        "reward.terms[1] has neither name nor kind nor function",
+    ),
+    ({"reward.terms": [RewardTerm("accuracy", kind="bxoed")]}, "reward term 'bxoed' is not built in"),
+    (
+        {"reward.terms": [RewardTerm("accuracy", 1.0, "my:f", "boxed")]},
+        "reward.terms[0].kind=boxed and function=my:f exclude each other",
+    ),
+    (
+        {"reward.terms": [RewardTerm("accuracy", 1.0, "my:f", options={"a b": 1})]},
+        "reward.terms[0].options: 'a b' cannot be the name of an argument",
+    ),
+    (
+        {"reward.terms": [RewardTerm("accuracy", kind="exact", options={"raed": "tag"})]},
+        "reward.terms[0].options.raed is no option of exact; did you mean read?",
+    ),
+    (
+        {"reward.on_error": "leave-out"},
+        "reward.on_error=leave-out: choose one of stop, leave_out; did you mean leave_out",
+    ),
     ({"data.tokenizer": "models/x"}, "data.tokenizer=models/x has no effect with data.task=chain_sum"),
+    ({"data.task": "tiny_code", "data.tokenizer": "m"}, "data.tokenizer=m has no effect with data.task=tiny_code"),
+    ({"data.task": "tiny_code", "data.train_path": "a"}, "data.train_path=a has no effect with data.task=tiny_code"),
+    ({"data.task": "tiny_mixture", "data.curriculum": "frontier"}, "data.curriculum=frontier has no effect"),
+    ({"data.task": "tiny_mixture", "data.min_terms": 9}, "data.min_terms=9 must be at most data.max_terms"),
+    ({"data.task": "tiny_code", "sft.steps": 9}, "sft.steps=9 needs rows to learn, and data.task=tiny_code"),
     ({"data.template": "chat"}, "data.template='chat' has no effect with data.tokenizer=chars"),
-    ({"algorithm.group_size": 1}, "algorithm.group_size=1"),
+    ({"data.question": "{prompt}?"}, "data.question='{prompt}?' has no effect with data.tokenizer=chars"),
+    ({"algorithm.group_size": 1}, "algorithm.group_size=1: algorithm.advantage_baseline=mean is relative to the group"),
+    ({"critic.lr": 1e-3}, "critic.lr=0.001 has no effect with algorithm.advantage_baseline=mean; set that to critic"),
+    (
+        CRITIC | {"optimizer.frozen": ["norms"], "base.train": False},
+        "optimizer.frozen=['norms'] does not go with algorithm.advantage_baseline=critic",
+    ),
+    (CRITIC | {"algorithm.advantage_std": "sample"}, "algorithm.advantage_std=sample does not go with"),
+    (CRITIC | {"algorithm.groups_without_signal": "drop"}, "algorithm.groups_without_signal=drop does not go with"),
+    (
+        CRITIC | {"algorithm.objective": "gspo"},
+        "algorithm.objective=gspo does not go with algorithm.advantage_baseline=critic",
+    ),
+    (
+        CRITIC
+        | {"base.train": False, "lora.rank": 4, "model.moe.bias_update_rate": 0.0, "model.moe.frozen_bias": True},
+        "lora.rank=4 does not go with algorithm.advantage_baseline=critic",
+    ),
+    (CRITIC | {"critic.alone_steps": 80}, "critic.alone_steps=80 leaves none of run.steps=80 to the policy"),
     ({"algorithm.mini_batches": 257}, "algorithm.mini_batches=257"),
+    (
+        {"algorithm.advantage_baseline": "batch"},
+        "algorithm.advantage_baseline=batch does not go with algorithm.advantage_std=sample",
+    ),
+    (
+        {"algorithm.advantage_std": "mean", "algorithm.advantage_baseline": "optimal"},
+        "algorithm.advantage_std=mean divides what the mean was subtracted from",
+    ),
+    (
+        {"algorithm.terms_apart": True, "algorithm.advantage_std": "none"},
+        "algorithm.terms_apart=true makes terms comparable by their deviation",
+    ),
     ({"algorithm.reference_refresh": 400}, "algorithm.reference_refresh=400"),
     ({"algorithm.objective": "cispo", "algorithm.dual_clip": 3.0}, "algorithm.dual_clip=3.0 has no effect"),
-    ({"algorithm.objective": "reinforce"}, "algorithm.objective=reinforce: choose one of ppo, gspo, cispo"),
+    ({"algorithm.objective": "gmpo", "algorithm.dual_clip": 3.0}, "algorithm.dual_clip=3.0 has no effect"),
+    ({"algorithm.objective": "reinforce"}, "algorithm.objective=reinforce: choose one of ppo, cispo, sapo, gspo"),
+    (
+        {"algorithm.correction_level": "sequence"},
+        "algorithm.correction_level=sequence has no effect with algorithm.correction=none; set algorithm.correction=",
+    ),
+    ({"algorithm.correction_normalized": True}, "algorithm.correction_normalized=true has no effect"),
+    ({"algorithm.kl_in": "reward"}, "algorithm.kl_in=reward has no effect without a KL term"),
+    *(
+        (
+            {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1, "algorithm.advantage_std": std}
+            | {f"algorithm.{name}": value},
+            f"algorithm.{name}={str(value).lower()} {why}, and does not go with algorithm.kl_in=reward",
+        )
+        for name, value, why, std in (
+            ("kl_unbiased", True, "is about a KL term in the loss", "none"),
+            ("terms_apart", True, "has no total reward that it could lower", "sample"),
+            *(
+                (
+                    "advantage_std",
+                    std,
+                    "divides by what is left of a group of equal rewards, the penalties' rounding,",
+                    std,
+                )
+                for std in ("sample", "population", "mean")
+            ),
+            ("groups_without_signal", "drop", "drops by the reward alone", "none"),
+        )
+    ),
+    *(
+        (
+            {"algorithm.supervision": "process", "reward.terms": STEPWISE} | values,
+            f"algorithm.{name}={value} {why}, and does not go with algorithm.supervision=process; set "
+            f"algorithm.{name}={other} or",
+        )
+        for name, value, why, other, values in (
+            (
+                "advantage_baseline",
+                "optimal",
+                "is of the rewards of completions",
+                "mean",
+                {"algorithm.advantage_baseline": "optimal"},
+            ),
+            *(
+                ("advantage_std", std, "is of the rewards of completions", "sample", {"algorithm.advantage_std": std})
+                for std in ("mean", "batch", "batch_rewards")
+            ),
+            (
+                "terms_apart",
+                "true",
+                "normalises each term of a completion's reward",
+                "false",
+                {"algorithm.terms_apart": True},
+            ),
+            (
+                "kl_in",
+                "reward",
+                "lowers the rewards of completions",
+                "loss",
+                {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1, "algorithm.advantage_std": "none"},
+            ),
+            *(
+                (
+                    "objective",
+                    kind,
+                    "has one ratio and one advantage for a whole completion",
+                    other,
+                    {"algorithm.objective": kind},
+                )
+                for kind, other in (("gspo", "gspo_token"), ("gmpo", "ppo"))
+            ),
+        )
+    ),
+    (
+        {"algorithm.supervision": "process"},
+        "algorithm.supervision=process rewards steps, and no term of the reward scores them; add a function",
+    ),
+    (
+        {"algorithm.supervision": "process", "reward.terms": [RewardTerm("accuracy"), RewardTerm("sum_steps", 0.0)]},
+        "algorithm.supervision=process rewards steps, and no term of the reward scores them; add a function",
+    ),
+    (
+        {"algorithm.supervision": "processes"},
+        "algorithm.supervision=processes: choose one of outcome, process; did you",
+    ),
+    *(
+        (
+            {"algorithm.objective": "sapo"} | bound,
+            "algorithm.clip_low=0.2 and algorithm.clip_high=0.28 have no effect on algorithm.objective=sapo"
+            if "algorithm.clip_high" in bound
+            else "algorithm.clip_low=0.1 and algorithm.clip_high=0.2 have no effect on algorithm.objective=sapo",
+        )
+        for bound in ({"algorithm.clip_high": 0.28}, {"algorithm.clip_low": 0.1})
+    ),
+    *(
+        (
+            {"algorithm.objective": "cispo", "algorithm.clip_low": 0.0, "algorithm.clip_high": 0.0} | {more: 2},
+            f"algorithm.epochs={1 + ('epochs' in more)} and algorithm.mini_batches={1 + ('mini' in more)} make 2 "
+            "updates of a rollout, and with algorithm.clip_low=0 and algorithm.clip_high=0 there is no",
+        )
+        for more in ("algorithm.epochs", "algorithm.mini_batches")
+    ),
+    (
+        {"algorithm.correction_cap": 5.0},
+        "algorithm.correction_cap=5.0 has no effect with algorithm.correction=none; set algorithm.correction=mask or",
+    ),
+    (
+        {"algorithm.tau_pos": 3.0},
+        "algorithm.tau_pos=3.0 and algorithm.tau_neg=1.05 have an effect on algorithm.objective=sapo",
+    ),
+    (
+        {
+            "algorithm.advantage_baseline": "batch",
+            "algorithm.advantage_std": "batch",
+            "algorithm.groups_without_signal": "drop",
+        },
+        "algorithm.groups_without_signal=drop drops none with algorithm.advantage_baseline=batch",
+    ),
+    ({"algorithm.kl_unbiased": True}, "algorithm.kl_unbiased=true has no effect without a KL term"),
+    (
+        {"algorithm.correction_floor": 0.5},
+        "algorithm.correction_floor=0.5 has no effect with algorithm.correction=none",
+    ),
     ({"rollout.temperature": 0.0}, "rollout.temperature=0.0"),
     ({"rollout.max_new_tokens": 128}, "rollout.max_new_tokens=128 must be below model.context=128"),
     ({"rollout.longer_from_step": 9}, "rollout.longer_from_step=9 and rollout.longer_max_new_tokens=None go together"),
@@ -135,6 +337,56 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"base.gate_from": 1201}, "base.gate_from=1201"),
     ({"base.gate_passes": 30}, "base.gate_from=150, base.gate_every=50 and base.gate_passes=30 let the gate"),
     ({"sft.steps": 5}, "sft.warmup_steps=5 must be below sft.steps=5"),
+    ({"lora.alpha": 9.0}, "lora.alpha and lora.targets have no effect with lora.rank=0; set lora.rank, or leave them"),
+    (
+        {"model.window": 8, "model.window_rope_base": 100, "model.llama3_rope.factor": 8.0},
+        "model.llama3_rope.factor=8.0 would stretch positions within windows, which have model.window_rope_base=100",
+    ),
+    (
+        {"model.window": 8, "rollout.engine": "sglang", "layout.ep": 1},
+        "model.window=8 with rollout.engine=sglang: SGLang's Mistral and Ministral have no windows; set rollout.engine",
+    ),
+    ({"optimizer.decay_steps": 9}, "optimizer.decay_steps=9 has no effect with optimizer.schedule=constant; set it"),
+    ({"optimizer.lr_floor": 0.1}, "optimizer.lr_floor=0.1 has no effect with optimizer.schedule=constant; set it to 0"),
+    ({"optimizer.schedule": "cosine", "optimizer.lr_floor": 1.1}, "optimizer.lr_floor=1.1: choose a value in [0, 1]"),
+    ({"optimizer.schedule": "wsd"}, "optimizer.decay_steps is not set, and optimizer.schedule=wsd has to know when"),
+    (
+        {"optimizer.schedule": "linear", "optimizer.warmup_steps": 160, "algorithm.mini_batches": 2},
+        "optimizer.warmup_steps=160 leaves 0 of 80 steps, and optimizer.schedule=linear takes two or more",
+    ),
+    (
+        {"optimizer.schedule": "wsd", "optimizer.decay_steps": 76},
+        "optimizer.decay_steps=76 is more than the 75 steps after warm-up; lower it to 75, or raise run.steps",
+    ),
+    (
+        {"optimizer.schedule": "cosine", "optimizer.decay_steps": 70},
+        "optimizer.lr_floor=0 leaves the last 5 of 80 steps without a learning rate; set it above 0",
+    ),
+    (
+        {"sft.steps": 9, "sft.schedule": "cosine", "sft.decay_steps": 5},
+        "sft.decay_steps=5 is more than the 4 steps after warm-up; lower it to 4, or raise sft.steps",
+    ),
+    ({"optimizer.parts.predictors.lr_multiplier": 2.0}, "optimizer.parts.predictors has settings, and with model.mtp"),
+    ({"optimizer.parts.norms.weight_decay": 0.1}, "optimizer.parts.norms.weight_decay=0.1 has no effect"),
+    ({"optimizer.frozen": ["heads"], "base.train": False}, "optimizer.frozen has heads: choose from embedding, head,"),
+    (
+        {"optimizer.frozen": ["head"], "optimizer.parts.head.lr_multiplier": 2.0, "base.train": False},
+        "optimizer.parts.head has settings, and optimizer.frozen has head; take it out of one",
+    ),
+    (
+        {"optimizer.frozen": ["head"], "model.tie_embeddings": True, "base.train": False},
+        "optimizer.frozen has head, and with model.tie_embeddings=true it is the embedding",
+    ),
+    (
+        {"optimizer.frozen": ["adapters"], "base.train": False},
+        "optimizer.frozen has adapters, and with lora.rank=0 there are none; take it out",
+    ),
+    ({"optimizer.frozen": ["embedding"]}, "optimizer.frozen=['embedding'] keeps weights as they were loaded, and base"),
+    (
+        {"optimizer.frozen": ["router"], "base.train": False},
+        "optimizer.frozen has router, and model.moe.bias_update_rate=0.001 changes the choice",
+    ),
+    ({"base.train": False, "run.steps": 0}, "run.steps=0 leaves nothing to do without supervised steps; set run.steps"),
     ({"sft.path": "a.jsonl"}, "sft.path=a.jsonl has no effect without steps; set sft.epochs=1"),
     ({"sft.path": "a", "sft.epochs": 1, "sft.steps": 9}, "sft.steps=9 and sft.epochs=1 both say how long"),
     ({"sft.epochs": 1}, "sft.epochs=1 is about the rows of sft.path; give sft.path=FILE.jsonl, or set sft.epochs=0"),
@@ -159,6 +411,39 @@ BROKEN: list[tuple[dict[str, object], str]] = [
 @pytest.mark.parametrize(("values", "message"), BROKEN, ids=[message for _, message in BROKEN])
 def test_a_broken_rule_is_the_only_problem_and_names_its_field(values: dict[str, object], message: str) -> None:
     (problem,) = problems_of(with_values(TINY, values))
+    assert problem.startswith(message)
+
+
+ADAPTERS = {"base.train": False, "lora.rank": 8, "model.moe.bias_update_rate": 0.0, "model.moe.frozen_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lora.rank": -1}, "lora.rank=-1: choose a value in [0, inf)"),
+        ({"lora.alpha": 0.0}, "lora.alpha=0.0: choose a value in (0, inf)"),
+        ({"lora.targets": ["attention", "expert"]}, "lora.targets has expert: choose from"),
+        ({"lora.targets": []}, "lora.targets=[] names no matrix of this model that every token meets"),
+        (
+            {"lora.targets": ["experts"]},
+            "lora.targets=['experts'] names no matrix of this model that every token meets",
+        ),
+        (
+            {"lora.targets": ["mlp", "experts"], "model.moe.shared_ffn_hidden": 0},
+            "lora.targets=['mlp', 'experts'] names no matrix",
+        ),
+        (
+            {"lora.targets": ["mlp"], "layout.pp": 2, "model.moe.first_dense": 1, "model.moe.shared_ffn_hidden": 0},
+            "lora.targets=['mlp'] leaves layers without adapters, and with layout.pp=2",
+        ),
+        ({"base.train": True}, "lora.rank=8 trains adapters of a model that exists, and base.train=true makes one"),
+        ({"model.moe.bias_update_rate": 1e-3, "model.moe.frozen_bias": False}, "lora.rank=8 leaves the routers as"),
+    ],
+)
+def test_adapters_need_a_model_that_stays_as_it_is(values: dict[str, object], message: str) -> None:
+    adapted = with_values(TINY, ADAPTERS)
+    assert problems_of(adapted) == []
+    (problem,) = problems_of(with_values(adapted, values))
     assert problem.startswith(message)
 
 
@@ -192,6 +477,14 @@ def test_expert_rules_leave_a_dense_model_alone() -> None:
 def test_expert_parallelism_needs_experts(name: str) -> None:
     (problem,) = problems_of(with_values(DENSE, {name: 2}))
     assert problem.startswith(f"{name}=2 needs experts")
+
+
+def test_something_is_trained() -> None:
+    parts = ["embedding", "head", "attention", "mlp", "norms"]
+    values = {"optimizer.frozen": parts, "base.train": False}
+    (problem,) = problems_of(with_values(DENSE, values))
+    assert problem.startswith("optimizer.frozen has every part of the model")
+    assert not problems_of(with_values(DENSE, values | {"optimizer.frozen": parts[1:]}))
 
 
 def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
@@ -240,7 +533,7 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
         (
             {"rollout.engine": "sglang", "rollout.sglang.tp": 2}
             | {"rollout.sglang.arguments": {"enable_dp_attention": True, "attn_dp_size": 2}},
-            "rollout.sglang.arguments.attn_dp_size is what enable_dp_attention and dp_size say together",
+            "rollout.sglang.arguments.attn_dp_size means the same as enable_dp_attention with dp_size",
         ),
         (
             {"rollout.engine": "sglang", "rollout.sglang.tp": 2, "rollout.sglang.arguments": {"dp_size": 2}},

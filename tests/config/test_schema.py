@@ -52,4 +52,4 @@ def test_every_field_has_a_docstring(owner: type) -> None:
         for before, after in zip(tree.body, tree.body[1:], strict=False)
         if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
     }
-    assert {field.name for field in fields(owner)} - rooms == documented
+    assert {field.name for field in fields(owner)} - rooms <= documented

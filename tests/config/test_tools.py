@@ -23,10 +23,11 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     [
         ("plan.py", ["model.foo=1"], "error: model.foo is no setting"),
         ("plan.py", ["layout=5"], "error: layout=5: choose one of"),
-        ("plan.py", ["algorithm.group_size=1"], "  - algorithm.group_size=1: choose a value in [2, inf)"),
+        ("plan.py", ["algorithm.group_size=0"], "  - algorithm.group_size=0: choose a value in [1, inf)"),
         ("parity.py", ["model.foo=1"], "error: model.foo is no setting"),
+        ("bench_host.py", ["layout=5"], "error: layout=5: choose one of"),
         ("bench_step.py", ["layout=5"], "error: layout=5: choose one of"),
-        ("bench_weight_sync.py", ["algorithm.group_size=1"], "  - algorithm.group_size=1: choose a value in [2, inf)"),
+        ("bench_weight_sync.py", ["algorithm.group_size=0"], "  - algorithm.group_size=0: choose a value in [1, inf)"),
     ],
 )
 def test_wrong_settings_are_refused(tool: str, settings: list[str], said: str) -> None:

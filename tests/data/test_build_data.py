@@ -12,6 +12,7 @@ import pytest
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RewardTerm, RunConfig
 from grpo_mega.data import build_data
+from grpo_mega.data.tasks import chain_sum
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.reward.truths import why_unreachable
 
@@ -32,10 +33,12 @@ def jsonl(folder: Path, n: int = 20, **data: object) -> Config:
 
 
 def test_chain_sum():
-    data = build_data(config(task="chain_sum", seed=3))
-    assert data.chain_sum is not None
-    assert (len(data.validation), len(data.test)) == (200, 400)
-    assert data.train.take(2) == [data.chain_sum.problem(3, k) for k in range(2)]
+    chosen = config(task="chain_sum", seed=3, max_terms=4, validation_size=20, test_size=30)
+    data, task = build_data(chosen), chain_sum(chosen.data)
+    assert (len(data.validation), len(data.test)) == (20, 30)
+    assert (data.validation, data.test) == (task.validation, task.test)
+    assert {prompt.text.count("+") + 1 for prompt in data.test} == {3, 4}
+    assert data.train.take(2) == [task.problem(3, k) for k in range(2)]
 
 
 def test_chain_sum_test_set_does_not_depend_on_the_seed_but_training_does():
@@ -49,7 +52,6 @@ def test_chain_sum_test_set_does_not_depend_on_the_seed_but_training_does():
 def test_jsonl_splits_the_training_file(tmp_path: Path):
     one, two = build_data(jsonl(tmp_path)), build_data(jsonl(tmp_path, seed=1))
     epoch = [p.text for p in one.train.take(14)]
-    assert one.chain_sum is None
     assert len(one.validation) == 6
     assert sorted(epoch + [p.text for p in one.validation]) == sorted(f"<bos>{i}=?" for i in range(20))
     assert [p.answer for p in one.test] == ["100", "101", "102", "103", "104"]
@@ -70,10 +72,22 @@ def test_jsonl_validation_must_leave_training_problems(tmp_path: Path, size: int
     assert len(build_data(jsonl(tmp_path, validation_size=19)).validation) == 19
 
 
-@pytest.mark.parametrize("field", ["train_path", "test_path"])
-def test_jsonl_needs_both_files(tmp_path: Path, field: str):
-    with pytest.raises(ValueError, match=field):
-        build_data(jsonl(tmp_path, **{field: None}))
+def test_jsonl_needs_a_training_file(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"data.train_path is not set"):
+        build_data(jsonl(tmp_path, train_path=None))
+
+
+def test_without_a_test_file_the_test_problems_are_taken_off_the_training_file(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"validation_size \+ data.test_size is 20.*lower it to 19 or less, or give"):
+        build_data(jsonl(tmp_path, test_path=None, test_size=14))
+    one, two = (build_data(jsonl(tmp_path, test_path=None, test_size=5, seed=seed)) for seed in (0, 1))
+    assert (one.test, one.validation) == (two.test, two.validation)
+    assert (len(one.test), len(one.validation)) == (5, 6)
+    parts = [*one.train.take(9), *one.test, *one.validation]
+    assert sorted(prompt.text for prompt in parts) == sorted(f"<bos>{i}=?" for i in range(20))
+    other = build_data(jsonl(tmp_path, test_path=None, test_size=4)).train
+    with pytest.raises(ValueError, match=r"held_out=6\+4.*held_out=6\+5|held_out=6\+5.*held_out=6\+4"):
+        other.load_state_dict(one.train.state_dict())
 
 
 def test_the_training_file_is_no_test_file(tmp_path: Path):
@@ -92,15 +106,17 @@ def test_problems_that_are_there_twice_are_said(tmp_path: Path):
     with (tmp_path / "twice.jsonl").open("a") as file:
         for i in range(20):
             file.write("\n" + json.dumps({"prompt": f"{i}=? ", "answer": i}))
-    said = build_data(jsonl(tmp_path, train_path=train, test_path=test)).warnings
+    with pytest.raises(ValueError, match=r"5 of the 10 problems of data\.test_path=.*data\.shared_test_problems=5"):
+        build_data(jsonl(tmp_path, train_path=train, test_path=test))
+    said = build_data(jsonl(tmp_path, train_path=train, test_path=test, shared_test_problems=5)).warnings
     repeated, split, overlap = said
     assert repeated.startswith(f"20 problems are more than once in {train}: 'twice/21', ")
-    assert re.match(r"[1-6] of the 6 validation problems are trained on too", split)
+    assert re.match(r"[1-6] of the 6 problems that are held out are trained on too", split)
     assert overlap.startswith(f"5 of the 10 problems of data.test_path={test} are in data.train_path={train} too")
 
 
 def test_answers_that_cannot_be_reached_are_refused_in_either_file(tmp_path: Path):
-    both = jsonl(tmp_path)
+    both = jsonl(tmp_path, shared_test_problems=1)
     unreachable = partial(why_unreachable, [RewardTerm(name="accuracy")])
     build_data(both, unreachable)
     for file in (tmp_path / "test.jsonl", tmp_path / "train.jsonl"):
@@ -135,7 +151,7 @@ def test_jsonl_prompt_that_fills_the_context(tmp_path: Path):
 
 
 def test_unknown_task():
-    with pytest.raises(ValueError, match=r"data\.task=gsm8k: choose one of chain_sum, jsonl"):
+    with pytest.raises(ValueError, match=r"data\.task=gsm8k: choose one of chain_sum, tiny_code, tiny_mixture, jsonl"):
         build_data(config(task="gsm8k"))
 
 

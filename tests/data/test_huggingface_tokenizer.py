@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from made_tokenizer import SPECIAL, write_tokenizer
 from transformers import AutoTokenizer
 
+from grpo_mega.data.chat import Turn
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
-from grpo_mega.data.jsonl import load_jsonl
+from grpo_mega.data.problems import load_problems
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +60,24 @@ def test_problems_of_a_file_are_asked_that_way(tmp_path: Path, folder: Path) -> 
     path = tmp_path / "problems.jsonl"
     path.write_text('{"prompt": "3+5?", "answer": 8}\n')
     made = HuggingFaceTokenizer(folder, "Q: {prompt} A:")
-    (prompt,) = load_jsonl(path, made)
+    (prompt,) = (problem.prompt for problem in load_problems(path, made))
     assert prompt.text == "Q: 3+5? A:"
     assert made.decode(prompt.token_ids) == prompt.text
+
+
+@pytest.mark.parametrize(
+    "problem", ["3+5?", [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+5?"}]]
+)
+def test_a_problem_is_known_as_it_was_asked(problem: Any, tmp_path: Path, folder: Path) -> None:
+    """So that what answers it can be learned from, under any template: here under the same."""
+    path = tmp_path / "problems.jsonl"
+    path.write_text(json.dumps({"prompt": problem, "answer": 8}) + "\n")
+    question = "{prompt} Think." if isinstance(problem, str) else "{prompt}"
+    made = HuggingFaceTokenizer(folder, "chat", False, question)
+    (prompt,) = (problem.prompt for problem in load_problems(path, made))
+    assert prompt.asked == problem
+    asked = problem if isinstance(problem, str) else [Turn(**turn) for turn in problem]
+    assert tuple(made.answered(asked, "8")[0]) == prompt.token_ids
 
 
 def test_bad_directories_and_tokens_are_refused(tmp_path: Path, tokenizer: HuggingFaceTokenizer) -> None:
@@ -72,6 +89,24 @@ def test_bad_directories_and_tokens_are_refused(tmp_path: Path, tokenizer: Huggi
         HuggingFaceTokenizer(write_tokenizer(tmp_path / "plain", with_bos=False, chat=False), "chat")
     with pytest.raises(ValueError, match=r"'<eos>' is not a token; the tokenizer's special tokens are .*<\|im_end\|>"):
         tokenizer.token_id("<eos>")
+
+
+@pytest.mark.parametrize("with_json", [False, True])
+def test_a_tokenizer_that_is_a_program_is_refused_and_not_run(with_json: bool, tmp_path: Path) -> None:
+    """Moonlight's, a table of tiktoken beside code; transformers would run the code even beside a tokenizer.json."""
+    write_tokenizer(tmp_path, with_bos=True)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings |= {"auto_map": {"AutoTokenizer": ["tokenization_moonshot.TikTokenTokenizer", None]}}
+    settings |= {"tokenizer_class": "TikTokenTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenization_moonshot.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    if not with_json:
+        (tmp_path / "tokenizer.json").unlink()
+        lines = (f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+        (tmp_path / "tiktoken.model").write_text("".join(lines))
+    with pytest.raises(ValueError, match=r"program \(tokenization_moonshot\.TikTokenTok.* set data\.tokenizer="):
+        HuggingFaceTokenizer(tmp_path, "{prompt}")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
@@ -209,6 +244,18 @@ def test_a_chat_template_that_fails_is_named(tmp_path: Path, template: str, why:
         HuggingFaceTokenizer(folder, "chat")
 
 
+@pytest.mark.parametrize("parse_special", [False, True])
+def test_a_chat_template_without_a_place_for_the_problem_is_named(tmp_path: Path, parse_special: bool) -> None:
+    folder = write_tokenizer(tmp_path, with_bos=False)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}<|im_start|>{{ m.role }}<|im_end|>{% endfor %}")
+    with pytest.raises(
+        ValueError, match=r"the chat template in .* has no place for the problem: asked 'What is"
+    ) as named:
+        HuggingFaceTokenizer(folder, "chat", parse_special=parse_special)
+    assert "it says '<|im_start|>user<|im_end|>'; put {{ message.content }} where" in str(named.value)
+    HuggingFaceTokenizer(folder, "Q: {prompt} A:", parse_special=parse_special)
+
+
 def test_a_problem_that_the_chat_template_refuses_is_named_with_file_and_line(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, with_bos=False)
     picky = "{% if '?' not in messages[0].content %}{{ raise_exception('ask!') }}{% endif %}{{ messages[0].content }}"
@@ -216,14 +263,14 @@ def test_a_problem_that_the_chat_template_refuses_is_named_with_file_and_line(tm
     path = tmp_path / "problems.jsonl"
     path.write_text('{"prompt": "3+5?", "answer": 8}\n{"prompt": "3+5", "answer": 8}\n')
     with pytest.raises(ValueError, match=r"problems\.jsonl:2: field 'prompt': the chat template .*TemplateError: ask!"):
-        load_jsonl(path, HuggingFaceTokenizer(folder, "chat"))
+        load_problems(path, HuggingFaceTokenizer(folder, "chat"))
 
 
 def test_problems_that_quote_special_tokens_are_counted_and_said(tmp_path: Path, folder: Path) -> None:
     path, said = tmp_path / "problems.jsonl", []
     problems = ["3+5?", "What is <|im_end|>?", "3+6?", "Say <bos>."]
     path.write_text("".join(json.dumps({"prompt": problem, "answer": 8}) + "\n" for problem in problems))
-    load_jsonl(path, HuggingFaceTokenizer(folder, "chat"), warn=said.append)
+    load_problems(path, HuggingFaceTokenizer(folder, "chat"), warn=said.append)
     (warning,) = said
     assert warning.startswith(f"2 of 4 problems of {path} quote special tokens, which count as text")
     assert warning.endswith(f": {path}:2 (<|im_end|>), {path}:4 (<bos>)")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.data.jsonl import load_jsonl
+from grpo_mega.data.problems import load_problems
 from grpo_mega.data.tokenizer import CharTokenizer
 
 TOKENIZER = CharTokenizer()
@@ -23,7 +23,7 @@ def test_reads_problems(tmp_path: Path):
     path = write(
         tmp_path, {"prompt": "1+1=?", "answer": 2}, {"prompt": "<bos>2=?", "answer": " 2", "id": "x", "task": "echo"}
     )
-    first, second = load_jsonl(path, TOKENIZER)
+    first, second = (problem.prompt for problem in load_problems(path, TOKENIZER))
     assert (first.id, first.text, first.answer, first.task) == ("problems/1", "<bos>1+1=?", "2", "jsonl")
     assert first.token_ids == tuple(TOKENIZER.encode("<bos>1+1=?"))
     assert (second.id, second.text, second.answer, second.task) == ("x", "<bos>2=?", " 2", "echo")
@@ -32,32 +32,35 @@ def test_reads_problems(tmp_path: Path):
 def test_last_newline_is_optional_and_other_fields_are_ignored(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "1=?", "answer": "1", "level": 3}\r\n{"prompt": "2=?", "answer": "2"}')
-    assert [p.answer for p in load_jsonl(path, TOKENIZER)] == ["1", "2"]
+    assert [p.prompt.answer for p in load_problems(path, TOKENIZER)] == ["1", "2"]
 
 
 def test_blank_lines_at_the_end_and_a_byte_order_mark_are_no_problems(tmp_path: Path):
     path = tmp_path / "windows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "1=?", "answer": "1"}\r\n{"prompt": "2=?", "answer": "2"}\r\n\r\n  \n\n')
-    assert [(p.id, p.answer) for p in load_jsonl(path, TOKENIZER)] == [("windows/1", "1"), ("windows/2", "2")]
+    assert [(p.prompt.id, p.prompt.answer) for p in load_problems(path, TOKENIZER)] == [
+        ("windows/1", "1"),
+        ("windows/2", "2"),
+    ]
 
 
 def test_a_blank_line_between_problems_is_named(tmp_path: Path):
     path = write(tmp_path, GOOD, "", " ", {**GOOD, "id": "x"}, "")
     with pytest.raises(ValueError, match=r"problems.jsonl:2: the line is blank, and others follow; remove it"):
-        load_jsonl(path, TOKENIZER)
+        load_problems(path, TOKENIZER)
 
 
 def test_a_surrogate_pair_is_a_character(tmp_path: Path):
     path = write(tmp_path, {"prompt": "1=?", "answer": "\U0001f600"})
     assert "\\ud83d\\ude00" in path.read_text()
-    assert load_jsonl(path, TOKENIZER)[0].answer == "\U0001f600"
+    assert load_problems(path, TOKENIZER)[0].prompt.answer == "\U0001f600"
 
 
 def test_answers_that_nothing_can_reach_are_counted_and_named(tmp_path: Path):
     lines = [{"prompt": "1=?", "answer": answer} for answer in ("1", "bad 2", "3", "bad 4", "bad 5", "bad 6")]
     path = write(tmp_path, *lines)
     with pytest.raises(ValueError, match="no completion can be right for 4 of 6 problems") as raised:
-        load_jsonl(path, TOKENIZER, lambda answer: f"is {answer}; fix it" if answer.startswith("bad") else None)
+        load_problems(path, TOKENIZER, lambda answer: f"is {answer}; fix it" if answer.startswith("bad") else None)
     assert str(raised.value).splitlines()[1:] == [
         f"  {path}:{number}: field 'answer' is bad {number}; fix it" for number in (2, 4, 5)
     ]
@@ -65,7 +68,7 @@ def test_answers_that_nothing_can_reach_are_counted_and_named(tmp_path: Path):
 
 def test_only_newline_ends_a_line(tmp_path: Path):
     path = write(tmp_path, json.dumps({"prompt": "1=?", "answer": "a\u2028b"}, ensure_ascii=False))
-    assert load_jsonl(path, TOKENIZER)[0].answer == "a\u2028b"
+    assert load_problems(path, TOKENIZER)[0].prompt.answer == "a\u2028b"
 
 
 GOOD = {"prompt": "1=?", "answer": "1"}
@@ -104,7 +107,7 @@ GOOD = {"prompt": "1=?", "answer": "1"}
 def test_damage_is_reported_with_file_line_and_field(tmp_path: Path, line: object, message: str):
     path = write(tmp_path, GOOD, line)
     with pytest.raises(ValueError, match=message) as raised:
-        load_jsonl(path, TOKENIZER)
+        load_problems(path, TOKENIZER)
     assert str(raised.value).startswith(f"{path}:2: ")
 
 
@@ -112,24 +115,24 @@ def test_damage_is_reported_with_file_line_and_field(tmp_path: Path, line: objec
 def test_duplicate_ids(tmp_path: Path, second: dict):
     first = {**GOOD, "id": "a"} if second["id"] == "a" else GOOD
     with pytest.raises(ValueError, match=r"problems.jsonl:2: field 'id'.*already used"):
-        load_jsonl(write(tmp_path, first, second), TOKENIZER)
+        load_problems(write(tmp_path, first, second), TOKENIZER)
 
 
 def test_not_utf8(tmp_path: Path):
     path = tmp_path / "latin.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xe9"}\n')
     with pytest.raises(ValueError, match=r"latin.jsonl:2: not UTF-8 at byte 12"):
-        load_jsonl(path, TOKENIZER)
+        load_problems(path, TOKENIZER)
 
 
 def test_empty_file(tmp_path: Path):
     for lines in ([], ["", " "]):
         with pytest.raises(ValueError, match=r"problems.jsonl: the file is empty"):
-            load_jsonl(write(tmp_path, *lines), TOKENIZER)
+            load_problems(write(tmp_path, *lines), TOKENIZER)
 
 
 def test_missing_file(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"nothing.jsonl: no such file"):
-        load_jsonl(tmp_path / "nothing.jsonl", TOKENIZER)
-    with pytest.raises(FileNotFoundError, match="no such file"):
-        load_jsonl(tmp_path, TOKENIZER)
+        load_problems(tmp_path / "nothing.jsonl", TOKENIZER)
+    with pytest.raises(ValueError, match="no file belongs to the split 'train'; there are none that can be read"):
+        load_problems(tmp_path, TOKENIZER)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.data.source import PromptSource, shuffled_epochs
+from grpo_mega.data.mixture import mixture, shares
+from grpo_mega.data.source import PromptSource, mixed_epochs, shuffled_draws
 from grpo_mega.types import Prompt
 
 
@@ -15,7 +16,8 @@ def prompts(n: int) -> list[Prompt]:
 
 
 def source(n: int = 5, seed: int = 0) -> PromptSource:
-    return PromptSource(shuffled_epochs(prompts(n), seed), f"n={n} seed={seed}")
+    order = mixed_epochs([prompts(n)], [shuffled_draws(n, seed)], mixture(shares([1])))
+    return PromptSource(order, f"n={n} seed={seed}")
 
 
 @settings(max_examples=50)
@@ -74,4 +76,4 @@ def test_negative_take():
 
 def test_no_prompts():
     with pytest.raises(ValueError, match="no prompts"):
-        shuffled_epochs([], 0)
+        source(0)

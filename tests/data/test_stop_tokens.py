@@ -77,8 +77,8 @@ def test_what_is_named_counts_alone(folder: Path) -> None:
         ([1], "holds no JSON object"),
         ({"eos_token_id": "<|im_end|>"}, r"eos_token_id is \['<\|im_end\|>'\], not a number or several"),
         ({"eos_token_id": [True]}, r"eos_token_id is \[True\], not a number"),
-        ({"eos_token_id": 5000}, "ends texts with token 5000, and there are "),
-        ({"eos_token_id": -1}, "ends texts with token -1, and there are "),
+        ({"eos_token_id": 5000}, "ends texts with token 5000, and the tokenizer has "),
+        ({"eos_token_id": -1}, "ends texts with token -1, and the tokenizer has "),
     ],
 )
 def test_a_generation_config_that_makes_no_sense_is_named(folder: Path, content: object, why: str) -> None:

@@ -50,7 +50,7 @@ def write(folder: Path, *lines: object) -> Path:
     return path
 
 
-def load(path: Path, tokenizer: Tokenizer, longest: int = 1000, stops: tuple[int, ...] | None = None, **sft: object):
+def load(path: Path, tokenizer: Tokenizer, longest: int = 100_000, stops: tuple[int, ...] | None = None, **sft: object):
     assert tokenizer.eos_id is not None
     ends = (tokenizer.eos_id,) if stops is None else stops
     warnings: list[str] = []
@@ -158,7 +158,7 @@ def test_turns_that_no_token_ends_are_refused(tmp_path: Path, tokenizer: Hugging
     path = write(tmp_path, chat("a", "b"))
     with pytest.raises(ValueError, match=r"rows.jsonl:1: field 'messages\[1\].content': no token ends the turn"):
         load(path, made(tmp_path / "endless", ENDLESS))
-    with pytest.raises(ValueError, match=r"name the token that does in rollout.stop"):
+    with pytest.raises(ValueError, match=r"name the token that ends it in rollout.stop"):
         load(path, tokenizer, stops=(tokenizer.token_id("<bos>"),))
     path = write(tmp_path, {"prompt": "a", "completion": "b"})
     with pytest.raises(ValueError, match=r"'completion' has none of .*; write one of '<bos>', '<think>'"):

@@ -1,7 +1,7 @@
-"""What documents hold: fenced blocks, the commands among them, and the words that are set in code.
+"""Reads documents: fenced blocks, the commands among them, and text that is set as code.
 
-A block fenced as `bash` is a list of commands that tests run, unless a comment in the line above says why they do not,
-`<!-- not run: REASON -->`. Every other block is something to look at.
+A block fenced as `bash` is a list of commands that tests run, unless a comment in the line above gives a reason,
+`<!-- not run: REASON -->`. Other blocks are not run.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from ranks import REPOSITORY
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-"""Those whose commands are run."""
-HELD = [*DOCUMENTS, REPOSITORY / "CONTRIBUTING.md"]
-"""Those whose names have to exist."""
+"""The documents whose commands are run."""
+CHECKED = [*DOCUMENTS, REPOSITORY / "CONTRIBUTING.md"]
+"""The documents whose file names and settings have to exist."""
 
 RUNNABLE = "bash"
 PROGRAMS = r"(?:\w+=\S*\s+)*(?:\S*/)?(?:python[\d.]*|torchrun|make|pytest|pip|srun|sbatch|\S+\.(?:sh|py))\s"
-"""How a line that is a command begins."""
+"""The beginning of a line that is a command."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def blocks(path: Path) -> list[Block]:
     Raises:
         ValueError: A fence is not closed.
     """
-    found: list[Block] = []
+    fenced: list[Block] = []
     lines = path.read_text().splitlines()
     opened: int | None = None
     for number, line in enumerate(lines):
@@ -65,20 +65,20 @@ def blocks(path: Path) -> list[Block]:
         reason = re.fullmatch(r"<!-- not run: (.+) -->", lines[opened - 1]) if opened else None
         body = "\n".join(lines[opened + 1 : number])
         name = str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else path.name
-        found.append(Block(name, opened + 2, lines[opened].strip("` "), reason[1] if reason else "", body))
+        fenced.append(Block(name, opened + 2, lines[opened].strip("` "), reason[1] if reason else "", body))
         opened = None
     if opened is not None:
         raise ValueError(f"{path}:{opened + 1}: this fence is not closed")
-    return found
+    return fenced
 
 
 def commands(path: Path) -> list[Command]:
-    """What a document tells people to type, in order."""
+    """The commands of a document, in order."""
     return [command for block in blocks(path) if block.language == RUNNABLE for command in _of_block(block)]
 
 
 def _of_block(block: Block) -> list[Command]:
-    found: list[Command] = []
+    parsed: list[Command] = []
     lines = block.text.split("\n")
     number = 0
     while number < len(lines):
@@ -93,13 +93,13 @@ def _of_block(block: Block) -> list[Command]:
                 text = f"{text.removesuffix(chr(92)).rstrip()} {lines[number].strip()}"
             text = re.sub(r"\s+#\s.*$", "", text).strip()
         if text:
-            found.append(Command(block.file, block.line + first, text, block.not_run))
+            parsed.append(Command(block.file, block.line + first, text, block.not_run))
         number += 1
-    return found
+    return parsed
 
 
 def text_without_blocks(path: Path) -> list[tuple[int, str]]:
-    """(line number, line) of what is neither fenced nor a fence."""
+    """(line number, line) of every line outside fenced blocks."""
     kept: list[tuple[int, str]] = []
     fenced = False
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -111,7 +111,7 @@ def text_without_blocks(path: Path) -> list[tuple[int, str]]:
 
 
 def code(path: Path) -> list[tuple[int, str]]:
-    """(line number, text) of every span of inline code, and of every line of a block that is no program."""
+    """(line number, text) of every span of inline code, and of every line of a block that is not Python."""
     spans = [(number, span) for number, line in text_without_blocks(path) for span in re.findall(r"`([^`]+)`", line)]
     fenced = [
         (block.line + offset, line)

@@ -24,11 +24,28 @@ RUN = [command for command in EVERY if not command.not_run]
 NOT_RUN = {
     "it is what runs the documents": ["make test"],
     "SGLang has an environment of its own, in which make test-sglang runs it": ["torchrun --standalone"],
+    "tests/train run it on runs of their own": [
+        "python tools/export.py", "python tools/export.py", "torchrun --standalone",
+    ],
+    "the folder is yours; tests/train/test_own_model.py runs it with a small one": ["torchrun --standalone"],
+    "tests/train run a shorter one": ["torchrun --standalone", "torchrun --standalone", "python tools/export.py"],
+    "tests/train run it on models of their own": ["python tools/import.py", "torchrun --standalone"],
+    "tests/evaluate run it on runs and folders of their own": [
+        "python tools/evaluate.py", "torchrun --standalone", "python tools/evaluate.py", "python tools/evaluate.py",
+        "torchrun --standalone",
+        "python tools/evaluate.py", "python tools/rejection_sample.py", "torchrun --standalone",
+    ],
     "TRL has an environment of its own": ["OMP_NUM_THREADS=1 python", "OMP_NUM_THREADS=1 python"],
     "needs a Slurm cluster; tests/slurm run the scripts on a Slurm of their own": [
         "git clone", "make .venv/.ready", "slurm/tiny.sh --partition=NAME", "slurm/status.sh runs/tiny",
     ],
     "needs GPUs and a Slurm cluster": ["srun --partition=NAME"],
+    "the folder is yours; tests/new/test_new.py runs these with a small one": [
+        "python -m", "python -m", "torchrun --standalone", "python tools/export.py",
+    ],
+    "tests/data/test_data_tool.py runs it on files of its own": ["python tools/data.py"],
+    "needs reasoning-gym and a Hugging Face model": ["torchrun --standalone"],
+    "ten runs of two minutes": ["python -m", "python -", "for seed"],
     "needs a GPU": ["python -m", "compute-sanitizer --tool"],
     "downloads a data set and 61 GB of weights": ["python -", "hf download"],
     "needs GPUs": [
@@ -44,18 +61,24 @@ SHORT_RUN = (
     "run.root={root} run.steps=2 run.eval_every=0 run.save_every=0 base.max_steps=2 base.gate_accuracy=0"
     " base.gate_from=1 base.gate_every=1 base.gate_passes=1 base.warmup_steps=0 base.decay_steps=0 base.batch_size=4"
     " optimizer.warmup_steps=0 data.validation_size=8 data.test_size=8"
-    " algorithm.prompts_per_step=4 algorithm.group_size=2 rollout.max_new_tokens=8"
+    " algorithm.prompts_per_step=4 algorithm.group_size=2 rollout.max_new_tokens=8 critic.alone_steps=0"
 )
 MAKE = "VENV={venv} READY={tmp}/ready"
 """The environment that runs the tests; its mark lies in {tmp} and is new, so that make installs nothing."""
 ADDED = {
     r"-m grpo_mega\.train .*sft\.path=": SHORT_RUN + " sft.path={tmp}/cold_start.jsonl sft.warmup_steps=0",
+    r"-m grpo_mega\.train .*data\.sources": SHORT_RUN
+    + " data.sources.short.path={tmp}/train.jsonl data.sources.long.path={tmp}/test.jsonl",
+    r"-m grpo_mega\.train .*data\.curriculum": SHORT_RUN
+    + " data.train_path={tmp}/train.jsonl data.test_path={tmp}/test.jsonl",
     r"-m grpo_mega\.train .*data=jsonl": SHORT_RUN
     + " data.train_path={tmp}/train.jsonl data.test_path={tmp}/test.jsonl"
     " run.init_from={base}",
     r"-m grpo_mega\.train .*--cfg job": "",
     r"-m grpo_mega\.train": SHORT_RUN,
     r"make train": MAKE + " ARGS+='" + SHORT_RUN + "'",
+    r"tools/bench_host\.py": "--samples 64 --replicas 2 --mean 50",
+    r"tools/bench_sandbox\.py": "--programs 20",
     r"tools/bench_step\.py": "algorithm.prompts_per_step=2 rollout.max_new_tokens=6 --steps 1 --warmup 1",
     r"tools/bench_kernels\.py --check": "",
     r"tools/bench_kernels\.py --traps": "",
@@ -108,7 +131,7 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     for name, numbers in (("train", range(1, 10)), ("test", range(10, 14))):
         rows = [{"prompt": f"{a}+{b}+2=?", "answer": a + b + 2} for a in numbers for b in range(1, 10)]
         (tmp / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rows = next(block.text for block in blocks(REPOSITORY / "docs" / "data.md") if block.language == "json")
+    rows = next(block.text for block in blocks(REPOSITORY / "docs" / "data.md") if '"completion"' in block.text)
     (tmp / "cold_start.jsonl").write_text(rows.splitlines()[1] + "\n")  # the characters' tokenizer knows no chats
     (tmp / "ready").touch()
     return {"tmp": tmp, "venv": sys.prefix}

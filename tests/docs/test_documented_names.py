@@ -7,7 +7,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from documents import HELD, code
+from documents import CHECKED, code
 from ranks import REPOSITORY
 
 from grpo_mega.config.load import groups, settings
@@ -21,6 +21,7 @@ NOT_OURS = {
     "my_rewards.py": "the reader writes it",
     "slurm/clusters/mine.env": "the reader makes it",
     "multi_latent_attention.py": "of megatron-core",
+    "budgets.png": "an evaluation leaves it",
     "curves.png": "a run leaves it",
     "report.txt": "a job leaves it",
     "job-12/report.txt": "a job leaves it",
@@ -32,7 +33,7 @@ NOT_OURS = {
 
 def named_in() -> list[tuple[str, str]]:
     """(where, text) of all that is held to this: code in documents; comments, docstrings and help as they are."""
-    lines = [(f"{path.name}:{number}", text) for path in HELD for number, text in code(path)]
+    lines = [(f"{path.name}:{number}", text) for path in CHECKED for number, text in code(path)]
     for path in [REPOSITORY / "Makefile", *sorted((REPOSITORY / "slurm").rglob("*.*"))]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if re.match(r"\s*# ", line):
@@ -65,7 +66,7 @@ def test_files_exist() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    links = [(path, link) for path in HELD for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())]
+    links = [(path, link) for path in CHECKED for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())]
     assert len(links) > 20
     assert not [(path.name, link) for path, link in links if not (path.parent / link).exists()]
 
@@ -82,6 +83,7 @@ def test_make_targets_exist() -> None:
 
 def test_options_of_groups_exist() -> None:
     known = groups()
+    known["experiment"] += [name for _, text in TEXT for name in re.findall(r"grpo_mega\.new (\w+)", text)]
     named = {
         (where, group, option)
         for where, text in TEXT
@@ -96,7 +98,10 @@ def test_settings_are_in_the_schema() -> None:
     known = set(settings())
     folders = {name[:end] for name in known for end in range(len(name)) if name[end] == "."}
     # Arguments of others, lists, files, and a method of runs that is named like a setting.
-    free = re.compile(r"rollout\.sglang\.arguments\.\w+|reward\.terms.*|\w+(\.\w+)*\.(jsonl?|yaml|py|md)|run\.phase")
+    free = re.compile(
+        r"rollout\.sglang\.arguments\.\w+|data\.sources\.\w+\.options\.\w+|reward\.terms.*|"
+        r"\w+(\.\w+)*\.(jsonl?|yaml|py|md)|run\.phase"
+    )
     named = {
         (where, room + rest)
         for where, text in TEXT
@@ -104,4 +109,5 @@ def test_settings_are_in_the_schema() -> None:
         if rest and room in folders and not free.fullmatch(room + rest)
     }
     assert len(named) > 50
+    named = {(where, re.sub(r"^data\.sources\.\w+", "data.sources.NAME", name)) for where, name in named}
     assert not sorted((where, name) for where, name in named if name not in known | folders)

@@ -8,13 +8,20 @@ import sys
 from functools import cache
 
 import pytest
-from documents import HELD, code
+from documents import CHECKED, code
 from ranks import REPOSITORY
 from test_commands import IN_MAKE_TEST_RUN
 
 TOOLS = sorted(path.name for path in (REPOSITORY / "tools").glob("*.py"))
 RUN_BY = {
+    "bench_host.py": "tests/stages/test_bench_host.py",
+    "bench_sandbox.py": "tests/sandbox/test_bench_sandbox.py",
+    "data.py": "tests/data/test_data_tool.py",
     "bench_step.py": "tests/stages/test_bench_step.py",
+    "evaluate.py": "tests/evaluate/evaluating.py",
+    "rejection_sample.py": "tests/evaluate/test_rejection_sampling.py",
+    "export.py": "tests/train/exporting.py",
+    "import.py": "tests/train/test_import.py",
     "plan.py": "tests/planning/test_plan.py",
     "bench_weight_sync.py": "tests/colocation/test_bench_weight_sync.py",
     "bench_kernels.py": "tests/kernels/test_bench_kernels.py",
@@ -71,15 +78,15 @@ def known_of(tool: str) -> set[str]:
 
 def test_documented_options_exist() -> None:
     """After a tool's name they are the tool's own; elsewhere those of some tool, or of a program that is not ours."""
-    ours = [tool for tool in [*TOOLS, "grpo_mega.train"] if tool not in PARTS]
+    ours = [tool for tool in [*TOOLS, "grpo_mega.train", "grpo_mega.new"] if tool not in PARTS]
     anywhere = options_in((REPOSITORY / "tests" / "parity" / "report.py").read_text())
     anywhere = anywhere.union(*map(known_of, ours), *(options.split() for options in OTHERS.values()))
-    lines = [(f"{path.name}:{number}", text) for path in HELD for number, text in code(path)]
+    lines = [(f"{path.name}:{number}", text) for path in CHECKED for number, text in code(path)]
     for tool in TOOLS:
         lines += [(tool, line) for line in (REPOSITORY / "tools" / tool).read_text().split('"""')[1].splitlines()]
     unknown, seen = [], set()
     for where, text in lines:
-        before, *named = re.split(r"(?:tools/|-m )(\w+\.py|grpo_mega\.train)", text, maxsplit=1)
+        before, *named = re.split(r"(?:tools/|-m )(\w+\.py|grpo_mega\.(?:train|new))", text, maxsplit=1)
         seen |= options_in(text)
         unknown += [f"{where}: --{option}" for option in options_in(before) - anywhere]
         if named:

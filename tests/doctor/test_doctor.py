@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -20,6 +21,7 @@ from ranks import REPOSITORY
 from grpo_mega.doctor import machine, software
 from grpo_mega.doctor.finding import ABSENT, FAILURE, OK, WARNING, Finding
 from grpo_mega.doctor.machine import GPU
+from grpo_mega.sandbox.pool import problem
 
 DOCTOR = REPOSITORY / "tools" / "doctor.py"
 PYPI_APEX = "raise ImportError('cannot import name UnencryptedCookieSessionFactoryConfig from pyramid.session')"
@@ -76,7 +78,7 @@ def test_this_machine_is_fit_and_everything_is_looked_at(tmp_path: Path) -> None
     required = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {requirement.split(">")[0].split("<")[0] for requirement in required}
     packages = {"nvidia-ml-py", "transformer-engine", "apex", "flash-attn", "sglang", "torch-memory-saver"}
-    others = {"python", "driver", "CUDA", "shared memory", "main memory", "open files", "filesystem"}
+    others = {"python", "driver", "CUDA", "shared memory", "main memory", "open files", "sandbox", "filesystem"}
     assert names | packages | others == found.keys()
     assert all(finding["why"] and finding["fix"] for finding in found.values() if finding["verdict"] == WARNING)
     assert [*tmp_path.iterdir()] == [], "nothing is left behind"
@@ -184,6 +186,17 @@ def test_limits_of_the_shell(tmp_path: Path) -> None:
     }
     _, found = consult(tmp_path, shell="ulimit -n 256;")
     assert found["open files"]["fix"].startswith("echo '* - nofile 1024' | sudo tee -a /etc/security/limits.conf")
+
+
+def test_what_contains_programs(tmp_path: Path) -> None:
+    """Without bubblewrap it is Landlock, or nothing where the kernel has none; neither makes a machine unfit."""
+    if shutil.which("bwrap") and not problem("bubblewrap"):
+        assert consult(tmp_path)[1]["sandbox"] == {"found": "bubblewrap", "verdict": OK, "why": "", "fix": ""}
+    _, found = consult(tmp_path, shell="PATH=/nonexistent")
+    expected = ABSENT if problem("landlock") else WARNING
+    assert found["sandbox"]["verdict"] == expected
+    assert "bwrap is not installed" in found["sandbox"]["why"]
+    assert "apt-get install bubblewrap" in found["sandbox"]["fix"]
 
 
 def test_a_folder_that_cannot_hold_runs(tmp_path: Path) -> None:

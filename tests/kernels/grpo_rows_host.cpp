@@ -63,13 +63,14 @@ static void run(const T* logits, Out* out, Vectors v, int64_t count, int64_t str
   extern "C" void NAME(const T* logits, OUT* out, const int64_t* ids, const float* old, const float* ref,            \
                        const float* rollout, const float* advantage, const float* weight, float* outputs,            \
                        int64_t count, int64_t stride, int64_t out_stride, int columns, int width,                    \
-                       float inv_temperature, float log_low, float log_high, float log_dual, float kl_coef,          \
-                       float entropy_coef, float correction_cap, int kl, int cispo, int correction,                  \
+                       float inv_temperature, float log_low, float log_high, float log_dual, float tau_pos,          \
+                       float tau_neg, float kl_coef, float entropy_coef, float correction_floor,                     \
+                       float correction_cap, int kind, int kl, int kl_unbiased, int correction,                      \
                        float grad_scale, int gradient) {                                                             \
     run(logits, out, {ids, old, ref, rollout, advantage, weight, outputs}, count, stride, out_stride, columns,       \
         width,                                                                                                       \
-        {inv_temperature, log_low, log_high, log_dual, kl_coef, entropy_coef, correction_cap, kl, cispo, correction, \
-         grad_scale},                                                                                                \
+        {inv_temperature, log_low, log_high, log_dual, tau_pos, tau_neg, kl_coef, entropy_coef, correction_floor,    \
+         correction_cap, kind, kl, kl_unbiased, correction, grad_scale},                                             \
         gradient);                                                                                                   \
   }
 ENTRY(float32_float32, float, float)

@@ -18,7 +18,7 @@ from grpo_kernels import GRPOLoss
 
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
-from kernel_check import LOSSES, Found, LossFunction, check_losses, own_loss
+from kernel_check import LOSSES, LossFunction, Outcome, check_losses, own_loss
 
 HERE = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def test_check():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all right" in done.stdout
-    assert done.stdout.count("everybody right") == 8
+    assert done.stdout.count("all correct") == 8
     assert f"{len(LOSSES)} settings of the loss compared with float64" in done.stdout
 
 
@@ -42,11 +42,11 @@ def other_options(**fields: Any) -> Callable[[LossFunction], LossFunction]:
     """A loss that takes a setting for another one, where it applies."""
 
     def wrong(right: LossFunction) -> LossFunction:
-        def run(inputs: tuple[torch.Tensor, ...], arguments: dict[str, Any]) -> Found:
+        def run(inputs: tuple[torch.Tensor, ...], arguments: dict[str, Any]) -> Outcome:
             options = arguments["options"]
             new = {name: value(options) if callable(value) else value for name, value in fields.items()}
             changed = replace(options, **new)
-            ends = arguments["cu_seqlens"] if changed.kind == "gspo" else None
+            ends = arguments["cu_seqlens"] if changed.per_sequence else None
             return right(inputs, arguments | {"options": changed, "cu_seqlens": ends})
 
         return run
@@ -54,7 +54,7 @@ def other_options(**fields: Any) -> Callable[[LossFunction], LossFunction]:
     return wrong
 
 
-def changed(change: Callable[[Found], Found]) -> Callable[[LossFunction], LossFunction]:
+def changed(change: Callable[[Outcome], Outcome]) -> Callable[[LossFunction], LossFunction]:
     """A loss whose results are changed."""
     return lambda right: lambda inputs, arguments: change(right(inputs, arguments))
 
@@ -94,6 +94,25 @@ WRONG = {
         other_options(kind=lambda o: "ppo" if o.kind == "cispo" else o.kind),
         {"cispo", "cispo, all of it"},
     ),
+    "the gradient of a whole sequence for a token's": (
+        other_options(kind=lambda o: "gspo" if o.kind == "gspo_token" else o.kind),
+        {"gspo_token"},
+    ),
+    "a clipped mean for the mean of clipped ratios": (
+        other_options(kind=lambda o: "gspo" if o.kind == "gmpo" else o.kind),
+        {"gmpo"},
+    ),
+    "a clip for sapo's gate": (other_options(kind=lambda o: "ppo" if o.kind == "sapo" else o.kind), {"sapo"}),
+    "sapo's temperatures swapped": (
+        other_options(tau_pos=lambda o: o.tau_neg, tau_neg=lambda o: o.tau_pos),
+        {"sapo"},
+    ),
+    "a mask of nothing": (
+        other_options(off_policy_mask=lambda o: None if o.off_policy_mask is None else 1e3),
+        {"ppo, off-policy mask"},
+    ),
+    "KL without the ratio": (other_options(kl_unbiased=False), {"ppo, unbiased k3"}),
+    "no floor of the correction": (other_options(correction_floor=0.0), {"ppo, mask on both sides"}),
     "log-probs a little off": (changed(lambda found: replace(found, logprob=found.logprob + 1e-4)), set(LOSSES)),
     "another sum of the losses": (changed(lambda found: replace(found, loss=found.loss * 1.001)), set(LOSSES)),
     "one of the gradients": (

@@ -45,7 +45,7 @@ LOGITS: list[tuple[dict[str, Any], str]] = [
     ({"logits": torch.zeros(1, V).expand(N, V)}, r"logits has strides \(0, 1\).*rows must not overlap"),
     ({"rows": torch.tensor([0, 1, 2, 4])}, r"rows has a number outside \[0, 4\)"),
     ({"rows": torch.tensor([0, 1, -1, 2])}, r"rows has a number outside \[0, 4\)"),
-    ({"rows": torch.tensor([0, 1, 1, 2])}, "rows names a row twice"),
+    ({"rows": torch.tensor([0, 1, 1, 2])}, "rows lists a row twice"),
     ({"rows": torch.tensor([0, 1, 2])}, "ids has 4 entries; it needs 3"),
     ({"rows": torch.tensor([True, True, True, True])}, r"rows is torch\.bool; use torch\.int64"),
 ]
@@ -167,6 +167,13 @@ def test_bad_sequences(bad: dict[str, Any], message: str) -> None:
         ("correction_cap", 0.99),  # with "mask", a token about which engine and trainer agree would not count
         ("correction_cap", float("inf")),
         ("correction_cap", float("nan")),
+        ("correction_floor", 1.01),  # as above
+        ("correction_floor", -0.1),
+        ("correction_floor", float("nan")),
+        ("tau_pos", 0.0),
+        ("tau_neg", float("inf")),
+        ("off_policy_mask", -0.1),
+        ("off_policy_mask", float("nan")),
     ],
 )
 def test_bad_options(field: str, value: Any) -> None:
@@ -180,9 +187,10 @@ def test_a_vector_with_a_gradient_is_fine_where_nothing_gets_one() -> None:
         assert grpo_kernels.fused_grpo_loss(**logits(), **vectors)[0].isfinite()
 
 
-def test_cispo_has_no_dual_clip() -> None:
-    with pytest.raises(ValueError, match=r"^dual_clip is 3\.0; cispo"):
-        GRPOLoss(kind="cispo", dual_clip=3.0)
+@pytest.mark.parametrize("kind", ["cispo", "sapo", "gmpo"])
+def test_kinds_without_dual_clip(kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"^dual_clip is 3\.0; {kind} has none"):
+        GRPOLoss(kind=kind, dual_clip=3.0)
 
 
 def test_the_implementation_and_the_reason_for_it() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import grpo_kernels
 from grpo_kernels import GRPOLoss, Metrics, reference
+from grpo_kernels.options import KINDS, SEQUENCE_KINDS
 from grpo_kernels.token_loss import Tokens, token_losses
 
 INF = math.inf
@@ -23,16 +24,20 @@ LOG_RATIOS = torch.tensor([0.0, 0.05, -0.05, 0.7, -0.7, 2.5, -2.5, 30.0, -30.0])
 
 @st.composite
 def losses(draw: st.DrawFn) -> GRPOLoss:
-    kind = draw(st.sampled_from(["ppo", "gspo", "cispo"]))
+    kind = draw(st.sampled_from(KINDS))
     return GRPOLoss(
         kind=kind,
         clip_low=draw(st.sampled_from([0.1, 0.3, 0.99, 1.0, 10.0, INF])),
         clip_high=draw(st.sampled_from([0.1, 0.28, 5.0, 1e6, INF])),
-        dual_clip=None if kind == "cispo" else draw(st.sampled_from([None, 3.0])),
+        dual_clip=None if kind in ("cispo", "sapo", "gmpo") else draw(st.sampled_from([None, 3.0])),
+        tau_neg=draw(st.sampled_from([1.05, 5.0])),
+        off_policy_mask=draw(st.sampled_from([None, 0.1234])),
+        kl_unbiased=draw(st.booleans()),
         kl=draw(st.sampled_from(["k1", "k2", "k3"])),
         kl_coef=draw(st.sampled_from([0.0, 0.1])),
         entropy_coef=draw(st.sampled_from([0.0, 0.02, -0.3])),
         correction=draw(st.sampled_from(["none", "truncate", "mask"])),
+        correction_floor=draw(st.sampled_from([0.0, 0.9])),
         correction_cap=1.5,
     )
 
@@ -47,7 +52,7 @@ def made_up(options: GRPOLoss, count: int, columns: int, seed: int, temperature:
     log_ratio = LOG_RATIOS[torch.randint(0, len(LOG_RATIOS), (count,), generator=generator)]
     cuts = torch.randint(0, count + 1, (3,), generator=generator).sort().values
     cu_seqlens = torch.cat([torch.tensor([0]), cuts, torch.tensor([count])])
-    if options.kind == "gspo":  # one ratio per sequence, the mean of tokens that differ
+    if options.kind in SEQUENCE_KINDS:  # one ratio per sequence, the mean of tokens that differ
         sequence = torch.searchsorted(cu_seqlens[1:], torch.arange(count), right=True)
         log_ratio = LOG_RATIOS[(sequence + seed) % 7] + torch.zeros(count)
     old = (exact - log_ratio).float()
@@ -63,7 +68,7 @@ def made_up(options: GRPOLoss, count: int, columns: int, seed: int, temperature:
         "token_weight": weights,
         "rollout_logprob": old
         + torch.tensor([0.0, 0.3, -0.3, -1.0])[torch.randint(0, 4, (count,), generator=generator)],
-        "cu_seqlens": cu_seqlens if options.kind == "gspo" else None,
+        "cu_seqlens": cu_seqlens if options.per_sequence else None,
         "options": options,
         "temperature": temperature,
     }
@@ -282,7 +287,7 @@ def test_where_a_target_of_probability_zero_has_no_finite_loss_that_shows(option
     assert not math.isfinite(single(-INF, -1.0, 1.0, options)[0])
 
 
-@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("everything", [False, True])
 def test_masked_rows_may_hold_anything(kind: str, everything: bool) -> None:
     """Nothing is listed, or all of it is masked: `in_place` fills such rows with NaN."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import grpo_kernels
 from grpo_kernels import GRPOLoss, reference
+from grpo_kernels.options import KINDS
 
 N, V = 6, 5
 CU_SEQLENS = torch.tensor([0, 2, 2, 6])
@@ -26,6 +27,10 @@ OPTIONS = [
     GRPOLoss(correction="mask", correction_cap=1.1, entropy_coef=-0.1),
     GRPOLoss(kind="gspo", clip_low=0.05, clip_high=0.05, entropy_coef=0.1),
     GRPOLoss(kind="gspo", dual_clip=1.5, kl_coef=0.1, correction="mask", correction_cap=1.1),
+    GRPOLoss(kl_coef=0.3, correction="mask", correction_floor=0.8, correction_cap=1.5),
+    GRPOLoss(kind="sapo", tau_neg=2.0, kl="k3", kl_coef=0.3, kl_unbiased=True),
+    GRPOLoss(kind="gmpo", clip_low=0.1, clip_high=0.1, entropy_coef=0.1),
+    GRPOLoss(off_policy_mask=0.1, kl="k1", kl_coef=0.3, kl_unbiased=True),
 ]
 
 
@@ -86,40 +91,62 @@ def textbook(logits: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     if options.correction != "none":
         c = (old - given["rollout_logprob"]).exp()
         if options.correction == "truncate":
-            advantage = advantage * c.clamp(max=options.correction_cap)
+            advantage = advantage * c.clamp(options.correction_floor, options.correction_cap)
         else:
-            advantage, weight = advantage * c, weight * (c <= options.correction_cap)
-    log_ratio = logprob - old
-    if options.kind == "gspo":
-        counted, ends = weight != 0, given["cu_seqlens"].tolist()
-        means = [log_ratio[a:b][counted[a:b]].mean().expand(b - a) for a, b in pairwise(ends)]
-        log_ratio = torch.where(counted, torch.cat(means), 0.0)
+            within = (c >= options.correction_floor) & (c <= options.correction_cap)
+            advantage, weight = advantage * c, weight * within
+    counted, ends = weight != 0, given["cu_seqlens"].tolist()
+
+    def mean(x: Tensor, counted: Tensor = counted) -> Tensor:
+        means = [x[a:b][counted[a:b]].mean().expand(b - a) for a, b in pairwise(ends)]
+        return torch.where(counted, torch.cat(means), 0.0)
+
+    if options.off_policy_mask is not None:  # over all tokens of the sequence, also those that the correction masks
+        deviation = given["rollout_logprob"].double() - logprob.detach()
+        away = mean(deviation, given["token_weight"] != 0) > options.off_policy_mask
+        advantage = advantage.masked_fill(away & (advantage < 0), 0.0)
+    of_token = logprob - old
+    log_ratio = mean(of_token) if options.kind in ("gspo", "gspo_token") else of_token
+    if options.kind == "gspo_token":
+        log_ratio = log_ratio.detach() + logprob - logprob.detach()
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     if options.kind == "cispo":
         policy = -clipped.detach() * advantage * logprob
+    elif options.kind == "sapo":
+        tau = torch.tensor([options.tau_pos if a > 0 else options.tau_neg for a in advantage], dtype=torch.float64)
+        policy = -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    elif options.kind == "gmpo":
+        sign = torch.where(advantage < 0, -1.0, 1.0).double()
+        policy = -advantage * mean(torch.minimum(ratio * sign, clipped * sign).abs().log()).exp()
     else:
         policy = torch.maximum(-advantage * ratio, -advantage * clipped)
         if options.dual_clip is not None:
             policy = torch.where(advantage < 0, torch.minimum(policy, -advantage * options.dual_clip), policy)
     r = (given["ref_logprob"].double() - logprob).exp()
     kl = {"k1": -r.log(), "k2": r.log() ** 2 / 2, "k3": r - 1 - r.log()}[options.kl]
+    kl = kl * of_token.exp() if options.kl_unbiased else kl
     loss = weight * (policy + options.kl_coef * kl - options.entropy_coef * entropy)
     return loss.detach(), torch.autograd.grad(loss.sum(), x)[0]
 
 
 @st.composite
 def settings_of_the_loss(draw: st.DrawFn) -> GRPOLoss:
-    kind = draw(st.sampled_from(["ppo", "gspo", "cispo"]))
+    kind = draw(st.sampled_from(KINDS))
     return GRPOLoss(
         kind=kind,
         clip_low=draw(st.sampled_from([0.05, 0.3, 1.0, math.inf])),
         clip_high=draw(st.sampled_from([0.05, 0.4, math.inf])),
-        dual_clip=None if kind == "cispo" else draw(st.sampled_from([None, 1.2])),
+        dual_clip=None if kind in ("cispo", "sapo", "gmpo") else draw(st.sampled_from([None, 1.2])),
+        tau_pos=draw(st.sampled_from([1.0, 0.3])),
+        tau_neg=draw(st.sampled_from([1.05, 4.0])),
+        off_policy_mask=draw(st.sampled_from([None, 0.0, 0.2])),
+        kl_unbiased=draw(st.booleans()),
         kl=draw(st.sampled_from(["k1", "k2", "k3"])),
         kl_coef=draw(st.sampled_from([0.0, 0.3])),
         entropy_coef=draw(st.sampled_from([0.0, 0.2, -0.1])),
         correction=draw(st.sampled_from(["none", "truncate", "mask"])),
+        correction_floor=draw(st.sampled_from([0.0, 0.8])),
         correction_cap=1.1,
     )
 
@@ -138,7 +165,7 @@ def test_losses_and_gradients_are_the_textbook_s(options: GRPOLoss, seed: int, o
     torch.testing.assert_close(found.gradient, gradient, atol=1e-12, rtol=1e-10)
     floats = {name: value.float() if torch.is_tensor(value) and value.is_floating_point() else value
               for name, value in given_.items()}  # fmt: skip
-    floats["cu_seqlens"] = CU_SEQLENS if options.kind == "gspo" else None
+    floats["cu_seqlens"] = CU_SEQLENS if options.per_sequence else None
     hidden = logits.float().requires_grad_()
     loss, metrics = grpo_kernels.linear_grpo_loss(hidden, torch.eye(V), **floats)
     torch.testing.assert_close(metrics.loss.double(), losses, atol=2e-5, rtol=2e-5)

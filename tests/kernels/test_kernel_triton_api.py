@@ -13,6 +13,7 @@ from limits import limit
 pytest.importorskip("triton", reason="triton is not installed")
 
 
+@pytest.mark.long
 def test_in_the_interpreter() -> None:
     job = Path(__file__).with_name("triton_api_job.py")
     done = subprocess.run(

@@ -92,12 +92,12 @@ def test_a_wide_bound_above_lets_large_ratios_through(kind: str, clip_high: floa
     assert token.grad_logprob.tolist() == pytest.approx([-math.exp(2), held])
 
 
-@pytest.mark.parametrize("kind", ["ppo", "cispo"])
+@pytest.mark.parametrize("kind", ["ppo", "cispo", "sapo"])
 def test_the_first_update_is_exactly_the_policy_gradient(kind: str) -> None:
     generator = torch.Generator().manual_seed(3)
     logprob, advantage = -torch.rand(100, generator=generator), torch.randn(100, generator=generator)
     token = found(logprob, advantage, GRPOLoss(kind=kind))
-    assert torch.equal(token.grad_logprob, -advantage)
+    torch.testing.assert_close(token.grad_logprob, -advantage, atol=0, rtol=1e-6 if kind == "sapo" else 0)
     assert not token.clipped.any()
     assert not token.log_ratio.any()
 
@@ -117,7 +117,7 @@ def test_kl_estimates_are_unbiased_over_tokens_the_policy_sampled(estimator: str
     torch.testing.assert_close((POLICY.exp() * token.kl).sum(), kl)
 
 
-@pytest.mark.parametrize("kind", ["ppo", "cispo"])
+@pytest.mark.parametrize("kind", ["ppo", "cispo", "sapo"])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("position", range(4))
@@ -130,3 +130,79 @@ def test_nan_in_any_input_is_nan_in_that_token_s_loss_only(
     token = found(logprob, advantages, options, old=old, ref=ref)
     read = position != 2 or kl_coef > 0
     assert token.loss.isnan().tolist() == [False, read, False]
+
+
+@given(log_ratio=st.floats(-50, 500), advantage=st.floats(-5, 5), tau=st.floats(0.1, 10))
+def test_sapo_never_has_a_larger_gradient_than_on_policy_and_always_a_finite_one(
+    log_ratio: float, advantage: float, tau: float
+) -> None:
+    """The gate's derivative is 1 where the ratio is, and falls to both sides (4 p (1 - p) is at most 1)."""
+    x, a = torch.tensor([[log_ratio], [advantage]], dtype=torch.float64)
+    token = found(x, a, GRPOLoss(kind="sapo", tau_pos=tau, tau_neg=tau), old=torch.zeros_like(a))
+    assert token.grad_logprob.isfinite()
+    assert token.grad_logprob.abs().item() <= abs(advantage) * math.exp(min(log_ratio, 700)) * (1 + 1e-9)
+    assert token.loss.item() * advantage <= 0
+
+
+def test_sapo_weakens_negative_advantages_faster() -> None:
+    """Its temperature is the higher one."""
+    ratio = torch.tensor([1.5, 1.5]).double()
+    token = found(ratio.log(), torch.tensor([1.0, -1.0]).double(), GRPOLoss(kind="sapo"), old=torch.zeros(2).double())
+    rising, falling = token.grad_logprob.abs().tolist()
+    assert falling < rising < 1.5
+
+
+def test_an_estimate_times_the_ratio_has_the_gradient_of_the_divergence_whoever_sampled() -> None:
+    """Over the old policy's tokens: the sum over x of old(x) (pi / old) (k + k') d log pi is the gradient of the KL."""
+    logits = torch.tensor([2.0, 0.0, -1.0, 0.5]).double().requires_grad_()
+    old = torch.log_softmax(torch.tensor([1.0, 1.0, 0.0, 0.0]).double(), -1)
+    policy = torch.log_softmax(logits, -1)
+    (exact,) = torch.autograd.grad(torch.nn.functional.kl_div(OTHER, policy, log_target=True, reduction="sum"), logits)
+    for estimator in ("k1", "k3"):
+        options = GRPOLoss(kl=estimator, kl_coef=1.0, kl_unbiased=True)
+        token = found(policy.detach(), torch.zeros(4).double(), options, old=old, ref=OTHER)
+        policy = torch.log_softmax(logits, -1)
+        (gradient,) = torch.autograd.grad(policy, logits, old.exp() * token.grad_logprob)
+        torch.testing.assert_close(gradient, exact)
+
+
+def test_the_geometric_mean_of_clipped_ratios() -> None:
+    """GMPO with two tokens, of which one is clipped: the sequence's ratio is the square root of the product."""
+    ratio, a = torch.tensor([1.1, 9.0]).double(), torch.ones(2).double()
+    options = GRPOLoss(kind="gmpo", clip_low=0.3, clip_high=0.5)
+    token = found(ratio.log(), a, options, old=torch.zeros(2).double(), cu_seqlens=torch.tensor([0, 2]))
+    expected = -((1.1 * 1.5) ** 0.5)
+    assert token.loss.tolist() == pytest.approx([expected] * 2)
+    assert token.clipped.tolist() == [0, 2]
+    assert token.grad_logprob.tolist() == pytest.approx([expected, 0.0])
+
+
+def test_under_gspo_token_an_advantage_moves_its_own_token_alone() -> None:
+    logprob, ends = torch.tensor([0.1, -0.1, 0.3]).double(), torch.tensor([0, 3])
+    advantage = torch.tensor([1.0, 0.0, -2.0]).double()
+    options = GRPOLoss(kind="gspo_token", clip_low=1.0, clip_high=math.inf)
+    token = found(logprob, advantage, options, old=torch.zeros(3).double(), cu_seqlens=ends)
+    ratio = math.exp(0.1)
+    assert token.grad_logprob.tolist() == pytest.approx([-ratio, 0.0, 2 * ratio])
+
+
+@given(st.floats(-3, 3), st.floats(-3, 3))
+def test_gspo_token_is_gspo_where_all_advantages_of_a_sequence_are_equal(first: float, second: float) -> None:
+    logprob, ends = torch.tensor([first, second], dtype=torch.float64), torch.tensor([0, 2])
+    gspo, of_token = (
+        found(logprob, torch.ones(2).double(), GRPOLoss(kind=kind), old=torch.zeros(2).double(), cu_seqlens=ends)
+        for kind in ("gspo", "gspo_token")
+    )
+    torch.testing.assert_close(gspo.grad_logprob, of_token.grad_logprob)
+    torch.testing.assert_close(gspo.loss, of_token.loss)
+
+
+def test_the_off_policy_mask_takes_negative_advantages_of_sequences_that_became_unlikely() -> None:
+    """DeepSeek-V3.2: mean of log(sampled / policy) 0.5, 0.1 and 0.5; the last has a positive advantage."""
+    rollout = torch.zeros(6).double()
+    logprob = torch.tensor([-0.9, -0.1, -0.1, -0.1, -0.9, -0.1]).double()
+    advantage = torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0, 1.0]).double()
+    options, ends = GRPOLoss(off_policy_mask=0.3, clip_low=0.99), torch.tensor([0, 2, 4, 6])
+    token = found(logprob, advantage, options, old=rollout, rollout=rollout, cu_seqlens=ends)
+    assert (token.loss != 0).tolist() == [False, False, True, True, True, True]
+    assert (token.grad_logprob != 0).tolist() == [False, False, True, True, True, True]

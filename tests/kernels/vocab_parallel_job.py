@@ -25,6 +25,8 @@ CU_SEQLENS = torch.tensor([0, 5, 5, 71, 144])
 LOSSES = {
     "ppo": GRPOLoss(dual_clip=2.0, kl_coef=0.1, entropy_coef=0.05),
     "gspo": GRPOLoss(kind="gspo", clip_low=0.02, clip_high=0.03, kl="k2", kl_coef=0.1),
+    "gmpo": GRPOLoss(kind="gmpo", clip_low=0.2, clip_high=0.2, kl_coef=0.1, kl_unbiased=True),
+    "sapo": GRPOLoss(kind="sapo", kl="k1", kl_coef=0.1, kl_unbiased=True, off_policy_mask=0.01),
     "cispo": GRPOLoss(kind="cispo", entropy_coef=0.05, correction="mask", correction_cap=1.1),
 }
 
@@ -81,7 +83,7 @@ def losses(work: Work, name: str, options: GRPOLoss) -> None:
     settings = {
         "options": options,
         "rollout_logprob": old + 0.3 * work.vectors[2],
-        "cu_seqlens": CU_SEQLENS if options.kind == "gspo" else None,
+        "cu_seqlens": CU_SEQLENS if options.per_sequence else None,
     }
 
     def of_logits(logits: Tensor, how: dict[str, Any]) -> list[Tensor]:

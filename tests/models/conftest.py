@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from grpo_mega.types import Batch, pack_tokens
 # Before the test files below are collected: they import megatron.core.
 PLATFORM = start()
 
-from grpo_mega.config.schema import LayoutConfig, MLAConfig, ModelConfig, MoEConfig  # noqa: E402
+from grpo_mega.config.schema import LayoutConfig, LoRAConfig, MLAConfig, ModelConfig, MoEConfig  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.topology import Topology, join_layout, leave_layout  # noqa: E402
 
@@ -46,10 +46,15 @@ def make_policy(topology: Topology) -> MakePolicy:
     """Builds a policy of one of MODELS with the same random weights every time."""
 
     def make(
-        model: str = "dense", micro_batch_tokens: int = 16384, vocabulary: int = VOCABULARY, **changes: Any
+        model: str = "dense",
+        micro_batch_tokens: int = 16384,
+        vocabulary: int = VOCABULARY,
+        frozen: Sequence[str] = (),
+        lora: LoRAConfig | None = None,
+        **changes: Any,
     ) -> Policy:
-        layout = LayoutConfig(micro_batch_tokens=micro_batch_tokens)
-        policy = Policy(replace(MODELS[model], **changes), layout, vocabulary, topology, PLATFORM)
+        layout, sizes = LayoutConfig(micro_batch_tokens=micro_batch_tokens), replace(MODELS[model], **changes)
+        policy = Policy(sizes, layout, vocabulary, topology, PLATFORM, frozen=frozen, lora=lora)
         policy.initialize(seed=3)
         return policy
 

@@ -1,6 +1,6 @@
 """Updates with a gradient that is broken on one rank, under several layouts of two ranks.
 
-Usage: finite_job.py CASE... ; every rank prints what it found as JSON. Started by run_ranks.
+Usage: finite_job.py CASE... ; every rank prints its outcome as JSON. Started by run_ranks.
 """
 
 import json
@@ -16,8 +16,8 @@ platform.join_processes(HERE)
 
 from megatron.core import parallel_state  # noqa: E402
 
+from grpo_mega.algorithm.objective import negative_log_likelihood  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
-from grpo_mega.models.losses import negative_log_likelihood  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.topology import join_layout  # noqa: E402
 from grpo_mega.types import pack_tokens  # noqa: E402
@@ -61,7 +61,7 @@ def tried(case: str) -> dict:
     policy.use_optimizer(OptimizerConfig(lr=0.01))
     sequences = [[(3 * i + t) % VOCABULARY for t in range(9 + i)] for i in range(8)]
     batch = pack_tokens(sequences, [1] * len(sequences))
-    batch = batch.with_(weight=batch.mask / batch.mask.sum())
+    batch = policy.share(batch.with_(weight=batch.mask / batch.mask.sum()))
     update = lambda: policy.update(batch, negative_log_likelihood, lr=0.01)  # noqa: E731
     update()
     policy.gather_parameters()
@@ -70,9 +70,9 @@ def tried(case: str) -> dict:
     before = state(policy)
     try:
         update()
-        said = "accepted"
+        message = "accepted"
     except FloatingPointError as error:
-        said = str(error)
+        message = str(error)
     policy.gather_parameters()
     changed = sum(not torch.equal(a, b) for a, b in zip(before, state(policy), strict=True))
     if planted:
@@ -81,7 +81,7 @@ def tried(case: str) -> dict:
     policy.gather_parameters()
     moved = sum(not torch.equal(a, b) for a, b in zip(before, state(policy), strict=True))
     parallel_state.destroy_model_parallel()
-    return {"said": said, "name": name, "changed": changed, "after": after, "moved": moved, "kept": len(before)}
+    return {"message": message, "name": name, "changed": changed, "after": after, "moved": moved, "kept": len(before)}
 
 
 if __name__ == "__main__":

@@ -18,14 +18,15 @@ HERE = platform.start()
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing import load_plain_tensors  # noqa: E402
 
+from grpo_mega.algorithm.objective import negative_log_likelihood  # noqa: E402
 from grpo_mega.checkpoint import checkpoint  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
-from grpo_mega.models.losses import negative_log_likelihood  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.reference import ReferencePolicy  # noqa: E402
 from grpo_mega.models.topology import Topology, join_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
+from grpo_mega.rollout.producer import generate  # noqa: E402
 from grpo_mega.types import Prompt, pack_tokens  # noqa: E402
 
 VOCABULARY = 21
@@ -53,15 +54,15 @@ def updated(model: str, layout: str, topology: Topology, overlap: bool) -> Polic
     return policy
 
 
-def batch(number: int):
+def batch(policy: Policy, number: int):
     generator = torch.Generator().manual_seed(number)
     tokens = [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in (7, 20, 2, 11, 5, 16, 3)]
     packed = pack_tokens(tokens, [1] * len(tokens))
-    return packed.with_(weight=packed.mask / packed.mask.sum())
+    return policy.share(packed.with_(weight=packed.mask / packed.mask.sum()))
 
 
 def update(policy: Policy, number: int) -> None:
-    policy.update(batch(number), negative_log_likelihood, lr=OPTIMIZER.lr)
+    policy.update(batch(policy, number), negative_log_likelihood, lr=OPTIMIZER.lr)
 
 
 def whole(policy: Policy, _: Path) -> Iterator[Tensors]:
@@ -71,14 +72,14 @@ def whole(policy: Policy, _: Path) -> Iterator[Tensors]:
 
 def next_gradients(policy: Policy, _: Path) -> Iterator[Tensors]:
     """The whole gradient of a pass, and the weights that it leaves alone."""
-    policy.gradients(batch(3), negative_log_likelihood)
+    policy.gradients(batch(policy, 3), negative_log_likelihood)
     yield policy.whole_gradients()
     yield policy.whole_weights()
 
 
 def scored(policy: Policy, _: Path) -> Iterator[Tensors]:
     """Log-probs, then the update behind them."""
-    yield {"logprob": policy.logprobs(batch(3), 0.9)}
+    yield {"logprob": policy.logprobs(batch(policy, 3), 0.9)}
     update(policy, 3)
     yield policy.whole_weights()
 
@@ -87,7 +88,7 @@ def generated(policy: Policy, _: Path) -> Iterator[Tensors]:
     """Samples, then the update behind them."""
     prompts = [Prompt(f"p{i}", (3 + i, 5, 7 + i), "", "", "") for i in range(5)]
     sampling = SamplingParams(max_new_tokens=10, stop_ids=(2,), temperature=1.0, top_p=1.0, top_k=0, seed=5)
-    for i, sample in enumerate(EmbeddedEngine(policy, str, 8).generate(prompts, 2, sampling, version=1)):
+    for i, sample in enumerate(generate(EmbeddedEngine(policy, str, 8), prompts, 2, sampling, version=1)):
         yield {f"tokens {i}": torch.tensor(sample.token_ids), f"logprob {i}": torch.tensor(sample.logprobs)}
     update(policy, 3)
     yield policy.whole_weights()
@@ -97,28 +98,28 @@ def reference(policy: Policy, _: Path) -> Iterator[Tensors]:
     """A reference made, put in place and refreshed, each right after an update."""
     made = ReferencePolicy(policy)
     update(policy, 3)
-    yield {"made": made.logprobs(batch(4), 1.0), "policy": policy.logprobs(batch(4), 1.0)}
+    yield {"made": made.logprobs(batch(policy, 4), 1.0), "policy": policy.logprobs(batch(policy, 4), 1.0)}
     update(policy, 4)
     made.refresh()
     update(policy, 5)
-    yield {"refreshed": made.logprobs(batch(4), 1.0)}
+    yield {"refreshed": made.logprobs(batch(policy, 4), 1.0)}
     yield policy.whole_weights()
 
 
 def saved(policy: Policy, folder: Path) -> Iterator[Tensors]:
     """Weights and moments as a checkpoint holds them."""
-    checkpoint.save(folder, policy, {})
+    checkpoint.save(folder, [policy], {})
     yield dict(floats(load_plain_tensors(str(folder / "weights"))))
 
 
 def loaded(policy: Policy, folder: Path) -> Iterator[Tensors]:
     """Back to a checkpoint right after an update, and on from there."""
-    checkpoint.save(folder, policy, {})
+    checkpoint.save(folder, [policy], {})
     update(policy, 3)
-    checkpoint.load(folder, policy)
-    yield {"logprob": policy.logprobs(batch(4), 1.0)}
+    checkpoint.load(folder, [policy])
+    yield {"logprob": policy.logprobs(batch(policy, 4), 1.0)}
     update(policy, 3)
-    checkpoint.load(folder, policy)
+    checkpoint.load(folder, [policy])
     update(policy, 4)
     yield policy.whole_weights()
 
@@ -155,7 +156,7 @@ def stale(policy: Policy) -> list[str]:
 def compare(model: str, layout: str, folder: Path) -> dict:
     """What is not the same with overlap and without, by the way of reading; and that there is something to go wrong."""
     topology = join_layout(LAYOUTS[layout], seed=0)
-    found = {}
+    outcome = {}
     for read in (whole, next_gradients, scored, generated, reference, saved, loaded, new_optimizer):
         waited, overlapped = (
             list(
@@ -163,10 +164,10 @@ def compare(model: str, layout: str, folder: Path) -> dict:
             )
             for overlap in (False, True)
         )
-        found[read.__name__] = unequal(waited, overlapped)
+        outcome[read.__name__] = unequal(waited, overlapped)
     waited, overlapped = (updated(model, layout, topology, overlap) for overlap in (False, True))
     seen = {
-        "unequal": found,
+        "unequal": outcome,
         "buckets": len(overlapped.ddp_chunks[0].bucket_groups),
         "stale": {"waited": stale(waited), "overlapped": stale(overlapped), "gathered": stale(overlapped)},
     }

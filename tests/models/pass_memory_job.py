@@ -17,8 +17,8 @@ platform.join_processes(HERE)
 
 from megatron.core import parallel_state  # noqa: E402
 
+from grpo_mega.algorithm.objective import negative_log_likelihood  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, OptimizerConfig  # noqa: E402
-from grpo_mega.models.losses import negative_log_likelihood  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.reference import ReferencePolicy  # noqa: E402
 from grpo_mega.models.topology import join_layout  # noqa: E402
@@ -55,18 +55,18 @@ def held(layout: LayoutConfig) -> dict[str, dict[int, int]]:
         "reference": lambda batch: reference.logprobs(batch, 1.0),
         "update": lambda batch: policy.update(batch, negative_log_likelihood, lr=0.01),
     }
-    found: dict[str, dict[int, int]] = {name: {} for name in passes}
+    outcome: dict[str, dict[int, int]] = {name: {} for name in passes}
     for name, run in passes.items():
         for whole in map(batch, COUNTS):
             with LiveBytes() as inside:
                 run(whole)
-            found[name][len(whole.lengths)] = inside.most
+            outcome[name][len(whole.lengths)] = inside.most
     parallel_state.destroy_model_parallel()
-    return found
+    return outcome
 
 
 if __name__ == "__main__":
-    found = {name: held(LAYOUTS[name]) for name in sys.argv[1:]}
+    outcome = {name: held(LAYOUTS[name]) for name in sys.argv[1:]}
     if torch.distributed.get_rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(outcome))
     torch.distributed.destroy_process_group()

@@ -20,9 +20,12 @@ head_ratios = st.integers(1, 3)
 seeds = st.integers(0, 2**31)
 
 
-def core_attention(heads: int) -> PackedAttention:
+windows = st.none() | st.integers(1, 10)
+
+
+def core_attention(heads: int, window: int | None = None) -> PackedAttention:
     config = TransformerConfig(num_layers=1, hidden_size=heads * CHANNELS, num_attention_heads=heads)
-    return PackedAttention(config, layer_number=1, softmax_scale=SCALE)
+    return PackedAttention(config, layer_number=1, softmax_scale=SCALE, window=window)
 
 
 def random_qkv(tokens: int, ratio: int, seed: int) -> list[torch.Tensor]:
@@ -31,34 +34,35 @@ def random_qkv(tokens: int, ratio: int, seed: int) -> list[torch.Tensor]:
     return [torch.randn(tokens, *shape, generator=random) for shape in shapes]
 
 
-def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The last tokens of one sequence, as many as there are queries, look at what came before them."""
+def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """The last tokens of one sequence, as many as there are queries, look at what came before them, or at a window."""
     query, key, value = query.double(), key.double(), value.double()
     out = []
     for head in range(query.shape[1]):
         kv = head * key.shape[1] // query.shape[1]
         for row in range(len(query)):
             seen = len(key) - len(query) + row + 1
-            probs = (key[:seen, kv] @ query[row, head] * SCALE).softmax(0)
-            out.append(probs @ value[:seen, kv])
+            first = max(0, seen - window) if window else 0
+            probs = (key[first:seen, kv] @ query[row, head] * SCALE).softmax(0)
+            out.append(probs @ value[first:seen, kv])
     return torch.stack(out).unflatten(0, (query.shape[1], len(query))).transpose(0, 1).flatten(1)
 
 
 @settings(deadline=None, max_examples=40)
-@given(ragged, multiples, head_ratios, seeds)
+@given(ragged, multiples, head_ratios, windows, seeds)
 def test_output_and_gradients_equal_attention_in_each_sequence_alone(
-    lengths: list[int], multiple: int, ratio: int, seed: int
+    lengths: list[int], multiple: int, ratio: int, window: int | None, seed: int
 ) -> None:
     tokens = sum(lengths)
     packed = PackedTokens.of_sequences(torch.tensor(lengths), multiple)
     real = [x.requires_grad_() for x in random_qkv(tokens, ratio, seed)]
-    expected = torch.cat([naive(*parts) for parts in zip(*(x.split(lengths) for x in real), strict=True)])
+    expected = torch.cat([naive(*parts, window) for parts in zip(*(x.split(lengths) for x in real), strict=True)])
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed))
     expected_grads = torch.autograd.grad(expected, real, upstream.double())
 
     padding = [x.new_full((packed.padding, *x.shape[1:]), float("nan")).requires_grad_() for x in real]
     padded = [torch.cat(both) for both in zip(real, padding, strict=True)]
-    out = core_attention(KV_HEADS * ratio)(*padded, None, packed_seq_params=packed)
+    out = core_attention(KV_HEADS * ratio, window)(*padded, None, packed_seq_params=packed)
     torch.testing.assert_close(out[:tokens].double(), expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(out[tokens:], torch.zeros(packed.padding, KV_HEADS * ratio * VALUE_CHANNELS))
 
@@ -94,16 +98,16 @@ def test_a_shared_prompt_gives_what_its_copies_give(members: list[tuple[int, int
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.data(), ragged, multiples, head_ratios, seeds)
+@given(st.data(), ragged, multiples, head_ratios, windows, seeds)
 def test_decoding_with_a_cache_equals_attention_over_the_whole_history(
-    data: st.DataObject, lengths: list[int], multiple: int, ratio: int, seed: int
+    data: st.DataObject, lengths: list[int], multiple: int, ratio: int, window: int | None, seed: int
 ) -> None:
     """Prompts of ragged lengths, then one token per sequence; rows are repeated, reordered and dropped on the way.
 
     A row that does not advance overwrites its own last place, as a sequence that has ended does.
     """
     steps = 5
-    attention = core_attention(KV_HEADS * ratio)
+    attention = core_attention(KV_HEADS * ratio, window)
     cache = KVCache(capacity=max(lengths) + steps)
     query, key, value = random_qkv(sum(lengths), ratio, seed)
     prompts = PackedTokens.of_sequences(torch.tensor(lengths), 1, cache)
@@ -123,7 +127,7 @@ def test_decoding_with_a_cache_equals_attention_over_the_whole_history(
             (torch.cat([k[:p], key[i : i + 1]]), torch.cat([v[:p], value[i : i + 1]]))
             for i, ((k, v), p) in enumerate(zip(histories, positions.tolist(), strict=True))
         ]
-        expected = torch.cat([naive(query[i : i + 1], k, v) for i, (k, v) in enumerate(now)])
+        expected = torch.cat([naive(query[i : i + 1], k, v, window) for i, (k, v) in enumerate(now)])
         torch.testing.assert_close(out[: len(rows)].double(), expected, atol=1e-5, rtol=1e-5)
         assert not out[len(rows) :].any()
         histories = now

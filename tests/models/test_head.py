@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from largest_tensor import LargestTensor
 
+from grpo_mega.algorithm.objective import negative_log_likelihood
 from grpo_mega.models.heads import LogProbHead
-from grpo_mega.models.losses import negative_log_likelihood
 from grpo_mega.models.policy import Policy
 from grpo_mega.types import pack_tokens
 
@@ -96,12 +96,12 @@ def test_gradients_of_hidden_states_and_of_the_weight_that_is_used(
     policy.head(torch.zeros(1, 1, COLUMNS), weight if model == "tied" else None)
     hidden = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(1), requires_grad=True)
     targets = torch.arange(5)
-    found = torch.autograd.grad(policy.head.logprob(hidden, targets, 0.7)[0].sum(), [hidden, weight])
+    outcome = torch.autograd.grad(policy.head.logprob(hidden, targets, 0.7)[0].sum(), [hidden, weight])
 
     exact = [hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
     logits = exact[0] @ exact[1][: policy.head.vocab_size].t() / 0.7
     expected = torch.autograd.grad(logits.log_softmax(-1)[torch.arange(5), targets].sum(), exact)
-    for grad, expected_grad in zip(found, expected, strict=True):
+    for grad, expected_grad in zip(outcome, expected, strict=True):
         torch.testing.assert_close(grad.double(), expected_grad, atol=1e-5, rtol=1e-5)
 
 

@@ -53,8 +53,8 @@ def test_they_are_made_anew_each_time_and_are_alike(batch: Batch, topology: Topo
     assert len(micros) == len(first) > 2
     for one, other in zip(first, second, strict=True):
         assert one is not other
-        assert torch.equal(one.index, other.index)
-    scored = torch.cat([micro.index for micro in first]).sort().values
+        assert torch.equal(one.scored.index, other.scored.index)
+    scored = torch.cat([micro.scored.index for micro in first]).sort().values
     assert torch.equal(scored, batch.mask.nonzero()[:, 0])
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
+from grpo_mega.algorithm.objective import token_wise
 from grpo_mega.config.schema import OptimizerConfig
-from grpo_mega.models.losses import token_wise
 from grpo_mega.models.megatron.mtp import PackedPredictor
 from grpo_mega.models.megatron.packed import PackedTokens
-from grpo_mega.models.microbatch import ScoredTokens
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.shards import gather_whole
-from grpo_mega.types import Batch, Prompt, Sample, pack
+from grpo_mega.stages.packing import pack_samples
+from grpo_mega.types import Batch, Prompt, Sample, ScoredTokens
 
 MakePolicy = Callable[..., Policy]
 VOCABULARY = 21
@@ -31,7 +31,7 @@ def batch() -> Batch:
     for prompt, n in GROUPS:
         tokens = tuple(torch.randint(VOCABULARY, (n,), generator=random).tolist())
         samples.append(Sample(Prompt("", PROMPTS[prompt], "", "", ""), 0, tokens, (-1.0,) * n, "stop", ((0, 0),), ""))
-    packed = pack(samples)
+    packed = pack_samples(samples)
     return packed.with_(weight=packed.mask / 20, advantage=torch.rand(len(packed.tokens), generator=random))
 
 
@@ -82,11 +82,11 @@ def test_every_other_gradient_is_that_of_a_model_without(model: str, make_policy
     apart = batch.with_(prompt_lengths=torch.zeros_like(batch.prompt_lengths))
     plain.gradients(apart, policy_loss)
     drafting.gradients(apart, policy_loss)
-    found, expected = gradients_by_name(drafting), gradients_by_name(plain)
+    outcome, expected = gradients_by_name(drafting), gradients_by_name(plain)
     for name, gradient in expected.items():
-        torch.testing.assert_close(found.pop(name), gradient, atol=0, rtol=0)
-    assert found
-    assert all(name.startswith("mtp.") and gradient.norm() > 0 for name, gradient in found.items())
+        torch.testing.assert_close(outcome.pop(name), gradient, atol=0, rtol=0)
+    assert outcome
+    assert all(name.startswith("mtp.") and gradient.norm() > 0 for name, gradient in outcome.items())
 
 
 def test_learning_to_draft_leaves_the_policy_bit_for_bit(make_policy: MakePolicy, batch: Batch) -> None:

@@ -1,4 +1,4 @@
-"""GroupStepAdamW is torch's AdamW bit for bit, also behind Megatron; the learning rate is a function of the update."""
+"""GroupStepAdamW is torch's AdamW bit for bit, also behind Megatron."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.config.schema import OptimizerConfig
 from grpo_mega.models.megatron.adam import GroupStepAdamW
-from grpo_mega.models.optimizer import set_learning_rate, warmed_up
+from grpo_mega.models.optimizer import set_learning_rate
 from grpo_mega.models.policy import Policy
 
 options = st.fixed_dictionaries({
@@ -78,22 +78,6 @@ def test_every_group_of_a_megatron_optimizer_gets_the_learning_rate(make_policy:
     policy.use_optimizer(OptimizerConfig(lr=0.5))
     set_learning_rate(policy.optimizer, 0.125)
     assert {group["lr"] for group in policy.optimizer.param_groups} == {0.125}
-
-
-@given(st.floats(1e-8, 1.0), st.integers(1, 500), st.integers(0, 1000))
-def test_warm_up_is_linear_and_then_constant(lr: float, warmup: int, update: int) -> None:
-    now = warmed_up(lr, warmup, update)
-    assert 0 < now <= lr
-    if update + 1 >= warmup:
-        assert now == lr
-    else:
-        assert now == pytest.approx(lr * (update + 1) / warmup)
-        assert warmed_up(lr, warmup, update + 1) > now
-
-
-@given(st.floats(1e-8, 1.0), st.integers(0, 1000))
-def test_no_warm_up(lr: float, update: int) -> None:
-    assert warmed_up(lr, 0, update) == lr
 
 
 @pytest.mark.parametrize("model", ["moe", "tied"])

@@ -15,7 +15,7 @@ WAYS = ("whole", "next_gradients", "scored", "generated", "reference", "saved", 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found."""
+    """The outcome on each of two ranks."""
     job = Path(__file__).with_name("overlap_job.py")
     outputs = run_ranks(job, 2, [str(tmp_path_factory.mktemp("overlap"))])
     return [json.loads(output.strip().splitlines()[-1]) for output in outputs]

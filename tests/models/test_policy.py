@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLoss, reference
+from grpo_mega.algorithm.objective import negative_log_likelihood, token_wise
 from grpo_mega.config.schema import AlgorithmConfig, MoEConfig, OptimizerConfig
-from grpo_mega.models.losses import grpo_loss, negative_log_likelihood, token_wise
 from grpo_mega.models.megatron.packed import PackedTokens
-from grpo_mega.models.microbatch import ScoredTokens
-from grpo_mega.models.policy import Gradients, Policy
+from grpo_mega.models.model import Pass
+from grpo_mega.models.policy import Policy
 from grpo_mega.models.shards import gather_whole
-from grpo_mega.types import Batch, Prompt, Sample, pack
+from grpo_mega.stages.loss import loss_of
+from grpo_mega.stages.packing import pack_samples
+from grpo_mega.types import Batch, Prompt, Sample, ScoredTokens
 
 MakePolicy = Callable[..., Policy]
 VOCABULARY = 21
@@ -43,10 +45,10 @@ def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def assert_same(found: Gradients, expected: Gradients) -> None:
-    assert found.metrics.keys() == expected.metrics.keys()
-    assert found.metrics.keys() - {"expert_imbalance"} == {"loss", "entropy", "confidence"}
-    for name, value in found.metrics.items():
+def assert_same(outcome: Pass, expected: Pass) -> None:
+    assert outcome.metrics.keys() == expected.metrics.keys()
+    assert outcome.metrics.keys() - {"expert_imbalance"} == {"loss", "entropy", "confidence"}
+    for name, value in outcome.metrics.items():
         assert value == pytest.approx(expected.metrics[name], rel=PARITY)
 
 
@@ -56,9 +58,9 @@ def test_the_size_of_micro_batches_changes_nothing(
     model: str, budget: int, make_policy: MakePolicy, batch: Batch
 ) -> None:
     whole, cut = make_policy(model), make_policy(model, micro_batch_tokens=budget)
-    expected, found = whole.gradients(batch, LOSS, 0.8), cut.gradients(batch, LOSS, 0.8)
-    assert_same(found, expected)
-    torch.testing.assert_close(found.logprob, expected.logprob, atol=1e-5, rtol=1e-6)
+    expected, outcome = whole.gradients(batch, LOSS, 0.8), cut.gradients(batch, LOSS, 0.8)
+    assert_same(outcome, expected)
+    torch.testing.assert_close(outcome.outputs, expected.outputs, atol=1e-5, rtol=1e-6)
     assert relative_distance(full_gradient(cut), full_gradient(whole)) < PARITY
     theirs = gradients_by_name(whole)
     for name, ours in gradients_by_name(cut).items():
@@ -73,13 +75,13 @@ def test_computing_a_prompt_once_for_its_group_changes_nothing(model: str, make_
         sample(prompt, tuple(torch.randint(VOCABULARY, (n,), generator=random).tolist()))
         for prompt, n in zip(members, (3, 5, 1, 4, 6, 2), strict=True)
     ]
-    shared = pack(samples)
+    shared = pack_samples(samples)
     shared = shared.with_(weight=shared.mask / 20, advantage=torch.rand(len(shared.tokens), generator=random))
     apart = shared.with_(prompts=torch.arange(6), prompt_lengths=torch.zeros(6, dtype=torch.int64))
     once, copied = make_policy(model), make_policy(model)
-    found, expected = once.gradients(shared, LOSS), copied.gradients(apart, LOSS)
-    assert_same(found, expected)
-    torch.testing.assert_close(found.logprob, expected.logprob, atol=1e-5, rtol=1e-6)
+    outcome, expected = once.gradients(shared, LOSS), copied.gradients(apart, LOSS)
+    assert_same(outcome, expected)
+    torch.testing.assert_close(outcome.outputs, expected.outputs, atol=1e-5, rtol=1e-6)
     assert relative_distance(full_gradient(once), full_gradient(copied)) < PARITY
     # The balancing bias has followed the tokens of every sequence.
     for name, buffer in once.chunks.named_buffers():
@@ -96,10 +98,10 @@ def test_the_order_of_sequences_changes_nothing(model: str, make_policy: MakePol
     order = [4, 8, 0, 2, 7, 1, 6, 3, 5]
     shuffled = batch.select(order)
     first, second = (make_policy(model, micro_batch_tokens=30) for _ in range(2))
-    expected, found = first.gradients(batch, LOSS), second.gradients(shuffled, LOSS)
-    assert_same(found, expected)
-    in_order = torch.cat([expected.logprob.split(batch.lengths.tolist())[i] for i in order])
-    torch.testing.assert_close(found.logprob, in_order, atol=1e-5, rtol=1e-6)
+    expected, outcome = first.gradients(batch, LOSS), second.gradients(shuffled, LOSS)
+    assert_same(outcome, expected)
+    in_order = torch.cat([expected.outputs.split(batch.lengths.tolist())[i] for i in order])
+    torch.testing.assert_close(outcome.outputs, in_order, atol=1e-5, rtol=1e-6)
     assert relative_distance(full_gradient(second), full_gradient(first)) < PARITY
 
 
@@ -115,8 +117,8 @@ def test_the_loss_is_the_weighted_sum_and_the_gradient_its_slope(
         token_losses, _ = token_loss(policy.logprobs(batch, 1.0).double(), everything)
         return (batch.weight * token_losses).sum().item()
 
-    found = policy.gradients(batch, LOSS)
-    assert found.metrics["loss"] == pytest.approx(loss(), rel=1e-5)
+    outcome = policy.gradients(batch, LOSS)
+    assert outcome.metrics["loss"] == pytest.approx(loss(), rel=1e-5)
     slopes = {name: p.main_grad.clone() for name, p in policy.chunks.named_parameters()}
     squared = sum(g.double().square().sum().item() for g in slopes.values())
     step = 5e-4 / squared**0.5
@@ -150,7 +152,7 @@ def test_a_token_knows_only_what_is_before_it_in_its_sequence(
 def test_log_probs_are_those_of_the_update_and_zero_off_the_mask(make_policy: MakePolicy, batch: Batch) -> None:
     policy = make_policy("moe", micro_batch_tokens=30)
     alone = policy.logprobs(batch, 0.7)
-    assert torch.equal(alone, policy.gradients(batch, LOSS, 0.7).logprob)
+    assert torch.equal(alone, policy.gradients(batch, LOSS, 0.7).outputs)
     assert (alone[batch.mask] < 0).all()
     assert not alone[~batch.mask].any()
 
@@ -177,7 +179,7 @@ def test_every_setting_of_the_algorithm_is_in_the_loss(
     lists = batch.with_(
         old_logprob=logprob + 0.5 * shift, ref_logprob=logprob - 0.3 * shift, rollout_logprob=logprob + 0.4 * shift
     )
-    found = policy.gradients(lists, grpo_loss(config, on_policy))
+    outcome = policy.gradients(lists, loss_of(config, on_policy))
     scored, rows = ScoredTokens.of(lists, batch.mask.nonzero()[:, 0], None), []
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
         packed = PackedTokens.of_sequences(torch.tensor([int(end - start)]), 1)
@@ -192,14 +194,24 @@ def test_every_setting_of_the_algorithm_is_in_the_loss(
         scored.ref_logprob,
         scored.advantage,
         scored.weight,
-        options=GRPOLoss(objective, 0.11, 0.07, config.dual_clip, "k2", 0.17, 0.13, "truncate", 1.05),
+        options=GRPOLoss(
+            kind=objective,
+            clip_low=0.11,
+            clip_high=0.07,
+            dual_clip=config.dual_clip,
+            kl="k2",
+            kl_coef=0.17,
+            entropy_coef=0.13,
+            correction="truncate",
+            correction_cap=1.05,
+        ),
         rollout_logprob=scored.rollout_logprob,
         cu_seqlens=torch.cat([torch.tensor([0]), lengths.cumsum(0)]) if objective == "gspo" else None,
     )
-    assert found.metrics["loss"] == pytest.approx(expected.loss.sum().item(), rel=1e-5)
+    assert outcome.metrics["loss"] == pytest.approx(expected.loss.sum().item(), rel=1e-5)
     c = (scored.rollout_logprob * -1 + (expected.logprob if on_policy else scored.old_logprob)).exp()
-    assert found.metrics["corrected"] == pytest.approx((c > 1.05).double().mean().item())
-    assert 0 < found.metrics["corrected"] < 1
+    assert outcome.metrics["corrected"] == pytest.approx((c > 1.05).double().mean().item())
+    assert 0 < outcome.metrics["corrected"] < 1
 
 
 def test_bf16_is_close_to_fp32(make_policy: MakePolicy, batch: Batch) -> None:
@@ -258,9 +270,9 @@ def test_weights_of_zero_move_nothing(model: str, make_policy: MakePolicy, batch
     policy = make_policy(model, micro_batch_tokens=30)
     policy.use_optimizer(OptimizerConfig(lr=0.1))
     before = [p.detach().clone() for p in policy.chunks.parameters()]
-    found = policy.update(batch.with_(weight=torch.zeros_like(batch.weight)), LOSS, lr=0.1)
-    assert found.metrics["grad_norm"] == 0.0
-    assert found.metrics["loss"] == 0.0
+    outcome = policy.update(batch.with_(weight=torch.zeros_like(batch.weight)), LOSS, lr=0.1)
+    assert outcome.metrics["grad_norm"] == 0.0
+    assert outcome.metrics["loss"] == 0.0
     assert not full_gradient(policy).any()
     assert all(torch.equal(p, q) for p, q in zip(policy.chunks.parameters(), before, strict=True))
     policy.update(batch, LOSS, lr=0.1)
@@ -293,11 +305,11 @@ def test_a_batch_without_a_sequence_gives_no_gradient(make_policy: MakePolicy, b
 def test_updates_lower_the_loss_and_report_the_norm_before_clipping(make_policy: MakePolicy, batch: Batch) -> None:
     policy = make_policy("moe", micro_batch_tokens=30)
     policy.use_optimizer(OptimizerConfig(lr=1.0, clip_grad=1e-3))
-    found = [policy.update(batch, negative_log_likelihood, lr=1e-2) for _ in range(5)]
-    losses = [f.metrics["loss"] for f in found]
+    outcome = [policy.update(batch, negative_log_likelihood, lr=1e-2) for _ in range(5)]
+    losses = [f.metrics["loss"] for f in outcome]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.8 * losses[0]
-    assert all(f.metrics["grad_norm"] > 0.01 and f.metrics["lr"] == 1e-2 for f in found)
+    assert all(f.metrics["grad_norm"] > 0.01 and f.metrics["lr"] == 1e-2 for f in outcome)
 
 
 @pytest.mark.parametrize("bias_update_rate", [0.0, 1e-3])
@@ -307,9 +319,11 @@ def test_expert_loads_are_of_this_pass_and_count_every_token(
     policy = make_policy("moe", moe=MoEConfig(experts=4, top_k=2, ffn_hidden=16, bias_update_rate=bias_update_rate))
     policy.gradients(batch, LOSS)
     policy.logprobs(batch, 1.0)
-    found = policy.gradients(batch, LOSS)
-    assert {layer: sum(load) for layer, load in found.expert_loads.items()} == dict.fromkeys(
+    outcome = policy.gradients(batch, LOSS)
+    assert {layer: sum(load) for layer, load in outcome.expert_loads.items()} == dict.fromkeys(
         (1, 2), 2 * len(batch.tokens)
     )
-    assert found.metrics["expert_imbalance"] == max(max(load) * 4 / sum(load) for load in found.expert_loads.values())
+    assert outcome.metrics["expert_imbalance"] == max(
+        max(load) * 4 / sum(load) for load in outcome.expert_loads.values()
+    )
     assert make_policy("dense").gradients(batch, LOSS).expert_loads == {}

@@ -8,8 +8,8 @@ from itertools import chain
 import pytest
 import torch
 
+from grpo_mega.algorithm.objective import negative_log_likelihood
 from grpo_mega.config.schema import OptimizerConfig
-from grpo_mega.models.losses import negative_log_likelihood
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.types import Batch
@@ -74,13 +74,13 @@ def test_the_policy_comes_back_bit_for_bit(policy: Policy, batch: Batch) -> None
     reference = ReferencePolicy(policy)
     learn(policy, batch)
     new = state(policy)
-    with reference.in_place():
+    with reference.swapped_in():
         assert_state(policy, old)
     assert_state(policy, new)
-    with pytest.raises(KeyboardInterrupt), reference.in_place():
+    with pytest.raises(KeyboardInterrupt), reference.swapped_in():
         raise KeyboardInterrupt
     assert_state(policy, new)
-    with reference.in_place():
+    with reference.swapped_in():
         assert_state(policy, old)
 
 

@@ -69,3 +69,13 @@ def test_gradient_of_rotate() -> None:
     x = torch.randn(5, HEADS, CHANNELS, dtype=torch.float64, requires_grad=True)
     cos, sin = (angles.double() for angles in cos_sin(torch.arange(5), CHANNELS, BASE))
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), x)
+
+
+def test_channels_after_those_with_angles_stay() -> None:
+    x = torch.randn(5, HEADS, CHANNELS + 6, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    cos, sin = cos_sin(torch.arange(5), CHANNELS, BASE)
+    turned = rotate(x, cos, sin)
+    assert torch.equal(turned[..., CHANNELS:], x[..., CHANNELS:])
+    assert torch.equal(turned[..., :CHANNELS], rotate(x[..., :CHANNELS], cos, sin))
+    (grad,) = torch.autograd.grad(turned[..., CHANNELS:].sum(), x)
+    assert torch.equal(grad, (torch.arange(CHANNELS + 6) >= CHANNELS).float().expand_as(x))

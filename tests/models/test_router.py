@@ -63,13 +63,13 @@ def test_attached_loss(
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
     logits = torch.randn(ours.packed.total, EXPERTS, generator=torch.Generator().manual_seed(0), requires_grad=True)
     probs, _ = ours.routing(logits[:, None])
-    (found,) = torch.autograd.grad(0 * probs.sum(), logits)
+    (outcome,) = torch.autograd.grad(0 * probs.sum(), logits)
     sequences = logits[ours.packed.rows].split(LENGTHS)
     loss = 3.0 * 0.5 * sum(written_out(sequence) for sequence in sequences) / total
     (expected,) = torch.autograd.grad(loss, logits)
     assert expected.any()
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-    assert not found[len(ours.packed.owners) :].any()
+    torch.testing.assert_close(outcome, expected, atol=1e-6, rtol=1e-5)
+    assert not outcome[len(ours.packed.owners) :].any()
 
 
 def test_the_bias_counts_tokens_of_sequences(make_policy: Callable[..., Policy]) -> None:

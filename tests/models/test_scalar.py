@@ -14,20 +14,28 @@ from largest_tensor import LargestTensor
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.config.schema import LayoutConfig, OptimizerConfig
 from grpo_mega.models.megatron.packed import PackedTokens
-from grpo_mega.models.microbatch import ScoredTokens
 from grpo_mega.models.policy import Policy
-from grpo_mega.models.scalar import ScalarModel, SquaredError
+from grpo_mega.models.scalar import ClippedSquaredError, ScalarModel, SquaredError
 from grpo_mega.models.topology import Topology
-from grpo_mega.types import Batch, pack_tokens
+from grpo_mega.types import Batch, ScoredTokens, pack_tokens
 
 MakeModel = Callable[..., ScalarModel]
 
 
 @pytest.fixture
 def make_model(topology: Topology) -> MakeModel:
-    def make(model: str = "dense", vocabulary: int = VOCABULARY, **changes) -> ScalarModel:
+    def make(
+        model: str = "dense",
+        vocabulary: int = VOCABULARY,
+        trained: bool = True,
+        distributed: bool = False,
+        before: bool = False,
+        **changes,
+    ) -> ScalarModel:
         layout = LayoutConfig(micro_batch_tokens=30)
-        made = ScalarModel("critic", replace(MODELS[model], **changes), layout, vocabulary, topology, PLATFORM)
+        settings = {"distributed_optimizer": distributed, "trained": trained, "before": before}
+        config = replace(MODELS[model], **changes)
+        made = ScalarModel("critic", config, layout, vocabulary, topology, PLATFORM, **settings)
         made.initialize(seed=3)
         return made
 
@@ -36,13 +44,13 @@ def make_model(topology: Topology) -> MakeModel:
 
 def hidden_states(policy: Policy, batch: Batch) -> torch.Tensor:
     """[T, H] of every sequence alone, with the policy's body."""
-    found = []
+    outcome = []
     for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
         with torch.no_grad():
-            found.append(
+            outcome.append(
                 policy.hidden_states(batch.tokens[start:end], PackedTokens.of_sequences(torch.tensor([end - start]), 1))
             )
-    return torch.cat(found)
+    return torch.cat(outcome)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -59,6 +67,51 @@ def test_a_value_is_the_weight_times_the_token_s_own_hidden_state(
     assert expected.std() > 0.1
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_a_critic_s_value_is_that_of_the_tokens_before(model: str, make_model: MakeModel, batch: Batch) -> None:
+    after, before = make_model(model).values(batch), make_model(model, before=True).values(batch)
+    torch.testing.assert_close(before, torch.where(batch.mask, after.roll(1), 0.0), atol=1e-6, rtol=1e-5)
+    assert before[batch.mask].std() > 0.01
+
+
+def test_a_critic_s_router_makes_its_own_choices(make_model: MakeModel, batch: Batch) -> None:
+    """Not those that an engine made for the policy."""
+    critic, moe = make_model("moe", before=True), MODELS["moe"].moe
+    layers = MODELS["moe"].layers - moe.first_dense
+    replayed = batch.with_(experts=torch.zeros(len(batch.tokens), layers, moe.top_k, dtype=torch.int16))
+    assert torch.equal(critic.values(replayed), critic.values(batch))
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_critic_s_loss_and_gradient_are_those_of_the_formula(
+    clip: float | None, make_model: MakeModel, batch: Batch
+) -> None:
+    critic = make_model(before=True)
+    values = critic.values(batch)
+    spread = 0.1 * torch.cos(torch.arange(len(values)))
+    batch = batch.with_(value=values + spread, returns=values + spread.roll(3))
+    v = values.double().requires_grad_()
+    near = batch.value + (v - batch.value).clamp(-clip, clip) if clip else v
+    errors = torch.maximum((v - batch.returns) ** 2, (near - batch.returns) ** 2) / 2
+    expected = (batch.weight * batch.mask * errors).sum()
+    (slope,) = torch.autograd.grad(expected, v)
+    outcome = critic.gradients(batch, ClippedSquaredError(clip))
+    assert outcome.metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    of_head = critic.chunks.last.scalar_head.weight.main_grad[0].double()
+    torch.testing.assert_close(of_head, slope @ states_before(critic, batch), atol=1e-6, rtol=1e-4)
+    assert not clip or 0 < slope[batch.mask].count_nonzero() < batch.mask.sum(), "some are clipped, some are not"
+
+
+def states_before(critic: ScalarModel, batch: Batch) -> torch.Tensor:
+    """[T, H] hidden state before each masked-in token, as heads with a single 1 give it; 0 elsewhere."""
+    head, channels = critic.chunks.last.scalar_head.weight, []
+    for channel in range(head.shape[1]):
+        with torch.no_grad():
+            head.zero_()[0, channel] = 1.0
+        channels.append(critic.values(batch))
+    return torch.stack(channels, 1).double()
+
+
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_the_loss_is_the_weighted_sum_and_the_gradient_its_slope(
     model: str, make_model: MakeModel, batch: Batch
@@ -66,10 +119,10 @@ def test_the_loss_is_the_weighted_sum_and_the_gradient_its_slope(
     scalar, targets = make_model(model), torch.linspace(-1, 1, len(batch.tokens))
     values = scalar.values(batch).double()
     expected = (batch.weight * batch.mask * (values - targets).square()).sum().item()
-    found = scalar.gradients(batch, SquaredError(targets))
-    assert found.metrics["loss"] == pytest.approx(expected, rel=1e-5)
-    assert found.metrics["value"] == pytest.approx(values[batch.mask].mean().item(), rel=1e-4)
-    torch.testing.assert_close(found.outputs, values.float() * batch.mask, atol=1e-6, rtol=1e-5)
+    outcome = scalar.gradients(batch, SquaredError(targets))
+    assert outcome.metrics["loss"] == pytest.approx(expected, rel=1e-5)
+    assert outcome.metrics["value"] == pytest.approx(values[batch.mask].mean().item(), rel=1e-4)
+    torch.testing.assert_close(outcome.outputs, values.float() * batch.mask, atol=1e-6, rtol=1e-5)
     slopes = [(p, p.main_grad.clone()) for p in scalar.chunks.parameters()]
     squared = sum(slope.double().square().sum().item() for _, slope in slopes)
     step = 5e-4 / squared**0.5
@@ -130,17 +183,17 @@ def test_it_starts_from_the_body_of_a_policy_s_checkpoint(
     """Whatever head that has; a critic's own checkpoint brings its head as well."""
     policy, scalar = make_policy(model, mtp_layers=1), make_model(model)
     policy.initialize(seed=8)
-    checkpoint.save(tmp_path / "policy", policy, {})
+    checkpoint.save(tmp_path / "policy", [policy], {})
     head = scalar.whole_weights()["scalar_head.weight"]
     with scalar.chunks.body_alone():
-        checkpoint.load_weights(tmp_path / "policy", scalar)
+        checkpoint.load_weights(tmp_path / "policy", scalar, role="policy")
     ours, theirs = scalar.whole_weights(), policy.whole_weights()
     assert torch.equal(ours.pop("scalar_head.weight"), head)
     assert theirs.keys() - ours.keys() == {k for k in theirs if k.startswith(("output_layer.", "mtp."))}
     assert all(torch.equal(whole, theirs[key]) for key, whole in ours.items())
 
     values = scalar.values(batch)
-    checkpoint.save(tmp_path / "critic", scalar, {})
+    checkpoint.save(tmp_path / "critic", [scalar], {})
     other = make_model(model)
     other.initialize(seed=9)
     checkpoint.load_weights(tmp_path / "critic", other)
@@ -150,9 +203,39 @@ def test_it_starts_from_the_body_of_a_policy_s_checkpoint(
 def test_a_policy_s_checkpoint_alone_has_no_head_for_it(
     make_model: MakeModel, make_policy: Callable[..., Policy], tmp_path: Path
 ) -> None:
-    checkpoint.save(tmp_path / "policy", make_policy(), {})
+    checkpoint.save(tmp_path / "policy", [make_policy()], {})
     with pytest.raises(Exception, match="scalar_head"):
+        checkpoint.load_weights(tmp_path / "policy", make_model(), role="policy")
+    with pytest.raises(ValueError, match=r"holds no critic \(no critic/\)"):
         checkpoint.load_weights(tmp_path / "policy", make_model())
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_a_model_that_is_never_trained_holds_weights_alone_and_gives_the_same_values(
+    model: str, distributed: bool, make_model: MakeModel, batch: Batch
+) -> None:
+    def buffers(scalar: ScalarModel) -> int:
+        held = (b for chunk in scalar.ddp_chunks for b in chunk.buffers + chunk.expert_parallel_buffers)
+        return sum(buffer.grad_data.nbytes for buffer in held)
+
+    trained, frozen = (
+        make_model(model, distributed=distributed),
+        make_model(model, trained=False, distributed=distributed),
+    )
+    assert buffers(trained) >= 4 * trained.parameters() == 4 * frozen.parameters() > 0
+    assert buffers(frozen) == 0
+    assert not any(hasattr(p, "main_grad") or p.requires_grad for p in frozen.chunks.parameters())
+    # torch multiplies matrices in another order where no gradient can be asked for.
+    torch.testing.assert_close(frozen.values(batch), trained.values(batch), atol=1e-6, rtol=1e-5)
+
+
+def test_a_model_that_is_never_trained_refuses_to_be(make_model: MakeModel, batch: Batch) -> None:
+    frozen = make_model(trained=False)
+    with pytest.raises(RuntimeError, match="the critic was made with trained=False"):
+        frozen.gradients(batch, SquaredError(torch.zeros(len(batch.tokens))))
+    with pytest.raises(RuntimeError, match="the critic was made with trained=False"):
+        frozen.use_optimizer(OptimizerConfig(lr=0.01))
 
 
 def test_nothing_as_large_as_the_vocabulary_is_built_or_computed(make_model: MakeModel, batch: Batch) -> None:

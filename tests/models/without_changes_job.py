@@ -30,10 +30,10 @@ def status(name: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         for table, module in TABLES.items():
             kept = tuple(change for change in getattr(module, table) if change.name != name)
-            noticed = [change.noticed for change in getattr(module, table) if change.name == name]
-            if noticed:
+            tests = [change.test for change in getattr(module, table) if change.name == name]
+            if tests:
                 patch.setattr(module, table, kept)
-                return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *noticed]))
+                return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
     raise ValueError(name)
 
 

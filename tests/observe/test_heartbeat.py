@@ -8,6 +8,7 @@ import pytest
 
 from grpo_mega.observe.heartbeat import PREFIX, Heartbeat, mark_failed, mark_refused
 from grpo_mega.observe.timer import PhaseTimer
+from grpo_mega.platform.collectives import FailedElsewhere
 
 
 @pytest.fixture
@@ -43,9 +44,15 @@ def test_a_short_name_after_a_long_one_leaves_nothing_of_it(prefix):
     assert Path(f"{prefix}.beat").stat().st_size == size, "no more room is needed when a disk is full"
 
 
-def test_a_failure_leaves_a_file(prefix):
-    mark_failed()
-    assert Path(f"{prefix}.failed").exists()
+def test_a_failure_leaves_a_file_that_says_whether_it_is_that_of_other_ranks(prefix):
+    mark_failed(KeyError("here"))
+    assert Path(f"{prefix}.failed").read_text() == ""
+    reported = RuntimeError("rank 1: KeyError: there")
+    reported.__cause__ = FailedElsewhere()
+    in_step = RuntimeError("failed in step 2")
+    in_step.__cause__ = reported
+    mark_failed(in_step)
+    assert Path(f"{prefix}.failed").read_text() == "elsewhere\n"
 
 
 def test_who_refuses_waits_for_the_others_and_not_for_ever(prefix):
@@ -59,6 +66,6 @@ def test_without_a_launcher_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.delenv(PREFIX, raising=False)
     monkeypatch.chdir(tmp_path)
     Heartbeat()("generate")
-    mark_failed()
+    mark_failed(KeyError("here"))
     mark_refused(ranks=2, seconds=600)
     assert list(tmp_path.iterdir()) == []

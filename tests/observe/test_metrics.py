@@ -104,7 +104,7 @@ def test_steps_that_do_not_run_again_and_have_no_line_are_named(tmp_path: Path, 
     if lines is not None:
         (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in lines))
     MetricsLog(tmp_path, tensorboard=False, resume_from_step=7).close()
-    assert (lost is None and not caplog.text) or f"metrics.jsonl: the numbers of {lost}" in caplog.text
+    assert (lost is None and not caplog.text) or f"metrics.jsonl: the metrics of {lost}" in caplog.text
 
 
 def test_of_many_lost_steps_the_first_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from array import array
 from pathlib import Path
 
 import pytest
@@ -10,29 +10,44 @@ import pytest
 from grpo_mega.config.schema import RunConfig
 from grpo_mega.observe.metrics import read_metrics
 from grpo_mega.observe.recorder import Recorder
-from grpo_mega.types import Group, Prompt, Sample, Score
+from grpo_mega.observe.samples import sample_record
+from grpo_mega.types import Prompt, Sample, Score
 
 PROMPT = Prompt("p/1", (1, 2), "1+1=?", "2", "sums")
 
 
 def answer(index: int, text: str) -> Sample:
-    return Sample(PROMPT, index, (3,), (-0.5,), "stop", ((0, 0),), text, None)
+    return Sample(PROMPT, index, array("i", [3]), array("f", [-0.5]), "stop", ((0, 4),), text, None)
 
 
-def test_the_sample_that_is_printed_is_the_first_of_its_group_as_in_the_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+SHOWN = [
+    sample_record(answer(0, text), Score(0.2, {"accuracy": 0.2}, reason))
+    for text, reason in (("poor", "a guess"), ("b", ""))
+]
+AS_WRITTEN = (
+    '{"prompt_id": "p/1", "prompt": "1+1=?", "answer": "2", "completion": "poor", "reward": 0.2, "accuracy": 0.2, '
+    '"reason": "a guess", "tokens": 1, "finish_reason": "stop", "policy_version": 4}\n'
+)
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_samples_are_written_and_printed_in_their_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], written: int
 ) -> None:
-    texts, rewards = ("poor", "perfect", "worse"), (0.2, 1.0, 0.0)
-    scores = tuple(Score(reward, {"accuracy": reward}) for reward in rewards)
-    group = Group(tuple(answer(i, text) for i, text in enumerate(texts)), scores)
-    recorder = Recorder(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path, main=True)
+    """So many into the file, byte for byte, and two are printed whatever is written."""
+    run = RunConfig(name="mine", steps=1, tensorboard=False, samples_per_step=written)
+    recorder = Recorder(run, tmp_path, main=True)
+    assert recorder.samples_wanted == 2
     recorder.open_metrics(resume_from_step=-1)
-    recorder.step(1, {"reward/mean": 0.4}, [group])
+    recorder.step(1, {"reward/mean": 0.4}, SHOWN)
     recorder.close()
     said = capsys.readouterr().err
     assert "| 1+1=? -> poor  [answer 2, reward 0.20]" in said
-    assert "perfect" not in said
-    assert json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text())["completion"] == "poor"
+    assert said.index("-> poor") < said.index("-> b ")
+    lines = (tmp_path / "samples" / "step-000001.jsonl").read_text().splitlines(keepends=True)
+    assert len(lines) == written
+    assert lines[:1] == [AS_WRITTEN][:written]
+    assert "reason" not in "".join(lines[1:]).replace("finish_reason", "")
 
 
 def test_held_out_results_go_into_the_metrics_and_others_do_not(tmp_path: Path) -> None:

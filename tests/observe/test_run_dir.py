@@ -177,6 +177,13 @@ def test_a_directory_whose_identity_is_lost_is_adopted_by_the_experiment_of_its_
     assert (tmp_path / "metrics.jsonl").exists()
 
 
+def test_what_may_change_is_not_compared_where_an_earlier_release_has_written_it(tmp_path, config) -> None:
+    with_a_step(tmp_path, identity(config) | {"data.shared_test_problems": 0, "run.name": "tiny"})
+    check_run_dir(tmp_path, identity=identity(config))
+    with pytest.raises(ValueError, match=r"\n  optimizer.lr: 0.0003 there, 0.5 now\n"):
+        check_run_dir(tmp_path, identity=identity(config) | {"optimizer.lr": 0.5})
+
+
 @pytest.mark.parametrize("lost", LOST)
 def test_a_directory_whose_identity_is_lost_is_refused_to_other_experiments(tmp_path, config, lost) -> None:
     with_a_step(tmp_path, identity(config), to_yaml(config))

@@ -8,11 +8,12 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
 from mutations import MUTATIONS
-from parity_cases import LAYOUTS, LONG, MODELS, OBJECTIVE, OBJECTIVES, optimizer
+from parity_cases import LAYOUTS, LONG, LORA, MODELS, OBJECTIVE, OBJECTIVES, optimizer
 
 from grpo_mega import platform
 
@@ -21,15 +22,26 @@ platform.join_processes(HERE)
 
 from megatron.core import parallel_state  # noqa: E402
 
+from grpo_mega.algorithm.objective import Loss  # noqa: E402
+from grpo_mega.algorithm.token_advantages import process_advantages  # noqa: E402
 from grpo_mega.algorithm.weights import token_weights  # noqa: E402
 from grpo_mega.config.schema import ModelConfig  # noqa: E402
-from grpo_mega.models.losses import Loss, grpo_loss  # noqa: E402
+from grpo_mega.models.adapters import B  # noqa: E402
 from grpo_mega.models.megatron.router import PackedRouter  # noqa: E402
-from grpo_mega.models.policy import Gradients, Policy  # noqa: E402
+from grpo_mega.models.model import Pass  # noqa: E402
+from grpo_mega.models.noise import moment_sums  # noqa: E402
+from grpo_mega.models.parts import frozen_parts, part_of  # noqa: E402
+from grpo_mega.models.policy import Policy  # noqa: E402
+from grpo_mega.models.shards import named_box, shards  # noqa: E402
 from grpo_mega.models.topology import join_layout  # noqa: E402
+from grpo_mega.platform.collectives import host_group  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
-from grpo_mega.types import Batch, Prompt, Sample, pack  # noqa: E402
+from grpo_mega.rollout.producer import generate  # noqa: E402
+from grpo_mega.stages.loss import loss_of  # noqa: E402
+from grpo_mega.stages.packing import pack_samples  # noqa: E402
+from grpo_mega.types import Batch, Prompt, Sample  # noqa: E402
+from grpo_mega.weights.stream import hf_buckets  # noqa: E402
 
 VOCAB = 26
 SAMPLES = 3
@@ -42,45 +54,67 @@ SMALL_BUCKETS = 10_000
 
 def one_step(model_name: str, layout_name: str) -> dict:
     """Samples, log-probs, loss and gradients of one step from seeded weights, and what two updates change."""
-    model, layout, adam = MODELS[model_name], LAYOUTS[layout_name], optimizer(layout_name)
+    model, layout, adam = MODELS[model_name], LAYOUTS[layout_name], optimizer(model_name, layout_name)
     topology = join_layout(layout, seed=0)
-    policy = Policy(model, layout, VOCAB, topology, HERE, adam.distributed, adam.overlap, SMALL_BUCKETS)
+    parallel = (adam.distributed, adam.overlap, SMALL_BUCKETS)
+    lora = LORA.get(model_name)
+    policy = Policy(model, layout, VOCAB, topology, HERE, *parallel, frozen=adam.frozen, lora=lora)
     policy.initialize(seed=3)
+    train_adapters(policy)
     long = layout_name == "single" or f"{model_name}:{layout_name}" in LONG
     engine = EmbeddedEngine(policy, str, concurrent_sequences=16 if long else 64)
     result = {"parameters": policy.parameters()}
     if model.dtype == "fp32":  # in bf16 a layout's rounding may change what is drawn
         result |= sampled(engine, policy, replace(SAMPLING, max_new_tokens=24 if long else 8))
-    batch = made_up_batch(model, replayed=model_name == "replayed")
-    loss = grpo_loss(OBJECTIVES.get(model_name, OBJECTIVE), on_policy=False)
+    objective = OBJECTIVES.get(model_name, OBJECTIVE)
+    whole = made_up_batch(model, replayed=model_name == "replayed", by_step=objective.supervision == "process")
+    batch = policy.share(whole)
+    loss = loss_of(objective, on_policy=False)
     scored = policy.logprobs(batch, TEMPERATURE)
     found = policy.gradients(batch, loss, TEMPERATURE)
     result |= {
-        "scored": scored,
-        "trained": found.logprob,
-        "tokens": len(batch.tokens),
+        "scored": policy.gathered(scored, batch),
+        "trained": policy.gathered(found.outputs, batch),
+        "tokens": len(policy.gathered(scored, batch)),
         "metrics": found.metrics,
         "expert_loads": found.expert_loads,
         "gradients": policy.whole_gradients(),
     }
+    if policy.lora:
+        result["merged"] = dict(pair for bucket in hf_buckets(policy, 10**6) for pair in bucket)
+        result["adapters"] = dict(pair for bucket in hf_buckets(policy, 10**6, adapters=True) for pair in bucket)
     before = policy.whole_weights()
     policy.use_optimizer(adam)
     updates = [update(policy, batch, loss, adam.lr) for _ in range(2)]
-    result["grad_norms"] = [found.metrics["grad_norm"] for found, _ in updates]
+    result["norms"] = [found.metrics["grad_norm"] for found, _ in updates]
+    result["norms"] += [sum_of_squares**0.5 for sum_of_squares in moment_sums(policy.optimizer)]
     result["bias_off"] = max(off for _, off in updates)
     if model.dtype == "fp32":  # before anything else looks at the new weights
-        after = engine.generate(prompts()[:4], 1, replace(SAMPLING, max_new_tokens=4), version=8)
-        result["after"] = {s.token_ids: s.logprobs for s in after}
+        after = generate(engine, prompts()[:4], 1, replace(SAMPLING, max_new_tokens=4), version=8)
+        result["after"] = {tuple(s.token_ids): tuple(s.logprobs) for s in after}
     result["updates"] = {key: whole - before[key] for key, whole in policy.whole_weights().items()}
+    kept = frozen_parts(adam.frozen, policy.lora)
+    frozen = [key for key in before if part_of(key, model.tie_embeddings) in kept]
+    result["frozen_off"] = max((result["updates"][key].abs().max().item() for key in frozen), default=0.0)
     return result
 
 
+def train_adapters(policy: Policy) -> None:
+    """Gives every B values as after some training: with the first ones, 0, no A has a gradient."""
+    for shard in shards(policy.chunks):
+        name, box = named_box(shard)
+        if name.endswith(B):
+            generator = torch.Generator().manual_seed(crc32(name.encode()))
+            whole = torch.randn(shard.global_shape[shard.prepend_axis_num :], generator=generator) * 0.1
+            shard.data.copy_(whole[tuple(slice(*ends) for ends in box)])
+
+
 def leave_groups() -> None:
-    """Ends all process groups but the one of all ranks: the threads of hundreds of them would take their time."""
+    """Ends all process groups but those of all ranks: the threads of hundreds of them would take their time."""
     torch.distributed.barrier()
     parallel_state.destroy_model_parallel()
     for group in [*torch.distributed.distributed_c10d._world.pg_map]:
-        if group is not torch.distributed.group.WORLD:
+        if group not in (torch.distributed.group.WORLD, host_group()):
             torch.distributed.destroy_process_group(group)
 
 
@@ -94,22 +128,23 @@ def prompts() -> list[Prompt]:
 
 def sampled(engine: EmbeddedEngine, policy: Policy, sampling: SamplingParams) -> dict:
     """What the engine draws, its log-probs and the trainer's."""
-    samples = engine.generate(prompts(), SAMPLES, sampling, version=7)
-    batch = pack(samples)
+    samples = generate(engine, prompts(), SAMPLES, sampling, version=7)
+    batch = policy.share(pack_samples(samples))
     return {
-        "samples": [s.token_ids for s in samples],
+        "samples": [tuple(s.token_ids) for s in samples],
         "longest": sampling.max_new_tokens,
-        "rollout_logprob": batch.rollout_logprob,
-        "logprob": policy.logprobs(batch, sampling.temperature),
+        "rollout_logprob": policy.gathered(batch.rollout_logprob, batch),
+        "logprob": policy.gathered(policy.logprobs(batch, sampling.temperature), batch),
     }
 
 
-def made_up_batch(model: ModelConfig, replayed: bool) -> Batch:
+def made_up_batch(model: ModelConfig, replayed: bool, by_step: bool = False) -> Batch:
     """Groups of random completions of 3 to 24 tokens, with everything that an update reads.
 
     Tokens and the log-probs of the old and the reference policy are made up, so that no layout's rounding is in them:
     those of one that guesses, more or less. Ratios clip on both sides and the KL term has a gradient. No completion is
-    shorter than 3: a token's rounding must not weigh more than a thirtieth of a sequence's.
+    shorter than 3: a token's rounding must not weigh more than a thirtieth of a sequence's. `by_step`: advantages are
+    those of steps, two for every completion.
     """
     generator = torch.Generator().manual_seed(1)
     samples = []
@@ -118,10 +153,19 @@ def made_up_batch(model: ModelConfig, replayed: bool) -> Batch:
         samples.append(Sample(prompt, i % SAMPLES, tokens, (-math.log(VOCAB),) * len(tokens), "length", ((0, 7),), ""))
     if replayed:
         samples = routed_at_random(samples, model)
-    batch = pack(samples)
+    batch = pack_samples(samples)
     shift = torch.sin(torch.arange(len(batch.tokens)))
+    advantage = torch.linspace(-1.5, 1.5, len(samples)).repeat_interleave(batch.lengths)
+    if by_step:
+        lengths = [len(sample.token_ids) for sample in samples]
+        steps = [((n // 2, float(i % 4)), (n - 1, float(i % 3))) for i, n in enumerate(lengths)]
+        of_tokens = [
+            part for i in range(0, len(samples), SAMPLES)
+            for part in process_advantages(steps[i : i + SAMPLES], lengths[i : i + SAMPLES])
+        ]  # fmt: skip
+        advantage = torch.zeros(len(batch.tokens)).masked_scatter(batch.mask, torch.cat(of_tokens))
     return batch.with_(
-        advantage=torch.linspace(-1.5, 1.5, len(samples)).repeat_interleave(batch.lengths),
+        advantage=advantage,
         weight=token_weights(batch.mask, batch.cu_seqlens, "sequence_mean", 1),
         old_logprob=batch.rollout_logprob + 0.3 * shift,
         ref_logprob=batch.rollout_logprob - 0.2 * shift,
@@ -137,7 +181,7 @@ def routed_at_random(samples: list[Sample], model: ModelConfig) -> list[Sample]:
     return [replace(s, experts=experts) for s, experts in zip(samples, chosen, strict=True)]
 
 
-def update(policy: Policy, batch: Batch, loss: Loss, lr: float) -> tuple[Gradients, float]:
+def update(policy: Policy, batch: Batch, loss: Loss, lr: float) -> tuple[Pass, float]:
     """An update, and how far from DeepSeek-V3's rule any rank's balancing bias moved: by the load of all ranks."""
     routers = [m for m in policy.chunks.modules() if isinstance(m, PackedRouter) and m.enable_expert_bias]
     before = [router.expert_bias.clone() for router in routers]

@@ -112,7 +112,7 @@ def loss_divided_by_replicas(patch: MonkeyPatch) -> None:
 
 def sequence_ratio_of_own_tokens(patch: MonkeyPatch) -> None:
     """GSPO's ratio is taken over the part of a sequence that a context parallel rank holds."""
-    patch.setattr("grpo_mega.models.losses._context_parallel_group", lambda: None)
+    patch.setattr("grpo_mega.models.heads._context_parallel_group", lambda: None)
 
 
 def scored_at_another_temperature(patch: MonkeyPatch) -> None:
@@ -129,6 +129,50 @@ def trained_at_another_temperature(patch: MonkeyPatch) -> None:
 
     gradients = Policy.gradients
     patch.setattr(Policy, "gradients", lambda policy, batch, loss, temperature: gradients(policy, batch, loss, 1.0))
+
+
+def adapter_gradients_of_own_tokens(patch: MonkeyPatch) -> None:
+    """Under sequence parallelism each rank keeps its tokens' part of the gradient of the factor that all ranks have."""
+
+    def forget(policy: Any) -> None:
+        for name, parameter in policy.chunks.named_parameters():
+            if ".adapter." in name:
+                parameter.sequence_parallel = False
+
+    _after_building(patch, forget)
+
+
+def adapter_gradients_of_own_rows(patch: MonkeyPatch) -> None:
+    """A column parallel layer's A, and an expert's shared factor, get the gradient of each rank's own rows."""
+    patch.setattr("grpo_mega.models.adapters.copy_to_tensor_model_parallel_region", lambda x, *_: x)
+
+
+def adapters_counted_on_every_rank(patch: MonkeyPatch) -> None:
+    """The gradient norm counts the factor of an expert's adapter that all ranks have once for each of them."""
+
+    def forget(policy: Any) -> None:
+        for name, parameter in policy.chunks.named_parameters():
+            if ".adapter." in name and hasattr(parameter, "shared"):
+                del parameter.shared
+                parameter.tensor_model_parallel = True
+
+    _after_building(patch, forget)
+
+
+def adapters_of_keys_and_values_swapped(patch: MonkeyPatch) -> None:
+    """What is handed out as the key projection has the adapter of the value projection, and the reverse."""
+    from grpo_mega.weights import merging
+
+    parts_of = merging.parts_of
+
+    def swapped(*arguments: Any) -> Any:
+        parts = parts_of(*arguments)
+        other = {1: 2, 2: 1}
+        return replace(
+            parts, numbers={k: other.get(n, n) if "linear_qkv" in k[0] else n for k, n in parts.numbers.items()}
+        )
+
+    patch.setattr("grpo_mega.weights.stream.parts_of", swapped)
 
 
 def _after_building(patch: MonkeyPatch, spoil: Callable[[Any], Any]) -> None:
@@ -157,6 +201,10 @@ MUTATIONS = {
         Mutation(sequence_ratio_of_own_tokens, ("dense_gspo:cp2",)),
         Mutation(scored_at_another_temperature, ("dense:tp2",)),
         Mutation(trained_at_another_temperature, ("dense:tp2",)),
+        Mutation(adapter_gradients_of_own_tokens, ("dense_lora:tp2sp", "mla_lora:tp2sp")),
+        Mutation(adapter_gradients_of_own_rows, ("dense_lora:tp2", "moe_lora:tp2etp2")),
+        Mutation(adapters_counted_on_every_rank, ("moe_lora:tp2etp2",)),
+        Mutation(adapters_of_keys_and_values_swapped, ("dense_lora:tp2",)),
     )
 }
 """Name -> mutation; MUTATION@CASE is the case with the bug in it."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity_cases import expert_layers, model_of, one_process, processes
+from parity_cases import expert_layers, has_adapters, model_of, one_process, processes
 from ranks import run_ranks
 
 JOB = Path(__file__).with_name("layouts_job.py")
@@ -30,6 +30,9 @@ LIMITS = {
         "expert loads": 0,
         "expert bias": 1e-8,
         "parameters": 0,
+        "frozen weights": 0,
+        "merged weights": 1e-6,
+        "exported adapters": 0,
     },
     "bf16": {
         "log-probs": 0.1,
@@ -52,6 +55,8 @@ In bf16 one rounding is 2^-8 = 0.004 relative, and the weights themselves are ro
 bound falls on the other side, and a token on the edge between two experts goes to the other one. A wrong factor shows,
 a subtle mistake does not: fp32 is for that."""
 EXPERTS_ONLY = ("expert loads", "expert bias")
+ADAPTERS_ONLY = ("frozen weights", "merged weights", "exported adapters")
+EXPORTED = ("merged", "adapters")
 
 Found = dict[str, Any]
 """What layouts_job.py saved about a case."""
@@ -62,7 +67,8 @@ def limits(case: str) -> dict[str, float]:
     model = model_of(case)
     if model.dtype == "bf16":
         return LIMITS["bf16 with experts" if expert_layers(model) else "bf16"]
-    return {name: x for name, x in LIMITS["fp32"].items() if expert_layers(model) or name not in EXPERTS_ONLY}
+    without = (() if expert_layers(model) else EXPERTS_ONLY) + (() if has_adapters(case) else ADAPTERS_ONLY)
+    return {name: x for name, x in LIMITS["fp32"].items() if name not in without}
 
 
 def run_cases(cases: Iterable[str], out: Path) -> dict[str, Found]:
@@ -83,11 +89,12 @@ def excesses(found: dict[str, Found], case: str) -> dict[str, float]:
 def differences(mine: Found, one: Found) -> dict[str, tuple[float, str]]:
     """How far a case is from one process, and where: a tensor's name, say.
 
-    Log-probs and the bias by the largest absolute difference; metrics and gradient norms by the relative one; gradients
-    and updates by relative L2 distance, of all tensors together and of the worst; tokens by the samples that differ.
+    Log-probs and the bias by the largest absolute difference; metrics and gradient norms, with those that the gradient
+    noise scale is made of, by the relative one; gradients and updates by relative L2 distance, of all tensors together
+    and of the worst; tokens by the samples that differ.
     """
     metrics = {name: relative(mine["metrics"].get(name), x) for name, x in one["metrics"].items()}
-    norms = dict(enumerate(map(relative, mine["grad_norms"], one["grad_norms"])))
+    norms = dict(enumerate(map(relative, mine["norms"], one["norms"])))
     result = {
         "log-probs, scoring and update": (farthest(mine["scored"], mine["trained"]), ""),
         "log-probs": (max(farthest(mine[name], one[name]) for name in ("scored", "trained")), ""),
@@ -96,13 +103,27 @@ def differences(mine: Found, one: Found) -> dict[str, tuple[float, str]]:
         "expert loads": (float(mine["expert_loads"] != one["expert_loads"]), ""),
         "expert bias": (mine["bias_off"], ""),
         "parameters": (abs(mine["parameters"] - one["parameters"]), ""),
+        "frozen weights": (mine["frozen_off"], ""),
     }
     for name in ("gradients", "updates"):
         together, each = distances(mine[name], one[name])
         result |= {name: (together, ""), f"worst {name[:-1]}": largest(each)}
+    if "merged" in one:
+        result |= of_adapters(mine, one)
     if "samples" in one:
         result |= of_samples(mine, one)
     return result
+
+
+def of_adapters(mine: Found, one: Found) -> dict[str, tuple[float, str]]:
+    """The part of `differences` that is about adapters: whether an update moved other weights, and what is exported."""
+    assert all(mine[kind].keys() == one[kind].keys() for kind in EXPORTED)
+    merged, adapters = ({name: farthest(mine[kind][name], x) for name, x in one[kind].items()} for kind in EXPORTED)
+    return {
+        "frozen weights": (mine["frozen_off"], ""),
+        "merged weights": largest(merged),
+        "exported adapters": largest(adapters),
+    }
 
 
 def of_samples(mine: Found, one: Found) -> dict[str, tuple[float, str]]:

@@ -23,22 +23,34 @@ def weighted(batch: Batch) -> Batch:
 
 
 def one_step(model_name: str, layout_name: str) -> dict:
-    layout, adam = LAYOUTS[layout_name], optimizer(layout_name)
+    layout, adam = LAYOUTS[layout_name], optimizer(model_name, layout_name)
     topology = join_layout(layout, seed=0)
     parallel = (adam.distributed, adam.overlap, SMALL_BUCKETS)
     model = ScalarModel("critic", MODELS[model_name], layout, VOCAB, topology, HERE, *parallel)
     model.initialize(seed=3)
-    batch = weighted(made_up_batch(MODELS[model_name], replayed=False))
-    loss = SquaredError(torch.sin(torch.arange(len(batch.tokens))))
-    result = {"parameters": model.parameters(), "values": model.values(batch), "mask": batch.mask}
+    whole = weighted(made_up_batch(MODELS[model_name], replayed=False))
+    batch = model.share(whole.with_(advantage=torch.sin(torch.arange(len(whole.tokens)))))
+    loss = SquaredError(batch.advantage)
+    result = {
+        "parameters": model.parameters(),
+        "values": model.gathered(model.values(batch), batch),
+        "mask": whole.mask,
+    }
     found = model.gradients(batch, loss)
-    result |= {"trained": found.outputs, "metrics": found.metrics, "gradients": model.whole_gradients()}
+    result |= {
+        "trained": model.gathered(found.outputs, batch),
+        "metrics": found.metrics,
+        "gradients": model.whole_gradients(),
+    }
     result["loads"] = {layer: sum(load) for layer, load in found.expert_loads.items()}
     before = model.whole_weights()
     model.use_optimizer(adam)
     result["norms"] = [model.update(batch, loss, adam.lr).metrics["grad_norm"] for _ in range(2)]
     result["updates"] = {key: whole - before[key] for key, whole in model.whole_weights().items()}
-    result["after"] = model.values(batch)
+    result["after"] = model.gathered(model.values(batch), batch)
+    frozen = ScalarModel("reward model", MODELS[model_name], layout, VOCAB, topology, HERE, *parallel, trained=False)
+    frozen.initialize(seed=3)
+    result["frozen"] = frozen.gathered(frozen.values(batch), batch)
     return result
 
 

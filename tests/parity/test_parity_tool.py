@@ -90,6 +90,7 @@ def test_a_wrong_normalisation_fails_and_names_the_first_tensor(tmp_path):
     assert "first tensor that differs: embedding.word_embeddings.weight (gradient of step 1)" in ended.out
 
 
+@pytest.mark.long
 def test_latent_norms_that_are_not_summed_fail_though_loss_and_log_probs_agree(tmp_path):
     ended = spoiled(tmp_path, "latent_norms_not_summed", "model=tiny_mla_moe", "model.qk_norm=true", "layout=tp2")
     assert ended.codes == [1, 1], ended
@@ -111,6 +112,7 @@ def test_a_layout_that_does_not_fit_is_refused():
     assert "the world size 1 is not divisible" in job.stderr
 
 
+@pytest.mark.long
 def test_a_run_on_one_process_that_fails_ends_every_rank():
     ended = torchrun(TOOL, "model=tiny_dense", "model.layers=1", "optimizer.lr=1e30")
     assert ended.codes == [1, 1], ended

@@ -50,6 +50,7 @@ class TestAsOnOneProcess:
         assert mine["values"].dtype is torch.float32
         assert farthest(mine["values"], one["values"]) <= EXACT["log-probs"]
         assert farthest(mine["trained"], one["values"] * one["mask"]) <= EXACT["log-probs, scoring and update"]
+        assert farthest(mine["frozen"], one["values"]) <= EXACT["log-probs"]
 
     def test_loss_and_the_gradient_of_every_parameter(self, found, case):
         mine, one = found[case], found[one_process(case)]

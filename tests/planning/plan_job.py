@@ -20,7 +20,10 @@ from grpo_mega.planning.plan import checkpoint, plan, roles_of  # noqa: E402
 from grpo_mega.rollout.contract import EngineError  # noqa: E402
 from grpo_mega.rollout.sglang.memory import mem_fraction_static, work  # noqa: E402
 
-EXPERIMENTS = ("r1zero_671b", "r1zero_671b_h200", "qwen3_30b_a3b", "moonlight_16b", "deepseekmath_7b", "tiny")
+EXPERIMENTS = (
+    "r1zero_671b", "r1zero_671b_h200", "deepseek_v3_lora", "qwen3_30b_a3b", "qwen3_30b_a3b_lora", "moonlight_16b",
+    "deepseekmath_7b",
+)  # fmt: skip
 SHORTER = ["model.context=65536", "layout.micro_batch_tokens=65536", "rollout.longer_max_new_tokens=64000"]
 ENGINES = {
     "deepep": ["+rollout.sglang.arguments={moe_a2a_backend: deepep, moe_dense_tp_size: 1, mem_fraction_static: 0.7}"],
@@ -109,19 +112,21 @@ def refused(case: Callable[[], None]) -> str:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    asked = {name: [f"experiment={name}"] for name in EXPERIMENTS}
+    asked = {name: [f"experiment={name}"] for name in (*EXPERIMENTS, "tiny", "tiny_ppo")}
     asked["r1zero_16k"] = ["experiment=r1zero_671b", *SHORTER]
     asked["qwen3_interleaved"] = ["experiment=qwen3_30b_a3b", "layout.pp=4", "layout.vpp=2", "cluster.nodes=8"]
     asked["qwen3_one_node"] = ["experiment=qwen3_30b_a3b", "cluster.nodes=1"]
     asked |= {f"tiny_{name}": ["experiment=tiny", *overrides] for name, overrides in LAYOUTS.items()}
     asked |= {f"r1zero_{name}": ["experiment=r1zero_671b", *overrides] for name, overrides in ENGINES.items()}
     asked["moonlight_keeps_all"] = ["experiment=moonlight_16b", "layout.recompute=none"]
+    asked["moonlight_frozen"] = ["experiment=moonlight_16b", "optimizer.frozen=[embedding,experts]"]
+    asked["lora_with_reference"] = ["experiment=qwen3_30b_a3b_lora", "algorithm.kl_coef=0.1"]
     asked["qwen3_tp8"] = ["experiment=qwen3_30b_a3b", "rollout.sglang.tp=8"]
     found = {name: plan(compose_config(overrides)) for name, overrides in asked.items()}
     shares = [
         {"name": name, "free": free, "capacity": capacity, "share": mem_fraction_static(config, free, capacity)}
         | {"work": work(config, capacity), "bucket": config.rollout.sglang.bucket_bytes}
-        for name in EXPERIMENTS[:-1]
+        for name in EXPERIMENTS
         for config in [compose_config([f"experiment={name}"])]
         for capacity in (int(config.cluster.gpu_memory_mib) * 2**20,)
         for free in (capacity - int(held * 1e9) for held in (0, 0.5, 2, 8, 16))

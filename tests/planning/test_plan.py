@@ -45,7 +45,9 @@ def plans(job: dict[str, Any]) -> dict[str, Any]:
     [
         ("r1zero_671b", 671_026_419_200),
         ("r1zero_671b_h200", 671_026_419_200),
+        ("deepseek_v3_lora", 671_026_419_200),
         ("qwen3_30b_a3b", 30_532_122_624),
+        ("qwen3_30b_a3b_lora", 30_532_122_624),
         ("moonlight_16b", 15_960_110_208),
         ("deepseekmath_7b", 6_910_365_696),
     ],
@@ -111,6 +113,28 @@ def test_a_checkpoint_has_weights_optimizer_and_reference(name: str, bytes_each:
     """bf16 with and without a reference policy, and fp32: Adam has two moments, and a copy of narrower weights."""
     parameters = plans[name]["parameters"] + plans[name]["prediction_parameters"]
     assert plans[name]["checkpoint"] == bytes_each * parameters
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b_lora", "lora_with_reference"])
+def test_of_a_model_with_adapters_these_alone_have_gradients_and_moments(name: str, plans: dict[str, Any]) -> None:
+    """Of rank 32, TP4 and EP8: of each matrix one factor is whole on every tensor parallel rank, the other is split."""
+    rank, layers, hidden, queries, keys, inner, vocabulary = 32, 48, 2048, 4096, 512, 768, 151_936
+    attention = hidden + queries + 2 * (hidden + keys) + queries + hidden
+    adapters = layers * rank * (attention + 128 * 3 * (hidden + inner))
+    mine = 3 * hidden + (queries + 2 * keys) // 4 + queries // 4 + hidden
+    dense, experts = layers * rank * mine, layers * rank * 16 * 3 * (hidden + inner)
+    # Norms and routers are whole on every rank.
+    base = layers * (hidden * 2 * (queries + keys) // 4 + 2 * hidden + 2 * 128 + 128 * hidden + 16 * 3 * hidden * inner)
+    base += 2 * vocabulary * hidden // 4 + hidden
+    found, lines = plans[name], plans[name]["memory"][0]
+    assert found["adapters"] == adapters
+    assert lines["weights"] == 2 * (base + dense + experts)
+    assert lines["gradients"] == 4 * (dense + experts)
+    assert lines["optimizer"] == 12 * (dense / 2 + experts)
+    assert lines.get("reference policy", 0) == (2 * (dense + experts) if name == "lora_with_reference" else 0)
+    copies = 2 if name == "lora_with_reference" else 1
+    assert found["checkpoint"] == 2 * found["parameters"] + (2 * copies + 12) * adapters
+    assert lines["output layer"] == plans["qwen3_30b_a3b"]["memory"][0]["output layer"] - 2 * vocabulary / 4 * hidden
 
 
 def test_activations_of_r1_zero_with_16384_tokens_on_a_gpu(plans: dict[str, Any]) -> None:
@@ -377,6 +401,17 @@ def test_settings_that_cannot_run_are_refused(arguments: list[str], message: str
     assert message in done.stderr
 
 
+def test_frozen_parts_have_weights_alone(plans: dict[str, Any]) -> None:
+    whole, frozen = plans["moonlight_16b"], plans["moonlight_frozen"]
+    (stage,), (lines,), (before,) = whole["stages"], frozen["memory"], whole["memory"]
+    embedding = 163840 * 2048 // whole["layout"]["tp"]
+    assert lines["weights"] == before["weights"]
+    assert lines["gradients"] == 4 * (stage["dense"] - embedding)
+    assert lines["optimizer"] == 12 * (stage["dense"] - embedding) / stage["replicas"]
+    experts = 26 * 64 * 3 * 2048 * 1408
+    assert whole["checkpoint"] - frozen["checkpoint"] == 12 * (163840 * 2048 + experts)
+
+
 def test_a_critic_and_a_reward_model_have_lines_of_their_own(job: dict[str, Any]) -> None:
     """Beside policy and reference: the same body with one row for a head, trained and not; nothing else changes."""
     more, (fewer_lines, lines) = job["more"], job["more"]["memory"].values()
@@ -394,3 +429,23 @@ def test_a_critic_and_a_reward_model_have_lines_of_their_own(job: dict[str, Any]
     away = [expected[name] for name in ("critic, weights", "critic, optimizer", "reward model")]
     assert more["leaves"]["4"] - more["leaves"]["2"] == pytest.approx(sum(away))
     assert more["checkpoint"]["4"] - more["checkpoint"]["2"] == 14 * more["parameters"]
+
+
+def test_ppo_is_planned_with_its_critic(plans: dict[str, Any]) -> None:
+    """In fp32: four bytes of weights and gradients, eight of Adam; without an output layer."""
+    (grpo,), (ppo,) = plans["tiny"]["memory"], plans["tiny_ppo"]["memory"]
+    critic = {name.removeprefix("critic, "): size for name, size in ppo.items() if name.startswith("critic")}
+    assert critic.keys() == {"weights", "gradients", "optimizer"}
+    assert ppo.keys() - grpo.keys() == {f"critic, {kind}" for kind in critic}
+    assert critic["gradients"] == critic["weights"] < grpo["weights"]
+    assert critic["optimizer"] == 2 * critic["weights"]
+    assert plans["tiny_ppo"]["checkpoint"] > 1.9 * plans["tiny"]["checkpoint"]
+
+
+def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path) -> None:
+    """With reference policy, average, frozen parts and adapters; its few numbers beside weights are not planned."""
+    job = Path(__file__).with_name("checkpoint_size_job.py")
+    saved, planned = (results(run_ranks(job, 1, [what, str(tmp_path)])) for what in ("saved", "planned"))
+    assert saved.keys() == planned.keys()
+    for case, size in saved.items():
+        assert planned[case] == pytest.approx(size, rel=1e-3), case

@@ -27,7 +27,7 @@ VOCABULARY = 16
 
 def train(**options: Any) -> dict[str, float]:
     """One update of a mixture of experts with balancing bias and a shared expert."""
-    from grpo_mega.models.losses import negative_log_likelihood
+    from grpo_mega.algorithm.objective import negative_log_likelihood
     from grpo_mega.models.policy import Policy
     from grpo_mega.models.topology import join_layout
 
@@ -42,7 +42,7 @@ def train(**options: Any) -> dict[str, float]:
     policy.use_optimizer(OptimizerConfig(lr=1e-2))
     sequences = [[(3 * i + t) % VOCABULARY for t in range(4 + i)] for i in range(4)]
     batch = pack_tokens(sequences, [1] * len(sequences))
-    batch = batch.with_(weight=batch.mask / batch.mask.sum())
+    batch = policy.share(batch.with_(weight=batch.mask / batch.mask.sum()))
     found = policy.update(batch, negative_log_likelihood, lr=1e-2)
     return {name: round(found.metrics[name], 4) for name in ("loss", "grad_norm")}
 

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import limit
 
-from grpo_mega.platform.files import write_atomic
+from grpo_mega.platform.files import only_one, write_atomic, writing_atomic
 
 
 @pytest.mark.parametrize("content", ["text with é\n", b"\x00\xff", ""])
@@ -40,6 +41,53 @@ def test_a_writer_killed_before_the_rename_leaves_the_old_content(tmp_path: Path
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_a_block_that_raises_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(TypeError), writing_atomic(path) as file:
+        file.writelines([b"half of the new", "no bytes"])  # type: ignore[list-item]
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_atomic(tmp_path / "missing" / "file", "text")
+
+
+CONTENDER = """
+import pathlib, sys
+from grpo_mega.platform.files import only_one
+
+path, entered = pathlib.Path(sys.argv[1]), 0
+while entered < 300:
+    try:
+        with only_one(path):
+            path.with_suffix(".inside").touch(exist_ok=False)
+            path.with_suffix(".inside").unlink()
+            entered += 1
+    except ValueError as refused:
+        assert "is being written by another process" in str(refused), refused
+"""
+
+
+def test_one_process_at_a_time_is_let_in_however_often_they_come_and_go(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    contenders = [subprocess.Popen([sys.executable, "-c", CONTENDER, path]) for _ in range(4)]
+    assert [contender.wait(limit(120)) for contender in contenders] == [0, 0, 0, 0]
+    assert os.listdir(tmp_path) == []
+
+
+def test_one_that_was_killed_inside_keeps_nobody_out(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    died = (
+        "import os, pathlib, signal, sys\n"
+        "from grpo_mega.platform.files import only_one\n"
+        "with only_one(pathlib.Path(sys.argv[1])):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", died, path]).returncode == -9
+    assert os.listdir(tmp_path) == [".out.lock"]
+    with only_one(path), pytest.raises(ValueError, match="out is being written by another process"), only_one(path):
+        pass
+    assert os.listdir(tmp_path) == []

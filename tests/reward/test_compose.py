@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from grpo_mega.types import Prompt, Sample, Score
 
 def sample(text: str, answer: str = "19", index: int = 0, finish_reason: str = "stop") -> Sample:
     prompt = Prompt(id="chain_sum/x", token_ids=(1,), text="<bos>3+5+2+9=?", answer=answer, task="chain_sum")
-    return Sample(prompt, index, (2,), (0.0,), finish_reason, ((0, 0),), text)
+    return Sample(prompt, index, array("i", [2]), array("f", [0.0]), finish_reason, ((0, 0),), text)
 
 
 def config(*terms: RewardTerm, success: str | None = None) -> RewardConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from grpo_mega.reward.format import think_answer_format
@@ -12,7 +14,7 @@ GOOD = "<think>3+5=8</think><answer>8</answer>"
 
 def sample(text: str, finish_reason: str = "stop") -> Sample:
     prompt = Prompt(id="p", token_ids=(1,), text="<bos>3+5=?", answer="8", task="chain_sum")
-    return Sample(prompt, 0, (2,), (0.0,), finish_reason, ((0, 0),), text)
+    return Sample(prompt, 0, array("i", [2]), array("f", [0.0]), finish_reason, ((0, 0),), text)
 
 
 @pytest.mark.parametrize(

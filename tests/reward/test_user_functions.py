@@ -7,15 +7,19 @@ import random
 import signal
 import subprocess
 import sys
+from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.reward import user_functions
 from grpo_mega.reward.compose import Reward, build_reward
-from grpo_mega.reward.user_functions import UserFunctions
+from grpo_mega.reward.user_functions import UserFunction, UserFunctions
+from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Prompt, Sample, Score
 
 HERE = Path(__file__).parent
@@ -25,7 +29,7 @@ SECONDS = 60
 
 def sample(text: str = "abc", index: int = 0, version: int = 0) -> Sample:
     prompt = Prompt(id="chain_sum/x", token_ids=(1,), text="<bos>3+5+2+9=?", answer="19", task="chain_sum")
-    return Sample(prompt, index, (2,), (0.0,), "stop", ((0, version),), text)
+    return Sample(prompt, index, array("i", [2]), array("f", [0.0]), "stop", ((0, version),), text)
 
 
 def reward(*functions: str, seconds: float = 600, seed: int = 0) -> Reward:
@@ -51,7 +55,7 @@ def value(function: str, of: Sample, seed: int = 0) -> float:
         ("crashes", "was killed by SIGSEGV"),
         ("eats_memory", "MemoryError"),
         ("closes_all_files", "ended with exit code 1"),
-        ("writes_everywhere", "written into a descriptor that is not its own"),
+        ("writes_everywhere", "written to a file descriptor that is not its own"),
         ("raises_what_cannot_be_printed", "Unprintable"),
     ],
 )
@@ -61,15 +65,19 @@ def test_whatever_ends_a_function_is_an_error_that_names_term_prompt_and_sample(
 
 
 @pytest.mark.parametrize(("function", "where"), [("hangs", "in hangs"), ("talks_for_ever", "la la la"), ("stops", "")])
-def test_a_function_that_does_not_come_back_is_ended_and_says_where_it_was(function: str, where: str):
-    words = rf"'{function}', prompt 'chain_sum/x', sample 3: no value within reward.timeout_seconds=2"
+def test_a_function_that_does_not_come_back_is_ended_and_says_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, function: str, where: str
+):
+    if function == "stops":  # it says nothing, however long it is waited for
+        monkeypatch.setattr(user_functions, "STACK_SECONDS", 0.2)
+    words = rf"'{function}', prompt 'chain_sum/x', sample 3: no value within reward.timeout_seconds=1"
     with pytest.raises(RuntimeError, match=words) as raised:
-        reward(function, seconds=2).score([sample(index=3)])
+        reward(function, seconds=1).score([sample(index=3)])
     assert where in str(raised.value)
 
 
 def test_last_words_are_part_of_the_error():
-    with pytest.raises(RuntimeError, match=r"the last that it printed:\n    these are my last words$"):
+    with pytest.raises(RuntimeError, match=r"its last output:\n    these are my last words$"):
         reward("leaves").score([sample()])
 
 
@@ -92,18 +100,22 @@ def test_numbers_of_all_kinds_arrive_bit_for_bit():
     assert [each.total for each in reward("returns").score(kinds)] == [1.0, 3.0, 0.1, -1 / 3, 5e-324, 0.25]
 
 
-def test_a_number_of_numpy_is_a_number_and_a_tensor_is_none():
-    built = reward("drawing_functions:returns_single_precision", "drawing_functions:returns_a_tensor")
-    assert built.terms[0].function(sample()) == 0.5
+def test_a_number_of_numpy_is_a_number_and_a_tensor_is_none_and_what_torch_draws_depends_on_the_sample():
+    names = ("returns_single_precision", "returns_a_tensor", "draws_a_tensor")
+    built = reward(*(f"tensor_functions:{name}" for name in names))
+    assert [*built.terms[0].outcomes([sample()])] == [Verdict(0.5)]
+    draws = [*built.terms[2].outcomes([sample(), sample(index=1)])]
+    assert draws[0] != draws[1]
+    assert [*built.terms[2].outcomes([sample(index=1)])] == draws[1:]
     with pytest.raises(ValueError, match=r"'returns_a_tensor', .* returned tensor\(1\.\)"):
-        built.terms[1].function(sample())
+        built.score([sample()])
 
 
 def test_output_is_shown_up_to_a_limit_and_holds_nothing_up(capsys: pytest.CaptureFixture[str]):
     assert [each.total for each in reward("prints_megabytes").score([sample(), sample("abcd")])] == [3.0, 4.0]
     shown = capsys.readouterr().err
     assert shown.startswith("xxx")
-    assert shown.endswith("no more of it is shown\n")
+    assert shown.endswith("the rest is not shown\n")
     assert shown.count("x") == user_functions.SHOWN_BYTES
 
 
@@ -157,6 +169,8 @@ def test_what_a_function_draws_depends_on_run_term_and_sample_and_on_nothing_els
 def test_a_function_that_needs_no_torch_has_none():
     assert value("modules", sample("torch")) == 0.0
     assert value("modules", sample("grpo_mega.types")) == 1.0
+    routed = replace(sample("torch"), experts=torch.zeros(4, 2, 2, dtype=torch.int16))
+    assert value("modules", routed) == 0.0
 
 
 def test_strings_are_hashed_alike_in_every_run():
@@ -203,8 +217,8 @@ def left(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("end", ["close", "del"])
 def test_children_that_nobody_waits_for_end_with_the_reward(tmp_path: Path, end: str):
-    functions = UserFunctions({"orphans": "hostile_functions:orphans"}, 0, 600)
-    assert functions.value("orphans", sample(str(tmp_path / "told"))) == 1.0
+    functions = UserFunctions({"orphans": UserFunction("hostile_functions:orphans")}, 0, 600)
+    assert [*functions.outcomes("orphans", [sample(str(tmp_path / "told"))])] == [Verdict(1.0)]
     processes = started(tmp_path / "told")
     assert len(processes) == 4
     if end == "close":
@@ -221,10 +235,13 @@ def test_children_end_with_a_function_that_leaves(tmp_path: Path):
 
 OWNER = """
 import os, signal, sys
+from array import array
+from grpo_mega.reward.user_functions import UserFunction, UserFunctions
+from grpo_mega.types import Prompt, Sample
 sys.path[:0] = sys.argv[2:]
-from test_user_functions import reward, sample
-built = reward("orphans")
-built.score([sample(sys.argv[1])])
+functions = UserFunctions({"orphans": UserFunction("hostile_functions:orphans")}, 0, 600)
+sample = Sample(Prompt("p", (1,), "?", "8", "t"), 0, array("i"), array("f"), "stop", ((0, 0),), sys.argv[1])
+print(*functions.outcomes("orphans", [sample]))
 """
 
 
@@ -262,7 +279,7 @@ def test_a_fork_of_the_rank_that_ends_leaves_the_functions_to_the_rank():
     built = reward("length")
     child = os.fork()
     if child == 0:
-        built.terms[0].function.func.__self__.close()  # what the end of an interpreter does
+        built.terms[0].outcomes.func.__self__.close()  # what the end of an interpreter does
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert built.score([sample()]) == [Score(3.0, {"length": 3.0})]

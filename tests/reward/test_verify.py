@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.reward import symbolic
-from grpo_mega.reward.form import parse
+from grpo_mega.reward.parse import parse
 from grpo_mega.reward.units import unit_name
 from grpo_mega.reward.verify import equivalent
 
@@ -192,6 +192,8 @@ def test_no_text_equals_a_number_that_it_does_not_contain(text: str, n: int):
         (r"x=\sqrt{12}", r"\sqrt{12}"),
         (r"3, \sqrt{12}", r"2\sqrt{3}, 3"),
         (r"\sqrt{2}, 5", r"5, \sqrt{2}"),
+        (r"x < 2 or x > 3", r"(-\infty, 2) \cup (3, \infty)"),
+        (r"x > 3 and y > 2", r"y > 2 and x > 3"),
         (r"(0, -\sqrt{2}), (\sqrt{2}, 0)", r"(\sqrt{2}, 0), (0, -\sqrt{2})"),
     ],
 )
@@ -218,6 +220,9 @@ def test_same_expression(answer: str, truth: str):
         (r"\frac{1}{0}", "1/2"),
         ("nan", r"\sqrt{12}"),
         ("e^{", "e"),
+        (r"\{\emptyset\}", r"\emptyset"),
+        (r"x < 2 \text{ and } x > 3", r"(-\infty, 2) \cup (3, \infty)"),
+        (r"x < 2 and x > 3", r"x < 2 or x > 3"),
     ],
 )
 def test_other_expression(answer: str, truth: str):

@@ -6,6 +6,8 @@ Checks depend on each other in one thing only: each leaves an engine that can ge
 from __future__ import annotations
 
 import threading
+from array import array
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -20,7 +22,9 @@ from grpo_mega.models.policy import Policy
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.contract import TAGS, EngineError
 from grpo_mega.rollout.engine import Engine, SamplingParams
-from grpo_mega.types import Prompt, pack
+from grpo_mega.rollout.producer import generate
+from grpo_mega.stages.packing import pack_samples
+from grpo_mega.types import Prompt, Sample
 from grpo_mega.weights.stream import hf_buckets
 
 STOP = 2
@@ -57,11 +61,11 @@ class Bench:
         return WeightSync(self.policy, self.engine, BUDGET, verify_every, text)
 
     def samples(self, sampling: SamplingParams, times: int = 1, **arguments):
-        return self.engine.generate(self.prompts * times, 3, sampling, self.version, **arguments)
+        return generate(self.engine, self.prompts * times, 3, sampling, self.version, **arguments)
 
     def distance(self, samples, temperature: float) -> float:
         """How far the engine's log-probs are from the policy's, at most."""
-        batch = pack(samples)
+        batch = pack_samples(samples)
         mine = self.policy.logprobs(batch, temperature)
         return (mine - batch.rollout_logprob)[batch.mask].abs().max().item()
 
@@ -88,7 +92,7 @@ def move(policy: Policy) -> None:
 def check_samples_differ(bench: Bench) -> None:
     """Under fresh weights, where all tokens are about equally likely."""
     samples = bench.samples(sampling())
-    assert len({s.token_ids for s in samples}) == len(samples)
+    assert len({tuple(s.token_ids) for s in samples}) == len(samples)
     assert {s.finish_reason for s in samples} == {"stop", "length"}
 
 
@@ -97,6 +101,7 @@ def check_samples_are_complete_and_in_order(bench: Bench) -> None:
     assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in bench.prompts for i in range(3)]
     for s in samples:
         assert len(s.token_ids) == len(s.logprobs) > 0
+        assert (s.token_ids.typecode, s.logprobs.typecode) == ("i", "f")
         assert s.segments == ((0, bench.version),)
         assert s.policy_version == bench.version
         assert (STOP in s.token_ids) == (s.finish_reason == "stop")
@@ -119,12 +124,12 @@ def check_log_probs_are_the_policys(bench: Bench) -> None:
 
 def check_top_k_cuts_off(bench: Bench) -> None:
     samples = bench.samples(sampling(top_k=1))
-    assert len({(s.prompt.id, s.token_ids) for s in samples}) == len(bench.prompts)
+    assert len({(s.prompt.id, tuple(s.token_ids)) for s in samples}) == len(bench.prompts)
 
 
 def check_greedy_takes_the_likeliest(bench: Bench) -> None:
     greedy = bench.samples(sampling().greedy())
-    assert len({(s.prompt.id, s.token_ids) for s in greedy}) == len(bench.prompts)
+    assert len({(s.prompt.id, tuple(s.token_ids)) for s in greedy}) == len(bench.prompts)
     assert bench.distance(greedy, 1.0) < CLOSE
 
 
@@ -136,12 +141,12 @@ def check_the_context_is_the_limit(bench: Bench) -> None:
 
 def check_scores_are_the_policys(bench: Bench) -> None:
     ids = [1, 5, 9, 3, 3, 20]
-    sample = replace(bench.samples(sampling())[0], token_ids=tuple(ids[1:]), logprobs=(0.0,) * 5, experts=None)
-    sample = replace(sample, prompt=replace(sample.prompt, token_ids=(ids[0],)))
-    expected = bench.policy.logprobs(pack([sample]), 1.0)[1:]
-    found = bench.engine.scores(ids)
-    assert found
-    for scores in found.values():
+    prompt = replace(bench.prompts[0], token_ids=(ids[0],))
+    sample = Sample(prompt, 0, array("i", ids[1:]), array("f", [0.0] * 5), "stop", ((0, 0),), "")
+    expected = bench.policy.logprobs(pack_samples([sample]), 1.0)[1:]
+    outcome = bench.engine.scores(ids)
+    assert outcome
+    for scores in outcome.values():
         assert (torch.tensor(scores) - expected).abs().max() < CLOSE
 
 
@@ -171,7 +176,7 @@ def check_wrong_tensors_are_refused_by_name(bench: Bench) -> None:
     refused(lambda: bench.samples(sampling()), "open")
     for bucket in buckets[:-1]:
         engine.push(bucket)
-    refused(lambda: engine.push(buckets[0]), name, "before")
+    refused(lambda: engine.push(buckets[0]), name, "already pushed")
     refused(lambda: engine.end_update(bench.version), buckets[-1][0][0], "not pushed")
     engine.push(buckets[-1])
     refused(lambda: engine.end_update(bench.version - 1), "stale")
@@ -180,8 +185,8 @@ def check_wrong_tensors_are_refused_by_name(bench: Bench) -> None:
 
 
 def check_another_version_is_refused(bench: Bench) -> None:
-    refused(lambda: bench.engine.generate(bench.prompts, 2, sampling(), bench.version + 1), str(bench.version + 1))
-    refused(lambda: bench.engine.generate(bench.prompts, 2, sampling(), bench.version - 1), str(bench.version - 1))
+    refused(lambda: generate(bench.engine, bench.prompts, 2, sampling(), bench.version + 1), str(bench.version + 1))
+    refused(lambda: generate(bench.engine, bench.prompts, 2, sampling(), bench.version - 1), str(bench.version - 1))
 
 
 def check_released_memory_is_not_used(bench: Bench) -> None:
@@ -238,28 +243,49 @@ def wanted(bench: Bench, times: int = 1) -> list[tuple[Prompt, int]]:
     return [(prompt, index) for prompt in bench.prompts * times for index in range(3)]
 
 
-def polled(bench: Bench) -> list[list]:
-    """What each poll brings until nothing is under way; the same on every rank, in the order of submission."""
+def polled(bench: Bench) -> list[Sample]:
+    """What one poll brings to all ranks, rank after rank; all of them know how many that are."""
+    finished = bench.engine.poll()
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (finished.everywhere, [replace(s, experts=None) for s in finished.samples]))
+    samples = [s for _, theirs in gathered for s in theirs]
+    assert {everywhere for everywhere, _ in gathered} == {len(samples)}
+    return samples
+
+
+def polled_until_idle(bench: Bench) -> list[list[Sample]]:
+    """What each poll brings until nothing is under way."""
     polls = []
     while bench.engine.busy:
-        polls.append(bench.engine.poll())
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [[replace(s, experts=None) for s in poll] for poll in polls])
-    assert all(polls == everyone[0] for polls in everyone)
+        polls.append(polled(bench))
     return polls
 
 
 def check_samples_are_handed_out_as_they_finish_each_once(bench: Bench) -> None:
-    """Short ones before long ones are done; all in all, those that `generate` brings."""
+    """Short ones before long ones are done, on one rank each; all in all, those that `generate` brings."""
     how = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5)).greedy()
     assert not bench.engine.busy
     bench.engine.submit(wanted(bench, MUCH), how, bench.version)
     assert bench.engine.busy
-    polls = polled(bench)
+    polls = polled_until_idle(bench)
     assert sum(map(bool, polls)) > 1, "all came at once"
-    found = sorted((s.prompt.id, s.index, s.token_ids) for poll in polls for s in poll)
-    assert found == sorted((s.prompt.id, s.index, s.token_ids) for s in bench.samples(how, MUCH))
+    outcome = sorted((s.prompt.id, s.index, tuple(s.token_ids)) for poll in polls for s in poll)
+    assert outcome == sorted((s.prompt.id, s.index, tuple(s.token_ids)) for s in bench.samples(how, MUCH))
     refused(bench.engine.poll, "no sample is under way")
+
+
+def check_ranks_share_the_samples_evenly(bench: Bench) -> None:
+    """Of prompts with one sample each, too; each of so many prompts goes to another replica or engine."""
+    for group_size in (1, 3):
+        few = [(prompt, index) for prompt in bench.prompts for index in range(group_size)]
+        bench.engine.submit(few, sampling(), bench.version)
+        mine = []
+        while bench.engine.busy:
+            mine += bench.engine.poll().samples
+        held: list = [None] * dist.get_world_size()
+        dist.all_gather_object(held, [(s.prompt.id, s.index) for s in mine])
+        assert Counter(one for theirs in held for one in theirs) == Counter((p.id, index) for p, index in few)
+        assert {len(theirs) for theirs in held} == {len(few) // len(held)}
 
 
 def check_more_is_submitted_while_samples_are_under_way(bench: Bench) -> None:
@@ -267,12 +293,12 @@ def check_more_is_submitted_while_samples_are_under_way(bench: Bench) -> None:
     long, short = sampling(max_new_tokens=LONG, stop_ids=()), sampling(max_new_tokens=7, stop_ids=())
     first, second = wanted(bench, MUCH), wanted(bench)[1:-1]
     bench.engine.submit(first, long, bench.version)
-    samples = bench.engine.poll()
+    samples = polled(bench)
     bench.engine.submit(second, short, bench.version)
-    samples += [s for poll in polled(bench) for s in poll]
+    samples += [s for poll in polled_until_idle(bench) for s in poll]
     for tokens, of in ((LONG, first), (7, second)):
-        found = sorted((s.prompt.id, s.index) for s in samples if len(s.token_ids) == tokens)
-        assert found == sorted((prompt.id, index) for prompt, index in of)
+        outcome = sorted((s.prompt.id, s.index) for s in samples if len(s.token_ids) == tokens)
+        assert outcome == sorted((prompt.id, index) for prompt, index in of)
     assert len(samples) == len(first) + len(second)
     assert bench.distance(samples, 1.0) < CLOSE
 
@@ -281,11 +307,11 @@ def check_what_follows_an_abort_is_not_aborted(bench: Bench) -> None:
     """Samples that are submitted after the poll that heard of the abort."""
     how = sampling(max_new_tokens=LONG, stop_ids=())
     bench.engine.submit(wanted(bench, MUCH), how, bench.version)
-    samples = bench.engine.poll()
+    samples = polled(bench)
     bench.engine.abort()
-    samples += bench.engine.poll()
+    samples += polled(bench)
     bench.engine.submit(wanted(bench), how, bench.version)
-    samples += [s for poll in polled(bench) for s in poll]
+    samples += [s for poll in polled_until_idle(bench) for s in poll]
     assert len(samples) == len(bench.prompts) * 3 * (MUCH + 1)
     assert len([s for s in samples if s.finish_reason == "abort"]) > len(bench.prompts) * 3
     assert len([s for s in samples if s.finish_reason == "length"]) >= len(bench.prompts) * 3
@@ -318,7 +344,7 @@ def check_an_abort_brings_what_there_is(bench: Bench) -> None:
     thread = threading.Thread(target=abort)
     thread.start()
     prompts = bench.prompts * 40
-    samples = bench.engine.generate(prompts, 3, sampling(max_new_tokens=LONG, stop_ids=()), bench.version, watch)
+    samples = generate(bench.engine, prompts, 3, sampling(max_new_tokens=LONG, stop_ids=()), bench.version, watch)
     thread.join()
     assert len(samples) == len(prompts) * 3
     aborted = [s for s in samples if s.finish_reason == "abort"]

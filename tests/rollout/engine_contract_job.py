@@ -45,7 +45,7 @@ def made(folder: Path, kind: str, *overrides: str) -> Bench:
     decode, vocab_size = data.tokenizer.decode, data.tokenizer.vocab_size
     policy = Policy(config.model, config.layout, vocab_size, join_layout(config.layout, 0), HERE)
     policy.initialize(seed=0)
-    engine: Engine = EmbeddedEngine(policy, decode, 512)
+    engine: Engine = EmbeddedEngine(policy, decode, 256)  # several waves of what is asked for at once
     if kind == "sglang":
         (folder / "logs").mkdir()
         engine = SGLangEngine(config, vocab_size, HERE, decode, folder)
@@ -59,9 +59,9 @@ def problem(bench: Bench, check: Callable[[Bench], None]) -> str:
         check(bench)
     except (Exception, pytest.fail.Exception):  # the other ranks go on as well
         wrong = traceback.format_exc()
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, wrong)
-    return "".join(everyone)
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, wrong)
+    return "".join(gathered)
 
 
 def check_a_stale_expert_is_refused(bench: Bench) -> None:
@@ -75,8 +75,8 @@ def check_a_stale_expert_is_refused(bench: Bench) -> None:
 if __name__ == "__main__":
     bench = made(Path(sys.argv[1]), "embedded", *sys.argv[2:])
     bench.push_all()
-    found = {name: problem(bench, check) for name, check in CHECKS.items()}
-    found["stale expert"] = problem(bench, check_a_stale_expert_is_refused)
+    outcome = {name: problem(bench, check) for name, check in CHECKS.items()}
+    outcome["stale expert"] = problem(bench, check_a_stale_expert_is_refused)
     bench.engine.close()
     leave_layout()
-    print(json.dumps(found))
+    print(json.dumps(outcome))

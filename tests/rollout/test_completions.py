@@ -1,26 +1,32 @@
-"""Completions reach all ranks as they were, and those that cannot be are refused."""
+"""Completions that cannot be trained on are refused."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from array import array
 
 import numpy as np
 import pytest
-from ranks import results, run_ranks
 
 from grpo_mega.config.schema import ModelConfig, MoEConfig
-from grpo_mega.rollout.completions import routed
+from grpo_mega.rollout.completions import check, routed
 from grpo_mega.rollout.contract import EngineError
 
-JOB = Path(__file__).with_name("completions_job.py")
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_a_log_prob_that_is_not_finite_is_refused_with_its_token(bad: float) -> None:
+    with pytest.raises(EngineError, match=rf"token 1 of a sample the log-prob {bad}: are its weights whole"):
+        check(array("i", [4, 5, 6]), array("f", [-0.5, bad, bad]))
 
 
-def test_every_rank_gets_what_all_of_them_had() -> None:
-    assert results(run_ranks(JOB, 3, [])) == [[], [], []]
+def test_every_token_has_a_log_prob() -> None:
+    with pytest.raises(EngineError, match="2 tokens and 1 log-probs"):
+        check(array("i", [4, 5]), array("f", [-0.5]))
+    check(array("i", [4, 5]), array("f", [-0.5, 0.0]))
+    check(array("i"), array("f"))
 
 
-def told(*rows: tuple[int, int]) -> np.ndarray:
-    """What SGLang says of one token in each row: the experts of both layers."""
+def returned(*rows: tuple[int, int]) -> np.ndarray:
+    """What SGLang returns for one token in each row: the experts of both layers."""
     return np.array([[row, row] for row in rows], dtype=np.int32).flatten()
 
 
@@ -28,18 +34,18 @@ MODEL = ModelConfig(layers=2, moe=MoEConfig(experts=4, top_k=2, first_dense=1))
 
 
 def test_the_experts_of_layers_that_have_some() -> None:
-    assert routed(told((0, 3), (2, 1)), 2, MODEL).tolist() == [[[0, 3]], [[2, 1]]]
+    assert routed(returned((0, 3), (2, 1)), 2, MODEL).tolist() == [[[0, 3]], [[2, 1]]]
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("experts", "message"),
     [
-        (None, "nothing of the experts of 2 tokens"),
-        (told((0, 3)), "4 numbers of the experts of 2 tokens; 8 are due"),
-        (told((0, 3), (4, 1)), "experts 0 to 4, and the model has 4"),
-        (told((0, 3), (0, 0)), "names an expert twice"),
+        (None, "nothing for the experts of 2 tokens"),
+        (returned((0, 3)), "4 numbers for the experts of 2 tokens; 8 are due"),
+        (returned((0, 3), (4, 1)), "experts 0 to 4, and the model has 4"),
+        (returned((0, 3), (0, 0)), "names an expert twice"),
     ],
 )
-def test_experts_that_cannot_be_are_refused(said: np.ndarray | None, words: str) -> None:
-    with pytest.raises(EngineError, match=words):
-        routed(said, 2, MODEL)
+def test_experts_that_cannot_be_are_refused(experts: np.ndarray | None, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        routed(experts, 2, MODEL)

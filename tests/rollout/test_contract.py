@@ -111,10 +111,10 @@ def test_a_bucket_is_refused_as_a_whole() -> None:
     engine.end_update(0)
 
 
-def test_an_engine_that_starts_anew_has_no_weights_and_no_session() -> None:
+def test_an_engine_that_was_reset_has_no_weights_and_no_session() -> None:
     engine = contract(has_weights=True)
     engine.submit(0, samples=2)
-    engine.start_anew(["kv_cache"])
+    engine.reset(["kv_cache"])
     assert not engine.busy
     assert engine.released == {"kv_cache"}
     assert not made(engine, "push", "a.weight")

@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mega.rollout.pool import Pool
-from grpo_mega.types import Prompt, Sample
+from grpo_mega.types import Answer, Group, Prompt, Score
 
 
 def prompt(name: str) -> Prompt:
     return Prompt(name, (1,), name, "", "")
 
 
-def sample(prompt: Prompt, index: int, text: str = "") -> Sample:
-    return Sample(prompt, index, (2,), (0.0,), "stop", ((0, 0),), text)
+def answer(length: int = 1) -> Answer:
+    return Answer(length, "stop", ((0, 0),), Score(0.0, {}))
 
 
 @given(st.integers(1, 3), st.lists(st.sampled_from("abc"), max_size=5), st.data())
@@ -24,8 +24,7 @@ def test_every_sample_is_waiting_in_flight_or_done(group_size: int, names: list[
     pool = Pool(group_size)
     waiting: list[tuple[str, int]] = []
     in_flight: list[tuple[str, int]] = []
-    done: list[tuple[str, int]] = []
-    complete: list[int] = []
+    done: list[int] = []  # numbers, in this order
     left = list(names)
     while left or waiting or in_flight:
         step = data.draw(st.sampled_from(["add", "begin", "take", "take", "take", "lose"]))
@@ -38,22 +37,24 @@ def test_every_sample_is_waiting_in_flight_or_done(group_size: int, names: list[
             in_flight, waiting = in_flight + waiting, []
         elif step == "take" and in_flight:
             taken = data.draw(st.lists(st.sampled_from(in_flight), min_size=1, max_size=2, unique=True))
-            complete += pool.take([sample(prompt(name), index) for name, index in taken])
-            for one in taken:
-                in_flight.remove(one)
-                done.append(one)
+            for name, index in taken:
+                number = pool.take(name, index, answer(len(done)))
+                assert (names[number // group_size], number % group_size) == (name, index)
+                in_flight.remove((name, index))
+                done.append(number)
         elif step == "lose":
             pool.lose()
             in_flight, waiting = [], waiting + in_flight
         assert sorted((p.id, index) for p, index in pool.waiting) == sorted(waiting)
         assert (pool.in_flight, pool.done) == (len(in_flight), len(done))
         assert pool.complete == (not waiting and not in_flight)
-    assert sorted(complete) == [*range(len(names))]
-    groups = [pool.group(number) for number in range(len(names))]
-    assert [[(s.prompt.id, s.index) for s in group] for group in groups] == [
-        [(name, index) for index in range(group_size)] for name in names
-    ]
-    assert pool.samples() == [s for group in groups for s in group]
+        for index, name in enumerate(names):
+            numbers = range(index * group_size, (index + 1) * group_size)
+            whole = all(number in done for number in numbers)
+            answers = tuple(answer(done.index(number)) for number in numbers) if whole else ()
+            assert pool.group(index) == (Group(prompt(name), answers) if whole else None)
+    assert sorted(done) == [*range(len(names) * group_size)]
+    assert pool.group(len(names)) is None
 
 
 @given(st.permutations([(name, index) for name in "abcd" for index in range(3)]))
@@ -61,14 +62,10 @@ def test_what_comes_out_does_not_depend_on_the_order_in_which_samples_finish(ord
     pool = Pool(3, [prompt(name) for name in "abcd"])
     assert [(p.id, index) for p, index in pool.waiting] == [(name, index) for name in "abcd" for index in range(3)]
     pool.begin()
-    assert sorted(number for one in order for number in pool.take([sample(prompt(one[0]), one[1])])) == [0, 1, 2, 3]
-    assert pool.samples() == [sample(prompt(name), index) for name in "abcd" for index in range(3)]
-
-
-def test_groups_that_one_call_completes_are_named_in_order() -> None:
-    pool = Pool(1, [prompt(name) for name in "abc"])
-    pool.begin()
-    assert pool.take([sample(prompt(name), 0) for name in "ca"]) == [0, 2]
+    numbers = {one: pool.take(*one, answer("abcd".index(one[0]) * 3 + one[1])) for one in order}
+    assert sorted(numbers.values()) == [*range(12)]
+    for group, name in enumerate("abcd"):
+        assert pool.group(group) == Group(prompt(name), tuple(answer(group * 3 + index) for index in range(3)))
 
 
 @pytest.mark.parametrize("stray", [("a", 2), ("b", 0), ("a", 0)])
@@ -76,18 +73,18 @@ def test_a_sample_that_is_not_in_flight_is_refused(stray: tuple[str, int]) -> No
     """One that was never asked for, or has come before."""
     pool = Pool(2, [prompt("a")])
     with pytest.raises(ValueError, match="sample 1 of prompt 'a' is not in flight"):
-        pool.take([sample(prompt("a"), 1)])
+        pool.take("a", 1, answer())
     pool.begin()
-    pool.take([sample(prompt("a"), 0)])
+    pool.take("a", 0, answer())
     with pytest.raises(ValueError, match=f"sample {stray[1]} of prompt '{stray[0]}' is not in flight"):
-        pool.take([sample(prompt(stray[0]), stray[1])])
+        pool.take(*stray, answer())
 
 
 def test_what_is_lost_is_wanted_again_prompt_by_prompt_before_what_came_later() -> None:
     first, second, third = map(prompt, "abc")
     pool = Pool(2, [first, second])
     pool.begin()
-    pool.take([sample(second, 0)])
+    pool.take(second.id, 0, answer())
     pool.add([third])
     pool.lose()
     assert pool.waiting == [(first, 0), (first, 1), (second, 1), (third, 0), (third, 1)]

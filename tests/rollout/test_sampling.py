@@ -12,14 +12,14 @@ from torch import Tensor
 
 from grpo_mega.rollout.sampling import _gumbel, gumbel_noise, prompt_key, sample_tokens
 
-COUNTERS = ("seed", "version", "prompt", "sample", "position")
+COUNTERS = ("seed", "draw", "prompt", "sample", "position")
 
 
 def noise_over(counter: str, vocab: int, rows: int = 256) -> Tensor:
     """[rows, vocab] noise where one counter runs from 0 and the others stay where they are."""
     run, still = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
     prompts = torch.full((rows,), prompt_key("one"))
-    if counter in ("seed", "version"):
+    if counter in ("seed", "draw"):
         each = [(i, 5) if counter == "seed" else (3, i) for i in range(rows)]
         return torch.cat([gumbel_noise(*pair, prompts[:1], still[:1], still[:1], vocab) for pair in each])
     if counter == "prompt":
@@ -52,7 +52,7 @@ def test_prompt_key_is_fixed_and_has_63_bits() -> None:
     assert 2**62 < max(keys) < 2**63
 
 
-def reference_uniform(seed: int, version: int, prompt: int, sample: int, position: int, column: int) -> float:
+def reference_uniform(seed: int, draw: int, prompt: int, sample: int, position: int, column: int) -> float:
     """The number behind one value, in unsigned Python integers: SplitMix64 makes the row's key, lowbias32 the value."""
 
     def mix_64(z: int) -> int:
@@ -60,7 +60,7 @@ def reference_uniform(seed: int, version: int, prompt: int, sample: int, positio
         z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
         return z ^ z >> 31
 
-    sequence = mix_64(prompt ^ prompt_key(f"seed {seed} version {version}"))
+    sequence = mix_64(prompt ^ prompt_key(f"seed {seed} version {draw}"))
     key = mix_64((sequence + (sample * 2**32 + position) * 0x9E3779B97F4A7C15) % 2**64)
     x = (column * 0x9E3779B9 + key) % 2**32
     x = (x ^ x >> 16) * 0x7FEB352D % 2**32
@@ -70,9 +70,9 @@ def reference_uniform(seed: int, version: int, prompt: int, sample: int, positio
 
 @given(st.integers(), st.integers(0), st.integers(0, 2**63 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**32 - 1))
 @settings(max_examples=40)
-def test_noise_equals_the_published_hashes(seed: int, version: int, prompt: int, sample: int, position: int) -> None:
-    row = gumbel_noise(seed, version, *torch.tensor([[prompt], [sample], [position]]), 9)[0]
-    expected = [reference_uniform(seed, version, prompt, sample, position, column) for column in range(9)]
+def test_noise_equals_the_published_hashes(seed: int, draw: int, prompt: int, sample: int, position: int) -> None:
+    row = gumbel_noise(seed, draw, *torch.tensor([[prompt], [sample], [position]]), 9)[0]
+    expected = [reference_uniform(seed, draw, prompt, sample, position, column) for column in range(9)]
     uniform = -torch.expm1(-torch.exp(-row.double()))
     torch.testing.assert_close(uniform, torch.tensor(expected).double(), atol=0, rtol=1e-5)
 
@@ -111,7 +111,7 @@ def test_counters_are_not_interchangeable() -> None:
     """Swapping counters or moving a count from one to another gives other noise."""
     samples, positions = torch.cartesian_prod(torch.arange(6), torch.arange(6)).T
     prompts = torch.full((36,), prompt_key("one"))
-    rows = [gumbel_noise(seed, version, prompts, samples, positions, 4) for seed in range(6) for version in range(6)]
+    rows = [gumbel_noise(seed, draw, prompts, samples, positions, 4) for seed in range(6) for draw in range(6)]
     assert len(torch.cat(rows).unique(dim=0)) == 6**4
 
 
@@ -136,18 +136,18 @@ any_counters = st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**31 - 1), s
 @given(st.lists(any_counters, min_size=1, max_size=9), st.integers(), st.integers(0), st.integers(1, 200), st.data())
 @settings(max_examples=60)
 def test_a_row_depends_on_its_own_counters_only(
-    counters: list[tuple[int, int, int]], seed: int, version: int, vocab: int, data: st.DataObject
+    counters: list[tuple[int, int, int]], seed: int, draw: int, vocab: int, data: st.DataObject
 ) -> None:
     batch = torch.tensor(counters)
-    together = gumbel_noise(seed, version, *batch.T, vocab)
+    together = gumbel_noise(seed, draw, *batch.T, vocab)
     assert together.dtype == torch.float32
     assert together.isfinite().all()
     for i in range(len(batch)):
-        assert torch.equal(gumbel_noise(seed, version, *batch[i : i + 1].T, vocab)[0], together[i])
+        assert torch.equal(gumbel_noise(seed, draw, *batch[i : i + 1].T, vocab)[0], together[i])
     order = torch.tensor(data.draw(st.permutations(range(len(batch)))))
-    assert torch.equal(gumbel_noise(seed, version, *batch[order].T, vocab), together[order])
+    assert torch.equal(gumbel_noise(seed, draw, *batch[order].T, vocab), together[order])
     shorter = data.draw(st.integers(1, vocab))
-    assert torch.equal(gumbel_noise(seed, version, *batch.T, shorter), together[:, :shorter])
+    assert torch.equal(gumbel_noise(seed, draw, *batch.T, shorter), together[:, :shorter])
 
 
 def test_noise_leaves_its_arguments_alone_and_refuses_other_shapes() -> None:

@@ -37,12 +37,12 @@ def configured(*overrides: str, **arguments: object) -> Config:
 
 
 @given(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 2), (8, 4)]))
-def test_the_ranks_of_an_engine_share_out_the_experts(sizes: tuple[int, int]) -> None:
+def test_the_ranks_of_an_engine_split_the_experts(sizes: tuple[int, int]) -> None:
     """As SGLang has it: with tp 4 and ep_size 2, the first two ranks keep the first half."""
     tp, ep = sizes
     config = configured(f"rollout.sglang.tp={tp}", ep_size=ep)
-    kept = [own_experts(config, place) or range(4) for place in range(tp)]
-    assert [numbers.start for numbers in kept] == [place * ep // tp * 4 // ep for place in range(tp)]
+    kept = [own_experts(config, rank) or range(4) for rank in range(tp)]
+    assert [numbers.start for numbers in kept] == [rank * ep // tp * 4 // ep for rank in range(tp)]
     assert {len(numbers) for numbers in kept} == {4 // ep}
 
 

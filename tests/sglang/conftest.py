@@ -6,7 +6,7 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
-for room in ("rollout", "train"):
+for room in ("rollout", "train", "evaluate"):
     sys.path.append(str(Path(__file__).resolve().parents[1] / room))
 
 

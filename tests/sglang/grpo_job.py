@@ -65,20 +65,20 @@ def killing(built: Run, turns: Turns) -> Callable[[], bool]:
 
 
 def main() -> None:
-    folder, engine = sys.argv[1:]
+    folder, engine, *own = sys.argv[1:]
     platform.join_processes(HERE)  # not above: the helpers that write checkpoints import this file
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     overrides = [f"rollout.engine={engine}", *(["rollout.sglang.verify_every=1"] if engine == "sglang" else [])]
-    config = compose_config([*RUN, *overrides, *TINY, f"run.root={folder}", f"run.name={engine}"])
+    config = compose_config([*RUN, *overrides, *TINY, f"run.root={folder}", f"run.name={engine}", *own])
     with assemble(config, HERE, build_data(config), build_reward(config.reward)) as built:
         logging.getLogger("grpo_mega").addHandler(handler)
         if engine == "sglang":
             built.stop.asked = killing(built, built.stage.rollouts.in_turn.__self__)  # type: ignore[method-assign]
         built.execute()
         turns = built.stage.rollouts.in_turn.__self__.post_mortem() if engine == "sglang" else None
-    metrics = of_steps(Path(folder) / engine)
+    metrics = of_steps(Path(folder) / config.run.name)
     left = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
     print(json.dumps({"metrics": metrics, "warnings": warnings, "turns": turns, "left": left}))
 

@@ -26,8 +26,9 @@ from limits import limit  # noqa: E402
 from on_cuda import CLOSE, CUDA  # noqa: E402
 
 from grpo_mega.rollout.contract import EngineError, EngineRestarted  # noqa: E402
-from grpo_mega.rollout.producer import Producer  # noqa: E402
-from grpo_mega.types import Sample, Score, pack  # noqa: E402
+from grpo_mega.rollout.producer import Producer, generate  # noqa: E402
+from grpo_mega.stages.packing import pack_samples  # noqa: E402
+from grpo_mega.types import Sample, Score  # noqa: E402
 
 
 def scheduler(bench: Bench) -> psutil.Process:
@@ -37,37 +38,10 @@ def scheduler(bench: Bench) -> psutil.Process:
 
 
 def check_a_lost_engine_is_started_anew_and_goes_on(bench: Bench) -> None:
-    """Killed when some samples are finished; those are kept, as their log-probs under the old weights tell."""
-    old = scheduler(bench)
+    """Killed when some samples are finished; those are kept, as their log-probs under the old weights tell.
 
-    def kill() -> bool:
-        if bench.engine._contract.under_way < len(prompts) * 3 and old.is_running():
-            old.send_signal(signal.SIGKILL)
-        return False
-
-    how = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5))
-    prompts = [replace(p, id=f"{p.id}-{i}") for i in range(60) for p in bench.prompts]
-    with pytest.raises(EngineRestarted, match=r"rank 0 died[^$]*engine-0\.log"):
-        bench.engine.generate(prompts, 3, how, bench.version, kill)
-    assert not old.is_running()
-    refused(lambda: bench.samples(how), "push")
-    before = other_weights(bench)
-    samples = bench.engine.generate(prompts, 3, how, bench.version)
-    assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in prompts for i in range(3)]
-    batch = pack(samples).with_(experts=None)  # a prompt's are those of one sample, whatever its weights
-    now = bench.policy.logprobs(batch, 1.0)
-    put(before, bench)
-    then = bench.policy.logprobs(batch, 1.0)
-    near = [(x - batch.rollout_logprob).abs() < CLOSE for x in (then, now)]
-    of = [torch.stack([part.all() for part in x.split(batch.lengths.tolist())]) for x in near]
-    assert (of[0] | of[1]).all()
-    assert of[0].any(), "no sample was kept"
-    assert of[1].any(), "nothing was left to do"
-    bench.push_all()
-
-
-def check_a_producer_goes_on_with_the_engine_that_replaces_a_lost_one(bench: Bench) -> None:
-    """Groups are scored while others are generated, in all each sample once, and come in the order of the prompts."""
+    Samples are scored while others are generated, in all each once, and come in the order of the prompts.
+    """
     engine, old = bench.engine, scheduler(bench)
     scored: Counter[tuple[str, int]] = Counter()
     at_work: list[bool] = []
@@ -82,20 +56,33 @@ def check_a_producer_goes_on_with_the_engine_that_replaces_a_lost_one(bench: Ben
             old.send_signal(signal.SIGKILL)
         return False
 
+    how = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5))
     prompts = [replace(p, id=f"{p.id}-{i}") for i in range(60) for p in bench.prompts]
-    producer = Producer(engine, score, 3, sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5)), bench.version)
+    producer = Producer(engine, score, 3, how, bench.version)
     producer.add(prompts)
-    with pytest.raises(EngineRestarted, match="died"):
+    with pytest.raises(EngineRestarted, match=r"rank 0 died[^$]*engine-0\.log"):
         producer.run(kill)
-    engine._restarts -= 1  # the other checks need theirs
+    engine._engines._restarts -= 1  # the other checks need theirs
+    assert not old.is_running()
     assert at_work[0]
     assert sum(scored.values()) < len(prompts) * 3
-    bench.version -= 1
-    bench.push_all()  # the same weights, as the same version
-    groups = producer.run()
-    assert [group.prompt for group in groups] == prompts
+    refused(lambda: bench.samples(how), "push")
+    before = other_weights(bench)
+    rollout = producer.run()
+    samples = [rollout.samples[number] for number in range(len(prompts) * 3)]
+    assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in prompts for i in range(3)]
     assert scored == Counter((p.id, index) for p in prompts for index in range(3))
-    assert all(g.rewards == tuple(len(s.token_ids) for s in g.samples) for g in groups)
+    assert [a.score.total for a in rollout.answers] == [len(s.token_ids) for s in samples]
+    batch = pack_samples(samples).with_(experts=None)  # a prompt's are those of one sample, whatever its weights
+    now = bench.policy.logprobs(batch, 1.0)
+    put(before, bench)
+    then = bench.policy.logprobs(batch, 1.0)
+    near = [(x - batch.rollout_logprob).abs() < CLOSE for x in (then, now)]
+    of = [torch.stack([part.all() for part in x.split(batch.lengths.tolist())]) for x in near]
+    assert (of[0] | of[1]).all()
+    assert of[0].any(), "no sample was kept"
+    assert of[1].any(), "nothing was left to do"
+    bench.push_all()
 
 
 def other_weights(bench: Bench) -> list[torch.Tensor]:
@@ -120,7 +107,7 @@ def check_experts_are_the_policys(bench: Bench) -> None:
     layers = bench.policy.architecture.layers - moe.first_dense
     for s in samples:
         assert s.experts.shape == (len(s.prompt.token_ids) + len(s.token_ids) - 1, layers, moe.top_k)
-    batch = pack(samples)
+    batch = pack_samples(samples)
     assert batch.experts.unique().tolist() == [-1, *range(moe.experts)]
     own = bench.policy.logprobs(batch.with_(experts=None), 1.0)
     moved = (bench.policy.logprobs(batch, 1.0) - own).abs()
@@ -172,16 +159,16 @@ def check_an_engine_that_generates_nothing_is_lost(bench: Bench) -> None:
     prompts = [replace(p, id=f"{p.id}-{i}") for i in range(60) for p in bench.prompts]
     how = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5))
     with pytest.raises(EngineRestarted, match=f"generated nothing within {engine._config.silence_seconds:g} s"):
-        engine.generate(prompts, 3, how, bench.version, suspend)
+        generate(engine, prompts, 3, how, bench.version, suspend)
     assert not old.is_running()
     engine._config.silence_seconds = before
     bench.push_all()
-    assert len(engine.generate(prompts, 3, how, bench.version)) == len(prompts) * 3
+    assert len(generate(engine, prompts, 3, how, bench.version)) == len(prompts) * 3
 
 
 def check_what_is_said_too_late_is_no_concern_of_the_next_generation(bench: Bench) -> None:
     for _ in range(2):
-        bench.engine._process.tell("abort")
+        bench.engine._engines.process.tell("abort")
     samples = bench.samples(sampling())
     assert {s.finish_reason for s in samples} <= {"stop", "length"}
 
@@ -195,7 +182,7 @@ def check_samples_of_broken_weights_are_refused(bench: Bench) -> None:
     bench.version += 1
     bench.engine.end_update(bench.version)
     prompts = [replace(p, id=f"{p.id}-{i}") for i in range(30) for p in bench.prompts]
-    refused(lambda: bench.engine.generate(prompts, 3, sampling(), bench.version), "nan", "weights whole")
+    refused(lambda: generate(bench.engine, prompts, 3, sampling(), bench.version), "nan", "weights whole")
     bench.push_all()
     assert bench.distance(bench.samples(sampling()), 1.0) < CLOSE
     assert process.is_running()
@@ -214,7 +201,7 @@ def check_an_engine_that_does_not_answer_is_lost(bench: Bench) -> None:
 
 def check_restarts_are_bounded(bench: Bench) -> None:
     engine = bench.engine
-    engine._restarts = engine._config.restarts
+    engine._engines._restarts = engine._config.restarts
     scheduler(bench).send_signal(signal.SIGKILL)
     with pytest.raises(EngineError, match=r"rollout\.sglang\.restarts=3") as given_up:
         bench.samples(sampling(max_new_tokens=LONG, stop_ids=()))
@@ -223,10 +210,10 @@ def check_restarts_are_bounded(bench: Bench) -> None:
 
 
 def check_unknown_server_arguments_are_refused(bench: Bench) -> None:
-    engine = bench.engine
-    engine._restarts, engine._arguments = 0, engine._arguments | {"mem_fraction_statik": 0.5}
+    engines = bench.engine._engines
+    engines._restarts, engines._arguments = 0, engines._arguments | {"mem_fraction_statik": 0.5}
     words = ("mem_fraction_statik", "mem_fraction_static?", "sglang.arguments")
-    refused(lambda: engine._on_owners(lambda: engine._start([{}])), *words)
+    refused(lambda: engines.on_owners(lambda: engines._start([engines._start_conditions()])), *words)
     nothing_is_left()
 
 

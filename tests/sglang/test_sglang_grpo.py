@@ -40,10 +40,15 @@ def rewards(run: dict[str, Any]) -> list[float]:
 
 
 def test_reward_rises_as_with_the_embedded_engine(sglang: dict[str, Any], embedded: dict[str, Any]) -> None:
+    """Nowhere more than a step ahead or behind. Where it rises by 0.5 in a step, chance alone makes 0.2: four seeds of
+    the embedded engine have 0.64 to 0.87 in the third step, and 0.94 to 0.97 in the fourth."""
     for run in (sglang, embedded):
         assert rewards(run)[0] < 0.15
         assert rewards(run)[-1] > 0.9
-    assert all(abs(a - b) < 0.25 for a, b in zip(rewards(sglang), rewards(embedded), strict=True))
+    expected = rewards(embedded)
+    for step, reward in enumerate(rewards(sglang)):
+        near = expected[max(0, step - 1) : step + 2]
+        assert min(near) - 0.05 <= reward <= max(near) + 0.05, f"step {step + 1}"
 
 
 def test_what_the_engine_sampled_is_what_the_trainer_scores(sglang: dict[str, Any]) -> None:
@@ -75,6 +80,16 @@ def test_weights_are_pushed_once_for_every_version_and_engine(sglang: dict[str, 
     assert versions * whole <= sum(every) <= (versions + 1) * whole
     assert sum(size % whole != 0 for size in every) <= 1
     assert all(step["time/sync"] > 0 for step in sglang["metrics"])
+
+
+def test_evaluations_push_the_average_and_the_next_step_the_policy_again(folder: Path, monkeypatch_module: Any) -> None:
+    """Each push is compared with what the trainer has then, or the run ends."""
+    average = ["run.name=average", "run.steps=2", "run.eval_every=1", "optimizer.average_decay=0.5"]
+    run = results(run_ranks(JOB, 1, [str(folder), "sglang", *average], timeout=900))
+    first, second = (step["sync/bytes"] for step in run["metrics"])
+    pushes = second / 2  # the policy's weights, then the average's; before the first step the average's once more
+    assert first == 3 * pushes > 0
+    assert all(step["sync/mean_abs"] < 1e-5 for step in run["metrics"])
 
 
 def test_it_is_the_trainers_turn_in_the_end(sglang: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ def end(bench: Bench, buckets: list) -> None:
 
 
 class Networks:
-    """Checks of this way alone."""
+    """Checks of this transport alone."""
 
     @staticmethod
     def check_an_engine_that_does_not_take_what_is_sent_is_lost(bench: Bench) -> None:
@@ -89,17 +89,17 @@ class Networks:
         scheduler(bench).send_signal(signal.SIGSTOP)
         bucket = [("model.norm.weight", torch.zeros(LARGE, dtype=torch.uint8))]
         with pytest.raises(EngineRestarted, match="did not answer receive within 2 s"):
-            engine._on_owners(lambda: engine._transport.push(bucket, [described(bucket)]))
+            engine._engines.on_owners(lambda: engine._transport.push(bucket, [described(bucket)]))
         engine._config.answer_seconds = before
         goes_on(bench)
 
 
 class Directories:
-    """Checks of this way alone."""
+    """Checks of this transport alone."""
 
     @staticmethod
     def check_the_newest_directory_is_whole_and_the_only_one(bench: Bench) -> None:
-        folder = bench.engine._path / "engine-weights"
+        folder = bench.engine._engines._path / "engine-weights"
         for _ in range(2):
             move(bench.policy)
             bench.push_all()
@@ -113,7 +113,7 @@ class Directories:
     @staticmethod
     def check_a_folder_that_cannot_be_written_is_named(bench: Bench) -> None:
         """The last one: a run ends here."""
-        folder = bench.engine._path / "engine-weights"
+        folder = bench.engine._engines._path / "engine-weights"
         bench.engine.begin_update()
         folder.rename(folder.with_name("elsewhere"))
         refused(lambda: [bench.engine.push(b) for b in bench.buckets()], "cannot be written", "engine-weights")

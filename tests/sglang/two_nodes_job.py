@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ["LOCAL_WORLD_SIZE"] = "1"
+os.environ["GRPO_MEGA_TEST_NODES_ON_ONE_HOST"] = "1"
 os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"  # SGLang would give each rank of an engine a NUMA node of its own
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "rollout"))
@@ -61,19 +62,19 @@ def lost_between_pushes(bench: Bench) -> str:
 
 def lost_together(bench: Bench) -> str:
     """Both engines are, and that of rank 1 does not start at once again: it has no time to."""
-    engine, usual = bench.engine, bench.engine._start
+    engines, usual = bench.engine._engines, bench.engine._engines._start
 
-    def too_short(of_group: list) -> None:
-        engine._start = usual
-        engine._config.start_seconds, before = 0.1, engine._config.start_seconds
+    def too_short(of_engine: list) -> None:
+        engines._start = usual
+        engines._config.start_seconds, before = 0.1, engines._config.start_seconds
         try:
-            usual(of_group)
+            usual(of_engine)
         finally:
-            engine._config.start_seconds = before
+            engines._config.start_seconds = before
 
     if dist.get_rank() == 1:
-        engine._start = too_short
-    for pid in engine.pids():
+        engines._start = too_short
+    for pid in engines.pids:
         psutil.Process(pid).kill()
     dist.barrier()
     return said(lambda: bench.samples(sampling(max_new_tokens=90, stop_ids=())))

@@ -107,7 +107,7 @@ class Cluster:
     def _write(self, cpus: int, gpus: int, kill_wait: int, silence: int) -> None:
         for folder in ("state", "log", "run", "dev", *(f"spool/{node}" for node in self.nodes)):
             (self.root / folder).mkdir(parents=True)
-        first, *ports = _free_ports(1 + len(self.nodes))
+        first, *ports = (free_port() for _ in range(1 + len(self.nodes)))
         config = CONFIG.format(port=first, user=getpass.getuser(), root=self.root, kill_wait=kill_wait, silence=silence)
         resources = f"CPUs={cpus} RealMemory=64000 Feature=tests" + (f" Gres=gpu:{gpus}" if gpus else "")
         for node, port in zip(self.nodes, ports, strict=True):
@@ -302,10 +302,3 @@ def _program(name: str) -> str:
 def _kill(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.kill()
-
-
-def _free_ports(count: int) -> list[int]:
-    ports: set[int] = set()
-    while len(ports) < count:
-        ports.add(free_port())
-    return [*ports]

@@ -1,4 +1,4 @@
-"""What cannot run is refused when it is submitted, with the way out, and nothing is queued or left behind."""
+"""What cannot run is refused when it is submitted, with the fix, and nothing is queued or left behind."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def assert_refused(cluster: Cluster, made: subprocess.CompletedProcess[str], *wo
         ([], {"RUNTIME": "pyxis", "IMAGE": "registry#image:1"}, ["--container-image", "pyxis plugin"]),
         ([], {"RUNTIME": "docker"}, ["docker is none of: bare, apptainer, pyxis"]),
         ([], {"CLUSTER": "mars"}, ["CLUSTER=mars has no profile", "default"]),
-        (["--signal=B:USR1@60"], {}, ["STOP_SECONDS=0 is no time to save in", "--signal=B:USR1@90"]),
-        (["--nodes=3"], {}, ["--nodes=3 says nothing of spares", "NODES=N"]),
+        (["--signal=B:USR1@60"], {}, ["STOP_SECONDS=0 is too short to save", "--signal=B:USR1@90"]),
+        (["--nodes=3"], {}, ["--nodes=3 does not account for spares", "NODES=N"]),
         (["--time=1"], {}, ["--time=1 is 60 s", "300 s ahead of its end", "--time=16 or more"]),
         ([], {"SBATCH_TIMELIMIT": "00:05:30"}, ["--time=00:05:30 is 330 s"]),
         (["--time=3", "--signal=B:USR1@120"], {}, ["--time=3 is 180 s", "120 s ahead of its end"]),
@@ -102,6 +102,50 @@ def test_a_model_of_another_shape_is_refused_as_loading_it_would_be(cluster, tmp
     file.write_text(json.dumps(TINY_DENSE))
     made = start(cluster, "shaped", "--hold", *settings)
     cluster.run("scancel", submitted(cluster, made).number)
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "problems"),
+    [
+        ([], {}, []),
+        (
+            ["--partition=gpu", "--time=4", "layout=pp2", "run.save_every=-1"],
+            {"NODES": "3"},
+            [
+                "--time=4 is 240 s, and the job is asked to stop 300 s ahead",
+                "invalid partition",
+                "run.save_every=-1",
+                "world size 3 is not divisible by",
+            ],
+        ),
+    ],
+    ids=["right", "wrong"],
+)
+def test_a_dry_run_names_every_problem_and_queues_nothing(cluster, words, environment, problems):
+    made = start(cluster, "dry", "--dry-run", *words, **environment)
+    assert made.returncode == (2 if problems else 0), made
+    listed = made.stdout.partition(f"\n{len(problems)} problems:\n")[2]
+    assert len(re.findall(r"^ *\d+\. ", listed, re.MULTILINE)) == len(problems), made.stdout
+    assert [problem for problem in problems if problem not in listed] == []
+    assert made.stdout.endswith("\nready\n") == (not problems)
+    assert cluster.jobs() == []
+    assert not (cluster.root / "runs" / "dry").exists()
+
+
+def test_a_dry_run_needs_no_slurm(tmp_path):
+    for name in ("bash", "dirname", "basename", "paste", "grep", "head"):
+        (tmp_path / name).symlink_to(f"/usr/bin/{name}")
+    settings = [*SMALL, f"run.root={tmp_path}/runs"]
+    own = {"PATH": str(tmp_path), "RANKS_PER_NODE": "1"}
+    made = subprocess.run(
+        ["/usr/bin/bash", REPOSITORY / "slurm" / "tiny.sh", "--dry-run", *settings],
+        env=ENVIRONMENT | own,
+        text=True,
+        capture_output=True,
+    )
+    assert made.returncode == 0, made
+    assert made.stdout.endswith("\nready\n")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_interpreter_without_hydra_is_named(cluster):

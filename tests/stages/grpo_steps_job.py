@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,16 +30,21 @@ here = platform.start()
 from metric_lines import of_steps  # noqa: E402
 
 from grpo_kernels import linear_token_loss  # noqa: E402
+from grpo_mega.algorithm.mini_batches import MiniBatch  # noqa: E402
+from grpo_mega.algorithm.objective import TokenLosses  # noqa: E402
 from grpo_mega.assemble import assemble  # noqa: E402
 from grpo_mega.checkpoint.step_in_progress import StepInProgress  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
-from grpo_mega.models.losses import LossFound, grpo_loss  # noqa: E402
 from grpo_mega.models.topology import leave_layout  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
+from grpo_mega.rollout.producer import generate  # noqa: E402
 from grpo_mega.run import Run  # noqa: E402
-from grpo_mega.stages.batches import make_batch, mini_batches, shares  # noqa: E402
-from grpo_mega.types import Batch, Group, Score, pack  # noqa: E402
+from grpo_mega.stages.batches import batch_of, make_batch, mini_batches, mini_batches_of_epoch  # noqa: E402
+from grpo_mega.stages.corrections import corrected, correction_metrics  # noqa: E402
+from grpo_mega.stages.loss import loss_of  # noqa: E402
+from grpo_mega.stages.packing import pack_samples  # noqa: E402
+from grpo_mega.types import Answer, Batch, Group, Rollout, Score  # noqa: E402
 
 SMALL = [
     "experiment=tiny",
@@ -70,14 +77,49 @@ def grpo(name: str, *overrides: str) -> Iterator[Run]:
         yield built
 
 
-def generated(built: Run, rewards: list[tuple[float, ...]]) -> list[Group]:
-    """Real groups with given rewards."""
-    rollouts = built.stage.rollouts
-    samples = rollouts.engine.generate(built.stage.data.test[: len(rewards)], 4, rollouts.sampling(0), version=0)
-    return [
-        Group(tuple(samples[4 * i : 4 * i + 4]), tuple(Score(reward, {}) for reward in of_group))
-        for i, of_group in enumerate(rewards)
+def generated(built: Run, rewards: list[tuple[float | None, ...]]) -> Rollout:
+    """Real groups with given rewards; a sample with None could not be scored."""
+    rollouts, prompts = built.stage.rollouts, built.stage.data.test[: len(rewards)]
+    samples = generate(rollouts.engine, prompts, 4, rollouts.sampling(0), version=0)
+    given = [reward for of_group in rewards for reward in of_group]
+    scores = [Score(0.0, {}, unscorable="the judge was away") if r is None else Score(r, {}) for r in given]
+    answers = [
+        Answer(len(s.token_ids), s.finish_reason, s.segments, score) for s, score in zip(samples, scores, strict=True)
     ]
+    groups = [Group(prompt, tuple(answers[4 * i : 4 * i + 4])) for i, prompt in enumerate(prompts)]
+    return Rollout(groups, dict(enumerate(samples)))
+
+
+def with_steps(rollout: Rollout) -> Rollout:
+    """The same, with steps in all groups but the last: in the second they differ although the rewards are equal, in the
+    third they do not."""
+
+    def own(number: int, answer: Answer) -> tuple[tuple[int, float], ...]:
+        middle, reward = (answer.length - 1) // 2, answer.score.total
+        if middle == answer.length - 1 or number >= 12:
+            return ()
+        return ((middle, float(number < 8) * (0.5 + number % 3)), (answer.length - 1, reward))
+
+    groups = [
+        replace(group, answers=tuple(
+            replace(a, score=replace(a.score, steps=own(4 * i + j, a))) for j, a in enumerate(group.answers)))
+        for i, group in enumerate(rollout.groups)
+    ]  # fmt: skip
+    return Rollout(groups, rollout.samples)
+
+
+def only(rollout: Rollout, first: int, end: int) -> Rollout:
+    """The groups from `first` up to `end`."""
+    samples = {number - 4 * first: rollout.samples[number] for number in range(4 * first, 4 * end)}
+    return Rollout(rollout.groups[first:end], samples)
+
+
+def updates_of(
+    built: Run, config: Config, rollout: Rollout, batch: Batch | None = None
+) -> list[tuple[Batch, MiniBatch]]:
+    """The batch of each update of a step, with the mini-batch that it is for."""
+    current = StepInProgress(rollout.groups, batch or make_batch(rollout, config, built.policy.topology, 0))
+    return [(batch_of(current, numbers, config, 0), numbers) for numbers in mini_batches(rollout.groups, config, 0)]
 
 
 def step(built: Run) -> dict[str, float]:
@@ -92,19 +134,19 @@ def rows(batch: Batch, vector: torch.Tensor) -> list[list[float]]:
 
 def digest(built: Run) -> str:
     """Of every weight, routing bias, optimizer moment and reference weight."""
-    found = hashlib.sha256()
+    outcome = hashlib.sha256()
     for part in getattr(built.policy.optimizer, "chained_optimizers", [built.policy.optimizer]):
         moments = part.optimizer.state.values()
         tensors = [t for state in moments for t in state.values() if torch.is_tensor(t)]
         assert tensors, "there are no moments to compare"
         for tensor in tensors:
-            found.update(tensor.numpy().tobytes())
+            outcome.update(tensor.numpy().tobytes())
     held = built.stage.reference.held if built.stage.reference else []
     for model in (built.policy.chunks.state_dict(), dict(enumerate(held))):
         for tensor in model.values():
             if torch.is_tensor(tensor):
-                found.update(tensor.detach().numpy().tobytes())
-    return found.hexdigest()
+                outcome.update(tensor.detach().numpy().tobytes())
+    return outcome.hexdigest()
 
 
 REWARDS = [(1, 0, 1, 0), (1, 1, 1, 1), (0, 0, 0, 0), (5, 5, 5, 0)]
@@ -115,32 +157,36 @@ def batches() -> dict[str, Any]:
     """Packing of groups with and without signal, and the mini-batches made of them, by what becomes of the latter."""
     seen: dict[str, Any] = {}
     with grpo("batches", "algorithm.aggregation=token_mean", "algorithm.epochs=2") as built:
-        groups = generated(built, REWARDS)
-        config, samples = built.stage.config, [s for group in groups for s in group.samples]
+        rollout = generated(built, REWARDS)
+        config, samples = built.stage.config, [*rollout.samples.values()]
         seen["lengths"] = [len(s.token_ids) for s in samples]
         seen["prompt_lengths"] = [len(s.prompt.token_ids) for s in samples]
         seen["expected_tokens"] = [[*s.prompt.token_ids, *s.token_ids] for s in samples]
         for name, without_signal, kl_coef in WITHOUT_SIGNAL:
-            algorithm = config.algorithm
+            algorithm, topology = config.algorithm, built.policy.topology
             algorithm.groups_without_signal, algorithm.kl_coef, algorithm.mini_batches = without_signal, kl_coef, 1
-            batch = make_batch(groups, algorithm)
-            found = {"tokens": rows(batch, batch.tokens), "advantages": rows(batch, batch.advantage)}
-            found["only_equal"] = make_batch(groups[1:3], algorithm) is None
-            found["nothing_to_do"] = len(shares(groups[1:3], config, 0))
+            batch = make_batch(rollout, config, topology, 0)
+            outcome = {"tokens": rows(batch, batch.tokens), "advantages": rows(batch, batch.advantage)}
+            outcome["only_equal"] = make_batch(only(rollout, 1, 3), config, topology, 0) is None
+            outcome["nothing_to_do"] = len(mini_batches(rollout.groups[1:3], config, 0))
             for parts in (1, 3, 12, 16):
                 algorithm.mini_batches = parts
-                step = StepInProgress(groups, batch)
-                found[f"parts_{parts}"] = [
+                outcome[f"parts_{parts}"] = [
                     {
-                        "sequences": [found["tokens"].index(row) for row in rows(part, part.tokens)],
-                        "dealt": [share.trained, share.left_out],
+                        "sequences": [outcome["tokens"].index(row) for row in rows(part, part.tokens)],
+                        "dealt": [mini_batch.trained, mini_batch.left_out],
                         "weight": part.weight.double().sum().item(),
                         "tokens": int(part.mask.sum()),
                         "off_mask": part.weight[~part.mask].abs().sum().item(),
                     }
-                    for part, share in zip(mini_batches(step, config, 0), shares(groups, config, 0), strict=True)
+                    for part, mini_batch in updates_of(built, config, rollout)
                 ]
-            seen[name] = found
+            algorithm.mini_batches = 12  # epochs have different numbers of mini-batches with something to compute
+            outcome["numbers"] = [make_batch(rollout, config, topology, i).numbers.tolist() for i in range(12)]
+            outcome["mini_batches"] = [
+                [len(mini_batches_of_epoch(rollout.groups, config, i, epoch)) for epoch in (0, 1)] for i in range(12)
+            ]
+            seen[name] = outcome
     return seen
 
 
@@ -148,65 +194,92 @@ WITHOUT_SIGNAL = (("drop", "drop", 0.1), ("left out", "count", 0.0), ("kl", "cou
 """Name, `algorithm.groups_without_signal` and `algorithm.kl_coef` of all that can become of a group without signal."""
 
 
+UNSCORED = [(1, None, 1, 0), (1, 1, None, 1), (None, 0, None, None), (5, 0, None, 5)]
+"""The like, in which some samples could not be scored."""
+
+
 def gradients() -> dict[str, dict[str, Any]]:
-    """Gradients of a step's mini-batches beside those of the papers' formulas over every sampled sequence."""
+    """Gradients of a step's mini-batches beside those of the papers' formulas over every sequence with a score."""
     seen = {}
     dense = ["model=tiny_dense", "algorithm.clip_high=0.28", "algorithm.dual_clip=null"]
     with grpo("gradients", *dense) as built:
-        groups = generated(built, REWARDS)
-        everything = pack([sample for group in groups for sample in group.samples])
+        rollouts = {"": generated(built, REWARDS), "unscored, ": generated(built, UNSCORED)}
+        rollouts["steps, "] = with_steps(rollouts[""])
+        everything = pack_samples([*rollouts[""].samples.values()])
         logprob = built.policy.logprobs(everything, 1.0)
         shift = torch.sin(torch.arange(len(logprob)))  # so far away that ratios clip and the KL term has a gradient
-        everything = everything.with_(old_logprob=logprob + 0.4 * shift, ref_logprob=logprob - 0.3 * shift.roll(1))
-        for objective, aggregation, std, kl_coef, entropy_coef, parts in GRADIENTS:
+        old, ref = logprob + 0.4 * shift, logprob - 0.3 * shift.roll(1)
+        everything = everything.with_(rollout_logprob=logprob, old_logprob=old, ref_logprob=ref)
+        for some, without_signal, objective, aggregation, std, kl_coef, entropy_coef, parts in GRADIENTS:
             overrides = [f"algorithm.objective={objective}", f"algorithm.aggregation={aggregation}"]
             overrides += [f"algorithm.advantage_std={std}", f"algorithm.kl_coef={kl_coef}"]
             overrides += [f"algorithm.entropy_coef={entropy_coef}", f"algorithm.mini_batches={parts}"]
+            overrides += [f"algorithm.groups_without_signal={without_signal}"]
+            overrides += ["algorithm.supervision=process"] if some == "steps, " else []
             config = compose_config([*SMALL, *dense, f"run.root={root}", "run.name=gradients", *overrides])
-            key = f"{objective}, {aggregation}, kl {kl_coef}, entropy {entropy_coef}, {parts} mini-batches"
-            seen[key] = _gradients(built, config, groups, everything, logprob)
+            key = f"{some}{without_signal}, {objective}, {aggregation}, kl {kl_coef}, entropy {entropy_coef}, {parts}"
+            seen[key] = _gradients(built, config, rollouts[some], everything)
     return seen
 
 
 GRADIENTS = [
-    *(("ppo", aggregation, std, kl_coef, 0.0, parts)
+    *(("", "count", "ppo", aggregation, std, kl_coef, 0.0, parts)
       for aggregation, std in (("sequence_mean", "sample"), ("constant", "none"), ("token_mean", "population"))
       for kl_coef in (0.0, 0.2) for parts in (1, 2, 8)),
-    ("gspo", "sequence_mean", "sample", 0.0, 0.0, 4),
-    ("gspo", "sequence_mean", "sample", 0.2, 0.0, 4),
-    ("ppo", "sequence_mean", "sample", 0.0, 0.1, 2),
+    ("", "count", "gspo", "sequence_mean", "sample", 0.0, 0.0, 4),
+    ("", "count", "gspo", "sequence_mean", "sample", 0.2, 0.0, 4),
+    ("", "count", "ppo", "sequence_mean", "sample", 0.0, 0.1, 2),
+    *(("unscored, ", without_signal, "ppo", aggregation, "sample", kl_coef, 0.0, parts)
+      for without_signal in ("count", "drop") for aggregation in ("sequence_mean", "token_mean")
+      for kl_coef in (0.0, 0.2) for parts in (1, 4)),
+    *(("steps, ", "count", "ppo", aggregation, std, kl_coef, 0.0, parts)
+      for aggregation, std in (("sequence_mean", "sample"), ("constant", "none"), ("token_mean", "population"))
+      for kl_coef in (0.0, 0.2) for parts in (1, 4)),
 ]  # fmt: skip
 
 
-def _gradients(
-    built: Run, config: Config, groups: list[Group], everything: Batch, logprob: torch.Tensor
-) -> dict[str, Any]:
+def _gradients(built: Run, config: Config, rollout: Rollout, everything: Batch) -> dict[str, Any]:
+    """`everything`: all samples, with log-probs of the policy as those of the rollout."""
     algorithm, longest = config.algorithm, config.rollout.max_new_tokens
-    loss = grpo_loss(algorithm, on_policy=False)
-    batch = make_batch(groups, algorithm)
-    computed = [i for i, row in enumerate(rows(everything, everything.tokens)) if row in rows(batch, batch.tokens)]
+    loss = loss_of(algorithm, on_policy=False)
+    batch = make_batch(rollout, config, built.policy.topology, 0)
+    computed = batch.numbers.tolist()
     known = everything.select(computed)
-    step = StepInProgress(groups, batch.with_(old_logprob=known.old_logprob, ref_logprob=known.ref_logprob))
-    found, total = {}, 0.0
-    for mini_batch, share in zip(mini_batches(step, config, 0), shares(groups, config, 0), strict=True):
-        tokens = [everything.lengths[i] - everything.prompt_lengths[i] for i in (*share.trained, *share.left_out)]
+    groups = [
+        group for group in rollout.groups if len({*group.rewards}) > 1 or algorithm.groups_without_signal == "count"
+    ]
+    counted = [i for i, answer in enumerate(rollout.answers)
+               if not answer.score.unscorable and rollout.groups[i // 4] in groups]  # fmt: skip
+    everything = everything.select(counted)
+    batch = batch.with_(old_logprob=known.old_logprob, ref_logprob=known.ref_logprob)
+    outcome, total = {}, 0.0
+    for part_of_step, mini_batch in updates_of(built, config, rollout, batch):
+        numbers = (*mini_batch.trained, *mini_batch.left_out)
+        rows = [counted.index(i) for i in numbers]
+        tokens = [everything.lengths[i] - everything.prompt_lengths[i] for i in rows]
         part = len(tokens) / len(everything.lengths)
         if algorithm.aggregation == "token_mean":
             part = float(sum(tokens) / everything.mask.sum())
-        built.policy.gradients(mini_batch, loss, 1.0)
+        built.policy.gradients(part_of_step, loss, 1.0)
         for name, gradient in built.policy.whole_gradients().items():
-            found[name] = found.get(name, 0.0) + part * gradient.double()
+            outcome[name] = outcome.get(name, 0.0) + part * gradient.double()
         total += part
     by_logprob = plain_grpo.gradient(
-        [(group.rewards, [len(sample.token_ids) for sample in group.samples]) for group in groups],
-        *(x[everything.mask] for x in (logprob, everything.old_logprob, everything.ref_logprob)),
+        [
+            (group.rewards, [answer.length for answer in group.answers if not answer.score.unscorable])
+            for group in groups
+        ],
+        *(x[everything.mask] for x in (everything.rollout_logprob, everything.old_logprob, everything.ref_logprob)),
         algorithm,
         longest,
+        [[a.score.steps or ((a.length - 1, a.score.total),) for a in group.answers] for group in groups]
+        if algorithm.supervision == "process"
+        else None,
     )
     built.policy.gradients(*_as_given(everything, by_logprob, algorithm.entropy_coef))
     exact = {name: gradient.double() for name, gradient in built.policy.whole_gradients().items()}
-    assert exact.keys() == found.keys()
-    errors = [float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact]
+    assert exact.keys() == outcome.keys()
+    errors = [float((outcome[name] - exact[name]).norm() / exact[name].norm()) for name in exact]
     norm = float(sum(gradient.norm() ** 2 for gradient in exact.values()) ** 0.5)
     return {"error": max(errors), "norm": norm, "computed": len(computed), "shares": total}
 
@@ -220,13 +293,13 @@ def _as_given(everything: Batch, by_logprob: torch.Tensor, entropy_coef: float) 
     given = torch.zeros(len(everything.tokens))
     given[everything.mask] = by_logprob.float()
 
-    def loss(hidden: torch.Tensor, matrix: torch.Tensor, scored: Any, **how: Any) -> LossFound:
+    def loss(hidden: torch.Tensor, matrix: torch.Tensor, scored: Any, _: Any, **how: Any) -> TokenLosses:
         def linear(logprob: torch.Tensor, entropy: torch.Tensor, part: slice) -> tuple[torch.Tensor, dict]:
             losses = scored.advantage[part] * logprob - entropy_coef * scored.weight[part] * entropy
             return losses, {"loss": losses, "logprob": logprob}
 
         total, of = linear_token_loss(hidden, matrix, scored.tokens, linear, **how)
-        return LossFound(total, of["loss"], of["logprob"], {})
+        return TokenLosses(total, of["loss"], of["logprob"], {})
 
     return everything.with_(advantage=given, weight=weight), loss, 1.0
 
@@ -255,24 +328,38 @@ def _equal_rewards(name: str, without_signal: str, kl_coef: float) -> dict[str, 
         seen["after"] = digest(built)
         seen["text"] = warnings
         logging.getLogger("grpo_mega.stages.watch").removeHandler(handler)
-        seen["tokens"] = built.stage.tokens
+        seen["tokens"] = built.stage.watch.tokens
     return seen
 
 
 def continued() -> dict[str, Any]:
     """A step whose groups are half without signal, stopped behind each of its updates, beside one left in peace."""
-    overrides = ["algorithm.epochs=2", "algorithm.mini_batches=3", "algorithm.aggregation=sequence_mean"]
+    return _continued("")
+
+
+def continued_by_step() -> dict[str, Any]:
+    """The like, in which completions earn the same and their steps do not."""
+    return _continued("_by_step", "reward.terms=[{name:own,function:step_rewards:stepwise}]", *PROCESS)
+
+
+PROCESS = ("algorithm.supervision=process", "algorithm.advantage_std=none")
+
+
+def _continued(name: str, *more: str) -> dict[str, Any]:
+    overrides = ["algorithm.epochs=2", "algorithm.mini_batches=3", "algorithm.aggregation=sequence_mean", *more]
     half.touch()
-    with grpo("peace", *overrides) as built:
+    with grpo(f"peace{name}", *overrides) as built:
         watched = watched_updates(built)
-        groups = built.stage.step(built).groups
-        expected, updates = digest(built), [found.metrics for _, found in watched]
-        with_signal = sum(len(set(group.rewards)) > 1 for group in groups)
-    places: list[str] = []
+        metrics = built.stage.step(built).metrics
+        expected, updates = digest(built), [outcome.metrics for _, outcome in watched]
+        with_signal = metrics["rollout/groups_with_signal"] * built.stage.algorithm.prompts_per_step
+        completions = [a[m] for part, _ in watched for a, m in zip(*_by_sample(part), strict=True)]
+        within = sum(len(advantages.unique()) > 1 for advantages in completions)
+    reports: list[str] = []
     again = None
     for _ in updates:
-        with grpo("continued", *overrides) as built:
-            places.append(built.where())
+        with grpo(f"continued{name}", *overrides) as built:
+            reports.append(built.where())
             before = [*built.stage.in_progress.updates] if built.stage.in_progress else []
             watched = stopped_after_update(built)
             try:
@@ -284,10 +371,67 @@ def continued() -> dict[str, Any]:
     return {
         "with_signal": with_signal,
         "updates": len(updates),
-        "places": places,
+        "within": within,
+        "steps": metrics.get("rollout/steps_mean", 0.0),
+        "reports": reports,
         "same": again == expected,
-        "losses": [*before, *(found.metrics for _, found in watched)] == updates,
+        "losses": [*before, *(outcome.metrics for _, outcome in watched)] == updates,
     }
+
+
+def _by_sample(batch: Batch) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Advantages and mask of each sample."""
+    return batch.advantage.split(batch.lengths.tolist()), batch.mask.split(batch.lengths.tolist())
+
+
+def corrections() -> dict[str, Any]:
+    """Sequences about which engine and trainer disagree by a known ratio, and a step in which they agree."""
+    overrides = ["model=tiny_dense", "algorithm.correction=truncate", "algorithm.correction_level=sequence_mean"]
+    overrides += ["algorithm.correction_cap=1.1", "algorithm.rejection_floor=0.8", "algorithm.rejection_cap=1.25"]
+    overrides += ["algorithm.entropy_coef=0.1"]  # a sequence that is left out has no entropy term either
+    with grpo("corrections", "algorithm.aggregation=token_mean", *overrides) as built:
+        policy, config = built.policy, built.stage.config
+        rollout = generated(built, REWARDS)
+        batch = make_batch(rollout, config, policy.topology, 0)
+        old, apart = policy.logprobs(batch, 1.0), 0.3 * torch.sin(batch.numbers)
+        engine = old - apart.repeat_interleave(batch.lengths)
+        batch = corrected(batch.with_(old_logprob=old, rollout_logprob=engine), config.algorithm, policy.topology)
+        current, (mini_batch,) = StepInProgress(rollout.groups, batch), mini_batches(rollout.groups, config, 0)
+        part, loss = batch_of(current, mini_batch, config, 0), loss_of(config.algorithm, built.stage.on_policy)
+        found, with_factors = policy.gradients(part, loss, 1.0), policy.whole_gradients()
+        weight = part.weight.masked_fill(part.correction == 0, 0.0)
+        by_hand = part.with_(advantage=part.advantage * part.correction, weight=weight, correction=None)
+        none = replace(config.algorithm, correction="none", correction_level="token", rejection_floor=0.0)
+        policy.gradients(by_hand, loss_of(replace(none, rejection_cap=math.inf), on_policy=False), 1.0)
+        others = policy.whole_gradients()
+        return {
+            "apart": apart.tolist(),
+            "factors": rows(batch, batch.correction),
+            "mask": rows(batch, batch.mask.float()),
+            "lengths": [int(n) for n in batch.lengths - batch.prompt_lengths],
+            "metrics": found.metrics,
+            "beyond": correction_metrics(batch, config.algorithm, policy.topology)["policy/corrected"],
+            "same": all(torch.equal(with_factors[name], others[name]) for name in others),
+            "moves": any(gradient.any() for gradient in others.values()),
+            "step": step(built),
+        }
+
+
+def kl_in_rewards() -> dict[str, Any]:
+    """Two steps of RLOO with a KL penalty, the second of which has equal rewards."""
+    with grpo("kl_in_rewards", "algorithm=rloo", "algorithm.kl_in=reward", "algorithm.kl_coef=0.5") as built:
+        updates = watched_updates(built)
+        seen: dict[str, Any] = {"steps": [step(built)]}
+        equal.touch()
+        seen["steps"].append(step(built))
+        equal.unlink()
+        batch, found = updates[1]
+        seen["policy term"] = -(batch.weight * batch.advantage * found.outputs).sum().item()
+        seen["loss"] = found.metrics["loss"]
+        penalty = torch.where(batch.mask, batch.old_logprob - batch.ref_logprob, 0.0).split(batch.lengths.tolist())
+        seen["penalty"] = [0.5 * part.sum().item() for part in penalty]
+        seen["advantages"] = [part[-1].item() for part in batch.advantage.split(batch.lengths.tolist())]
+    return seen
 
 
 def stopped_after_update(built: Run) -> list[tuple[Batch, Any]]:
@@ -345,24 +489,33 @@ def on_policy() -> list[dict[str, float]]:
 
 
 def two_epochs() -> dict[str, Any]:
-    """Both updates of a step with two epochs."""
+    """Both updates of a step with two epochs, and the policy versions of samples before and after it."""
     with grpo("two_epochs", "algorithm.epochs=2", "optimizer.lr=1e-2") as built:
-        updates = watched_updates(built)
+        updates, versions = watched_updates(built), [version_of_samples(built)]
         metrics = step(built)
+        versions.append(version_of_samples(built))
         (batch, first), (_, second) = updates
-        moved = (second.logprob - first.logprob)[batch.mask].double()
+        moved = (second.outputs - first.outputs)[batch.mask].double()
         return {
             "first": first.metrics,
             "second": second.metrics,
             "step": metrics,
             "ratio": moved.exp().mean().item(),
-            "trained": built.stage.tokens["trained"],
+            "trained": built.stage.watch.tokens["trained"],
             "completion_tokens": int(batch.mask.sum()),
+            "versions": versions,
         }
 
 
+def version_of_samples(built: Run) -> list[int]:
+    """First token and policy version of the only segment of a sample that is drawn now."""
+    rollout = built.stage.rollouts.answers(built, built.stage.data.test[:1], 2)
+    ((segment,), _) = (answer.segments for answer in rollout.answers)
+    return [*segment]
+
+
 def watched_updates(built: Run) -> list[tuple[Batch, Any]]:
-    """Filled with every update's mini-batch and what it found."""
+    """A list that will hold every update's mini-batch and result."""
     updates, update = [], built.policy.update
 
     def watched(mini_batch: Batch, *how: Any) -> Any:
@@ -378,9 +531,9 @@ def two_mini_batches() -> dict[str, Any]:
     overrides = ["algorithm.mini_batches=2", "algorithm.kl_coef=0.1", "rollout.temperature=0.7", "optimizer.lr=1e-2"]
     with grpo("two_mini_batches", *overrides) as built:
         updates = watched_updates(built)
-        seen = {"step": step(built), "updates": [found.metrics for _, found in updates]}
+        seen = {"step": step(built), "updates": [outcome.metrics for _, outcome in updates]}
         batch, second = updates[1]
-        moved = (second.logprob - batch.old_logprob)[batch.mask].double()
+        moved = (second.outputs - batch.old_logprob)[batch.mask].double()
         seen |= {"ratio": moved.exp().mean().item(), "tokens": [int(batch.mask.sum()) for batch, _ in updates]}
         equal.touch()
         seen["without_signal"] = step(built)
@@ -424,7 +577,8 @@ def begun() -> dict[str, Any]:
         where = built.where()
         built.execute()
         left = built.stage.in_progress is not None
-        return {"where": where, "steps": built.step, "updates": built.stage.updates, "left": left}
+        updates = [built.stage.schedule.updates, built.policy.updates]
+        return {"where": where, "steps": built.step, "updates": updates, "left": left}
 
 
 def drawing_and_scoring() -> dict[str, Any]:
@@ -434,20 +588,21 @@ def drawing_and_scoring() -> dict[str, Any]:
         drawn = {}
         for concurrent in (512, 8, 1):
             engine = EmbeddedEngine(built.policy, decode, concurrent)
-            drawn[concurrent] = engine.generate(prompts, 4, rollouts.sampling(0), version=3)
-        again = rollouts.engine.generate(prompts, 4, rollouts.sampling(0), version=4)
-        groups = rollouts.produced(built, "generate", prompts, 4, 3)
+            drawn[concurrent] = generate(engine, prompts, 4, rollouts.sampling(3), version=0)
+        again = generate(rollouts.engine, prompts, 4, rollouts.sampling(4), version=0)
+        rollout = rollouts.produced(built, "generate", prompts, 4, 3)
+        samples, answers = [*rollout.samples.values()], [*rollout.answers]
         return {
-            "tokens": {c: [s.token_ids for s in samples] for c, samples in drawn.items()},
-            "logprobs": {c: [x for s in samples for x in s.logprobs] for c, samples in drawn.items()},
-            "next_version": [s.token_ids for s in again],
-            "order": [[s.prompt.id, s.index] for g in groups for s in g.samples],
-            "same": [s for g in groups for s in g.samples] == drawn[512],
+            "tokens": {c: [[*s.token_ids] for s in of_size] for c, of_size in drawn.items()},
+            "logprobs": {c: [x for s in of_size for x in s.logprobs] for c, of_size in drawn.items()},
+            "next_draw": [[*s.token_ids] for s in again],
+            "order": [[s.prompt.id, s.index] for s in samples],
+            "same": samples == drawn[512],
             "expected_order": [[p.id, i] for p in prompts for i in range(4)],
-            "own": [score.terms["own"] for g in groups for score in g.scores],
+            "own": [answer.score.terms["own"] for answer in answers],
             "expected_own": [step_rewards.scored(s) for s in drawn[512]],
-            "totals": [x for g in groups for x in g.rewards],
-            "format": [score.terms["format"] for g in groups for score in g.scores],
+            "totals": [answer.score.total for answer in answers],
+            "format": [answer.score.terms["format"] for answer in answers],
         }
 
 
@@ -455,18 +610,20 @@ def longer() -> dict[str, Any]:
     """Steps before and after completions may be longer, by a model that knows more tokens than the tokenizer."""
     more = ["rollout.longer_from_step=1", "rollout.longer_max_new_tokens=20", "rollout.stop=[]", "model.vocab_size=64"]
     with grpo("longer", *more, "algorithm.aggregation=constant") as built:
-        group = generated(built, [(1, 0, 1, 0)])
+        rollout = generated(built, [(1, 0, 1, 0)])
         seen: dict[str, Any] = {"lengths": [], "denominators": [], "evaluated": [], "samples": []}
         for _ in range(2):
             stage, config = built.stage, built.stage.config
-            (part,) = mini_batches(StepInProgress(group, make_batch(group, config.algorithm)), config, built.step)
+            current = StepInProgress(rollout.groups, make_batch(rollout, config, built.policy.topology, built.step))
+            (mini_batch,) = mini_batches(rollout.groups, config, built.step)
+            part = batch_of(current, mini_batch, config, built.step)
             seen["denominators"].append(1 / part.weight.max().item())
             evaluated = stage.rollouts.evaluate(built, "validation", stage.data.validation, built.step)
             seen["evaluated"].append(evaluated["length"])
-            groups = stage.step(built).groups
-            samples = [s for group in groups for s in group.samples]
+            samples = stage.rollouts.answers(built, stage.data.test, 4).samples.values()
             seen["lengths"].append(sorted({len(s.token_ids) for s in samples}))
-            seen["samples"] += [[s.token_ids, s.text] for s in samples]
+            seen["samples"] += [[[*s.token_ids], s.text] for s in samples]
+            stage.step(built)
             built.step += 1
         seen["tokens"] = built.stage.data.tokenizer.tokens
     try:
@@ -477,12 +634,31 @@ def longer() -> dict[str, Any]:
     return seen
 
 
+def averaged() -> dict[str, Any]:
+    """What an evaluation generates when the weights are averaged, and what the average and the policy would."""
+    with grpo("averaged", "optimizer.average_decay=0.9", "optimizer.lr=0.05") as built:
+        for _ in range(2):
+            step(built)
+        rollouts, problems = built.stage.rollouts, built.stage.data.validation
+        scored: list[Any] = []
+        score = rollouts.score
+        rollouts.score = lambda samples: scored.append([[*s.token_ids] for s in samples]) or score(samples)
+        rollouts.evaluate(built, "validation", problems, 0)
+        with rollouts.average.swapped_in():
+            rollouts.produced(built, "evaluate", problems, 1, 0)
+        rollouts.produced(built, "evaluate", problems, 1, 0)
+        return dict(zip(("evaluated", "of average", "of policy"), scored, strict=True))
+
+
 if __name__ == "__main__":
     parts = (
         batches,
         gradients,
+        corrections,
+        kl_in_rewards,
         equal_rewards,
         continued,
+        continued_by_step,
         resumed_without_update,
         run_state,
         on_policy,
@@ -492,5 +668,6 @@ if __name__ == "__main__":
         begun,
         drawing_and_scoring,
         longer,
+        averaged,
     )
     print(json.dumps({part.__name__: part() for part in parts}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Sample
 
 EQUAL = "GRPO_MEGA_TEST_EQUAL"
@@ -12,6 +13,13 @@ EQUAL = "GRPO_MEGA_TEST_EQUAL"
 
 HALF = "GRPO_MEGA_TEST_HALF"
 """The same for samples of prompts whose tokens add up to an even number."""
+
+
+def stepwise(sample: Sample) -> Verdict:
+    """The same for every sample, though its first half and its whole earn what differs, unless they are to be equal."""
+    middle, earned = len(sample.text) // 2, scored(sample) - 1.0
+    steps = ((middle, 2 * earned), (len(sample.text), -earned)) if middle > 0 else ()
+    return Verdict(0.0, steps=steps)
 
 
 def scored(sample: Sample) -> float:

@@ -19,7 +19,7 @@ HERE = platform.start()
 
 from grpo_mega.assemble import assemble  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
-from grpo_mega.platform.collectives import main_says  # noqa: E402
+from grpo_mega.platform.collectives import from_main_rank  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
 
 
@@ -50,7 +50,7 @@ def start(overrides: list[str], steps: int | None, weights: str) -> dict[str, An
                 run.save()
     except ValueError as error:
         seen["error"] = str(error)
-    os.environ["MASTER_PORT"] = str(main_says(free_port)) if dist.is_initialized() else "0"
+    os.environ["MASTER_PORT"] = str(from_main_rank(free_port)) if dist.is_initialized() else "0"
     return seen
 
 

@@ -16,10 +16,11 @@ SMALL = ["algorithm.prompts_per_step=2", "algorithm.group_size=4", "rollout.max_
     ("ranks", "documented"),
     [
         (1, ["model.qk_norm=true"]),
-        (1, ["model.moe.experts=8", "model.moe.top_k=2"]),
-        (2, ["layout=ep2", "model.moe.experts=8"]),
+        pytest.param(1, ["model.moe.experts=8", "model.moe.top_k=2"], marks=pytest.mark.long),
+        pytest.param(2, ["layout=ep2", "model.moe.experts=8"], marks=pytest.mark.long),
+        pytest.param(1, ["algorithm=ppo"], marks=pytest.mark.long),
     ],
-    ids=["dense", "experts", "torchrun"],
+    ids=["dense", "experts", "torchrun", "ppo"],
 )
 def test_every_measured_step_trains_the_same_tokens(ranks: int, documented: list[str], tmp_path: Path) -> None:
     result = tmp_path / "result.json"
@@ -29,5 +30,6 @@ def test_every_measured_step_trains_the_same_tokens(ranks: int, documented: list
     # 2 prompts of 4 samples of 6 tokens, unless the checksum gave a whole group the same reward.
     assert measured["trained_tokens"] in (2 * 4 * 6, 4 * 6)
     assert {"generate", "reward", "logprobs", "update"} <= measured["phases"].keys()
+    assert ("values" in measured["phases"]) == ("algorithm=ppo" in documented)
     assert all(spent["cpu"] > 0 for spent in measured["phases"].values())
     assert f"{measured['cpu_seconds_per_1000_trained_tokens']:.3f} CPU seconds per 1,000 trained tokens" in printed

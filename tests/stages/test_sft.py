@@ -77,9 +77,9 @@ def test_the_loss_falls_and_reinforcement_learning_follows(runs: tuple[Path, dic
     root, seen = runs
     first = seen[layout][0]
     assert first == {"stages": ["sft", "grpo"], "resumed": 0, "moved": True}
-    found = losses(root / layout)
-    assert len(found) == STEPS
-    assert sum(found[-3:]) < 0.7 * sum(found[:3])
+    outcome = losses(root / layout)
+    assert len(outcome) == STEPS
+    assert sum(outcome[-3:]) < 0.7 * sum(outcome[:3])
     assert len(of_steps(root / layout)) == 1
 
 
@@ -103,5 +103,5 @@ def test_a_run_that_continues_learns_the_same(runs: tuple[Path, dict]) -> None:
 def test_a_file_that_has_changed_is_noticed(runs: tuple[Path, dict]) -> None:
     before, after = runs[1]["single"][3:]
     assert "error" not in before
-    assert "the saved supervised steps learned" in after["error"]
+    assert "the saved supervised steps were on" in after["error"]
     assert "changing.jsonl sha256=" in after["error"]

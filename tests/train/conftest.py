@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,17 @@ from typing import Any
 import pytest
 from metric_lines import of_steps
 from train_jobs import SMALL, Ended, Job, contents, rewarded_by
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own of 64 MiB at `tmp_path`/runs, where mounting is permitted."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", folder], capture_output=True).returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @dataclass(frozen=True)

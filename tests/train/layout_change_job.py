@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 import torch
 
@@ -24,8 +25,18 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing import load_plain_tensors  # noqa: E402
 
 from grpo_mega.checkpoint import checkpoint  # noqa: E402
-from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
+from grpo_mega.config.schema import (  # noqa: E402
+    LayoutConfig,
+    LoRAConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    PartConfig,
+    PartsConfig,
+)
+from grpo_mega.models.adapters import B  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
+from grpo_mega.models.shards import named_box, shards  # noqa: E402
 from grpo_mega.models.topology import join_layout  # noqa: E402
 from grpo_mega.stages.sft import supervised_update  # noqa: E402
 from grpo_mega.types import Row  # noqa: E402
@@ -48,6 +59,11 @@ LAYOUTS = {
     "vpp2": LayoutConfig(pp=2, vpp=2),
     "cp2": LayoutConfig(cp=2),
 }
+SHARDED = ("distributed", "parts", "adapters")
+PARTS = {
+    "parts": PartsConfig(head=PartConfig(0.5), router=PartConfig(2.0), experts=PartConfig(1.0, 0.1)),
+    "frozen": ["embedding", "norms"],
+}
 VOCAB = 26
 SMALL_BUCKETS = 10_000
 """Megatron's own buckets would hold the whole model."""
@@ -61,22 +77,40 @@ def documents(step: int) -> list[Row]:
 
 
 def leg(folder: Path, name: str, start: int, end: int, layout: LayoutConfig, optimizer: str) -> None:
-    """Steps `start` + 1 to `end` of the story `name` under a layout; `optimizer` is plain, distributed or bf16."""
-    model, sharded = replace(MODEL, dtype="bf16" if optimizer == "bf16" else "fp32"), optimizer == "distributed"
-    topology = join_layout(layout, seed=0)
-    policy = Policy(model, layout, VOCAB, topology, HERE, sharded, overlap=sharded, bucket_size=SMALL_BUCKETS)
+    """Steps `start` + 1 to `end` of the story `name` under a layout.
+
+    `optimizer` is plain, distributed, bf16, or a distributed one: parts, with settings of their own for parts of the
+    model, or adapters, of these alone.
+    """
+    model, sharded = replace(MODEL, dtype="bf16" if optimizer == "bf16" else "fp32"), optimizer in SHARDED
+    lora, own = None, PARTS if optimizer == "parts" else {}
+    if optimizer == "adapters":
+        lora = LoRAConfig(rank=4, alpha=4.0)  # a scale of 1: a larger one amplifies rounding
+        model = replace(model, moe=replace(MODEL.moe, bias_update_rate=0.0, frozen_bias=True))
+    topology, frozen = join_layout(layout, seed=0), own.get("frozen", ())
+    parallel = (sharded, sharded, SMALL_BUCKETS)
+    policy = Policy(model, layout, VOCAB, topology, HERE, *parallel, frozen=frozen, lora=lora)
     policy.initialize(seed=4)
+    for shard in shards(policy.chunks):  # a B of zeros would be nothing but the updates, whose rounding Adam amplifies
+        key, box = named_box(shard)
+        if key.endswith(B):
+            noise = torch.randn(shard.global_shape[shard.prepend_axis_num :], generator=_seeded(crc32(key.encode())))
+            shard.data.copy_(0.1 * noise[tuple(slice(*ends) for ends in box)])
     # With Adam's own epsilon, the first update of a weight whose gradient is at rounding level has a random sign.
-    policy.use_optimizer(OptimizerConfig(lr=1e-3, eps=1e-5))
+    policy.use_optimizer(OptimizerConfig(lr=1e-3, eps=1e-5, **own))
     if start:
-        found = checkpoint.load(folder / f"{name}-{start}-{optimizer}", policy)
+        found = checkpoint.load(folder / f"{name}-{start}-{optimizer}", [policy])
         assert found == {"step": start}
-        checkpoint.save(folder / f"{name}-{start}-{optimizer}-again", policy, found)
+        checkpoint.save(folder / f"{name}-{start}-{optimizer}-again", [policy], found)
     for step in range(start + 1, end + 1):
         supervised_update(policy, documents(step), lr=1e-3)
         if step % 2 == 0:
-            checkpoint.save(folder / f"{name}-{step}-{optimizer}", policy, {"step": step})
+            checkpoint.save(folder / f"{name}-{step}-{optimizer}", [policy], {"step": step})
     parallel_state.destroy_model_parallel()
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def tensors(node: dict, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

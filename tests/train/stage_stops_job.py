@@ -19,7 +19,7 @@ HERE = platform.start()
 
 from grpo_mega.assemble import assemble  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
-from grpo_mega.platform.collectives import main_says  # noqa: E402
+from grpo_mega.platform.collectives import from_main_rank  # noqa: E402
 from grpo_mega.platform.stop import Stopped  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
 
@@ -39,7 +39,7 @@ def start(root: str, overrides: list[str], moment: str) -> str:
             end = "completed"
         except Stopped as stopped:
             end = str(stopped)
-        os.environ["MASTER_PORT"] = str(main_says(free_port))
+        os.environ["MASTER_PORT"] = str(from_main_rank(free_port))
     return end
 
 

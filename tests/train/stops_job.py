@@ -30,9 +30,10 @@ HERE = platform.start()
 
 from grpo_mega.assemble import assemble  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
-from grpo_mega.platform.collectives import main_says  # noqa: E402
+from grpo_mega.platform.collectives import from_main_rank  # noqa: E402
 from grpo_mega.platform.stop import Interrupted, Stopped  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
+from grpo_mega.rollout import producer  # noqa: E402
 from grpo_mega.run import Run  # noqa: E402
 
 
@@ -44,7 +45,7 @@ def grpo(root: str, overrides: list[str]) -> Iterator[Run]:
     with assemble(config, HERE, build_data(config), build_reward(config.reward)) as built:
         built.enter(built.stages[-1])
         yield built
-        os.environ["MASTER_PORT"] = str(main_says(free_port))
+        os.environ["MASTER_PORT"] = str(from_main_rank(free_port))
 
 
 def run(root: str, overrides: list[str], moments: list[str]) -> list[str]:
@@ -59,7 +60,8 @@ def start(root: str, overrides: list[str], moment: str) -> str:
             method, *place, call, rank = moment.split(":")
             if dist.get_rank() == int(rank):
                 owners = (built.stage, built.stage.rollouts, built.policy)
-                owner = next(owner for owner in owners if hasattr(owner, method))
+                owner = next((owner for owner in owners if hasattr(owner, method)), None)
+                assert owner, f"nobody has {method}: the moment {moment} never comes"
                 before(owner, method, Signal(built, tuple(place), int(call)))
                 before(built, "state_dict", lambda: built.stop.asked() and os.kill(os.getpid(), signal.SIGUSR1))
         try:
@@ -103,7 +105,9 @@ def generate(root: str, overrides: list[str], rank: int) -> dict[str, Any]:
         def samples(interrupted: Callable[[], bool] | None) -> list | None:
             calls.clear()
             try:
-                return rollouts.engine.generate(built.stage.data.test, 4, rollouts.sampling(0), 0, interrupted)
+                return producer.generate(
+                    rollouts.engine, built.stage.data.test, 4, rollouts.sampling(0), 0, interrupted
+                )
             except Interrupted:
                 return None
 

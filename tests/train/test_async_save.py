@@ -17,6 +17,7 @@ OVERRIDES = [
     "optimizer.distributed=true",
     "optimizer.overlap=true",
     "algorithm.kl_coef=0.05",
+    "optimizer.average_decay=0.5",
     "algorithm.reference_refresh=2",
     "run.steps=5",
     "run.save_every=1",

@@ -20,11 +20,11 @@ REFUSED = [
     (0, ["layout.ep=3"], ["model.moe.experts=4", "layout.ep=3", "layout.ep=1"]),
     (0, ["layout.tp=3", "layout.sp=true"], ["model.heads=4", "layout.tp=3", "layout.tp=1"]),
     (2, ["algorithm.prompts_per_step=7"], ["algorithm.prompts_per_step=7", "choose 6 or 8"]),
-    (0, ["layout=single", "algorithm.group_size=1"], ["algorithm.group_size=1", "[2, inf)"]),
+    (0, ["layout=single", "algorithm.group_size=0"], ["algorithm.group_size=0", "[1, inf)"]),
     (0, ["layout=single", "algorithm.group_size=many"], ["algorithm.group_size", "'many'", "Integer"]),
     (0, ["optimizer.learning_rate=1"], ["optimizer.learning_rate"]),
     (0, ["+optimizer.learning_rate=1"], ["optimizer.learning_rate"]),
-    (0, ["experiment=tinny"], ["experiment/tinny", "tiny_dense tiny_sft"]),
+    (0, ["experiment=tinny"], ["experiment/tinny", "tiny_dense", "tiny_sft"]),
     (0, ["experiment=null"], ["error: experiment=null: choose one of", "tiny_dense"]),
     (2, ["model=5"], ["error: model=5: choose one of", "tiny_moe"]),
     (0, ["rollout.stop=[<|im_end|>]"], ["error: ", "write \"rollout.stop=['<|im_end|>']\""]),
@@ -68,15 +68,15 @@ if os.environ.get("RANK") == "0":
 def test_reason_is_printed_once_even_when_rank_0_finds_it_last(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SLOW_START)
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
-    ended = Job(tmp_path, [*SMALL, "algorithm.group_size=1"], ranks=2, environment=path).finish()
-    assert_refused(ended, ["algorithm.group_size=1: choose"])
-    assert ended.stderr.count("algorithm.group_size=1: choose") == 1
+    ended = Job(tmp_path, [*SMALL, "algorithm.group_size=0"], ranks=2, environment=path).finish()
+    assert_refused(ended, ["algorithm.group_size=0: choose"])
+    assert ended.stderr.count("algorithm.group_size=0: choose") == 1
 
 
 def test_rank_that_alone_finds_bad_input_says_so(tmp_path):
     rank = {"RANK": "1", "WORLD_SIZE": "2"}  # and no other rank there
-    ended = Job(tmp_path, [*SMALL, "algorithm.group_size=1"], environment=rank).finish()
-    assert_refused(ended, ["rank 1: error:", "algorithm.group_size=1: choose"])
+    ended = Job(tmp_path, [*SMALL, "algorithm.group_size=0"], environment=rank).finish()
+    assert_refused(ended, ["rank 1: error:", "algorithm.group_size=0: choose"])
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,9 @@ def jsonl(tmp_path_factory) -> Path:
     """A folder of problem files, good and bad."""
     folder = tmp_path_factory.mktemp("problems")
     good = [{"prompt": f"{a}+{b}=?", "answer": a + b} for a in range(4) for b in range(4)]
-    files = {"good": good, "long": [*good, {"id": "endless", "prompt": "1+" * 70 + "1=?", "answer": 71}], "empty": []}
+    others = [problem | {"prompt": f"0+{problem['prompt']}"} for problem in good]
+    endless = {"id": "endless", "prompt": "1+" * 70 + "1=?", "answer": 71}
+    files = {"good": good, "long": [*others, endless], "empty": []}
     for name, problems in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
     return folder
@@ -137,7 +139,7 @@ def test_run_directory_of_another_experiment_is_refused_and_left_alone(finished)
     [
         ("raises", ["KeyError: 'no such column'"]),
         pytest.param("not_a_number", ["returned nan"], marks=pytest.mark.long),
-        ("exits", ["SystemExit: 0", "failed in step 2 before its first update, nothing is saved yet"]),
+        pytest.param("exits", ["SystemExit: 0", "failed in step 2 before its first update"], marks=pytest.mark.long),
         ("leaves", ["ended with exit code 0", "failed in step 2 before its first update, nothing is saved yet"]),
     ],
 )
@@ -161,6 +163,7 @@ signal.signal(signal.SIGALRM, lambda *_: sys.exit(0))
 """A sitecustomize.py: a library that ends the program when it is told to."""
 
 
+@pytest.mark.long
 def test_a_cached_base_model_that_cannot_be_used_is_refused_on_every_rank(finished, tmp_path):
     """It is found when the stage begins, long after the configuration was accepted, and is bad input all the same."""
     cache = tmp_path / "runs" / "base-models"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from train_jobs import REPOSITORY, Ended, Job, contents, half_written, numbers
+
+pytestmark = pytest.mark.long
 
 LIMITED = """
 import os, resource
@@ -53,17 +53,6 @@ def test_one_rank_that_cannot_write_ends_all(finished, tmp_path, rank):
     ended = continued(finished, tmp_path, own)
     # torch says so in its own words, which depend on where the limit was hit.
     assert_lost_nothing(ended, path, before, [f"cannot be written: rank {rank}: Worker failure: "])
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own of 64 MiB, where mounting is permitted."""
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", folder], capture_output=True).returncode:
-        pytest.skip("mounting a file system is not permitted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(finished, tmp_path, small_disk):

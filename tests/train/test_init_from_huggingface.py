@@ -65,7 +65,7 @@ def test_a_run_on_its_tokenizer_and_chat_template(tmp_path: Path) -> None:
         tmp_path,
         [
             *(*named, "data=chat", *files, f"data.tokenizer={tmp_path}/tokenizer", "data.validation_size=4"),
-            *("run.name=chat", rewarded_by("varied")),
+            *("run.name=chat", rewarded_by("varied"), "data.shared_test_problems=5"),
         ],
     ).finish()
     assert ended.code == 0, ended.stderr

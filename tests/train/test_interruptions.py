@@ -16,6 +16,7 @@ OVERRIDES = [
     *SMALL,
     rewarded_by("varied"),
     "algorithm.kl_coef=0.05",
+    "optimizer.average_decay=0.5",
     "algorithm.mini_batches=2",
     "algorithm.epochs=2",
     "algorithm.reference_refresh=3",
@@ -23,6 +24,8 @@ OVERRIDES = [
     "run.save_every=2",
 ]
 """Everything that a checkpoint must bring back: moments, reference, warm-up, order of problems and mini-batches."""
+UPDATES = 4
+"""Of a step, two epochs of two mini-batches: what a policy's version rises by."""
 
 
 @dataclass
@@ -55,7 +58,7 @@ def story(finished) -> Story:
     overrides += ["run.steps=4"]
 
     held = root / "held-1"
-    job = Job(root, overrides, ranks=2, environment={HOLD: f"3:{held}"})
+    job = Job(root, overrides, ranks=2, environment={HOLD: f"{3 * UPDATES}:{held}"})
     job.wait_until_there(held)
     told.contents["held"] = contents(told.path)
     told.note("rival", Job(root, [*overrides, "layout=single"]).finish())
@@ -63,7 +66,7 @@ def story(finished) -> Story:
     told.note("Ctrl-C", job.finish())
 
     held = root / "held-2"
-    job = Job(root, overrides, ranks=2, environment={HOLD: f"3:{held}"})
+    job = Job(root, overrides, ranks=2, environment={HOLD: f"{3 * UPDATES}:{held}"})
     job.wait_until_there(held)
     job.kill()
     told.note("kill -9", job.finish())

@@ -35,6 +35,7 @@ OVERRIDES = [
     "layout=single",
     "algorithm.prompts_per_step=4",
     "algorithm.kl_coef=0.05",
+    "optimizer.average_decay=0.5",
     "algorithm.mini_batches=2",
     "algorithm.reference_refresh=3",
     "optimizer.warmup_steps=60",

@@ -12,7 +12,7 @@ from train_jobs import Job, contents, numbers
 pytestmark = pytest.mark.long
 
 JOB = Path(__file__).with_name("layout_change_job.py")
-OPTIMIZERS = ("plain", "distributed")
+OPTIMIZERS = ("plain", "distributed", "parts", "adapters")
 TOLERANCE = 5e-6
 """Relative L2 distance of any one tensor: that of a single parameter's gradient in tests/parity."""
 

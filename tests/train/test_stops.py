@@ -33,7 +33,7 @@ STOPS = {
     "update:1:1:1:1": ("in step 2 after 2 of 4 updates", "step-000001-updates-0002"),
     "update:1:2:1:0": ("in step 2 after 3 of 4 updates", "step-000001-updates-0003"),
     "hidden_states:1:4:5:1": ("in step 2 after 4 of 4 updates", "step-000001-updates-0004"),  # validation
-    "scores:2:-:1:1": ("in step 3 before its first update", "step-000002"),  # while step 2 is being saved
+    "score:2:-:1:1": ("in step 3 before its first update", "step-000002"),  # while step 2 is being saved
     "hidden_states:4:-:5:0": ("after step 4, before the result was measured", "step-000004"),
 }
 """Where ranks that share experts are stopped, one rank alone being asked -> what is said, what is saved."""
@@ -43,6 +43,14 @@ STOPS_OF_REPLICAS = {
     "hidden_states:1:4:5:1": ("in step 2 after 4 of 4 updates", "step-000001-updates-0004"),
 }
 """The same for two replicas of two stages, for two steps."""
+
+PPO = [*ALONE, "algorithm=ppo", "algorithm.kl_coef=0.05", "critic.alone_steps=0", "run.steps=2"]
+STOPS_OF_CRITIC = {
+    "logprobs:0:-:1:1": ("in step 1 before its first update", "step-000000"),
+    "update:0:1:1:1": ("in step 1 after 2 of 4 updates", "step-000000-updates-0002"),
+    "update:1:2:1:0": ("in step 2 after 3 of 4 updates", "step-000001-updates-0003"),
+}
+"""The same for two ranks with a critic."""
 
 
 @dataclass
@@ -88,7 +96,17 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Asked:
     return asked(tmp_path_factory.mktemp("replicas"), 4, ["layout=pp2"], runs, engines)
 
 
-@pytest.fixture(params=[("sharing", STOPS), ("replicas", STOPS_OF_REPLICAS)], ids=["ep2", "dp2_pp2"])
+@pytest.fixture(scope="module")
+def critic(tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """Two ranks that share experts, of policy and critic."""
+    runs = {"peace": (PPO, ["end"]), "stopped": (PPO, [*STOPS_OF_CRITIC, "end"])}
+    return asked(tmp_path_factory.mktemp("critic"), 2, ["layout=ep2"], runs, {})
+
+
+STORIES = [("sharing", STOPS), ("replicas", STOPS_OF_REPLICAS), ("critic", STOPS_OF_CRITIC)]
+
+
+@pytest.fixture(params=STORIES, ids=["ep2", "dp2_pp2", "critic"])
 def story(request: pytest.FixtureRequest) -> tuple[Asked, dict[str, tuple[str, str]]]:
     name, stops = request.param
     return request.getfixturevalue(name), stops

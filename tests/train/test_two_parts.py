@@ -11,6 +11,8 @@ import pytest
 from metric_lines import held_out
 from train_jobs import SMALL, Job, contents, numbers, rewarded_by, saved, without_seconds
 
+pytestmark = pytest.mark.long
+
 OVERRIDES = [
     *SMALL,
     "layout=tp2_pp2",

@@ -1,7 +1,7 @@
 """Hugging Face directories into the policy and out of it again; started by run_ranks.
 
 Usage: huggingface_job.py FOLDER. On one rank: FOLDER/MODEL is read, its logits on FOLDER/tokens.pt are computed, it is
-written to FOLDER/out/MODEL; every directory of FOLDER/bad is tried; a model that looks ahead is written to FOLDER/mtp.
+written to FOLDER/out/MODEL; every directory of FOLDER/bad is tried; models that look ahead are written, too.
 On four ranks: every layout reads and streams. Writes FOLDER/report-WORLD_SIZE-RANK.pt.
 """
 
@@ -18,13 +18,15 @@ HERE = platform.start()
 platform.join_processes(HERE)
 
 import torch.distributed as dist  # noqa: E402
-from huggingface_models import IN_FP8, LAYOUTS, MODELS, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
+from huggingface_models import AHEAD, EPS, IN_FP8, LAYOUTS, LR, MODELS, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
-from grpo_mega.config.schema import LayoutConfig, ModelConfig  # noqa: E402
+from grpo_mega.algorithm.objective import negative_log_likelihood  # noqa: E402
+from grpo_mega.config.schema import LayoutConfig, ModelConfig, OptimizerConfig  # noqa: E402
 from grpo_mega.models.megatron.packed import PackedTokens  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.topology import Topology, join_layout  # noqa: E402
+from grpo_mega.types import pack_tokens  # noqa: E402
 from grpo_mega.weights import directory  # noqa: E402
 from grpo_mega.weights.names import entries  # noqa: E402
 from grpo_mega.weights.stream import Traffic, hf_buckets  # noqa: E402
@@ -52,6 +54,14 @@ def logits_ahead(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:
     return policy.head.full_logits(hidden[1]).detach()
 
 
+def updated(policy: Policy, tokens: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The weights after one update on the negative log-likelihood of every token after a sequence's first."""
+    batch = pack_tokens([part.tolist() for part in tokens.split(SEQUENCES)], [1] * len(SEQUENCES))
+    policy.use_optimizer(OptimizerConfig(lr=LR, eps=EPS, clip_grad=0.0))
+    policy.update(batch.with_(weight=batch.mask / batch.mask.sum()), negative_log_likelihood, LR)
+    return [pair for bucket in hf_buckets(policy, 10**9) for pair in bucket]
+
+
 def said(work: Callable[[], object]) -> str:
     """The error that `work` ends with."""
     try:
@@ -71,7 +81,7 @@ def refusal(path: Path, policy: Policy) -> str:
 
 def one_rank(folder: Path) -> dict:
     topology = join_layout(LayoutConfig(), seed=0)
-    report: dict = {"logits": {}, "shapes": {}, "buckets": {}, "bad": {}}
+    report: dict = {"logits": {}, "shapes": {}, "buckets": {}, "updated": {}, "bad": {}, "ahead": {}}
     tokens = torch.load(folder / "tokens.pt")
     for name, model in MODELS.items():
         policy = policy_of(model, LayoutConfig(), topology)
@@ -80,18 +90,20 @@ def one_rank(folder: Path) -> dict:
         report["shapes"][name] = {entry.name: entry.shape for entry in entries(model, VOCAB)}
         report["buckets"][name] = {budget: [*hf_buckets(policy, budget)] for budget in BUDGETS}
         directory.save(folder / "out" / name, policy, byte_budget=20000)
+        report["updated"][name] = updated(policy, tokens)
     rounded = policy_of(replace(MODELS["deepseek_v3"], dtype="bf16"), LayoutConfig(), topology)
     directory.load_weights(folder / "deepseek_v3", rounded)
     report["rounded"] = [pair for bucket in hf_buckets(rounded, 10**9) for pair in bucket]
     for path in sorted((folder / "bad").iterdir()):
         model = {**MODELS, "fp8": IN_FP8, "ahead": WITH_MTP}[path.name.split("-")[0]]
         report["bad"][path.name] = refusal(path, policy_of(model, LayoutConfig(), topology))
-    ahead = policy_of(WITH_MTP, LayoutConfig(), topology)
-    with torch.no_grad():  # norms other than 1, which would hide that two of them changed places
-        for parameter in ahead.chunks.parameters():
-            parameter.add_(0.25 * torch.randn(parameter.shape))
-    directory.save(folder / "mtp", ahead)
-    report["ahead"] = logits_ahead(ahead, tokens)
+    for name, model in AHEAD.items():
+        ahead = policy_of(model, LayoutConfig(), topology)
+        with torch.no_grad():  # norms other than 1, which would hide that two of them changed places
+            for parameter in ahead.chunks.parameters():
+                parameter.add_(0.25 * torch.randn(parameter.shape))
+        directory.save(folder / name, ahead)
+        report["ahead"][name] = logits_ahead(ahead, tokens)
     report["unwanted"] = refusal(folder / "mtp", policy_of(replace(WITH_MTP, mtp_layers=0), LayoutConfig(), topology))
     report["refused"] = [
         said(lambda: directory.save(folder / "mtp", ahead)),
@@ -110,7 +122,7 @@ def four_ranks(folder: Path) -> dict:
     rank = dist.get_rank()
     for layout_name, layout in LAYOUTS.items():
         topology = join_layout(layout, seed=0)
-        for name, model in {**MODELS, "mtp": WITH_MTP}.items():
+        for name, model in {**MODELS, **AHEAD}.items():
             if layout.ep * layout.etp > 1 and not model.moe.experts:
                 continue
             policy = policy_of(model, layout, topology)
@@ -121,6 +133,8 @@ def four_ranks(folder: Path) -> dict:
                 "uneven": stream(policy, range(rank, 2 * rank)) if model.moe.experts else None,
             }
         if layout_name == "tp2_pp2":
+            policy = policy_of(WITH_MTP, layout, topology)
+            directory.load_weights(folder / "mtp", policy)
             directory.save(folder / "out" / "tp2_pp2", policy, byte_budget=30000)
             report["refused"] = [
                 said(lambda: [*hf_buckets(policy, 0)]),  # noqa: B023

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from grpo_mega.config.schema import LayoutConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
+from grpo_mega.config.schema import LayoutConfig, Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 
 VOCAB = 37
 """Below the 64 rows that it is padded to."""
 SEQUENCES = [7, 23, 1, 12, 30]
 """Tokens of the sequences that are packed together."""
+LR, EPS = 0.1, 1.0
+"""Of an update: Adam's first is -LR * gradient / (|gradient| + EPS)."""
 
 QWEN3 = ModelConfig(
     layers=4, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn_hidden=48, context=32, qk_norm=True, init_std=0.2,
@@ -27,12 +30,37 @@ DEEPSEEK = replace(
                   scaling=2.5),
 )  # fmt: skip
 UNGROUPED = replace(DEEPSEEK.moe, groups=0, group_top_k=0, top_k=3)
+GLM = replace(QWEN3, qk_norm=False, qkv_bias=True, rope_fraction=0.5, norm_eps=1e-5, moe=UNGROUPED)
+# Half of the layers have a window, which is narrower than most sequences, and other positions.
+GEMMA3 = replace(
+    QWEN3, gemma=True, window=6, full_every=2, window_rope_base=50, rope_base=1000, query_pre_attn_scalar=20,
+    tie_embeddings=True,
+)  # fmt: skip
 MODELS = {
     "llama": replace(QWEN3, qk_norm=False, norm_eps=1e-5),
+    # Of six frequencies one stays, two are slowed down and three are in between.
+    "llama3": replace(
+        QWEN3,
+        qk_norm=False,
+        rope_base=100,
+        llama3_rope=Llama3RopeConfig(factor=4, original_context=16, low_freq_factor=0.2, high_freq_factor=1.5),
+    ),
+    "mistral": replace(QWEN3, qk_norm=False, kv_heads=1),
+    "ministral": replace(QWEN3, qk_norm=False, head_dim=None, tie_embeddings=True),
+    "mistral_window": replace(QWEN3, qk_norm=False, kv_heads=1, window=5),
+    "ministral_window": replace(QWEN3, qk_norm=False, window=5, full_every=2),
+    "gemma3": GEMMA3,
+    "gemma3_apart": replace(GEMMA3, full_every=3, head_dim=8, tie_embeddings=False),
+    "qwen2": replace(QWEN3, qk_norm=False, qkv_bias=True, head_dim=None),
+    "qwen2_tied": replace(QWEN3, qk_norm=False, qkv_bias=True, tie_embeddings=True),
     "qwen3": QWEN3,
     "qwen3_tied": replace(QWEN3, tie_embeddings=True),
     "qwen3_moe": replace(QWEN3, moe=EXPERTS),
     "qwen3_moe_first_dense": replace(QWEN3, moe=replace(EXPERTS, first_dense=1)),
+    # The toy; GLM-4.5-Air; GLM-4.5, whose heads have norms.
+    "glm4_moe": replace(QWEN3, qk_norm=False, moe=DEEPSEEK.moe),
+    "glm4_moe_air": GLM,
+    "glm4_moe_norms": replace(GLM, qk_norm=True, rope_fraction=1 / 3, moe=DEEPSEEK.moe),
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3_ungrouped": replace(DEEPSEEK, moe=UNGROUPED),
     # Of four frequencies one stays, one is slowed down and two are in between.
@@ -48,7 +76,14 @@ MODELS = {
         moe=replace(UNGROUPED, bias_update_rate=0.0, frozen_bias=True),
     ),
 }
+WRITTEN_AS: dict[str, dict[str, Any]] = {
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 40},
+    "ministral": {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": 40},
+}
+"""What the config.json of a model says that is read, and written as another family: the window covers the context."""
 WITH_MTP = replace(DEEPSEEK, mtp_layers=1)
+AHEAD = {"mtp": WITH_MTP, "glm_mtp": replace(GLM, qk_norm=True, mtp_layers=1)}
+"""Models with a prediction module."""
 IN_FP8 = replace(
     DEEPSEEK,
     hidden=160,

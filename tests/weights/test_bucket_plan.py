@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from huggingface_models import IN_FP8, MODELS, VOCAB, WITH_MTP
+from huggingface_models import AHEAD, IN_FP8, MODELS, VOCAB
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +14,7 @@ FUSED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 """SGLang drops one of a layer that comes without the other."""
 
 
-@pytest.mark.parametrize("model", [*MODELS.values(), WITH_MTP, IN_FP8])
+@pytest.mark.parametrize("model", [*MODELS.values(), *AHEAD.values(), IN_FP8])
 @given(budget=st.integers(1, 200_000))
 def test_buckets_are_within_the_budget_or_hold_what_cannot_be_cut(model, budget: int) -> None:
     found = entries(model, VOCAB)

@@ -53,6 +53,15 @@ def test_transformers_finds_tokenizer_and_stop_tokens(tmp_path: Path, config: Co
     assert (generation.bos_token_id, generation.eos_token_id, generation.top_p) == (0, [1, 2], 0.8)
 
 
+def test_a_disk_that_fails_is_an_error_of_the_operating_system(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "out", {})
+    writer.begin()
+    (folder,) = tmp_path.glob(".out*")
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="part-0: "):
+        writer.add([("x", torch.ones(2))])
+
+
 def test_one_stop_token_is_a_number_and_none_leaves_the_models_own(config: Config) -> None:
     assert companions(config, (2,)).config["eos_token_id"] == 2
     none = companions(config, ())

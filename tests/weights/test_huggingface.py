@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
@@ -19,20 +21,21 @@ from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
 
-from huggingface_models import IN_FP8, LAYOUTS, MODELS, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
+from huggingface_models import AHEAD, EPS, IN_FP8, LAYOUTS, LR, MODELS, SEQUENCES, VOCAB, WRITTEN_AS  # noqa: E402
 
+from grpo_mega.config.huggingface.families import ARCHITECTURES  # noqa: E402
 from grpo_mega.weights import fp8  # noqa: E402
-from grpo_mega.weights.families import hf_config  # noqa: E402
+from grpo_mega.weights.families import family, hf_config  # noqa: E402
 from grpo_mega.weights.names import entries  # noqa: E402
 
 JOB = Path(__file__).with_name("huggingface_job.py")
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def transformers_model(model_config: Any) -> Any:
+def transformers_model(model_config: Any, said: dict[str, Any]) -> Any:
     """The transformers model with random weights, none of them at the value it starts with."""
     transformers = pytest.importorskip("transformers")
-    config = hf_config(model_config, VOCAB)
+    config = hf_config(model_config, VOCAB) | said
     config.pop("num_nextn_predict_layers", None)  # transformers then names one, whose tensors it does not write
     torch.manual_seed(4)
     model = transformers.AutoModelForCausalLM.from_config(
@@ -47,7 +50,7 @@ def transformers_model(model_config: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Any]:
-    return {name: transformers_model(model) for name, model in MODELS.items()}
+    return {name: transformers_model(model, WRITTEN_AS.get(name, {})) for name, model in MODELS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +106,11 @@ YARN = {
     "rope_theta": 100.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 1.0,
     "beta_slow": 0.05, "mscale": 0.8, "mscale_all_dim": 0.8,
 }  # fmt: skip
+LLAMA3 = {
+    "rope_theta": 100.0, "rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16,
+    "low_freq_factor": 0.2, "high_freq_factor": 1.5,
+}  # fmt: skip
+GEMMA_ROPE = {"full_attention": {"rope_theta": 1000.0, "rope_type": "default"}}
 Q_PROJ = "model.layers.2.self_attn.q_proj.weight"
 EXPERT = "model.layers.3.mlp.experts.5.up_proj.weight"
 # Directory, and how it is broken -> what is said.
@@ -117,7 +125,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "qwen3-short": (cut_short, f"{ONE_FILE}: "),
     "qwen3-no_json": (written("config.json", "{"), "config.json is not JSON"),
     "qwen3-no_object": (written("config.json", "[1]"), "config.json holds no JSON object"),
-    "qwen3-no_number": (changed_config(max_position_embeddings=None), "TypeError: "),
+    "qwen3-no_number": (changed_config(max_position_embeddings=[32]), "TypeError: "),
     "qwen3_moe_first_dense-index": (written(INDEX, "{}"), f"{INDEX} holds no weight_map"),
     "qwen3_moe_first_dense-place": (wrong_place_in_the_index, f"not in the file that {INDEX} names, the first: model."),
     "qwen3-no_weights": (lambda path: (path / ONE_FILE).unlink(), ONE_FILE),
@@ -129,6 +137,17 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "qwen3-other_dtype": (changed_config(dtype="float8_e4m3fn"), "weights in float8_e4m3fn cannot be read"),
     "qwen3-other_family": (changed_config(model_type="llama"), "model_type is llama, not qwen3"),
     "qwen3_moe-expert": (renamed_tensor(EXPERT, None), f"missing, the first: {EXPERT}"),
+    "glm4_moe-rotary": (
+        changed_config(rope_parameters={"rope_theta": 1e6, "rope_type": "default"}),
+        "partial_rotary_factor is 0.5, not 1.0",
+    ),
+    "glm4_moe_air-rotary": (
+        changed_config(partial_rotary_factor=1.0, rope_parameters={"rope_theta": 1e6}),
+        "is 1.0, not 0.5",
+    ),
+    "glm4_moe_air-bias": (changed_config(attention_bias=False), "attention_bias is False, not True"),
+    "glm4_moe_air-no_weights": (lambda path: (path / ONE_FILE).unlink(), f"{ONE_FILE}: there is none"),
+    "glm4_moe-norms": (changed_config(use_qk_norm=True), "use_qk_norm is True, not False"),
     "qwen3_moe-not_normalised": (changed_config(norm_topk_prob=False), "norm_topk_prob is False, not True"),
     "deepseek_v3-yarn": (changed_config(rope_scaling=YARN, rope_parameters=None), "rope_type is yarn, not default"),
     "deepseek_v3_yarn-plain": (changed_config(rope_parameters={"rope_theta": 1e2}), "rope_type is default, not yarn"),
@@ -146,6 +165,28 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         changed_config(rope_parameters=YARN | {"attention_factor": 1.1}),
         "rope attention_factor is 1.1, not None",
     ),
+    "mistral-window": (changed_config(sliding_window=31), "model.window is 31, not None"),
+    "ministral_window-full": (
+        changed_config(layer_types=["sliding_attention"] * 3 + ["full_attention"]),
+        "model.full_every is 4, not 2",
+    ),
+    "ministral_window-unequal": (
+        changed_config(layer_types=["full_attention", "sliding_attention"] + ["full_attention"] * 2),
+        "(layers without a window have to come at equal distances)",
+    ),
+    "gemma3-positions": (
+        changed_config(rope_parameters=GEMMA_ROPE | {"sliding_attention": {"rope_theta": 51.0}}),
+        "model.window_rope_base is 51, not 50",
+    ),
+    "gemma3-scalar": (changed_config(query_pre_attn_scalar=21), "query_pre_attn_scalar is 21, not 20"),
+    "llama3-low": (
+        changed_config(rope_parameters=LLAMA3 | {"low_freq_factor": 1.0}),
+        "rope low_freq_factor is 1.0, not 0.2",
+    ),
+    "llama3-plain": (changed_config(rope_parameters={"rope_theta": 1e2}), "rope_type is default, not llama3"),
+    "qwen2-bias": (renamed_tensor("model.layers.1.self_attn.k_proj.bias", None), "1 tensors are missing, the first: "),
+    "qwen2-llama": (changed_config(model_type="llama"), "model_type is llama, not qwen2"),
+    "llama-partial": (changed_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5, not 1"),
     "llama-bias": (changed_config(mlp_bias=True), "mlp_bias is True, not False"),
     "llama-head": (changed_config(head_dim=None), "head_dim is 8, not 12"),
     "deepseek_v3-rotary": (changed_config(rope_interleave=False), "rope_interleave is False, not True"),
@@ -170,7 +211,7 @@ BAD |= {
 
 BAD["ahead-absent"] = (
     lambda path: None,
-    "model.mtp_layers=1, and no tensors of so many prediction modules are there (config.json names 1, the files hold "
+    "model.mtp_layers=1, and the files do not hold that many prediction modules (config.json names 1, the files hold "
     "0); set model.mtp_layers=0",
 )
 
@@ -280,6 +321,31 @@ def test_logits_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_an_update_moves_every_weight_as_that_of_transformers(
+    name: str, report: dict[str, Any], models: dict[str, Any], tokens: torch.Tensor, folder: Path, tmp_path: Path
+) -> None:
+    """Each tensor's movement to 1e-4 of its largest; balancing biases have no gradient, and a rule of their own."""
+    model = copy.deepcopy(models[name])
+    model.get_input_embeddings().padding_idx = None  # Gemma's, token 0, is a token like others here
+    parts = [part for part in tokens.split(SEQUENCES) if len(part) > 1]
+    losses = [F.cross_entropy(model(part[None]).logits[0, :-1], part[1:], reduction="sum") for part in parts]
+    (sum(losses) / sum(len(part) - 1 for part in parts)).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= LR * parameter.grad / (parameter.grad.abs() + EPS)
+    model.save_pretrained(tmp_path)
+    before, expected, found = stored(folder / name), stored(tmp_path), dict(report["updated"][name])
+    assert found.keys() == expected.keys()
+    assert sum(not torch.equal(expected[key], before[key]) for key in expected) > 0.6 * len(expected)
+    for key in expected:
+        if not key.endswith("e_score_correction_bias"):
+            moved = expected[key] - before[key]
+            off = (found[key] - expected[key]).abs().max()
+            assert off <= 1e-4 * moved.abs().max() + 3e-7, f"{key}: {off} of {moved.abs().max()}"
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_what_was_read_is_streamed_bit_for_bit_in_buckets_within_the_budget(
     name: str, report: dict[str, Any], folder: Path
 ) -> None:
@@ -303,7 +369,9 @@ def test_transformers_opens_what_is_written(
     path = folder / "out" / name
     assert len([*path.glob("*.safetensors")]) > 1
     assert not [*path.parent.glob(".*")]
-    opened, said = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    opened, said = transformers.AutoModelForCausalLM.from_pretrained(
+        path, output_loading_info=True, attn_implementation="eager"
+    )
     assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert_same_bits(opened.state_dict(), models[name].state_dict())
     with torch.no_grad():
@@ -339,8 +407,9 @@ def test_modules_that_would_be_dropped_are_refused(report: dict[str, Any]) -> No
     )
 
 
+@pytest.mark.parametrize("name", AHEAD)
 def test_modules_that_look_ahead_are_those_of_transformers(
-    report: dict[str, Any], folder: Path, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    name: str, report: dict[str, Any], folder: Path, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import transformers
     from transformers import modeling_layers
@@ -348,9 +417,11 @@ def test_modules_that_look_ahead_are_those_of_transformers(
     if not hasattr(modeling_layers, "MtpModel"):
         pytest.skip("this transformers has no multi-token prediction")
     # It knows these modules by the layer number of the released model, 61.
-    pattern = rf"model\.layers\.{WITH_MTP.layers}\..*"
-    monkeypatch.setattr(transformers.DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [pattern])
-    main = transformers.AutoModelForCausalLM.from_pretrained(folder / "mtp", attn_implementation="eager")
+    pattern = rf"model\.layers\.{AHEAD[name].layers}\..*"
+    monkeypatch.setattr(
+        getattr(transformers, ARCHITECTURES[family(AHEAD[name])]), "_keys_to_ignore_on_load_unexpected", [pattern]
+    )
+    main = transformers.AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation="eager")
     ahead = modeling_layers.MtpModel.from_pretrained(main)
     expected = []
     with torch.no_grad():
@@ -362,7 +433,7 @@ def test_modules_that_look_ahead_are_those_of_transformers(
             expected.append(main.lm_head(ahead.layers[0](embedded, hidden, angles, mask, positions, None))[0])
     logits = torch.cat(expected)
     assert logits.std() > 0.5
-    assert (report["ahead"] - logits).abs().max() < 1e-5 * logits.abs().max()
+    assert (report["ahead"][name] - logits).abs().max() < 1e-5 * logits.abs().max()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -436,6 +507,11 @@ UNKNOWN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("qwen3_moe", {}, {"shared_ffn_hidden": 16}, "model.moe.shared_ffn_hidden=16"),
     ("qwen3_moe", {}, {"groups": 2, "group_top_k": 1}, "model.moe.groups=2"),
     ("qwen3_moe", {}, {"scaling": 2.5}, "model.moe.scaling=2.5"),
+    ("glm4_moe", {}, {"shared_ffn_hidden": 0}, "Glm4MoeForCausalLM, the closest .* model.moe.shared_ffn_hidden=0"),
+    ("qwen3", {"rope_fraction": 0.5}, {}, "model.rope_fraction=0.5"),
+    ("qwen3", {"window": 8}, {}, r"model.window=8 \(set null\)"),
+    ("qwen3", {"query_pre_attn_scalar": 8}, {}, r"model.query_pre_attn_scalar=8 \(set null\)"),
+    ("gemma3", {"window_rope_base": None}, {}, r"Gemma3.* model.window_rope_base=None \(set it\)"),
     ("deepseek_v3", {"qk_norm": False}, {}, "DeepseekV3ForCausalLM, the closest .* model.qk_norm=false"),
     ("deepseek_v3", {}, {"experts": 0}, "model.moe.experts=0"),
     ("deepseek_v3", {}, {"bias_update_rate": 0.0}, "model.moe.bias_update_rate=0"),

@@ -1,18 +1,24 @@
-"""Rules that a configuration must keep before anything is built; every violation names the field and the way out.
+"""Rules that a configuration must satisfy before anything is built; every violation names the field and the fix.
 
 One file per room. `check_config` needs the configuration only, `check_layout` also the number of processes,
-`check_backend` what they communicate with.
+`check_backend` the back end that they communicate with.
 """
 
 from __future__ import annotations
 
-from omegaconf import DictConfig, OmegaConf
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from grpo_mega.config.bounds import field_problems
 from grpo_mega.config.rules.algorithm import algorithm_problems
 from grpo_mega.config.rules.data import data_problems
 from grpo_mega.config.rules.layout import check_backend, check_layout, fewest_processes, layout_problems
+from grpo_mega.config.rules.lora import lora_problems
 from grpo_mega.config.rules.model import model_problems
+from grpo_mega.config.rules.optimizer import optimizer_problems
 from grpo_mega.config.rules.problems import ConfigError, refuse
 from grpo_mega.config.rules.reward import reward_problems
 from grpo_mega.config.rules.rollout import rollout_problems
@@ -33,21 +39,36 @@ _EXAMPLES = {
 
 def check_complete(config: Config | DictConfig) -> None:
     """Raises a ConfigError that lists every required field that is not set, with an override that sets it."""
-    missing = sorted(OmegaConf.missing_keys(config))
+    plain = OmegaConf.to_container(config) if isinstance(config, DictConfig) else asdict(config)
+    missing = sorted(_missing(plain, ""))
     refuse([f"{name} is not set; give {_example(name)}, or an experiment such as experiment=tiny" for name in missing])
 
 
+def _missing(node: Any, name: str) -> Iterator[str]:
+    """Names of the fields below this one that have no value, as OmegaConf writes them."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _missing(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(node, list):
+        for number, value in enumerate(node):
+            yield from _missing(value, f"{name}[{number}]")
+    elif node == MISSING:
+        yield name
+
+
 def check_config(config: Config) -> None:
-    """Raises one ConfigError that lists every rule the configuration violates, or first every field nobody set."""
+    """Raises one ConfigError that lists the required fields that are not set, or else every violated rule."""
     check_complete(config)
     refuse(
         [
             *field_problems(config),
             *model_problems(config),
+            *lora_problems(config),
             *layout_problems(config),
             *data_problems(config),
             *reward_problems(config.reward),
             *algorithm_problems(config),
+            *optimizer_problems(config),
             *rollout_problems(config),
             *stages_problems(config),
             *run_problems(config),
@@ -56,4 +77,5 @@ def check_config(config: Config) -> None:
 
 
 def _example(name: str) -> str:
-    return _EXAMPLES.get(name, "model=tiny_moe" if name.startswith("model.") else f"{name}=...")
+    model = "run.init_from=FOLDER, a Hugging Face model's, or model=tiny_moe"
+    return _EXAMPLES.get(name, model if name.startswith("model.") else f"{name}=...")

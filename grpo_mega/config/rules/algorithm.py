@@ -1,14 +1,17 @@
-"""The algorithm."""
+"""Rules about the algorithm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
+from operator import attrgetter
 
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, CriticConfig
+from grpo_mega.config.schema.terms import SCORE_STEPS
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
-    """What the settings of the algorithm break."""
+    """A message for each rule that the settings of the algorithm violate."""
     algorithm = config.algorithm
     samples = algorithm.prompts_per_step * algorithm.group_size
     if 0 < samples < algorithm.mini_batches:
@@ -16,10 +19,188 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"algorithm.mini_batches={algorithm.mini_batches} exceeds the {samples} samples of a step "
             f"(prompts_per_step * group_size); lower it to {samples}"
         )
-    if algorithm.objective == "cispo" and algorithm.dual_clip is not None:
-        yield f"algorithm.dual_clip={algorithm.dual_clip} has no effect on algorithm.objective=cispo; set it to null"
+    if algorithm.group_size == 1 and algorithm.advantage_baseline not in ("batch", "critic"):
+        yield (
+            f"algorithm.group_size=1: algorithm.advantage_baseline={algorithm.advantage_baseline} is relative to the "
+            "group, and a group of 1 has no others; set it to 2 or more"
+        )
+    if algorithm.advantage_baseline == "critic":
+        yield from _critic_problems(config)
+    else:
+        for field in fields(CriticConfig):
+            if (value := getattr(config.critic, field.name)) != field.default:
+                yield (
+                    f"critic.{field.name}={value} has no effect with algorithm.advantage_baseline="
+                    f"{algorithm.advantage_baseline}; set that to critic, or leave critic.{field.name} out"
+                )
+    if algorithm.objective in ("cispo", "sapo", "gmpo") and algorithm.dual_clip is not None:
+        yield (
+            f"algorithm.dual_clip={algorithm.dual_clip} has no effect on algorithm.objective={algorithm.objective}; "
+            "set it to null"
+        )
+    if algorithm.objective == "sapo" and (algorithm.clip_low, algorithm.clip_high) != (0.2, 0.2):
+        yield (
+            f"algorithm.clip_low={algorithm.clip_low} and algorithm.clip_high={algorithm.clip_high} have no effect on "
+            "algorithm.objective=sapo, whose sigmoid has algorithm.tau_pos and algorithm.tau_neg instead; leave them "
+            "at 0.2"
+        )
+    updates = algorithm.epochs * algorithm.mini_batches
+    if algorithm.objective == "cispo" and algorithm.clip_low == algorithm.clip_high == 0 and updates > 1:
+        yield (
+            f"algorithm.epochs={algorithm.epochs} and algorithm.mini_batches={algorithm.mini_batches} make {updates} "
+            "updates of a rollout, and with algorithm.clip_low=0 and algorithm.clip_high=0 there is no importance "
+            "ratio that would correct those after the first; set both to 1, or algorithm.objective=ppo and bounds"
+        )
+    if algorithm.kl_in == "reward":
+        yield from _reward_problems(config)
+    if algorithm.supervision == "process":
+        yield from _supervision_problems(config)
+    if algorithm.kl_unbiased and algorithm.kl_coef == 0:
+        yield "algorithm.kl_unbiased=true has no effect without a KL term; set algorithm.kl_coef above 0 or drop it"
+    if algorithm.objective != "sapo" and (algorithm.tau_pos, algorithm.tau_neg) != (1.0, 1.05):
+        yield (
+            f"algorithm.tau_pos={algorithm.tau_pos} and algorithm.tau_neg={algorithm.tau_neg} have an effect on "
+            f"algorithm.objective=sapo alone, not on {algorithm.objective}; leave them out"
+        )
+    idle = {
+        "correction_floor": 0.0,
+        "correction_cap": 2.0,
+        "correction_level": "token",
+        "correction_normalized": False,
+    }
+    for name, default in idle.items() if algorithm.correction == "none" else ():
+        value = getattr(algorithm, name)
+        if value != default:
+            yield (
+                f"algorithm.{name}={str(value).lower()} has no effect with algorithm.correction=none; set "
+                f"algorithm.correction=mask or truncate, or algorithm.{name}={str(default).lower()}"
+            )
+    yield from _advantage_problems(config)
     if algorithm.reference_refresh > 0 and algorithm.kl_coef == 0:
         yield (
             f"algorithm.reference_refresh={algorithm.reference_refresh} has no effect without a KL term; "
             "set algorithm.kl_coef above 0, or algorithm.reference_refresh=0"
+        )
+
+
+def _critic_problems(config: Config) -> Iterator[str]:
+    """A message for each setting that does not go with a critic."""
+    algorithm = config.algorithm
+    refused = {
+        "algorithm.advantage_std": (algorithm.advantage_std not in ("batch", "none"), "batch or none"),
+        "algorithm.groups_without_signal": (algorithm.groups_without_signal != "count", "count"),
+        "algorithm.terms_apart": (algorithm.terms_apart, "false"),
+        "algorithm.objective": (algorithm.objective in ("gspo", "gmpo"), "ppo or gspo_token"),
+    }
+    for name, (is_set, instead) in refused.items():
+        if is_set:
+            value = str(attrgetter(name)(config)).lower()
+            yield (
+                f"{name}={value} does not go with algorithm.advantage_baseline=critic, which gives every token an "
+                f"advantage of its own; set {name}={instead}"
+            )
+    for name, set_to, nothing in (
+        ("lora.rank", config.lora.rank, "0"),
+        ("optimizer.frozen", config.optimizer.frozen, "[]"),
+    ):
+        if set_to:
+            yield (
+                f"{name}={set_to} does not go with algorithm.advantage_baseline=critic, whose whole model is trained; "
+                f"set {name}={nothing}, or another baseline"
+            )
+    if 0 < config.run.steps <= config.critic.alone_steps:
+        yield (
+            f"critic.alone_steps={config.critic.alone_steps} leaves none of run.steps={config.run.steps} to the "
+            f"policy; lower it to {config.run.steps - 1} or less"
+        )
+
+
+def _reward_problems(config: Config) -> Iterator[str]:
+    """A message for each setting that does not go with a KL term in the reward."""
+    algorithm = config.algorithm
+    if algorithm.kl_coef == 0:
+        yield "algorithm.kl_in=reward has no effect without a KL term; set algorithm.kl_coef above 0, or kl_in to loss"
+        return
+    refused = {
+        "kl_unbiased": (algorithm.kl_unbiased, "false", "is about a KL term in the loss"),
+        "terms_apart": (algorithm.terms_apart, "false", "has no total reward that it could lower"),
+        "advantage_std": (
+            algorithm.advantage_std in ("mean", "sample", "population") and not algorithm.terms_apart,
+            "none",
+            "divides by what is left of a group of equal rewards, the penalties' rounding,",
+        ),
+        "groups_without_signal": (algorithm.groups_without_signal == "drop", "count", "drops by the reward alone"),
+    }
+    for name, (is_set, other, why) in refused.items():
+        if is_set:
+            value = str(getattr(algorithm, name)).lower()
+            yield (
+                f"algorithm.{name}={value} {why}, and does not go with algorithm.kl_in=reward; "
+                f"set algorithm.{name}={other} or algorithm.kl_in=loss"
+            )
+
+
+def _supervision_problems(config: Config) -> Iterator[str]:
+    """A message for each setting that does not go with rewards of steps."""
+    algorithm = config.algorithm
+    sequence = "has one ratio and one advantage for a whole completion"
+    refused = {
+        "advantage_baseline": (algorithm.advantage_baseline != "mean", "mean", "is of the rewards of completions"),
+        "advantage_std": (
+            algorithm.advantage_std not in ("sample", "population", "none"),
+            "sample",
+            "is of the rewards of completions",
+        ),
+        "terms_apart": (algorithm.terms_apart, "false", "normalises each term of a completion's reward"),
+        "kl_in": (algorithm.kl_in == "reward", "loss", "lowers the rewards of completions"),
+        "objective": (
+            algorithm.objective in ("gspo", "gmpo"),
+            "gspo_token" if algorithm.objective == "gspo" else "ppo",
+            sequence,
+        ),
+    }
+    for name, (is_set, other, why) in refused.items():
+        if is_set:
+            value = str(getattr(algorithm, name)).lower()
+            yield (
+                f"algorithm.{name}={value} {why}, and does not go with algorithm.supervision=process; set "
+                f"algorithm.{name}={other} or algorithm.supervision=outcome"
+            )
+    terms = [term for term in config.reward.terms if term.weight]
+    if terms and not any(term.function or term.built_in in SCORE_STEPS for term in terms):
+        yield (
+            "algorithm.supervision=process rewards steps, and no term of the reward scores them; add a function of "
+            f"your own or a term of the kinds {', '.join(SCORE_STEPS)}, or set algorithm.supervision=outcome"
+        )
+
+
+def _advantage_problems(config: Config) -> Iterator[str]:
+    """A message for each rule that the settings of the advantages violate."""
+    algorithm = config.algorithm
+    baseline, std = algorithm.advantage_baseline, algorithm.advantage_std
+    if baseline == "batch" and std in ("sample", "population", "mean"):
+        yield (
+            f"algorithm.advantage_baseline=batch does not go with algorithm.advantage_std={std}, which is the group's; "
+            "set algorithm.advantage_std=batch or none"
+        )
+    elif std == "mean" and baseline != "mean":
+        yield (
+            f"algorithm.advantage_std=mean divides what the mean was subtracted from, not algorithm.advantage_baseline="
+            f"{baseline}; set algorithm.advantage_baseline=mean"
+        )
+    if std == "mean" and (negative := [term.name for term in config.reward.terms if term.weight < 0]):
+        yield (
+            f"algorithm.advantage_std=mean needs rewards that are never negative, and the reward term {negative[0]!r} "
+            "has a negative weight; choose another advantage_std or weight"
+        )
+    if baseline == "batch" and algorithm.groups_without_signal == "drop":
+        yield (
+            "algorithm.groups_without_signal=drop drops none with algorithm.advantage_baseline=batch, with which equal "
+            "rewards have advantages, too; set it to count"
+        )
+    if algorithm.terms_apart and (baseline == "batch" or std not in ("sample", "population")):
+        yield (
+            f"algorithm.terms_apart=true makes terms comparable by their deviation in the group, not by "
+            f"algorithm.advantage_baseline={baseline} and algorithm.advantage_std={std}; set "
+            "algorithm.advantage_baseline=mean and algorithm.advantage_std=sample"
         )

@@ -1,4 +1,4 @@
-"""The layout, and the processes and back end that it needs."""
+"""Rules about the layout, and the processes and back end that it needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_mega.config.schema import Config, LayoutConfig
 
 
 def layout_problems(config: Config) -> Iterator[str]:
-    """What the layout breaks, whatever the number of processes."""
+    """A message for each rule that the layout violates with any number of processes."""
     layout, experts = config.layout, config.model.moe.experts
     for name in ("model.heads", "model.kv_heads", "model.ffn_hidden", "model.vocab_multiple"):
         yield from divisible(config, name, "layout.tp")
@@ -31,7 +31,7 @@ def layout_problems(config: Config) -> Iterator[str]:
 
 
 def _equal_stages(config: Config) -> Iterator[str]:
-    """Every pipeline stage has the same number of layers, the first and the last apart where they are given."""
+    """A message when pipeline stages cannot have equally many layers, except a first and last that are given."""
     layout, layers = config.layout, config.model.layers
     given = {
         name: size
@@ -65,7 +65,7 @@ def _equal_stages(config: Config) -> Iterator[str]:
 
 
 def check_layout(config: Config, world_size: int, counted: str = "the world size") -> None:
-    """Raises a ConfigError when `world_size` processes, `counted` in these words, cannot be arranged in the layout.
+    """Raises a ConfigError when `world_size` processes, which the message calls `counted`, do not fit the layout.
 
     Megatron-Core (parallel_state.py) cuts the ranks of a pipeline stage twice: into tp * cp * dp for attention and
     dense layers, and into etp * ep * expert replicas for routed experts. Every data parallel rank takes whole prompts.
@@ -106,7 +106,7 @@ def check_layout(config: Config, world_size: int, counted: str = "the world size
 
 
 def fewest_processes(layout: LayoutConfig) -> int:
-    """Processes of the smallest job that has this layout."""
+    """Number of processes of the smallest job with this layout."""
     return layout.pp * math.lcm(layout.tp * layout.cp, layout.etp * layout.ep)
 
 

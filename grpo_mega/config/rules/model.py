@@ -1,4 +1,4 @@
-"""The model: its sizes, attention and experts."""
+"""Rules about the model: its sizes, attention and experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpo_mega.config.schema import Config, ModelConfig
 
 
 def model_problems(config: Config) -> Iterator[str]:
-    """What a model of these sizes breaks."""
+    """A message for each rule that the settings of the model violate."""
     model = config.model
     yield from divisible(config, "model.heads", "model.kv_heads")
     if model.head_dim is None:
@@ -26,13 +26,38 @@ def model_problems(config: Config) -> Iterator[str]:
             f"model.yarn.factor={model.yarn.factor} is for latent attention; set model.attention=mla, or "
             "model.yarn.factor=1"
         )
+    yield from _stretched(model)
     yield from _channels(model)
+    yield from _turning(model)
+    yield from _windows(model)
     if model.moe.experts > 0:
         yield from _experts(config)
 
 
+def _stretched(model: ModelConfig) -> Iterator[str]:
+    """A message for each rule about rotary positions of grouped-query attention, and about biases."""
+    rope = model.llama3_rope
+    if model.attention == "mla" and rope.factor > 1:
+        yield (
+            f"model.llama3_rope.factor={rope.factor} is for grouped-query attention; set model.attention=gqa, or "
+            "model.llama3_rope.factor=1"
+        )
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        yield (
+            f"model.llama3_rope.high_freq_factor={rope.high_freq_factor} must be above "
+            f"model.llama3_rope.low_freq_factor={rope.low_freq_factor}; raise it"
+        )
+    if model.attention == "mla" and model.rope_fraction != 1:
+        yield (
+            f"model.rope_fraction={model.rope_fraction} is for grouped-query attention; set model.attention=gqa, or "
+            "model.rope_fraction=1"
+        )
+    if model.attention == "mla" and model.qkv_bias:
+        yield "model.qkv_bias=true has no effect with model.attention=mla; set model.qkv_bias=false"
+
+
 def _channels(model: ModelConfig) -> Iterator[str]:
-    """Channels of an attention head; an even number carries the rotary position."""
+    """A message for each rule about the channels of attention heads; rotary positions need an even number."""
     rope_dim = model.mla.qk_rope_dim
     if model.attention == "mla":
         if model.kv_heads != model.heads:
@@ -56,6 +81,45 @@ def _channels(model: ModelConfig) -> Iterator[str]:
         yield (
             f"model.hidden={model.hidden} gives model.heads={model.heads} heads an odd number of channels, and rotary "
             f"positions turn channels in pairs; choose {multiples(model.hidden, 2 * model.heads)}"
+        )
+
+
+def _windows(model: ModelConfig) -> Iterator[str]:
+    """A message for each rule about sliding windows, and about Gemma's layers."""
+    if model.window is None:
+        for name in ("full_every", "window_rope_base"):
+            if getattr(model, name):
+                yield f"model.{name}={getattr(model, name)} has no effect without a window; set model.window"
+    elif model.window_rope_base and model.llama3_rope.factor > 1:
+        yield (
+            f"model.llama3_rope.factor={model.llama3_rope.factor} would stretch positions within windows, which have "
+            f"model.window_rope_base={model.window_rope_base}; set model.llama3_rope.factor=1"
+        )
+    elif model.attention == "mla" or model.mtp_layers:
+        yield (
+            f"model.window={model.window} is for grouped-query attention without prediction modules; set "
+            "model.attention=gqa and model.mtp_layers=0, or model.window=null"
+        )
+    if model.query_pre_attn_scalar and model.attention == "mla":
+        yield (
+            f"model.query_pre_attn_scalar={model.query_pre_attn_scalar} is for grouped-query attention; set "
+            "model.attention=gqa, or model.query_pre_attn_scalar=null"
+        )
+    if model.gemma and (model.attention == "mla" or model.moe.experts or model.mtp_layers):
+        yield (
+            "model.gemma=true is for dense layers with grouped-query attention; set model.attention=gqa, "
+            "model.moe.experts=0 and model.mtp_layers=0, or model.gemma=false"
+        )
+
+
+def _turning(model: ModelConfig) -> Iterator[str]:
+    """A message when no pairs of channels make up the fraction of a head that turns."""
+    channels = model.head_dim or model.hidden // max(model.heads, 1)
+    if model.rope_fraction != 1 and model.rope_fraction * channels % 2:
+        nearest = max(2, 2 * round(model.rope_fraction * channels / 2))
+        yield (
+            f"model.rope_fraction={model.rope_fraction} of {channels} channels is no even number, and rotary positions "
+            f"turn channels in pairs; choose {nearest / channels} for {nearest} of them"
         )
 
 

@@ -1,4 +1,4 @@
-"""The terms of the reward."""
+"""Rules about the terms of the reward."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from collections import Counter
 from collections.abc import Iterator
 
 from grpo_mega.config.rules.problems import refuse
-from grpo_mega.config.schema import RewardConfig
+from grpo_mega.config.rules.terms import read_options
+from grpo_mega.config.schema import RewardConfig, RewardTerm
+from grpo_mega.config.schema.terms import OPTIONS
 
 HEAVIEST = 1000000
-"""Largest weight of a reward term: rewards are summed in 32 bits, where 1e38 would be the end."""
+"""Largest weight of a reward term: rewards are summed in fp32, which overflows at about 3e38."""
 
 
 def check_reward(reward: RewardConfig) -> None:
-    """Raises a ConfigError that lists every rule that the reward breaks."""
+    """Raises a ConfigError that lists every rule that the reward violates."""
     refuse([*reward_problems(reward)])
 
 
 def reward_problems(reward: RewardConfig) -> Iterator[str]:
-    """What the settings of the reward break."""
+    """A message for each rule that the settings of the reward violate."""
     terms = reward.terms
     names = [term.name for term in terms]
     if not terms:
@@ -36,9 +38,40 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
             yield f"reward.terms has {count} terms named {name}; give every term a name of its own"
     for index, term in enumerate(terms):
         field = f"reward.terms[{index}]"
-        if not re.fullmatch(r"[A-Za-z]\w*", term.name):
+        if not term.name:
+            yield f"{field} has neither name nor kind nor function; give it a kind of docs/rewards.md"
+            continue
+        named = re.fullmatch(r"[A-Za-z]\w*", term.name)
+        if not named:
             yield f"{field}.name={term.name!r} becomes a metric; use letters, digits and '_', a letter first"
         if not abs(term.weight) <= HEAVIEST:
             yield f"{field}.weight={term.weight}: choose a value in [-{HEAVIEST}, {HEAVIEST}]"
-        if term.function is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", term.function):
-            yield f"{field}.function={term.function!r}; write it as package.module:function"
+        if term.function is not None:
+            yield from _function_problems(term, field)
+        elif named:
+            yield from _kind_problems(term, field)
+
+
+def _function_problems(term: RewardTerm, field: str) -> Iterator[str]:
+    """A message for each rule that a term with a function of the user's violates."""
+    if term.kind:
+        yield f"{field}.kind={term.kind} and function={term.function} exclude each other; remove one"
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", term.function or ""):
+        yield f"{field}.function={term.function!r}; write it as package.module:function"
+    for name in term.options:
+        if not str(name).isidentifier():
+            yield f"{field}.options: {name!r} cannot be the name of an argument; use letters, digits and '_'"
+
+
+def _kind_problems(term: RewardTerm, field: str) -> Iterator[str]:
+    """A message for each rule that a built-in term violates."""
+    if term.built_in not in OPTIONS:
+        yield (
+            f"reward term {term.built_in!r} is not built in. Built-in terms: {', '.join(OPTIONS)}. "
+            "For a function of your own, set the term's function to its import path, package.module:function"
+        )
+        return
+    try:
+        read_options(term.built_in, term.options)
+    except ValueError as error:
+        yield f"{field}.options.{error}"

@@ -1,4 +1,4 @@
-"""How completions are sampled, and settings of the engine that is not there."""
+"""Rules about sampling, and about settings of the engine that is not chosen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_mega.config.schema import Config, RolloutConfig, SGLangConfig
 
 
 def rollout_problems(config: Config) -> Iterator[str]:
-    """What the settings of the rollouts break."""
+    """A message for each rule that the settings of the rollouts violate."""
     rollout = config.rollout
     yield from at_most(config, "rollout.max_new_tokens", "model.context", margin=1)
     if rollout.longer_max_new_tokens:
@@ -29,11 +29,12 @@ def rollout_problems(config: Config) -> Iterator[str]:
         yield from sglang_problems(config)
     else:
         yield from at_most(config, "algorithm.group_size", "rollout.concurrent_sequences")
+        yield from at_most(config, "eval.samples", "rollout.concurrent_sequences")
         yield from _settings_of_sglang(rollout)
 
 
 def _settings_of_the_embedded_engine(config: Config) -> Iterator[str]:
-    """Beside SGLang's engines it samples for the gate of a base model only."""
+    """A message for a setting of the embedded engine, which beside SGLang samples for a base model's gate only."""
     given, default = config.rollout.concurrent_sequences, RolloutConfig().concurrent_sequences
     if given != default and not config.base.train:
         yield (
@@ -46,18 +47,20 @@ def _settings_of_sglang(rollout: RolloutConfig) -> Iterator[str]:
     for name, default in vars(SGLangConfig()).items():
         given = getattr(rollout.sglang, name)
         if given != default:
-            undone = " ".join(_taken_back(given, default, f"rollout.sglang.{name}"))
+            undone = " ".join(_overrides_to_default(given, default, f"rollout.sglang.{name}"))
             yield (
                 f"rollout.sglang.{name} has no effect with rollout.engine={rollout.engine}; give {undone}, or "
                 "rollout.engine=sglang"
             )
 
 
-def _taken_back(value: Any, default: Any, name: str) -> list[str]:
-    """Overrides that undo what was set, in an experiment's file or elsewhere."""
+def _overrides_to_default(value: Any, default: Any, name: str) -> list[str]:
+    """Overrides that set a field and those below it back to their defaults."""
     if is_dataclass(value):
         pairs = vars(value).items()
-        return [one for key, inner in pairs for one in _taken_back(inner, getattr(default, key), f"{name}.{key}")]
+        return [
+            one for key, inner in pairs for one in _overrides_to_default(inner, getattr(default, key), f"{name}.{key}")
+        ]
     if value == default:
         return []
     if isinstance(value, dict):

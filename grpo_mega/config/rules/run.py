@@ -1,4 +1,4 @@
-"""The run's name and directory."""
+"""Rules about the run's name and directory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from grpo_mega.config.schema import Config
 
 LONGEST_NAME = 100
-"""Characters of a run's name: it becomes a file name, with more around it."""
+"""Most characters of a run's name, which becomes part of file names."""
 
 
 def run_problems(config: Config) -> Iterator[str]:
-    """What the names of the run break."""
+    """A message for each rule that the names of the run violate."""
     if not re.fullmatch(r"\w[\w.-]*", config.run.name, re.ASCII):
         yield (
             f"run.name={config.run.name!r} must be a plain file name: letters, digits, '_', '-' and '.', "

@@ -1,4 +1,4 @@
-"""SGLang engines: their server arguments, parts, precision, GPUs and time limits."""
+"""Rules about SGLang engines: server arguments, parallelism, precision, GPUs and time limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpo_mega.config.rules.problems import divisors
 from grpo_mega.config.schema import Config, SGLangConfig
 
 FP8_BLOCK = 128
-"""As in weights/fp8.py, which takes torch to import."""
+"""The same as in weights/fp8.py, which cannot be imported here because it needs torch."""
 
 _FOLLOWING = {
     "context_length": "model.context",
@@ -23,12 +23,17 @@ _FOLLOWING = {
     "skip_tokenizer_init": "data.tokenizer",
     "tp_size": "rollout.sglang.tp",
 }
-"""Server arguments of SGLang's that are not the user's to give, and what gives them."""
+"""Server arguments that users cannot set -> the setting that determines them."""
 
 
 def sglang_problems(config: Config) -> Iterator[str]:
-    """What the settings of SGLang's engines break."""
-    sglang = config.rollout.sglang
+    """A message for each rule that the settings of SGLang's engines violate."""
+    sglang, model = config.rollout.sglang, config.model
+    if model.window and not model.gemma:
+        yield (
+            f"model.window={model.window} with rollout.engine=sglang: SGLang's Mistral and Ministral have no windows; "
+            "set rollout.engine=embedded, or model.window=null if model.context is no longer than the window"
+        )
     if sglang.routing_replay and not config.model.moe.experts:
         yield (
             "rollout.sglang.routing_replay=true needs experts; set model.moe.experts above 0, or "
@@ -57,7 +62,7 @@ def sglang_problems(config: Config) -> Iterator[str]:
         )
     yield from _gpus_of_their_own(sglang)
     for name, limit in vars(sglang.timeouts).items():
-        if name in _lasting(sglang) and name.startswith("engine_") and limit <= sglang.answer_seconds:
+        if name in _used_timeouts(sglang) and name.startswith("engine_") and limit <= sglang.answer_seconds:
             yield (
                 f"rollout.sglang.timeouts.{name}={limit:g} is not above rollout.sglang.answer_seconds="
                 f"{sglang.answer_seconds:g}: the run would end before an engine that hangs is started anew; raise the "
@@ -66,7 +71,7 @@ def sglang_problems(config: Config) -> Iterator[str]:
 
 
 def _gpus_of_their_own(sglang: SGLangConfig) -> Iterator[str]:
-    """Trainer and engines that take no turns on a GPU keep their memory."""
+    """A message for each rule about engines on GPUs of their own."""
     if sglang.first_gpu is None:
         return
     if sglang.transport == "shared":
@@ -74,18 +79,18 @@ def _gpus_of_their_own(sglang: SGLangConfig) -> Iterator[str]:
             f"rollout.sglang.first_gpu={sglang.first_gpu} puts the engines on other GPUs than the trainer's, and "
             "rollout.sglang.transport=shared reaches those only; set rollout.sglang.transport=network"
         )
-    why = f"has no effect with rollout.sglang.first_gpu={sglang.first_gpu}, where nobody makes room for the other"
+    why = f"has no effect with rollout.sglang.first_gpu={sglang.first_gpu}, where trainer and engines share no GPU"
     if not sglang.suspend_process_groups:
         yield f"rollout.sglang.suspend_process_groups=false {why}; set it to true"
 
 
-def _lasting(sglang: SGLangConfig) -> list[str]:
-    """The limits of states that something happens in."""
+def _used_timeouts(sglang: SGLangConfig) -> list[str]:
+    """The names of the time limits that have an effect."""
     return ["engine_loading"] if sglang.first_gpu is not None else [*vars(sglang.timeouts)]
 
 
 def _parts_of_an_engine(sglang: SGLangConfig, experts: int) -> Iterator[str]:
-    """Expert parallelism and data parallel attention."""
+    """A message when expert parallelism or data parallel attention does not divide an engine."""
     given = sglang.arguments
     for name, whole, of_what in (
         ("ep_size", math.gcd(sglang.tp, experts), f"rollout.sglang.tp={sglang.tp} and model.moe.experts={experts}"),
@@ -98,7 +103,7 @@ def _parts_of_an_engine(sglang: SGLangConfig, experts: int) -> Iterator[str]:
             return
     if given.get("enable_dp_attention") and "attn_dp_size" in given:
         yield (
-            "rollout.sglang.arguments.attn_dp_size is what enable_dp_attention and dp_size say together; give "
+            "rollout.sglang.arguments.attn_dp_size means the same as enable_dp_attention with dp_size; give "
             "one or the other"
         )
     if given.get("dp_size", 1) > 1 and not given.get("enable_dp_attention"):
@@ -109,7 +114,7 @@ def _parts_of_an_engine(sglang: SGLangConfig, experts: int) -> Iterator[str]:
 
 
 def _fp8_blocks(config: Config) -> Iterator[str]:
-    """SGLang computes in fp8 with whole blocks only, also of the parts that its GPUs have of a matrix."""
+    """A message for each matrix whose part on a GPU has no whole fp8 blocks, which SGLang needs."""
     sglang, model = config.rollout.sglang, config.model
     if not sglang.fp8 or model.dtype != "bf16":
         return

@@ -1,18 +1,21 @@
-"""The base model and the cold start."""
+"""Rules about the base model and the cold start."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_mega.config.rules.optimizer import schedule_problems
 from grpo_mega.config.rules.problems import at_most
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import GENERATED_TASKS, Config
 
 
 def stages_problems(config: Config) -> Iterator[str]:
-    """What the stages before reinforcement learning break."""
+    """A message for each rule that the stages before reinforcement learning violate."""
     base, task = config.base, config.data.task
-    if base.train and task != "chain_sum":
-        yield f"base.train=true needs worked arithmetic, not data.task={task}; choose data=chain_sum or base=none"
+    if base.train and task not in GENERATED_TASKS:
+        yield f"base.train=true needs worked problems, not data.task={task}; choose data=chain_sum or base=none"
+    if config.run.steps == 0 and not (base.train or config.sft.steps or config.sft.epochs):
+        yield "run.steps=0 leaves nothing to do without supervised steps; set run.steps, or sft.path and sft.epochs"
     yield from _sft_problems(config)
     earliest = base.gate_from + (base.gate_passes - 1) * base.gate_every
     if base.train and earliest > base.max_steps:
@@ -29,7 +32,7 @@ def stages_problems(config: Config) -> Iterator[str]:
 
 
 def _sft_problems(config: Config) -> Iterator[str]:
-    """What the settings of supervised steps break."""
+    """A message for each rule that the settings of supervised steps violate."""
     sft, task = config.sft, config.data.task
     if sft.steps > 0 and not sft.path and task != "chain_sum":
         yield (
@@ -42,6 +45,8 @@ def _sft_problems(config: Config) -> Iterator[str]:
         yield f"sft.steps={sft.steps} and sft.epochs={sft.epochs} both say how long; set one of them to 0"
     elif sft.steps:
         yield from at_most(config, "sft.warmup_steps", "sft.steps", margin=1)
+        if sft.warmup_steps < sft.steps:
+            yield from schedule_problems(sft, "sft", sft.steps, "sft.steps")
     idle = {"epochs": (sft.epochs, 0), "max_tokens": (sft.max_tokens, None), "too_long": (sft.too_long, "refuse")}
     for name, (value, default) in idle.items():
         if not sft.path and value != default:

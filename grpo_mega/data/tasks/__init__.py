@@ -1,1 +1,74 @@
 """Tasks whose problems are made up on the spot."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from grpo_mega.config.schema import DataConfig
+from grpo_mega.data.tasks.chain_sum import ChainSum
+from grpo_mega.data.tasks.tiny_code import TinyCode
+from grpo_mega.data.tasks.tiny_mixture import TinyMixture
+from grpo_mega.data.tokenizer import CharTokenizer, character_tokenizer
+from grpo_mega.types import Prompt
+
+
+class GeneratedTask(Protocol):
+    """What a run needs of a task: problems, and documents from which a base model learns to solve them.
+
+    Attributes:
+        lesson: What its base model learns from, and until when.
+        tokenizer: Encodes its problems and documents.
+        validation: Problems held out for tuning and for the base model's gate.
+        test: Problems held out for the reported accuracy.
+    """
+
+    lesson: str
+    tokenizer: CharTokenizer
+    validation: list[Prompt]
+    test: list[Prompt]
+
+    def problem(self, seed: int, k: int) -> Prompt:
+        """Training problem k of a run with this seed."""
+        ...
+
+    def documents(self, seed: int, step: int, n: int, tagged: float, direct: float) -> list[list[int]]:
+        """Tokens of the n base documents of one training step.
+
+        A share `tagged` is in the answer format; of the rest a share `direct` is the bare answer, the others are
+        untagged working.
+        """
+        ...
+
+    def longest_document(self) -> int:
+        """Tokens of the longest base document there can be."""
+        ...
+
+    def working_prompt(self, prompt: Prompt) -> Prompt:
+        """A held-out problem with the beginning of its untagged working, which the base model's gate continues."""
+        ...
+
+    def is_worked_out(self, prompt: Prompt, text: str) -> bool:
+        """Whether the continuation of a `working_prompt` comes to the right answer."""
+        ...
+
+
+def chain_sum(data: DataConfig) -> ChainSum:
+    """The task of a run with `data.task=chain_sum`, with the same problems at every call.
+
+    Raises:
+        ValueError: So many problems cannot be held out; names the field.
+    """
+    return ChainSum(character_tokenizer(data), data.min_terms, data.max_terms, data.validation_size, data.test_size)
+
+
+def generated_task(data: DataConfig) -> GeneratedTask:
+    """The task of a run whose `data.task` is not jsonl, with the same problems at every call.
+
+    Raises:
+        ValueError: So many problems cannot be held out; names the field.
+    """
+    if data.task == "chain_sum":
+        return chain_sum(data)
+    if data.task == "tiny_code":
+        return TinyCode(character_tokenizer(data), data.validation_size, data.test_size)
+    return TinyMixture(character_tokenizer(data), data.min_terms, data.max_terms, data.validation_size, data.test_size)

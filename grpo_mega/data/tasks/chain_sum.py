@@ -35,7 +35,7 @@ class Styles:
     one: float
 
     def draw(self, rng: random.Random, terms: Terms) -> int:
-        """Terms merged per step."""
+        """Number of terms to add per step, drawn at random."""
         return rng.choices((len(terms), 2, 1), (self.whole, self.two, self.one))[0]
 
 
@@ -45,7 +45,7 @@ SFT_TAGGED = Styles(whole=0.4, two=0.3, one=0.3)
 
 
 def multisets(terms: int) -> int:
-    """How many multisets of so many digits there are."""
+    """Number of multisets of `terms` digits."""
     return math.comb(terms + 9, 9)
 
 
@@ -67,12 +67,14 @@ def working_answer(text: str) -> str | None:
 
 
 class ChainSum:
-    """The task for sums of `min_terms`..`max_terms` digits with so many problems held out."""
+    """The task: sums of `min_terms` to `max_terms` digits, with problems held out for validation and test."""
+
+    lesson = "worked arithmetic, until it can calculate"
 
     def __init__(
         self, tokenizer: CharTokenizer, min_terms: int, max_terms: int, validation_size: int, test_size: int
     ) -> None:
-        """Draws the held-out problems; 2 <= min_terms <= max_terms. Raises ValueError when sizes make no sense."""
+        """Draws the held-out problems; 2 <= min_terms <= max_terms. Raises ValueError when the sizes are impossible."""
         self.tokenizer = tokenizer
         self.lengths = range(min_terms, max_terms + 1)
         self._check_sizes(validation_size, test_size)
@@ -122,13 +124,17 @@ class ChainSum:
         return [self.sft_trace(random.Random(f"{seed}/sft/{step}/{i}")) for i in range(n)]
 
     def working_prompt(self, prompt: Prompt) -> Prompt:
-        """The prompt with the first `a+b=` of untagged working behind it: what the competence gate continues."""
+        """The prompt followed by the first `a+b=` of untagged working, for the competence gate's continuation."""
         first_two = prompt.text.removeprefix("<bos>").removesuffix("=?").split("+")[:2]
         text = f"{prompt.text}{'+'.join(first_two)}="
         return replace(prompt, id=f"{prompt.id}/working", text=text, token_ids=tuple(self.tokenizer.encode(text)))
 
+    def is_worked_out(self, prompt: Prompt, text: str) -> bool:
+        """Whether the continuation of a `working_prompt` ends with the right number."""
+        return working_answer(text) == prompt.answer
+
     def _draw(self, rng: random.Random) -> Terms:
-        """A problem that is not held out: every length is as likely, then every digit."""
+        """A problem that is not held out: first its length is drawn uniformly, then each digit."""
         while True:
             terms = tuple(rng.randrange(10) for _ in range(rng.choice(self.lengths)))
             if _multiset(terms) not in self._held_out:
@@ -142,6 +148,7 @@ class ChainSum:
             text=text,
             answer=str(sum(terms)),
             task="chain_sum",
+            asked=text.removeprefix("<bos>"),
         )
 
     def _check_sizes(self, validation_size: int, test_size: int) -> None:
@@ -191,8 +198,8 @@ def _held_out(split: str, size: int, lengths: range, exclude: Collection[Terms])
 
 
 def _random_multiset(rng: random.Random, length: int) -> Terms:
-    """A multiset of digits, each as likely: stars and bars turn it into a choice of `length` out of `length + 9`."""
-    return tuple(position - i for i, position in enumerate(sorted(rng.sample(range(length + 9), length))))
+    """A uniformly drawn multiset of digits: stars and bars turn it into a choice of `length` out of `length + 9`."""
+    return tuple(star - i for i, star in enumerate(sorted(rng.sample(range(length + 9), length))))
 
 
 def _apportion(size: int, lengths: range) -> dict[int, int]:

@@ -1,1 +1,1 @@
-"""What Megatron-Core's modules become here: packed attention, rotary, router, norms, prediction layers."""
+"""Replacements for modules of Megatron-Core: packed attention, rotary, router, norms, prediction modules."""

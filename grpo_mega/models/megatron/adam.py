@@ -1,4 +1,4 @@
-"""torch's AdamW in the form that Megatron's optimizers count on, for machines without Transformer Engine and Apex."""
+"""torch's AdamW in the form that Megatron's optimizers expect, for machines without Transformer Engine and Apex."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 class GroupStepAdamW(torch.optim.AdamW):
     """torch's AdamW with the step count in the parameter group, where Transformer Engine's FusedAdam keeps it.
 
-    Megatron's distributed optimizer saves and loads that form only: with torch's per-parameter step it refuses to
-    save, and a loaded state shares one step tensor that every parameter then advances.
+    Megatron's distributed optimizer supports that form only: with torch's per-parameter step it refuses to save, and
+    the parameters of a loaded state share one step tensor, which each of them then advances.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, **_: Any):

@@ -1,9 +1,9 @@
 """Attention over packed sequences, with and without a key-value cache.
 
-Sequences lie one after the other in a flat row of tokens, so that every other layer computes on real tokens only.
-Here they are laid out as [sequence, position] for torch's fused attention, which needs no mask for right-padded
-causal rows, and packed again. The same module serves the embedded engine: a prompt fills the cache, and a decoding
-step is a packed batch of one token per sequence.
+Sequences are concatenated in a flat row of tokens, so that every other layer computes on real tokens only. Here they
+are arranged as a table [sequence, position] for torch's fused attention, which needs no mask for right-padded causal
+sequences, and the result is packed again. The embedded engine uses the same module: a prompt fills the cache, and a
+decoding step is a packed batch of one token per sequence.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
-from grpo_mega.models.megatron.packed import ContextShard, KVCache, PackedTokens
+from grpo_mega.config.schema import Llama3RopeConfig
+from grpo_mega.models.megatron.packed import ContextShard, KVCache, PackedTokens, sees
 from grpo_mega.models.megatron.rotary import cos_sin, rotate
 
 
-class _Spread(torch.autograd.Function):
+class _ToTable(torch.autograd.Function):
     """The row of tokens as a table [N * longest]; a token that several sequences share is repeated.
 
-    Cells behind the end of a sequence hold some token: no query that counts sees them, so no gradient comes back.
+    Cells after the end of a sequence hold some token: no real query attends to them, so they have no gradient.
     """
 
     @staticmethod
@@ -41,8 +42,8 @@ class _Spread(torch.autograd.Function):
         return total, None
 
 
-class _Collect(torch.autograd.Function):
-    """From the table back to the row of tokens; a cell is read once, so the gradient is a copy into zeros."""
+class _FromTable(torch.autograd.Function):
+    """The table [N * longest] back as a row of tokens; a cell is read once, so the gradient is a copy into zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
@@ -54,8 +55,8 @@ class _Collect(torch.autograd.Function):
         return grad.new_zeros(ctx.cells, *grad.shape[1:]).index_copy_(0, ctx.packed.cells, grad.contiguous()), None
 
 
-class _Place(torch.autograd.Function):
-    """rows[index] = x into zeros; the index has no duplicates, so the gradient is a plain gather."""
+class _ScatterRows(torch.autograd.Function):
+    """Zeros with rows[index] = x; the index has no duplicates, so the gradient is a plain gather."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
@@ -69,15 +70,15 @@ class _Place(torch.autograd.Function):
 
 
 def _zeros(rows: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """[rows, heads, value channels] where there is no sequence.
+    """[rows, heads, value channels] zeros, for a micro-batch without sequences.
 
-    They depend on every input: Megatron counts on a gradient, if only zeros, for every parameter of every micro-batch.
+    They depend on every input: Megatron expects a gradient, even if zero, of every parameter in every micro-batch.
     """
     return query.new_zeros(rows, query.shape[1], value.shape[2]) + 0 * (query.sum() + key.sum() + value.sum())
 
 
 def _all_rows(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-    """[T', ...] of every context parallel rank -> [T, ...] in the order of the row; the gradient is summed and cut."""
+    """[T', ...] of every context parallel rank -> [T, ...] in the order of the row; reduce-scatters the gradient."""
     group = parallel_state.get_context_parallel_group()
     gathered = gather_from_sequence_parallel_region(x.contiguous(), tensor_parallel_output_grad=True, group=group)
     return gathered.index_select(0, shard.gathered)
@@ -86,7 +87,9 @@ def _all_rows(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
 class PackedAttention(MegatronModule):
     """Core attention of a Megatron layer: causal within each packed sequence, grouped-query and latent attention.
 
-    With a `rope_base` it rotates queries and keys first; latent attention brings them rotated.
+    With a `rope_base` it rotates queries and keys first, `rope_fraction` of their channels; those of latent attention
+    are already rotated. With a `window` a token sees so many, itself included, but for every layer whose number
+    `full_every` divides; layers with a window rotate with `window_rope_base`, if that is given.
     """
 
     def __init__(
@@ -95,12 +98,20 @@ class PackedAttention(MegatronModule):
         layer_number: int,
         softmax_scale: float | None = None,
         rope_base: float | None = None,
+        llama3_rope: Llama3RopeConfig | None = None,
+        rope_fraction: float = 1.0,
+        window: int | None = None,
+        full_every: int = 0,
+        window_rope_base: float | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
-        self.rope_base = rope_base
+        sees_all = window is None or (full_every > 0 and layer_number % full_every == 0)
+        self.window = None if sees_all else window
+        self.rope_base = rope_base if sees_all or window_rope_base is None else window_rope_base
+        self.llama3_rope, self.rope_fraction = llama3_rope, rope_fraction
 
     def forward(
         self,
@@ -117,9 +128,12 @@ class PackedAttention(MegatronModule):
             raise TypeError("packed_seq_params must be PackedTokens; call the model through Policy")
         packed = packed_seq_params
         if self.rope_base is not None:
-            if packed.angles is None:  # the same in every layer
-                packed.angles = cos_sin(packed.positions, query.shape[-1], self.rope_base)
-            query, key = rotate(query, *packed.angles), rotate(key, *packed.angles)
+            if self.rope_base not in packed.angles:  # the same in every layer with this base
+                channels = round(query.shape[-1] * self.rope_fraction)
+                angles = cos_sin(packed.positions, channels, self.rope_base, self.llama3_rope)
+                packed.angles = packed.angles | {self.rope_base: angles}
+            angles = packed.angles[self.rope_base]
+            query, key = rotate(query, *angles), rotate(key, *angles)
         if packed.shard is not None:
             return self._shared_context(query, key, value, packed, packed.shard).flatten(1)
         tokens = query.shape[0] - packed.padding
@@ -129,18 +143,19 @@ class PackedAttention(MegatronModule):
     def _shared_context(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedTokens, shard: ContextShard
     ) -> torch.Tensor:
-        """Queries of this rank's rows over the keys of all ranks; [T', heads, value channels]."""
+        """Attention of this rank's queries over the keys of all ranks; [T', heads, value channels]."""
         key, value = (_all_rows(x, shard)[: len(packed.owners)] for x in (key, value))
         n, rows = packed.sequences, len(query)
         if n == 0:
             return _zeros(rows, query, key, value)
-        k, v = (_Spread.apply(x, packed).unflatten(0, (n, packed.longest)).transpose(1, 2) for x in (key, value))
-        q = _Place.apply(query.index_select(0, shard.queries), shard.cells, n * shard.longest)
+        k, v = (_ToTable.apply(x, packed).unflatten(0, (n, packed.longest)).transpose(1, 2) for x in (key, value))
+        q = _ScatterRows.apply(query.index_select(0, shard.queries), shard.cells, n * shard.longest)
         q = q.unflatten(0, (n, shard.longest)).transpose(1, 2)
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=shard.seen(packed.longest), scale=self.softmax_scale)
+        seen = shard.seen(packed.longest, self.window)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.softmax_scale)
         out = out.transpose(1, 2).flatten(0, 1).index_select(0, shard.cells)
-        return _Place.apply(out, shard.queries, rows)
+        return _ScatterRows.apply(out, shard.queries, rows)
 
     def _causal(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedTokens
@@ -149,12 +164,16 @@ class PackedAttention(MegatronModule):
         if n == 0:
             return _zeros(0, query, key, value)
         # [N * longest, heads, channels] -> [N, heads, longest, channels]
-        q, k, v = (_Spread.apply(x, packed).unflatten(0, (n, longest)).transpose(1, 2) for x in (query, key, value))
+        q, k, v = (_ToTable.apply(x, packed).unflatten(0, (n, longest)).transpose(1, 2) for x in (query, key, value))
         if packed.cache is not None:
             self._fill(packed.cache, k, v)
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
-        return _Collect.apply(out.transpose(1, 2).flatten(0, 1), packed)
+        seen = None
+        if self.window is not None and self.window < longest:  # [longest, longest], the same for every sequence
+            positions = torch.arange(longest, device=q.device)
+            seen = sees(positions[:, None], positions, self.window)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.softmax_scale)
+        return _FromTable.apply(out.transpose(1, 2).flatten(0, 1), packed)
 
     def _fill(self, cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
         for store, x in ((cache.keys, key), (cache.values, value)):
@@ -172,8 +191,8 @@ class PackedAttention(MegatronModule):
         keys[packed.rows, :, positions] = key
         values[packed.rows, :, positions] = value
         k, v = (_repeat_heads(x[:, :, : packed.longest], query.shape[1]) for x in (keys, values))
-        # [N, 1, 1, longest]: a token sees its sequence up to and including itself
-        seen = torch.arange(packed.longest, device=query.device) <= positions[:, None, None, None]
+        # [N, 1, 1, longest]
+        seen = sees(positions[:, None, None, None], torch.arange(packed.longest, device=query.device), self.window)
         out = F.scaled_dot_product_attention(query[:, :, None], k, v, attn_mask=seen, scale=self.softmax_scale)
         return out[:, :, 0]
 

@@ -1,8 +1,8 @@
-"""Everything that is done to Megatron-Core's models and optimizers, and why; the classes are in the files beside this.
+"""All changes to Megatron-Core's models and optimizers, with their reasons; the classes are in the files beside it.
 
-The tables are in the order of time: before a piece of the model is built its specification is changed, then the piece,
-then what wraps it for data parallelism, and last the optimizer. A module that changes its class keeps its parameters
-and their names in checkpoints. tests/models/test_changes.py leaves the changes out one at a time.
+The tables are in the order of their application: first the specification of a piece of the model, then the built piece,
+then its wrapper for data parallelism, and last the optimizer. A module that changes its class keeps its parameters and
+their names in checkpoints. tests/models/test_changes.py leaves the changes out one at a time.
 
 Three other modules change libraries: platform/cpu.py what Megatron needs on a CPU or without Transformer Engine,
 checkpoint/writers.py a queue, topology.py the timeout of one process group.
@@ -22,10 +22,12 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from grpo_mega.config.schema import ModelConfig
+from grpo_mega.config.schema import LoRAConfig, ModelConfig
 from grpo_mega.models.heads import use_logprob_head
 from grpo_mega.models.megatron.adam import GroupStepAdamW
+from grpo_mega.models.megatron.adapted import use_adapters
 from grpo_mega.models.megatron.attention import PackedAttention
+from grpo_mega.models.megatron.gemma import scale_embedding, use_post_norms
 from grpo_mega.models.megatron.latent import set_latent_norms, sum_latent_key_gradient
 from grpo_mega.models.megatron.layers import RMSNorm, use_gated_mlps, use_whole_linears
 from grpo_mega.models.megatron.mtp import PredictingGPT, use_packed_predictors
@@ -39,38 +41,38 @@ Target = TypeVar("Target")
 
 @dataclass(frozen=True)
 class Change(Generic[Target]):
-    """One thing that is done to Megatron.
+    """One change to Megatron.
 
     Attributes:
-        name: How tests refer to it.
-        what: What Megatron has, and what becomes of it.
+        name: Names the change in tests.
+        what: What it changes, and to what.
         reason: What Megatron does not do, or does wrongly.
-        noticed: The test that fails without it.
-        apply: Does it.
+        test: The test that fails without it.
+        apply: Makes the change.
     """
 
     name: str
     what: str
     reason: str
-    noticed: str
+    test: str
     apply: Callable[[Target], None]
 
 
 @dataclass(frozen=True)
-class Specified:
-    """What a model is to be built of.
+class Specification:
+    """The specification of a model that is to be built.
 
     Attributes:
         model: The model's configuration.
         transformer_engine: Whether its layers come from Transformer Engine.
         scalar: Whether its head gives one number for each token.
-        instead: Megatron's class -> what is built in its place, wherever the specification names it.
+        replacements: Megatron's class -> what is built instead of it, wherever the specification names it.
     """
 
     model: ModelConfig
     transformer_engine: bool
     scalar: bool
-    instead: dict[type, Any] = field(default_factory=dict)
+    replacements: dict[type, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,17 @@ class Chunk:
 
     Attributes:
         gpt: The piece.
-        context: The model's longest sequence, in tokens.
+        model: The model's configuration.
         vocab_size: Tokens of the tokenizer; rows of the output layer beyond them are padding.
+        lora: What gets adapters; None when all weights are trained.
+        transformer_engine: Whether its layers come from Transformer Engine.
     """
 
     gpt: GPTModel
-    context: int
+    model: ModelConfig
     vocab_size: int
+    lora: LoRAConfig | None = None
+    transformer_engine: bool = False
 
 
 def apply_changes(changes: tuple[Change[Target], ...], target: Target) -> None:
@@ -94,34 +100,40 @@ def apply_changes(changes: tuple[Change[Target], ...], target: Target) -> None:
         change.apply(target)
 
 
-def _use_packed_attention(specified: Specified) -> None:
-    model = specified.model
-    # Megatron's latent attention rotates by itself.
-    packed = ModuleSpec(PackedAttention, {"rope_base": None if model.attention == "mla" else model.rope_base})
-    specified.instead[DotProductAttention] = packed
-    if specified.transformer_engine:
+def _use_packed_attention(specification: Specification) -> None:
+    model = specification.model
+    names = "rope_base", "rope_fraction", "llama3_rope", "window", "full_every", "window_rope_base"
+    # Megatron's latent attention rotates by itself, and no model of it has windows.
+    packed = ModuleSpec(PackedAttention, {n: getattr(model, n) for n in names if model.attention == "gqa"})
+    specification.replacements[DotProductAttention] = packed
+    if specification.transformer_engine:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-        specified.instead[TEDotProductAttention] = packed
+        specification.replacements[TEDotProductAttention] = packed
 
 
-def _use_rms_norm(specified: Specified) -> None:
-    specified.instead[WrappedTorchNorm] = RMSNorm
+def _use_rms_norm(specification: Specification) -> None:
+    specification.replacements[WrappedTorchNorm] = RMSNorm
 
 
-def _use_predicting_gpt(specified: Specified) -> None:
-    if specified.model.mtp_layers:
-        specified.instead[GPTModel] = PredictingGPT
+def _use_predicting_gpt(specification: Specification) -> None:
+    if specification.model.mtp_layers:
+        specification.replacements[GPTModel] = PredictingGPT
 
 
-def _use_scalar_gpt(specified: Specified) -> None:
-    if specified.scalar:
-        specified.instead[GPTModel] = ScalarGPT
+def _use_scalar_gpt(specification: Specification) -> None:
+    if specification.scalar:
+        specification.replacements[GPTModel] = ScalarGPT
 
 
 def _use_logprob_head(chunk: Chunk) -> None:
     if not isinstance(chunk.gpt, ScalarGPT):
         use_logprob_head(chunk.gpt, chunk.vocab_size)
+
+
+def _use_adapters(chunk: Chunk) -> None:
+    if chunk.lora is not None:
+        use_adapters(chunk.gpt, chunk.lora, chunk.transformer_engine)
 
 
 def _mark_experts(chunk: Chunk) -> None:
@@ -158,10 +170,11 @@ def _spare_from_decay(optimizer: MegatronOptimizer) -> None:
 
 def _start_moments(optimizer: MegatronOptimizer) -> None:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        part.init_state_fn(part.optimizer, part.config)
+        if part.optimizer is not None:  # as when experts alone are trained, and none of the dense parameters
+            part.init_state_fn(part.optimizer, part.config)
 
 
-TO_SPECIFICATION: tuple[Change[Specified], ...] = (
+TO_SPECIFICATION: tuple[Change[Specification], ...] = (
     Change(
         "packed_attention",
         "the core attention, Megatron's or Transformer Engine's, is PackedAttention",
@@ -179,7 +192,7 @@ TO_SPECIFICATION: tuple[Change[Specified], ...] = (
     Change(
         "predicting_gpt",
         "a GPTModel with prediction modules is a PredictingGPT",
-        "Megatron computes their loss from labels that it shifts itself, and pulls on the model with it",
+        "Megatron computes their loss from labels that it shifts itself, and lets its gradient change the model",
         "tests/models/test_mtp.py::test_drafts_are_those_of_every_sequence_alone",
         _use_predicting_gpt,
     ),
@@ -191,15 +204,15 @@ TO_SPECIFICATION: tuple[Change[Specified], ...] = (
         _use_scalar_gpt,
     ),
 )
-"""To be made before a piece of the model is built."""
+"""Changes of the specification, before a piece of the model is built."""
 
 TO_CHUNK: tuple[Change[Chunk], ...] = (
     Change(
         "packed_rotary",
         "RotaryEmbedding and YarnRotaryEmbedding of latent attention are the packed ones",
-        "Megatron counts positions along the row; here each sequence begins anew, or at the end of its prompt",
+        "Megatron counts positions along the row; here they start again with each sequence, or at its prompt's end",
         "tests/models/test_policy.py::test_computing_a_prompt_once_for_its_group_changes_nothing",
-        lambda chunk: use_packed_rotary(chunk.gpt, chunk.context),
+        lambda chunk: use_packed_rotary(chunk.gpt, chunk.model.context),
     ),
     Change(
         "logprob_head",
@@ -218,9 +231,16 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
     Change(
         "whole_linears",
         "column and row parallel layers of a group of one are WholeColumnLinear and WholeRowLinear",
-        "Megatron's pass prepares for communication that there is none of",
+        "Megatron's forward pass prepares for communication, and there is none",
         "tests/models/test_changes.py::test_a_layer_that_no_rank_shares_is_a_matrix_product_and_nothing_else",
         lambda chunk: use_whole_linears(chunk.gpt),
+    ),
+    Change(
+        "adapters",
+        "linear layers that lora.targets names are layers with adapters",
+        "Megatron has no adapters",
+        "tests/models/test_adapters.py::test_the_policy_is_the_merged_model",
+        _use_adapters,
     ),
     Change(
         "packed_router",
@@ -232,7 +252,7 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
     Change(
         "packed_predictor",
         "prediction modules are PackedPredictors",
-        "Megatron shifts the row by one, over the ends of sequences and behind shared prompts",
+        "Megatron shifts the row by one, across the ends of sequences and of shared prompts",
         "tests/models/test_mtp.py::test_drafts_are_those_of_every_sequence_alone",
         lambda chunk: use_packed_predictors(chunk.gpt),
     ),
@@ -245,14 +265,28 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
     ),
     Change(
         "latent_key_gradient",
-        "a hook gathers what latent attention projects down, so that the gradient of the rotary key is summed",
+        "a hook gathers the output of latent attention's down-projection, so that the rotary key's gradient is summed",
         "each tensor parallel rank keeps the gradient of its own heads (docs/parity.md, defect 1)",
         "tests/parity/test_mutations.py::test_planted_bug_is_noticed[rotary_key_not_summed@latent:tp2sp]",
         lambda chunk: sum_latent_key_gradient(chunk.gpt),
     ),
     Change(
+        "post_norms",
+        "with `model.gemma`, what attention and feed-forward layers add to the hidden states goes through a norm",
+        "Megatron's layers have norms before these only",
+        "tests/models/test_gemma.py::test_how_large_the_output_of_a_layer_is_does_not_matter",
+        lambda chunk: use_post_norms(chunk.gpt) if chunk.model.gemma else None,
+    ),
+    Change(
+        "scaled_embedding",
+        "with `model.gemma`, embeddings are multiplied by sqrt(hidden)",
+        "Megatron has no such factor",
+        "tests/models/test_gemma.py::test_embeddings_are_as_large_as_hidden_states",
+        lambda chunk: scale_embedding(chunk.gpt) if chunk.model.gemma else None,
+    ),
+    Change(
         "expert_marks",
-        "parameters of routed experts are marked allreduce=False, also where no rank shares them",
+        "parameters of routed experts are marked allreduce=False, also without expert parallelism",
         "Megatron splits the optimizer by the mark: checkpoints would differ in shape with and without expert "
         "parallelism",
         "tests/train/test_layout_change.py",
@@ -261,58 +295,58 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
     Change(
         "predictor_marks",
         "parameters of prediction modules are marked as shared",
-        "Megatron leaves those out of the gradient norm: what these learn must not change how far the policy moves; "
-        "its clip factor is theirs",
+        "Megatron leaves shared parameters out of the gradient norm: those of prediction modules must not change how "
+        "far the policy moves; they are clipped by its factor",
         "tests/models/test_mtp.py::test_the_policy_moves_bit_for_bit_as_without_although_gradients_are_clipped",
         _mark_predictors,
     ),
 )
-"""To be made to a piece of the model once it is built."""
+"""Changes of a piece of the model, once it is built."""
 
 TO_PARALLEL_CHUNK: tuple[Change[DistributedDataParallel], ...] = (
     Change(
         "padding_counts",
-        "padding behind a bucket counts as its content",
+        "padding at the end of a bucket counts as its content",
         "a distributed optimizer with several buckets saves shifted moments (docs/parity.md, defect 6)",
         "tests/models/test_overlap.py",
         count_padding,
     ),
     Change(
         "balancing_in_fp32",
-        "what balances the experts is fp32 again",
-        "Float16Module converts it to bf16, which cannot count past 256",
+        "the buffers that balance the experts are fp32 again",
+        "Float16Module converts them to bf16, which cannot count past 256",
         "tests/models/test_changes.py::test_experts_are_counted_exactly_in_bf16",
         _keep_balancing_in_fp32,
     ),
 )
-"""To be made to a piece of the model in Megatron's data parallelism."""
+"""Changes of a piece of the model once it is wrapped in Megatron's DistributedDataParallel."""
 
 BEFORE_OPTIMIZER: tuple[Change[None], ...] = (
     Change(
         "group_step_adamw",
         "where neither Transformer Engine nor Apex is installed, Megatron's Adam is GroupStepAdamW, which its "
-        "distributed optimizer takes for Transformer Engine's",
+        "distributed optimizer handles like Transformer Engine's",
         "the distributed optimizer refuses torch's AdamW, whose step it can neither save nor load",
         "tests/parity/test_layouts.py::test_as_on_one_process[dense:cp2zero-updates]",
         _use_group_step_adamw,
     ),
 )
-"""To be made to Megatron itself before an optimizer is built; once is enough."""
+"""Changes of Megatron itself before an optimizer is built; once is enough."""
 
 TO_OPTIMIZER: tuple[Change[MegatronOptimizer], ...] = (
     Change(
         "spared_from_decay",
         "norms and biases do not decay",
-        "Megatron marks them with wd_mult=0, and leaves it to its own scheduler to obey (docs/parity.md, defect 4)",
+        "Megatron marks them with wd_mult=0, which only its own scheduler applies (docs/parity.md, defect 4)",
         "tests/models/test_optimizer.py::test_weight_decay_spares_norms_and_nothing_else",
         _spare_from_decay,
     ),
     Change(
         "moments_from_the_start",
         "every parameter has moments, of zero, before the first update",
-        "a checkpoint from before it would lack what loading expects",
+        "a checkpoint from before the first update would lack tensors that loading expects",
         "tests/models/test_changes.py::test_an_optimizer_has_moments_before_its_first_update",
         _start_moments,
     ),
 )
-"""To be made to an optimizer once it is built."""
+"""Changes of an optimizer, once it is built."""

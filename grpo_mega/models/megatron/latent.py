@@ -1,4 +1,4 @@
-"""What latent attention (DeepSeek-V2, section 2.1) needs mended in megatron-core: an epsilon and a gradient."""
+"""Repairs of megatron-core's latent attention (DeepSeek-V2, section 2.1): an epsilon and a gradient."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms within latent attention, whatever `model.norm_eps` says, as in DeepSeek's own code."""
+"""Epsilon of the norms within latent attention, whatever `model.norm_eps` is, as in DeepSeek's own code."""
 
 
 def set_latent_norms(gpt: GPTModel) -> None:
-    """Gives the norms within latent attention their epsilon: Transformer Engine has them in the projections behind."""
+    """Sets the epsilon of the norms within latent attention; Transformer Engine has them in the up-projections."""
     for module in gpt.modules():
         for part in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
             norm: Any = getattr(module, part, None) if isinstance(module, MultiLatentAttention) else None
@@ -29,8 +29,8 @@ def sum_latent_key_gradient(gpt: GPTModel) -> None:
     """Repairs latent attention under tensor parallelism (megatron-core 0.16.1 without Transformer Engine).
 
     The rotary part of the key is shared by all heads, but each rank back-propagates through its own heads only and
-    nothing adds these gradients up. Gathering in a forward hook, with an operator whose backward sums, mends it:
-    Megatron gathers the rows of sequence parallelism again behind it, and that gather's backward sums.
+    these gradients are not summed. A forward hook gathers with an operator whose backward sums, and splits the rows
+    again: Megatron's own gather, for sequence parallelism, comes after it, and its backward sums too.
     """
     config = gpt.config
     if not config.multi_latent_attention or config.tensor_model_parallel_size == 1:

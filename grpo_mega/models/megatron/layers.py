@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class RMSNorm(torch.nn.RMSNorm):
     """Root mean square norm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + eps) * weight over the last axis.
 
+    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in float32 whatever the precision of x (Gemma).
     The weight is marked for Megatron to sum its gradient over tensor parallel ranks; Megatron's own wrapper of torch's
     norm refuses sequence parallelism.
     """
@@ -24,16 +25,19 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
+        weight = 1 + self.weight.float() if self.zero_centered else self.weight
         if x.dtype is torch.float32 and not x.is_cuda:  # where torch has no fused norm, only a chain of operations
-            return _RMSNorm.apply(x, self.weight, self.eps)
-        return super().forward(x)
+            return _RMSNorm.apply(x, weight, self.eps)
+        whole = x.float() if self.zero_centered else x
+        return F.rms_norm(whole, self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With r = 1 / sqrt(mean(x^2) + eps): d x = r * g * w - x * r^3 / H * sum(g * w * x)."""
+    """`RMSNorm` on a CPU. With r = 1 / sqrt(mean(x^2) + eps): d x = r * g * w - x * r^3 / H * sum(g * w * x)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -47,24 +51,37 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         weighted = grad * weight
         along = torch.linalg.vecdot(weighted, x)[..., None] * scale.pow(3) / x.shape[-1]
-        # Sums, not matrix products: those round a row by how many others there are, and lose a digit over many rows.
+        # Sums, not matrix products: their rounding of a row depends on the number of rows, and is worse with many.
         grad_weight = (grad * x).mul_(scale).flatten(0, -2).sum(0)
         return weighted.mul_(scale).addcmul_(x, along, value=-1), grad_weight, None
 
 
 class GatedMLP(MLP):
-    """Megatron's MLP with SwiGLU (Shazeer, 2020): fc2(silu(a) * b), a and b the halves of fc1(x)."""
+    """Megatron's MLP with SwiGLU (Shazeer, 2020): fc2(silu(a) * b), where a and b are the halves of fc1(x).
+
+    With another activation than silu, that one: GeGLU.
+    """
 
     def forward(self, x: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any) -> Any:
-        """[..., H] and, for an expert, its weight for every token [...] -> ([..., H], None)."""
-        inner = _SwiGLU.apply(self.linear_fc1(x)[0])
+        """[..., H] and, for a routed expert, each token's routing probability [...] -> ([..., H], None)."""
+        inner = self.linear_fc1(x)[0]
+        if self.config.activation_func is F.silu:
+            inner = _SwiGLU.apply(inner)
+        else:
+            a, b = inner.chunk(2, -1)
+            inner = self.config.activation_func(a) * b
         if per_token_scale is not None:
             inner = (inner * per_token_scale[..., None]).to(inner.dtype)
         return self.linear_fc2(inner)
 
 
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU in its tanh form (Hendrycks and Gimpel, 2016), elementwise."""
+    return F.gelu(x, approximate="tanh")
+
+
 class _SwiGLU(torch.autograd.Function):
-    """silu(a) * b; writes both halves of the gradient where they belong, without concatenation."""
+    """silu(a) * b; writes both halves of the gradient in place, without concatenation."""
 
     @staticmethod
     def forward(ctx: Any, ab: torch.Tensor) -> torch.Tensor:
@@ -85,13 +102,14 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _Whole:
-    """The forward pass of a linear layer that no other rank shares: a matrix product and nothing else."""
+    """The forward pass of a linear layer that is not split over ranks: a matrix product and nothing else."""
 
     weight: torch.Tensor
+    bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
         """[..., inputs] -> ([..., outputs], None)."""
-        return F.linear(x, self.weight), None
+        return F.linear(x, self.weight, self.bias), None
 
 
 class WholeColumnLinear(_Whole, ColumnParallelLinear):
@@ -103,7 +121,10 @@ class WholeRowLinear(_Whole, RowParallelLinear):
 
 
 def use_gated_mlps(model: torch.nn.Module) -> None:
-    """Swaps the class of dense MLPs and routed experts; the shared expert's own pass overlaps communication."""
+    """Changes the class of dense MLPs and routed experts to GatedMLP.
+
+    Shared experts keep theirs: their forward pass overlaps communication.
+    """
     modules: Iterable[Any] = model.modules()
     for module in modules:
         if type(module) is MLP:
@@ -111,7 +132,7 @@ def use_gated_mlps(model: torch.nn.Module) -> None:
 
 
 def use_whole_linears(model: torch.nn.Module) -> None:
-    """Swaps the class of linear layers that no other rank has a part of."""
+    """Changes the class of linear layers that are not split over ranks."""
     modules: Iterable[Any] = model.modules()
     for module in modules:
         if type(module) is ColumnParallelLinear and module.tp_group.size() == 1:

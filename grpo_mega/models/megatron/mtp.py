@@ -1,9 +1,9 @@
-"""Multi-token prediction (DeepSeek-V3, section 2.2): modules behind the model that look further ahead.
+"""Multi-token prediction (DeepSeek-V3, section 2.2): modules after the last layer that predict further ahead.
 
-The module of depth k takes the hidden state of a token and the embedding of the token k places later, and predicts the
-token after that. It exists to draft tokens for speculative decoding, so it must keep up with a policy that changes.
-Here it learns from the policy's own samples and cannot pull on the policy: hidden states, embedding and output layer
-are read without gradient, and the gradients of all other weights are those of a model without it.
+The module of depth k takes the hidden state of a token and the embedding of the token k positions later, and predicts
+the token after that. It exists to draft tokens for speculative decoding, so it must follow a policy that changes. Here
+it learns from the policy's own samples and does not influence the policy: hidden states, embedding and output layer are
+read without gradient, and the gradients of all other weights are those of a model without it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class PredictingGPT(GPTModel):
         packed_seq_params: PackedTokens | None = None,
         **__: Any,
     ) -> torch.Tensor:
-        """[T', 1, H] -> [1 + depths, T', H], depth 0 the model itself; [1, T', H] without gradient.
+        """[T', 1, H] -> [1 + depths, T', H], where depth 0 is the model itself; [1, T', H] without gradients.
 
-        Stages before the last return what they were given.
+        Stages before the last return their input.
         """
         if not self.post_process:
             return hidden_states
@@ -51,10 +51,10 @@ class PredictingGPT(GPTModel):
 
 
 class PackedPredictor(MultiTokenPredictionLayer):
-    """Megatron's prediction module, told by `PackedTokens` which token comes next.
+    """Megatron's prediction module, which takes the next tokens from `PackedTokens.ahead`.
 
-    Megatron shifts the flat row by one: at the end of a sequence that reads the next one's first token, and behind a
-    shared prompt it knows only the first of several continuations.
+    Megatron shifts the flat row by one: at the end of a sequence that reads the next one's first token, and after a
+    shared prompt only the first of several continuations.
     """
 
     def _get_embeddings(
@@ -70,7 +70,7 @@ class PackedPredictor(MultiTokenPredictionLayer):
         return input_ids, position_ids, _NoGradient.apply(embedded), hidden_states
 
     def _checkpointed_forward(self, forward_func: Any, *_: Any, **arguments: Any) -> torch.Tensor:
-        # Megatron's own hands every argument to autograd, which keeps tensors only.
+        # Megatron's own method passes every argument to autograd, which can save tensors only.
         hidden_states, decoder_input = arguments.pop("hidden_states"), arguments.pop("decoder_input")
 
         def forward(hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
@@ -82,8 +82,8 @@ class PackedPredictor(MultiTokenPredictionLayer):
 class _NoGradient(torch.autograd.Function):
     """Identity whose gradient is zeros.
 
-    A detached embedding would get no gradient on a last stage that has a copy for this alone, but Megatron's overlapped
-    reduction waits for one of every parameter.
+    A detached embedding would get no gradient on a last stage that has a copy of it for this purpose alone, but
+    Megatron's overlapped reduction waits for a gradient of every parameter.
     """
 
     @staticmethod
@@ -96,7 +96,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def use_packed_predictors(gpt: torch.nn.Module) -> None:
-    """Swaps the class of every prediction module."""
+    """Changes the class of every prediction module to PackedPredictor."""
     for module in gpt.modules():
         if type(module) is MultiTokenPredictionLayer:
             module.__class__ = PackedPredictor

@@ -1,4 +1,4 @@
-"""How a flat row of tokens splits into sequences, and the keys and values kept of the sequences being generated."""
+"""How a flat row of tokens splits into sequences, and the key-value cache of the sequences being generated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class KVCache:
     """Keys and values of the sequences being generated, per layer of this pipeline stage.
 
     Attributes:
-        capacity: Longest sequence.
+        capacity: Tokens of the longest sequence that fits.
         keys: layer number -> [N, heads, capacity, channels].
         values: layer number -> [N, heads, capacity, channels].
     """
@@ -27,7 +27,7 @@ class KVCache:
     values: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Keeps (and repeats, when a row is named twice) only these sequences, in this order."""
+        """Selects the sequences of these rows, in this order; a row that occurs twice is repeated."""
         for store in (self.keys, self.values):
             for layer in store:
                 store[layer] = store[layer].index_select(0, rows)
@@ -35,18 +35,18 @@ class KVCache:
 
 @dataclass
 class ContextShard:
-    """The rows of a packed row that one context parallel rank holds, and how to compute attention for them.
+    """The part of the packed row that one context parallel rank holds, and how to compute attention for it.
 
     Of 2 * size equal parts of the row, a rank holds one from the front and its mirror image from the back: rows near
-    the end of a long sequence see more keys, and each rank gets as many of them.
+    the end of a long sequence attend to more keys, and so each rank has equally many of them.
 
     Attributes:
         rows: [T'] rows held here, ascending.
-        gathered: [T] where each row lies when the ranks' rows are put one rank after the other.
+        gathered: [T] index of each row in the concatenation of all ranks' rows.
         queries: [n] which of the T' rows belong to a sequence.
-        cells: [n] where they lie in a table of [N, longest].
-        longest: Most rows of one sequence that are held here.
-        places: [N, 1, longest, 1] int32 place of each cell's token in its sequence; 0 in cells of no token.
+        cells: [n] cells of the queries in a table of [N, longest].
+        longest: Most rows of one sequence that this rank holds.
+        positions: [N, 1, longest, 1] int32 position of each cell's token in its sequence; 0 in cells without a token.
     """
 
     rows: torch.Tensor
@@ -54,7 +54,7 @@ class ContextShard:
     queries: torch.Tensor
     cells: torch.Tensor
     longest: int
-    places: torch.Tensor
+    positions: torch.Tensor
 
     @classmethod
     def of(cls, packed: PackedTokens, rank: int, size: int) -> ContextShard:
@@ -69,19 +69,19 @@ class ContextShard:
         longest = int(counts.max()) if len(counts) else 0
         starts = counts.cumsum(0) - counts
         cells = sequence * longest + torch.arange(len(sequence), device=rows.device) - starts[sequence]
-        places = positions.new_zeros(packed.sequences * longest).index_copy_(0, cells, positions).int()
-        places = places.view(packed.sequences, 1, longest, 1)
-        return cls(rows, torch.cat(held).argsort(), queries, cells, longest, places)
+        table = positions.new_zeros(packed.sequences * longest).index_copy_(0, cells, positions).int()
+        table = table.view(packed.sequences, 1, longest, 1)
+        return cls(rows, torch.cat(held).argsort(), queries, cells, longest, table)
 
-    def seen(self, keys: int) -> torch.Tensor:
-        """[N, 1, longest, keys] whether a cell's token sees a key of its sequence: those up to and including itself.
+    def seen(self, keys: int, window: int | None) -> torch.Tensor:
+        """[N, 1, longest, keys] whether a cell's token attends to a key of its sequence, see `sees`.
 
-        By far the largest tensor of a micro-batch, up to a gigabyte in the longest: made for each use, never kept.
+        This is by far the largest tensor of a micro-batch, up to a gigabyte: made for each use, never kept.
         """
-        return torch.arange(keys, dtype=torch.int32, device=self.places.device) <= self.places
+        return sees(self.positions, torch.arange(keys, dtype=torch.int32, device=self.positions.device), window)
 
     def to(self, device: torch.device) -> ContextShard:
-        """The same on another device."""
+        """The shard with its tensors on another device."""
         return _moved(self, device)
 
 
@@ -89,35 +89,38 @@ class ContextShard:
 class PackedTokens(PackedSeqParams):
     """How a flat row of T tokens splits into sequences; what `packed_seq_params` carries through Megatron.
 
-    The tokens that several sequences begin with, such as the prompt of a group, can lie in the row once: what a token
-    computes depends on the tokens before it alone. So the N sequences have E tokens in all, and the row U <= E. The
-    last T - U tokens of the row belong to no sequence: they make T divisible by the number of ranks that share it.
-    With context parallelism a rank holds T' of the T rows, otherwise all of them.
+    A token of the row is also called a row: it is a row of the hidden states. The tokens that several sequences begin
+    with, such as the prompt of a group, can be in the row once, because hidden states depend on earlier tokens alone.
+    So the N sequences have E tokens in all, and the row has U <= E of them. The last T - U tokens of the row belong to
+    no sequence: they make T divisible by the number of ranks that share it. With context parallelism a rank holds T' of
+    the T rows, otherwise all of them.
+
+    Megatron's own fields `cu_seqlens_q` and `cu_seqlens_kv` are [0, T], as if the row were one sequence.
 
     Attributes:
-        positions: [T'] place of each token in its sequence.
-        copies: [T'] float32, how many of the E tokens a row stands for; 0 for padding.
+        positions: [T'] position of each token in its sequence.
+        copies: [T'] float32, number of the E tokens that a row stands for; 0 for padding.
         rows: [E] row of every token of every sequence, sequence by sequence.
-        owners: [U] which of the E tokens a row stands for; the first of those that share it.
-        sequence: [E] number of the sequence each token belongs to.
-        table: [N * longest] row that stands in each cell of a table of [N, longest]. Cells behind the end of a sequence
-            name some row.
-        cells: [U] the cell of the token that a row stands for.
-        more_rows, more_cells: [E - U] the rows that further sequences share, and where those have them.
-        total: Rows in all, T.
+        owners: [U] the first of the E tokens that a row stands for.
+        sequence: [E] index of the sequence that each token belongs to.
+        table: [N * longest] row of each cell of a table of [N, longest]. Cells after the end of a sequence have some
+            row.
+        cells: [U] cell of the token `owners` of each row.
+        more_rows, more_cells: [E - U] rows and cells of the tokens that are not `owners` of their row.
+        total: Number of rows, T.
         sequences: Number of sequences, N.
         longest: Most tokens of one sequence.
-        cache: Where keys and values are kept while generating.
-        decoding: Whether each sequence brings exactly one token, which sees what the cache holds.
-        shard: Which rows this rank holds; None for all of them.
-        batch_sequences, batch_tokens: Of the whole batch that this is a part of.
-        loss_scale: What a loss over the whole batch is multiplied with, because Megatron averages over micro-batches
-            and replicas although weights are global already.
-        routed: What the router reads of all tokens, once a layer has made it.
-        ahead: [depths, T'] the token 1, 2, ... places after each row's, 0 behind the end; for multi-token prediction.
-        experts: [T', MoE layers, top k] which experts each row goes to, -1 where its scores choose; None when they
-            always do.
-        angles: Cosine and sine of the rotary angles of all tokens, once a layer has made them.
+        cache: Keys and values, while generating.
+        decoding: Whether each sequence has exactly one token here, which attends to the cache.
+        shard: The rows that this rank holds; None for all of them.
+        batch_sequences, batch_tokens: Number of sequences and tokens of the whole batch that this is a part of.
+        loss_scale: Factor of a loss over the whole batch: it undoes Megatron's averages over micro-batches and
+            replicas, because token weights are already global.
+        routed: What the router needs to know of all tokens, once a layer has computed it; see `_local_tokens` there.
+        ahead: [depths, T'] the token 1, 2, ... positions after each row's, 0 after the end; for multi-token prediction.
+        experts: [T', MoE layers, top k] which experts each row goes to, -1 where the router's scores choose; None when
+            they always do.
+        angles: {base of the frequencies: cosine and sine of all tokens' rotary angles}, once a layer has computed them.
     """
 
     positions: torch.Tensor = None  # type: ignore[assignment]
@@ -141,7 +144,7 @@ class PackedTokens(PackedSeqParams):
     routed: tuple[torch.Tensor, ...] | None = None
     ahead: torch.Tensor | None = None
     experts: torch.Tensor | None = None
-    angles: tuple[torch.Tensor, torch.Tensor] | None = None
+    angles: dict[float, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of_sequences(
@@ -152,14 +155,15 @@ class PackedTokens(PackedSeqParams):
         prompts: torch.Tensor | None = None,
         prompt_lengths: torch.Tensor | None = None,
     ) -> PackedTokens:
-        """Whole sequences, padded to a multiple of `multiple` tokens.
+        """Packs whole sequences, padded to a multiple of `multiple` tokens.
 
         Args:
             lengths: [N] tokens of each sequence.
             multiple: T is a multiple of it.
-            cache: Where to leave keys and values.
-            prompts: [N] sequences of the same number begin with the same tokens; None when nothing is shared.
-            prompt_lengths: [N] how many tokens those are.
+            cache: Where to store keys and values.
+            prompts: [N] number of each sequence's prompt: sequences with the same number begin with the same tokens;
+                None when nothing is shared.
+            prompt_lengths: [N] number of tokens that those sequences share.
         """
         longest = int(lengths.max()) if len(lengths) else 0
         sequence = torch.repeat_interleave(lengths)
@@ -172,7 +176,7 @@ class PackedTokens(PackedSeqParams):
             owner = torch.where(positions < prompt_lengths[sequence], starts[first][sequence] + positions, tokens)
         owners, rows = owner.unique(return_inverse=True)
         cells = sequence * longest + positions
-        again = owner != tokens
+        repeated = owner != tokens
         return cls._padded(
             positions[owners],
             torch.bincount(rows).float(),
@@ -182,8 +186,8 @@ class PackedTokens(PackedSeqParams):
             sequence=sequence,
             table=rows.new_zeros(len(lengths) * longest).index_copy_(0, cells, rows),
             cells=cells[owners],
-            more_rows=rows[again],
-            more_cells=cells[again],
+            more_rows=rows[repeated],
+            more_cells=cells[repeated],
             sequences=len(lengths),
             longest=longest,
             cache=cache,
@@ -191,7 +195,7 @@ class PackedTokens(PackedSeqParams):
 
     @classmethod
     def one_each(cls, positions: torch.Tensor, multiple: int, cache: KVCache) -> PackedTokens:
-        """A decoding step: one token per cached sequence, at these positions ([N]); the table is that of one column."""
+        """Packs a decoding step: one token per cached sequence, at these positions ([N]); the table has one column."""
         each = torch.arange(len(positions), device=positions.device)
         return cls._padded(
             positions,
@@ -212,7 +216,7 @@ class PackedTokens(PackedSeqParams):
 
     @property
     def padding(self) -> int:
-        """Tokens at the end of the whole row that belong to no sequence, T - U."""
+        """Number of tokens at the end of the whole row that belong to no sequence, T - U."""
         return self.total - len(self.owners)
 
     def sharded(self, rank: int, size: int) -> PackedTokens:
@@ -223,12 +227,12 @@ class PackedTokens(PackedSeqParams):
         return replace(self, shard=shard, positions=self.positions[shard.rows], copies=self.copies[shard.rows])
 
     def counted_by(self, ranks: int) -> PackedTokens:
-        """The same with Megatron's count of rows when so many context parallel ranks bring a row of their own each."""
+        """A copy whose row count for Megatron is that of `ranks` context parallel ranks with different rows each."""
         whole = self.cu_seqlens_q * ranks
         return replace(self, **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), whole))
 
     def to(self, device: torch.device) -> PackedTokens:
-        """The same on another device."""
+        """A copy with its tensors on another device."""
         return _moved(self, device)
 
     @classmethod
@@ -251,11 +255,17 @@ class PackedTokens(PackedSeqParams):
         )
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """A dataclass with its tensors, and those of its shard, on another device.
+def sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Whether tokens at positions `queries` see those at `keys`: themselves and all, or `window` - 1, before."""
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
 
-    Megatron's `cu_seqlens_*` stay where they are: its rotary embedding alone reads them, as Python numbers, and would
-    wait for a GPU to bring them back in every layer.
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A copy of a dataclass with its tensors, and those of its shard, on another device.
+
+    Megatron's `cu_seqlens_*` stay on the CPU: only its rotary embedding reads them, as Python numbers, and would wait
+    for the GPU in every layer.
     """
-    found = {f.name: getattr(value, f.name) for f in fields(value) if not f.name.startswith("cu_seqlens")}
-    return replace(value, **{name: x.to(device) for name, x in found.items() if hasattr(x, "to")})
+    movable = {f.name: getattr(value, f.name) for f in fields(value) if not f.name.startswith("cu_seqlens")}
+    return replace(value, **{name: x.to(device) for name, x in movable.items() if hasattr(x, "to")})

@@ -1,11 +1,12 @@
-"""Rotary positions (RoPE: Su et al., 2021) of packed tokens: each token turns by its own place in its sequence.
+"""Rotary embeddings (RoPE: Su et al., 2021) of packed tokens: each token is rotated by its position in its sequence.
 
-`rotate` serves grouped-query attention, from within the core attention. Latent attention rotates inside Megatron's own
-module, before keys meet the core: there, `use_packed_rotary` makes Megatron gather the angles by position.
+`rotate` is for grouped-query attention, where the core attention calls it. Latent attention rotates inside Megatron's
+own module, before the core attention; there `use_packed_rotary` makes Megatron gather the angles by position.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,23 +15,43 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
+from grpo_mega.config.schema import Llama3RopeConfig
 from grpo_mega.models.megatron.packed import PackedTokens
 
 
-def cos_sin(positions: torch.Tensor, channels: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
+def cos_sin(
+    positions: torch.Tensor, channels: int, base: float, llama3: Llama3RopeConfig | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[T] positions -> cosine and sine [T, 1, channels / 2] of every angle, for `rotate`."""
     frequencies = base ** -(torch.arange(0, channels, 2, dtype=torch.float32, device=positions.device) / channels)
+    if llama3 is not None and llama3.factor > 1:
+        frequencies = stretched(frequencies, llama3)
     angles = (positions[:, None].float() * frequencies)[:, None]
     return angles.cos(), angles.sin()
 
 
+def stretched(frequencies: torch.Tensor, llama3: Llama3RopeConfig) -> torch.Tensor:
+    """Radians per token of plain rotary positions -> those of Llama 3.1.
+
+    A share between 0 and 1 of each frequency stays as it is, the rest is slowed down. The share grows evenly with how
+    often the channel turns within the original context, from `low_freq_factor` to `high_freq_factor` times.
+    """
+    low, high = llama3.low_freq_factor, llama3.high_freq_factor
+    turns = frequencies * llama3.original_context / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (kept + (1 - kept) / llama3.factor) * frequencies
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """[T, heads, channels], channel i paired with channel i + channels / 2 as in Megatron and in Llama's weights."""
+    """Rotates the first c channels of [T, heads, channels]; cosine and sine are [T, 1, c / 2].
+
+    Channel i is paired with i + c / 2, as in Megatron and Llama's weights. The channels after the first c stay.
+    """
     return _Rotate.apply(x, cos, sin)
 
 
 class _Rotate(torch.autograd.Function):
-    """(a, b) -> (a cos - b sin, b cos + a sin); the gradient turns back. Written in place, without concatenation."""
+    """(a, b) -> (a cos - b sin, b cos + a sin), without concatenation; the gradient is rotated back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -45,8 +66,9 @@ class _Rotate(torch.autograd.Function):
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    turned = torch.empty_like(x)
-    (a, b), (turned_a, turned_b) = x.chunk(2, -1), turned.chunk(2, -1)
+    turned, channels = torch.empty_like(x), 2 * cos.shape[-1]
+    turned[..., channels:] = x[..., channels:]
+    (a, b), (turned_a, turned_b) = x[..., :channels].chunk(2, -1), turned[..., :channels].chunk(2, -1)
     torch.mul(a, cos, out=turned_a).addcmul_(b, sin, value=-direction)
     torch.mul(b, cos, out=turned_b).addcmul_(a, sin, value=direction)
     return turned
@@ -55,21 +77,21 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: in
 class PackedRotaryEmbedding(RotaryEmbedding):
     """RoPE whose rows follow `PackedTokens.positions`.
 
-    Megatron hands `get_rotary_seq_len`'s result to `forward`; the positions travel along that way.
+    Megatron passes the result of `get_rotary_seq_len` to `forward`; here that is the positions.
     """
 
     table: torch.Tensor
 
     def get_rotary_seq_len(self, inference_context: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """[T] positions, found among Megatron's arguments."""
+        """[T'] positions, from the `PackedTokens` among Megatron's arguments."""
         packed = next(x for x in (*args, *kwargs.values()) if isinstance(x, PackedTokens))
         return packed.positions
 
     def forward(self, positions: torch.Tensor, **_: Any) -> torch.Tensor:
         """[T'] positions of this rank's rows -> angles [T', 1, 1, channels], as Megatron expects them.
 
-        With context parallelism it is handed the angles of all ranks' rows and takes this rank's two parts out of them;
-        the others are never read.
+        With context parallelism Megatron expects the angles of all ranks' rows, and takes this rank's two parts out of
+        them; the other parts, which it never reads, are copies.
         """
         angles = self.table.index_select(0, positions)
         group = parallel_state.get_context_parallel_group()
@@ -82,7 +104,10 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
 
 class PackedYarnEmbedding(PackedRotaryEmbedding):
-    """The same with YaRN's frequencies. Megatron also expects a factor on sine and cosine, which is always 1 here."""
+    """RoPE with YaRN's frequencies, whose rows follow `PackedTokens.positions`.
+
+    Megatron also expects a factor on sine and cosine, which is always 1 here.
+    """
 
     def forward(self, positions: torch.Tensor, **arguments: Any) -> Any:
         """[T'] positions of this rank's rows -> angles [T', 1, 1, channels] and the factor."""
@@ -90,7 +115,7 @@ class PackedYarnEmbedding(PackedRotaryEmbedding):
 
 
 def use_packed_rotary(model: torch.nn.Module, context: int) -> None:
-    """Makes every rotary embedding of the model, all of one kind, read packed positions below `context`."""
+    """Makes every rotary embedding of the model, all of one class, follow packed positions below `context`."""
     table = None
     modules: Iterable[Any] = model.modules()
     for module in modules:
@@ -106,6 +131,6 @@ _PACKED = {RotaryEmbedding: PackedRotaryEmbedding, YarnRotaryEmbedding: PackedYa
 
 
 def _angles(module: Any, context: int) -> torch.Tensor:
-    """[context, 1, 1, channels] as Megatron makes them; YaRN comes with a factor."""
+    """[context, 1, 1, channels] angles as Megatron makes them; YaRN's come with a factor."""
     angles = module.get_emb(context)
     return angles[0] if isinstance(angles, tuple) else angles

@@ -1,10 +1,10 @@
-"""Megatron's router on packed tokens: what balances the experts counts every token of every sequence, and nothing else.
+"""Megatron's router on packed tokens: the balancing of experts counts every token of every sequence, and nothing else.
 
-Padding rows belong to no sequence, and a row that several sequences share stands for a token of each. Counted so, the
-balancing bias and the auxiliary losses do not depend on the layout, nor on how the batch is cut into micro-batches.
+Padding rows belong to no sequence, and a row that several sequences share stands for a token of each. Counted that way,
+the balancing bias and the auxiliary losses do not depend on the layout, nor on the split into micro-batches.
 
-Tokens may bring the experts that the engine sent them to (routing replay; R3, Ma et al., 2025, arXiv:2510.11370): they
-go to the same, weighted by this router's own scores.
+With routing replay (R3, Ma et al., 2025, arXiv:2510.11370) tokens go to the experts that the engine sent them to,
+weighted by this router's own scores.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PackedRouter(TopKRouter):
         return self._attach(probs, coefficient * (counts * scores_for_aux_loss).sum() / self.packed.batch_sequences)
 
     def experts_of_engine(self) -> torch.Tensor | None:
-        """[rows of this rank, top k] as the tokens bring them, -1 where scores choose; None when they always do."""
+        """[rows of this rank, top k] the engine's experts of each row, -1 where scores choose; None if all do."""
         layer = self.layer_number - 1 - self.config.moe_layer_freq.index(1)
         if self.packed.experts is None or layer >= self.packed.experts.shape[1]:  # prediction modules are no engine's
             return None
@@ -78,29 +78,29 @@ class PackedRouter(TopKRouter):
         return MoEAuxLossAutoScaler.apply(activation, loss * self.packed.loss_scale)
 
     def _local(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of something per row of this context parallel rank, the part of this tensor parallel rank."""
+        """This tensor parallel rank's part of values per row of this context parallel rank."""
         if not self.config.sequence_parallel:
             return rows
         return rows.chunk(self.tp_group.size())[self.tp_group.rank()]
 
     def _local_copies(self) -> torch.Tensor:
-        """[rows of this rank] how many tokens each row stands for."""
+        """[rows of this rank] number of tokens that each row stands for."""
         return self._local(self.packed.copies)
 
     def _local_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of every token that has its row on this rank: the row here, and its sequence; [N, 1] length of sequences."""
+        """Rows and sequences of the tokens on this rank, [tokens] each; and the lengths of all sequences, [N, 1]."""
         packed = self.packed
         held = packed.shard.rows if packed.shard else torch.arange(packed.total, device=packed.rows.device)
         held = self._local(held)
-        here = packed.rows.new_full((packed.total,), -1)
-        here[held] = torch.arange(len(held), device=held.device)
-        rows = here[packed.rows]
+        local = packed.rows.new_full((packed.total,), -1)
+        local[held] = torch.arange(len(held), device=held.device)
+        rows = local[packed.rows]
         lengths = torch.bincount(packed.sequence, minlength=packed.sequences)[:, None]
         return rows[rows >= 0], packed.sequence[rows >= 0], lengths
 
 
-class _Choice:
-    """What Megatron asks for the best experts of each row, in place of its own `RouterReplay`."""
+class _Replay:
+    """Chooses the experts of each row for Megatron's router, instead of its own `RouterReplay`."""
 
     def __init__(self, router: PackedRouter) -> None:
         self._router = router
@@ -108,12 +108,12 @@ class _Choice:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, own: Callable
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and numbers of the chosen experts, [rows, top k] each."""
+        """Scores and numbers of the chosen experts, [rows, top k] each; `own` is Megatron's choice by scores."""
         best = own(scores, topk, num_groups, group_topk)
-        brought = self._router.experts_of_engine()
-        if brought is None:
+        replayed = self._router.experts_of_engine()
+        if replayed is None:
             return best
-        chosen = torch.where(brought < 0, best[1], brought)
+        chosen = torch.where(replayed < 0, best[1], replayed)
         return scores.gather(1, chosen), chosen
 
 
@@ -124,9 +124,9 @@ def start_counting(model: torch.nn.Module) -> None:
 
 
 def expert_loads(model: torch.nn.Module) -> dict[int, list[float]]:
-    """Layer number -> tokens that each expert got since `start_counting`, on all ranks together; for all ranks to call.
+    """Layer number -> tokens that each expert got since `start_counting`, summed over all ranks; all must call it.
 
-    Layers behind the last are multi-token prediction modules.
+    Numbers after the last layer are multi-token prediction modules.
     """
     loads, routers = {}, list(_routers(model))
     if routers:
@@ -143,7 +143,7 @@ def _routers(model: torch.nn.Module) -> Iterator[PackedRouter]:
 
 
 def use_packed_router(model: torch.nn.Module) -> None:
-    """Swaps the class of every router, and tells it before each forward pass which tokens it sees."""
+    """Changes the class of every router to PackedRouter, and sets its `packed` before each forward pass."""
     modules: Iterable[Any] = model.modules()
     for module in modules:
         router = getattr(getattr(module, "mlp", None), "router", None)
@@ -153,10 +153,10 @@ def use_packed_router(model: torch.nn.Module) -> None:
                     f"the router of layer {module.layer_number} is {type(router)}, not Megatron's TopKRouter"
                 )
             router.__class__ = PackedRouter
-            router.router_replay = _Choice(router)
-            module.register_forward_pre_hook(_tell_router, with_kwargs=True)
+            router.router_replay = _Replay(router)
+            module.register_forward_pre_hook(_set_packed, with_kwargs=True)
     start_counting(model)
 
 
-def _tell_router(layer: Any, _: Any, arguments: dict[str, Any]) -> None:
+def _set_packed(layer: Any, _: Any, arguments: dict[str, Any]) -> None:
     layer.mlp.router.packed = arguments["packed_seq_params"]

@@ -1,4 +1,4 @@
-"""A GPTModel with one number for each token in place of logits: a critic's value, a reward model's score."""
+"""A GPTModel with one number for each token instead of logits: a critic's value, a reward model's score."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ScalarHead(torch.nn.Module):
-    """A hidden state's product with one weight, the same on every tensor parallel rank.
+    """The product of a hidden state with one weight vector, which is the same on every tensor parallel rank.
 
     Under sequence parallelism a rank has a part of the rows, and so a part of the weight's gradient: the weight is
     marked for Megatron to sum it.
@@ -30,7 +30,7 @@ class ScalarHead(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T', 1, H] -> [1, T'] float32; with sequence parallelism the values of all ranks' rows are gathered."""
         values = F.linear(hidden[:, 0].float(), self.weight.float())[:, 0]
-        if self.gathers:  # every rank goes on with all of them alike, so the backward pass takes its part
+        if self.gathers:  # every rank computes the same from all of them, so the backward pass takes its part
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values[None]
 
@@ -38,7 +38,7 @@ class ScalarHead(torch.nn.Module):
 class ScalarGPT(GPTModel):
     """A GPTModel whose last stage ends in a `ScalarHead`, and has no output layer.
 
-    It is built as a stage that is not the last, and then gets what the last one has: the final norm and a head.
+    It is built as a stage that is not the last; then the final norm and the head of a last stage are added.
     """
 
     def __init__(self, config: TransformerConfig, post_process: bool, **others: Any) -> None:
@@ -54,11 +54,11 @@ class ScalarGPT(GPTModel):
             self.scalar_head = ScalarHead(config)
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """[T', 1, H] -> [1, T'] on the last stage; stages before it return what they were given."""
+        """[T', 1, H] -> [1, T'] on the last stage; stages before it return their input."""
         return self.scalar_head(hidden_states) if self.post_process else hidden_states
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The tensors by key, those of the body as in a language model, whose own method insists on an output layer."""
+        """The tensors by key; keys of the body are a language model's, whose own method requires an output layer."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)

@@ -1,7 +1,7 @@
-"""What an SGLang engine is started with: server arguments, environment, its model directory, and who owns which expert.
+"""What an SGLang engine is started with: server arguments, environment, model directory; and the experts of a rank.
 
-Names of server arguments and what they mean are those of SGLang's ServerArgs, releases 0.5.20 and 0.5.23; what the
-installed release does not have `host.py` refuses.
+Server arguments have the names and meanings of SGLang's ServerArgs, releases 0.5.20 and 0.5.23; `supported.py` refuses
+those that the installed release does not have.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from grpo_mega.platform import Platform, process_groups
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.rollout.contract import EngineError, Spec
 from grpo_mega.rollout.sglang import loader
+from grpo_mega.rollout.sglang.release import may_overlap
 from grpo_mega.weights import fp8
 from grpo_mega.weights.families import hf_config
 from grpo_mega.weights.names import entries
@@ -28,21 +29,24 @@ from grpo_mega.weights.names import entries
 ROOM = 8
 """Positions that SGLang keeps free after the longest sequence."""
 PORTS, NEIGHBOURS = (20000, 30000), 20
-"""Where the parts of an engine meet: SGLang takes some of the ports after the one that it is given."""
+"""Range of the ports where the parts of an engine meet, and how many are needed: SGLang takes some of those after the
+port that it is given."""
+
+_claims: list[socket.socket] = []
 
 NEVER = 7 * 24 * 3600.0
-"""SGLang's own limit for a batch that hangs is off: `rollout.sglang.silence_seconds` is the only one."""
+"""SGLang's own time limit for a batch that hangs, in effect off: `rollout.sglang.silence_seconds` is the only limit."""
 ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-    "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # processes of other nodes than the first have to answer us
+    "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # processes on other nodes than the first have to answer the trainer
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # else CUDA graphs keep their memory when they are released
-    # NCCL would register buffers under captured graphs; these are mapped anew when memory comes back, and a replay that
-    # uses the old ones can hang (torch_memory_saver's issue 88). SGLang 0.5.23 sets it too, older ones may not.
+    # NCCL would register the buffers of captured graphs; these are mapped again when memory is resumed, and a replay
+    # with the old registration can hang (torch_memory_saver's issue 88). SGLang 0.5.23 sets it too, older ones may not.
     "NCCL_GRAPH_REGISTER": "0",
 }
-IN_TURNS = {
+ON_SHARED_GPU = {
     "enable_memory_saver": True,
-    "disable_prefill_cuda_graph": True,  # SGLang's kind of graphs for prompts is refused beside the memory saver
+    "disable_prefill_cuda_graph": True,  # SGLang refuses its graphs for prompts together with the memory saver
     "disable_piecewise_cuda_graph": True,  # their name before 0.5.14
 }
 ON_CPU = {
@@ -52,9 +56,9 @@ ON_CPU = {
     "disable_cuda_graph": True,
     "max_total_tokens": 32768,
 }
-"""Server arguments that `rollout.sglang.arguments` can replace."""
+"""Server arguments on a CPU; `rollout.sglang.arguments` can replace them, as those of `ON_SHARED_GPU`."""
 
-PLACEMENT: dict[str, Any] = {
+EXPERT_PLACEMENT: dict[str, Any] = {
     "dwdp_size": 1,
     "elastic_ep_backend": None,
     "enable_eplb": False,
@@ -63,11 +67,11 @@ PLACEMENT: dict[str, Any] = {
     "init_expert_location": "trivial",
     "moe_dp_size": 1,
 }
-"""Server arguments that move or copy experts, with the values that do not."""
+"""Server arguments that can move or copy experts, each with the value with which it does not."""
 
 
 def server_arguments(config: Config, platform: Platform, folder: Path, number: int, engines: int) -> dict[str, Any]:
-    """Of engine `number` of `engines`: what follows from the run, and what the user adds or replaces."""
+    """Server arguments of engine `number` of `engines`: those that follow from the run, and the user's."""
     sglang = config.rollout.sglang
     return {
         "model_path": str(folder),
@@ -81,24 +85,25 @@ def server_arguments(config: Config, platform: Platform, folder: Path, number: i
         "log_level": "warning",
         "watchdog_timeout": NEVER,
         **({"enable_return_routed_experts": True} if sglang.routing_replay else {}),
-        **(ON_CPU if platform.device.type == "cpu" else IN_TURNS if take_turns(sglang, platform) else {}),
+        **({} if may_overlap() else {"disable_overlap_schedule": True}),
+        **(ON_CPU if platform.device.type == "cpu" else ON_SHARED_GPU if take_turns(sglang, platform) else {}),
         **sglang.arguments,
         **({} if sglang.transport == "shared" else {"custom_weight_loader": [loader.NAME]}),
     }
 
 
 def take_turns(sglang: SGLangConfig, platform: Platform) -> bool:
-    """Whether trainer and engines share GPUs, so that one has to leave for the other."""
+    """Whether trainer and engines share GPUs, so that each has to release its memory for the other."""
     return platform.device.type == "cuda" and sglang.first_gpu is None
 
 
 def suspends(sglang: SGLangConfig) -> bool:
-    """Whether the trainer's process groups give memory back while engines have the GPUs."""
+    """Whether the trainer's process groups release their memory while engines use the GPUs."""
     return sglang.suspend_process_groups and process_groups.can_suspend()
 
 
 def check_platform(config: Config, platform: Platform) -> None:
-    """Raises a ValueError when the engines cannot be started, or reached, on machines such as this."""
+    """Raises a ValueError when the engines cannot be started, or reached, on this machine."""
     sglang = config.rollout.sglang
     if platform.device.type == "cpu":
         for name, without in (("first_gpu", "null"), ("fp8", "false")):
@@ -121,7 +126,7 @@ def check_platform(config: Config, platform: Platform) -> None:
 
 
 def environment(sglang: SGLangConfig, platform: Platform) -> dict[str, str]:
-    """Variables that join those of the trainer."""
+    """Environment variables of the engine's process, in addition to those of the trainer."""
     if platform.device.type == "cpu":
         return ENVIRONMENT | {"SGLANG_USE_CPU_ENGINE": "1"}
     if sglang.transport == "network":  # both ends must agree, and SGLang would set 0
@@ -130,72 +135,82 @@ def environment(sglang: SGLangConfig, platform: Platform) -> dict[str, str]:
 
 
 def model_config(config: Config, vocab_size: int) -> dict[str, Any]:
-    """The engine's config.json. Only the stop tokens that we name end a completion."""
-    silent = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": config.model.context + ROOM}
-    in_fp8 = {"quantization_config": fp8.CONFIG | {"activation_scheme": "dynamic"}} if config.rollout.sglang.fp8 else {}
-    return hf_config(config.model, vocab_size) | silent | in_fp8
-
-
-def expected_weights(config: Config, vocab_size: int, experts: range | None) -> dict[str, Spec]:
-    """What is to be pushed, of the routed experts only these: names, shapes and dtypes.
+    """The engine's config.json, without stop tokens: those are part of each request.
 
     Raises:
         ValueError: No Hugging Face model describes this one.
     """
-    found: dict[str, Spec] = {}
+    changes = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": config.model.context + ROOM}
+    in_fp8 = {"quantization_config": fp8.CONFIG | {"activation_scheme": "dynamic"}} if config.rollout.sglang.fp8 else {}
+    return hf_config(config.model, vocab_size) | changes | in_fp8
+
+
+def expected_weights(config: Config, vocab_size: int, experts: range | None) -> dict[str, Spec]:
+    """Shapes and dtypes of the weights to push, by name; of routed experts only those in `experts`, or all for None.
+
+    Raises:
+        ValueError: No Hugging Face model describes this one.
+    """
+    expected: dict[str, Spec] = {}
     for entry in entries(config.model, vocab_size):
         if experts is not None and entry.expert is not None and entry.expert not in experts:
             continue
         if config.rollout.sglang.fp8 and fp8.in_fp8(entry.name):
-            found[entry.name] = Spec(entry.shape, fp8.DTYPE)
-            found[entry.name + fp8.SCALE] = Spec(fp8.scale_shape(entry.shape), torch.float32)
+            expected[entry.name] = Spec(entry.shape, fp8.DTYPE)
+            expected[entry.name + fp8.SCALE] = Spec(fp8.scale_shape(entry.shape), torch.float32)
         else:
-            found[entry.name] = Spec(entry.shape, entry.dtype)
-    return found
+            expected[entry.name] = Spec(entry.shape, entry.dtype)
+    return expected
 
 
 def write_model(folder: Path, config: Config, vocab_size: int) -> None:
-    """Writes a Hugging Face directory without weights, for an engine to start from."""
+    """Writes the Hugging Face directory, without weights, from which an engine starts."""
     folder.mkdir(exist_ok=True)
     write_atomic(folder / "config.json", json.dumps(model_config(config, vocab_size), indent=1))
 
 
 def attention_copies(sglang: SGLangConfig) -> int:
-    """How many copies of the attention layers an engine has, with a KV cache each: its data parallel attention."""
+    """Number of copies of the attention layers in an engine, each with a KV cache: its data parallel attention."""
     given = sglang.arguments
     return given.get("dp_size", 1) if given.get("enable_dp_attention") else given.get("attn_dp_size", 1)
 
 
-def own_experts(config: Config, place: int) -> range | None:
-    """The routed experts that the rank at `place` of an engine keeps; None when it may be any.
+def own_experts(config: Config, engine_rank: int) -> range | None:
+    """The routed experts that a rank of an engine holds, by its index among the engine's ranks; None for any or all.
 
-    With the server argument ep_size a rank keeps consecutive experts (FusedMoE._map_global_expert_id_to_local_expert_id
-    in SGLang), and tp / ep_size consecutive ranks keep the same (SGLang's initialize_model_parallel).
+    With the server argument ep_size a rank holds consecutive experts (FusedMoE._map_global_expert_id_to_local_expert_id
+    in SGLang), and tp / ep_size consecutive ranks hold the same (SGLang's initialize_model_parallel).
     """
     given, experts, tp = config.rollout.sglang.arguments, config.model.moe.experts, config.rollout.sglang.tp
     ep = given.get("ep_size", 1)
-    moved = any(given.get(name, plain) != plain for name, plain in PLACEMENT.items())
+    moved = any(given.get(name, plain) != plain for name, plain in EXPERT_PLACEMENT.items())
     if not experts or ep == 1 or moved or experts % ep or tp % ep:
         return None
-    share, number = experts // ep, place // (tp // ep)
-    return range(number * share, (number + 1) * share)
+    size, part = experts // ep, engine_rank // (tp // ep)
+    return range(part * size, (part + 1) * size)
 
 
-def free_address(address: str) -> str:
-    """`address`:port, where that port, with those after it, is free on this machine.
+def free_port() -> int:
+    """A port that is free on this machine, as are the `NEIGHBOURS` - 1 after it.
 
-    They lie below those that outgoing connections take; another program may still take one before SGLang does.
+    The ports are below the range of outgoing connections. No other rank of this machine is given them as long as this
+    process lives; another program may still take one before SGLang does.
     """
-    for port in random.sample(range(*PORTS, NEIGHBOURS), k=(PORTS[1] - PORTS[0]) // NEIGHBOURS):
+    choice = random.SystemRandom()  # the run's own generators must not depend on when engines start
+    for port in choice.sample(range(*PORTS, NEIGHBOURS), k=(PORTS[1] - PORTS[0]) // NEIGHBOURS):
+        claim = socket.socket(socket.AF_UNIX)
         with suppress(OSError), ExitStack() as servers:
+            claim.bind(f"\0grpo_mega engine at port {port}")  # a name that one process of the machine can have
             for neighbour in range(port, port + NEIGHBOURS):
                 servers.enter_context(socket.create_server(("", neighbour)))
-            return f"{address}:{port}"
+            _claims.append(claim)
+            return port
+        claim.close()
     raise EngineError(f"no {NEIGHBOURS} neighbouring ports are free between {PORTS[0]} and {PORTS[1]}")
 
 
 def own_address() -> str:
-    """The address of the interface that leads to the job's first node; a host's own name may stand for another one."""
+    """The address of the interface that leads to the job's first node; the host's own name may resolve to another."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
         return probe.getsockname()[0]

@@ -1,6 +1,6 @@
-"""One rank's part of what engines generate: what its engine was sent, what has arrived, whether it is at work.
+"""One rank's view of the generation in its engine: what the engine was sent, what has arrived, whether it is at work.
 
-All times and errors stay with the engine that they happen to; `engine.py` brings the ranks together.
+Time limits and errors are kept per engine; `engine.py` brings the ranks together.
 """
 
 from __future__ import annotations
@@ -15,30 +15,23 @@ from grpo_mega.rollout.sglang.process import EngineProcess
 
 
 class Generation:
-    """What one engine has under way, from the first sample until nothing is left.
+    """The samples that one engine has under way, from the first one submitted until none is left.
 
     Attributes:
         finished: Number of the sample -> completion, of those that have arrived and were not handed out.
-        failure: What went wrong, when something did.
-        refused: Whether the engine answered, and not with what can be used: nothing that is still to come will help.
+        failure: The first error; None when there was none.
+        refused: Whether the engine refused a request: the results of the others are of no use any more.
     """
 
-    def __init__(
-        self,
-        process: EngineProcess | None,
-        completion: Callable[..., Completion],
-        silence_seconds: float,
-        abort_seconds: float,
-    ) -> None:
-        """Nothing is under way.
+    def __init__(self, process: EngineProcess | None, silence_seconds: float, abort_seconds: float) -> None:
+        """A generation without samples.
 
         Args:
             process: The engine; None on a rank that owns none.
-            completion: Makes one of a sample's number and what the engine says: token ids, log-probs, reason, experts.
             silence_seconds: Longest time without a sign of life: tokens, or a finished sample.
-            abort_seconds: The same once it was aborted.
+            abort_seconds: Longest time without a sign of life after an abort.
         """
-        self._process, self._completion = process, completion
+        self._process = process
         self._silence_seconds, self._abort_seconds = silence_seconds, abort_seconds
         self._requests: set[int] = set()  # that the engine has not answered
         self._due: set[int] = set()  # samples that have not arrived
@@ -49,7 +42,7 @@ class Generation:
 
     @property
     def at_work(self) -> bool:
-        """Whether there is something to wait for."""
+        """Whether the engine has not answered all requests."""
         return bool(self._requests)
 
     def send(self, samples: Mapping[int, dict[str, Any]]) -> None:
@@ -62,13 +55,13 @@ class Generation:
             self._try(lambda process: self._requests.add(process.tell("generate", samples=dict(samples))))
 
     def listen(self, seconds: float) -> None:
-        """Takes what arrives within about `seconds`, or until the engine is done."""
+        """Takes the messages that arrive within about `seconds`, or until the engine has answered all requests."""
         until = time.monotonic() + seconds
         while self.at_work and (left := until - time.monotonic()) > 0:
             self._try(lambda process: self._take(process, process.hear(left)))
 
     def abort(self) -> None:
-        """Asks the engine to hand out what it has; `listen` takes it."""
+        """Has the engine end all samples and send them as they are; `listen` takes them."""
         if self.at_work and not self._aborted:
             self._aborted, self._heard = True, time.monotonic()
             self._try(lambda process: process.tell("abort"))
@@ -82,12 +75,9 @@ class Generation:
         self._heard = time.monotonic()
         kind, *rest = message
         if kind == "sample":
-            number, *said = rest
+            number, *fields = rest
             self._due.discard(number)
-            try:
-                self.finished[number] = self._completion(number, *said)
-            except EngineError as error:  # the engine itself is sound: what it is doing has to end
-                self._refuse(error)
+            self.finished[number] = Completion(*fields)
         elif kind == "answer":
             self._requests.discard(rest[0])
             if self._due and not self._requests:
@@ -101,7 +91,7 @@ class Generation:
         self.abort()
 
     def _try(self, work: Callable[[EngineProcess], object]) -> None:
-        assert self._process, "only engines are sent something"
+        assert self._process, "only the owner of an engine sends requests"
         try:
             work(self._process)
         except EngineError as error:  # it was lost

@@ -1,63 +1,48 @@
-"""The process that an SGLang engine lives in; `process.py` starts it, and says why it is one of its own.
+"""The process that an SGLang engine lives in; `process.py` starts it, and explains why the engine has its own process.
 
     python -m grpo_mega.rollout.sglang.host FILE_DESCRIPTOR
 
 Reads requests (request's number, method, arguments) from the connection and answers each but "abort", with ("answer",
-request's number, value) or ("error", request's number, text). While it generates, ("sample", ...) comes for every
-finished sample and ("alive",) when there are new tokens, and it hears only "abort" and further "generate". The first
-request holds the server arguments. Nothing of the trainer is imported here.
+request's number, value) or ("error", request's number, text). While it generates, it sends ("sample", ...) for every
+finished sample and ("alive",) when there are new tokens, and it reads only "abort" and further "generate" requests. The
+first request holds the server arguments. Nothing of the trainer is imported here.
 
-Releases of SGLang from 0.5.6 on are served; docs/STATUS.md says which were tried. From 0.5.21 on weights are pushed
-between `begin_weight_update` and `end_weight_update`, before that there are no such methods.
+Releases of SGLang from 0.5.6 on are supported; docs/STATUS.md lists those that were tried. From 0.5.21 on weights are
+pushed between `begin_weight_update` and `end_weight_update`; older releases have no such methods.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import inspect
 import json
-import math
 import os
 import signal
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from grpo_mega.rollout.sglang.payload import Described, bucket, metadata
+from grpo_mega.rollout.sglang.supported import Refused, supported
+
 SECONDS_BETWEEN_LOOKS = 1.0
-"""How long after the death of the trainer, or of a part of its own, the engine may live."""
+"""How often the engine checks whether the trainer and its own parts are alive; how long it may outlive them."""
 SECONDS_BETWEEN_POLLS = 0.1
-"""How long what is said to a generating engine may wait to be heard."""
+"""How often a generating engine looks for messages."""
 SECONDS_BETWEEN_SIGNS = 0.5
-"""How often the trainer hears of new tokens, at most."""
-
-NOT_ALWAYS = ("disable_prefill_cuda_graph", "disable_piecewise_cuda_graph")
-"""Server arguments of the trainer's own that turn off what other releases do not have, or call otherwise."""
-OLDEST = "0.5.6"
-"""The first release that takes weights as bytes."""
-NEEDED = {
-    "enable_return_routed_experts": ("return_routed_experts", "0.5.9"),
-    "enable_dp_attention": ("routed_dp_rank", "0.5.10"),
-}
-"""Server arguments for which requests need a parameter, and the first release that has it."""
-Described = list[tuple[str, tuple[int, ...], str]]
-"""Name, shape and dtype of tensors, in the order of their bytes."""
-
-
-class Refused(Exception):
-    """What was asked cannot be done; the engine is as it was."""
+"""How often the trainer is told of new tokens, at most."""
 
 
 class Outbox:
-    """Sends messages in a thread: the engine works on while the trainer does not listen, or is itself sending."""
+    """Sends messages in a thread: the engine continues while the trainer does not read, or is itself sending."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -65,7 +50,7 @@ class Outbox:
         threading.Thread(target=self._send_all, daemon=True).start()
 
     def send(self, *message: Any) -> None:
-        """Sends a message after those before it."""
+        """Queues a message; messages are sent in order."""
         self._messages.put(message)
 
     def _send_all(self) -> None:
@@ -77,17 +62,15 @@ class Outbox:
 
 
 class Host:
-    """An engine, and what it can be asked for: the public methods are what requests name."""
+    """An engine; requests name its public methods."""
 
     def __init__(self, connection: Connection, outbox: Outbox, arguments: dict[str, Any]) -> None:
         import torch
         from sglang.srt.entrypoints.engine import Engine  # slow, and after the watch over the parent has begun
 
-        arguments = {name: value for name, value in arguments.items() if name not in NOT_ALWAYS or _known(name)}
-        _check_release(arguments)
-        _check(arguments)
+        arguments = supported(arguments)
         if arguments.get("nnodes", 1) > 1:
-            # Tensors on a CPU travel as file descriptors else, which only relatives can hand on to each other.
+            # Otherwise tensors on a CPU travel as file descriptors, which only related processes can pass on.
             torch.multiprocessing.set_sharing_strategy("file_system")
         self._connection, self._outbox = connection, outbox
         self._engine = Engine(**arguments)
@@ -97,19 +80,20 @@ class Host:
         self._submissions: set[asyncio.Future[None]] = set()
 
     def facts(self) -> dict[str, Any]:
-        """The release of SGLang, and the processes that hold memory."""
+        """{"version": SGLang's, "pids": the processes that hold memory}."""
         return {"version": version("sglang"), "pids": [os.getpid(), *(child.pid for child in _children())]}
 
     def generate(self, request: int, samples: dict[int, dict[str, Any]]) -> None:
         """Sends ("sample", its number, token ids, log-probs, reason, experts) as each ends, then answers the request.
 
-        What is heard meanwhile is part of it: further requests to generate, until one says "abort".
+        Ids and log-probs are arrays of C ints and floats: neither the pipe nor the trainer handles them one by one.
+        Further requests to generate that arrive meanwhile are served too, until an "abort" arrives.
         """
         self._engine.loop.run_until_complete(self._generate(request, samples))
 
     def score(self, token_ids: list[int], copies: int) -> list[list[float]]:
         """Log-prob of every token but the first, by each rank of data parallel attention."""
-        found = [
+        results = [
             self._engine.generate(
                 input_ids=token_ids,
                 sampling_params={"max_new_tokens": 1, "temperature": 1.0},
@@ -119,10 +103,10 @@ class Host:
             )
             for copy in range(copies)
         ]
-        return [[logprob for logprob, *_ in one["meta_info"]["input_token_logprobs"][1:]] for one in found]
+        return [[logprob for logprob, *_ in one["meta_info"]["input_token_logprobs"][1:]] for one in results]
 
     def begin_update(self) -> None:
-        """Opens a session where this release of SGLang has them; one that was given up half-way is closed before."""
+        """Opens an update session if this release has them; one that was given up half-way is closed first."""
         if self._updating:
             self.end_update()
         self._updating = True
@@ -133,32 +117,32 @@ class Host:
         """Replaces weights.
 
         Args:
-            parts: For each rank of the engine all of its bytes, or where they lie: what torch's `reduce_tensor` made of
-                a [bytes] tensor; and what the bytes are.
+            parts: For each rank of the engine its bytes, or the result of torch's `reduce_tensor` on a [bytes] tensor
+                of them; and the names, shapes and dtypes of the tensors in them.
         """
         from sglang.srt.utils import MultiprocessingSerializer
 
         payloads = [
-            MultiprocessingSerializer.serialize({"flattened_tensor": _tensor(part), "metadata": _places(described)})
+            MultiprocessingSerializer.serialize({"flattened_tensor": bucket(part), "metadata": metadata(described)})
             for part, described in parts
         ]
-        # The KV cache of the old weights goes with `end_update`, once and not with every bucket.
+        # The KV cache of the old weights is emptied by `end_update`, once and not with every bucket.
         _succeeded(self._engine.update_weights_from_tensor(payloads, "flattened_bucket", flush_cache=False))
 
     def join(self, address: str, port: int, group: str, first: int, ranks: int, backend: str) -> None:
-        """The engine's ranks join a process group of so many `ranks` as numbers `first` and following."""
+        """The engine's ranks join a process group of `ranks` ranks, with the ranks from `first` on."""
         _succeeded(self._engine.init_weights_update_group(address, port, first, ranks, group, backend))
 
     def receive(self, group: str, tensors: list[Described]) -> None:
-        """Replaces weights by what each rank of the engine is sent now."""
+        """Replaces weights by the tensors that each rank of the engine receives now through a process group."""
         self._fetch({"group": group, "tensors": tensors})
 
     def load(self, folder: str, experts: list[list[int] | None]) -> None:
-        """Replaces all weights by those of a model directory, of which each rank reads some experts, or all of them."""
+        """Replaces all weights by those of a model directory; each rank reads its experts, or all where it has None."""
         from grpo_mega.rollout.sglang.loader import missing
 
         if files := missing(Path(folder)):
-            raise Refused(f"{folder} is not whole where the engine runs, it lacks {files[0]}; do all nodes see it?")
+            raise Refused(f"{folder} is incomplete where the engine runs, it lacks {files[0]}; do all nodes see it?")
         if any(experts):
             self.begin_update()
             self._fetch({"folder": folder, "experts": experts})
@@ -168,7 +152,7 @@ class Host:
             self.flush()
 
     def end_update(self) -> None:
-        """Closes the session; what the old weights had cached is forgotten."""
+        """Closes the session; caches made with the old weights are emptied."""
         self._updating = False
         if hasattr(self._engine, "end_weight_update"):
             _succeeded(self._engine.end_weight_update())
@@ -180,7 +164,7 @@ class Host:
             time.sleep(0.05)
 
     def release(self, tags: list[str]) -> None:
-        """Gives memory back. SGLang ends itself, and us, when it is asked while it has something to do."""
+        """Gives memory back. SGLang ends itself, and this process, when it is asked while it has something to do."""
         self.flush()
         _succeeded(self._engine.release_memory_occupation(tags=tags))
 
@@ -188,17 +172,17 @@ class Host:
         """Takes memory again."""
         _succeeded(self._engine.resume_memory_occupation(tags=tags))
 
-    def _fetch(self, order: dict[str, Any]) -> None:
-        """Has the engine's ranks get weights by themselves."""
+    def _fetch(self, source: dict[str, Any]) -> None:
+        """Has the engine's ranks get weights by themselves; `source` as `loader.load` reads it."""
         import torch
 
         from grpo_mega.rollout.sglang.loader import NAME
 
-        words = [(json.dumps(order), torch.empty(0))]
-        _succeeded(self._engine.update_weights_from_tensor(words, NAME, flush_cache=False))
+        message = [(json.dumps(source), torch.empty(0))]
+        _succeeded(self._engine.update_weights_from_tensor(message, NAME, flush_cache=False))
 
     async def _flush(self) -> list[bool]:
-        """Whether each cache is empty; SGLang's `flush_cache` tells of one, also under data parallel attention."""
+        """Whether each cache is empty; SGLang's own `flush_cache` reports one, also under data parallel attention."""
         from sglang.srt.managers.io_struct import FlushCacheReqInput
 
         manager = self._engine.tokenizer_manager
@@ -208,25 +192,25 @@ class Host:
     async def _generate(self, request: int, samples: dict[int, dict[str, Any]]) -> None:
         self._aborting = False
         self._submit(request, samples)
-        aside = [asyncio.ensure_future(self._listen()), asyncio.ensure_future(self._give_signs())]
+        background = [asyncio.ensure_future(self._listen()), asyncio.ensure_future(self._give_signs())]
         try:
             while self._submissions:
-                done, _ = await asyncio.wait([*self._submissions, *aside], return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait([*self._submissions, *background], return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    task.result()  # what stands aside ends only when it fails
+                    task.result()  # a background task ends only when it fails
                 self._submissions -= done
         finally:
-            for task in aside:
+            for task in background:
                 task.cancel()
-            await asyncio.gather(*aside, return_exceptions=True)
-            await self._abort_until([*self._submissions])  # there are none, but when what stands aside failed
+            await asyncio.gather(*background, return_exceptions=True)
+            await self._abort_until([*self._submissions])  # there are none, unless a background task failed
             self._submissions.clear()
 
     def _submit(self, request: int, samples: dict[int, dict[str, Any]]) -> None:
         self._submissions.add(asyncio.ensure_future(self._answer(request, samples)))
 
     async def _answer(self, request: int, samples: dict[int, dict[str, Any]]) -> None:
-        """Generates samples; when one fails, nothing that is under way is generated to its end."""
+        """Generates samples; when one fails, the others are aborted."""
         tasks = [asyncio.ensure_future(self._complete(number, sample)) for number, sample in samples.items()]
         try:
             await asyncio.gather(*tasks)
@@ -236,17 +220,18 @@ class Host:
             self._outbox.send("error", request, _reason("generate", error))
 
     async def _complete(self, number: int, sample: dict[str, Any]) -> None:
-        found = await self._engine.async_generate(**sample, return_logprob=True)
-        meta = found["meta_info"]
+        result = await self._engine.async_generate(**sample, return_logprob=True)
+        meta = result["meta_info"]
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and not self._aborting:
             raise Refused(f"a sample was not generated: {reason.get('message', reason)}")
-        logprobs = [logprob for logprob, *_ in meta.get("output_token_logprobs") or ()]
+        token_ids = array("i", result.get("output_ids", []))
+        logprobs = array("f", [logprob for logprob, *_ in meta.get("output_token_logprobs") or ()])
         experts = _experts(meta.get("routed_experts"))
-        self._outbox.send("sample", number, found.get("output_ids", []), logprobs, reason["type"], experts)
+        self._outbox.send("sample", number, token_ids, logprobs, reason["type"], experts)
 
     async def _give_signs(self) -> None:
-        """Tells the trainer of every change in when SGLang's scheduler last sent tokens: of any request, every 50."""
+        """Sends ("alive",) when SGLang's scheduler has sent tokens since the last time: of any request, every 50."""
         last = None
         while True:
             if (now := self._engine.tokenizer_manager.last_receive_tstamp) != last:
@@ -255,7 +240,7 @@ class Host:
             await asyncio.sleep(SECONDS_BETWEEN_SIGNS)
 
     async def _listen(self) -> None:
-        """Takes further requests to generate; when it hears "abort", no more, but ends all that there are."""
+        """Accepts further requests to generate; at an "abort" ends all that there are, and accepts no more."""
         while True:
             # Not loop.add_reader: uvloop would make reading from the connection fail when nothing is there.
             while not self._connection.poll():
@@ -276,84 +261,20 @@ class Host:
             await asyncio.sleep(SECONDS_BETWEEN_POLLS)
 
 
-class _Elsewhere:
-    """Pickles as the tensor that another process shares, without opening it here."""
+def _experts(returned: Any) -> Any:
+    """[tokens * layers * top k] the experts of each token as SGLang returns them; None if not asked for.
 
-    def __init__(self, rebuild: Any, arguments: tuple[Any, ...]) -> None:
-        self._reduced = rebuild, arguments
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return self._reduced
-
-
-def _tensor(part: Any) -> Any:
-    import torch
-
-    if not part:  # nothing for this rank
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else _Elsewhere(*part)
-
-
-def _experts(found: Any) -> Any:
-    """[tokens * layers * top k] which experts the tokens went to, when it was asked for; a tensor before 0.5.10."""
+    They are encoded in base64; before 0.5.10 they are a tensor.
+    """
     import numpy
 
-    if isinstance(found, str):
-        return numpy.frombuffer(base64.b64decode(found), dtype=numpy.int32)
-    return None if found is None else found.flatten().numpy()
-
-
-def _places(tensors: Described) -> list[Any]:
-    """Where in the bytes each tensor lies, in SGLang's words."""
-    import torch
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
-
-    places, end = [], 0
-    for name, shape, kind in tensors:
-        dtype = getattr(torch, kind)
-        size = math.prod(shape) * dtype.itemsize
-        places.append(FlattenedTensorMetadata(name, torch.Size(shape), dtype, end, end + size, size))
-        end += size
-    return places
-
-
-def _check_release(arguments: dict[str, Any]) -> None:
-    """Refuses releases that would fail later, in words that do not say why."""
-    from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    if not hasattr(FlattenedTensorBucket, "supports_multi_dtypes"):
-        raise Refused(f"SGLang {version('sglang')} does not take weights as bytes; install {OLDEST} or newer")
-    there = inspect.signature(Engine.async_generate).parameters
-    for argument, (parameter, oldest) in NEEDED.items():
-        if arguments.get(argument) and parameter not in there:
-            raise Refused(f"{argument}: SGLang {version('sglang')} cannot be asked for it; install {oldest} or newer")
-
-
-def _check(arguments: dict[str, Any]) -> None:
-    """Refuses server arguments that the installed release does not have."""
-    for name in arguments:
-        if not _known(name):
-            close = get_close_matches(name, _parameters(), n=1)
-            raise Refused(
-                f"rollout.sglang.arguments.{name}: SGLang {version('sglang')} has no such server argument"
-                + (f"; did you mean {close[0]}?" if close else "")
-            )
-
-
-def _known(argument: str) -> bool:
-    return argument in _parameters()
-
-
-def _parameters() -> list[str]:
-    """The names of the installed release's server arguments."""
-    from sglang.srt.server_args import ServerArgs
-
-    return [*inspect.signature(ServerArgs).parameters]
+    if isinstance(returned, str):
+        return numpy.frombuffer(base64.b64decode(returned), dtype=numpy.int32)
+    return None if returned is None else returned.flatten().numpy()
 
 
 def _succeeded(result: Any) -> None:
-    """SGLang reports failures in what it returns: (success, message, ...), or nothing when there is nothing to say."""
+    """Raises `Refused` when SGLang reports a failure in what it returns: (success, message, ...), or None."""
     success, message, *_ = result if isinstance(result, tuple) else (result is None, str(result))
     if not success:
         raise Refused(message)
@@ -373,7 +294,7 @@ def _end_with(parent: int) -> None:
 
 
 def _end_without(parts: list[Any]) -> None:
-    """Ends the whole process group when a part of the engine is gone: not every release of SGLang sees that it is."""
+    """Ends the whole process group when a part of the engine is gone: not every release of SGLang notices that."""
     import psutil
 
     with suppress(psutil.NoSuchProcess):
@@ -394,19 +315,19 @@ def serve(connection: Connection) -> None:
                 outbox.send("answer", request, host.facts())
             elif method == "generate":
                 host.generate(request, **arguments)
-            elif method != "abort":  # it comes too late: the generation has just ended
+            elif method != "abort":  # an abort that is too late: the generation has just ended
                 outbox.send("answer", request, getattr(host, method)(**arguments))
         except (Exception, SystemExit) as error:
             outbox.send("error", request, _reason(method, error))
 
 
 def _reason(method: str, error: BaseException) -> str:
-    """Why a method failed, for people."""
+    """The message of an error, with the method that failed."""
     return f"{method}: {error}" if isinstance(error, Refused) else f"{method}: {type(error).__name__}: {error}"
 
 
 def main() -> None:
-    """The entry point."""
+    """The entry point of the engine's process."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         serve(Connection(int(sys.argv[1])))

@@ -1,7 +1,7 @@
-"""Takes weights inside SGLang's own processes, each rank of an engine those that are meant for it.
+"""Loads weights inside SGLang's own processes, in each rank of an engine those that are meant for it.
 
-SGLang calls `load` for updates that name it, which its server argument custom_weight_loader permits. Its own ways, a
-broadcast or a directory, would give every rank all routed experts.
+SGLang calls `load` for updates that name it, which its server argument custom_weight_loader permits. SGLang's own
+updates, from a broadcast or a directory, would give every rank all routed experts.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 NAME = f"{__name__}.load"
-"""How SGLang is told of it."""
+"""The import path of `load`, by which SGLang finds it."""
 INDEX = "model.safetensors.index.json"
 EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
-"""What the names of a routed expert's weights contain."""
+"""Part of the names of a routed expert's weights, with the expert's number."""
 
 Described = Sequence[tuple[str, Sequence[int], str]]
 """Name, shape and dtype of tensors, in the order of their bytes."""
@@ -30,21 +30,21 @@ Described = Sequence[tuple[str, Sequence[int], str]]
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Gives a model weights: SGLang calls it in every rank of an engine, with the same arguments.
 
-    The name of the only tensor says where they come from, in JSON: {"group": name of a process group, "tensors": for
-    each rank what it is sent}, or {"folder": a model directory, "experts": for each rank [first, behind the last] or
+    The name of the only tensor is the source of the weights in JSON: {"group": name of a process group, "tensors": for
+    each rank what it is sent}, or {"folder": a model directory, "experts": for each rank [first, one past the last] or
     null}.
     """
-    ((words, _),) = named_tensors
-    order, rank = json.loads(words), dist.get_rank()
-    if "group" in order:
-        model.load_weights(sent(order["tensors"][rank], rank, order["group"], next(model.parameters()).device))
+    ((message, _),) = named_tensors
+    source, rank = json.loads(message), dist.get_rank()
+    if "group" in source:
+        model.load_weights(sent(source["tensors"][rank], rank, source["group"], next(model.parameters()).device))
     else:
-        numbers = order["experts"][rank]
-        model.load_weights(stored(Path(order["folder"]), numbers and range(*numbers)))
+        numbers = source["experts"][rank]
+        model.load_weights(stored(Path(source["folder"]), numbers and range(*numbers)))
 
 
 def sent(tensors: Described, rank: int, group_name: Any, device: torch.device) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that the trainer's process of the same `rank` sends as one of bytes, if it sends any."""
+    """The tensors that the trainer's process of the same `rank` sends, as one tensor of bytes, if it sends any."""
     sizes = [math.prod(shape) * getattr(torch, kind).itemsize for _, shape, kind in tensors]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     if tensors:
@@ -59,7 +59,7 @@ def sent(tensors: Described, rank: int, group_name: Any, device: torch.device) -
 
 
 def missing(folder: Path) -> list[str]:
-    """The files of a model directory that are not to be seen from here."""
+    """The files of a model directory that are not visible on this machine."""
     if not (folder / INDEX).is_file():
         return [INDEX]
     files = {*json.loads((folder / INDEX).read_text())["weight_map"].values()}
@@ -67,16 +67,16 @@ def missing(folder: Path) -> list[str]:
 
 
 def stored(folder: Path, experts: range | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a model directory with an index, of the routed experts only these; one at a time."""
+    """The tensors of a model directory with an index, one at a time; of routed experts only `experts`, or all."""
     from safetensors import safe_open
 
-    where = json.loads((folder / INDEX).read_text())["weight_map"]
-    inside = defaultdict(list)
-    for name, file in where.items():
+    file_of = json.loads((folder / INDEX).read_text())["weight_map"]
+    names_in = defaultdict(list)
+    for name, file in file_of.items():
         number = EXPERT.search(name)
         if not number or experts is None or int(number[1]) in experts:
-            inside[file].append(name)
-    for file, names in sorted(inside.items()):
+            names_in[file].append(name)
+    for file, names in sorted(names_in.items()):
         with safe_open(folder / file, "pt") as content:
             for name in names:
                 yield name, content.get_tensor(name)

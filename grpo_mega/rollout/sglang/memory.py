@@ -1,10 +1,10 @@
-"""What an SGLang engine takes of its GPUs, and which share of a GPU it is told to take while the trainer has the rest.
+"""The memory of an SGLang engine on its GPUs, and the value of its mem_fraction_static beside a trainer.
 
 SGLang's server argument mem_fraction_static is a share of the memory that is free when the engine starts: weights and
 KV cache take that much together (`KVCacheConfigurator._profile_available_bytes` in mem_cache/kv_cache_configurator.py),
-and what is left is for its CUDA graphs and activations. When nobody gives it, SGLang chooses it as if it were alone on
-the GPU (arg_groups/memory_hook.py). Here engines start before the policy is on the GPU (assemble.py), so it would leave
-no room for what the trainer keeps when it is away. `mem_fraction_static` leaves it. Planner and engine both ask here.
+and the rest is for its CUDA graphs and activations. By default SGLang chooses it as if it were alone on the GPU
+(arg_groups/memory_hook.py). Here engines start before the policy is on the GPU (assemble.py), so that default would
+leave no room for what an offloaded trainer keeps. `mem_fraction_static` leaves it. Planner and engine both use it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from grpo_mega.models.body import DTYPES, head_channels
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.sglang.arguments import attention_copies, own_experts, suspends
 from grpo_mega.weights import fp8
+from grpo_mega.weights.merging import merged_bytes
 from grpo_mega.weights.names import Entry, entries
 
 logger = logging.getLogger(__name__)
@@ -27,38 +28,38 @@ FIXED = 12e9
 """CUDA context, workspaces of cuBLAS and Transformer Engine, and buffers of NCCL, of which 7 GB were measured under
 TP2 x PP2 x DP2, and 9.5 GB with experts (verl's pull request 6408)."""
 SUSPENDED = 6e9
-"""The same while process groups are suspended: 3.5 GB of NCCL's stayed of a Megatron job (NCCL's pull request 2060)."""
+"""`FIXED` while process groups are suspended: NCCL kept 3.5 GB of a Megatron job's (NCCL's pull request 2060)."""
 ENGINE_ASLEEP = 4e9
 """What an inference engine keeps while the trainer has the device."""
 MIB = 2**20
 PIECES = ((160 * 2**30, 16384), (60 * 2**30, 8192), (0, 4096))
-"""Bytes of a GPU above which SGLang reads prompts in pieces of so many tokens."""
+"""(bytes of a GPU, tokens): above this size SGLang reads prompts in pieces of that length."""
 REQUESTS = 512
-"""The most requests that SGLang makes CUDA graphs for unless it is told how many."""
+"""Default of the largest number of requests that SGLang captures CUDA graphs for."""
 LEAST_WORK = (60 * 2**30, 10 * 2**30)
-"""Bytes of a GPU above which SGLang sets aside so many at least."""
+"""(bytes of a GPU, bytes): above this size SGLang reserves at least that much for its work."""
 WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "gate")
-"""Matrices that every GPU of an engine has whole, besides vectors."""
+"""Matrices that are replicated on every GPU of an engine, as are vectors."""
 
 
 def weights(config: Config, vocab_size: int) -> dict[str, float]:
     """Bytes of an engine's weights on each of its GPUs: {"routed experts", "other weights"}.
 
-    SGLang loads no prediction modules, and keeps the up-projection of latent keys and values a second time.
+    SGLang loads no prediction modules, and holds the up-projection of latent keys and values twice.
     """
-    found = {"routed experts": 0.0, "other weights": 0.0}
+    result = {"routed experts": 0.0, "other weights": 0.0}
     for entry in entries(replace(config.model, mtp_layers=0), vocab_size):
         kind = "other weights" if entry.expert is None else "routed experts"
         twice = 2 if ".kv_b_proj." in entry.name else 1
-        found[kind] += twice * _bytes(entry, config) / _gpus(entry, config)
-    return found
+        result[kind] += twice * _bytes(entry, config) / _gpus(entry, config)
+    return result
 
 
 def cache_bytes(config: Config) -> int:
     """Bytes of KV cache for a token on each GPU that holds it.
 
     Latent attention keeps one vector for all heads (DeepSeek-V2, section 2.1), on all GPUs that share the heads;
-    otherwise each GPU has the keys and values of its heads, of one at least.
+    otherwise each GPU has the keys and values of its own heads, at least one.
     """
     model, arguments = config.model, config.rollout.sglang.arguments
     channels = model.mla.kv_lora_rank + model.mla.qk_rope_dim
@@ -69,7 +70,7 @@ def cache_bytes(config: Config) -> int:
 
 
 def work(config: Config, capacity: float) -> float:
-    """Bytes for activations, CUDA graphs and collectives while it generates: what SGLang itself sets aside for them.
+    """Bytes for activations, CUDA graphs and collectives while an engine generates, as SGLang itself reserves them.
 
     1.5 MiB for each token of a piece of a prompt, 2 MiB for each request in CUDA graphs, under data parallel attention
     3 MiB more (4.5 from 301 requests on) for each of them times its ranks, and a GiB for every 8 GPUs
@@ -89,15 +90,15 @@ def work(config: Config, capacity: float) -> float:
 
 
 def trainer_away(config: Config) -> float:
-    """Bytes that the trainer keeps of a GPU while the engine has it."""
+    """Bytes that an offloaded trainer keeps of a GPU."""
     return SUSPENDED if suspends(config.rollout.sglang) else FIXED
 
 
 def static_bytes(config: Config, capacity: float) -> float:
     """Bytes that weights and KV cache may take of a GPU of `capacity` bytes.
 
-    Unless the user's mem_fraction_static says: what is left when the trainer keeps what it keeps, a bucket of weights
-    is not gone yet, and the engine works.
+    With the user's mem_fraction_static its share; otherwise what an offloaded trainer, one bucket of weights and the
+    engine's work leave.
     """
     given = config.rollout.sglang.arguments.get("mem_fraction_static")
     if given is not None:
@@ -106,9 +107,9 @@ def static_bytes(config: Config, capacity: float) -> float:
 
 
 def mem_fraction_static(config: Config, free: float, capacity: float) -> float:
-    """SGLang's share for an engine that starts with `free` bytes: `static_bytes`, if its work has room beside them.
+    """SGLang's share for an engine that starts with `free` bytes: `static_bytes`, or less to leave room for its work.
 
-    An engine that is started anew may find the trainer's weights on the GPU, and has a smaller cache then.
+    When an engine is restarted the trainer's weights may be on the GPU; its cache is smaller then.
 
     Raises:
         EngineError: Nothing is left for weights and cache.
@@ -116,8 +117,8 @@ def mem_fraction_static(config: Config, free: float, capacity: float) -> float:
     planned, left = static_bytes(config, capacity), free - work(config, capacity)
     if left < planned:
         logger.warning(
-            "an SGLang engine is started with %.1f GB of a GPU for weights and KV cache, and not the planned %.1f GB: "
-            "others, such as the trainer's weights, hold the rest",
+            "an SGLang engine starts with %.1f GB of a GPU for weights and KV cache instead of the planned %.1f GB: "
+            "the rest is in use, for example by the trainer's weights",
             left / 1e9,
             planned / 1e9,
         )
@@ -131,7 +132,7 @@ def mem_fraction_static(config: Config, free: float, capacity: float) -> float:
 
 
 def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacity: float) -> dict[str, Any]:
-    """What is on a GPU of `capacity` bytes while weights are handed over, and while the engine generates.
+    """The contents of a GPU of `capacity` bytes while weights are handed over, and while the engine generates.
 
     Args:
         config: The run's.
@@ -143,13 +144,16 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
     cache = static_bytes(config, capacity) - sum(held.values())
     caches = attention_copies(config.rollout.sglang)
     tokens = max(0, int(cache / cache_bytes(config))) * caches
+    bucket = config.rollout.sglang.bucket_bytes
+    sent = max(1, _buckets(config) - 2) * bucket
+    merged = merged_bytes(config.model, config.lora, config.layout.tp, sent)
     return {
         "hand-over": held
         | {
             "KV cache": 0.0,
             "engine's work": ENGINE_ASLEEP,
             "trainer's weights": trainer_weights,
-            "buckets": float(_buckets(config) * config.rollout.sglang.bucket_bytes),
+            "buckets": _buckets(config) * bucket + merged,
             "libraries": FIXED,
         },
         "generation": held
@@ -175,15 +179,16 @@ def _bytes(entry: Entry, config: Config) -> int:
 
 
 def _buckets(config: Config) -> int:
-    """How many buckets lie on a GPU at once: what arrives and what is made of it, and what the rank sends meanwhile.
+    """Number of buckets on a GPU at once: the one that arrives, the tensors made of it, and those that the rank sends.
 
-    When every rank gets experts of its own, the pipeline stage that has a layer's sends a bucket to every other stage.
+    When every rank gets experts of its own, the pipeline stage that holds a layer sends a bucket to every other stage.
+    Weights with adapters in them come to that, see `merged_bytes`.
     """
     return 2 if own_experts(config, 0) is None else 2 + config.layout.pp
 
 
 def _gpus(entry: Entry, config: Config) -> int:
-    """On how many GPUs of an engine a tensor is spread."""
+    """Number of GPUs of an engine that a tensor is split over."""
     sglang, name = config.rollout.sglang, entry.name
     matrix = name.split(".")[-2]
     if len(entry.shape) == 1 or matrix in WHOLE:
@@ -201,5 +206,5 @@ def _gpus(entry: Entry, config: Config) -> int:
 
 
 def _attention_gpus(config: Config) -> int:
-    """How many of an engine's GPUs share the heads: under data parallel attention, those of one of its ranks."""
+    """Number of GPUs that share the heads of one copy of the attention layers."""
     return max(1, config.rollout.sglang.tp // attention_copies(config.rollout.sglang))

@@ -1,10 +1,11 @@
 """An SGLang engine in a process of its own, seen from the trainer: requests, answers, its log, and its end.
 
 Why not `sglang.Engine` in the trainer itself: when one of its processes fails, SGLang ends the process that made the
-engine; it also replaces signal handlers, and would meet Megatron's substitutions on a CPU. This way the trainer
-outlives any engine, notices, and starts another one. There is no HTTP server and no Ray in between, only a pipe.
+engine; it also replaces signal handlers, and on a CPU the changes that Megatron needs would apply to it. This way the
+trainer outlives any engine, notices its end, and starts another one. There is no HTTP server and no Ray in between,
+only a pipe.
 
-The engine's processes form a process group. They never see the signals that ask the trainer to stop, and they are
+The engine's processes form a process group. They do not receive the signals that ask the trainer to stop, and they are
 killed with it: by `end`, or by themselves a second after the trainer is gone.
 """
 
@@ -27,12 +28,12 @@ from grpo_mega.platform.stop import shielded_children
 from grpo_mega.rollout.contract import EngineError
 
 LAST_LINES = 15
-"""Of an engine's log, shown with an error."""
+"""Number of lines of an engine's log that an error shows."""
 OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 OF_THE_TRAINER = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""What the names of environment variables begin with that are for a job's ranks, or for training."""
+"""Prefixes of environment variables that are for the ranks of a job (`OF_THE_JOB`), or for training."""
 SECONDS_TO_DIE = 30.0
-"""How long the end of killed processes is waited for; a driver may hold them up."""
+"""Longest wait for killed processes to end; a driver may delay them."""
 
 
 class EngineLost(EngineError):
@@ -43,35 +44,35 @@ class EngineProcess:
     """A running engine.
 
     Attributes:
-        facts: What it said of itself: "version" of SGLang and the "pids" of its processes.
+        facts: "version" of SGLang, and the "pids" of the engine's processes.
     """
 
     def __init__(
         self, name: str, arguments: dict[str, Any], log: Path, environment: dict[str, str], seconds: float
     ) -> None:
-        """Starts it.
+        """Starts an engine, and waits until it is ready.
 
         Args:
-            name: What errors call it.
+            name: The engine's name in errors.
             arguments: SGLang's server arguments.
-            log: What its processes print is appended here.
-            environment: Joins that of this process.
-            seconds: Until it must be up.
+            log: File to which the output of the engine's processes is appended.
+            environment: Variables in addition to those of this process.
+            seconds: Time limit of the start.
 
         Raises:
-            EngineError: It refused the arguments; nothing is left of it.
-            EngineLost: It died or was not up in time.
+            EngineError: The engine refused the arguments; its processes have ended.
+            EngineLost: The engine died, or was not ready in time.
         """
         self._name, self._log, self._requests = name, log, 0
-        self._connection, theirs = Pipe()
-        with shielded_children(), log.open("ab") as file, theirs:
+        self._connection, engine_end = Pipe()
+        with shielded_children(), log.open("ab") as file, engine_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "grpo_mega.rollout.sglang.host", str(theirs.fileno())],
+                [sys.executable, "-m", "grpo_mega.rollout.sglang.host", str(engine_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=_without_job(os.environ) | environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[engine_end.fileno()],
                 start_new_session=True,
             )
         try:
@@ -84,8 +85,8 @@ class EngineProcess:
         """The answer to a request, which must come within `seconds`.
 
         Raises:
-            EngineError: The engine says that it cannot; with its words.
-            EngineLost: There is no answer.
+            EngineError: The engine refused the request, or failed at it; with its message.
+            EngineLost: There was no answer in time.
         """
         request = self.tell(method, **arguments)
         until = time.monotonic() + seconds
@@ -97,7 +98,7 @@ class EngineProcess:
         raise self.lost(f"did not answer {method} within {seconds:g} s")
 
     def tell(self, method: str, **arguments: Any) -> int:
-        """Sends a request; its number, which is in the answer that `hear` brings."""
+        """Sends a request; its number, which is part of the answer that `hear` returns."""
         self._requests += 1
         try:
             self._connection.send((self._requests, method, arguments))
@@ -112,18 +113,18 @@ class EngineProcess:
         except (EOFError, OSError) as error:
             raise self.lost("died") from error
 
-    def refusal(self, words: str) -> EngineError:
-        """The error that says why the engine cannot do what it was asked for."""
-        return EngineError(f"{self._name}: {words}; its log is {self._log}")
+    def refusal(self, message: str) -> EngineError:
+        """The error for a request that the engine refused with this message."""
+        return EngineError(f"{self._name}: {message}; its log is {self._log}")
 
     def lost(self, what: str) -> EngineLost:
-        """Ends the engine; the error that says so, with the last lines of its log."""
+        """Ends the engine; the error for it, with the last lines of the engine's log."""
         self.end()
         lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
         return EngineLost("\n".join([f"{self._name} {what}; the last lines of {self._log}:", *lines]))
 
     def end(self) -> None:
-        """Kills all processes of the engine, however it stands."""
+        """Kills all processes of the engine, in whatever state it is."""
         if self._connection.closed:
             return
         self._connection.close()
@@ -135,15 +136,15 @@ class EngineProcess:
 
 
 def _without_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Leaves out what says that a process is a rank of the trainer's job: the engine's processes have a job of theirs.
+    """The environment without the variables of the trainer's job: the engine's processes form a job of their own.
 
-    With torchrun's variables they would wait for a store that nobody has opened.
+    With torchrun's variables they would wait for a store that does not exist.
     """
     return {name: value for name, value in environment.items() if not name.startswith(OF_THE_JOB + OF_THE_TRAINER)}
 
 
 def _wait_until_gone(group: int) -> None:
-    """Until a process group that was killed holds no memory, or does not go away."""
+    """Waits until a process group that was killed holds no memory, for `SECONDS_TO_DIE` at most."""
     give_up = time.monotonic() + SECONDS_TO_DIE
     while any(map(_alive, _members(group))) and time.monotonic() < give_up:
         time.sleep(0.01)
@@ -157,7 +158,7 @@ def _members(group: int) -> Iterator[psutil.Process]:
 
 
 def _alive(process: psutil.Process) -> bool:
-    """A zombie, which somebody else has to reap, holds nothing."""
+    """Whether a process can hold memory: a zombie, which another process has to reap, cannot."""
     with suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -1,4 +1,4 @@
-"""How the ranks of a job stand to its SGLang engines: which of them share one, who hosts its processes, who owns it."""
+"""Which ranks of a job share an SGLang engine, which of them host its processes, and which one owns it."""
 
 from __future__ import annotations
 
@@ -17,76 +17,82 @@ FOREVER = timedelta(days=7)
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this rank stands.
+    """This rank's engine, and the ranks of every engine.
 
     Attributes:
-        engine: Number of the engine that it shares.
-        members: The ranks that share each engine, by its number.
-        place: Which of its engine's ranks it is.
-        nodes, node: Over how many nodes its engine is spread, and on which of them it is itself.
-        hosting: The rank that hosts the process of its engine on this node.
-        everyone: All ranks, for tensors on the CPU.
-        group: The ranks of its engine, likewise.
+        engine: Number of this rank's engine.
+        members: The ranks that share each engine, by the engine's number.
+        engine_rank: This rank's index among those that share its engine.
+        nodes, node: Number of nodes that its engine is spread over, and the index of this rank's node among them.
+        host: The rank that hosts the process of its engine on this node.
+        all_ranks: Process group of all ranks, for tensors on the CPU.
+        group: Process group of the ranks that share its engine, for tensors on the CPU.
     """
 
     engine: int
     members: list[list[int]]
-    place: int
+    engine_rank: int
     nodes: int
     node: int
-    hosting: int
-    everyone: dist.ProcessGroup
+    host: int
+    all_ranks: dist.ProcessGroup
     group: dist.ProcessGroup
 
     @property
-    def mine(self) -> list[int]:
-        """The ranks of its engine."""
+    def of_engine(self) -> list[int]:
+        """The ranks that share this rank's engine."""
         return self.members[self.engine]
 
     @property
     def hosts(self) -> bool:
-        """Whether it hosts a process of its engine: the first of the engine's ranks on each node does."""
-        return dist.get_rank() == self.hosting
+        """Whether this rank hosts a process of its engine: the first of the engine's ranks on each node does."""
+        return dist.get_rank() == self.host
 
     @property
     def owns(self) -> bool:
-        """Whether it talks to its engine: the first of the engine's ranks does."""
-        return self.place == 0
+        """Whether this rank talks to its engine: the first of the engine's ranks does."""
+        return self.engine_rank == 0
 
-    def gather(self, mine: Any) -> list[Any]:
-        """What every rank has, by rank."""
-        theirs: list = [None] * dist.get_world_size()
-        dist.all_gather_object(theirs, mine, group=self.everyone)
-        return theirs
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank."""
+        values: list = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.all_ranks)
+        return values
 
-    def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Which of the flags hold on any rank."""
-        state = torch.tensor(flags, dtype=torch.int32)
-        dist.all_reduce(state, dist.ReduceOp.MAX, group=self.everyone)
-        return [*map(bool, state.tolist())]
+    def sum(self, counts: Sequence[int]) -> list[int]:
+        """The sum of each count over all ranks; for a flag, the number of ranks that set it."""
+        sums = torch.tensor(counts, dtype=torch.int64)
+        dist.all_reduce(sums, group=self.all_ranks)
+        return sums.tolist()
+
+    def from_owner(self, values: Sequence[Any]) -> Any:
+        """Scatters the values of each engine's owner, one for each of the engine's ranks; this rank's value."""
+        received: list = [None]
+        dist.scatter_object_list(received, [*values] if self.owns else None, self.of_engine[0], group=self.group)
+        return received[0]
 
 
 def ranks_of_engines(tp: int) -> Ranks:
-    """Shares out all ranks over engines of `tp` consecutive ranks; every rank must call it.
+    """Divides all ranks into engines of `tp` consecutive ranks; every rank must call it.
 
     Raises:
         ValueError: An engine would have a part of a node that does not divide it, or not whole nodes.
     """
     on_node = _ranks_on_node(tp)
-    engine, place = divmod(dist.get_rank(), tp)
+    engine, engine_rank = divmod(dist.get_rank(), tp)
     members = [[*range(first, first + tp)] for first in range(0, dist.get_world_size() // tp * tp, tp)]
-    everyone = dist.new_group(backend="gloo", timeout=FOREVER)
+    all_ranks = dist.new_group(backend="gloo", timeout=FOREVER)
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=FOREVER, backend="gloo")
-    hosting = dist.get_rank() - place % on_node
-    return Ranks(engine, members, place, tp // on_node, place // on_node, hosting, everyone, group)
+    host = dist.get_rank() - engine_rank % on_node
+    return Ranks(engine, members, engine_rank, tp // on_node, engine_rank // on_node, host, all_ranks, group)
 
 
 def _ranks_on_node(tp: int) -> int:
-    """How many ranks of a node share an engine of `tp` ranks."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    if here % tp and tp % here:
+    """Number of ranks of one node that share an engine of `tp` ranks."""
+    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    if node_size % tp and tp % node_size:
         raise ValueError(
-            f"rollout.sglang.tp={tp}: an engine has a part of a node that divides its {here} processes, or several "
-            "whole nodes"
+            f"rollout.sglang.tp={tp}: use a divisor of the {node_size} processes of a node, or a multiple of them: "
+            "an engine cannot have a part of a second node"
         )
-    return min(tp, here)
+    return min(tp, node_size)

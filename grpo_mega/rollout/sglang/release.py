@@ -1,4 +1,4 @@
-"""Whether SGLang is installed, in a release that can serve: known in an instant, without importing it."""
+"""Checks that SGLang is installed, in a release that is supported, without importing it: an import takes long."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from grpo_mega.config.schema import RolloutConfig
-from grpo_mega.rollout.sglang.host import NEEDED, OLDEST
+from grpo_mega.rollout.sglang.supported import NEEDED, OLDEST
 
 TESTED = "0.5.23"
 """The newest release that was tried."""
 
 
 def check_installed(rollout: RolloutConfig) -> None:
-    """Looks for what `rollout.engine` needs; an engine looks closer when it starts (`host.py`).
+    """Checks that what `rollout.engine` needs is installed; an engine checks more when it starts (`supported.py`).
 
     Raises:
-        ValueError: SGLang is absent, or too old for what is asked of it; says what installs it.
+        ValueError: SGLang is absent, or too old for the configuration; with the command that installs it.
     """
     if rollout.engine != "sglang":
         return
@@ -29,25 +29,37 @@ def check_installed(rollout: RolloutConfig) -> None:
             "rollout.engine=embedded"
         )
     try:
-        found = version("sglang")
-    except PackageNotFoundError:  # a source tree, which says nothing of its release
+        release = version("sglang")
+    except PackageNotFoundError:  # a source tree, whose release is unknown
         return
-    if _numbers(found) < _numbers(OLDEST):
-        raise ValueError(f"rollout.engine=sglang needs SGLang {OLDEST} or newer, and this is {found}: {install}")
+    if _numbers(release) < _numbers(OLDEST):
+        raise ValueError(f"rollout.engine=sglang needs SGLang {OLDEST} or newer, and this is {release}: {install}")
     asked = {name: f"rollout.sglang.arguments.{name}" for name, given in rollout.sglang.arguments.items() if given}
     if rollout.sglang.routing_replay:
         asked["enable_return_routed_experts"] = "rollout.sglang.routing_replay"
     for argument, (_, oldest) in NEEDED.items():
-        if argument in asked and _numbers(found) < _numbers(oldest):
-            raise ValueError(f"{asked[argument]} needs SGLang {oldest} or newer, and this is {found}: {install}")
+        if argument in asked and _numbers(release) < _numbers(oldest):
+            raise ValueError(f"{asked[argument]} needs SGLang {oldest} or newer, and this is {release}: {install}")
+
+
+def may_overlap() -> bool:
+    """Whether SGLang's scheduler may prepare a batch while the one before is computed; it does unless told otherwise.
+
+    In 0.5.20 a token now and then gets a log-prob that is not the policy's, also while the KV cache has room for all: 4
+    of two million in `tests/rollout/engine_contract.py`, up to 0.3 away; without overlap none of as many.
+    """
+    try:
+        return _numbers(version("sglang")) >= _numbers(TESTED)
+    except PackageNotFoundError:  # a source tree, whose release is unknown
+        return True
 
 
 def is_installed() -> bool:
-    """Whether there is a package; a mere folder called sglang, such as a clone of its sources, is none."""
+    """Whether a package sglang is installed; a mere folder of that name, such as a clone of its sources, is none."""
     spec = importlib.util.find_spec("sglang")
     return spec is not None and spec.origin is not None
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    """(0, 5, 23) of 0.5.23.post1."""
+    """The first three numbers of a release: (0, 5, 23) for 0.5.23.post1."""
     return tuple(int(number) for number in re.findall(r"\d+", release)[:3])

@@ -1,10 +1,10 @@
-"""The ways of an update's weights from a group of ranks to their SGLang engine; `rollout.sglang.transport` chooses.
+"""How an update's weights get from a group of ranks to their SGLang engine; `rollout.sglang.transport` chooses.
 
-By all of them each rank of an engine gets the routed experts that it keeps, and no others.
+With every transport a rank of an engine gets the routed experts that it holds, and no others.
 
 All have one interface, and all requests to the engine go through `ask`, whose limit is `rollout.sglang.answer_seconds`:
-an engine that dies, or never takes what it is sent, is lost and does not keep the trainer. By disk the limit is
-`rollout.sglang.timeouts.engine_loading`.
+an engine that dies, or never takes what it is sent, counts as lost and does not block the trainer. For the disk the
+limit is `rollout.sglang.timeouts.engine_loading`.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from grpo_mega.weights.directory import Writer
 
 Bucket = Sequence[tuple[str, torch.Tensor]]
 Described = list[tuple[str, tuple[int, ...], str]]
-"""Name, shape and dtype of the tensors that follow each other in a flat one."""
+"""Name, shape and dtype of the tensors that are concatenated in a flat one, in this order."""
 Ask = Callable[..., Any]
-"""The answer of this rank's engine to a request, see `EngineProcess.ask`."""
+"""Sends a request to this rank's engine and returns the answer, see `EngineProcess.ask`."""
 
 DEVICE = 6
-"""Place of the device among the arguments of torch's `rebuild_cuda_tensor`."""
+"""Index of the device among the arguments of torch's `rebuild_cuda_tensor`."""
 
 
 class Transport:
-    """What all ways have in common. Every rank of an engine has one; where it is not said, only the owner's is called.
+    """The interface of a transport. Every rank of an engine has one; a method is for the owner alone if not noted.
 
     Attributes:
         experts_of: The routed experts that this rank is to push; None for all of them.
     """
 
     def __init__(self, ask: Ask, owner: bool, experts_of: range | None) -> None:
-        """`ask` is for the rank that is the `owner` of the engine."""
+        """`ask` reaches the engine on the rank that is its `owner`."""
         self._ask, self._owner = ask, owner
         self.experts_of = experts_of
 
     def opened(self) -> Any:
-        """The engine was started: where its ranks can meet it."""
+        """Called when the engine was started; the address at which its ranks can connect to it."""
 
-    def connect(self, where: Any) -> None:
-        """Meets the engine; on every rank."""
+    def connect(self, address: Any) -> None:
+        """Connects to the engine at the address that `opened` returned; on every rank."""
 
     def close(self) -> None:
-        """Leaves the engine, which is about to end; on every rank."""
+        """Closes the connection to the engine, which is about to end; on every rank."""
 
     def begin(self) -> None:
         """Opens an update."""
@@ -66,15 +66,15 @@ class Transport:
 
     @contextmanager
     def offered(self, bucket: Bucket) -> Iterator[Any]:
-        """What a rank tells the owner about its bucket, and keeps until the body ends; on every rank."""
+        """A description of this rank's bucket for the owner; valid until the body ends; on every rank."""
         yield None
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
-        """Hands a bucket over; `offers` is what all ranks of the engine told; on every rank."""
+        """Hands a bucket over; `offers` are the descriptions of all ranks of the engine; on every rank."""
         raise NotImplementedError
 
     def complete(self) -> None:
-        """All buckets were pushed; for every engine of the job before the first `end`."""
+        """Called when all buckets were pushed; for every engine of the job before the first `end`."""
 
     def end(self) -> None:
         """Closes the update."""
@@ -86,31 +86,31 @@ class Shared(Transport):
 
     @contextmanager
     def offered(self, bucket: Bucket) -> Iterator[Any]:
-        """Where the bytes lie, or they themselves, and what they are."""
+        """A handle of the bytes, or on a CPU the bytes themselves, and their `described` tensors."""
         flat = flattened(bucket)  # lives as long as this frame: a handle alone does not keep it
         yield _shared(flat), described(bucket)
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
-        """The engine has copied the bytes when it answers."""
+        """Sends the offers; the engine has copied the bytes when it answers."""
         if self._owner:
             self._ask("push", parts=offers)
 
 
 class Network(Transport):
-    """For engines on devices of their own: each rank sends its engine rank its bucket, all of them at once.
+    """For engines on devices of their own: each rank sends its bucket to its engine rank, all of them at once.
 
-    They do so in a process group of the ranks, followed by those of the engine. Our part runs in a thread,
-    because the engine may never come to its part: then the engine is lost, and the group given up, which ends what is
-    being sent, too.
+    They do so in a process group of the trainer's ranks, followed by those of the engine. The trainer's part runs in a
+    thread, because the engine may never do its part: then the engine is lost and the group aborted, which ends the
+    transfer, too.
     """
 
     def __init__(
-        self, ask: Ask, experts_of: range | None, platform: Platform, place: int, ranks: int, seconds: float
+        self, ask: Ask, experts_of: range | None, platform: Platform, engine_rank: int, ranks: int, seconds: float
     ) -> None:
-        """This is the rank at `place` of `ranks`; the engine answers within `seconds`, or is lost."""
-        super().__init__(ask, place == 0, experts_of)
+        """This rank is `engine_rank` of the engine's `ranks`; the engine answers within `seconds`, or is lost."""
+        super().__init__(ask, engine_rank == 0, experts_of)
         self._device, self._backend = platform.device, platform.backend
-        self._place, self._ranks, self._seconds = place, ranks, seconds
+        self._engine_rank, self._ranks, self._seconds = engine_rank, ranks, seconds
         self._timeout = timedelta(seconds=2 * seconds)  # first the engine is lost: NCCL would end this process
         self._connections = 0
         self._name = ""
@@ -118,40 +118,40 @@ class Network(Transport):
         self._group: dist.ProcessGroup | None = None
 
     def opened(self) -> dict[str, Any]:
-        """The store of a new process group: in one with an engine that is gone nothing can be sent."""
+        """The store of a new process group: a group with an engine that is gone cannot be used again."""
         self._connections += 1
         address = own_address()
         self._store = _store_at(address, self._timeout)
         return {"address": address, "port": self._store.port, "group": f"weights-{self._connections}"}
 
-    def connect(self, where: dict[str, Any]) -> None:
-        """Joins that group, as the engine's ranks do."""
+    def connect(self, address: dict[str, Any]) -> None:
+        """Joins the process group at this address, as the engine's ranks do."""
         self.close()
-        self._name, address, port = where["group"], where["address"], where["port"]
-        store = self._store if self._owner else dist.TCPStore(address, port, is_master=False, timeout=self._timeout)
+        self._name, host, port = address["group"], address["address"], address["port"]
+        store = self._store if self._owner else dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
         assert store, "it was opened"
         sizes = {"first": self._ranks, "ranks": 2 * self._ranks, "backend": self._backend}
-        self._together(lambda: self._join(store), "join", **where, **sizes)
+        self._together(lambda: self._join(store), "join", **address, **sizes)
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
-        """The engine has the bytes when it answers."""
+        """Sends the bytes; the engine has them when it answers."""
         if not (group := self._group):  # torch would send through the job's own
-            raise EngineLost("an engine that was given up was not started anew")
+            raise EngineLost("the connection to the engine was closed, and the engine was not restarted")
         flat = flattened(bucket)
         self._together(lambda: self._send(flat, group), "receive", group=self._name, tensors=offers)
 
     @contextmanager
     def offered(self, bucket: Bucket) -> Iterator[Described]:
-        """What it will send."""
+        """The `described` tensors that this rank will send."""
         yield described(bucket)
 
     def _join(self, store: dist.Store) -> None:
-        """As SGLang does it on its side (`init_custom_process_group`): a group beside those of our own job."""
+        """Makes the group as SGLang does on its side (`init_custom_process_group`): beside those of the job."""
         name: Any = self._name  # a type of its own in some releases
-        # It is given, so that names which torch counts out stay the same on all ranks.
+        # A given name does not advance torch's counter of default names, which must be equal on all ranks.
         self._group, _ = distributed_c10d._new_process_group_helper(
             2 * self._ranks,
-            self._place,
+            self._engine_rank,
             [],
             dist.Backend(self._backend),
             dist.PrefixStore(self._name, store),
@@ -165,19 +165,19 @@ class Network(Transport):
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # a thread starts on the first one
         if len(flat):
-            dist.send(flat, dst=self._ranks + self._place, group=group)
+            dist.send(flat, dst=self._ranks + self._engine_rank, group=group)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # NCCL has only begun
 
     def _together(self, work: Callable[[], None], method: str, **arguments: Any) -> None:
-        """Does `work` while the engine does its part, for which the owner asks.
+        """Does `work` while the engine does its part, at the owner's request.
 
         Raises:
             EngineError: The engine refused.
-            EngineLost: It did not answer, or its rank did not do its part.
+            EngineLost: The engine did not answer, or `work` failed or did not end in time.
         """
         failures: list[Exception] = []
-        thread = Thread(target=_tried, args=(work, failures), daemon=True)
+        thread = Thread(target=_try, args=(work, failures), daemon=True)
         thread.start()
         try:
             if self._owner:
@@ -190,11 +190,11 @@ class Network(Transport):
             self.close()
             why = failures[0] if failures else f"no end within {self._seconds:g} s"
             raise EngineLost(
-                f"{method}: rank {self._place} of an engine and the trainer's did not come together: {why}"
+                f"{method}: the transfer between the trainer and rank {self._engine_rank} of an engine failed: {why}"
             )
 
     def close(self) -> None:
-        """Gives the group up: to end it as usual would take the engine's ranks."""
+        """Aborts the group: to end it as usual would need the engine's ranks."""
         if self._group:
             distributed_c10d._abort_process_group(self._group)
         self._group = None
@@ -203,7 +203,7 @@ class Network(Transport):
 class Disk(Transport):
     """Through a Hugging Face directory that all nodes see: the first engine's owner writes, all engines read.
 
-    Works wherever the engines are; takes room for one copy of the weights, and the time to write and read them.
+    Works wherever the engines are; needs disk space for one copy of the weights, and the time to write and read them.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Disk(Transport):
         config: dict[str, Any],
         experts: Sequence[range | None],
     ) -> None:
-        """Of all ranks of the job one `writes` into `folder`, which is ours alone; only that one gets routed experts.
+        """One rank of the job `writes` into `folder`, which the run alone uses; only that rank is to push experts.
 
         `config` is the config.json; `experts` are those that each rank of the engine reads, None for all.
         """
@@ -226,7 +226,7 @@ class Disk(Transport):
         self._writer: Writer | None = None
 
     def begin(self) -> None:
-        """Removes what was written before, which all engines have read or will never read."""
+        """Removes the last update's directory, which all engines have read or will never read."""
         self._updates += 1  # another name every time: file systems of several nodes may remember files
         if self._writes:
             self._writer = Writer(self._path, self._config)
@@ -234,17 +234,17 @@ class Disk(Transport):
             _written(self._writer.begin)
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
-        """Writes a file."""
+        """Writes a bucket to a file."""
         if writer := self._writer:
             _written(lambda: writer.add(bucket))
 
     def complete(self) -> None:
-        """Now the directory has its name."""
+        """Completes the directory: it gets its final name."""
         if self._writer:
             _written(self._writer.finish)
 
     def end(self) -> None:
-        """The engine reads it."""
+        """Has the engine read the directory."""
         self._ask("load", folder=str(self._path), experts=self._experts)
 
     @property
@@ -253,7 +253,7 @@ class Disk(Transport):
 
 
 def _store_at(address: str, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens at this address only; torch would listen on all interfaces, and asks nobody who they are."""
+    """A store that listens at this address only; by default torch listens on all interfaces, without authentication."""
     listening = socket.create_server((address, 0), backlog=1024)
     port = listening.getsockname()[1]
     # The store closes the descriptor.
@@ -262,7 +262,8 @@ def _store_at(address: str, timeout: timedelta) -> dist.TCPStore:
     )
 
 
-def _tried(work: Callable[[], None], failures: list[Exception]) -> None:
+def _try(work: Callable[[], None], failures: list[Exception]) -> None:
+    """Does `work`; its exception joins `failures`."""
     try:
         work()
     except Exception as error:
@@ -270,7 +271,7 @@ def _tried(work: Callable[[], None], failures: list[Exception]) -> None:
 
 
 def _written(work: Callable[[], None]) -> None:
-    """Raises an EngineError, which all ranks get to see, when the disk fails."""
+    """Does `work`; raises an EngineError, which is raised on all ranks, when the disk fails."""
     try:
         work()
     except OSError as error:
@@ -278,26 +279,26 @@ def _written(work: Callable[[], None]) -> None:
 
 
 def described(bucket: Bucket) -> Described:
-    """What the bytes of `flattened` are."""
+    """Name, shape and dtype of the tensors in `flattened(bucket)`."""
     return [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in _aligned(bucket)]
 
 
 def flattened(bucket: Bucket) -> torch.Tensor:
-    """All tensors as one of bytes."""
+    """All tensors of a bucket as one tensor of bytes, [bytes] uint8."""
     parts = [tensor.detach().flatten().view(torch.uint8) for _, tensor in _aligned(bucket)]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 def _aligned(bucket: Bucket) -> Bucket:
-    """The longest elements first, so that each begins at a multiple of its size."""
+    """The bucket with the longest elements first, so that each tensor begins at a multiple of its element size."""
     return sorted(bucket, key=lambda pair: -pair[1].dtype.itemsize)
 
 
 def _shared(flat: torch.Tensor) -> Any:
-    """A [bytes] tensor for another process: its bytes, or on CUDA a handle that its engine opens.
+    """A [bytes] tensor in a form that pickles for another process: its bytes, or on CUDA a handle that it opens.
 
-    The memory must not be used again before the engine has answered. A device is named by its UUID, because the engine
-    may number devices otherwise; SGLang's processes understand that (sglang.srt.utils.patch_torch).
+    The memory must not be reused before the engine has answered. A device is named by its UUID, because the engine may
+    number devices differently; SGLang's processes accept that (sglang.srt.utils.patch_torch).
     """
     if flat.device.type == "cpu":
         return flat.numpy().tobytes()

@@ -41,15 +41,16 @@ __global__ void __cluster_dims__(CTAS) __launch_bounds__(THREADS, 4)
     grpo_rows(const T* logits, Out* out, const long long* ids, const long long* index, const float* old, const float* ref,
               const float* rollout, const float* advantage, const float* weight, float* outputs, int count, int stride, int out_stride,
               int columns, int width, double inv_temperature, double log_low, double log_high, double log_dual,
-              double kl_coef, double entropy_coef, double correction_cap, int kl, int cispo, int correction,
-              double grad_scale, int mode, int has_old, int has_ref, int has_rollout, int gradient) {
+              double tau_pos, double tau_neg, double kl_coef, double entropy_coef, double correction_floor,
+              double correction_cap, int kind, int kl, int kl_unbiased, int correction, double grad_scale, int mode, int has_old, int has_ref, int has_rollout, int gradient) {
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ Sums of_warps[THREADS / 32], of_cta[2];
   __shared__ Outcome shared_outcome;
   T* slots = reinterpret_cast<T*>(memory);
-  const Options options = {float(inv_temperature), float(log_low),        float(log_high), float(log_dual), float(kl_coef),
-                           float(entropy_coef),    float(correction_cap), kl,              cispo,           correction,
-                           float(grad_scale)};
+  const Options options = {float(inv_temperature), float(log_low),          float(log_high),       float(log_dual),
+                           float(tau_pos),         float(tau_neg),          float(kl_coef),        float(entropy_coef),
+                           float(correction_floor), float(correction_cap),  kind,                  kl,
+                           kl_unbiased,            correction,              float(grad_scale)};
   const float scale = options.inv_temperature * LOG2_E;
   const int thread = threadIdx.x, rank = cluster_rank();
   int turn = 0;  // peers may still read of_cta[turn] of the row before: the next row uses the other

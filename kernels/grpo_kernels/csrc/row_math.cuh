@@ -17,6 +17,7 @@ constexpr int THREADS = 256;  // of a CTA
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
+constexpr float SATURATED = 30.0f;  // as in token_loss.py
 constexpr float FLOOR = -300.0f;  // 2^FLOOR is 0: a shift clamped here keeps 0 * -inf, which is NaN, out of the sums
 
 #ifdef __CUDACC__
@@ -140,8 +141,9 @@ INLINE void add(Sums& sums, const float (&x)[N], float scale) {
 // ------------------------------------------------------------------------------------------------ loss of a token
 
 struct Options {
-  float inv_temperature, log_low, log_high, log_dual, kl_coef, entropy_coef, correction_cap;
-  int kl, cispo, correction;  // kl: 1, 2 or 3; correction: 1 truncate, 2 mask
+  float inv_temperature, log_low, log_high, log_dual, tau_pos, tau_neg, kl_coef, entropy_coef, correction_floor,
+      correction_cap;
+  int kind, kl, kl_unbiased, correction;  // kind: 0 ppo, 1 cispo, 2 sapo; kl: 1, 2 or 3; correction: 1 truncate, 2 mask
   float grad_scale;
 };
 
@@ -175,17 +177,36 @@ INLINE float exp_tail(float x) {
 // Advantage and weight after the correction; see token_loss.py. A NaN stays.
 INLINE void correct(Token& t, float old, const Options& o) {
   const float c = expf(old - t.rollout);
-  const bool beyond = c > o.correction_cap, masks = o.correction == 2;
-  t.advantage *= beyond ? (masks ? 0.0f : o.correction_cap) : c;
+  const bool above = c > o.correction_cap, beyond = above || c < o.correction_floor, masks = o.correction == 2;
+  t.advantage *= beyond ? (masks ? 0.0f : above ? o.correction_cap : o.correction_floor) : c;
   if (beyond && masks) t.weight = 0.0f;
+}
+
+// 1 / (1 + exp(-x)), without an overflow on either side
+INLINE float sigmoid(float x) {
+  const float e = expf(-fabsf(x));
+  return (x > 0.0f ? 1.0f : e) / (1.0f + e);
+}
+
+// SAPO's loss and its derivative in the log-prob; see token_loss.py.
+INLINE void soft_gate(float log_ratio, const Token& t, const Options& o, float& loss, float& grad) {
+  const float tau = t.advantage > 0.0f ? o.tau_pos : o.tau_neg;
+  const float ratio = expf(log_ratio > SATURATED ? SATURATED : log_ratio), gate = sigmoid(tau * (ratio - 1.0f));
+  loss = -4.0f * t.advantage / tau * gate;
+  grad = -4.0f * t.advantage * gate * sigmoid(tau * (1.0f - ratio)) * ratio;
 }
 
 // Loss, its derivative in the log-prob, and 0, 1, 2 or 3 for no clip, low, high, dual; see token_loss.py.
 INLINE void policy_term(float logprob, float log_ratio, const Token& t, const Options& o, float& loss, float& grad,
                         float& clipped) {
+  if (o.kind == 2) {
+    soft_gate(log_ratio, t, o, loss, grad);
+    clipped = 0.0f;
+    return;
+  }
   const bool falls = t.advantage < 0.0f, rises = t.advantage > 0.0f;
   const bool below = log_ratio < o.log_low, above = log_ratio > o.log_high, far = log_ratio > o.log_dual;
-  if (o.cispo) {
+  if (o.kind == 1) {
     const float bounded = below ? o.log_low : above ? o.log_high : log_ratio;
     grad = -t.advantage * expf(bounded);
     loss = t.advantage == 0.0f && logprob == -infinity() ? 0.0f : grad * logprob;
@@ -224,7 +245,9 @@ INLINE Outcome outcome_of(const Sums& sums, Token t, const Options& o) {
   if (t.has_ref) {
     float kl_grad;
     kl_term(r.logprob, t.ref, o.kl, r.kl, kl_grad);
-    if (o.kl_coef != 0.0f) r.loss += o.kl_coef * r.kl, grad += o.kl_coef * kl_grad;  // 0 * inf is no loss
+    const float ratio = o.kl_unbiased ? expf(r.log_ratio) : 1.0f;
+    if (o.kl_unbiased) kl_grad = ratio * (r.kl + kl_grad);
+    if (o.kl_coef != 0.0f) r.loss += o.kl_coef * ratio * r.kl, grad += o.kl_coef * kl_grad;  // 0 * inf is no loss
   }
   if (o.entropy_coef != 0.0f) r.loss -= o.entropy_coef * r.entropy;
   r.loss *= t.weight;

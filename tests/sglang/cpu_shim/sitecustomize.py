@@ -15,11 +15,14 @@ Python imports this file when it starts, so it also reaches the processes that S
   attention for CPUs does not name.
 - Latent attention computes prompts as SGLang does it behind a cached prefix, from the cache of latent vectors: the
   attention for CPUs reads keys and values from there in any case.
+- An engine over two nodes is tested with both on one host, where the ports of the first node are those of the second:
+  there it does not wait until they are free.
 - The host memory that SGLang collects routed experts in is not pinned: that takes CUDA's library.
 """
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 
 
@@ -53,6 +56,11 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def _on_one_host(module):
+    if os.environ.get("GRPO_MEGA_TEST_NODES_ON_ONE_HOST"):
+        module.wait_port_available = lambda *_, **__: True
 
 
 def _unpinned(module):
@@ -127,6 +135,7 @@ def _latent_attention(module):
 
 
 _changes = {
+    "sglang.srt.utils.network": _on_one_host,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _latent_attention,
     "sglang.srt.distributed.parallel_state": _without_nccl,
     "sglang.srt.layers.attention.torch_native_backend": _with_fill_value,

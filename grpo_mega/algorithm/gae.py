@@ -1,0 +1,93 @@
+"""Advantages from a critic's values: generalized advantage estimation, over all completions of a step."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_mega.types import Batch
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (GAE, arXiv 1506.02438, equation 16) of completions that end.
+
+    With delta_t = r_t + gamma V_{t+1} - V_t and V = 0 after the last token of a completion, A_t is the sum over l of
+    (gamma lam)^l delta_{t+l}.
+
+    Args:
+        rewards: [T] reward of each token.
+        values: [T] the critic's value before each token.
+        mask: [T] bool, the tokens of completions; the others are no part of a trajectory.
+        cu_seqlens: [N + 1] integers, start of every sequence, and T.
+        gamma: Discount of rewards, from 0 to 1.
+        lam: From 0, the critic's one-step error, to 1, the sum of rewards less the value.
+
+    Returns:
+        [T] advantages and [T] returns, A + V, which the critic learns; float32, 0 outside of `mask`.
+    """
+    tokens, before_end = _before_end(mask, cu_seqlens)
+    shape = len(cu_seqlens) - 1, int(before_end.max()) + 1 if len(tokens) else 0
+    sequence = torch.arange(shape[0]).repeat_interleave(cu_seqlens.diff())[tokens]
+
+    def table(column: Tensor) -> Tensor:
+        """[T] -> [longest, N], the last token of every completion first."""
+        return torch.zeros(shape, dtype=torch.float64).index_put((sequence, before_end), column[tokens].double()).T
+
+    value = table(values)
+    following = torch.cat([value.new_zeros(1, shape[0]), value[:-1]])
+    deltas = table(rewards) + gamma * following - value
+    advantages, later = torch.zeros_like(deltas), deltas.new_zeros(shape[0])
+    for distance, delta in enumerate(deltas):
+        later = delta + gamma * lam * later
+        advantages[distance] = later
+    of_tokens = advantages[before_end, sequence]
+    result, returns = torch.zeros(len(mask)), torch.zeros(len(mask))
+    result[tokens], returns[tokens] = of_tokens.float(), (of_tokens + values[tokens]).float()
+    return result, returns
+
+
+def whitened(advantages: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """[T] the masked-in advantages less their mean, divided by their standard deviation (n - 1 under the root).
+
+    Mean and deviation are those of all ranks of `group`, on CPU tensors, so that they are the same under every layout;
+    every one of them must call this. Others become 0, and so do all when they are equal.
+    """
+    mean, variance = _moments(advantages, mask, group)
+    scale = variance.rsqrt() if variance > 1e-20 * mean.square() else 0.0  # what differs by rounding alone is equal
+    return torch.where(mask, (advantages.double() - mean) * scale, 0.0).float()
+
+
+def explained_variance(batch: Batch, group: dist.ProcessGroup | None = None) -> float:
+    """1 - Var(returns - values) / Var(returns) over the masked-in tokens of the batches of all ranks of `group`.
+
+    1 for a critic that is always right, 0 for one that is no better than a constant; 0, too, where returns are equal.
+    """
+    assert batch.value is not None, "a critic's batch has values"
+    assert batch.returns is not None, "a critic's batch has returns"
+    _, unexplained = _moments(batch.returns - batch.value, batch.mask, group)
+    _, variance = _moments(batch.returns, batch.mask, group)
+    return float(1 - unexplained / variance) if variance > 0 else 0.0
+
+
+def _before_end(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """[n] the masked-in tokens, and how many of their sequence's follow each of them."""
+    tokens = mask.nonzero()[:, 0]
+    through = torch.cat([torch.zeros(1, dtype=torch.int64), mask.cumsum(0)])
+    ends = through[cu_seqlens[1:]].repeat_interleave(cu_seqlens.diff())
+    return tokens, (ends - through[1:])[tokens]
+
+
+def _moments(values: Tensor, mask: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Mean and variance (n - 1) of the masked-in values of all ranks, in float64; a variance of 0 below two values."""
+    here = values[mask].double()
+    sums = torch.stack([here.sum(), torch.tensor(float(len(here)), dtype=torch.float64)])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    mean = sums[0] / sums[1].clamp(min=1)
+    squares = (here - mean).square().sum()  # around the mean: sums of squares would cancel
+    if group is not None:
+        dist.all_reduce(squares, group=group)
+    return mean, squares / (sums[1] - 1).clamp(min=1)

@@ -1,0 +1,180 @@
+"""The advantages of all samples of a step: of each group, and of what is normalised over the whole batch.
+
+Every rank has all answers of a step, so nothing here depends on the layout. A sample without a score is left out of its
+group: the advantages of the others are as if it had never been sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from grpo_mega.algorithm.advantage import group_advantages, has_signal
+from grpo_mega.algorithm.token_advantages import Steps, process_advantages
+from grpo_mega.types import Group
+
+
+@dataclass(frozen=True)
+class AdvantageOptions:
+    """How rewards become advantages.
+
+    Attributes:
+        baseline: What is subtracted from a reward: one of `advantage.BASELINES`, or "batch", the mean of all samples;
+            with "critic" advantages are not relative to other samples, and not made here.
+        std: What the difference is divided by: one of `advantage.STDS`; or, over all samples, "batch", the deviation of
+            the differences, or "batch_rewards", that of the rewards.
+        terms: Name -> weight, not 0, of the terms of the reward that are normalised each on its own; empty to normalise
+            their sum, the total reward.
+        drop: Whether groups without signal are left out of what is computed over the batch.
+        by_step: Whether steps are rewarded, `Score.steps`, and not completions: see `process_supervision`.
+    """
+
+    baseline: str = "mean"
+    std: str = "sample"
+    terms: Mapping[str, float] = field(default_factory=dict)
+    drop: bool = False
+    by_step: bool = False
+
+
+def groups_with_signal(groups: Sequence[Group], options: AdvantageOptions) -> list[bool]:
+    """Whether each group has samples whose advantage is not 0.
+
+    That is where the rewards of at least two samples differ, in any term where terms are normalised apart; with the
+    baseline of the batch, where a reward differs from it; by step, where there are two samples and two steps differ;
+    with a critic, every group with a score.
+    """
+    if options.baseline == "critic":
+        return [bool(group.rewards) for group in groups]
+    if options.baseline == "batch":
+        mean = float(_mean(groups))
+        return [any(has_signal([reward, mean]) for reward in group.rewards) for group in groups]
+    if options.by_step:
+        return [has_signal([reward for of_sample in _steps(group) for _, reward in of_sample]) for group in groups]
+    return [any(has_signal(column) for _, column in _columns(group, options)) for group in groups]
+
+
+def step_advantages(groups: Sequence[Group], options: AdvantageOptions) -> Tensor:
+    """The advantage of every sample of a step; 0 where there is no signal, and of samples without a score.
+
+    - REINFORCE++ (arXiv 2501.03262), global advantage normalization: baseline "batch", std "batch"; its variant with a
+      baseline: "mean", "batch". Statistics are those of samples, each of which counts once, and not of tokens.
+    - Lite PPO (arXiv 2508.08221): "mean", "batch_rewards".
+    - GDPO (arXiv 2601.05242): `terms`, "mean", "sample"; the weighted sum of the terms' advantages is
+      divided by its deviation over the batch.
+    - What is relative to the group alone: see `group_advantages`.
+
+    Deviations over the batch are those of a sample (n - 1 under the root). The mean over the batch is subtracted for
+    the baseline "batch" alone: where a group has a baseline of its own, equal rewards keep an advantage of exactly 0.
+
+    Returns:
+        [samples] float32, group after group.
+
+    Raises:
+        ValueError: See `group_advantages`.
+    """
+    assert not options.by_step, "a sample has as many advantages as tokens then"
+    signal = groups_with_signal(groups, options)
+    counted = [has or not options.drop for has in signal]
+    rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
+    everything = _joined(rewards, counted)
+    if options.baseline == "batch":
+        mean = _mean(groups)
+        values = [(of_group - mean) * has for of_group, has in zip(rewards, signal, strict=True)]
+    else:
+        values = [_relative(group, options) for group in groups]
+    scale = 1.0
+    if options.std == "batch_rewards":
+        scale = _deviation(everything)
+    elif options.std == "batch" or options.terms:
+        scale = _deviation(_joined(values, counted))
+    of_samples = [_of_all(group, value / scale) for group, value in zip(groups, values, strict=True)]
+    return torch.cat([torch.zeros(0), *of_samples])
+
+
+def process_supervision(groups: Sequence[Group], options: AdvantageOptions, numbers: Sequence[int]) -> list[Tensor]:
+    """The advantages of tokens when steps are rewarded (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
+
+    Of samples with a score, one without steps counts as a single step, rewarded with the total. Where a group has fewer
+    than two samples with a score, all are 0.
+
+    Args:
+        groups: All groups of a step.
+        options: `by_step`, and `std`: see `process_advantages`.
+        numbers: Samples of the step, numbered from 0, group after group.
+
+    Returns:
+        For each of `numbers`, [its sampled tokens] float32.
+
+    Raises:
+        ValueError: A step ends outside its completion; see `process_advantages`.
+    """
+    found: dict[int, Tensor] = {}
+    first, wanted = 0, {*numbers}
+    for group in groups:
+        own = range(first, first + len(group.answers))
+        first = own.stop
+        if wanted.isdisjoint(own):
+            continue
+        found |= {number: torch.zeros(answer.length) for number, answer in zip(own, group.answers, strict=True)}
+        scored = [number for number in own if not group.answers[number - own.start].score.unscorable]
+        if steps := _steps(group):
+            lengths = [max(1, len(found[number])) for number in scored]
+            advantages = process_advantages(steps, lengths, options.std)
+            found |= {n: own_advantages[: len(found[n])] for n, own_advantages in zip(scored, advantages, strict=True)}
+    return [found[number] for number in numbers]
+
+
+def _steps(group: Group) -> list[Steps]:
+    """The steps of each sample with a score; [] when there are fewer than two."""
+    scored = [answer for answer in group.answers if not answer.score.unscorable]
+    if len(scored) < 2:
+        return []
+    return [answer.score.steps or ((max(0, answer.length - 1), answer.score.total),) for answer in scored]
+
+
+def _mean(groups: Sequence[Group]) -> Tensor:
+    """[] float64 mean of the rewards of all samples; 0 when there are none."""
+    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
+    return rewards.sum() / max(1, len(rewards))
+
+
+def _columns(group: Group, options: AdvantageOptions) -> list[tuple[float, list[float]]]:
+    """(weight, value for each sample with a score) of the rewards that are normalised on their own."""
+    if not options.terms:
+        return [(1.0, list(group.rewards))]
+    scores = [answer.score for answer in group.answers if not answer.score.unscorable]
+    return [
+        (w, [s.terms[name] for s in scores]) for name, w in options.terms.items() if scores and name in scores[0].terms
+    ]
+
+
+def _relative(group: Group, options: AdvantageOptions) -> Tensor:
+    """[scored samples] float64 advantages from the group alone; 0 where there are fewer than two samples."""
+    lengths = [answer.length for answer in group.answers if not answer.score.unscorable]
+    total = torch.zeros(len(lengths), dtype=torch.float64)
+    std = "none" if options.std in ("batch", "batch_rewards") else options.std
+    for weight, column in _columns(group, options) if len(lengths) > 1 else ():
+        rewards = torch.tensor(column, dtype=torch.float64)
+        total += weight * group_advantages(rewards, std, options.baseline, lengths)
+    return total
+
+
+def _of_all(group: Group, values: Tensor) -> Tensor:
+    """[samples] float32 values of the samples with a score, and 0 for those without."""
+    scored = torch.tensor([not answer.score.unscorable for answer in group.answers], dtype=torch.bool)
+    return torch.zeros(len(scored)).masked_scatter(scored, values.float())
+
+
+def _joined(values: Sequence[Tensor], chosen: Sequence[bool]) -> Tensor:
+    return torch.cat([torch.zeros(0).double(), *(value for value, here in zip(values, chosen, strict=True) if here)])
+
+
+def _deviation(values: Tensor) -> float:
+    """The standard deviation of a sample; 1 where the values are all equal."""
+    if not has_signal(values.tolist()):
+        return 1.0
+    size = values.abs().max()  # its square over- or underflows where those of the quotients do not
+    return float(size * (values / size).std())

@@ -1,0 +1,108 @@
+"""What a checkpoint of a model holds, known before there is one: what a new one is written as, and one that is there
+is compared with, without reading weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeAlias
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from grpo_mega import platform
+from grpo_mega.checkpoint.checkpoint import NEEDED
+from grpo_mega.checkpoint.model_state import METADATA, POLICY, refuse_adapters
+from grpo_mega.checkpoint.reading import INDEX, read_index
+from grpo_mega.config.schema import LayoutConfig, ModelConfig
+from grpo_mega.models.body import build_model
+from grpo_mega.models.shards import plain_name
+from grpo_mega.models.topology import make_groups
+from grpo_mega.platform.manifest import MANIFEST, damage_beside_weights, read_manifest
+
+Part: TypeAlias = ShardedTensor | ShardedObject
+SHOWN = 3
+"""Tensors of another shape that are named."""
+
+
+def parts(model: ModelConfig, vocab_size: int, here: platform.Platform) -> list[Part]:
+    """What a checkpoint of the model holds; `here` has the meta device, and the layout is of one process."""
+    chunks = build_model(model, LayoutConfig(), vocab_size, here)
+    state = {"model": chunks.sharded_state_dict(metadata=dict(METADATA))}
+    apply_factories(state)
+    return [part for part in nested_values(state) if isinstance(part, ShardedTensor | ShardedObject)]
+
+
+def check_files(path: Path) -> None:
+    """Checks that every file of the models in a checkpoint is there in its size.
+
+    Their checksums, of what may be terabytes, are left to the run that reads them.
+
+    Raises:
+        ValueError: One is not; names it.
+    """
+    manifest = read_manifest(path)
+    if problem := manifest if isinstance(manifest, str) else _missing(path, manifest):
+        raise ValueError(f"the checkpoint {path} is damaged: {problem}; restore it, or name another one")
+
+
+def check_beside_weights(path: Path) -> None:
+    """Checks that files beside the weights, such as a tokenizer's, are those that the checkpoint was written with.
+
+    Raises:
+        ValueError: One is not; names it.
+    """
+    if problem := damage_beside_weights(path):
+        raise ValueError(f"the checkpoint {path} is damaged: {problem}; restore it, or name another one")
+
+
+def _missing(path: Path, manifest: dict[str, tuple[int, str]]) -> str | None:
+    """The first file in a folder of the checkpoint that is not there, or not whole."""
+    if unnamed := [name for name in NEEDED if name not in manifest]:
+        return f"its {MANIFEST} does not name {unnamed[0]}"
+    for name, (size, _) in manifest.items():
+        if "/" in name and not (path / name).is_file():
+            return f"{name} is missing"
+        if "/" in name and (there := (path / name).stat().st_size) != size:
+            return f"{name} has {there} bytes instead of {size}"
+    return None
+
+
+def check_weights(path: Path, model: ModelConfig, vocab_size: int) -> None:
+    """Checks that a checkpoint holds the tensors of the model in their shapes; reads its index alone.
+
+    Call `platform.start_planning` first; this process must be in no process group.
+
+    Raises:
+        ValueError: It holds adapters, or tensors are missing or of other shapes; names the first.
+    """
+    refuse_adapters(path, POLICY)
+    index = read_index(path / POLICY / INDEX).state_dict_metadata
+    tensors = {key: entry for key, entry in index.items() if isinstance(entry, TensorStorageMetadata)}
+    there = {plain_name(key): tuple(entry.size) for key, entry in tensors.items()}
+    wanted = _shapes(model, vocab_size)
+    if missing := sorted(wanted.keys() - there.keys()):
+        raise ValueError(
+            f"{path} is of another model than the configuration: {len(missing)} tensors are missing, the first: "
+            f"{missing[0]}; choose the model that it was trained with"
+        )
+    if unlike := [key for key, shape in wanted.items() if there[key] != shape]:
+        shown = "; ".join(f"{key} is {there[key]}, not {wanted[key]}" for key in unlike[:SHOWN])
+        raise ValueError(
+            f"{path} is of another model than the configuration: {len(unlike)} tensors have other shapes: {shown}; "
+            "choose the model, and the tokenizer, that it was trained with"
+        )
+
+
+def _shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    here = platform.pretend_rank(0, 1)
+    make_groups(LayoutConfig(), seed=0, pretended=True)
+    try:
+        wanted = parts(model, vocab_size, here)
+        return {plain_name(part.key): tuple(part.global_shape) for part in wanted if isinstance(part, ShardedTensor)}
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

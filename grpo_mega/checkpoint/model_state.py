@@ -1,0 +1,140 @@
+"""What a checkpoint holds of one model, in a folder of its own: weights, and the optimizer's state of a trained one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_mega.checkpoint import random_state
+from grpo_mega.checkpoint.reading import INDEX, load_sharded, read_index
+from grpo_mega.models.adapters import is_adapter
+from grpo_mega.models.average import Copy
+from grpo_mega.models.model import Model
+
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+POLICY = "weights"
+"""The policy's folder; other models' are called by their role."""
+RESERVED = (POLICY, random_state.FOLDER)
+"""Folders that no role may name."""
+ROLE = re.compile("[a-z]+( [a-z]+)*")
+
+
+def folder_of(role: str) -> str:
+    """The folder inside a checkpoint of the model that has this role.
+
+    Raises:
+        ValueError: The role is not made of small letters and spaces, or other things have a folder of its name.
+    """
+    if not ROLE.fullmatch(role) or role in RESERVED:
+        raise ValueError(
+            f"a model's role {role!r} names its folder inside checkpoints: choose one of small letters and spaces that "
+            f"is none of {', '.join(RESERVED)}"
+        )
+    return POLICY if role == "policy" else role.replace(" ", "_")
+
+
+def folders_of(models: Sequence[Model | Copy]) -> list[str]:
+    """The folder of each model.
+
+    Raises:
+        ValueError: Two have the same role, or one has a role that names no folder.
+    """
+    roles = [model.role for model in models]
+    if len({*roles}) < len(roles):
+        raise ValueError(f"models of the same role in one checkpoint: {', '.join(roles)}; give each a role of its own")
+    return [folder_of(role) for role in roles]
+
+
+def weights_of(model: Model) -> dict[str, Any]:
+    """The model's weights as Megatron saves them, and as it asks for them when it loads."""
+    model.gather_parameters()  # to be read whole, or to be replaced without a gather still under way
+    return {"model": model.chunks.sharded_state_dict(metadata=dict(METADATA))}
+
+
+def holds_adapters(checkpoint: Path, folder: str) -> bool:
+    """Whether a folder of a checkpoint holds adapters beside weights, or alone."""
+    index = checkpoint / folder / INDEX
+    return index.is_file() and any(is_adapter(str(key)) for key in read_index(index).state_dict_metadata)
+
+
+def refuse_adapters(checkpoint: Path, folder: str) -> None:
+    """Raises a ValueError when a run cannot start from the model in a folder of a checkpoint, which holds adapters."""
+    if holds_adapters(checkpoint, folder):
+        raise ValueError(
+            f"{checkpoint} holds weights and adapters apart (lora.rank above 0): write them as one model with "
+            "tools/export.py, and start from that folder"
+        )
+
+
+def state_to_save(model: Model) -> dict[str, Any]:
+    """The model's weights, and the optimizer's state if it has one, as Megatron saves them."""
+    state = _state_of(model, is_loading=False)
+    _take_hollow(state)
+    return state
+
+
+def load_into(model: Model | Copy, checkpoint: Path, folder: str, files: set[str]) -> None:
+    """Reads a folder of a checkpoint into the model and its optimizer (when it has one); every rank must call it.
+
+    `files` are those that the checkpoint's manifest names.
+
+    Raises:
+        ValueError: The checkpoint does not have the folder, or something in it would be executed.
+    """
+    if f"{folder}/{INDEX}" not in files:
+        raise ValueError(
+            f"{checkpoint} holds no {model.role} (no {folder}/): the run that saved it had none (a reference needs "
+            "algorithm.kl_coef above 0, an average optimizer.average_decay). Take a checkpoint that has one, or the "
+            "settings of that run"
+        )
+    if isinstance(model, Copy):
+        with model.saved():
+            loaded = load_sharded(weights_of(model.policy), checkpoint, folder, files)
+            model.policy.chunks.load_state_dict(loaded["model"], strict=True)
+        return
+    wanted = _state_of(model, is_loading=True)
+    hollow = _take_hollow(wanted)
+    loaded = load_sharded(wanted, checkpoint, folder, files)
+    _put_back(loaded, hollow)
+    model.chunks.load_state_dict(loaded["model"], strict=True)
+    if model.optimizer is not None:
+        with torch.no_grad():
+            model.optimizer.load_state_dict(loaded["optimizer"])
+
+
+def _state_of(model: Model, is_loading: bool) -> dict[str, Any]:
+    state = weights_of(model)
+    if model.optimizer is not None:
+        state["optimizer"] = model.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(METADATA))
+    return state
+
+
+def _take_hollow(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Takes the containers that hold no leaf out of a nested state, and returns them under the same keys.
+
+    Megatron has one optimizer for dense and one for expert parameters. Where a pipeline stage has no experts, the
+    second one's state is empty: Megatron loses it on loading, but insists on finding it; and, saved by the main rank,
+    it is in the way of the experts of other layouts.
+    """
+    taken = {key: state.pop(key) for key in [*state] if _is_hollow(state[key])}
+    inside = {key: _take_hollow(value) for key, value in state.items() if isinstance(value, dict)}
+    return taken | {key: hollow for key, hollow in inside.items() if hollow}
+
+
+def _is_hollow(value: Any) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    return all(_is_hollow(part) for part in (value.values() if isinstance(value, dict) else value))
+
+
+def _put_back(loaded: dict[Any, Any], hollow: dict[Any, Any]) -> None:
+    """Adds what `_take_hollow` took to what was loaded."""
+    for key, value in hollow.items():
+        if key not in loaded:
+            loaded[key] = value
+        elif isinstance(value, dict):
+            _put_back(loaded[key], value)

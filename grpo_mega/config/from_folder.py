@@ -1,0 +1,127 @@
+"""Defaults that `run.init_from` gives when it is a Hugging Face folder: the model, its tokenizer and its chat template.
+
+The configuration is composed twice where there is a folder. First it says nothing, which shows where it is and what was
+chosen. Then its settings are hydra's, below every file and the command line, so that hydra itself decides which value
+counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_mega.config.huggingface.architecture import model_settings
+from grpo_mega.config.rules.problems import ConfigError
+
+OPTION = "from_folder"
+"""Of the group model, in `configs/`."""
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+_FOLDER = "${run.init_from}"
+
+
+def register(model: dict[str, Any], data: dict[str, Any]) -> None:
+    """Makes these what `configs/model/from_folder.yaml` holds, and the defaults of the data."""
+    ConfigStore.instance().store(group="model", name="said_by_folder", node=model)
+    ConfigStore.instance().store(name="data_of_folder", node={"data": data})
+
+
+register({}, {})
+
+
+def use_folder(words: Sequence[str]) -> DictConfig | None:
+    """Registers what the folder of a command line sets; call it where hydra can compose.
+
+    A run that continues keeps what its config.yaml says, whatever has become of the folder's config.json.
+
+    Returns:
+        The configuration where no folder has a say in it, so that it need not be composed once more; else None.
+
+    Raises:
+        ConfigError: The model is to be the folder's, and `run.init_from` is no Hugging Face model.
+        ValueError: It is, but not of a supported family; see `model_settings`.
+    """
+    register({}, {"tokenizer": _FOLDER})
+    try:
+        first = compose("config", [*words], return_hydra_config=True)
+        run, chosen = _container(first.run), first.hydra.runtime.choices.model
+        longest = OmegaConf.select(first, "model.context") or first.layout.micro_batch_tokens
+        tokenizer = OmegaConf.select(first, "data.tokenizer")
+        unused = first.base.train
+    except (HydraException, OmegaConfBaseException, ValueError):  # reported when it is composed to be used
+        first, run, chosen, longest, tokenizer, unused = None, {}, "", 0, None, True
+    register({}, {})
+    origin = run.get("init_from")
+    if not origin or unused:
+        return _without_hydra(first) if first and _own_tokenizer(first) else None
+    folder = Path(origin)
+    is_model = (folder / "config.json").is_file()
+    if chosen == OPTION and not is_model:
+        raise ConfigError(
+            f"run.init_from={origin} is no Hugging Face folder (no config.json), and no model is chosen; name such a "
+            "folder, or choose the model: model=NAME, or an experiment"
+        )
+    recorded = _recorded(run)
+    model = recorded.get("model") or (model_settings(folder, longest) if chosen == OPTION else {})
+    register(
+        model if chosen == OPTION else {}, _data(folder, recorded, Path(str(tokenizer)) == folder) if is_model else {}
+    )
+    return None
+
+
+def _own_tokenizer(composed: DictConfig) -> bool:
+    """Whether the configuration names a tokenizer itself, and not that of the folder."""
+    data = OmegaConf.to_container(composed.data)
+    assert isinstance(data, dict)
+    return data["tokenizer"] != _FOLDER
+
+
+def _without_hydra(composed: DictConfig) -> DictConfig:
+    with open_dict(composed):
+        del composed["hydra"]
+    return composed
+
+
+def _data(folder: Path, recorded: dict[str, Any], is_its_tokenizer: bool) -> dict[str, Any]:
+    if not is_its_tokenizer or not any((folder / name).is_file() for name in TOKENIZER):
+        return {}
+    if Path(recorded.get("data", {}).get("tokenizer", "")) == folder:
+        return {name: recorded["data"][name] for name in ("tokenizer", "template")}
+    return {"tokenizer": _FOLDER} | ({"template": "chat"} if has_chat_template(folder) else {})
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the folder's tokenizer brings a chat template, in any of the files that may hold it."""
+    if any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json")):
+        return True
+    try:
+        return bool(json.loads((folder / TOKENIZER[1]).read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):  # there is none, or reading the tokenizer will report it
+        return False
+
+
+def _recorded(run: dict[str, Any]) -> dict[str, Any]:
+    """The config.yaml of a run that has checkpoints to continue at and began in the same folder; else nothing."""
+    path = Path(str(run.get("root"))) / str(run.get("name"))
+    checkpoints = path / "checkpoints"
+    if not checkpoints.is_dir() or all(entry.name.startswith(".") for entry in checkpoints.iterdir()):
+        return {}
+    try:
+        found = _container(OmegaConf.load(path / "config.yaml"))
+    except Exception:  # whatever is wrong with it, run.json has the identity
+        return {}
+    return found if found.get("run", {}).get("init_from") == run["init_from"] else {}
+
+
+def _container(node: Any) -> dict[str, Any]:
+    assert isinstance(node, DictConfig)
+    found = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}

@@ -1,0 +1,243 @@
+"""The settings of a model that is given by a Hugging Face folder.
+
+Neither torch nor transformers is imported: jobs are checked where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.config.huggingface.families import (
+    ALWAYS,
+    ARCHITECTURES,
+    BIASED,
+    FIELDS,
+    FIXED,
+    PARTLY_ROTARY,
+    ROPE,
+    WINDOWED,
+    YARN_ASSUMED,
+    full_every,
+    rope,
+    said,
+    windows,
+)
+from grpo_mega.config.huggingface.unsupported import why_not
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
+_MAY_BE_NULL = {"q_lora_rank", "sliding_window"}
+_NEVER = {
+    "attn_logit_softcapping": "attention logits are not capped here",
+    "final_logit_softcapping": "logits are not capped here",
+}
+_WHY = {
+    "attention_bias": "projections of attention have no bias here",
+    "hidden_act": "feed-forward layers are SwiGLU here",
+    "hidden_activation": "feed-forward layers of Gemma are GeGLU in its tanh form here",
+    "mlp_bias": "feed-forward layers have no bias here",
+    "norm_topk_prob": "weights of the chosen experts are divided by their sum here, except that of a single one",
+    "rope_interleave": "rotary channels of DeepSeek's weights are in pairs",
+    "use_bidirectional_attention": "no token sees those after it here",
+    "use_sliding_window": "windows are those of Mistral and Gemma only here",
+}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json.
+
+    Raises:
+        ValueError: It is missing or holds no JSON object; names the file.
+    """
+    file = folder / "config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    return found
+
+
+def model_settings(folder: Path, longest: int | None = None) -> dict[str, Any]:
+    """The folder's architecture as nested settings of `ModelConfig`; what its config.json has no word for is left out.
+
+    `context` is the longest sequence that the model was made for, and at most `longest`, if that is given;
+    `mtp_layers` counts the prediction modules whose tensors are there.
+
+    Raises:
+        ValueError: It is of no supported family, or has what the family's models here have not; names the file, and
+            every key with its reason.
+    """
+    found = read_config(folder)
+    try:
+        settings = settings_of(found, longest)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+    except (TypeError, AttributeError, KeyError) as error:  # text where a number belongs, and the like
+        raise ValueError(f"{folder / 'config.json'}: {type(error).__name__}: {error}") from error
+    if settings.get("mtp_layers"):
+        settings["mtp_layers"] = stored_predictors(folder, found)
+    return settings
+
+
+def settings_of(found: dict[str, Any], longest: int | None = None) -> dict[str, Any]:
+    """The settings that a config.json's content means.
+
+    Raises:
+        ValueError: As `model_settings`, without the file.
+    """
+    name = _family(found)
+    context = min(found.get("max_position_embeddings") or 0, longest or float("inf"))
+    if problems := [*_missing(found, name), *_inexpressible(found, name)]:
+        raise ValueError(f"{ARCHITECTURES[name]} is supported, but not with {'; '.join(problems)}")
+    settings = _nested({field: said(found, key) for key, field in FIELDS[name].items()} | {"context": context})
+    settings = _merged(settings, ALWAYS[name], _rope_settings(found), _expert_settings(found, name))
+    settings |= windows(found, context) if name in WINDOWED else {}
+    if settings.get("head_dim") == settings["hidden"] / settings["heads"]:
+        settings["head_dim"] = None
+    dtype = found.get("dtype") or found.get("torch_dtype")  # transformers 5; before
+    return settings | ({"dtype": _DTYPES[dtype]} if dtype else {})
+
+
+def stored_predictors(folder: Path, found: dict[str, Any]) -> int:
+    """How many of the multi-token prediction modules that config.json names have tensors in the folder's files.
+
+    Of DeepSeek-V3, transformers names one and writes none. Without files, what config.json names.
+    """
+    named, first = said(found, "num_nextn_predict_layers") or 0, found["num_hidden_layers"]
+    names = _tensor_names(folder)
+    if names is None:
+        return named
+    return sum(
+        any(name.startswith(f"model.layers.{layer}.") for name in names) for layer in range(first, first + named)
+    )
+
+
+def _tensor_names(folder: Path) -> set[str] | None:
+    """Of all tensors, from the index or from the header of the only file; None when neither can be read."""
+    try:
+        if (folder / "model.safetensors.index.json").is_file():
+            return {*json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]}
+        with (folder / "model.safetensors").open("rb") as file:  # 8 bytes of length, and the header in JSON
+            return {*json.loads(file.read(int.from_bytes(file.read(8), "little")))}
+    except (OSError, ValueError, KeyError, TypeError):  # reported where weights are read
+        return None
+
+
+def _family(found: dict[str, Any]) -> str:
+    name = str(found.get("model_type"))
+    if name in ARCHITECTURES:
+        named = found.get("architectures") or [ARCHITECTURES[name]]
+        if named == [ARCHITECTURES[name]]:
+            return name
+        name = ", ".join(map(str, named))
+    why = f" ({reason})" if (reason := why_not(name)) else ""
+    known = ", ".join(f"{kind} ({architecture})" for kind, architecture in ARCHITECTURES.items())
+    raise ValueError(f"a model of the kind {name} is not supported{why}; supported are {known}")
+
+
+def _missing(found: dict[str, Any], name: str) -> Iterator[str]:
+    groups = {"n_group", "topk_group"} if name in BIASED else set()
+    keys = {*FIELDS[name], *groups} - _MAY_BE_NULL
+    yield from (f"no {key}" for key in sorted(keys) if said(found, key) is None)
+
+
+def _inexpressible(found: dict[str, Any], name: str) -> Iterator[str]:
+    """What the config.json says and no model of the family can be here, with the reason."""
+    wanted = FIXED[name] | ({"norm_topk_prob": (found.get("num_experts_per_tok") or 0) > 1} if name in BIASED else {})
+    for key, value in wanted.items():
+        if (there := said(found, key)) != value:
+            why = f" ({_WHY[key]})" if key in _WHY else f" (only {json.dumps(value)})"
+            yield f"{key}={json.dumps(there)}{why}"
+    yield from (f"{key}={found[key]} ({why})" for key, why in _NEVER.items() if found.get(key) is not None)
+    only = found.get("mlp_only_layers") or []
+    if name == "qwen3_moe" and only != [*range(len(only))]:
+        yield f"mlp_only_layers={only} (layers without experts come first here)"
+    if name in BIASED and not found.get("n_shared_experts"):
+        yield "n_shared_experts=0 (a shared expert has to be there)"
+    if name in WINDOWED:
+        yield from _inexpressible_windows(found)
+    dtype = found.get("dtype") or found.get("torch_dtype")
+    if dtype and dtype not in _DTYPES:
+        yield f"weights in {dtype} (convert them to one of {', '.join(_DTYPES)})"
+    yield from _inexpressible_rope(rope(found), name)
+
+
+def _inexpressible_rope(rope: dict[str, Any], name: str) -> Iterator[str]:
+    kind = rope["rope_type"]
+    if rope["rope_theta"] != int(rope["rope_theta"]):
+        yield f"rope_theta={rope['rope_theta']} (a whole number is expected)"
+    if rope["partial_rotary_factor"] != 1 and name not in PARTLY_ROTARY:
+        yield f"partial_rotary_factor={rope['partial_rotary_factor']} (all channels of a head turn here)"
+    stretched = {"deepseek_v3": ["yarn"], "gemma3_text": []}.get(name, ["llama3"])
+    known = ["default", *stretched]
+    if kind not in known:
+        yield f"rope_type={kind} (of this attention only {' and '.join(known)} {'are' if stretched else 'is'} known)"
+        return
+    if kind in ROPE:
+        yield from (f"{kind} without {key}" for key in ROPE[kind][1] if rope.get(key, YARN_ASSUMED.get(key)) is None)
+    if kind == "yarn":
+        if rope.get("mscale") != rope.get("mscale_all_dim"):
+            yield f"mscale={rope.get('mscale')} and mscale_all_dim={rope.get('mscale_all_dim')} (they are equal here)"
+        if rope.get("attention_factor") is not None or not rope.get("truncate", True):
+            yield "attention_factor or truncate=false in yarn (both follow DeepSeek-V3's here)"
+
+
+def _inexpressible_windows(found: dict[str, Any]) -> Iterator[str]:
+    try:
+        full_every(found)
+    except ValueError as error:
+        yield str(error)
+    inner = (found.get("rope_parameters") or {}).get("sliding_attention") or {}
+    if inner.get("rope_type", "default") != "default":
+        yield f"rope_type={inner['rope_type']} in layers with a window (only default is known for these)"
+    base = inner.get("rope_theta") or found.get("rope_local_base_freq") or 10000.0
+    if base != int(base):
+        yield f"rope_theta={base} in layers with a window (a whole number is expected)"
+    if found["model_type"] == "gemma3_text" and said(found, "sliding_window") is None:
+        yield "sliding_window=null (Gemma's layers have one)"
+
+
+def _rope_settings(found: dict[str, Any]) -> dict[str, Any]:
+    positions = rope(found)
+    settings: dict[str, Any] = {"rope_base": int(positions["rope_theta"])}
+    if found["model_type"] in PARTLY_ROTARY:
+        settings["rope_fraction"] = positions["partial_rotary_factor"]
+    if positions["rope_type"] in ROPE:
+        room, fields = ROPE[positions["rope_type"]]
+        settings[room] = {field: positions.get(key, YARN_ASSUMED.get(key)) for key, field in fields.items()}
+    return settings
+
+
+def _expert_settings(found: dict[str, Any], name: str) -> dict[str, Any]:
+    """What the two kinds of files express with other numbers than `MoEConfig`."""
+    if name == "qwen3_moe":
+        return {"moe": {"first_dense": len(said(found, "mlp_only_layers") or [])}}
+    if name not in BIASED:
+        return {}
+    groups = said(found, "n_group")
+    moe = {"shared_ffn_hidden": found["n_shared_experts"] * found["moe_intermediate_size"]}
+    return {"moe": moe | ({"groups": groups, "group_top_k": said(found, "topk_group")} if groups > 1 else {})}
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """{"moe.top_k": 2} -> {"moe": {"top_k": 2}}"""
+    parts: list[dict[str, Any]] = []
+    for name, value in flat.items():
+        room, _, field = name.rpartition(".")
+        parts.append({room: {field: value}} if room else {field: value})
+    return _merged(*parts)
+
+
+def _merged(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Dictionaries of settings, one above the other, dictionaries in them joined."""
+    whole: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            whole[key] = whole.get(key, {}) | value if isinstance(value, dict) else value
+    return whole

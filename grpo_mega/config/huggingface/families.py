@@ -1,0 +1,239 @@
+"""What the config.json of a Hugging Face model calls the fields of `ModelConfig`, family by family.
+
+The tables serve both directions: `architecture.py` reads with them, `grpo_mega/weights/families.py` writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+"""transformers' `model_type` and class."""
+
+SAME_FUNCTION = {"mistral": "llama", "ministral": "llama"}
+"""Kinds with a sliding window -> the family that computes the same from the same tensors within it."""
+
+_ALL = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "ffn_hidden",
+    "max_position_embeddings": "context",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+_GROUPED = _ALL | {"head_dim": "head_dim"}
+_WINDOW = {"sliding_window": "window"}
+_EXPERTS = {"num_experts_per_tok": "moe.top_k", "moe_intermediate_size": "moe.ffn_hidden"}
+_BIASED_EXPERTS = _EXPERTS | {
+    "n_routed_experts": "moe.experts",
+    "first_k_dense_replace": "moe.first_dense",
+    "routed_scaling_factor": "moe.scaling",
+    "num_nextn_predict_layers": "mtp_layers",
+}
+FIELDS: dict[str, dict[str, str]] = {
+    "llama": _GROUPED,
+    "mistral": _GROUPED | _WINDOW,
+    "ministral": _GROUPED | _WINDOW,
+    "gemma3_text": _GROUPED | _WINDOW | {"query_pre_attn_scalar": "query_pre_attn_scalar"},
+    "qwen2": _GROUPED,
+    "qwen3": _GROUPED,
+    "qwen3_moe": _GROUPED | _EXPERTS | {"num_experts": "moe.experts"},
+    "glm4_moe": _GROUPED | _BIASED_EXPERTS | {"use_qk_norm": "qk_norm", "attention_bias": "qkv_bias"},
+    "deepseek_v3": _ALL | _BIASED_EXPERTS | {
+        "q_lora_rank": "mla.q_lora_rank",
+        "kv_lora_rank": "mla.kv_lora_rank",
+        "qk_nope_head_dim": "mla.qk_head_dim",
+        "qk_rope_head_dim": "mla.qk_rope_dim",
+        "v_head_dim": "mla.v_head_dim",
+    },
+}  # fmt: skip
+"""Family -> key of its config.json -> the field of `ModelConfig` with the same value."""
+
+_SAME = {"hidden_act": "silu", "attention_bias": False}
+FIXED: dict[str, dict[str, Any]] = {
+    "llama": _SAME | {"mlp_bias": False},
+    "mistral": _SAME,
+    "ministral": _SAME,
+    "gemma3_text": {
+        "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False,
+    },
+    "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
+    "qwen3": _SAME | {"use_sliding_window": False},
+    "qwen3_moe": _SAME | {"use_sliding_window": False, "decoder_sparse_step": 1, "norm_topk_prob": True},
+    "glm4_moe": {"hidden_act": "silu"},
+    "deepseek_v3": _SAME | {
+        "rope_interleave": True, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    },
+}  # fmt: skip
+"""Family -> what its config.json has to say, for no field of `ModelConfig` could express anything else."""
+
+BIASED = ("glm4_moe", "deepseek_v3")
+"""Families whose routers have a balancing bias, beside shared experts and prediction modules."""
+
+WINDOWED = ("mistral", "ministral", "gemma3_text")
+"""Families with a sliding window in some of their layers, or all."""
+
+PARTLY_ROTARY = ("glm4_moe",)
+"""Families of whose heads not all channels need to turn with the position."""
+
+# Pre-training ended with the bias fixed.
+_FROZEN = {"score": "sigmoid", "bias_update_rate": 0.0, "frozen_bias": True}
+ALWAYS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "ministral": {},
+    "gemma3_text": {"qk_norm": True, "gemma": True},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {"qk_norm": True, "moe": {"score": "softmax", "bias_update_rate": 0.0}},
+    "glm4_moe": {"moe": _FROZEN},
+    "deepseek_v3": {"attention": "mla", "qk_norm": True, "moe": _FROZEN},
+}
+"""Family -> settings that all of its models have."""
+
+ASSUMED: dict[str, Any] = {
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "mlp_bias": False,
+    "mlp_only_layers": [],
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 0,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_interleave": True,
+    "rope_theta": 10000.0,
+    "scoring_func": "sigmoid",
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "topk_method": "noaux_tc",
+    "use_bidirectional_attention": False,
+    "use_qk_norm": False,
+    "use_sliding_window": False,
+}
+"""What a config.json means that does not say."""
+
+ASSUMED_OF: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        "n_group": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "topk_group": 1,
+    },
+    "deepseek_v3": {"n_group": 8, "norm_topk_prob": True, "topk_group": 4},
+    "gemma3_text": {"head_dim": 256, "rope_theta": 1e6, "tie_word_embeddings": True},
+}  # fmt: skip
+"""Family -> what its config.json means instead that does not say."""
+
+NULL_COUNTS = {
+    "decoder_sparse_step", "head_dim", "hidden_act", "hidden_activation", "n_group", "norm_topk_prob",
+    "q_lora_rank", "query_pre_attn_scalar", "rms_norm_eps", "rope_interleave", "sliding_window", "tie_word_embeddings",
+    "topk_group",
+}  # fmt: skip
+"""Keys whose null is not the value that their absence means: it is none or false, or transformers refuses it."""
+
+YARN_ASSUMED: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""What YaRN's settings mean that do not say."""
+
+ROPE: dict[str, tuple[str, dict[str, str]]] = {
+    "yarn": ("yarn", {
+        "factor": "factor", "original_max_position_embeddings": "original_context", "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow", "mscale_all_dim": "mscale",
+    }),
+    "llama3": ("llama3_rope", {
+        "factor": "factor", "original_max_position_embeddings": "original_context",
+        "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+    }),
+}  # fmt: skip
+"""`rope_type` -> the field of `ModelConfig` that holds its settings, and what config.json calls these."""
+
+RENAMED = {
+    "n_routed_experts": "num_local_experts",
+    "num_experts": "num_local_experts",
+    "num_nextn_predict_layers": "num_mtp_layers",
+}
+"""What the config.json that transformers 5 writes calls a field."""
+
+
+def said(found: dict[str, Any], key: str) -> Any:
+    """What a config.json says under a key, in the words of transformers 4 or 5, or means without saying it."""
+    name = found.get("model_type")
+    if found.get(key) is None and key == "head_dim" and name in (*SAME_FUNCTION, "llama", "qwen2", "glm4_moe"):
+        return found.get("hidden_size", 0) // (found.get("num_attention_heads") or 1)
+    if found.get(key) is None and key == "num_key_value_heads" and (name == "llama" or key in found):
+        return found.get("num_attention_heads")
+    if key in found and (found[key] is not None or key in NULL_COUNTS):
+        return found[key]
+    value = found.get(RENAMED.get(key, key))
+    return value if value is not None else (ASSUMED | ASSUMED_OF.get(str(name), {})).get(key)
+
+
+def rope(found: dict[str, Any]) -> dict[str, Any]:
+    """What rotary positions depend on, `rope_theta`, `rope_type` and `partial_rotary_factor` always among it."""
+    stated = found.get("rope_parameters") or found.get("rope_scaling") or {}  # transformers 5; before
+    stated = stated.get("full_attention") or stated  # Gemma's layers with a window have others
+    stated = {key: value for key, value in stated.items() if value is not None or key == "truncate"}  # null is false
+    stated = stated | {"rope_type": stated.get("rope_type", stated.get("type", "default"))}
+    rotary, silent = "partial_rotary_factor", {"model_type": found.get("model_type")}
+    part = next(x for x in (stated.get(rotary), found.get(rotary), said(silent, rotary)) if x is not None)
+    return {"rope_theta": found.get("rope_theta") or said(silent, "rope_theta")} | stated | {rotary: part}
+
+
+def sliding_window(found: dict[str, Any]) -> int | None:
+    """Tokens that each token sees, itself included, of a Mistral or Ministral; None for all before it."""
+    kind, layers = found.get("model_type"), found.get("layer_types") or [None]
+    if kind not in SAME_FUNCTION or (kind == "ministral" and {*layers} == {"full_attention"}):
+        return None
+    return said(found, "sliding_window")
+
+
+def layer_types(layers: int, full_every: int) -> list[str]:
+    """What config.json calls the layers of a model: with a window, or every so many (0 for none) without."""
+    full = [bool(full_every) and number % full_every == 0 for number in range(1, layers + 1)]
+    return ["full_attention" if is_full else "sliding_attention" for is_full in full]
+
+
+def full_every(found: dict[str, Any]) -> int:
+    """Every how many layers one has no window: 1 for all layers, 0 for none.
+
+    Raises:
+        ValueError: The layers without a window do not come at equal distances.
+    """
+    gemma, layers = found["model_type"] == "gemma3_text", found.get("num_hidden_layers", 0)
+    stated = found.get("layer_types") or layer_types(layers, (found.get("sliding_window_pattern") or 6) if gemma else 0)
+    every = stated.index("full_attention") + 1 if "full_attention" in stated else 0
+    if stated != layer_types(layers, every) or (gemma and every == 1):
+        raise ValueError(f"layer_types={stated} (layers without a window have to come at equal distances)")
+    return every
+
+
+def windows(found: dict[str, Any], context: float) -> dict[str, Any]:
+    """The settings of a model's windows, for sequences of up to `context` tokens.
+
+    Without layers whose positions are others, a window that covers the context is none.
+
+    Raises:
+        ValueError: See `full_every`.
+    """
+    if found.get("model_type") == "gemma3_text":
+        inner = (found.get("rope_parameters") or {}).get("sliding_attention") or {}
+        base = inner.get("rope_theta") or found.get("rope_local_base_freq") or 10000.0
+        window, every = said(found, "sliding_window"), full_every(found)
+        return {"window": window, "full_every": every, "window_rope_base": int(base)}
+    window = sliding_window(found)
+    if window is None or window >= context:
+        return {"window": None, "full_every": 0, "window_rope_base": None}
+    return {"window": window, "full_every": full_every(found), "window_rope_base": None}

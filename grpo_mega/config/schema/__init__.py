@@ -1,0 +1,71 @@
+"""The configuration: one dataclass per section, a docstring under every field.
+
+Hydra composes the YAML files of `configs/` into these classes; a field that is not here is refused. Rules that
+involve more than one field live in `rules`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from grpo_mega.config.schema.algorithm import AlgorithmConfig
+from grpo_mega.config.schema.critic import CriticConfig
+from grpo_mega.config.schema.data import GENERATED_TASKS, DataConfig, SourceConfig
+from grpo_mega.config.schema.eval import EvalConfig
+from grpo_mega.config.schema.layout import ClusterConfig, LayoutConfig
+from grpo_mega.config.schema.lora import LoRAConfig
+from grpo_mega.config.schema.model import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
+from grpo_mega.config.schema.optimizer import OptimizerConfig, PartConfig, PartsConfig
+from grpo_mega.config.schema.reward import RewardConfig, RewardTerm
+from grpo_mega.config.schema.rollout import RolloutConfig, SGLangConfig, Timeouts
+from grpo_mega.config.schema.run import RunConfig
+from grpo_mega.config.schema.stages import BaseConfig, SFTConfig
+
+__all__ = [
+    "GENERATED_TASKS",
+    "AlgorithmConfig",
+    "BaseConfig",
+    "ClusterConfig",
+    "Config",
+    "CriticConfig",
+    "DataConfig",
+    "EvalConfig",
+    "LayoutConfig",
+    "Llama3RopeConfig",
+    "LoRAConfig",
+    "MLAConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PartConfig",
+    "PartsConfig",
+    "RewardConfig",
+    "RewardTerm",
+    "RolloutConfig",
+    "RunConfig",
+    "SFTConfig",
+    "SGLangConfig",
+    "SourceConfig",
+    "Timeouts",
+    "YarnConfig",
+]
+
+
+@dataclass
+class Config:
+    """The whole configuration of a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    base: BaseConfig = field(default_factory=BaseConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

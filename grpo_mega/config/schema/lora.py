@@ -1,0 +1,19 @@
+"""Low-rank adapters: what is trained beside weights that stay as they were loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class LoRAConfig:
+    """LoRA (Hu et al., 2021, arXiv 2106.09685): W x becomes W x + alpha / rank * B (A x); only A and B are trained."""
+
+    rank: int = 0
+    """Rows of A, columns of B; 0 trains all weights and has no adapters."""
+    alpha: float = 32.0
+    """The adapters' output is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: ["attention", "mlp", "experts"])
+    """Which matrices get adapters, in Hugging Face's words. attention: q_proj, k_proj, v_proj and o_proj; of latent
+    attention q_proj, or q_a_proj and q_b_proj, kv_a_proj_with_mqa, kv_b_proj and o_proj. mlp: gate_proj, up_proj and
+    down_proj of dense layers and of the expert that every token visits. experts: those of every routed expert."""

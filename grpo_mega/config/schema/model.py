@@ -1,0 +1,150 @@
+"""The policy's architecture: sizes, attention, experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+
+@dataclass
+class MoEConfig:
+    """Mixture of experts. `experts: 0` makes the model dense."""
+
+    experts: int = 0
+    """Routed experts per MoE layer; 0 for a dense model."""
+    top_k: int = 2
+    """Experts each token is sent to."""
+    ffn_hidden: int = 64
+    """Hidden size of one routed expert."""
+    shared_ffn_hidden: int = 0
+    """Hidden size of the expert every token visits; 0 for none."""
+    first_dense: int = 0
+    """How many of the first layers stay dense (DeepSeek-V3: 3)."""
+    score: str = "sigmoid"
+    """Router scores: sigmoid (DeepSeek-V3) or softmax."""
+    bias_update_rate: float = 1e-3
+    """Step of the auxiliary-loss-free balancing bias (DeepSeek-V3, section 2.1.2); 0 turns it off. Needs sigmoid."""
+    frozen_bias: bool = False
+    """Keep the balancing bias as it was loaded; needs bias_update_rate=0."""
+    aux_loss_coef: float = 0.0
+    """Coefficient of the balance loss within each sequence (DeepSeek-V3, equations 17 to 20: 0.0001)."""
+    z_loss_coef: float = 0.0
+    """Coefficient of the router's z-loss (ST-MoE, equation 5), which keeps its logits small."""
+    groups: int = 0
+    """Group-limited routing: number of expert groups; 0 for none."""
+    group_top_k: int = 0
+    """Group-limited routing: groups a token may use."""
+    scaling: float = 1.0
+    """Factor on the routed experts' output (DeepSeek-V3: 2.5)."""
+
+
+@dataclass
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1); read when `model.attention` is mla."""
+
+    q_lora_rank: int | None = 32
+    """Rank of the compressed query; null for queries that are not compressed (Moonlight)."""
+    kv_lora_rank: int = 16
+    """Rank of the compressed key and value."""
+    qk_head_dim: int = 16
+    """Query and key channels per head without position."""
+    qk_rope_dim: int = 8
+    """Query and key channels per head that carry the rotary position."""
+    v_head_dim: int = 16
+    """Value channels per head."""
+
+
+@dataclass
+class YarnConfig:
+    """YaRN (Peng et al., 2023): rotary positions stretched over a longer context; for latent attention."""
+
+    factor: float = 1.0
+    """How many times longer the context has become (DeepSeek-V3: 40); 1 for plain rotary positions."""
+    original_context: int = 4096
+    """Context of pre-training, in tokens."""
+    beta_fast: float = 32.0
+    """Channels that turn more often than this within the original context keep their frequency."""
+    beta_slow: float = 1.0
+    """Channels that turn less often than this are slowed down by `factor`; those in between by less."""
+    mscale: float = 1.0
+    """Attention logits are multiplied by (0.1 * mscale * ln(factor) + 1)^2; `mscale_all_dim` in DeepSeek's files."""
+
+
+@dataclass
+class Llama3RopeConfig:
+    """Rotary positions stretched over a longer context as in Llama 3.1; for grouped-query attention."""
+
+    factor: float = 1.0
+    """Channels that turn seldom are slowed down by this (Llama 3.1: 8); 1 for plain rotary positions."""
+    original_context: int = 8192
+    """Context of pre-training, in tokens."""
+    low_freq_factor: float = 1.0
+    """Channels that turn less often than this within the original context are slowed down by `factor`."""
+    high_freq_factor: float = 4.0
+    """Channels that turn more often than this keep their frequency; those in between are slowed down by less."""
+
+
+@dataclass
+class ModelConfig:
+    """The policy's architecture."""
+
+    layers: int = MISSING
+    """Transformer layers."""
+    hidden: int = MISSING
+    """Hidden size."""
+    heads: int = MISSING
+    """Attention heads."""
+    kv_heads: int = MISSING
+    """Key-value heads (grouped-query attention); equal to `heads` for plain multi-head attention."""
+    head_dim: int | None = None
+    """Channels per head of grouped-query attention (Qwen3: 128); null for hidden / heads."""
+    ffn_hidden: int = MISSING
+    """Hidden size of a dense feed-forward layer: SwiGLU, or GeGLU with `gemma`."""
+    context: int = MISSING
+    """Longest sequence, prompt and completion, in tokens."""
+    attention: str = "gqa"
+    """gqa or mla."""
+    qk_norm: bool = False
+    """RMSNorm on queries and keys (Qwen3)."""
+    qkv_bias: bool = False
+    """Bias on queries, keys and values of grouped-query attention (Qwen2.5)."""
+    tie_embeddings: bool = False
+    """Share input embedding and output weights."""
+    rope_base: int = 10000
+    """Base of the rotary frequencies."""
+    rope_fraction: float = 1.0
+    """Fraction of a head's channels, the first ones, that turn with the position (GLM-4.5: 0.5); for grouped-query
+    attention."""
+    window: int | None = None
+    """Tokens that each token sees, itself and those just before it (Mistral-7B-v0.1: 4096); null for all before it. For
+    grouped-query attention."""
+    full_every: int = 0
+    """Every so many layers one sees all tokens before it, whatever the window (Gemma 3: 6); 0 for none."""
+    window_rope_base: int | None = None
+    """Base of the rotary frequencies in layers with the window (Gemma 3: 10000); null for `rope_base`."""
+    query_pre_attn_scalar: int | None = None
+    """Attention logits are divided by the square root of it (Gemma 3); null for the channels of a head."""
+    gemma: bool = False
+    """Gemma 3's dense layers: norms that multiply by 1 + weight, also after attention and after feed-forward; GELU (its
+    tanh form) in place of SiLU; embeddings multiplied by sqrt(hidden)."""
+    norm_eps: float = 1e-6
+    """Epsilon of RMSNorm."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+    vocab_size: int | None = None
+    """Tokens of the embedding and the output layer, where they have more than the tokenizer (released models); null for
+    the tokenizer's number."""
+    vocab_multiple: int = 32
+    """Embedding rows are padded up to a multiple of this; padding is never sampled. Same in every layout."""
+    dtype: str = "fp32"
+    """fp32 or bf16 (with fp32 master weights)."""
+    mtp_layers: int = 0
+    """Multi-token prediction modules (DeepSeek-V3: 1); 0 for none. They learn to draft the policy's tokens."""
+    mtp_loss_coef: float = 0.1
+    """Coefficient of the prediction modules' loss, the mean over depths and trained tokens; it trains only these
+    modules, which the gradient norm leaves out."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    mla: MLAConfig = field(default_factory=MLAConfig)
+    yarn: YarnConfig = field(default_factory=YarnConfig)
+    llama3_rope: Llama3RopeConfig = field(default_factory=Llama3RopeConfig)

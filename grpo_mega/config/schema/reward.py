@@ -1,0 +1,68 @@
+"""Reward terms, and how they add up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class RewardTerm:
+    """One component of the reward."""
+
+    name: str = ""
+    """Name in the metrics; without one, that of its kind or function."""
+    weight: float = 1.0
+    """Factor in the total reward."""
+    function: str | None = None
+    """Import path `package.module:function` of a function of your own, instead of a kind.
+
+    `f(sample: Sample)` returns a finite number, a pair (number, reason), or an object with the fields value, reason,
+    unscorable and steps (`grpo_mega.reward.verdict.Verdict`). With `async def` up to 64 samples are scored at once in
+    one event loop. A function whose first parameter is named `samples` gets a list of them, and returns a list; the
+    list is an arbitrary part of the step, not a group, so each sample must be scored by itself.
+
+    It runs in a process beside each rank, with the rank's working directory, import path and environment (RANK and its
+    kin). Each call gets a copy of its sample, without experts, and its own seed, made of run.seed, the term and the
+    sample, for the generators of `random`, and of numpy and torch if the function's module imports them: what it draws
+    depends on nothing else, not on earlier calls and not on the rank. (Samples that are scored at once or in a list
+    share a seed of all of them.) What it keeps between calls (caches, globals, a model loaded at import) is per rank,
+    and lost when a run is continued. Wrong values, exceptions, exits and calls that take too long end the run, with the
+    term and the sample named, unless reward.on_error=leave_out. Processes that it starts are killed when the run ends;
+    it must not join process groups of torch.distributed.
+    """
+    kind: str = ""
+    """The built-in that gives the value, see docs/rewards.md; without one, that of the term's name: accuracy, boxed,
+    format, last_number, multiple_choice, exact, regex, reasoning_gym, language, length, overlong, repetition,
+    sum_steps, code, command, http, judge."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks whose samples have this term; [] for all."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of the kind, see docs/rewards.md, or further arguments of the function, by name."""
+
+    def __post_init__(self) -> None:
+        """Names a term without a name by its kind or function."""
+        self.name = self.name or self.kind or (self.function or "").rpartition(":")[2]
+
+    @property
+    def built_in(self) -> str:
+        """The kind of a built-in term, its name's if it has no other; "" for a function of the user's."""
+        return "" if self.function is not None else self.kind or self.name
+
+
+@dataclass
+class RewardConfig:
+    """Rewards and how they add up."""
+
+    terms: list[RewardTerm] = MISSING
+    """The total reward of a sample is the sum of weight * term over the terms that its task has."""
+    success: str = "accuracy"
+    """The term whose mean is reported as accuracy."""
+    timeout_seconds: float = 60.0
+    """Longest time that a call of a term's `function`, of a program or of a service may take."""
+    on_error: str = "stop"
+    """What follows when a term fails on a sample: an exception, an exit, a value that is no number, a call of a
+    function that takes too long. stop: the run ends with an error that shows where the function was; leave_out: the
+    sample has no score, is left out of its group and counted in reward/unscorable."""

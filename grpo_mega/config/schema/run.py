@@ -1,0 +1,46 @@
+"""The run: its name, its length and what it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+
+@dataclass
+class RunConfig:
+    """The name of a run, how long it lasts and what it writes."""
+
+    name: str = MISSING
+    """The run's directory is `root`/`name`."""
+    root: str = "runs"
+    """Directory of run directories and cached base models."""
+    seed: int = 0
+    """Everything random derives from it: weights, data, sampling."""
+    steps: int = MISSING
+    """GRPO steps; 0 ends the run after the stages before them."""
+    eval_every: int = 20
+    """Steps between evaluations on the validation problems; 0 for never. The held-out test runs first and last."""
+    save_every: int = 20
+    """Steps between checkpoints; 0 saves only the last step."""
+    async_save: bool = False
+    """Write checkpoints while training continues; one counts when it is complete, a step or more later. Costs memory: a
+    copy of the saved state is held until then."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept."""
+    keep_every: int = 0
+    """Checkpoints of steps divisible by this are kept for good; 0 for none. Those of an earlier stage, such as the cold
+    start, go when the next one has saved."""
+    export_every: int = 0
+    """Steps between exports of the policy as a Hugging Face folder, export/step-NNNNNN of the run directory; the last
+    step is exported too. -1 exports that one alone, 0 none. All are kept; one that fails is a warning."""
+    print_every: int = 10
+    """Steps between rows of the console table."""
+    samples_per_step: int = 4
+    """Completions written to samples/ at every step."""
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    init_from: str | None = None
+    """Directory to start from when `base.train` is false: a checkpoint, or a Hugging Face model (Llama, Mistral,
+    Qwen2.5, Qwen3, Qwen3-MoE, DeepSeek-V3); null starts from random weights. A Hugging Face folder also gives the
+    model, unless one is chosen, and the tokenizer."""

@@ -1,0 +1,149 @@
+"""The model card of an exported folder, README.md: what was trained on what, how, and how well it does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+import grpo_mega
+from grpo_mega.config.schema import GENERATED_TASKS, Config
+from grpo_mega.observe.metrics import HELD_OUT, METRICS, read_metrics
+
+VALIDATION = "eval/"
+"""Prefix of the names of results on the validation problems, see `HELD_OUT`."""
+NO_TOKENIZER = (
+    "the built-in tokenizer of characters (data.tokenizer=chars) has no files: transformers loads the model, and token "
+    "ids come from grpo_mega/data/tokenizer.py"
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a card says beside the configuration.
+
+    Attributes:
+        role: Which model it is, "policy" or "reference".
+        stage: What has trained it last: "grpo", "sft", "pretrain".
+        steps: Steps of this stage.
+        architecture: The class of transformers.
+        parameters: Parameters of the whole model.
+        dtype: Of the weights in the folder, "fp32" or "bf16".
+        versions: {package: version} that it was trained with.
+        command: What wrote the folder.
+        run: The run directory whose measurements are of this model; None for none.
+    """
+
+    role: str
+    stage: str
+    steps: int
+    architecture: str
+    parameters: int
+    dtype: str
+    versions: dict[str, str]
+    command: str
+    run: Path | None = None
+
+
+def card(config: Config, facts: Facts) -> str:
+    """The text of README.md, with the header that the Hugging Face hub reads."""
+    name = config.run.name if facts.role == "policy" else f"{config.run.name} ({facts.role})"
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            "pipeline_tag: text-generation",
+            "tags: [grpo_mega, reinforcement-learning]",
+            "---",
+            f"# {name}",
+            "",
+            f"{facts.architecture}, {facts.parameters:,} parameters in {facts.dtype}: the {facts.role} after "
+            f"{facts.steps} steps of {facts.stage}, trained with grpo_mega {grpo_mega.__version__}.",
+            "",
+            *_table(_lines(config)),
+            *([] if config.data.tokenizer != "chars" else ["", f"No tokenizer: {NO_TOKENIZER}."]),
+            *_results(results_of(facts.run, facts.steps) if facts.run and facts.role == evaluated(config) else []),
+            "",
+            "## Settings",
+            "",
+            "```yaml",
+            _settings(config).rstrip(),
+            "```",
+            "",
+            "## Made with",
+            "",
+            *(f"- {package} {version}" for package, version in facts.versions.items()),
+            "",
+            "```",
+            facts.command,
+            "```",
+            "",
+        ]
+    )
+
+
+def evaluated(config: Config) -> str:
+    """The role of the model that a run's evaluations are about."""
+    return "average" if config.optimizer.average_decay else "policy"
+
+
+def results_of(run: Path, step: int) -> list[tuple[str, dict[str, float]]]:
+    """What evaluations measured up to this step: held-out results, and the last ones on validation problems."""
+    file = run / METRICS
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for record in read_metrics(file) if file.is_file() else []:
+        held_out = {name.removeprefix(HELD_OUT): x for name, x in record.items() if name.startswith(HELD_OUT)}
+        others = {name.removeprefix(VALIDATION): x for name, x in record.items() if name.startswith(VALIDATION)}
+        if record["step"] <= step and held_out:
+            found["held-out", record["step"]] = held_out
+        elif record["step"] <= step and others:
+            found = {key: values for key, values in found.items() if key[0] != "validation"}
+            found["validation", record["step"]] = others
+    return [(f"{split}, step {at}", values) for (split, at), values in found.items()]
+
+
+def _lines(config: Config) -> list[tuple[str, str]]:
+    """What the model was made from."""
+    data, algorithm = config.data, config.algorithm
+    paths = [data.train_path, *(source.path or source.reasoning_gym for source in data.sources.values())]
+    files = ", ".join(f"`{path}`" for path in paths if path)
+    file = f"problems of the task {data.task}" if data.task in GENERATED_TASKS else files
+    began = f"`{config.run.init_from}`" if config.run.init_from else "random weights"
+    lines = [("trained from", "a base model, from random weights" if config.base.train else began), ("problems", file)]
+    if tested := [path for path in (data.test_path, *(source.test_path for source in data.sources.values())) if path]:
+        lines.append(("held-out problems", ", ".join(f"`{path}`" for path in tested)))
+    if config.sft.path or config.sft.steps:
+        lines.append(("supervised steps before", f"`{config.sft.path}`" if config.sft.path else "traces of the task"))
+    rewards = ", ".join(f"{term.name} x {term.weight:g}" for term in config.reward.terms)
+    sizes = f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} samples a step"
+    return [*lines, ("algorithm", f"GRPO, objective {algorithm.objective}: {sizes}"), ("rewards", rewards)]
+
+
+def _table(lines: Sequence[tuple[str, str]]) -> list[str]:
+    cells = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in lines]
+    return ["| | |", "| --- | --- |", *cells]
+
+
+def _results(results: Sequence[tuple[str, dict[str, float]]]) -> list[str]:
+    if not results:
+        return []
+    names = [*dict.fromkeys(name for _, values in results for name in values)]
+    rows = [
+        f"| {when} | " + " | ".join("" if values.get(name) is None else f"{values[name]:.4g}" for name in names) + " |"
+        for when, values in results
+    ]
+    return ["", "## Results", "", f"| | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|", *rows]
+
+
+def _settings(config: Config) -> str:
+    """The rooms of the configuration that say how it was trained, as YAML."""
+    sampling = ("temperature", "top_p", "top_k", "max_new_tokens", "stop")
+    rooms = {name: asdict(getattr(config, name)) for name in ("algorithm", "reward", "optimizer", "data")}
+    rooms["rollout"] = {name: getattr(config.rollout, name) for name in sampling}
+    rooms["run"] = {"seed": config.run.seed, "steps": config.run.steps}
+    rooms |= {"lora": asdict(config.lora)} if config.lora.rank else {}
+    rooms |= {"base": asdict(config.base)} if config.base.train else {}
+    rooms |= {"sft": asdict(config.sft)} if config.sft.path or config.sft.steps else {}
+    return OmegaConf.to_yaml(OmegaConf.create(rooms))

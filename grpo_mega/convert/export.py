@@ -1,0 +1,93 @@
+"""Writes a policy with all that belongs to it as a Hugging Face folder: weights, tokenizer, model card; or adapters."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from grpo_mega.checkpoint.checkpoint import STATE
+from grpo_mega.config.schema import Config
+from grpo_mega.convert.card import Facts, card
+from grpo_mega.data.stops import stop_ids
+from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.models.policy import Policy
+from grpo_mega.platform.collectives import succeed_together
+from grpo_mega.platform.files import sync_folder, write_atomic
+from grpo_mega.weights import directory
+from grpo_mega.weights.companions import Companions, companions
+from grpo_mega.weights.names import entries
+from grpo_mega.weights.peft import adapter_config
+from grpo_mega.weights.stream import hf_buckets
+
+CARD = "README.md"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+BUCKET_BYTES = 2**30
+
+
+def write_folder(path: Path, policy: Policy, config: Config, tokenizer: Tokenizer, facts: Facts) -> None:
+    """Writes the policy to `path`, in the dtype of the `facts`; every rank must call it. See `directory.save`.
+
+    Raises:
+        ValueError: No supported family describes the model, or `path` exists.
+        RuntimeError: The disk is full or failed; nothing is left at `path`.
+    """
+    made: list[Companions] = []  # on the main rank, which alone has a use for them, and may fail to read files
+    work = lambda: made.append(_beside(config, tokenizer, facts))  # noqa: E731
+    succeed_together(work if policy.topology.is_main else lambda: None)
+    directory.save(path, policy, beside=made[0] if made else None, dtype=facts.dtype)
+
+
+def write_adapter(path: Path, policy: Policy, config: Config) -> None:
+    """Writes the adapters of a policy for the library `peft`; every rank must call it.
+
+    The folder holds adapter_config.json and adapter_model.safetensors. Main memory of every rank: a bucket, of the main
+    one: all adapters.
+
+    Raises:
+        ValueError: No supported family describes the model.
+        RuntimeError: The disk is full or failed; nothing is left at `path`.
+    """
+    assert policy.lora, "a policy without adapters"
+    model = entries(policy.architecture, policy.vocab_size)
+    settings = adapter_config(model, policy.lora, base_of_adapters(config.run.init_from), policy.architecture.layers)
+    is_main, tensors = policy.topology.is_main, {}
+    for bucket in hf_buckets(policy, BUCKET_BYTES, adapters=True):
+        tensors.update({name: tensor.cpu() for name, tensor in bucket} if is_main else {})
+    succeed_together(lambda: _write_adapter(path, tensors, settings) if is_main else None)
+
+
+def base_of_adapters(origin: str | None) -> str | None:
+    """The folder that `peft` loads below the adapters: that of an imported checkpoint; other checkpoints have none."""
+    state = Path(origin or "") / STATE
+    return json.loads(state.read_text()).get("imported_from") if origin and state.is_file() else origin
+
+
+def _write_adapter(path: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
+    """Writes both files under a temporary name, which is then the folder's."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        file = temporary / ADAPTER
+        save_file(tensors, file, {"format": "pt"})
+        file.chmod(temporary.stat().st_mode & 0o666)  # safetensors lets nobody else read it
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+        write_atomic(temporary / ADAPTER_CONFIG, json.dumps(settings, indent=1))
+        temporary.rename(path)
+        sync_folder(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _beside(config: Config, tokenizer: Tokenizer, facts: Facts) -> Companions:
+    """What lies beside the weights."""
+    beside = companions(config, stop_ids(config, tokenizer))
+    return replace(beside, files=beside.files | {CARD: card(config, facts).encode()})

@@ -1,0 +1,177 @@
+"""A Hugging Face folder as a checkpoint, tensor by tensor: no process ever holds the model.
+
+The model is built without memory (`platform.start_planning`), which says what Megatron calls its tensors and how a
+checkpoint cuts them. Each part is then read from the folder and written, in the format in which Megatron saves.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from grpo_mega.checkpoint.checkpoint import STATE
+from grpo_mega.checkpoint.contents import Part, parts
+from grpo_mega.checkpoint.integrity import seal
+from grpo_mega.checkpoint.model_state import METADATA, POLICY
+from grpo_mega.checkpoint.reading import FORMAT
+from grpo_mega.config.schema import ModelConfig
+from grpo_mega.models.shards import named_box
+from grpo_mega.platform import Platform
+from grpo_mega.platform.files import only_one, sync_folder, write_atomic
+from grpo_mega.weights.companions import CONFIG, GENERATION, TOKENIZER_FILES
+from grpo_mega.weights.directory import Reader
+
+BYTES_OF_A_FILE = 512 * 2**20
+"""Ranks that read the checkpoint divide its files among them to compute checksums."""
+
+
+def import_folder(folder: Path, out: Path, model: ModelConfig, vocab_size: int, here: Platform) -> None:
+    """Writes the weights of a folder as the checkpoint `out`, with its tokenizer and config.json.
+
+    One process, in a layout of one, after `platform.start_planning`; `here` has the meta device. Main memory:
+    half a GiB, and twice the largest tensor.
+
+    Raises:
+        ValueError: The folder is not of this model, or not whole, or `out` exists, or another process is writing it;
+            names what is wrong.
+        OSError: The disk is full or failed. Nothing is left of `out`.
+    """
+    _refuse_existing(out)
+    reader = Reader(folder, model, vocab_size)
+    wanted = parts(model, vocab_size, here)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with only_one(out):
+            _refuse_existing(out)  # another process may have finished it meanwhile
+            _write_checkpoint(folder, out, wanted, reader)
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__ or error  # torch's follows from the disk's
+        there = next(folder for folder in out.absolute().parents if os.path.isdir(folder))  # some may not be made
+        why = f"{cause}. {shutil.disk_usage(there).free:,} bytes were free in {there}"
+        raise OSError(f"{out} cannot be written: {why}") from error
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists():
+        raise ValueError(f"{out} exists; name another directory, or remove it")
+
+
+def _write_checkpoint(folder: Path, out: Path, wanted: list[Part], reader: Reader) -> None:
+    """Writes everything under a temporary name, which is then the checkpoint's."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    (temporary / POLICY).mkdir(parents=True)
+    try:
+        _check_room(out.parent, wanted)
+        _write(temporary / POLICY, wanted, reader)
+        for name in (*TOKENIZER_FILES, GENERATION):
+            if (folder / name).is_file():
+                write_atomic(temporary / name, (folder / name).read_bytes())
+        write_atomic(temporary / CONFIG, json.dumps(reader.config, indent=1))
+        write_atomic(temporary / STATE, json.dumps({"imported_from": str(folder)}))
+        seal(temporary)
+        temporary.rename(out)
+        sync_folder(out.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_room(folder: Path, wanted: list[Part]) -> None:
+    """Raises an OSError when the disk has not even room for the tensors."""
+    needed = sum(prod(part.local_shape) * part.dtype.itemsize for part in wanted if isinstance(part, ShardedTensor))
+    if needed > shutil.disk_usage(folder).free:
+        raise OSError(f"the weights take {needed:,} bytes: make room, or name a directory on another disk")
+
+
+class _Parts(DefaultSavePlanner):
+    """Gives the writer one part after the other, read when its turn comes."""
+
+    def __init__(self, wanted: Iterable[Part], reader: Reader) -> None:
+        super().__init__()
+        self._parts = {_index(part): part for part in wanted}
+        self._reader = reader
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """The part's values."""
+        part = self._parts[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
+        if isinstance(part, ShardedObject):
+            content = io.BytesIO()
+            torch.save([part.data], content)  # Megatron: of all objects of this name on a rank
+            return content
+        return self._reader.part(*named_box(part), part.dtype).view(_sizes(part))
+
+
+class _Writer(FileSystemWriter):
+    """Writes tensors as torch does, and an index of them alone."""
+
+    def storage_meta(self) -> None:
+        """Nothing: where it was written is a Path, and reading refuses what is no plain value."""
+
+
+def _write(folder: Path, wanted: list[Part], reader: Reader) -> None:
+    """Writes the parts into files of about `BYTES_OF_A_FILE`, and what Megatron wants beside them."""
+    for part in wanted:
+        if isinstance(part, ShardedTensor) and named_box(part)[0] not in reader:
+            raise ValueError(f"no Hugging Face tensor stands for {part.key}")
+    planner = _Parts(wanted, reader)
+    (plan,), metadata = create_default_global_save_plan([SavePlan([_item(part) for part in wanted])])
+    writer = _Writer(folder)
+    writer.set_up_storage_writer(True)
+    results = []
+    for number, items in enumerate(_files(plan.items)):
+        one = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
+        results.append(writer.write_data(one, planner).value())
+    writer.finish(metadata, results)
+    torch.save({"content_metadata": METADATA}, folder / "common.pt")
+    (sharded, sharded_version), (common, common_version) = FORMAT
+    save_config(CheckpointingConfig(sharded, sharded_version, common, common_version), str(folder))
+
+
+def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
+    """The items of each file."""
+    file: list[WriteItem] = []
+    room = BYTES_OF_A_FILE
+    for item in items:
+        size = 0
+        if item.tensor_data:
+            size = torch.Size(item.tensor_data.chunk.sizes).numel() * item.tensor_data.properties.dtype.itemsize
+        if file and size > room:
+            yield file
+            file, room = [], BYTES_OF_A_FILE
+        file.append(item)
+        room -= size
+    yield file
+
+
+def _item(part: Part) -> WriteItem:
+    if isinstance(part, ShardedObject):
+        return WriteItem(_index(part), WriteItemType.BYTE_IO)
+    chunk = ChunkStorageMetadata(torch.Size(part.global_offset), torch.Size(_sizes(part)))
+    data = TensorWriteData(chunk, TensorProperties(part.dtype), torch.Size(part.global_shape))
+    return WriteItem(_index(part), WriteItemType.SHARD, tensor_data=data)
+
+
+def _index(part: Part) -> MetadataIndex:
+    if isinstance(part, ShardedObject):
+        return MetadataIndex(part.unique_key)
+    return MetadataIndex(part.key, torch.Size(part.global_offset))
+
+
+def _sizes(part: ShardedTensor) -> tuple[int, ...]:
+    """Of the part, with the axes that number layers and experts."""
+    return (*(1 for _ in range(part.prepend_axis_num)), *part.local_shape)

@@ -1,0 +1,104 @@
+"""Exports of a run that goes on: the policy after some steps, in a folder of the run directory."""
+
+from __future__ import annotations
+
+import errno
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_mega.config.schema import Config
+from grpo_mega.convert.card import Facts
+from grpo_mega.convert.export import write_folder
+from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.models.body import DTYPES
+from grpo_mega.models.policy import Policy
+from grpo_mega.observe.summary import versions
+from grpo_mega.platform.collectives import from_main_rank, succeed_together
+from grpo_mega.weights.families import ARCHITECTURES, family
+
+
+@dataclass(frozen=True)
+class Exports:
+    """Writes the policy of a run; every rank makes one, and makes every call.
+
+    Attributes:
+        run: The run directory.
+        policy: What is written.
+        config: The configuration of the run.
+        tokenizer: Its tokenizer.
+    """
+
+    run: Path
+    policy: Policy
+    config: Config
+    tokenizer: Tokenizer
+
+    def __post_init__(self) -> None:
+        """Raises ValueError when no supported family describes the model: after hours of training it is too late."""
+        if not self.config.run.export_every:
+            return
+        try:
+            family(self.config.model)
+        except ValueError as error:
+            raise ValueError(f"run.export_every={self.config.run.export_every}: {error}; or set 0") from None
+
+    def path(self, step: int) -> Path:
+        """Where the export of a step lies."""
+        return self.run / "export" / f"step-{step:06d}"
+
+    def is_due(self, step: int) -> bool:
+        """Whether `run.export_every` asks for one after `step` steps."""
+        every = self.config.run.export_every
+        return every > 0 and step > 0 and step % every == 0
+
+    def is_there(self, step: int) -> bool:
+        """Whether it was written; every rank must call it."""
+        return from_main_rank(self.path(step).exists)
+
+    def write(self, step: int, checkpoint: Path | None) -> None:
+        """Writes the policy after `step` steps, in place of what an earlier start left there.
+
+        Raises:
+            RuntimeError: The disk failed, or would have no room for one more `checkpoint`; nothing is left of it.
+        """
+        parameters = self.policy.parameters()
+        size = parameters * DTYPES[self.config.model.dtype].itemsize
+        if self.policy.topology.is_main:
+            succeed_together(lambda: _make_room(self.run, self.path(step), size, checkpoint))
+        else:
+            succeed_together(lambda: None)
+        facts = Facts(
+            role="policy",
+            stage="grpo",
+            steps=step,
+            architecture=ARCHITECTURES[family(self.config.model)],
+            parameters=parameters,
+            dtype=self.config.model.dtype,
+            versions=versions(),
+            command=_command(self.policy.topology.world_size),
+            run=self.run,
+        )
+        write_folder(self.path(step), self.policy, self.config, self.tokenizer, facts)
+
+
+def _make_room(run: Path, path: Path, size: int, checkpoint: Path | None) -> None:
+    """Removes what lies at `path`.
+
+    Raises:
+        OSError: There is no room for an export of this size and, after it, for a checkpoint like the last one.
+    """
+    if path.exists():
+        shutil.rmtree(path)
+    files = checkpoint.rglob("*") if checkpoint else ()
+    needed = size + sum(file.stat().st_size for file in files if file.is_file())
+    if needed > (free := shutil.disk_usage(run).free):
+        raise OSError(errno.ENOSPC, f"{free:,} bytes are free, it and the next checkpoint need {needed:,}", str(run))
+
+
+def _command(processes: int) -> str:
+    """What started this process."""
+    torchrun = f"torchrun --nproc-per-node {processes}" if processes > 1 else "python"
+    return f"{torchrun} -m grpo_mega.train {shlex.join(sys.argv[1:])}"

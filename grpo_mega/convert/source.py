@@ -1,0 +1,173 @@
+"""What is exported: the checkpoint that a path means, and the configuration it was trained with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_mega.checkpoint import checkpoint
+from grpo_mega.checkpoint.integrity import damage, files_in_manifest
+from grpo_mega.checkpoint.model_state import folder_of, load_into
+from grpo_mega.config.load import explained, load
+from grpo_mega.config.rules import ConfigError, check_layout
+from grpo_mega.config.schema import Config, LayoutConfig, SGLangConfig
+from grpo_mega.models.policy import Policy
+from grpo_mega.observe.run_dir import CHECKPOINTS
+from grpo_mega.observe.run_dir import CONFIG as RUN_CONFIG
+from grpo_mega.platform.collectives import from_main_rank
+
+LAYOUT = "layout."
+"""What settings begin with that a model can be read under; all others are those that it was trained with."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A whole checkpoint.
+
+    Attributes:
+        path: The checkpoint.
+        run: The run directory that it lies in; None for one that lies elsewhere.
+        state: Its state, see `Run.state_dict`; that of a cached base model has its steps and its configuration.
+    """
+
+    path: Path
+    run: Path | None
+    state: dict[str, Any]
+
+    @property
+    def stage(self) -> str:
+        """What has trained it last."""
+        return checkpoint.stage_of(self.path) or ("grpo" if "step" in self.state else "pretrain")
+
+    @property
+    def steps(self) -> int:
+        """Steps of this stage."""
+        return self.state.get("step", self.state.get("steps", 0))
+
+
+def find(path: Path) -> Source:
+    """The newest whole checkpoint of a run directory, or the named one; every rank must call it.
+
+    Raises:
+        FileNotFoundError: There is no such path.
+        ValueError: It holds no whole checkpoint.
+    """
+    if not from_main_rank(path.exists):
+        raise FileNotFoundError(f"{path} does not exist; name a run directory such as runs/tiny, or a checkpoint")
+    if from_main_rank((path / CHECKPOINTS).is_dir):
+        newest = checkpoint.newest_whole(path / CHECKPOINTS)
+        if newest is None:
+            raise ValueError(f"{path} has no finished checkpoint yet; the first comes after run.save_every steps")
+        return Source(newest, path, _state(newest))
+    if not from_main_rank((path / checkpoint.STATE).is_file):
+        raise ValueError(
+            f"{path} is neither a run directory (no {CHECKPOINTS}/) nor a checkpoint (no {checkpoint.STATE}); name one"
+        )
+    if problem := damage(path, checkpoint.NEEDED):
+        raise ValueError(
+            f"the checkpoint {path} is damaged: {problem}; name another one, or the run directory for the newest that "
+            "is whole"
+        )
+    folder = path.absolute().parent
+    run = folder.parent if folder.name == CHECKPOINTS and (folder.parent / RUN_CONFIG).is_file() else None
+    return Source(path, run, _state(path))
+
+
+def configuration(source: Source, settings: Sequence[str], world_size: int, file: Path | None = None) -> Config:
+    """What the model was trained with, under another layout: one process, or what the `settings` say.
+
+    Args:
+        source: The checkpoint.
+        settings: Of the form layout.tp=2.
+        world_size: How many processes share the model.
+        file: The config.yaml of the run that trained it; null for the one of its run directory, or the one that a
+            cached base model holds.
+
+    Raises:
+        ValueError: There is no configuration, it cannot be read, or the layout does not fit the processes.
+    """
+    if wrong := [word for word in settings if not word.startswith(LAYOUT)]:
+        raise ValueError(f"{wrong[0]}: only {LAYOUT}* can be given, the rest is as the model was trained")
+    trained = _raw(source, file)
+    # Rules of training want a sequence in one micro-batch.
+    context, tokens = OmegaConf.select(trained, "model.context"), LayoutConfig().micro_batch_tokens
+    trained["layout"] = {"micro_batch_tokens": max(context, tokens) if isinstance(context, int) else tokens}
+    try:
+        raw = OmegaConf.merge(trained, OmegaConf.from_dotlist([*settings]))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(explained(error, settings)) from error
+    assert isinstance(raw, DictConfig)
+    config = load(raw)
+    check_layout(without_training(without_engines(config), world_size), world_size)
+    return config
+
+
+def without_engines(config: Config) -> Config:
+    """The configuration with the embedded engine in place of engines beside the trainer, and without their settings.
+
+    That engine must hold the completions that are sampled for one prompt, which other engines divide as they like.
+    """
+    rollout, samples = config.rollout, max(config.algorithm.group_size, config.eval.samples)
+    if rollout.engine != "embedded":
+        rollout = replace(
+            rollout,
+            engine="embedded",
+            sglang=SGLangConfig(),
+            concurrent_sequences=max(rollout.concurrent_sequences, samples),
+        )
+    return replace(config, rollout=rollout)
+
+
+def without_training(config: Config, world_size: int) -> Config:
+    """The configuration without what training alone asks of a layout of `world_size` processes."""
+    optimizer = replace(config.optimizer, overlap=False)
+    return replace(config, optimizer=optimizer, algorithm=replace(config.algorithm, prompts_per_step=world_size))
+
+
+def read(source: Source, policy: Policy, role: str) -> None:
+    """Reads the weights of the model with this role into a policy without optimizer; every rank must call it.
+
+    Raises:
+        ValueError: The checkpoint has no such model, or something in it would be executed.
+    """
+    files = files_in_manifest(source.path)
+    if not any(name.startswith(f"{folder_of(role)}/") for name in files):
+        raise ValueError(
+            f"{source.path} holds no {role}: the run that saved it had none (a reference needs algorithm.kl_coef above "
+            "0, an average optimizer.average_decay); name another checkpoint, or leave --model out for the policy"
+        )
+    if policy.lora and role != policy.role:  # copies are saved as adapters alone
+        load_into(policy, source.path, folder_of(policy.role), files)
+        with policy.chunks.adapters_alone():
+            load_into(policy, source.path, folder_of(role), files)
+        return
+    load_into(policy, source.path, folder_of(role), files)
+
+
+def _state(path: Path) -> dict[str, Any]:
+    return json.loads((path / checkpoint.STATE).read_text())
+
+
+def _raw(source: Source, file: Path | None) -> DictConfig:
+    """The configuration as it was written."""
+    if file is None and source.run is None and "config" in source.state:
+        return OmegaConf.create(source.state["config"])
+    if file is None and source.run is None:
+        raise ValueError(
+            f"{source.path} lies in no run directory, and does not say how it was trained: give --config FILE, the "
+            f"{RUN_CONFIG} of the run that trained it"
+        )
+    file = file or (source.run or Path()) / RUN_CONFIG
+    try:
+        raw = OmegaConf.create(file.read_text())
+    except Exception as error:  # the error depends on what is wrong with the text
+        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, DictConfig) or "model" not in raw:
+        raise ValueError(f"{file} is not the configuration of a run; give --config FILE")
+    return raw

@@ -1,0 +1,199 @@
+"""Problems from stored tables: each row checked, and rendered as the policy's prompt."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from grpo_mega.config.schema import SourceConfig
+from grpo_mega.data.chat import ASSISTANT, USER, Turn
+from grpo_mega.data.fields import checked_text, field_at, json_value, text_or_integer, turns_of
+from grpo_mega.data.records import Record, records
+from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.types import Prompt
+
+SHOWN = 3
+"""Problems of one kind that a message names."""
+ONLY = ""
+"""Name of the source that data.train_path and data.test_path are: its rows may have an id and a task."""
+
+Unreachable = Callable[[str], str | None]
+"""Answer -> why no completion can be right with it, and how to fix it; None when one can be right."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A stored problem.
+
+    Attributes:
+        prompt: As the policy sees it.
+        asked: The problem as it is stored, without template; of messages the user's, joined by line ends.
+        source: The name of its source.
+        difficulty: The number in the source's difficulty column; 0 without one.
+    """
+
+    prompt: Prompt
+    asked: str
+    source: str = ONLY
+    difficulty: float = 0.0
+
+
+def load_problems(
+    path: str | Path,
+    tokenizer: Tokenizer,
+    unreachable: Unreachable = lambda answer: None,
+    warn: Callable[[str], None] = lambda text: None,
+    name: str = ONLY,
+    source: SourceConfig | None = None,
+    split: str = "train",
+) -> list[Problem]:
+    """Reads the problems of a file, or of a split of a folder.
+
+    Args:
+        path: The file or folder; which forms there are, says `records`.
+        tokenizer: Renders a problem as the policy's prompt.
+        unreachable: Tells answers that no completion can match.
+        warn: Called about problems that quote special tokens.
+        name: The source's; it is the task of its problems, and their ids begin with it.
+        source: Which columns are read; by default prompt and answer.
+        split: The split of a folder.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder.
+        ValueError: A row is not a problem, or its answer is `unreachable`; names file, line or row, and field.
+    """
+    return problems_of(records(path, split), path, tokenizer, unreachable, warn, name, source or SourceConfig())
+
+
+def problems_of(
+    rows: Iterable[Record],
+    path: str | Path,
+    tokenizer: Tokenizer,
+    unreachable: Unreachable,
+    warn: Callable[[str], None],
+    name: str,
+    source: SourceConfig,
+) -> list[Problem]:
+    """The problems of rows that `path` stands for in messages; see `load_problems`."""
+    problems: dict[str, Problem] = {}
+    hopeless: list[str] = []
+    quoting: list[str] = []
+    for record in rows:
+        problem = _problem(record, tokenizer, name, source)
+        prompt = problem.prompt
+        if prompt.id in problems:
+            field = source.id or "id"
+            raise ValueError(f"{record.where}: field {field!r}: {prompt.id!r} was already used; ids must be unique")
+        problems[prompt.id] = problem
+        if why := unreachable(prompt.answer):
+            hopeless.append(f"{record.where}: field {source.answer!r} {why}")
+        asked = asked_in(record, source)
+        if quoted := tokenizer.quoted(asked if isinstance(asked, str) else "\n".join(turn.content for turn in asked)):
+            quoting.append(f"{record.where} ({quoted[0]})")
+    if not problems:
+        raise ValueError(f"{path}: the file is empty; it needs one problem a line")
+    if hopeless:
+        shown = "\n".join(f"  {problem}" for problem in hopeless[:SHOWN])
+        raise ValueError(
+            f"{path}: no completion can be right for {len(hopeless)} of {len(problems)} problems:\n{shown}"
+        )
+    warn_of_quoting(quoting, len(problems), f"problems of {path}", warn)
+    return list(problems.values())
+
+
+def warn_of_quoting(quoting: list[str], of: int, what: str, warn: Callable[[str], None]) -> None:
+    """Calls `warn` with the rows or problems that quote special tokens, which count as text, if there are any."""
+    if quoting:
+        warn(
+            f"{len(quoting)} of {of} {what} quote special tokens, which count as text "
+            f"(data.parse_special=true makes them tokens): {', '.join(quoting[:SHOWN])}"
+        )
+
+
+def _problem(record: Record, tokenizer: Tokenizer, name: str, source: SourceConfig) -> Problem:
+    fields, where = record.fields, record.where
+    asked = asked_in(record, source)
+    try:
+        text, token_ids = tokenizer.prompt(asked)
+    except ValueError as error:
+        raise ValueError(f"{where}: field {source.prompt!r}: {error}") from error
+    own = own_id(record, source, name)
+    prompt = Prompt(
+        id=own if name == ONLY else f"{name}/{own}",
+        token_ids=tuple(token_ids),
+        text=text,
+        answer=answer_of(record, source),
+        task=name or checked_text(fields.get("task", "jsonl"), "task", where),
+        metadata={column: json_value(field_at(fields, column), column, where) for column in source.metadata},
+        asked=asked if isinstance(asked, str) else [asdict(turn) for turn in asked],
+    )
+    return Problem(prompt, plain(asked), name, _difficulty(record, source))
+
+
+def own_id(record: Record, source: SourceConfig, name: str = ONLY) -> str:
+    """The row's name: its column, or the number of the row.
+
+    Raises:
+        ValueError: The column has none; names file, line or row, and field.
+    """
+    fields, where = record.fields, record.where
+    if source.id:
+        return text_or_integer(field_at(fields, source.id), source.id, where)
+    return checked_text(fields.get("id", record.name), "id", where) if name == ONLY else record.name
+
+
+def asked_in(record: Record, source: SourceConfig) -> str | list[Turn]:
+    """The problem in the row: text, or the turns of a chat that the policy is to continue.
+
+    Raises:
+        ValueError: There is none; names file, line or row, and field.
+    """
+    value, field, where = field_at(record.fields, source.prompt), source.prompt, record.where
+    if not isinstance(value, list):
+        return checked_text(value, field, where)
+    turns = turns_of(value, field, where, lambda text: text)
+    if turns[-1].role == ASSISTANT:
+        raise ValueError(f"{where}: field {field!r} ends with the assistant's message; remove it")
+    return turns
+
+
+def plain(asked: str | list[Turn]) -> str:
+    """A problem as one text: the user's messages, joined by line ends, or all where none is the user's.
+
+    What a system message tells every problem alike does not tell problems apart.
+    """
+    if isinstance(asked, str):
+        return asked
+    return "\n".join(turn.content for turn in [turn for turn in asked if turn.role == USER] or asked)
+
+
+def answer_of(record: Record, source: SourceConfig) -> str:
+    """The answer in the row: the whole column, or what the pattern matches last in it.
+
+    Raises:
+        ValueError: There is none; names file, line or row, and field.
+    """
+    field = source.answer
+    text = text_or_integer(field_at(record.fields, field), field, record.where)
+    if source.answer_pattern is None:
+        return text
+    matches = [*re.finditer(source.answer_pattern, text)]
+    if not matches:
+        raise ValueError(
+            f"{record.where}: field {field!r} has nothing that matches answer_pattern={source.answer_pattern!r}: "
+            f"{text[-40:]!r} is its end"
+        )
+    answer = matches[-1][1] if matches[-1].re.groups else matches[-1][0]
+    return checked_text((answer or "").strip(), field, record.where)
+
+
+def _difficulty(record: Record, source: SourceConfig) -> float:
+    if source.difficulty is None:
+        return 0.0
+    value = field_at(record.fields, source.difficulty)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{record.where}: field {source.difficulty!r} is {value!r}; a number is needed")
+    return float(value)

@@ -1,0 +1,181 @@
+"""Rows of stored tables: JSON Lines, JSON, Parquet and Arrow files, and folders of them as `datasets` makes.
+
+No code of a data set is ever run: a folder is read by the names of its files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.data.jsonl import checked_object, json_lines, json_object
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+"""Names by which a folder's files are known to be of one split and not of another."""
+SPELLINGS = {"training": "train", "testing": "test"}
+"""Other words for them."""
+SAVED = "state.json"
+"""What `Dataset.save_to_disk` writes beside its files, which it names."""
+ABOUT = (SAVED, "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+"""Files of a data set's folder that hold no rows."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A row of a table.
+
+    Attributes:
+        where: Its file and line or row, for messages.
+        name: FILE/NUMBER, without the file's suffix; unique within what is read.
+        fields: {column: value}.
+    """
+
+    where: str
+    name: str
+    fields: dict[str, Any]
+
+
+def records(path: str | Path, split: str = "train") -> Iterator[Record]:
+    """The rows of a file, or of the files of a folder that belong to a split, one after the other.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder.
+        ValueError: A row or file cannot be read, no file belongs to the split, or files of several tables do.
+    """
+    path = Path(path)
+    for file in files_of(path, split):
+        name = str(file.relative_to(path).with_suffix("")) if path.is_dir() else file.stem
+        for number, where, fields in _rows(file):
+            yield Record(where, f"{name}/{number}", fields)
+
+
+def files_of(path: Path, split: str) -> list[Path]:
+    """The file itself, or the files of a folder that hold a split, in order. Raises as `records` does."""
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"{path}: its ending is {path.suffix!r}; rename it to one of {', '.join(SUFFIXES)}")
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    if (path / SAVED).is_file():
+        return _saved(path)
+    every = [file for file in sorted(path.rglob("*")) if _holds_rows(file.relative_to(path)) and file.is_file()]
+    chosen = [file for file in every if _belongs(file.relative_to(path), split)]
+    if not chosen and not any(_splits_in(part) for file in every for part in file.relative_to(path).parts):
+        chosen = every
+    if not chosen:
+        there = ", ".join(str(file.relative_to(path)) for file in every[:5]) or "none that can be read"
+        raise ValueError(
+            f"{path}: no file belongs to the split {split!r}; there are {there}: name another split, give one file's "
+            f"path, or put {split!r}, and no other split, into the names of its files"
+        )
+    tables = sorted({f"{file.parent}/*{file.suffix}" for file in chosen})
+    if len(tables) > 1:
+        raise ValueError(f"{path}: the split {split!r} has several tables, {' and '.join(tables)}; give one's folder")
+    saved = chosen[0].parent
+    return _saved(saved) if (saved / SAVED).is_file() else chosen
+
+
+def _saved(folder: Path) -> list[Path]:
+    """The files that a folder of `save_to_disk` names; others beside them are caches."""
+    try:
+        files = [
+            folder / Path(entry["filename"]).name for entry in json.loads((folder / SAVED).read_text())["_data_files"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / SAVED}: does not name the files of the data set ({error!r})") from error
+    if absent := [file for file in files if not file.is_file()]:
+        raise FileNotFoundError(f"{absent[0]}: no such file, and {folder / SAVED} names it")
+    return files
+
+
+def _holds_rows(relative: Path) -> bool:
+    """Whether a file below the folder may hold rows; hidden folders, such as a download's cache, hold none."""
+    hidden = any(part.startswith(".") for part in relative.parts) or relative.name.startswith("cache-")
+    return relative.suffix in SUFFIXES and relative.name not in ABOUT and not hidden
+
+
+def _belongs(relative: Path, split: str) -> bool:
+    """Whether a file is of the split: its name, or else that of the nearest folder that names a split.
+
+    A name with several splits, such as train_test.jsonl, is of none.
+    """
+    wanted = SPELLINGS.get(split.lower(), split.lower())
+    itself = re.compile(rf"(?<![A-Za-z]){re.escape(split)}(?![A-Za-z]|(?<=[0-9])[0-9])", re.IGNORECASE)
+    for part in reversed(relative.parts):
+        named = _splits_in(part)
+        if wanted not in SPLITS and itself.search(part):
+            return True
+        if named:
+            return named == {wanted}
+    return False
+
+
+def _splits_in(name: str) -> set[str]:
+    """The splits that are words of a file's or folder's name: train of gsm8k_train-0.jsonl, Training, gsm8kTrain."""
+    words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+    return {SPELLINGS.get(word, word) for word in words} & {*SPLITS}
+
+
+def _rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(number from 1, where, {column: value}) of each row."""
+    if file.suffix == ".jsonl":
+        for number, line in json_lines(file):
+            yield number, f"{file}:{number}", json_object(line, f"{file}:{number}")
+        return
+    rows = _list(file) if file.suffix == ".json" else _of_table(file)
+    for number, row in enumerate(rows, start=1):
+        where = f"{file}, row {number}"
+        yield number, where, checked_object(row, where)
+
+
+def _list(file: Path) -> Sequence[object]:
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not JSON ({error}); a list of objects is needed") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{file}: a list of objects is needed, not {type(rows).__name__}; one a line is .jsonl")
+    return rows
+
+
+def _of_table(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet or Arrow file, of which a part at a time is in memory."""
+    try:
+        import pyarrow  # not needed for text, and so no dependency
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"{file}: to read it, pip install pyarrow, or convert it to .jsonl") from error
+    with _named(file, (pyarrow.ArrowException, OSError, ValueError)):
+        if file.suffix == ".parquet":
+            with pyarrow.parquet.ParquetFile(file) as table:
+                for batch in table.iter_batches():
+                    yield from batch.to_pylist()
+            return
+        with pyarrow.memory_map(str(file)) as mapped:
+            for batch in _batches(pyarrow, mapped):
+                yield from batch.to_pylist()
+
+
+def _batches(pyarrow: Any, mapped: Any) -> Iterator[Any]:
+    """The parts of an Arrow file in either of its two forms; `datasets` writes streams."""
+    try:
+        table = pyarrow.ipc.open_file(mapped)
+    except pyarrow.ArrowInvalid:
+        yield from pyarrow.ipc.open_stream(mapped)
+        return
+    yield from (table.get_batch(i) for i in range(table.num_record_batches))
+
+
+@contextmanager
+def _named(file: Path, errors_of_library: tuple[type[Exception], ...]) -> Iterator[None]:
+    try:
+        yield
+    except errors_of_library as error:
+        raise ValueError(f"{file}: cannot be read as {file.suffix}: {error}") from error

@@ -1,0 +1,175 @@
+"""Stored problems of one source or several: read, held out, compared with each other, and mixed."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from grpo_mega.config.schema import DataConfig, SourceConfig
+from grpo_mega.data.frontier import FrontierSource, Rule
+from grpo_mega.data.huggingface import HuggingFaceTokenizer
+from grpo_mega.data.mixture import mixture, shares
+from grpo_mega.data.overlap import check_held_out, check_repeated, check_split
+from grpo_mega.data.problems import ONLY, Problem, Unreachable, load_problems, problems_of
+from grpo_mega.data.puzzles import AS_MADE, puzzles
+from grpo_mega.data.source import PromptSource, mixed_epochs, shuffled_draws
+from grpo_mega.data.tasks.chain_sum import SPLIT_SEED
+from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.types import Prompt
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The stored problems of a run.
+
+    Attributes:
+        train: {source: its training problems}, of every source that is trained on.
+        validation: Problems that are held out of them for tuning.
+        test: Those of the test files, or without any held out as well.
+        identity: A text that changes with what was read for training and how much of it is held out.
+        warnings: About problems that quote special tokens or are there more than once.
+    """
+
+    train: dict[str, list[Problem]]
+    validation: list[Prompt]
+    test: list[Prompt]
+    identity: str
+    warnings: tuple[str, ...] = ()
+
+
+def sources_of(data: DataConfig) -> dict[str, SourceConfig]:
+    """{name: source} of the sources that are configured; data.train_path and data.test_path are one without a name."""
+    if data.sources:
+        return data.sources
+    return {ONLY: SourceConfig(path=data.train_path, test_path=data.test_path)}
+
+
+def tokenizer_of(source: SourceConfig, data: DataConfig, tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with what the source says of template, question and system's message."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer
+    own = (source.template, source.question, source.system)
+    common = (data.template, data.question, data.system)
+    if own == (None, None, None):
+        return tokenizer
+    template, question, system = (c if o is None else o for o, c in zip(own, common, strict=True))
+    return tokenizer.asking(template or "", question or "", system)
+
+
+def read_stored(data: DataConfig, tokenizer: Tokenizer, unreachable: Unreachable) -> Stored:
+    """Reads every source, holds problems out and looks for repetitions.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A row is no problem, too few are left for training, or more problems of a test file than are
+            allowed are trained on.
+    """
+    warnings: list[str] = []
+    train: dict[str, list[Problem]] = {}  # by field and path, which messages name
+    test: dict[str, list[Problem]] = {}
+    for name, source in sources_of(data).items():
+        own = tokenizer_of(source, data, tokenizer)
+        if source.reasoning_gym:
+            field = f"data.sources.{name}"
+            for rows, loaded in zip(puzzles(source, field), (train, test), strict=True):
+                what = f"{field}.reasoning_gym={source.reasoning_gym}"
+                if rows:
+                    loaded[what] = problems_of(rows, what, own, unreachable, warnings.append, name, AS_MADE)
+        for path, split, field, loaded in (
+            (source.path, source.split, "path", train),
+            (source.test_path, source.test_split, "test_path", test),
+        ):
+            if path:
+                problems = load_problems(path, own, unreachable, warnings.append, name, source, split)
+                loaded[f"{_field(name, field)}={path}"] = problems
+    every = [problem for problems in train.values() for problem in problems]
+    kept, validation, taken = _split(every, data, train, bool(test))
+    paths = " and ".join(field.partition("=")[2] for field in train)
+    warnings += check_repeated(_asked(every), paths)
+    warnings += check_split(_asked(kept), _asked(validation + taken), paths)
+    of_files = {field: _asked(problems) for field, problems in train.items()}
+    for field, problems in test.items():
+        warnings += check_repeated(_asked(problems), field.partition("=")[2])
+        warnings += check_held_out(of_files, _asked(problems), field, data.shared_test_problems)
+    tested = [problem for problems in test.values() for problem in problems]
+    checksum = hashlib.sha256()
+    for problem in every:
+        checksum.update(repr(problem).encode())
+    identity = f"sha256={checksum.hexdigest()[:16]} held_out={data.validation_size}+{len(taken)}"
+    by_source = {name: [p for p in kept if p.source == name] for name in dict.fromkeys(p.source for p in every)}
+    return Stored(by_source, _prompts(validation), _prompts(tested or taken), identity, tuple(warnings))
+
+
+def stream(stored: Stored, data: DataConfig, seed: int, success: str) -> PromptSource | FrontierSource:
+    """The training prompts: shuffled epochs over each source, mixed by the sources' weights.
+
+    Args:
+        stored: The problems.
+        data: The weights, which sources have difficulties, and the curriculum.
+        seed: Of the order.
+        success: The reward's term that a curriculum follows.
+    """
+    configured = sources_of(data)
+    problems = [_prompts(of_it) for of_it in stored.train.values()]
+    weights = [configured[name].weight or len(of_it) for name, of_it in stored.train.items()]
+    parts = shares(weights)
+    next_source = mixture(parts)
+    draws = [
+        shuffled_draws(
+            len(of_it),
+            seed if len(problems) == 1 else f"{seed}/{name}",
+            [problem.difficulty for problem in of_it] if configured[name].difficulty else (),
+        )
+        for name, of_it in stored.train.items()
+    ]
+    identity = f"jsonl seed={seed} {stored.identity}"
+    if len(problems) > 1:  # other weights would skip problems and repeat others
+        mixed = " ".join(f"{name}={part}" for name, part in zip(stored.train, parts, strict=True))
+        identity = f"{identity} shares: {mixed}"
+    if data.curriculum == "frontier":
+        rule = Rule(success, data.frontier_low, data.frontier_high, data.frontier_revisit)
+        return FrontierSource(problems, draws, next_source, rule, f"{identity} curriculum=frontier")
+
+    return PromptSource(mixed_epochs(problems, draws, next_source), identity)
+
+
+def _split(
+    every: list[Problem], data: DataConfig, train: Mapping[str, list[Problem]], has_test: bool
+) -> tuple[list[Problem], list[Problem], list[Problem]]:
+    """Training, validation and test problems of the training files; the last are none when there is a test file."""
+    test_size = 0 if has_test else data.test_size
+    held_out = data.validation_size + test_size
+    shuffled = random.Random(SPLIT_SEED).sample(every, len(every))
+    cut = max(0, len(every) - held_out)
+    kept = shuffled[:cut]
+    used_up = [
+        field for field, problems in train.items() if not {p.source for p in problems} & {p.source for p in kept}
+    ]
+    if used_up:
+        names, instead = "data.validation_size", ""
+        if not has_test:
+            names, instead = f"{names} + data.test_size", f", or give {_field(every[0].source, 'test_path')}"
+        lower = f"lower it to {len(every) - 1} or less" if len(train) == 1 else "lower it"
+        raise ValueError(
+            f"{names} is {held_out}, but {' and '.join(train)} hold {len(every)} problems and at least one of "
+            f"{used_up[0]} must be left for training: {lower}{instead}"
+        )
+    return kept, shuffled[cut : cut + data.validation_size], shuffled[cut + data.validation_size :]
+
+
+def _field(name: str, field: str) -> str:
+    """The setting that names a source's file, for messages."""
+    if name != ONLY:
+        return f"data.sources.{name}.{field}"
+    return "data.train_path" if field == "path" else "data.test_path"
+
+
+def _asked(problems: Sequence[Problem]) -> list[Prompt]:
+    """The problems as they are stored: what is around them in a source's template does not tell them apart."""
+    return [replace(problem.prompt, text=problem.asked) for problem in problems]
+
+
+def _prompts(problems: Sequence[Problem]) -> list[Prompt]:
+    return [problem.prompt for problem in problems]

@@ -1,0 +1,94 @@
+"""What made-up answers to a problem earn, term by term."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+
+from grpo_mega.config.rules.reward import reward_problems
+from grpo_mega.config.schema import Config, RewardTerm
+from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.dry_run.problems import Problems
+from grpo_mega.dry_run.prompts import Read
+from grpo_mega.reward.compose import build_reward
+from grpo_mega.reward.scorable import check_problems, has_task
+from grpo_mega.types import Prompt, Sample
+
+MADE_UP = Prompt(id="made up", token_ids=(), text="What is 40 + 2?", answer="42", task="made up")
+"""A problem, when none can be read."""
+SHOWN_TASKS = 8
+"""Tasks whose first problem is answered."""
+WRONG = "123454321"
+"""An answer to no problem."""
+IN_TAGS, IN_A_BOX = "<think>...</think><answer>{}</answer>", r"... \boxed{{{}}}"
+ANSWERS = (
+    ("right, in think and answer tags", IN_TAGS, True, "stop"),
+    ("right, in a box", IN_A_BOX, True, "stop"),
+    ("right, alone", "{}", True, "stop"),
+    ("wrong, in think and answer tags", IN_TAGS, False, "stop"),
+    ("wrong, in a box", IN_A_BOX, False, "stop"),
+    ("right, its tags not closed", "<think>...<answer>{}", True, "stop"),
+    ("right in tags, but cut off", IN_TAGS, True, "length"),
+    ("empty", "", False, "stop"),
+)
+"""(name, text with {} for the value, whether that is right, finish_reason)"""
+
+
+def show_rewards(config: Config, data: Read, problems: Problems) -> None:
+    """Prints what `ANSWERS` to the first problem of each task earn: every term of the reward, and their total."""
+    if data.prompts:
+        problems.attempt("reward.terms", lambda: check_problems(config.reward.terms, data.prompts))
+    firsts: dict[str, Prompt] = {}
+    for prompt in data.prompts:
+        firsts.setdefault(prompt.task, prompt)
+    for prompt in [*firsts.values()][:SHOWN_TASKS] or [MADE_UP]:
+        terms = [term for term in config.reward.terms if prompt is MADE_UP or has_task(term, prompt.task)]
+        _show(config, terms, prompt, data.tokenizer, problems)
+
+
+def _show(
+    config: Config, terms: list[RewardTerm], prompt: Prompt, tokenizer: Tokenizer | None, problems: Problems
+) -> None:
+    """Prints what `ANSWERS` to one problem earn, of these terms."""
+    samples = [
+        _sample(prompt, index, text.format(prompt.answer if right else WRONG), ends, tokenizer)
+        for index, (_, text, right, ends) in enumerate(ANSWERS)
+    ]
+    values = {term.name: _values(config, term, samples, problems) for term in terms}
+    weights = {term.name: term.weight for term in terms}
+    scored = {name: column for name, column in values.items() if column}
+    print(f"\nrewards of answers to {prompt.id!r}, whose answer is {prompt.answer!r}")
+    width = max(map(len, [*scored, "total"])) + 2
+    print(f"  {'':<34}" + "".join(f"{name:>{width}}" for name in [*scored, "total"]))
+    totals = [sum(weights[name] * column[index] for name, column in scored.items()) for index in range(len(ANSWERS))]
+    for index, (answer, *_) in enumerate(ANSWERS):
+        row = [*(column[index] for column in scored.values()), totals[index]]
+        print(f"  {answer:<34}" + "".join(f"{value:>{width}.4g}" for value in row))
+    if len(scored) == len(values) and totals[0] <= totals[3] and totals[1] <= totals[4]:
+        print("warning: in tags and in a box, a right answer earns no more than a wrong one")
+
+
+def _values(config: Config, term: RewardTerm, samples: list[Sample], problems: Problems) -> list[float] | None:
+    """The term's value for each sample; None when it has none, and that is a problem or is printed."""
+    kept = {name: value for name, value in term.options.items() if (term.built_in, name) != ("judge", "cache")}
+    tried = replace(term, weight=1.0, tasks=[], options=kept)  # a dry run writes no replies
+    alone = replace(config.reward, terms=[tried], success=term.name, on_error="stop")
+    if [*reward_problems(alone)]:  # reported with the settings
+        return None
+    reward = problems.attempt(f"reward term {term.name}", lambda: build_reward(alone, config.run.seed))
+    scores = problems.attempt(f"reward term {term.name}", lambda: reward.score(samples)) if reward else None
+    if not scores:
+        return None
+    if why := next((score.unscorable for score in scores if score.unscorable), ""):
+        print(f"\nof the machines of the job, which may not be this one: {why}")
+        return None
+    return [score.total for score in scores]
+
+
+def _sample(prompt: Prompt, index: int, text: str, ends: str, tokenizer: Tokenizer | None) -> Sample:
+    """A completion that the policy might have sampled; of characters without token it has no tokens."""
+    try:
+        tokens = array("i", tokenizer.encode(text) if tokenizer else [])
+    except ValueError:
+        tokens = array("i")
+    return Sample(prompt, index, tokens, array("f", bytes(4 * len(tokens))), ends, ((0, 0),), text)

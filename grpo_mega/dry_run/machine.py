@@ -1,0 +1,124 @@
+"""Files, the run directory, memory and room on the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from grpo_mega import platform
+from grpo_mega.config.load import identity
+from grpo_mega.config.schema import Config, RunConfig
+from grpo_mega.dry_run.problems import Problems
+from grpo_mega.observe.run_dir import CHECKPOINTS, check_run_dir
+from grpo_mega.planning.verdict import engine_verdict, in_gb, verdict
+
+EXPORTS = "export"
+"""Folder of a run directory in which its exports lie."""
+
+
+def check_readable(name: str, path: str) -> None:
+    """Raises an OSError when the file or folder of a setting is not there or not readable."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{name}={path} does not exist")
+    if not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
+        raise PermissionError(f"{name}={path} cannot be read; ask its owner for the permission")
+
+
+def check_run_directory(config: Config) -> None:
+    """Checks that the run directory is new or this run's, and can be written to; leaves nothing there.
+
+    Raises:
+        ValueError: It belongs to another experiment, or cannot be written to.
+    """
+    path = run_directory(config)
+    check_run_dir(path, identity=identity(config))
+    there = _existing(path)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"{there} cannot be written to ({error.strerror}); choose another run.root") from error
+
+
+def run_directory(config: Config) -> Path:
+    """Where the run is, or will be."""
+    return Path(config.run.root).resolve() / config.run.name
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def planned(config: Config, vocab_size: int, processes: int | None) -> dict[str, Any]:
+    """The plan of the run (`planning/plan.py`), on so many processes or those that the configuration names.
+
+    Raises:
+        ValueError: The machines do not fit the layout.
+        ImportError: There is no torch or Megatron here.
+    """
+    platform.start_planning()
+    from grpo_mega.planning.plan import plan
+
+    cluster = config.cluster
+    if processes and not cluster.nodes:
+        cluster = replace(cluster, nodes=1, gpus_per_node=processes)
+    return plan(replace(config, cluster=cluster, model=replace(config.model, vocab_size=vocab_size)))
+
+
+def show_plan(config: Config, plan: dict[str, Any], problems: Problems) -> None:
+    """Prints the memory of a GPU and the room for checkpoints; too little of either is a problem."""
+    lines = {"training": verdict(plan)}
+    if plan["engine"]:
+        lines["engines"] = engine_verdict(plan["engine"])
+    print(f"\n{plan['parameters']:,} parameters on {plan['gpus']} GPUs or processes")
+    for what, line in lines.items():
+        print(f"  {what}: {line}")
+    if plan["fits"] is False:
+        problems.add(
+            f"the memory of a GPU: {lines['training']}; lower layout.micro_batch_tokens or model.context, or spread "
+            "the model over more GPUs (layout.tp, layout.pp, layout.ep)"
+        )
+    if plan["engine"] and not plan["engine"]["fits"]:
+        problems.add(f"the memory of a GPU while engines have it: {lines['engines']}")
+    _show_disk(config, plan, problems)
+
+
+def _show_disk(config: Config, plan: dict[str, Any], problems: Problems) -> None:
+    """Prints the room that checkpoints and exports take at most; too little is a problem."""
+    path, run = run_directory(config), config.run
+    there = _existing(path)
+    checkpoints = max(1, checkpoints_at_once(run) - len([*(path / CHECKPOINTS).glob("[!.]*")]))
+    exports = max(0, exports_in_all(run) - len([*(path / EXPORTS).glob("[!.]*")]))
+    needed = {"checkpoints": checkpoints * plan["checkpoint"], "exports": exports * plan["export"]}
+    free = shutil.disk_usage(there).free
+    print(
+        f"  disk: {checkpoints} more checkpoints of {in_gb(plan['checkpoint'])} GB at once, {exports} more exports of "
+        f"{in_gb(plan['export'])} GB; {in_gb(free)} GB are free in {there}"
+    )
+    if sum(needed.values()) > free:
+        problems.add(
+            f"{there} has {in_gb(free)} GB free, and checkpoints need {in_gb(needed['checkpoints'])} GB "
+            f"(run.save_every={run.save_every}, run.keep_checkpoints={run.keep_checkpoints}, run.keep_every="
+            f"{run.keep_every}, and one that is being written), exports {in_gb(needed['exports'])} GB "
+            f"(run.export_every={run.export_every}): make room, choose another run.root, or keep fewer"
+        )
+
+
+def checkpoints_at_once(run: RunConfig) -> int:
+    """How many checkpoints of its last stage lie in the run directory at most, with the one that is being written."""
+    steps = max(1, run.steps)  # where no steps follow the earlier stages, there is one checkpoint, too
+    every = run.save_every or steps
+    before = -(-steps // every) - 1  # the last step is saved, too
+    newest = min(before, run.keep_checkpoints)
+    milestones = (before - newest) * every // lcm(every, run.keep_every) if run.keep_every else 0
+    return newest + milestones + 1
+
+
+def exports_in_all(run: RunConfig) -> int:
+    """How many exports a run writes: all are kept."""
+    return 1 if run.export_every < 0 else -(-max(1, run.steps) // run.export_every) if run.export_every else 0

@@ -1,0 +1,95 @@
+"""What a run starts from: a Hugging Face folder, one that was imported, or a checkpoint of another run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from grpo_mega import platform
+from grpo_mega.config.schema import Config
+from grpo_mega.dry_run.machine import run_directory
+from grpo_mega.dry_run.problems import Problems
+from grpo_mega.observe.run_dir import CONFIG as RUN_CONFIG
+from grpo_mega.observe.run_dir import has_checkpoints
+
+TOKENIZER = "tokenizer.json"
+
+
+def check_origin(config: Config, vocab_size: int | None, problems: Problems) -> None:
+    """Checks the weights that the run starts from: whole, and of a model of this configuration.
+
+    A run that continues at a checkpoint of its own needs them no more.
+
+    Raises:
+        FileNotFoundError: There is neither a checkpoint nor a Hugging Face folder.
+        ValueError: config.json, or the name, shape or dtype of a tensor, is of another model.
+        ImportError: There is no torch or Megatron here, which reading needs.
+    """
+    origin = Path(config.run.init_from or "")
+    if config.base.train or not config.run.init_from or not origin.exists() or has_checkpoints(run_directory(config)):
+        return
+    platform.start_planning()
+    from grpo_mega.checkpoint.checkpoint import STATE
+    from grpo_mega.weights.directory import CONFIG, Reader, check_architecture, is_model
+
+    is_checkpoint = (origin / STATE).is_file()
+    if not is_checkpoint and not is_model(origin):
+        raise FileNotFoundError(
+            f"run.init_from={origin} holds no checkpoint (no {STATE}), and no Hugging Face model (no {CONFIG}); name "
+            "another folder"
+        )
+    if is_checkpoint:
+        _check_checkpoint(config, origin, vocab_size, problems)
+    if is_model(origin):
+        check_architecture(origin, config.model, vocab_size, has_weights=not is_checkpoint)
+    if vocab_size and not is_checkpoint:
+        Reader(origin, config.model, vocab_size)
+
+
+def _check_checkpoint(config: Config, origin: Path, vocab_size: int | None, problems: Problems) -> None:
+    """Adds what is wrong with a checkpoint: its files, the shapes of its tensors, the tokenizer it was trained with."""
+    from grpo_mega.checkpoint.checkpoint import STATE
+    from grpo_mega.checkpoint.contents import check_beside_weights, check_files, check_weights
+    from grpo_mega.weights.directory import is_model
+
+    before = len(problems.found)
+    problems.attempt("run.init_from", lambda: check_files(origin))
+    whole = len(problems.found) == before
+    if Path(config.data.tokenizer) != origin:  # or reading the tokenizer has checked them
+        problems.attempt("run.init_from", lambda: check_beside_weights(origin))
+    if whole and vocab_size and not is_model(origin):  # whose config.json is compared
+        problems.attempt("run.init_from", lambda: check_weights(origin, config.model, vocab_size))
+    problems.attempt("run.init_from", lambda: _check_tokenizer(origin, origin / STATE, config.data.tokenizer))
+
+
+def _check_tokenizer(origin: Path, state_file: Path, tokenizer: str) -> None:
+    """Raises a ValueError when the run that wrote a checkpoint is known to have had another tokenizer."""
+    of_run, state = origin.absolute().parent.parent / RUN_CONFIG, json.loads(state_file.read_text())
+    written = state.get("config") or (OmegaConf.load(of_run) if of_run.is_file() else {})  # a base model has its own
+    trained = OmegaConf.select(OmegaConf.create(written), "data.tokenizer")
+    if trained in (None, tokenizer):
+        return
+    theirs, ours = (_tokens(Path(folder) / TOKENIZER) for folder in (trained, tokenizer))
+    if "chars" in (trained, tokenizer) or (theirs and ours and theirs != ours):
+        raise ValueError(
+            f"run.init_from={origin} was trained with data.tokenizer={trained}, whose tokens are others than those of "
+            f"data.tokenizer={tokenizer}; set data.tokenizer={trained}"
+        )
+
+
+def _tokens(file: Path) -> tuple[Any, ...] | None:
+    """The tokens of a tokenizer.json with their ids, the special ones, and what a text has around it.
+
+    However the file is written; None when there is none that can be read, for which whoever needs it has the reason.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        read = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception:  # a bare Exception is what tokenizers raises
+        return None
+    special = {i for i, token in read.get_added_tokens_decoder().items() if token.special}
+    return read.get_vocab(), special, read.encode("a").ids

@@ -1,0 +1,131 @@
+"""Samples and scores what an evaluation lacks, part by part, so that a killed one loses the part in progress alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from grpo_mega.evaluate.results import Record, missing, record_of, write_part
+from grpo_mega.evaluate.votes import Ballot, votes_of
+from grpo_mega.platform.collectives import from_all_ranks, from_main_rank, succeed_together
+from grpo_mega.rollout.engine import Engine, SamplingParams
+from grpo_mega.rollout.producer import Producer
+from grpo_mega.types import Answer, Prompt, Sample, Score
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """What is made of samples.
+
+    Attributes:
+        score: The reward, called on the rank that holds the samples.
+        success: The reward's term that is reported as accuracy.
+        ballot: How answers are read for votes; None when nobody can vote.
+        budgets: Numbers of tokens after which completions are cut, to be scored once more.
+        decode: Turns token ids into text.
+    """
+
+    score: Callable[[Sequence[Sample]], Sequence[Score]]
+    success: str
+    ballot: Ballot | None
+    budgets: tuple[int, ...]
+    decode: Callable[[Sequence[int]], str]
+
+
+def generate_missing(
+    folder: Path,
+    prompts: Sequence[Prompt],
+    samples: int,
+    sampling: SamplingParams,
+    engine: Engine,
+    scorer: Scorer,
+    together: int,
+    say: Callable[[str], None],
+) -> None:
+    """Writes a part for every `together` problems that the folder lacks; every rank must call it.
+
+    With the embedded engine a sample is a function of the problem, its index and `sampling`, so it does not matter
+    which problems are together.
+
+    Args:
+        folder: Of the evaluation, opened.
+        prompts: All problems.
+        samples: Answers to each.
+        sampling: How they are sampled.
+        engine: An engine with the weights.
+        scorer: What is made of them.
+        together: Problems in a part.
+        say: Called after every part, with the progress in words.
+
+    Raises:
+        RuntimeError: Some rank could not score, or the disk failed; raised on every rank.
+    """
+    due = from_main_rank(lambda: missing(folder, prompts))
+    for first in range(0, len(due), together):
+        numbers = due[first : first + together]
+        records = _part(engine, [prompts[number] for number in numbers], samples, sampling, scorer)
+        succeed_together(partial(_write_on_main_rank, folder, numbers[0], records))
+        say(f"{len(prompts) - len(due) + first + len(numbers)} of {len(prompts)} problems")
+
+
+def _write_on_main_rank(folder: Path, first: int, records: Sequence[Record]) -> None:
+    if dist.get_rank() == 0:
+        write_part(folder, first, records)
+
+
+def _part(
+    engine: Engine, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, scorer: Scorer
+) -> list[Record]:
+    """The records of all samples of some problems, in order, on every rank."""
+    producer = Producer(engine, scorer.score, samples, sampling, 0, len(prompts) * samples)
+    producer.add(prompts)
+    rollout = producer.run()
+    ballot = scorer.ballot
+    votes = [vote for of_group in votes_of(rollout, ballot) for vote in of_group] if ballot else None
+    answers = [*rollout.answers]
+
+    def held() -> dict[int, Record]:
+        within = within_budgets(rollout.samples, answers, scorer)
+        return {
+            number: record_of(sample, answers[number], votes[number] if votes else None, within[number])
+            for number, sample in rollout.samples.items()
+        }
+
+    records = {number: record for of_rank in from_all_ranks(held) for number, record in of_rank.items()}
+    return [records[number] for number in range(len(answers))]
+
+
+def within_budgets(
+    samples: Mapping[int, Sample], answers: Sequence[Answer], scorer: Scorer
+) -> dict[int, list[float | None]]:
+    """The success term of each sample for every budget: of the completion up to there, None without a score.
+
+    Args:
+        samples: Those that this rank holds, by their number.
+        answers: Of all samples, by their number.
+        scorer: The budgets, and the reward.
+    """
+    longer = [(n, b) for n, sample in samples.items() for b in scorer.budgets if len(sample.token_ids) > b]
+    parts = [_cut(samples[number], budget, scorer.decode) for number, budget in longer]
+    scores = dict(zip(longer, scorer.score(parts) if parts else (), strict=True))
+    return {
+        number: [scores.get((number, b), answers[number].score).terms.get(scorer.success) for b in scorer.budgets]
+        for number in samples
+    }
+
+
+def _cut(sample: Sample, tokens: int, decode: Callable[[Sequence[int]], str]) -> Sample:
+    """The sample as the length limit would have cut it; the stop token, its last one, is not among what is left."""
+    kept = sample.token_ids[:tokens]
+    return replace(
+        sample,
+        token_ids=kept,
+        logprobs=sample.logprobs[:tokens],
+        finish_reason="length",
+        text=decode(kept),
+        experts=None,
+    )

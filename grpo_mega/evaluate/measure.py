@@ -1,0 +1,139 @@
+"""What is reported of scored answers: the accuracy and other terms, lengths, pass@k and maj@k; by task too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from grpo_mega.evaluate.estimates import Estimate, best_of, majority_of, mean_over_problems, sizes
+from grpo_mega.evaluate.votes import Votes
+from grpo_mega.types import Answer, Group
+
+ACCURACY = "accuracy"
+"""Name under which the reward's success term is reported; for one sample drawn at random, so it is pass@1."""
+WITHIN = "within"
+"""within@TOKENS is the accuracy of completions that are cut after so many tokens."""
+
+
+Values = Sequence[Sequence[float]]
+"""For every problem, values of some of its answers."""
+
+
+def measure_within(within: Mapping[int, Values]) -> dict[str, Estimate]:
+    """{within@TOKENS: accuracy of completions that are cut after so many tokens}.
+
+    Args:
+        within: Budget in tokens -> what the answers to each problem were worth; problems without values do not count.
+    """
+    means = {budget: [_mean(values) for values in of_problems if values] for budget, of_problems in within.items()}
+    return {f"{WITHIN}@{budget}": mean_over_problems(values) for budget, values in sorted(means.items()) if values}
+
+
+def measure(
+    groups: Sequence[Group], votes: Votes | None, success: str, within: Mapping[int, Values] | None = None
+) -> dict[str, Estimate]:
+    """Means over problems, each of a problem's own estimate, with their intervals.
+
+    Args:
+        groups: The answers to each problem.
+        votes: Their votes; None when nobody can vote, which leaves maj@k out.
+        success: The reward's term that is reported as accuracy.
+        within: See `measure_within`; none during training.
+
+    Returns:
+        Name -> estimate: accuracy, each other term, length (tokens), truncated (share that the length limit cut), and
+        with several samples pass@k and maj@k for every k of `sizes`; within@TOKENS for every budget. A sample without a
+        score counts in length and truncated alone; a problem counts where it has enough scored samples, and a name
+        without a problem is absent.
+    """
+    terms: dict[str, list[float]] = {}
+    others: dict[str, list[float]] = {}
+    for number, group in enumerate(groups):
+        chosen = [i for i, answer in enumerate(group.answers) if success in answer.score.terms]
+        solved = [group.answers[i].score.terms[success] for i in chosen]
+        own_votes = [votes[number][i] for i in chosen] if votes is not None else None
+        _append(terms, _of_terms(group.answers, success))  # without a score, no terms
+        _append(others, _of_lengths(group.answers) | _of_sizes(solved, own_votes, len(group.answers)))
+    collected = terms | others  # a term that is named like a length gives way to it
+    estimates = {name: mean_over_problems(collected[name]) for name in sorted(collected, key=_order)}
+    return estimates | measure_within(within or {})
+
+
+def by_task(
+    groups: Sequence[Group], votes: Votes | None, success: str, within: Mapping[int, Values] | None = None
+) -> dict[str, dict[str, Estimate]]:
+    """{task: what `measure` gives for its problems}, in the order of the tasks' names."""
+    numbers: dict[str, list[int]] = {}
+    for number, group in enumerate(groups):
+        numbers.setdefault(group.prompt.task, []).append(number)
+    return {
+        task: measure(
+            [groups[i] for i in of_task],
+            votes and [votes[i] for i in of_task],
+            success,
+            {budget: [values[i] for i in of_task] for budget, values in (within or {}).items()},
+        )
+        for task, of_task in sorted(numbers.items())
+    }
+
+
+def metrics(groups: Sequence[Group], votes: Votes | None, success: str) -> dict[str, float]:
+    """What an evaluation during training records: the means of `measure`, of each task when there are several.
+
+    With one sample per problem these are the mean terms and the length. A task's are named TASK/NAME. `unscorable`
+    is the number of answers without a score, absent when all have one.
+    """
+    several = max((len(group.answers) for group in groups), default=1) > 1
+    recorded = _means(measure(groups, votes, success), several)
+    tasks = by_task(groups, votes, success)
+    for task, estimates in tasks.items() if len(tasks) > 1 else ():
+        recorded |= {f"{task}/{name}": value for name, value in _means(estimates, several).items()}
+    unscorable = unscorable_in(groups)
+    return recorded | ({"unscorable": unscorable} if unscorable else {})
+
+
+def unscorable_in(groups: Sequence[Group]) -> int:
+    """Number of answers that could not be scored."""
+    return sum(bool(answer.score.unscorable) for group in groups for answer in group.answers)
+
+
+def _means(estimates: dict[str, Estimate], several: bool) -> dict[str, float]:
+    return {name: e.mean for name, e in estimates.items() if several or name != "truncated"}
+
+
+def _of_terms(answers: Sequence[Answer], success: str) -> dict[str, float]:
+    """The mean of every term over the answers of a problem that have it."""
+    values: dict[str, list[float]] = {}
+    for answer in answers:
+        _append(values, answer.score.terms)
+    means = {name: _mean(of_term) for name, of_term in values.items()}
+    return means | ({ACCURACY: means.pop(success)} if success in means else {})  # whichever term has that name
+
+
+def _of_lengths(answers: Sequence[Answer]) -> dict[str, float]:
+    """The mean length of a problem's answers, and the share that was cut."""
+    cut = [float(answer.finish_reason == "length") for answer in answers]
+    return {"length": _mean([answer.length for answer in answers]), "truncated": _mean(cut)}
+
+
+def _of_sizes(solved: Sequence[float], votes: Sequence[int | None] | None, samples: int) -> dict[str, float]:
+    """pass@k and maj@k of a problem for every k for which it has enough samples."""
+    ks = [k for k in sizes(samples) if k <= len(solved)]
+    passed = {f"pass@{k}": best_of(solved, k) for k in ks}
+    majority = majority_of(solved, votes) if votes is not None and ks else []
+    return passed | {f"maj@{k}": majority[k - 1] for k in ks if majority}
+
+
+def _order(name: str) -> tuple[int, int]:
+    """Accuracy first, then terms in the order in which they occur, then lengths, pass@k and maj@k by k."""
+    kind, _, k = name.partition("@")
+    place = {ACCURACY: 0, "length": 2, "truncated": 3, "pass": 4, "maj": 5}.get(kind if k else name, 1)
+    return place, int(k or 0)
+
+
+def _append(lists: dict[str, list[float]], values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        lists.setdefault(name, []).append(value)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

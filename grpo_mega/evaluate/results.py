@@ -1,0 +1,151 @@
+"""The folder of an evaluation: parts that are whole or absent, until everything is there.
+
+    settings.json    what decides about the samples
+    parts/           samples of some problems each, while others are missing
+    samples.jsonl    all of them, one a line, in the order of the problems
+    results.json     the estimates
+    curves.png       pass@k and maj@k against k
+    budgets.png      the accuracy against the tokens of a completion
+
+A killed evaluation continues with the problems that no part has. Called on the main rank only.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.evaluate.estimates import Estimate
+from grpo_mega.evaluate.measure import Values
+from grpo_mega.evaluate.votes import Votes
+from grpo_mega.platform.files import write_atomic
+from grpo_mega.types import Answer, Group, Prompt, Sample, Score
+
+SETTINGS, PARTS, SAMPLES, RESULTS = "settings.json", "parts", "samples.jsonl", "results.json"
+CURVES, BUDGETS = "curves.png", "budgets.png"
+Record = dict[str, Any]
+"""A sample as samples.jsonl has it."""
+
+
+def open_folder(folder: Path, settings: dict[str, Any]) -> None:
+    """Makes the folder, or continues one of the same settings (values as JSON has them).
+
+    Raises:
+        ValueError: It holds results of other settings, each of which is named, or something else.
+    """
+    wanted = json.loads(json.dumps(settings))
+    file = folder / SETTINGS
+    if file.is_file():
+        there = json.loads(file.read_text())
+        differing = [name for name in sorted({*wanted, *there}) if wanted.get(name) != there.get(name)]
+        if differing:
+            lines = [f"  {name}: {_shown(there, name)} there, {_shown(wanted, name)} now" for name in differing]
+            raise ValueError(
+                "\n".join([f"{folder} holds results of other settings:", *lines, "name another --out, or remove it"])
+            )
+        return
+    if folder.exists() and (not folder.is_dir() or any(entry.name != f".{SETTINGS}.tmp" for entry in folder.iterdir())):
+        raise ValueError(f"{folder} exists, and is no evaluation (no {SETTINGS}); name another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, json.dumps(wanted, indent=2) + "\n")
+
+
+def missing(folder: Path, prompts: Sequence[Prompt]) -> list[int]:
+    """Numbers of the problems that no part has."""
+    known = {record["problem"] for record in _records(folder)}
+    return [number for number, prompt in enumerate(prompts) if prompt.id not in known]
+
+
+def write_part(folder: Path, first: int, records: Sequence[Record]) -> None:
+    """Writes all samples of some problems, of which `first` is the first one's number."""
+    (folder / PARTS).mkdir(exist_ok=True)
+    write_atomic(folder / PARTS / f"problem-{first:06d}.jsonl", _lines(records))
+
+
+def collect(folder: Path, prompts: Sequence[Prompt]) -> list[list[Record]]:
+    """The samples of each problem in order, when no part is missing; they are in samples.jsonl then, and in no part."""
+    by_problem: dict[str, list[Record]] = {}
+    for record in _records(folder):
+        by_problem.setdefault(record["problem"], []).append(record)
+    ordered = [sorted(by_problem[prompt.id], key=lambda record: record["index"]) for prompt in prompts]
+    if not (folder / SAMPLES).is_file():
+        write_atomic(folder / SAMPLES, _lines([record for records in ordered for record in records]))
+    shutil.rmtree(folder / PARTS, ignore_errors=True)
+    return ordered
+
+
+def record_of(sample: Sample, answer: Answer, vote: int | None, within: Sequence[float | None] = ()) -> Record:
+    """A sample with its score, the number of the answer that it votes for, and what it is worth within each budget."""
+    score = answer.score
+    return {
+        "problem": sample.prompt.id,
+        "task": sample.prompt.task,
+        "index": sample.index,
+        "asked": sample.prompt.asked,
+        "prompt": sample.prompt.text,
+        "answer": sample.prompt.answer,
+        "completion": sample.text,
+        "tokens": answer.length,
+        "finish_reason": answer.finish_reason,
+        "reward": score.total,
+        "terms": score.terms,
+        "vote": vote,
+        **({"within": [*within]} if within else {}),
+        **({"reason": score.reason} if score.reason else {}),
+        **({"unscorable": score.unscorable} if score.unscorable else {}),
+    }
+
+
+def groups_of(prompts: Sequence[Prompt], records: Sequence[Sequence[Record]]) -> tuple[list[Group], Votes]:
+    """The answers and votes that the records of each problem tell of."""
+    groups = [
+        Group(
+            prompt,
+            tuple(
+                Answer(
+                    record["tokens"],
+                    record["finish_reason"],
+                    ((0, 0),),
+                    Score(record["reward"], record["terms"], unscorable=record.get("unscorable", "")),
+                )
+                for record in own
+            ),
+        )
+        for prompt, own in zip(prompts, records, strict=True)
+    ]
+    return groups, [[record["vote"] for record in own] for own in records]
+
+
+def within_of(records: Sequence[Sequence[Record]], budgets: Sequence[int]) -> dict[int, Values]:
+    """{budget: of each problem what its answers were worth within it, without those that have no score}."""
+    return {
+        budget: [[value for record in own if (value := record["within"][i]) is not None] for own in records]
+        for i, budget in enumerate(budgets)
+    }
+
+
+def write_results(folder: Path, results: dict[str, Any]) -> None:
+    """Writes results.json, in which estimates are objects."""
+    write_atomic(folder / RESULTS, json.dumps(results, indent=2, default=_as_object) + "\n")
+
+
+def _as_object(value: object) -> dict[str, Any]:
+    assert isinstance(value, Estimate)
+    return asdict(value)
+
+
+def _records(folder: Path) -> list[Record]:
+    files = [folder / SAMPLES] if (folder / SAMPLES).is_file() else sorted((folder / PARTS).glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _lines(records: Sequence[Record]) -> str:
+    return "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+
+
+def _shown(settings: dict[str, Any], name: str) -> str:
+    return json.dumps(settings[name]) if name in settings else "absent"

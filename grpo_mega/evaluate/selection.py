@@ -1,0 +1,316 @@
+"""Rejection sampling: of scored samples those that are worth learning from.
+
+As in DeepSeek-R1 (arXiv 2501.12948, section 2.3.3). A pool is the folder of an evaluation, whose samples were generated
+and scored by `tools/evaluate.py`. It is read line by line: the samples that pass every filter are noted, then the
+chosen ones are copied. Memory is needed for the notes, a few hundred bytes for each that passes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from operator import ge, le
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.data.fields import checked_text
+from grpo_mega.evaluate.results import RESULTS, SAMPLES, SETTINGS, Record
+
+NEEDED = {"problem", "task", "index", "prompt", "completion", "tokens", "finish_reason", "reward", "terms"}
+"""What a sample must have, besides how its problem was asked."""
+THOUGHTS = "<think>"
+"""What the templates of models that think may end with; the completion then begins inside."""
+_CONDITION = re.compile(r"\s*(?P<term>[^<>=\s]+)\s*(?P<sign>>=|<=)\s*(?P<value>\S+)\s*")
+CHOICES = ("first", "shortest", "highest")
+"""How a problem's samples are ordered, of which the first ones are chosen: as drawn, by tokens, or by reward."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a term of the reward must be, such as `accuracy>=1`.
+
+    Attributes:
+        term: Its name; the value is the unweighted one.
+        sign: ">=" or "<=".
+        value: The bound.
+    """
+
+    term: str
+    sign: str
+    value: float
+
+    def holds(self, terms: dict[str, float]) -> bool:
+        """Whether the terms of a sample satisfy it; a sample without the term does not."""
+        compare: Callable[[float, float], bool] = ge if self.sign == ">=" else le
+        return self.term in terms and compare(terms[self.term], self.value)
+
+    def __str__(self) -> str:
+        """The condition as it is written."""
+        return f"{self.term}{self.sign}{repr(self.value).removesuffix('.0')}"
+
+
+def condition(text: str) -> Condition:
+    """The condition that a text such as `language>=0.9` says. Raises ValueError when it says none."""
+    match = _CONDITION.fullmatch(text)
+    try:
+        value = float(match["value"]) if match else float("nan")
+    except ValueError:
+        value = float("nan")
+    if match is None or value != value:
+        raise ValueError(f"{text!r} is no condition: write TERM>=NUMBER or TERM<=NUMBER, such as language>=0.9")
+    return Condition(match["term"], match["sign"], value)
+
+
+@dataclass(frozen=True)
+class Filters:
+    """What a sample has to be, and how many of those are chosen. Completions that were cut never pass.
+
+    Attributes:
+        conditions: Of terms of the reward, each for the tasks that have the term.
+        shortest: Least number of tokens.
+        longest: Greatest number of tokens; None for no limit.
+        per_problem: Samples of a problem, of all pools together; None for all.
+        choose: One of `CHOICES`.
+    """
+
+    conditions: tuple[Condition, ...] = ()
+    shortest: int = 1
+    longest: int | None = None
+    per_problem: int | None = None
+    choose: str = "first"
+
+    def why_not(self, record: Record, conditions: Sequence[Condition]) -> str | None:
+        """The first filter that a sample does not pass, in words; None when it passes all."""
+        if record.get("unscorable"):
+            return "could not be scored"
+        if record["finish_reason"] != "stop":
+            return "did not end by themselves"
+        for each in conditions:
+            if not each.holds(record["terms"]):
+                return f"are not {each}"
+        if record["tokens"] < self.shortest:
+            return f"have fewer than {self.shortest} tokens"
+        if self.longest is not None and record["tokens"] > self.longest:
+            return f"have more than {self.longest} tokens"
+        try:
+            checked_text(record["completion"], "completion", "")
+        except ValueError:
+            return "are empty, or hold what no text may"
+        return None
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The finished evaluation of a folder.
+
+    Attributes:
+        folder: Where it lies.
+        settings: Its settings.json: weights, sampling, reward.
+        sha256: Of samples.jsonl.
+    """
+
+    folder: Path
+    settings: dict[str, Any]
+    sha256: str
+
+    def conditions(self, filters: Filters, task: str) -> tuple[Condition, ...]:
+        """What is asked of a sample of a task: the filters' conditions about terms that it has.
+
+        Unless one of them is about the success term, this must be 1 or more where the task has it.
+
+        Raises:
+            ValueError: Nothing is asked of this task.
+        """
+        reward = self.settings["reward"]
+        terms = [term["name"] for term in reward["terms"] if not term.get("tasks") or task in term["tasks"]]
+        success = Condition(reward["success"], ">=", 1.0)
+        own = [each for each in filters.conditions if each.term in terms]
+        if success.term in terms and all(each.term != success.term for each in own):
+            own.insert(0, success)
+        if not own:
+            raise ValueError(
+                f"{self.folder}: samples of the task {task!r} have no term {success.term!r}, which tells the right "
+                f"ones of other tasks; say with --keep what is asked of them ({', '.join(terms)})"
+            )
+        return tuple(own)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A note of a sample that passed the filters: where it is, and what it is ordered by."""
+
+    pool: int
+    offset: int
+    index: int
+    tokens: int
+    reward: float
+    completion: bytes
+    """Its checksum."""
+    opened: bool
+    """Whether the completion continues thoughts that the prompt begins."""
+
+
+@dataclass
+class Selection:
+    """What was chosen, and what became of the others.
+
+    Attributes:
+        chosen: The chosen samples, problem after problem.
+        problems: Number of problems that were asked.
+        solved: Number of those with a chosen sample.
+        samples: Number of all samples.
+        left_out: {why, in words: number of samples}.
+    """
+
+    chosen: list[Passed] = field(default_factory=list)
+    problems: int = 0
+    solved: int = 0
+    samples: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def opened(self) -> int:
+        """Number of chosen samples whose completion continues thoughts that the prompt begins."""
+        return sum(each.opened for each in self.chosen)
+
+    def lines(self) -> list[str]:
+        """The numbers as lines for people."""
+        return [
+            f"{self.samples:,} samples of {self.problems:,} problems",
+            *(f"  {number:,} {why}" for why, number in self.left_out.items()),
+            f"{len(self.chosen):,} samples of {self.solved:,} problems are chosen",
+        ]
+
+
+def open_pool(folder: Path) -> Pool:
+    """The evaluation in a folder.
+
+    Raises:
+        ValueError: It is no evaluation, or not finished.
+    """
+    if not (folder / SETTINGS).is_file():
+        raise ValueError(
+            f"{folder} holds no evaluation (no {SETTINGS}); make one with tools/evaluate.py --out {folder}"
+        )
+    if not (folder / RESULTS).is_file():
+        raise ValueError(f"the evaluation {folder} is not finished (no {RESULTS}); give its command again")
+    digest = hashlib.sha256()
+    with (folder / SAMPLES).open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    settings = json.loads((folder / SETTINGS).read_text())
+    if not {"success", "terms"} <= settings.get("reward", {}).keys():
+        raise ValueError(f"{folder}/{SETTINGS} does not say what the reward was; it is no evaluation's")
+    return Pool(folder, settings, digest.hexdigest())
+
+
+def select(pools: Sequence[Pool], filters: Filters) -> Selection:
+    """Chooses samples, none with the same completion as another one of its problem.
+
+    Problems are the same when they are asked in the same words, in whatever pools.
+
+    Raises:
+        ValueError: A pool cannot be chosen from, or nothing passes; says what became of the samples.
+    """
+    selection = Selection()
+    passed: dict[bytes, list[Passed]] = {}
+    _check_terms(pools, filters)
+    for number, pool in enumerate(pools):
+        conditions = cache(partial(pool.conditions, filters))
+        for offset, record in _records(pool):
+            selection.samples += 1
+            own = passed.setdefault(_digest(record["asked"]), [])
+            if why := filters.why_not(record, conditions(record["task"])):
+                selection.left_out[why] += 1
+                continue
+            completion, opened = _digest(record["completion"]), record["prompt"].rstrip().endswith(THOUGHTS)
+            own.append(Passed(number, offset, record["index"], record["tokens"], record["reward"], completion, opened))
+    for own in passed.values():
+        different: dict[bytes, Passed] = {}
+        for each in _ordered(own, filters.choose):
+            different.setdefault(each.completion, each)
+        chosen = list(different.values())[: filters.per_problem]
+        selection.chosen += chosen
+        selection.solved += bool(chosen)
+        selection.left_out["are there already"] += len(own) - len(different)
+        selection.left_out[f"are more than {filters.per_problem} of a problem"] += len(different) - len(chosen)
+    selection.left_out = +selection.left_out  # without those that are none
+    selection.problems = len(passed)
+    if not selection.chosen:
+        raise ValueError("\n".join(["no sample passes:", *selection.lines()[:-1], "loosen what leaves out most"]))
+    return selection
+
+
+def rows(pools: Sequence[Pool], selection: Selection, begin: str = "") -> Iterator[dict[str, Any]]:
+    """The chosen samples as rows of `sft.path`, each with where it is from; `begin` is put before the completions."""
+    files = [(pool.folder / SAMPLES).open("rb") for pool in pools]
+    try:
+        for chosen in selection.chosen:
+            pool, file = pools[chosen.pool], files[chosen.pool]
+            file.seek(chosen.offset)
+            record = json.loads(file.readline())
+            yield {
+                "prompt": record["asked"],
+                "completion": begin + record["completion"],
+                "problem": record["problem"],
+                "task": record["task"],
+                "pool": str(pool.folder),
+                "index": record["index"],
+                "tokens": record["tokens"],
+                "reward": record["reward"],
+                "terms": record["terms"],
+            }
+    finally:
+        for file in files:
+            file.close()
+
+
+def _check_terms(pools: Sequence[Pool], filters: Filters) -> None:
+    for pool in pools:
+        known = [term["name"] for term in pool.settings["reward"]["terms"]]
+        for each in filters.conditions:
+            if each.term not in known:
+                raise ValueError(
+                    f"{each}: the reward of {pool.folder} has no such term, only {', '.join(known)}; evaluate with a "
+                    "reward that has it (of weight 0 if it is to count for nothing else)"
+                )
+
+
+def _records(pool: Pool) -> Iterator[tuple[int, Record]]:
+    """(where its line begins, sample) of each sample of a pool.
+
+    Raises:
+        ValueError: A line is no sample, or was written before samples said how their problem was asked.
+    """
+    offset = 0
+    with (pool.folder / SAMPLES).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{pool.folder / SAMPLES}:{number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}; evaluate again, into another folder") from error
+            if not isinstance(record, dict) or not record.get("asked") or NEEDED - record.keys():
+                raise ValueError(
+                    f"{where} is no sample, or of an older version, which did not keep how problems were asked; "
+                    "evaluate again, into another folder"
+                )
+            yield offset, record
+            offset += len(line)
+
+
+def _digest(*parts: Any) -> bytes:
+    return hashlib.sha256(json.dumps(parts).encode()).digest()
+
+
+def _ordered(own: list[Passed], choose: str) -> list[Passed]:
+    if choose == "shortest":
+        return sorted(own, key=lambda one: (one.tokens, one.pool, one.index))
+    if choose == "highest":
+        return sorted(own, key=lambda one: (-one.reward, one.pool, one.index))
+    return own

@@ -1,0 +1,98 @@
+"""An evaluation as a table, and its curves as a picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo_mega.evaluate.estimates import Estimate
+from grpo_mega.evaluate.measure import ACCURACY, WITHIN
+from grpo_mega.observe.plot import BLUE, INK, ORANGE
+from grpo_mega.platform.files import write_atomic
+
+
+def table(columns: Mapping[str, Mapping[str, Estimate]]) -> str:
+    """A line for each name, a column for each title: the mean with its 95 % interval.
+
+    Args:
+        columns: Title -> name -> estimate; the first column has all names.
+    """
+    names = [*next(iter(columns.values()))]
+    rows = [["", *columns]]
+    rows.append(["problems", *(str(max(e.problems for e in column.values())) for column in columns.values())])
+    for name in names:
+        title = f"{name} (pass@1)" if name == ACCURACY else name
+        rows.append([title, *(_cell(name, column.get(name)) for column in columns.values())])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def draw(estimates: Mapping[str, Estimate], path: Path, title: str) -> None:
+    """Draws pass@k and maj@k against k, with their intervals, and writes a PNG atomically.
+
+    Args:
+        estimates: Those of all problems, by name.
+        path: The PNG file.
+        title: Text above, printed literally.
+    """
+    curves = {f"{kind}@k": _curve(estimates, kind) for kind in ("pass", "maj")}
+    if ACCURACY in estimates:
+        curves["pass@k"] = {1: estimates[ACCURACY]} | curves["pass@k"]
+    _draw(curves, "k", path, title)
+
+
+def draw_budgets(estimates: Mapping[str, Estimate], longest: int, path: Path, title: str) -> None:
+    """Draws the accuracy of completions that are cut against where they are cut; see `draw`.
+
+    Args:
+        estimates: Those of all problems, by name.
+        longest: Tokens of the longest completion, where it is the accuracy of whole ones.
+        path: The PNG file.
+        title: Text above, printed literally.
+    """
+    curve = _curve(estimates, WITHIN) | ({longest: estimates[ACCURACY]} if ACCURACY in estimates else {})
+    _draw({"accuracy": curve}, "tokens of a completion, at most", path, title)
+
+
+def _curve(estimates: Mapping[str, Estimate], kind: str) -> dict[int, Estimate]:
+    return {int(name.partition("@")[2]): e for name, e in estimates.items() if name.startswith(f"{kind}@")}
+
+
+def _draw(curves: Mapping[str, Mapping[int, Estimate]], across: str, path: Path, title: str) -> None:
+    """Draws up to two curves, by their labels, on a logarithmic axis."""
+    from matplotlib.figure import Figure  # imported here: it takes a second, and only the end of an evaluation draws
+
+    figure = Figure(figsize=(6, 3.6), dpi=150, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, parse_math=False)
+    axes = figure.subplots()
+    for (label, curve), color in zip(curves.items(), (BLUE, ORANGE), strict=False):
+        if not curve:
+            continue
+        axes.plot(
+            [*curve], [e.mean for e in curve.values()], "o-", color=color, linewidth=1.8, markersize=4, label=label
+        )
+        bounded = {x: (e.low, e.high) for x, e in curve.items() if e.low is not None and e.high is not None}
+        lows, highs = [low for low, _ in bounded.values()], [high for _, high in bounded.values()]
+        axes.fill_between([*bounded], lows, highs, color=color, alpha=0.15, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel(across, fontsize=9, color=INK)
+    axes.set_ylim(-0.03, 1.03)
+    axes.tick_params(labelsize=8, colors=INK, length=3)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    write_atomic(path, png.getvalue())
+
+
+def _cell(name: str, estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "-"
+    share = "@" in name or name in (ACCURACY, "format", "truncated")
+    numbers = [estimate.mean, estimate.low, estimate.high]
+    texts = ["?" if x is None else f"{100 * x:.1f}" if share else f"{x:.4g}" for x in numbers]
+    return f"{texts[0]}{' %' if share else ''} [{texts[1]}, {texts[2]}]"

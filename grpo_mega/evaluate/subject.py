@@ -1,0 +1,308 @@
+"""What is evaluated: a model of a run or a Hugging Face folder, with its problems, sampling and reward."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_mega.checkpoint import checkpoint
+from grpo_mega.config.from_folder import TOKENIZER
+from grpo_mega.config.huggingface.architecture import model_settings
+from grpo_mega.config.load import compose_config, config_dir, explained, groups, load
+from grpo_mega.config.rules import ConfigError, check_layout
+from grpo_mega.config.schema import Config, RewardTerm, SourceConfig
+from grpo_mega.convert import source as checkpoints
+from grpo_mega.data import Data, build_data, build_tokenizer
+from grpo_mega.data.asking import asked, lengths
+from grpo_mega.data.problems import ONLY, load_problems
+from grpo_mega.data.sources import tokenizer_of
+from grpo_mega.data.tokenizer import Tokenizer, vocabulary
+from grpo_mega.models.policy import Policy
+from grpo_mega.reward.scorable import has_task
+from grpo_mega.reward.truths import why_unreachable
+from grpo_mega.types import Prompt
+from grpo_mega.weights import directory as huggingface
+
+TEMPERATURE, TOP_P, TOKENS = 0.6, 0.95, 32768
+"""How DeepSeek-R1 is evaluated (arXiv 2501.12948, section 3): the defaults for a Hugging Face folder."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says.
+
+    Attributes:
+        data: Files of problems, each FILE or TASK=FILE; none for those of the run.
+        train: How many of the run's training problems are asked, from the first on; None for its test problems.
+        reward: An option of configs/reward, or module:function; None for the run's, or boxed.
+        settings: Further settings, FIELD=VALUE.
+        config: The config.yaml of the run, for a checkpoint that lies in none.
+        role: Which model of a checkpoint; None for the one that the run's own evaluations are about.
+    """
+
+    data: Sequence[str]
+    train: int | None
+    reward: str | None
+    settings: Sequence[str]
+    config: Path | None
+    role: str | None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that can be evaluated.
+
+    Attributes:
+        config: Model, layout, data, reward and sampling.
+        tokenizer: Its tokenizer.
+        prompts: The problems.
+        weights: What tells these weights from others.
+        draw: Number of the draw, see `SamplingParams`: the step of a run, whose last evaluation drew the same.
+        read: Reads the weights into a policy.
+        folder: Where results lie by default.
+        name: What it is, in words.
+    """
+
+    config: Config
+    tokenizer: Tokenizer
+    prompts: list[Prompt]
+    weights: dict[str, str]
+    draw: int
+    read: Callable[[Policy], None]
+    folder: Path
+    name: str
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides about samples and scores besides how many there are: values as JSON has them."""
+        engine = self.config.rollout.engine
+        problems = repr([(p.id, p.token_ids, p.answer, p.task, p.metadata) for p in self.prompts])
+        return {
+            "weights": self.weights,
+            "problems": hashlib.sha256(problems.encode()).hexdigest(),
+            "context": self.config.model.context,
+            "dtype": self.config.model.dtype,
+            "seed": self.config.run.seed,
+            "draw": self.draw,
+            "reward": asdict(self.config.reward),
+            **({} if engine == "embedded" else {"engine": engine}),
+        }
+
+
+def subject(path: Path, wanted: Asked, world_size: int) -> Subject:
+    """What a path means; every rank must call it.
+
+    Raises:
+        ValueError: It cannot be evaluated so; names the setting and the fix.
+        FileNotFoundError: The path or a file does not exist.
+    """
+    if chosen := next((word for word in wanted.settings if word.startswith("reward=")), None):
+        raise ConfigError(f"{chosen}: write --reward {chosen.partition('=')[2]}")
+    if wanted.train is not None and wanted.train < 1:
+        raise ConfigError(f"--train {wanted.train}: choose 1 or more problems")
+    if wanted.train is not None and wanted.data:
+        raise ConfigError("--train and --data both say which problems are asked; leave one of them out")
+    if huggingface.is_model(path) and not (path / checkpoint.STATE).is_file():
+        made = _of_folder(path, wanted, world_size)
+    else:
+        made = _of_checkpoint(path, wanted, world_size)
+    _check_problems(made.prompts, made.config)
+    return made
+
+
+def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
+    """A model of a run, or of a cached base model, with the run's own reward and test problems unless others are."""
+    source = checkpoints.find(path)
+    if chosen := next((word for word in wanted.settings if word.partition("=")[0] in groups()), None):
+        raise ConfigError(f"{chosen}: a run has its configuration; give single fields, such as layout.tp=2")
+    layout = [word for word in wanted.settings if word.startswith(checkpoints.LAYOUT)]
+    trained = checkpoints.configuration(source, layout, world_size, wanted.config)
+    others = [word for word in wanted.settings if word not in layout]
+    config = of_run(trained, wanted.reward, others)
+    check_layout(checkpoints.without_training(config, world_size), world_size)
+    if config.model != trained.model:
+        raise ConfigError(f"model.*: {source.path} is a model of another shape; leave these settings out")
+    tokenizer = build_tokenizer(config.data)
+    unreachable = partial(why_unreachable, config.reward.terms)
+    if wanted.data:
+        prompts = _read(wanted.data, config, tokenizer)
+    else:
+        data = build_data(config, unreachable)
+        prompts = data.test if wanted.train is None else training_problems(data, wanted.train)
+    role = wanted.role or ("average" if config.optimizer.average_decay and source.stage == "grpo" else "policy")
+    manifest = hashlib.sha256((source.path / "manifest.json").read_bytes()).hexdigest()
+    return Subject(
+        config,
+        tokenizer,
+        prompts,
+        {"checkpoint": source.path.name, "manifest": manifest, "role": role},
+        source.steps,
+        lambda policy: checkpoints.read(source, policy, role),
+        (source.run or Path()) / "evaluations" / f"{source.path.name}{'-train' if wanted.train else ''}",
+        f"{source.path}{', training problems' if wanted.train else ''}",
+    )
+
+
+def training_problems(data: Data, count: int) -> list[Prompt]:
+    """The first problems that the run trains on.
+
+    Raises:
+        ConfigError: There are so many only if some come again.
+    """
+    prompts = data.train.take(count)
+    different = {prompt.id.rpartition("#")[0] for prompt in prompts} if data.problems else prompts
+    if len(different) < count:
+        raise ConfigError(
+            f"--train {count}: after {len(different)} problems some come again; choose {len(different)} or fewer"
+        )
+    return prompts
+
+
+def of_run(trained: Config, reward: str | None, settings: Sequence[str]) -> Config:
+    """What a run's model is evaluated with: the embedded engine, unless the settings name another, and those settings.
+
+    Args:
+        trained: The configuration of the run.
+        reward: An option of configs/reward, or module:function; None for the run's.
+        settings: Further settings, FIELD=VALUE.
+
+    Raises:
+        ConfigError: The settings cannot be used; names the setting and the fix.
+    """
+    engines = [word.partition("=")[2] for word in settings if word.startswith("rollout.engine=")]
+    stays = engines and engines[-1] != "embedded"
+    return _changed(trained if stays else checkpoints.without_engines(trained), reward, settings)
+
+
+def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:
+    """A Hugging Face folder, asked as `python -m grpo_mega.new` has it asked, and read as `run.init_from`."""
+    if not wanted.data:
+        raise ConfigError(f"{path} is a Hugging Face folder, which has no problems of its own: give --data FILE")
+    if wanted.role or wanted.config:
+        raise ConfigError(
+            f"--model and --config are for checkpoints, and {path} is a Hugging Face folder; leave them out"
+        )
+    if not any((path / name).is_file() for name in TOKENIZER):
+        raise ConfigError(
+            f"{path} has no tokenizer ({' or '.join(TOKENIZER)}): copy those files into it, or name the run it is from"
+        )
+    model_settings(path, 1)  # refuses what is no supported model
+    reward = wanted.reward or "boxed"
+    _, template, question = asked(path, reward)
+    _, file = _named(wanted.data[0])
+    words = [
+        "experiment=own_model",
+        f"run.init_from={path}",
+        f"data.train_path={file}",
+        f"algorithm.prompts_per_step={world_size}",
+        f"rollout.max_new_tokens={TOKENS}",
+        f"eval.temperature={TEMPERATURE}",
+        f"eval.top_p={TOP_P}",
+        *wanted.settings,
+    ]
+    first = compose_config(words, checked=False)
+    given = {word.partition("=")[0] for word in wanted.settings}
+    data = replace(
+        first.data,
+        template=first.data.template if "data.template" in given else template,
+        question=first.data.question if "data.question" in given else question,
+    )
+    first = _with_reward(replace(first, data=data), reward)
+    tokenizer = build_tokenizer(data)
+    prompts = _read(wanted.data, first, tokenizer)
+    longest, context = lengths(prompts, path, first.rollout.max_new_tokens)
+    context = first.model.context if "model.context" in given else context
+    room = min(first.rollout.max_new_tokens, max(1, context - longest))
+    fitting = [f"model.context={context}", f"rollout.max_new_tokens={room}"]
+    fitting.append(f"layout.micro_batch_tokens={max(16384, context)}")  # rules of training hold a sequence to it
+    config = _with_reward(replace(compose_config([*words, *fitting]), data=data), reward)
+    config = _changed(config, None, [word for word in wanted.settings if word.startswith("reward.")])
+    check_layout(config, world_size)
+    huggingface.check_architecture(path, config.model, vocabulary(config.model, tokenizer))
+    files = {file.name: f"{file.stat().st_size} {file.stat().st_mtime_ns}" for file in path.glob("*.safetensors")}
+    return Subject(
+        config,
+        tokenizer,
+        prompts,
+        dict(sorted(files.items())),
+        0,
+        partial(huggingface.load_weights, path),
+        Path("evaluations") / path.absolute().name,
+        str(path),
+    )
+
+
+def _changed(config: Config, reward: str | None, settings: Sequence[str]) -> Config:
+    """The configuration with another reward, and with settings."""
+    raw = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(_with_reward(config, reward))))
+    try:
+        changed = OmegaConf.merge(OmegaConf.structured(Config), raw, OmegaConf.from_dotlist([*settings]))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(explained(error, settings)) from error
+    return load(cast(DictConfig, changed))
+
+
+def _with_reward(config: Config, reward: str | None) -> Config:
+    """The configuration with a reward of configs/reward, or with a function of the user's alone."""
+    if reward is None:
+        return config
+    if ":" in reward:
+        term = RewardTerm(function=reward)
+        return replace(config, reward=replace(config.reward, terms=[term], success=term.name))
+    if reward not in groups()["reward"]:
+        raise ConfigError(f"--reward {reward}: choose {', '.join(groups()['reward'])}, or write module:function")
+    chosen = OmegaConf.to_container(OmegaConf.load(config_dir() / "reward" / f"{reward}.yaml"))
+    assert isinstance(chosen, dict)
+    terms = [RewardTerm(**term) for term in chosen["terms"]]
+    return replace(config, reward=replace(config.reward, terms=terms, success=str(chosen["success"])))
+
+
+def _read(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> list[Prompt]:
+    """The problems of files; one that is named as a source of the run is read as that source is."""
+    prompts: list[Prompt] = []
+    unreachable = partial(why_unreachable, config.reward.terms)
+    for word in files:
+        name, file = _named(word)
+        source = config.data.sources.get(name) or SourceConfig()
+        own = tokenizer_of(source, config.data, tokenizer)
+        problems = load_problems(file, own, unreachable, name=name, source=source, split=source.test_split)
+        prompts += [problem.prompt for problem in problems]
+    return prompts
+
+
+def _named(word: str) -> tuple[str, str]:
+    """Task and file of FILE or TASK=FILE."""
+    name, equals, file = word.partition("=")
+    return (name, file) if equals and "/" not in name else (ONLY, word)
+
+
+def _check_problems(prompts: Sequence[Prompt], config: Config) -> None:
+    """Checks that there are problems, that their ids differ, that they leave room, and that all have a reward.
+
+    Raises:
+        ValueError: Names the problem, and the fix.
+    """
+    if not prompts:
+        raise ConfigError("the run has no test problems: give --data FILE")
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise ConfigError(f"two problems have the id {prompt.id!r}: give files names, --data TASK=FILE, or ids")
+        seen.add(prompt.id)
+        if not any(has_task(term, prompt.task) for term in config.reward.terms):
+            raise ConfigError(
+                f"problem {prompt.id!r} is of the task {prompt.task!r}, which no reward term has: choose another "
+                "--reward, or name the file as the reward does, --data TASK=FILE"
+            )
+        if len(prompt.token_ids) >= config.model.context:
+            raise ConfigError(
+                f"problem {prompt.id!r} has {len(prompt.token_ids)} tokens and model.context is "
+                f"{config.model.context}: no room for an answer; drop the problem"
+            )

@@ -1,0 +1,120 @@
+"""Which samples of a problem give the same answer, for majority votes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import torch.distributed as dist
+
+from grpo_mega.config.rules.terms import read_options
+from grpo_mega.config.schema import RewardConfig
+from grpo_mega.config.schema.terms import ReadOptions
+from grpo_mega.platform.collectives import from_all_ranks
+from grpo_mega.reward.answers import chosen_option, number_in
+from grpo_mega.reward.extract import final_answer
+from grpo_mega.reward.verify import equivalent
+from grpo_mega.types import Rollout, Sample
+
+LONGEST = 1000
+"""Characters of the longest answer that can be voted for: all ranks get all answers."""
+Votes = list[list[int | None]]
+"""For every group, for every sample: the number of its answer, equal for equal answers of the group; None without."""
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """How the final answers of samples are read and compared.
+
+    Attributes:
+        read: The final answer of a sample; None when it has none.
+        same: Whether two answers are equal.
+    """
+
+    read: Callable[[Sample], str | None]
+    same: Callable[[str, str], bool]
+
+
+def ballot_of(reward: RewardConfig) -> Ballot | None:
+    """How the reward's success term reads answers; None when only the term itself knows, so that nobody can vote.
+
+    Known are the kinds accuracy, boxed, exact, last_number, multiple_choice and reasoning_gym, of which texts are
+    compared: an answer in other words is another one.
+    """
+    term = next((term for term in reward.terms if term.name == reward.success), None)
+    if term is None:
+        return None
+    if term.built_in in ("accuracy", "boxed"):
+        return Ballot(partial(_read, "tag" if term.built_in == "accuracy" else "boxed"), equivalent)
+    if term.built_in == "last_number":
+        return Ballot(_number, equivalent)
+    if term.built_in == "multiple_choice":
+        return Ballot(partial(_chosen, read_options("multiple_choice", term.options)), str.__eq__)
+    if term.built_in == "reasoning_gym":
+        return Ballot(partial(_read, read_options("reasoning_gym", term.options).read), str.__eq__)
+    if term.built_in == "exact":
+        options = read_options("exact", term.options)
+        return Ballot(partial(_read, options.read), _same_folded if options.ignore_case else str.__eq__)
+    return None
+
+
+def answer_numbers(answers: Sequence[str | None], same: Callable[[str, str], bool]) -> list[int | None]:
+    """Numbers for answers, in the order of their first occurrence; equal ones have one number, None has none.
+
+    An answer is compared with the first of each number.
+    """
+    first: list[str] = []
+    known: dict[str, int] = {}
+    for answer in answers:
+        if answer is None or answer in known:
+            continue
+        known[answer] = next((number for number, other in enumerate(first) if same(answer, other)), len(first))
+        if known[answer] == len(first):
+            first.append(answer)
+    return [None if answer is None else known[answer] for answer in answers]
+
+
+def votes_of(rollout: Rollout, ballot: Ballot) -> Votes:
+    """The votes of a rollout's samples, on every rank; every rank must call it. Ranks share the comparisons.
+
+    Raises:
+        RuntimeError: Reading or comparing failed on some rank.
+    """
+    held = rollout.samples
+    read = from_all_ranks(lambda: {number: ballot.read(sample) for number, sample in held.items()})
+    answers = {number: answer for of_rank in read for number, answer in of_rank.items()}
+    ends = [0, *accumulate(len(group.answers) for group in rollout.groups)]
+    mine = range(dist.get_rank(), len(rollout.groups), dist.get_world_size())
+
+    def compared() -> dict[int, list[int | None]]:
+        return {
+            group: answer_numbers([answers[number] for number in range(ends[group], ends[group + 1])], ballot.same)
+            for group in mine
+        }
+
+    votes = {group: numbers for of_rank in from_all_ranks(compared) for group, numbers in of_rank.items()}
+    return [votes[group] for group in range(len(rollout.groups))]
+
+
+def _read(where: str, sample: Sample) -> str | None:
+    return _votable(final_answer(sample, where))
+
+
+def _number(sample: Sample) -> str | None:
+    return _votable(number_in(sample))
+
+
+def _votable(answer: str | None) -> str | None:
+    """An answer with single spaces; None for none, an empty one, or one that is too long to vote for."""
+    answer = " ".join((answer or "").split())
+    return answer if 0 < len(answer) <= LONGEST else None
+
+
+def _chosen(options: ReadOptions, sample: Sample) -> str | None:
+    return chosen_option(sample, options)
+
+
+def _same_folded(one: str, other: str) -> bool:
+    return one.casefold() == other.casefold()

@@ -1,0 +1,67 @@
+"""How noisy the gradients of updates are, read off Adam's moments: it costs no further pass, and no further gradient.
+
+The gradient of a mini-batch is g = G + noise, where G is that of infinitely many samples and the noise of a mini-batch
+of B sequences has variance tr(S) / B, summed over the parameters. Adam holds an average of g and one of g^2. Averaged
+over many gradients the noise cancels in the first and not in the second, which tells the two apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+
+def noise_in_batches(first: float, second: float, updates: int, beta1: float, beta2: float) -> float | None:
+    """The gradient noise scale tr(S) / |G|^2 (McCandlish et al., 2018, arXiv 1812.06162, equation 2.9) over B.
+
+    It is estimated over the last 1 / (1 - beta1) updates or so, as if neither G nor S had changed meanwhile. With c the
+    sum of the squares of the weights that Adam's average gives to its gradients, and bias-corrected moments m and v,
+
+        E sum(v) = |G|^2 + tr(S) / B        E sum(m^2) = |G|^2 + c tr(S) / B
+
+    Args:
+        first: sum(m^2) over all parameters, before the bias correction.
+        second: sum(v) over all parameters, before the bias correction.
+        updates: Updates that the moments have seen.
+        beta1, beta2: Adam's.
+
+    Returns:
+        The noise scale in mini-batches: far below 1, smaller ones would point in nearly the same direction; far above,
+        larger ones would help. None when there is no telling: before the second update, without an average (beta1 of
+        0), or when no gradient stands out of the noise.
+    """
+    if updates < 2 or beta1 == 0:
+        return None
+    known1, known2 = 1 - beta1**updates, 1 - beta2**updates
+    c = (1 - beta1) * (1 + beta1**updates) / ((1 + beta1) * known1)
+    mean_squared, square = first / known1**2, second / known2
+    noise, signal = square - mean_squared, mean_squared - c * square
+    return max(noise, 0.0) / signal if signal > 0 else None
+
+
+def moment_sums(optimizer: MegatronOptimizer) -> tuple[float, float]:
+    """sum(m^2) and sum(v) over the whole model, before the bias correction; every rank must call it.
+
+    The parameters are those that the gradient norm counts: each once, those of prediction modules not at all.
+    """
+    first = second = 0.0
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        sums = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+        for state in _counted_states(part):
+            sums[0] += torch.linalg.vector_norm(state["exp_avg"], dtype=torch.float64) ** 2
+            sums[1] += state["exp_avg_sq"].sum(dtype=torch.float64)
+        dist.all_reduce(sums, group=part.get_grad_stats_parallel_group())
+        first, second = first + sums[0].item(), second + sums[1].item()
+    return first, second
+
+
+def _counted_states(part: MegatronOptimizer) -> Iterator[dict[str, torch.Tensor]]:
+    for parameter in part.get_parameters():
+        is_duplicate = not param_is_not_tensor_parallel_duplicate(parameter, getattr(part, "tp_group", None))
+        if param_is_not_shared(parameter) and not is_duplicate and "exp_avg" in part.optimizer.state[parameter]:
+            yield part.optimizer.state[parameter]

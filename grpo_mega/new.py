@@ -1,0 +1,304 @@
+"""Writes the experiment file of a run with a model and problems of your own, after it has tried both.
+
+    python -m grpo_mega.new my_run --model models/Qwen2.5-0.5B-Instruct --data problems.jsonl
+    python -m grpo_mega.new my_run --model FOLDER --data FILE --reward my_rewards:score --cluster h100 --nodes 2
+
+The problems are read with the model's tokenizer, the answers are tried against the reward, lengths and sizes follow
+from what is there, and with `--cluster` a layout is searched that fits its GPUs. The result is
+configs/experiment/NAME.yaml, to be read and changed. Exit code: 0 it is written, 2 something cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # plans build models that must not be on a GPU
+
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_mega import platform
+from grpo_mega.config.huggingface.architecture import model_settings
+from grpo_mega.config.load import compose_config, config_dir, groups
+from grpo_mega.config.rules import ConfigError
+from grpo_mega.config.schema import Config
+from grpo_mega.data import build_data
+from grpo_mega.data.asking import asked, lengths
+from grpo_mega.data.huggingface import HuggingFaceTokenizer
+from grpo_mega.data.problems import load_problems
+from grpo_mega.platform.files import write_atomic
+from grpo_mega.reward.compose import build_reward
+from grpo_mega.reward.truths import why_unreachable
+from grpo_mega.types import Prompt
+
+WRITTEN, BAD_INPUT = 0, 2
+STEPS = 100
+HELD_OUT = 0.1
+"""Share of a file that is taken off it for validation, and as much for the test, up to the schema's defaults."""
+SCRIPT = """#!/usr/bin/env bash
+# {title}
+#
+#     slurm/{name}.sh --partition=NAME --account=NAME
+#
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={gpus}
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=2-00:00:00
+#SBATCH --signal=B:USR1@{seconds}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+if [[ $0 == */slurm_script ]]; then here=$SLURM_SUBMIT_DIR; else here=$(dirname "$0")/..; fi # Slurm runs a copy
+# shellcheck source=slurm/lib/launch.sh
+. "${{GRPO_MEGA_CODE:-$here}}/slurm/lib/launch.sh"
+launch experiment={name} -- "$@"
+"""
+"""Submits an experiment, as the others of slurm/ do."""
+SECONDS_TO_SAVE = 900
+"""Least time that a job gets to save before its end."""
+OTHER_SECONDS = 180
+"""What other work than a checkpoint may take of that time."""
+GB_PER_SECOND = 5.0
+"""What a file system is taken to write; scripts call it SAVE_GB_PER_SECOND."""
+
+
+@dataclass
+class Setting:
+    """A line of the experiment file: a dotted name, its value, and the reason for it."""
+
+    name: str
+    value: Any
+    why: str = ""
+
+
+@dataclass
+class Draft:
+    """The experiment file before it is written.
+
+    Attributes:
+        name: The experiment's name.
+        options: {group of configs/: the option that is chosen}.
+        settings: Every other setting, in the order of the file.
+        problems: The problems of the file.
+        processes: The number of processes that the run is started with on each machine.
+    """
+
+    name: str
+    options: dict[str, str]
+    settings: list[Setting]
+    problems: list[Prompt]
+    processes: int
+
+    def text(self, title: str) -> str:
+        """The file."""
+        lines = ["# @package _global_", f"# {title}", "defaults:"]
+        lines += [f"  - override /{group}: {option}" for group, option in self.options.items()]
+        rooms = list(dict.fromkeys(setting.name.partition(".")[0] for setting in self.settings))
+        for room in rooms:
+            lines += ["", f"{room}:"]
+            lines += _nested([(s.name.split(".")[1:], s) for s in self.settings if s.name.startswith(f"{room}.")], 1)
+        return "\n".join(lines) + "\n"
+
+
+def _nested(settings: Sequence[tuple[list[str], Setting]], depth: int) -> Iterator[str]:
+    """The lines of a section: its own fields, then the sections within."""
+    for path, setting in settings:
+        if len(path) == 1:
+            why = f" # {setting.why}" if setting.why else ""
+            yield f"{'  ' * depth}{path[0]}: {json.dumps(setting.value, ensure_ascii=False)}{why}"
+    for inner in dict.fromkeys(path[0] for path, _ in settings if len(path) > 1):
+        yield f"{'  ' * depth}{inner}:"
+        yield from _nested([(path[1:], s) for path, s in settings if len(path) > 1 and path[0] == inner], depth + 1)
+
+
+def draft(options: argparse.Namespace) -> Draft:
+    """What follows from the model, the problems and the machines.
+
+    Raises:
+        ValueError, FileNotFoundError: One of them cannot be used; names it.
+    """
+    model, data = Path(options.model), Path(options.data)
+    model_settings(model, 1)  # refuses what is no supported model before its tokenizer is read
+    option, template, question = asked(model, options.reward)
+    stored = load_problems(data, HuggingFaceTokenizer(model, template, question=question))
+    problems = [problem.prompt for problem in stored]
+    longest, context = lengths(problems, model, options.answer_tokens)
+    if len(problems) < 3:
+        raise ValueError(f"{data} holds {len(problems)} problems: one to train on, validate and test with is the least")
+    held_out = max(1, int(HELD_OUT * len(problems)))
+    validation, test = min(200, held_out), 0 if options.test else min(400, held_out)
+    trained = max(1, len(problems) - validation - test)
+    prompts = 1 << min(128 if options.cluster else 16, trained).bit_length() - 1  # a power of two
+    settings = [
+        Setting("run.name", options.name),
+        Setting("run.init_from", str(model.absolute())),
+        Setting("run.steps", STEPS, f"{STEPS * prompts / trained:.2g} times all problems"),
+        Setting("run.eval_every", 10, "accuracy on the validation problems"),
+        Setting("run.export_every", -1, "after the last step, a Hugging Face folder: export/ in the run's directory"),
+        Setting("data.train_path", str(data.absolute()), f"{len(problems):,} problems"),
+        Setting("data.question", question),
+        Setting("data.validation_size", validation, "taken off the problems"),
+        Setting("data.test_path", str(Path(options.test).absolute()) if options.test else None),
+        Setting(
+            "data.shared_test_problems", options.shared_test_problems, "problems of data.test_path are trained on too"
+        ),
+        Setting("data.test_size", test, "taken off as well, for the first and the last evaluation"),
+        Setting("model.context", context, f"the longest prompt, {longest} tokens, and"),
+        Setting("rollout.max_new_tokens", context - longest, "tokens of the longest answer"),
+        Setting("rollout.engine", "sglang" if options.cluster else "embedded"),
+        Setting("algorithm.prompts_per_step", prompts),
+        Setting("algorithm.group_size", 8, "answers to each"),
+        Setting("layout.micro_batch_tokens", max(16384, context)),
+        Setting("optimizer.lr", 1e-6),
+        Setting("optimizer.warmup_steps", 5),
+    ]
+    chosen = {"model": "from_folder", "data": option, "algorithm": "grpo"}
+    if ":" in options.reward:
+        term = options.reward.rpartition(":")[2]
+        settings.append(Setting("reward.terms", [{"name": term, "weight": 1.0, "function": options.reward}]))
+        settings.append(Setting("reward.success", term, "what is reported as accuracy"))
+    else:
+        chosen["reward"] = options.reward
+    if options.cluster:
+        chosen["cluster"] = options.cluster
+        settings.append(Setting("cluster.nodes", options.nodes))
+    has_effect = [s for s in settings if s.value not in (None, 0, "{prompt}")]
+    return Draft(options.name, chosen, has_effect, problems, min(2, prompts))
+
+
+def fit_layout(made: Draft, config: Config) -> None:
+    """Adds the settings of the layout that fits the machines, with smaller micro-batches where it must; see `propose`.
+
+    Raises:
+        ConfigError: None fits, however small a micro-batch that holds a sequence.
+    """
+    from grpo_mega.planning.propose import differing, propose
+
+    smaller, least = config, config.model.context
+    while True:
+        try:
+            fitting = propose(smaller)
+            break
+        except ConfigError:
+            if smaller.layout.micro_batch_tokens == least:
+                raise
+            half = max(least, smaller.layout.micro_batch_tokens // 2)
+            smaller = replace(smaller, layout=replace(smaller.layout, micro_batch_tokens=half))
+    for name, value in differing(config, fitting):
+        made.settings = [setting for setting in made.settings if setting.name != name]
+        made.settings.append(Setting(name, value))
+    made.processes = config.cluster.gpus_per_node
+
+
+def write_script(path: Path, title: str, config: Config) -> None:
+    """Writes the Slurm script of an experiment that knows its machines."""
+    from grpo_mega.planning.plan import plan
+
+    written_and_read = 2 * plan(config)["checkpoint"] / 1e9 / GB_PER_SECOND
+    text = SCRIPT.format(
+        title=title,
+        name=path.stem,
+        nodes=config.cluster.nodes,
+        gpus=config.cluster.gpus_per_node,
+        seconds=max(SECONDS_TO_SAVE, int(written_and_read) + OTHER_SECONDS),
+    )
+    write_atomic(path, text)
+    path.chmod(0o755)
+
+
+def _show(made: Draft, config: Config, paths: Sequence[Path]) -> None:
+    """Prints what was made, the plan for its GPUs, and what to type next."""
+    from grpo_mega.planning.plan import plan
+    from grpo_mega.planning.show import show
+
+    first, written = made.problems[0], "\n".join(map(str, paths))
+    print(f"{written}\n\nThe policy is asked, for example:\n\n{first.text}\n\n(right is: {first.answer})\n")
+    if config.cluster.gpu_memory_mib:
+        show(plan(config))
+    print("\nTo see what would be wrong, and to train:\n")
+    if config.cluster.gpu_memory_mib:
+        print(f"    slurm/{made.name}.sh --dry-run\n    slurm/{made.name}.sh --partition=NAME --account=NAME")
+        return
+    print(f"    python -m grpo_mega.train experiment={made.name} --dry-run")
+    print(f"    torchrun --standalone --nproc-per-node {made.processes} -m grpo_mega.train experiment={made.name}")
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_mega.new", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    rewards, clusters = groups()["reward"], [name for name in groups()["cluster"] if name != "any"]
+    parser.add_argument("name", help="of the experiment, and of the run's directory")
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face model with its tokenizer")
+    parser.add_argument("--data", required=True, metavar="FILE", help='JSON Lines with "prompt" and "answer"')
+    parser.add_argument("--test", metavar="FILE", help="held-out problems; a tenth of --data unless given")
+    parser.add_argument(
+        "--shared-test-problems", type=int, default=0, metavar="N", help="of --test, how many --data may have too (0)"
+    )
+    parser.add_argument("--reward", default="boxed", help=f"{', '.join(rewards)}, or your function as module:function")
+    parser.add_argument(
+        "--answer-tokens", type=int, default=1024, metavar="N", help="length of an answer at most (1024)"
+    )
+    parser.add_argument("--cluster", choices=clusters, help="GPUs to fit the run to; without, a CPU is assumed")
+    parser.add_argument("--nodes", type=int, default=1, help="machines of the cluster (1)")
+    options = parser.parse_args(arguments)
+    if ":" not in options.reward and options.reward not in rewards:
+        parser.error(f"--reward {options.reward}: choose {', '.join(rewards)}, or name a function as module:function")
+    if not options.name.replace("-", "_").replace(".", "_").isidentifier():
+        parser.error(f"NAME {options.name!r}: letters, digits, - and _ only, beginning with a letter")
+    if options.answer_tokens < 1 or options.nodes < 1:
+        parser.error("--answer-tokens and --nodes are at least 1")
+    if options.shared_test_problems < 0 or (options.shared_test_problems and not options.test):
+        parser.error("--shared-test-problems is at least 0, and of the problems of --test FILE: give both, or neither")
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; returns its exit code."""
+    options = _options(arguments)
+    path = config_dir() / "experiment" / f"{options.name}.yaml"
+    script = config_dir().parent / "slurm" / f"{options.name}.sh"
+    paths = [path, script] if options.cluster else [path]
+    if there := [name for name in paths if name.exists()]:
+        print(f"error: {there[0]} is there already; choose another name, or remove it", file=sys.stderr)
+        return BAD_INPUT
+    warnings.filterwarnings("ignore", module="megatron")
+    platform.start_planning()
+    problems = f"{Path(options.data).name} with {Path(options.model).absolute().name}"
+    title = f"GRPO on {problems}, written by python -m grpo_mega.new; yours to change."
+    try:
+        made = draft(options)
+        write_atomic(path, made.text(title))
+        config = compose_config([f"experiment={options.name}"])
+        data = build_data(config, partial(why_unreachable, config.reward.terms))
+        build_reward(config.reward, config.run.seed)  # imports a function
+        if options.cluster:
+            fit_layout(made, config)
+            write_atomic(path, made.text(title))
+            config = compose_config([f"experiment={options.name}"])
+            write_script(script, title, config)
+        _show(made, config, paths)
+    except BaseException as error:
+        for written in paths:
+            written.unlink(missing_ok=True)  # nothing that was not tried to its end
+        if not isinstance(error, (ValueError, OSError, RuntimeError, OmegaConfBaseException)):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    for warning in data.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return WRITTEN
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

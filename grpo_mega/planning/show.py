@@ -1,0 +1,62 @@
+"""A plan as text, for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_mega.planning.verdict import engine_verdict, in_gb, verdict
+
+
+def show(planned: dict[str, Any]) -> None:
+    """Prints a plan as text."""
+    layout, stages = planned["layout"], planned["stages"]
+    predictors = (
+        f", and {planned['prediction_parameters']:,} of prediction modules" if planned["prediction_parameters"] else ""
+    )
+    adapters = f"; {planned['adapters']:,} of adapters are trained" if planned["adapters"] else ""
+    print(f"{planned['experiment']}: {planned['parameters']:,} parameters{predictors}{adapters}")
+    sizes = " x ".join(f"{name} {layout[name]}" for name in ("tp", "pp", "vpp", "cp", "dp") if layout[name] > 1)
+    experts = f"; experts ep {layout['ep']} x etp {layout['etp']}" if layout["ep"] * layout["etp"] > 1 else ""
+    tokens = layout["micro_batch_tokens"] // layout["cp"]
+    print(f"{planned['gpus']} GPUs: {sizes or 'one rank'}{experts}; up to {tokens:,} tokens of a micro-batch on each\n")
+    _row("a GPU of pipeline stage", range(len(stages)))
+    _row("layers", [s["layers"] for s in stages])
+    if any(s["predictors"] for s in stages):
+        _row("prediction modules", [s["predictors"] for s in stages])
+    _row("parameters", [f"{s['dense'] + s['experts']:,}" for s in stages])
+    for name in ("dense", "experts"):
+        if any(s[name] for s in stages):
+            _row(f"  {name}", [f"{s[name]:,}" for s in stages])
+            replicas = "replicas" if name == "dense" else "expert_replicas"
+            _row("    GPUs with a copy", [s[replicas] for s in stages])
+    print("GB")
+    _row("counted", [in_gb(size) for size in planned["static"]])
+    for name in planned["memory"][0]:
+        _row(f"  {name}", [in_gb(lines[name]) for lines in planned["memory"]])
+    _row("in all", [in_gb(size) for size in planned["total"]])
+    size = planned["checkpoint"]
+    print(
+        f"\na checkpoint: {in_gb(size)} GB; writing it takes {size / 60e9:.0f} minutes at 1 GB/s, and "
+        f"{size / 600e9:.1f} GB/s to do so in 10 minutes"
+    )
+    print(f"{verdict(planned)}\nmain memory of a machine while an engine has its GPUs: {in_gb(planned['host'])} GB")
+    if planned["engine"]:
+        show_engine(planned["engine"])
+
+
+def show_engine(engine: dict[str, Any]) -> None:
+    """Prints the memory while the engines have the GPUs."""
+    print(f"\n{engine['engines']} SGLang engines")
+    moments = [engine["hand-over"], engine["generation"]]
+    _row("GB on a GPU", ["weights arrive", "generation"])
+    for name in moments[0]:
+        _row(f"  {name}", [in_gb(lines[name]) for lines in moments])
+    _row("in all", [in_gb(sum(lines.values())) for lines in moments])
+    cached = f"{engine['tokens']:,} tokens of {engine['cache_bytes']:,} bytes"
+    print(f"\nan engine's cache holds {cached}: {engine['longest']} of the longest sequences at once")
+    print(f"an engine gets up to {engine['samples']:,} samples of a step; those that do not fit wait")
+    print(engine_verdict(engine))
+
+
+def _row(name: str, values: Any) -> None:
+    print(f"{name:<40}" + "".join(f"{value!s:>16}" for value in values))

@@ -1,0 +1,64 @@
+"""The manifest of a folder: sizes and checksums of its files, and which file is no longer what was written.
+
+It is no signature: whoever can write the folder can write the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path, PurePosixPath
+
+Sums = dict[str, tuple[int, str]]
+"""{name of a file: (bytes, SHA-256)}"""
+
+MANIFEST = "manifest.json"
+"""{file: [bytes, SHA-256]} of every other file of the folder."""
+
+
+def read_manifest(path: Path) -> Sums | str:
+    """A folder's manifest, or what is wrong with it."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}, so it was never finished"
+    except (OSError, ValueError, RecursionError) as error:
+        return f"its {MANIFEST} is not JSON: {error}"
+    if not isinstance(manifest, dict):
+        return f"its {MANIFEST} holds no object"
+    for name, entry in manifest.items():
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            return f"its {MANIFEST} names {name}, which is no file of the checkpoint"
+        if not (isinstance(entry, list) and [type(part) for part in entry] == [int, str]):
+            return f"its {MANIFEST} says {json.dumps(entry):.80} of {name} instead of [bytes, SHA-256]"
+    return {name: (size, digest) for name, (size, digest) in manifest.items()}
+
+
+def checksum(file: Path) -> tuple[int, str] | None:
+    """The bytes of a file and their SHA-256; None when there is no such file."""
+    if not file.is_file():  # a pipe or a device would be read for ever
+        return None
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+        return content.tell(), digest
+
+
+def difference(written: Sums, there: Sums) -> str | None:
+    """The first file that is not what was written, and how; None when all are."""
+    for name, (size, digest) in written.items():
+        if name not in there:
+            return f"{name} is missing"
+        if there[name][0] != size:
+            return f"{name} has {there[name][0]} bytes instead of {size}"
+        if there[name][1] != digest:
+            return f"{name} differs from what was written (SHA-256)"
+    return None
+
+
+def damage_beside_weights(path: Path) -> str | None:
+    """What is wrong with the files that lie in the folder itself, such as a tokenizer's; None without a manifest."""
+    manifest = read_manifest(path)
+    if isinstance(manifest, str):
+        return None
+    written = {name: entry for name, entry in manifest.items() if "/" not in name}
+    return difference(written, {name: entry for name in written if (entry := checksum(path / name))})

@@ -1,0 +1,136 @@
+"""Terms by programs: the sample as JSON on standard input, a verdict as JSON on standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from grpo_mega.config.schema.terms import CommandOptions
+from grpo_mega.reward.read_verdict import NoVerdict, read_verdict
+from grpo_mega.reward.sample_json import sample_json
+from grpo_mega.reward.verdict import Verdict
+from grpo_mega.sandbox import guard
+from grpo_mega.types import Sample
+
+MOST_OUTPUT = 1 << 20
+"""Bytes of standard output that a verdict may take."""
+SHOWN_CHARACTERS = 1000
+"""Of output, the last ones, that an error shows."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended.
+
+    Attributes:
+        code: Its exit code; None when it was ended, because it took too long or printed more than `MOST_OUTPUT`.
+        output: What it has printed, at most a little more than `MOST_OUTPUT` bytes.
+        errors: The end of its standard error.
+    """
+
+    code: int | None
+    output: bytes
+    errors: bytes
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program that scores.
+
+    Attributes:
+        options: Which program, and how many at once.
+        seconds: Time limit for one run.
+    """
+
+    options: CommandOptions
+    seconds: float
+
+    def outcomes(self, samples: Sequence[Sample]) -> list[Verdict | Exception]:
+        """What the program makes of each sample, each in a process of its own.
+
+        A program that takes too long leaves its sample without a score. One that fails, or prints no verdict, is an
+        error.
+        """
+        with ThreadPoolExecutor(self.options.at_once) as threads:
+            return list(threads.map(partial(_outcome, self.options.command, self.seconds), samples))
+
+
+def _outcome(command: Sequence[str], seconds: float, sample: Sample) -> Verdict | Exception:
+    try:
+        ended = run(command, json.dumps(sample_json(sample)).encode(), seconds)
+    except OSError as error:  # such as no process left; of this sample, and not the end of the others' threads
+        return RuntimeError(f"{command[0]} could not be run: {type(error).__name__}: {error}")
+    if len(ended.output) > MOST_OUTPUT:
+        return RuntimeError(f"{command[0]} has printed more than {MOST_OUTPUT} bytes{_shown(ended)}")
+    if ended.code is None:
+        late = f"{command[0]}: no verdict within reward.timeout_seconds={seconds:g}"
+        return Verdict(0.0, unscorable=late + _shown(ended))
+    if ended.code:
+        return RuntimeError(f"{command[0]} ended with exit code {ended.code}{_shown(ended)}")
+    try:
+        return read_verdict(json.loads(ended.output))
+    except NoVerdict as error:
+        return ValueError(f"{command[0]} {error}")
+    except (ValueError, RecursionError):
+        return ValueError(f"{command[0]} has printed no JSON{_shown(ended)}")
+
+
+def run(command: Sequence[str], given: bytes, seconds: float) -> Ended:
+    """Runs a program with `given` on standard input; nothing that it has started is left when this returns.
+
+    Must be called by a thread that lives until it returns: the program ends with the thread that has started it.
+    """
+    guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command]
+    with os.fdopen(os.memfd_create("sample"), "w+b") as file:  # a pipe would fill up before a program that reads none
+        file.write(given)
+        file.seek(0)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(guarded, stdin=file, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
+    with process:
+        output, errors, in_time = _read(process, seconds)
+        code = process.wait() if in_time else None
+        if not in_time:
+            process.send_signal(guard.END)
+    return Ended(code, output, errors)
+
+
+def _read(process: subprocess.Popen[bytes], seconds: float) -> tuple[bytes, bytes, bool]:
+    """What a process prints until it ends; False when it is still there after so many seconds, or prints too much."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    output, errors = process.stdout.fileno(), process.stderr.fileno()
+    ended = os.pidfd_open(process.pid)
+    texts, kept = {output: b"", errors: b""}, {output: 2 * MOST_OUTPUT, errors: 4 * SHOWN_CHARACTERS}
+    poll = select.poll()
+    for descriptor in (output, errors, ended):
+        poll.register(descriptor, select.POLLIN)
+    try:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and len(texts[output]) <= MOST_OUTPUT:
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * min(left, 3600.0))]
+            for descriptor in ready:
+                if descriptor != ended:
+                    part = os.read(descriptor, 1 << 16)
+                    texts[descriptor] = (texts[descriptor] + part)[-kept[descriptor] :]
+                    if not part:
+                        poll.unregister(descriptor)
+            if ready == [ended]:  # and nothing is left to be read
+                return texts[output], texts[errors], True
+        return texts[output], texts[errors], False
+    finally:
+        os.close(ended)
+
+
+def _shown(ended: Ended) -> str:
+    """The ends of what the program has printed, for an error."""
+    streams = {"output": ended.output, "standard error": ended.errors}
+    texts = {name: text.decode(errors="replace").strip()[-SHOWN_CHARACTERS:] for name, text in streams.items()}
+    return "".join(f"; {name}: {text}" for name, text in texts.items() if text)

@@ -1,0 +1,80 @@
+"""Terms about how a completion is written, whatever it answers: its language, length and repetitions."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_mega.config.schema.terms import LanguageOptions, LengthOptions, OverlongOptions, RepetitionOptions
+from grpo_mega.types import Sample
+
+_HAN = r"\u3005\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+RANGES = {
+    "latin": r"A-Za-z\u00aa\u00ba\u00c0-\u02af\u1e00-\u1eff\u2c60-\u2c7f\ua722-\ua7ff\uab30-\uab68\ufb00-\ufb06"
+    r"\uff21-\uff3a\uff41-\uff5a",
+    "cyrillic": r"\u0400-\u052f\u1c80-\u1c8f\u2de0-\u2dff\ua640-\ua69f",
+    "greek": r"\u0370-\u03ff\u1f00-\u1fff",
+    "arabic": r"\u0600-\u06ff\u0750-\u077f\u0870-\u08ff\ufb50-\ufdff\ufe70-\ufeff",
+    "hebrew": r"\u0590-\u05ff\ufb1d-\ufb4f",
+    "devanagari": r"\u0900-\u097f\ua8e0-\ua8ff",
+    "bengali": r"\u0980-\u09ff",
+    "tamil": r"\u0b80-\u0bff",
+    "thai": r"\u0e00-\u0e7f",
+    "georgian": r"\u10a0-\u10ff\u1c90-\u1cbf\u2d00-\u2d2f",
+    "armenian": r"\u0530-\u058f\ufb13-\ufb17",
+    "chinese": _HAN + r"\u3100-\u312f\u31a0-\u31bf",
+    "japanese": _HAN + r"\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f",
+    "korean": r"\u1100-\u11ff\u3130-\u318f\ua960-\ua97f\uac00-\ud7ff\uffa0-\uffdc",
+}
+"""Script -> the ranges of its letters in Unicode, as in a character class."""
+_MARKUP = re.compile(r"\\[A-Za-z]+|</?[A-Za-z_]+>")
+
+
+def language(sample: Sample, options: LanguageOptions) -> float:
+    r"""The share of the letters of a completion that belong to a script; 0.0 for a completion without letters.
+
+    After the language consistency of DeepSeek-R1 (arXiv 2501.12948, section 2.3.2), a share of words there. Tags and
+    LaTeX commands (`\frac`) count in no language. Languages that share a script are not told apart.
+    """
+    points = np.frombuffer(_MARKUP.sub("", sample.text).encode("utf-32-le", "surrogatepass"), "<u4")
+    _, others, belong = np.bincount(_table(options.script)[points], minlength=3)
+    return float(belong / (others + belong)) if others + belong else 0.0
+
+
+@cache
+def _table(script: str) -> NDArray[np.uint8]:
+    """For every code point: 0 for what is no letter, 2 for a letter of the script, 1 for one of another."""
+    signs = "".join(map(chr, range(sys.maxunicode + 1)))
+    table = np.fromiter(map(str.isalpha, signs), np.uint8, len(signs))
+    table[[sign.start() for sign in re.finditer(f"[{RANGES[script]}]", signs)]] *= 2
+    return table
+
+
+def length(sample: Sample, options: LengthOptions) -> float:
+    """0 for completions of at most `low` tokens, 1 from `high` tokens on, on a line in between."""
+    value = (len(sample.token_ids) - options.low) / (options.high - options.low)
+    return min(max(value, 0.0), 1.0)
+
+
+def overlong(sample: Sample, options: OverlongOptions) -> float:
+    """The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13): from 0 to -1 before the length limit."""
+    free = options.limit - options.buffer
+    return min(max((free - len(sample.token_ids)) / options.buffer, -1.0), 0.0)
+
+
+def repetition(sample: Sample, options: RepetitionOptions) -> float:
+    """Minus the share of the completion's stretches of `size` tokens that repeat an earlier one: in (-1, 0].
+
+    0 for a completion shorter than one stretch.
+    """
+    tokens, width = sample.token_ids.tobytes(), sample.token_ids.itemsize
+    count = len(sample.token_ids) - options.size + 1
+    if count < 1:
+        return 0.0
+    stretch = width * options.size
+    different = {tokens[start : start + stretch] for start in range(0, width * count, width)}
+    return (len(different) - count) / count

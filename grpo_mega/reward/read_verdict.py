@@ -1,0 +1,89 @@
+"""Reads a verdict out of what functions, programs and services of users return."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+from grpo_mega.reward.verdict import Verdict
+
+MOST_CHARACTERS = 4000
+"""Limit for a reason, and for what an error shows of a value that cannot be used."""
+MOST_END = 1 << 40
+"""Where no completion ends."""
+FORMS = (
+    "a reward must be a finite number (a float, int or bool), a pair (number, reason), or have the fields value, "
+    "reason, unscorable and steps"
+)
+STEPS = (
+    "its steps must be pairs (end, reward): one past the step's last character, from 1 on and rising, and a finite "
+    "number"
+)
+
+
+class NoVerdict(ValueError):
+    """A value that is no verdict; the message shows it."""
+
+
+def read_verdict(returned: object) -> Verdict:
+    """The verdict in a returned value: a number, a pair (number, reason), or an object or dictionary of its fields.
+
+    Of an object or dictionary, `reason`, `unscorable` and `steps` may be missing or None; with an `unscorable`, `value`
+    may too.
+
+    Raises:
+        NoVerdict: It is none of these, a number is not finite, its words are no text, or its steps are out of order.
+    """
+    value, reason, unscorable, steps = _fields(returned)
+    words = [part or "" for part in (reason, unscorable)]
+    if not all(isinstance(part, str) for part in words):
+        raise NoVerdict(f"returned {shown(returned)}; its reason must be text")
+    reason, unscorable = (part[:MOST_CHARACTERS] for part in words)
+    if unscorable:
+        return Verdict(0.0, reason, unscorable)
+    number = _finite(value)
+    if number is None:
+        raise NoVerdict(f"returned {shown(returned)}; {FORMS}")
+    return Verdict(number, reason, steps=_steps(returned, () if steps is None else steps))
+
+
+def shown(value: object) -> str:
+    """The beginning of a value's representation; its type's name when it has none."""
+    try:
+        return repr(value)[:MOST_CHARACTERS]
+    except Exception:  # such as an integer of millions of digits
+        return f"a {type(value).__name__}"
+
+
+def _finite(value: Any) -> float | None:
+    """The value as a finite number; None when it is not one, or larger than any float."""
+    try:
+        return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _steps(returned: object, steps: Any) -> tuple[tuple[int, float], ...]:
+    """The steps of a verdict, each after the one before."""
+    read: list[tuple[int, float]] = []
+    for step in steps if isinstance(steps, (tuple, list)) else (steps,):
+        end, reward = step if isinstance(step, (tuple, list)) and len(step) == 2 else (0, None)
+        number = _finite(reward)
+        end = int(end) if isinstance(end, numbers.Integral) and end < MOST_END else 0
+        if number is None or end <= (read[-1][0] if read else 0):
+            raise NoVerdict(f"returned {shown(returned)}; {STEPS}; number {len(read) + 1} is {shown(step)}")
+        read.append((end, number))
+    return tuple(read)
+
+
+def _fields(returned: Any) -> tuple[Any, Any, Any, Any]:
+    """(value, reason, unscorable, steps) as they were returned, whatever their types."""
+    if isinstance(returned, dict):
+        return returned.get("value"), returned.get("reason"), returned.get("unscorable"), returned.get("steps")
+    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+        return returned[0], returned[1], None, None
+    if not isinstance(returned, numbers.Number) and hasattr(returned, "value"):
+        reason, unscorable, steps = (getattr(returned, name, None) for name in ("reason", "unscorable", "steps"))
+        return returned.value, reason, unscorable, steps
+    return returned, None, None, None

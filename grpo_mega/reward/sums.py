@@ -1,0 +1,47 @@
+"""Steps of worked sums, right or wrong: rewards for process supervision on the task `chain_sum`."""
+
+from __future__ import annotations
+
+import re
+
+from grpo_mega.config.schema.terms import NoOptions
+from grpo_mega.reward.verdict import Verdict
+from grpo_mega.types import Prompt, Sample
+
+_QUESTION = re.compile(r"([0-9]+(?:\+[0-9]+)+)=\?\Z")
+_STEP = re.compile(r"[0-9]+((?:\+[0-9]+)+)=[0-9]+")
+_OPENING, _CLOSING = "<think>", "</think>"
+
+
+def sum_steps(sample: Sample, _: NoOptions) -> Verdict:
+    """The share of the steps of a worked sum that are right; as steps, 1.0 for each right one and 0.0 for others.
+
+    For 3+5+2=? they are what `;` divides in the completion's opening <think>...</think>, such as 3+5=8;8+2=10. A step
+    is right when it adds the next terms of the question, at least one, to what the terms before them add up to. So
+    there are at most as many right steps as there are terms to add, and nothing is gained by repeating one. A
+    completion that does not open with <think> has no steps and a share of 0.0.
+
+    Raises:
+        ValueError: The prompt is no sum.
+    """
+    left = terms_of(sample.prompt)
+    if not sample.text.startswith(_OPENING):
+        return Verdict(0.0)
+    thought = sample.text.removeprefix(_OPENING).partition(_CLOSING)[0]
+    total, end, steps = left.pop(0), len(_OPENING), []
+    for step in thought.split(";") if thought else ():
+        match = _STEP.fullmatch(step)
+        added = left[: match[1].count("+")] if match else []
+        wanted = f"{total}{''.join(f'+{term}' for term in added)}={total + sum(added)}"
+        end += len(step)
+        steps.append((end, float(bool(added) and step == wanted)))
+        total, left, end = total + sum(added), left[len(added) :], end + len(";")
+    return Verdict(sum(reward for _, reward in steps) / max(1, len(steps)), steps=tuple(steps))
+
+
+def terms_of(prompt: Prompt) -> list[int]:
+    """The terms of the sum that a prompt asks for. Raises ValueError when it asks for none."""
+    match = _QUESTION.search(prompt.text)
+    if not match:
+        raise ValueError(f"the prompt {prompt.text[-80:]!r} does not end as a sum does, such as 3+5+2=?")
+    return [int(term) for term in match[1].split("+")]

@@ -1,0 +1,249 @@
+"""The SGLang engines of a job: started, asked by their owners, restarted when one is lost.
+
+Every rank takes part in every call. When work fails on one rank, all ranks raise the error, so that no rank is left
+waiting in a collective; when the failures are lost engines, these are restarted first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from grpo_mega.config.schema import Config
+from grpo_mega.platform import Platform
+from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted
+from grpo_mega.rollout.sglang.arguments import (
+    attention_copies,
+    check_platform,
+    environment,
+    expected_weights,
+    free_port,
+    model_config,
+    own_address,
+    own_experts,
+    server_arguments,
+    take_turns,
+    write_model,
+)
+from grpo_mega.rollout.sglang.memory import mem_fraction_static
+from grpo_mega.rollout.sglang.process import EngineLost, EngineProcess
+from grpo_mega.rollout.sglang.ranks import ranks_of_engines
+from grpo_mega.rollout.sglang.transport import Disk, Network, Shared, Transport
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Engines:
+    """All engines of a job, seen from one rank, which shares one of them with the ranks of its group.
+
+    Attributes:
+        ranks: Which ranks share an engine, which host its processes, which owns it.
+        transport: How weights reach this rank's engine.
+        contract: The state of the engines; a restart resets it.
+        process: The part of its engine that this rank hosts; None on a rank that hosts none.
+        pids: The processes of this rank's engine on this node.
+    """
+
+    def __init__(self, config: Config, vocab_size: int, platform: Platform, path: Path) -> None:
+        """Starts all engines, without weights; on a GPU their memory is released at once.
+
+        Args:
+            config: The run's configuration.
+            vocab_size: The tokenizer's.
+            platform: Where the trainer computes.
+            path: The run directory: the engines' logs go into its logs/, what they start from into engine-N/.
+
+        Raises:
+            ValueError: No Hugging Face model describes this one, an engine would have a part of a node, or there are
+                not enough GPUs.
+            EngineError: An engine did not start.
+        """
+        check_platform(config, platform)
+        self._run, self._config, self._platform, self._path = config, config.rollout.sglang, platform, path
+        self.ranks = ranks_of_engines(self._config.tp)
+        self.transport = self._make_transport(config, vocab_size)
+        expected = expected_weights(config, vocab_size, self.transport.experts_of)
+        self.contract = Contract(lambda: expected, has_weights=False)
+        folder = path / f"engine-{self.ranks.engine}"
+        if self.ranks.owns:
+            write_model(folder, config, vocab_size)
+        self._arguments = server_arguments(config, platform, folder, self.ranks.engine, len(self.ranks.members))
+        self._arguments |= {"nnodes": self.ranks.nodes, "node_rank": self.ranks.node}
+        self.process: EngineProcess | None = None
+        self._connected = False
+        self.pids: list[int] = []
+        self._restarts = 0
+        self._at_rest = TAGS if take_turns(config.rollout.sglang, platform) else ()
+        self._start_engines(own_engine=True)
+
+    def close(self) -> None:
+        """Ends the processes that this rank hosts; ranks may call it at different times."""
+        self.transport.close()
+        if self.process:
+            self.process.end()
+            self.process = None
+        self.pids = []
+
+    def ask(self, method: str, **arguments: Any) -> Any:
+        """The engine's answer to a request; on ranks that own an engine. See `EngineProcess.ask`."""
+        return self._ask_within(self._config.answer_seconds, method, **arguments)
+
+    def _ask_within(self, seconds: float, method: str, **arguments: Any) -> Any:
+        assert self.process, "the engine is closed"
+        return self.process.ask(method, seconds, **arguments)
+
+    def on_owners(self, work: Callable[[], Result]) -> list[Result | None]:
+        """The results of `work` by rank: it runs on ranks that own an engine, and is None elsewhere.
+
+        Raises:
+            EngineError, EngineRestarted: It failed on some rank; see `raise_together`.
+        """
+        return self._on_some(self.ranks.owns, work)
+
+    def on_all(self, work: Callable[[], Result]) -> list[Result | None]:
+        """The results of `work` by rank: it runs on every rank.
+
+        Raises:
+            EngineError, EngineRestarted: It failed on some rank; see `raise_together`.
+        """
+        return self._on_some(True, work)
+
+    def raise_together(self, failure: EngineError | None) -> None:
+        """Returns when no rank has a failure.
+
+        Raises:
+            EngineRestarted: On every rank. All failures were lost engines, which have been restarted.
+            EngineError: On every rank. There was another failure, or engines were lost too often.
+        """
+        self._gather(None, failure)
+
+    def _on_some(self, runs_here: bool, work: Callable[[], Result]) -> list[Result | None]:
+        """The results of `work` by rank: it runs on ranks that pass `runs_here`, and is None elsewhere."""
+        return self._gather(*(attempt(work) if runs_here else (None, None)))
+
+    def _gather(self, result: Result, failure: EngineError | None) -> list[Result]:
+        """The results of all ranks, by rank; raises on all of them when one has a failure, see `raise_together`."""
+        gathered = self.ranks.gather((result, failure))
+        self._restart_and_raise([failure for _, failure in gathered])
+        return [result for result, _ in gathered]
+
+    def _restart_and_raise(self, failures: Sequence[EngineError | None]) -> None:
+        """Raises the failures of all ranks, if there are any; restarts engines first if all failures are lost ones."""
+        raised = [failure for failure in failures if failure]
+        if not raised:
+            return
+        message = "\n".join(dict.fromkeys(map(str, raised)))  # several ranks may report the same failure
+        if not all(isinstance(failure, EngineLost) for failure in raised):
+            raise EngineError(message)
+        self._restarts += 1
+        if self._restarts > self._config.restarts:
+            raise EngineError(f"{message}\nit was lost more than rollout.sglang.restarts={self._config.restarts} times")
+        self._start_engines(own_engine=any(failures[rank] for rank in self.ranks.of_engine))
+        raise EngineRestarted(message)
+
+    def _start_engines(self, own_engine: bool) -> None:
+        """Starts engines, without weights; every rank must call it.
+
+        An engine that is lost while it starts is started once more: `_gather` calls this again, `restarts` times at
+        most. `own_engine`: whether this rank's engine is among those to start.
+        """
+        if own_engine:
+            self.close()  # the parts of an engine that was lost on another node
+            self._connected = False
+            self.contract.reset(self._at_rest)  # now: should another one fail, this one is not released twice
+        # Every rank waits here for all others, so that what the first rank has written is there for all.
+        conditions = self.on_all(self._start_conditions)
+        of_engine = [conditions[rank] for rank in self.ranks.of_engine]
+        self._on_some(self.ranks.hosts, lambda: self._start(of_engine) if own_engine else self._release_held())
+        pids = self._on_some(self.ranks.hosts, lambda: self.process.facts["pids"] if self.process else [])
+        self.pids = pids[self.ranks.host] or []
+        unconnected = not self._connected  # also when it was lost with another one, which did not start
+        addresses = self._on_some(self.ranks.owns and unconnected, self.transport.opened)
+        self._on_some(unconnected, lambda: self._connect(addresses[self.ranks.of_engine[0]]))
+        self.contract.reset(self._at_rest)
+
+    def _connect(self, address: Any) -> None:
+        self.transport.connect(address)
+        self._connected = True
+
+    def _start_conditions(self) -> dict[str, Any]:
+        """What the start of an engine depends on: a free port where its parts can meet, and free GPU memory.
+
+        SGLang would choose a port that something else may have taken when it listens there, seconds later.
+        """
+        conditions: dict[str, Any] = {}
+        if self.ranks.owns:
+            conditions["port"] = free_port()
+            conditions["host"] = own_address() if self.ranks.nodes > 1 else "127.0.0.1"
+        if take_turns(self._config, self._platform) and "mem_fraction_static" not in self._config.arguments:
+            torch.cuda.empty_cache()
+            conditions["memory"] = torch.cuda.mem_get_info(self._platform.device)
+        return conditions
+
+    def _common_arguments(self, of_engine: list[Any]) -> dict[str, Any]:
+        """Server arguments that all parts of an engine must have alike; its fullest GPU decides for all.
+
+        `of_engine`: the `_start_conditions` of each of the engine's ranks.
+        """
+        port = of_engine[0]["port"]
+        arguments: dict[str, Any] = {"nccl_port": port}
+        # Data parallel attention meets on ports on one node, too, and those are the same for all engines if not given.
+        if self.ranks.nodes > 1 or attention_copies(self._config) > 1:
+            arguments = {"dist_init_addr": f"{of_engine[0]['host']}:{port}"}
+        if "memory" in of_engine[0]:
+            free, capacity = map(min, zip(*(conditions["memory"] for conditions in of_engine), strict=True))
+            arguments["mem_fraction_static"] = mem_fraction_static(self._run, free, capacity)
+        return arguments
+
+    def _start(self, of_engine: list[Any]) -> None:
+        """Starts the part of the engine that this rank hosts; `of_engine` as in `_common_arguments`."""
+        ranks = self.ranks.of_engine
+        first, last = ranks[0], ranks[-1]
+        name = f"engine-{self.ranks.engine}" + (f"-node-{self.ranks.node}" if self.ranks.node else "")
+        self.process = EngineProcess(
+            f"the SGLang engine of rank{f's {first} to {last}' if last > first else f' {first}'}",
+            self._arguments | self._common_arguments(of_engine),
+            self._path / "logs" / f"{name}.log",
+            environment(self._config, self._platform),
+            self._config.start_seconds,
+        )
+        if self.ranks.owns and self._at_rest:
+            self.ask("release", tags=[*self._at_rest])
+
+    def _release_held(self) -> None:
+        """Releases the memory that the engine still holds and would not hold at rest."""
+        held = [tag for tag in self._at_rest if tag not in self.contract.released]
+        if self.ranks.owns and held:
+            self.ask("release", tags=held)
+
+    def _make_transport(self, config: Config, vocab_size: int) -> Transport:
+        """How weights get from this rank to its engine."""
+        ranks, tp = self.ranks, self._config.tp
+        experts = [own_experts(config, rank) for rank in range(tp)]
+        if self._config.transport == "network":
+            seconds = self._config.answer_seconds
+            return Network(self.ask, experts[ranks.engine_rank], self._platform, ranks.engine_rank, tp, seconds)
+        if self._config.transport == "disk":
+            ask = partial(self._ask_within, self._config.timeouts.engine_loading)  # one request reads the whole model
+            folder, writes = self._path / "engine-weights", dist.get_rank() == 0
+            return Disk(ask, ranks.owns, writes, folder, model_config(config, vocab_size), experts)
+        return Shared(self.ask, ranks.owns, experts[ranks.engine_rank])
+
+
+def attempt(work: Callable[[], Result]) -> tuple[Result | None, EngineError | None]:
+    """(the result of `work`, None), or (None, why it failed) for `Engines.raise_together`."""
+    try:
+        return work(), None
+    except EngineError as error:
+        return None, error
+    except Exception as error:
+        logger.exception("the engine's rank failed")
+        return None, EngineError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")

@@ -1,0 +1,69 @@
+"""Refuses, with the reason, what the installed release of SGLang does not support, before SGLang itself fails.
+
+This runs in the engine's process (`host.py`), which has imported SGLang; `release.py` reads the version alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from difflib import get_close_matches
+from importlib.metadata import version
+from typing import Any
+
+NOT_ALWAYS = ("disable_prefill_cuda_graph", "disable_piecewise_cuda_graph")
+"""Server arguments with which the trainer turns a feature off; left out where the release does not have them, because
+it lacks the feature or has another name for it."""
+OLDEST = "0.5.6"
+"""The first release that takes weights as bytes."""
+NEEDED = {
+    "enable_return_routed_experts": ("return_routed_experts", "0.5.9"),
+    "enable_dp_attention": ("routed_dp_rank", "0.5.10"),
+}
+"""Server argument -> the parameter of requests that it needs, and the first release that has that parameter."""
+
+
+class Refused(Exception):
+    """A request that cannot be carried out; the engine's state is unchanged."""
+
+
+def supported(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The server arguments to start the installed release with: `arguments` without those of `NOT_ALWAYS` it lacks.
+
+    Raises:
+        Refused: The release is too old for these arguments, or has no argument of some name.
+    """
+    arguments = {name: value for name, value in arguments.items() if name not in NOT_ALWAYS or name in _parameters()}
+    _check_release(arguments)
+    _check_names(arguments)
+    return arguments
+
+
+def _check_release(arguments: dict[str, Any]) -> None:
+    """Refuses releases that would fail later, with an error that does not say why."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    if not hasattr(FlattenedTensorBucket, "supports_multi_dtypes"):
+        raise Refused(f"SGLang {version('sglang')} does not take weights as bytes; install {OLDEST} or newer")
+    parameters = inspect.signature(Engine.async_generate).parameters
+    for argument, (parameter, oldest) in NEEDED.items():
+        if arguments.get(argument) and parameter not in parameters:
+            raise Refused(f"{argument}: SGLang {version('sglang')} cannot be asked for it; install {oldest} or newer")
+
+
+def _check_names(arguments: dict[str, Any]) -> None:
+    """Refuses server arguments that the installed release does not have."""
+    for name in arguments:
+        if name not in _parameters():
+            close = get_close_matches(name, _parameters(), n=1)
+            raise Refused(
+                f"rollout.sglang.arguments.{name}: SGLang {version('sglang')} has no such server argument"
+                + (f"; did you mean {close[0]}?" if close else "")
+            )
+
+
+def _parameters() -> list[str]:
+    """The names of the installed release's server arguments."""
+    from sglang.srt.server_args import ServerArgs
+
+    return [*inspect.signature(ServerArgs).parameters]

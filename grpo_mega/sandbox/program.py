@@ -1,0 +1,137 @@
+"""What a box's fork does once it is contained: it becomes a command, or runs a Python program.
+
+It runs inside the box: only the standard library, and no other file of this project.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import json
+import os
+import random
+import signal
+import site
+import sys
+import threading
+import traceback
+import types
+from contextlib import suppress
+from typing import Any, NoReturn
+
+RESULT = 3
+"""Descriptor that a called function's result goes to."""
+CANNOT_RUN = 127
+"""Exit code when there is no such command, as of shells."""
+TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that schedulers send to all processes of a rank. The rank reacts to them; no program's reward may."""
+
+
+def become(argv: list[str]) -> NoReturn:
+    """Replaces this process by a command; ends it with `CANNOT_RUN` when there is none, and says so."""
+    # Python ignores two of them, and whoever started the rank with nohup the third: programs expect what is usual.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        os.write(2, f"cannot run {argv[0]}: {error.strerror}\n".encode())
+    os._exit(CANNOT_RUN)
+
+
+def run_python(request: dict[str, Any]) -> int:
+    """Runs the source, as `__main__` unless a function of it is to be called; the exit code, as of an interpreter."""
+    module = types.ModuleType("program" if request["call"] else "__main__")
+    module.__file__ = os.path.abspath("program.py")
+    sys.modules[module.__name__] = module
+    sys.argv = ["program.py"]
+    site.setquit()  # exit() and quit(), which an interpreter without `site` lacks
+    with suppress(AttributeError):  # Python before 3.10.7, which has no limit
+        sys.set_int_max_str_digits(0)  # CPU time is limited
+    if request["files"]:
+        sys.path.insert(0, os.getcwd())
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the rank was started with nohup
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, TO_RANKS),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_RANKS),
+        after_in_child=_restore_signals,
+    )
+    random.seed(0)  # a fork of Python draws a new seed
+    streams = [open(number, "w" if number else "r", encoding="utf-8", closefd=False) for number in range(3)]  # noqa: SIM115
+    sys.stdin, sys.stdout, sys.stderr = streams
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]
+    code = 0
+    try:
+        exec(compile(request["source"], "program.py", "exec", dont_inherit=True), module.__dict__)
+        if request["call"]:
+            _call(module, *request["call"])
+    except SystemExit as error:
+        code = _exit_code(error)
+    except BaseException:  # KeyboardInterrupt too
+        code = 1
+        with suppress(BaseException):
+            traceback.print_exc(limit=-20)
+    ended = _end(module)
+    return code or ended
+
+
+def _end(module: types.ModuleType) -> int:
+    """Ends the program as an interpreter ends: nothing that it has written to a file object stays unwritten.
+
+    Threads are waited for, `atexit` is called, streams are flushed, and files that only variables hold are closed.
+    The exit code: 120 when standard output or error cannot be written, as of an interpreter.
+    """
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    with suppress(BaseException):
+        atexit._run_exitfuncs()
+    code = _flush()
+    with suppress(BaseException):  # the collector closes files of a circle in any order, which may lose what they hold
+        for one in gc.get_objects():
+            if type(one) in (io.TextIOWrapper, io.BufferedWriter) and not one.closed:
+                one.flush()
+    with suppress(BaseException):
+        for name in [name for name in module.__dict__ if name != "__builtins__"]:
+            module.__dict__[name] = None  # one after the other: a finalizer may use those that come later
+        gc.collect()
+    return code or _flush()
+
+
+def _flush() -> int:
+    """0, or 120 when what was written to a standard stream could not be passed on."""
+    code = 0
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        try:
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
+        except BaseException:
+            code = 120
+    return code
+
+
+def _restore_signals() -> None:
+    """Restores the usual handling of signals, in processes that a program forks, before any is delivered."""
+    for number in TO_RANKS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_RANKS)
+
+
+def _call(module: types.ModuleType, name: str, arguments: list[Any]) -> None:
+    """Calls a function of the module, or a method of a class of it (`Class.method`); writes what it returns as JSON."""
+    function: Any = module
+    for part in name.split("."):
+        function = getattr(function() if isinstance(function, type) else function, part)
+    data = json.dumps(function(*arguments), allow_nan=False).encode()
+    while data:
+        data = data[os.write(RESULT, data) :]
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    with suppress(BaseException):
+        print(error.code, file=sys.stderr)
+    return 1

@@ -1,0 +1,114 @@
+"""PPO with a critic (Schulman et al., 2017, arXiv 1707.06347), as for language models (Ouyang et al., 2022, arXiv
+2203.02155): what GRPO is compared with.
+
+The loop is that of GRPO. A second model, as large as the policy, estimates before every token the rewards to come;
+advantages are what came beyond that, one for each token, and a prompt needs no group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from grpo_mega.algorithm.gae import explained_variance, generalized_advantages, whitened
+from grpo_mega.checkpoint.step_in_progress import StepInProgress
+from grpo_mega.config.schema import AlgorithmConfig, Config
+from grpo_mega.data import Data
+from grpo_mega.models.learning_rate import scheduled
+from grpo_mega.models.policy import Policy
+from grpo_mega.models.reference import ReferencePolicy
+from grpo_mega.models.scalar import ClippedSquaredError, ScalarModel
+from grpo_mega.run import Run
+from grpo_mega.stages.grpo import GRPO
+from grpo_mega.stages.rollouts import Rollouts
+from grpo_mega.types import Batch
+
+
+class PPO(GRPO):
+    """Reinforcement learning of the policy, with advantages from a critic that is trained beside it."""
+
+    name = "ppo"
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        critic: ScalarModel,
+        reference: ReferencePolicy | None,
+        data: Data,
+        rollouts: Rollouts,
+    ) -> None:
+        super().__init__(config, policy, reference, data, rollouts)
+        self.critic, self.models = critic, [policy, critic, *self.copies]
+        self.optimizer = replace(config.optimizer, lr=config.critic.lr)
+        updates_per_step = config.algorithm.epochs * config.algorithm.mini_batches
+        self.critic_rate = scheduled(self.optimizer, config.run.steps, updates_per_step)
+        self.critic_loss = ClippedSquaredError(config.critic.clip)
+
+    def experience(self, run: Run) -> StepInProgress:
+        """As for GRPO, with a value before every token, and advantages from these."""
+        current = super().experience(run)
+        if current.batch is not None:
+            with run.phase("values"):
+                scores = [answer.score.total for group in current.groups for answer in group.answers]
+                current.batch = with_critic(current.batch, scores, self.critic, self.config)
+        return current
+
+    def update(self, current: StepInProgress, batch: Batch, step: int) -> None:
+        """One update of the policy, unless the critic still learns alone, and one of the critic."""
+        if step < self.config.critic.alone_steps:
+            current.updates.append({})
+        else:
+            super().update(current, batch, step)
+        lr = self.critic_rate.at(self.critic.updates, step)
+        metrics = self.critic.update(batch, self.critic_loss, lr).metrics
+        metrics["explained_variance"] = explained_variance(batch, self.topology.replicas)
+        current.updates[-1] |= {f"critic/{name}": value for name, value in metrics.items()}
+
+    def begin(self, run: Run) -> None:
+        """Starts at the policy's present weights, which the critic's body and the reference get, too."""
+        self.critic.take_body(self.policy)
+        super().begin(run)
+
+    def prepare(self) -> None:
+        """Creates both optimizers."""
+        super().prepare()
+        self.critic.use_optimizer(self.optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """GRPO's state, and the updates of the critic."""
+        return super().state_dict() | {"critic_updates": self.critic.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores a state of `state_dict`."""
+        super().load_state_dict(state)
+        self.critic.updates = state["critic_updates"]
+
+
+def with_critic(batch: Batch, scores: Sequence[float], critic: ScalarModel, config: Config) -> Batch:
+    """The replica's batch with a value before every token, and the advantages and returns that follow from them.
+
+    `scores` are the rewards of all samples of the step. Every rank must call it.
+    """
+    replicas = critic.topology.replicas
+    value = critic.values(batch)
+    rewards = token_rewards(batch, scores, config.algorithm)
+    advantage, returns = generalized_advantages(
+        rewards, value, batch.mask, batch.cu_seqlens, config.critic.gamma, config.critic.lam
+    )
+    if config.algorithm.advantage_std == "batch":
+        advantage = whitened(advantage, batch.mask, replicas)
+    return batch.with_(value=value, advantage=advantage, returns=returns)
+
+
+def token_rewards(batch: Batch, scores: Sequence[float], algorithm: AlgorithmConfig) -> torch.Tensor:
+    """[T] the score of its sample at every last token; with `kl_in=reward`, less kl_coef * log(old / reference) at each
+    token of a completion."""
+    rewards = torch.zeros(len(batch.tokens))
+    if algorithm.kl_in == "reward":
+        rewards -= algorithm.kl_coef * (batch.old_logprob - batch.ref_logprob) * batch.mask
+    rewards[batch.cu_seqlens[1:] - 1] += torch.tensor(scores)[batch.numbers]
+    return rewards

@@ -1,0 +1,90 @@
+"""This rank's parts of a policy's tensors, and weights with adapters in them: W + alpha / rank * B A, part by part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from grpo_mega.config.schema import LoRAConfig, ModelConfig
+from grpo_mega.models.adapters import A, B
+from grpo_mega.models.body import head_channels
+from grpo_mega.models.policy import Policy
+from grpo_mega.models.shards import Box, named_box, shards
+from grpo_mega.weights.names import Entry, Slices
+
+Held = dict[str, dict[Box, torch.Tensor]]
+"""Name of a Megatron tensor -> where this rank's parts of it lie -> the parts."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """This rank's parts of a policy's tensors.
+
+    Attributes:
+        held: The parts; they share the model's memory.
+        numbers: {(name of a Megatron tensor, first row of one that it is made of): which of these it is}.
+        rank: Of the adapters; 0 when there are none.
+        scale: What the adapters' product is multiplied by.
+    """
+
+    held: Held
+    numbers: dict[tuple[str, int], int]
+    rank: int
+    scale: float
+
+    def merged(self, entry: Entry, box: Box, source: Slices) -> torch.Tensor:
+        """The `source` of the part at `box`, with its adapter in it, summed in fp32 and rounded to the part's dtype.
+
+        Without an adapter it is the model's own memory, otherwise it is new.
+        """
+        part, layer = self.held[entry.key][box][source], entry.key.removesuffix(".weight")
+        if not (self.rank and layer + A in self.held):
+            return part
+        rows, columns = box
+        first = self.numbers[entry.key, entry.rows.start] * self.rank
+        (a,) = (inputs for (_, where), inputs in self.held[layer + A].items() if where == columns)
+        a, b = a[first : first + self.rank, source[1]], self.held[layer + B][rows, (0, self.rank)][source[0]]
+        return torch.addmm(part.float(), b.float(), a.float(), alpha=self.scale).to(part.dtype)
+
+
+def merged_bytes(model: ModelConfig, lora: LoRAConfig, tp: int, bucket: float) -> float:
+    """Bytes that weights with adapters in them take on a rank while a bucket of so many bytes is made; 0 without.
+
+    Those of the bucket, before they become one message, and in fp32 the largest part of a matrix and its sum.
+    """
+    if not lora.rank:
+        return 0.0
+    inner = {
+        "attention": model.heads * head_channels(model),
+        "mlp": model.ffn_hidden if model.moe.first_dense or not model.moe.experts else model.moe.shared_ffn_hidden,
+        "experts": model.moe.ffn_hidden if model.moe.experts else 0,
+    }
+    if model.attention == "mla":
+        mla = model.mla
+        queries = 0 if mla.q_lora_rank else mla.qk_head_dim + mla.qk_rope_dim
+        inner["attention"] = model.heads * max(mla.v_head_dim, queries)
+    largest = model.hidden * max(size for target, size in inner.items() if target in lora.targets) / tp
+    return bucket + 2 * torch.float32.itemsize * largest
+
+
+def parts_of(policy: Policy, wanted: list[Entry]) -> Parts:
+    """This rank's parts of the policy's tensors, and of its adapters; `wanted` are all tensors of the model.
+
+    Raises:
+        ValueError: The model has a tensor that no Hugging Face name stands for.
+    """
+    held: Held = defaultdict(dict)
+    for shard in shards(policy.chunks):
+        key, box = named_box(shard)
+        held[key][box] = shard.data
+    known = {entry.key for entry in wanted}
+    if unknown := [key for key in held if key not in known and not key.endswith((A, B))]:
+        raise ValueError(f"no Hugging Face tensor stands for {', '.join(sorted(unknown))}")
+    starts: dict[str, set[int]] = defaultdict(set)
+    for entry in wanted:
+        starts[entry.key].add(entry.rows.start)
+    numbers = {(key, start): number for key, all_of in starts.items() for number, start in enumerate(sorted(all_of))}
+    lora = policy.lora
+    return Parts(dict(held), numbers, lora.rank if lora else 0, lora.alpha / lora.rank if lora else 0.0)

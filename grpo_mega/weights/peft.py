@@ -1,0 +1,88 @@
+"""Adapters in the format of the library `peft`: the names of its tensors, and adapter_config.json.
+
+`peft` loads them over the model that training started from: transformers' class with the weights of `run.init_from`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from grpo_mega.config.schema import LoRAConfig
+from grpo_mega.models.adapters import A, B, target_of
+from grpo_mega.weights.names import Entry, Rows
+
+PREFIX = "base_model.model."
+"""Of the names of all tensors: transformers' model lies that deep in the library's."""
+
+
+def adapter_entries(model: list[Entry], lora: LoRAConfig, layers: int) -> list[Entry]:
+    """The adapters of a model's tensors, in their order: of each matrix lora_A [rank, inputs], lora_B [outputs, rank].
+
+    Those of prediction modules, which transformers does not build, are left out: what comes after `layers` layers.
+    """
+    return [*_adapters([entry for entry in model if _layer(entry) < layers], lora)]
+
+
+def _adapters(model: list[Entry], lora: LoRAConfig) -> Iterator[Entry]:
+    fused = defaultdict(list)
+    for entry in model:
+        fused[entry.key].append(entry.rows.start)
+    for entry in model:
+        if not _is_adapted(entry, lora):
+            continue
+        starts, layer, name = sorted(fused[entry.key]), entry.key.removesuffix(".weight"), _matrix(entry)
+        first, (outputs, inputs) = starts.index(entry.rows.start) * lora.rank, entry.shape
+        rows = Rows(len(starts) * lora.rank, first, first + lora.rank)
+        a, b = (f"{PREFIX}{name}.lora_{letter}.weight" for letter in "AB")
+        yield replace(entry, name=a, key=layer + A, shape=(lora.rank, inputs), rows=rows, joins_last=False)
+        yield replace(entry, name=b, key=layer + B, shape=(outputs, lora.rank), joins_last=False)
+
+
+def adapter_config(model: list[Entry], lora: LoRAConfig, base: str | None, layers: int) -> dict[str, Any]:
+    """The content of adapter_config.json; `base` is the folder or name of the model that the adapters belong to.
+
+    Raises:
+        ValueError: `peft` would lose some: transformers 5 has all experts of a layer in one tensor, and `peft` then
+            takes every adapter of a gate_proj for an expert's (_convert_peft_config_moe, 0.21).
+    """
+    matrices = [entry for entry in model if len(entry.shape) == 2 and _layer(entry) < layers]
+    adapted = {_matrix(entry) for entry in matrices if _is_adapted(entry, lora)}
+    beside = next((name for name in adapted if ".mlp." in name and ".experts." not in name), None)
+    if beside and any(entry.expert is not None for entry in model):
+        raise ValueError(
+            f"peft cannot load the adapter of {beside} beside routed experts: leave --adapter out, and the weights are "
+            "written with all adapters in them (another run may have lora.targets=[attention,experts])"
+        )
+    last = {name.rpartition(".")[2] for name in adapted}
+    meant = {_matrix(entry) for entry in matrices if _matrix(entry).rpartition(".")[2] in last}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(last if meant == adapted else adapted),
+    }
+
+
+def _is_adapted(entry: Entry, lora: LoRAConfig) -> bool:
+    return entry.key.endswith(".weight") and target_of(entry.key.removesuffix(".weight")) in lora.targets
+
+
+def _matrix(entry: Entry) -> str:
+    """The name of a tensor's module."""
+    return entry.name.removesuffix(".weight")
+
+
+def _layer(entry: Entry) -> int:
+    """The layer that a tensor is of; 0 for what is of none."""
+    match = re.match(r"model\.layers\.(\d+)\.", entry.name)
+    return int(match[1]) if match else 0

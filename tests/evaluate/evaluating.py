@@ -1,0 +1,42 @@
+"""Starts tools/evaluate.py, and reads what it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from limits import limit
+from ranks import REPOSITORY
+
+TOOL = str(REPOSITORY / "tools" / "evaluate.py")
+
+
+def evaluate(*words: object, ranks: int = 0, environment: dict[str, str] | None = None, code: int = 0) -> str:
+    """What the tool prints, under torchrun with `ranks` processes, or as a plain process with 0."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    given = environment or {}
+    rooms = (REPOSITORY, REPOSITORY / "kernels", REPOSITORY / "tests" / "train")
+    path = os.pathsep.join([*map(str, rooms), *filter(None, [given.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, *torchrun, TOOL, *map(str, words)],
+        env=os.environ | given | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=limit(600),
+    )
+    assert done.returncode == code, done.stdout + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """results.json."""
+    return json.loads((folder / "results.json").read_text())
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    """The lines of samples.jsonl."""
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]

@@ -1,0 +1,156 @@
+"""tools/evaluate.py on a toy run: the run's own numbers, the same under every layout and after a kill."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from evaluating import evaluate, results, samples
+from ranks import results as seen_by
+from ranks import run_ranks
+from test_import import KILLED
+from test_own_model import LLAMA, written
+from train_jobs import SMALL, Job, rewarded_by
+
+from grpo_mega.config.schema import DataConfig
+from grpo_mega.data.tokenizer import character_tokenizer
+from grpo_mega.evaluate.estimates import best_of
+
+FILES = {"budgets.png", "curves.png", "results.json", "samples.jsonl", "settings.json"}
+SAME = ("--samples", 4, "--budgets", 8, 3)
+REFUSALS = Path(__file__).with_name("evaluate_refusals_job.py")
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A toy run of two ranks, and its evaluation with four samples in one process."""
+
+    run: Path
+    folder: Path
+    shown: str
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
+    """Its success term has values that differ: random weights are never right."""
+    root = tmp_path_factory.mktemp("evaluated")
+    own = [rewarded_by("varied"), "reward.success=own", "run.name=toy", "run.steps=2", "run.eval_every=0"]
+    own += ["base=none", "run.tensorboard=false"]
+    ended = Job(root, [*SMALL, *own], ranks=2).finish()
+    assert ended.code == 0, ended
+    run = root / "runs" / "toy"
+    shown = evaluate(run, *SAME)
+    return Evaluated(run, run / "evaluations" / "step-000002", shown)
+
+
+def test_the_table_is_that_of_the_samples(toy: Evaluated) -> None:
+    assert {file.name for file in toy.folder.iterdir()} == FILES
+    drawn = samples(toy.folder)
+    assert len(drawn) == 8 * 4
+    own = [record["terms"]["own"] for record in drawn]
+    found = results(toy.folder)["all"]
+    assert found["accuracy"]["mean"] == pytest.approx(sum(own) / 32)
+    assert found["pass@2"]["mean"] == pytest.approx(sum(best_of(own[i : i + 4], 2) for i in range(0, 32, 4)) / 8)
+    assert found["length"]["mean"] == pytest.approx(sum(record["tokens"] for record in drawn) / 32)
+    assert f"{100 * sum(own) / 32:.1f} % [" in toy.shown
+    assert "8 problems x 4 samples, temperature 1, top-p 1, up to 16 tokens" in toy.shown
+    assert "maj@" not in toy.shown, "only the function knows what an answer is"
+
+
+def test_the_first_samples_are_those_of_the_runs_last_evaluation(toy: Evaluated) -> None:
+    summary = json.loads((toy.run / "summary.json").read_text())
+    firsts = samples(toy.folder)[::4]
+    assert sum(record["terms"]["own"] for record in firsts) / 8 == pytest.approx(summary["held_out_accuracy_after"])
+    assert sum(record["tokens"] for record in firsts) / 8 == summary["mean_length_after"]
+
+
+def test_within_a_budget_counts_what_the_completion_is_worth_up_to_there(toy: Evaluated) -> None:
+    tokenizer, drawn = character_tokenizer(DataConfig(task="chain_sum")), samples(toy.folder)
+    for i, budget in enumerate((3, 8)):
+        for record in drawn:
+            cut = tokenizer.encode(record["completion"])[:budget]
+            whole = record["tokens"] <= budget
+            assert record["within"][i] == (record["terms"]["own"] if whole else sum(cut) % 7 / 7)  # as `varied` has it
+        mean = sum(record["within"][i] for record in drawn) / len(drawn)
+        assert results(toy.folder)["all"][f"within@{budget}"]["mean"] == pytest.approx(mean)
+    assert {record["tokens"] > 8 for record in drawn} == {True, False}
+    assert "within@8" in toy.shown
+
+
+def test_numbers_are_the_same_after_a_kill_and_under_another_layout(toy: Evaluated, tmp_path: Path) -> None:
+    """Killed in its second part on one process, continued by two that share the experts."""
+    killed_after(5, toy, tmp_path)
+    assert len([*(tmp_path / "out" / "parts").glob("*.jsonl")]) == 1
+    said = evaluate(toy.run, "layout.ep=2", *SAME, "--out", tmp_path / "out", ranks=2)
+    assert "8 of 8 problems" in said
+    assert_same(tmp_path / "out", toy.folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fsyncs", [1, 3, 9, 11, 12, 13, 15, 17])
+def test_killed_anywhere_it_continues(toy: Evaluated, tmp_path: Path, fsyncs: int) -> None:
+    killed_after(fsyncs, toy, tmp_path)
+    evaluate(toy.run, *SAME, "--out", tmp_path / "out")
+    assert_same(tmp_path / "out", toy.folder)
+
+
+def killed_after(fsyncs: int, toy: Evaluated, tmp_path: Path) -> None:
+    """Starts an evaluation into tmp_path/out, two problems a part, and kills it."""
+    (tmp_path / "sitecustomize.py").write_text(KILLED)
+    environment = {"PYTHONPATH": str(tmp_path), "FSYNCS": str(fsyncs)}
+    few = "rollout.concurrent_sequences=8"
+    words = (toy.run, few, *SAME, "--out", tmp_path / "out")
+    evaluate(*words, environment=environment, code=-signal.SIGKILL)
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    assert {file.name for file in folder.iterdir()} == FILES
+    for name in ("results.json", "samples.jsonl"):
+        assert (folder / name).read_bytes() == (other / name).read_bytes()
+
+
+def test_a_folder_is_asked_as_the_papers_ask(tmp_path: Path) -> None:
+    own = written(tmp_path, LLAMA)
+    out = tmp_path / "out"
+    shown = evaluate(own.folder, "--data", f"sums={tmp_path}/test.jsonl", "--samples", 4, "--out", out)
+    assert "4 problems x 4 samples, temperature 0.6, top-p 0.95" in shown
+    first, *_ = drawn = samples(out)
+    assert len(drawn) == 16
+    assert first["task"] == "sums"
+    assert first["prompt"].startswith("<|im_start|>user\nWhat is 900 + 5?\nPlease reason step by step")
+    assert first["prompt"].endswith("<|im_start|>assistant\n")
+    settings = json.loads((out / "settings.json").read_text())
+    assert settings["context"] == 2048, "of the model, which was not made for 32,768 more"
+    assert settings["sampling"]["max_new_tokens"] > 1900
+    assert {"maj@4", "pass@4"} <= results(out)["all"].keys()
+
+
+def test_what_has_finished_is_shown_again_and_what_cannot_be_evaluated_is_named_with_the_fix(
+    toy: Evaluated, tmp_path: Path
+) -> None:
+    own = written(tmp_path, LLAMA)
+    before = {file.name: file.stat().st_mtime_ns for file in toy.folder.iterdir()}
+    said = seen_by(run_ranks(REFUSALS, 1, [str(toy.run), str(own.folder), str(tmp_path)]))
+    assert said["finished"] == toy.shown[: toy.shown.index(f"\n{toy.folder}: ")]
+    assert f"{toy.folder} holds results of other settings:" in said["other settings"]
+    assert "samples: 4 there, 2 now" in said["other settings"]
+    assert "name another --out, or remove it" in said["other settings"]
+    assert {file.name: file.stat().st_mtime_ns for file in toy.folder.iterdir()} == before
+    for name, given in (("budget of all", "8 16"), ("no tokens", "0")):
+        assert f"--budgets {given}: choose numbers from 1 to 15" in said[name]
+    assert "has no problems of its own: give --data FILE" in said["no data"]
+    assert "--train 0: choose 1 or more problems" in said["no training problems"]
+    assert "--train and --data both say which problems are asked" in said["two kinds of problems"]
+    assert "has no tokenizer" in said["no tokenizer"]
+    assert "--reward best: choose boxed," in said["no such reward"]
+    assert said["reward as a group"] == "reward=boxed: write --reward boxed"
+    assert "layout=tp2: a run has its configuration; give single fields" in said["layout as a group"]
+    assert "eval.samples=0: choose a value in [1, 256]" in said["no samples"]
+    assert "lower eval.samples to 4 or raise rollout.concurrent_sequences to 16" in said["too many at once"]
+    assert "is of the task 'other', which no reward term has" in said["no reward"]
+    assert "two problems have the id" in said["same ids"]
+    assert "is a model of another shape" in said["another model"]
+    assert "does not exist" in said["nothing there"]

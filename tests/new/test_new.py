@@ -1,0 +1,147 @@
+"""From a folder and a file to a trained model in a folder, with README's commands, in a copied clone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from limits import limit
+from metric_lines import of_steps
+from own_clone import Clone
+from ranks import REPOSITORY
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    return Clone(tmp_path_factory.mktemp("clone"))
+
+
+def test_a_folder_a_file_and_a_reward_become_a_trained_model(clone: Clone) -> None:
+    printed = clone.new("first", "--reward", "my_rewards:score", "--answer-tokens", "64")
+    assert "<|im_start|>user\nWhat is 0 + 5?" in printed
+    assert "-m grpo_mega.train experiment=first" in printed
+    text = clone.experiment("first").read_text()
+    assert text.count(" # ") > 5, "it says why"
+    made = yaml.safe_load(text)
+    assert made["run"]["init_from"] == str(clone.model)
+    assert made["model"]["context"] - made["rollout"]["max_new_tokens"] >= 20
+    assert (made["data"]["validation_size"], made["data"]["test_size"]) == (4, 4)
+    assert "\nready\n" in clone.runs("-m", "grpo_mega.train", "experiment=first", "--dry-run")
+    clone.runs("-m", "grpo_mega.train", "experiment=first", "run.steps=1")
+    run = clone.root / "runs" / "first"
+    (step,) = of_steps(run)
+    assert step["policy/grad_norm"] > 0
+    trained = AutoModelForCausalLM.from_pretrained(run / "export" / "step-000001")
+    before = AutoModelForCausalLM.from_pretrained(clone.model)
+    assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), before.parameters(), strict=True))
+
+
+@pytest.mark.long
+def test_the_question_asks_for_what_the_reward_reads(clone: Clone) -> None:
+    assert r"put your final answer within \boxed{}.<|im_end|>" in clone.new("boxed")
+    assert yaml.safe_load(clone.experiment("boxed").read_text())["data"]["question"].endswith(r"\boxed{}.")
+    assert "<think> reasoning process here </think>" in clone.new("zero", "--reward", "r1zero")
+    template = json.loads((clone.model / "tokenizer_config.json").read_text())
+    assert "chat_template" not in template
+    hidden = (clone.model / "chat_template.jinja").rename(clone.root / "template")
+    try:
+        assert "User: What is 0 + 5?\nPlease reason step by step" in clone.new("base")
+        assert "What is 0 + 5?\n\n(right is: 5)" in clone.new("plain", "--reward", "my_rewards:score")
+    finally:
+        hidden.rename(clone.model / "chat_template.jinja")
+
+
+def test_for_gpus_a_layout_is_proposed_that_fits(clone: Clone) -> None:
+    printed = clone.new("cluster", "--cluster", "h100", "--nodes", "2")
+    assert "16 GPUs: dp 16" in printed
+    assert "\nfits: stage 0 takes" in printed
+    made = yaml.safe_load(clone.experiment("cluster").read_text())
+    assert made["rollout"]["engine"] == "sglang"
+    assert made["cluster"] == {"nodes": 2}
+    assert made["optimizer"]["distributed"] is True
+    planned = json.loads(clone.runs("tools/plan.py", "cluster", "--json"))
+    assert planned["fits"]
+    assert planned["engine"]["fits"]
+    script = clone.root / "slurm" / "cluster.sh"
+    assert f"{script}\n" in printed
+    assert "    slurm/cluster.sh --dry-run\n    slurm/cluster.sh --partition=NAME" in printed
+    assert "torchrun" not in printed
+    asked = [line.partition("#SBATCH ")[2] for line in script.read_text().splitlines() if "#SBATCH" in line]
+    assert {"--job-name=cluster", "--nodes=2", "--gpus-per-node=8", "--signal=B:USR1@900"} <= {*asked}
+    tried = subprocess.run(
+        [script, "--dry-run"], cwd=clone.root, env=os.environ | {"HOST_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=limit(300),
+    )  # fmt: skip
+    assert (tried.returncode, tried.stdout[-7:]) == (0, "\nready\n"), tried.stdout + tried.stderr
+    script.unlink()
+    clone.experiment("again").write_text("")
+    assert "again.yaml is there already" in clone.new("again", "--cluster", "h100", code=2)
+    clone.experiment("again").rename(clone.root / "slurm" / "again.sh")
+    assert "slurm/again.sh is there already; choose another name" in clone.new("again", "--cluster", "h100", code=2)
+    assert not clone.experiment("again").exists()
+
+
+def test_a_job_of_a_large_model_gets_the_time_to_save_it(tmp_path: Path) -> None:
+    """In r1zero_671b's is as much as in the script that was written by hand."""
+    job = "; ".join(
+        [
+            "import pathlib, sys",
+            "from grpo_mega import new, platform",
+            "platform.start_planning()",
+            "from grpo_mega.config.load import compose_config",
+            "new.write_script(pathlib.Path(sys.argv[1]), 'large', compose_config(['experiment=r1zero_671b']))",
+        ]
+    )
+    path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels")))
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", job, tmp_path / "large.sh"], env=os.environ | own, check=True)
+    (seconds,) = re.findall(r"USR1@(\d+)$", (tmp_path / "large.sh").read_text(), re.MULTILINE)
+    assert 4300 < int(seconds) <= 4700
+
+
+def test_what_cannot_be_used_is_named_and_no_file_is_left(clone: Clone, tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a b c " * 600, "answer": 1}) + "\n")
+    (tmp_path / "few.jsonl").write_text('{"prompt": "x", "answer": 1}\n{"prompt": "y", "answer": 2}\n')
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "x"}\n')
+    bad = {
+        "1 of 1 problems leave no room for an answer: the longest prompt has": ["--data", str(tmp_path / "long.jsonl")],
+        "broken.jsonl:1: field 'answer' is missing": ["--data", str(tmp_path / "broken.jsonl")],
+        "few.jsonl holds 2 problems: one to train on, ": ["--data", str(tmp_path / "few.jsonl")],
+        "nowhere.jsonl: no such file": ["--data", str(tmp_path / "nowhere.jsonl")],
+        f"{tmp_path}/config.json": ["--model", str(tmp_path)],
+        "reward term 'missing': cannot import 'my_rewards:missing'": ["--reward", "my_rewards:missing"],
+        "--reward wrong: choose boxed, by_task, code, r1zero, think_answer": ["--reward", "wrong"],
+        "NAME '../x'": ["../x"],
+    }
+    for message, words in bad.items():
+        name = [] if words[0] == "../x" else ["bad"]
+        model, data = ["--model", str(clone.model)], ["--data", str(clone.data)]
+        assert message in clone.runs("-m", "grpo_mega.new", *name, *model, *data, *words, code=2)
+        assert not clone.experiment("bad").exists()
+
+
+def test_test_problems_that_are_trained_on_can_be_accepted(clone: Clone, tmp_path: Path) -> None:
+    others = [json.dumps({"prompt": f"What is {i} + 6?", "answer": i + 6}) + "\n" for i in range(5)]
+    test = tmp_path / "test.jsonl"
+    test.write_text("".join(others + clone.data.read_text().splitlines(keepends=True)[:2]))
+    refused = clone.new("shared", "--test", str(test), code=2)
+    (flag,) = re.findall(r"\((--shared-test-problems 2) of python -m grpo_mega\.new\)", refused)
+    assert not clone.experiment("shared").exists()
+    made = clone.new("shared", "--test", str(test), *flag.split())
+    assert "warning: 2 of the 7 problems of data.test_path=" in made
+    assert "\n  shared_test_problems: 2 # " in clone.experiment("shared").read_text()
+    assert "give both, or neither" in clone.new("other", *flag.split(), code=2)
+
+
+def test_an_experiment_that_is_there_is_not_replaced(clone: Clone) -> None:
+    before = clone.experiment("tiny").read_bytes()
+    assert "tiny.yaml is there already; choose another name" in clone.new("tiny", code=2)
+    assert clone.experiment("tiny").read_bytes() == before

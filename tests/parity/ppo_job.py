@@ -1,0 +1,60 @@
+"""A step of PPO's critic under several layouts, from made-up answers; started by run_ranks.
+
+Usage: ppo_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt for each.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from layouts_job import HERE, SMALL_BUCKETS, VOCAB, leave_groups, made_up_batch
+from parity_cases import LAYOUTS, MODELS, optimizer
+
+from grpo_mega.algorithm.gae import explained_variance
+from grpo_mega.config.load import compose_config
+from grpo_mega.models.policy import Policy
+from grpo_mega.models.scalar import ClippedSquaredError, ScalarModel
+from grpo_mega.models.topology import join_layout
+from grpo_mega.stages.ppo import with_critic
+
+CONFIG = compose_config(["experiment=tiny_ppo", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"])
+LOSS = ClippedSquaredError(0.02)
+"""So narrow that some values are outside after an update, and others are not."""
+
+
+def one_step(model_name: str, layout_name: str) -> dict:
+    layout, adam = LAYOUTS[layout_name], optimizer(model_name, layout_name)
+    topology = join_layout(layout, seed=0)
+    parallel = (adam.distributed, adam.overlap, SMALL_BUCKETS)
+    policy = Policy(MODELS[model_name], layout, VOCAB, topology, HERE, *parallel)
+    policy.initialize(seed=3)
+    critic = ScalarModel("critic", MODELS[model_name], layout, VOCAB, topology, HERE, *parallel, before=True)
+    critic.take_body(policy)
+    critic.use_optimizer(adam)
+    whole = made_up_batch(MODELS[model_name], replayed=False)
+    scores = torch.sin(3.0 * torch.arange(len(whole.numbers))).tolist()
+    result: dict = {"mask": whole.mask, "steps": []}
+    for _ in range(2):  # in the first one all values are 0
+        batch = with_critic(critic.share(whole), scores, critic, CONFIG)
+        updates = [critic.update(batch, LOSS, adam.lr) for _ in range(2)]
+        assert batch.value is not None
+        assert batch.returns is not None
+        result["steps"].append(
+            {name: critic.gathered(getattr(batch, name), batch) for name in ("value", "advantage", "returns")}
+            | {
+                "explained": explained_variance(batch, topology.replicas),
+                "metrics": [update.metrics for update in updates],
+                "moved": critic.gathered(updates[1].outputs - batch.value * batch.mask, batch),
+            }
+        )
+    result["weights"] = critic.whole_weights()
+    return result
+
+
+if __name__ == "__main__":
+    for case in sys.argv[2:]:
+        step = one_step(*case.split(":"))
+        leave_groups()
+        if torch.distributed.get_rank() == 0:
+            torch.save(step, Path(sys.argv[1]) / f"{case}.pt")
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,47 @@
+"""The layout that is proposed fits, no cheaper one does, and what fits nowhere is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import results, run_ranks
+
+SEVEN, SIXTEEN = ["experiment=deepseekmath_7b"], ["experiment=moonlight_16b", "model.layers=9"]
+CASES = {
+    "one machine": SEVEN,
+    "larger GPUs": [*SEVEN, "cluster=h200", "cluster.nodes=2"],
+    "experts": SIXTEEN,
+    "too small": [*SEVEN, "cluster.gpus_per_node=1"],
+    "unknown": [*SEVEN, "cluster=any"],
+}
+
+
+@pytest.fixture(scope="module")
+def proposals() -> dict[str, Any]:
+    return results(run_ranks(Path(__file__).with_name("propose_job.py"), 1, [json.dumps(CASES)]))
+
+
+@pytest.mark.parametrize(("case", "gpus"), [("one machine", 8), ("larger GPUs", 16), ("experts", 8)])
+def test_it_fits_and_what_is_cheaper_does_not(proposals: dict[str, Any], case: str, gpus: int) -> None:
+    found = proposals[case]
+    assert found["gpus"] == gpus
+    assert found["fits"] == [True, True]
+    assert found["cheaper"], "it is not simply the first"
+    assert not any(found["cheaper"])
+
+
+def test_larger_gpus_allow_a_cheaper_layout(proposals: dict[str, Any]) -> None:
+    small, large = (proposals[case]["layout"] for case in ("one machine", "larger GPUs"))
+    assert large["pp"] * large["tp"] * large["cp"] < small["pp"] * small["tp"] * small["cp"]
+
+
+def test_a_model_that_is_too_large_is_refused_with_its_size(proposals: dict[str, Any]) -> None:
+    assert proposals["too small"]["error"].startswith("no layout of 1 GPUs fits: the smallest takes about ")
+    assert "raise cluster.nodes" in proposals["too small"]["error"]
+
+
+def test_without_the_memory_of_a_gpu_nothing_is_proposed(proposals: dict[str, Any]) -> None:
+    assert "cluster.gpu_memory_mib is not set" in proposals["unknown"]["error"]

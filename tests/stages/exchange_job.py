@@ -1,0 +1,238 @@
+"""One rank of a job whose samples move from who holds them to who computes them; prints {layout: what was seen}.
+
+Usage: exchange_job.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import plain_grpo
+import torch
+import torch.distributed as dist
+
+from grpo_mega import platform
+
+HERE = platform.start()
+platform.join_processes(HERE)
+
+from megatron.core import parallel_state  # noqa: E402
+
+from grpo_mega.checkpoint import integrity, step_in_progress  # noqa: E402
+from grpo_mega.checkpoint.step_in_progress import StepInProgress  # noqa: E402
+from grpo_mega.config.load import compose_config  # noqa: E402
+from grpo_mega.config.schema import AlgorithmConfig, Config, LayoutConfig  # noqa: E402
+from grpo_mega.models.microbatch import gathered  # noqa: E402
+from grpo_mega.models.topology import Topology, join_layout  # noqa: E402
+from grpo_mega.stages.batches import batch_of, batch_of_all, make_batch, mini_batches  # noqa: E402
+from grpo_mega.stages.corrections import corrected, penalised  # noqa: E402
+from grpo_mega.stages.packing import pack_samples  # noqa: E402
+from grpo_mega.stages.watch import Watch  # noqa: E402
+from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Rollout, Sample, Score  # noqa: E402
+
+LAYOUTS = {
+    "dp4": LayoutConfig(micro_batch_tokens=64),
+    "dp2pp2": LayoutConfig(pp=2, micro_batch_tokens=64),
+    "dp2tp2": LayoutConfig(tp=2, micro_batch_tokens=64),
+    "dp2cp2": LayoutConfig(cp=2, micro_batch_tokens=64),
+    "dp1": LayoutConfig(tp=2, pp=2, micro_batch_tokens=64),
+}
+GROUPS, SIZE = 7, 4
+UNSCORED = (9, 24, 25, 27)
+"""Samples that could not be scored: one of a group, and all but one of another."""
+EXPERTS = (3, 2)
+"""MoE layers, and experts of each token."""
+
+
+CORRECTED = AlgorithmConfig(
+    correction="truncate", correction_level="sequence_mean", rejection_cap=1.05, correction_normalized=True
+)
+"""What is normalised over the batch, without some of its sequences."""
+
+
+def settings(layout: LayoutConfig, *overrides: str) -> Config:
+    config = compose_config(["experiment=tiny", "algorithm.mini_batches=3", "algorithm.epochs=2", *overrides])
+    model = replace(config.model, layers=4, moe=replace(config.model.moe, first_dense=1, top_k=2))
+    sglang = replace(config.rollout.sglang, routing_replay=True)
+    return replace(config, layout=layout, model=model, rollout=replace(config.rollout, engine="sglang", sglang=sglang))
+
+
+def samples() -> list[Sample]:
+    """Of prompts of which two are the same; some samples are empty, or do not know their experts."""
+    random = torch.Generator().manual_seed(1)
+
+    def drawn(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=random)
+
+    made = []
+    for group in range(GROUPS):
+        tokens = (5, 6, 7) if group in (2, 4) else tuple(drawn(3, 20, 1 + group).tolist())
+        prompt = Prompt(f"p{group}", tokens, "", "", "")
+        for index in range(SIZE):
+            length = 0 if (group, index) == (3, 1) else int(drawn(1, 30, 1))
+            logprobs = -torch.rand(length, generator=random)
+            chosen = drawn(0, 16, len(tokens) + length - 1, *EXPERTS).to(torch.int16)
+            experts = None if (group, index) in ((3, 1), (5, 0)) else chosen
+            ids, reason = array("i", drawn(3, 20, length).tolist()), "abort" if experts is None else "stop"
+            made.append(Sample(prompt, index, ids, array("f", logprobs.tolist()), reason, ((0, 1),), "", experts))
+    return made
+
+
+def rollout_of(everyone: list[Sample]) -> Rollout:
+    """Each sample is held by one rank; one rank holds none, one most of them."""
+    holders = [(i * i) % 7 % 3 for i in range(len(everyone))]
+    rewards = [1.0 if i // SIZE == 1 else float(i % 3) for i in range(len(everyone))]  # one group without signal
+    answers = [
+        Answer(len(s.token_ids), s.finish_reason, s.segments, score_of(i, rewards[i]), holders[i])
+        for i, s in enumerate(everyone)
+    ]
+    groups = [Group(everyone[i].prompt, tuple(answers[i : i + SIZE])) for i in range(0, len(everyone), SIZE)]
+    return Rollout(groups, {i: s for i, s in enumerate(everyone) if holders[i] == dist.get_rank()})
+
+
+def score_of(number: int, reward: float) -> Score:
+    """The reward of a sample, unless it is one of `UNSCORED`."""
+    return Score(0.0, {}, unscorable="away") if number in UNSCORED else Score(reward, {"own": reward})
+
+
+def unequal(batch: Batch, expected: Batch, topology: Topology) -> list[str]:
+    """Columns of which this replica has other numbers than the batch on one rank."""
+    rows = {int(number): row for row, number in enumerate(expected.numbers)}
+    here = expected.select([rows[int(number)] for number in batch.numbers])
+    columns = here.columns() | {"cu_seqlens": here.cu_seqlens, "prompt_lengths": here.prompt_lengths}
+    off = [
+        name for name, column in columns.items() if name != "experts" and not torch.equal(column, getattr(batch, name))
+    ]
+    same = batch.prompts[:, None] == batch.prompts
+    prompts = [
+        tuple(batch.tokens[s : s + n].tolist()) for s, n in zip(batch.cu_seqlens, batch.prompt_lengths, strict=False)
+    ]
+    if same.tolist() != [[a == b for b in prompts] for a in prompts]:
+        off.append("prompts")
+    completions = batch.mask  # a prompt's experts are those of its first sample on this replica
+    if not torch.equal(batch.experts[completions], here.experts[completions]):
+        off.append("experts")
+    return off
+
+
+def penalties(rollout: Rollout, whole: Batch, config: Config, topology: Topology) -> list[list[float]]:
+    """Advantages of rewards with a KL penalty, token by token; and as plain Python has them, sample by sample."""
+    config = replace(config, algorithm=replace(config.algorithm, kl_in="reward", kl_coef=0.1))
+    batch = make_batch(rollout, config, topology, 5)
+    batch = batch.with_(old_logprob=torch.cos(batch.tokens.float()), ref_logprob=torch.sin(batch.tokens.float()))
+    found = gathered(penalised(batch, rollout.groups, config, topology).advantage, batch, topology)
+    apart = (torch.cos(whole.tokens.float()) - torch.sin(whole.tokens.float())).double() * whole.mask
+    of_sample = [0.1 * part.sum().item() for part in apart.split(whole.lengths.tolist())]
+    expected: list[float] = []
+    for number, group in enumerate(rollout.groups):
+        rewards = {i: answer.score.total - of_sample[i] for i, answer in enumerate(group.answers, SIZE * number)
+                   if i not in UNSCORED}  # fmt: skip
+        expected += plain_grpo.group_advantages((*rewards.values(),), "sample") if len(rewards) > 1 else [0.0]
+    return [
+        found.tolist(),
+        expected,
+        whole.select([i for i in range(len(of_sample)) if i not in UNSCORED]).lengths.tolist(),
+    ]
+
+
+def by_step(rollout: Rollout, config: Config, topology: Topology) -> list[Any]:
+    """Advantages of tokens when steps are rewarded, two of every sample; and as plain Python has them."""
+    config = replace(config, algorithm=replace(config.algorithm, supervision="process"))
+
+    def stepwise(number: int, answer: Answer) -> Answer:
+        if answer.score.unscorable or answer.length < 2:
+            return answer
+        steps = ((answer.length // 2 - 1, float(number % 4)), (answer.length - 1, float(number % 5)))
+        return replace(answer, score=replace(answer.score, steps=steps))
+
+    groups = [
+        replace(group, answers=tuple(stepwise(SIZE * i + j, a) for j, a in enumerate(group.answers)))
+        for i, group in enumerate(rollout.groups)
+    ]
+    batch = make_batch(replace(rollout, groups=groups), config, topology, 5)
+    found = gathered(batch.advantage, batch, topology).tolist()
+    expected: list[float] = []
+    for group in groups:
+        scored = [a for a in group.answers if not a.score.unscorable]
+        steps = [a.score.steps or ((max(0, a.length - 1), a.score.total),) for a in scored]
+        lengths = [a.length for a in scored]
+        if len(scored) > 1:
+            expected += torch.cat(plain_grpo.step_advantages(steps, lengths, "sample")).tolist()
+    return [[advantage for advantage in found if advantage], [advantage for advantage in expected if advantage]]
+
+
+def everywhere(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    theirs: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(theirs, mine, group=group)
+    return theirs
+
+
+def seen_under(name: str, folder: Path) -> dict[str, Any]:
+    """What a layout does with the samples, and what it makes of the steps that layouts before it have saved."""
+    topology, config = join_layout(LAYOUTS[name], seed=0), settings(LAYOUTS[name])
+    rollout, whole = rollout_of(samples()), pack_samples(samples())
+    batch = make_batch(rollout, config, topology, 5)
+    of_all = batch_of_all(rollout, config, topology)
+    result: dict[str, Any] = {"off": unequal(of_all, whole, topology)}
+    model = parallel_state.get_model_parallel_group()
+    result["alike"] = all(
+        theirs == everywhere(batch.numbers.tolist(), model)[0] for theirs in everywhere(batch.numbers.tolist(), model)
+    )
+    replicas = everywhere(batch.numbers.tolist(), topology.replicas) if topology.replicas else [batch.numbers.tolist()]
+    result["numbers"] = sorted(number for replica in replicas for number in replica)
+    result["advantage"] = gathered(batch.advantage, batch, topology).tolist()
+    result["by_step"] = by_step(rollout, config, topology)
+    step = StepInProgress(rollout.groups, batch)
+    parts = [batch_of(step, mini_batch, config, 5) for mini_batch in mini_batches(rollout.groups, config, 5)]
+    result["weights"] = [gathered(part.weight, part, topology).tolist() for part in parts]
+    result["loads"] = [topology.of_every_replica([len(part.tokens)]) for part in parts]
+    shift = of_all.rollout_logprob + 0.1 * torch.sin(of_all.tokens.float())
+    result["mismatch"] = Watch(config, topology).mismatch(of_all, shift)
+    drawn = torch.sin(batch.tokens + batch.numbers.repeat_interleave(batch.lengths))
+    batch = batch.with_(ref_logprob=drawn, old_logprob=batch.rollout_logprob + 0.5 * drawn)
+    batch = corrected(batch, CORRECTED, topology)
+    result["correction"] = gathered(batch.correction, batch, topology).tolist()
+    result["penalised"] = penalties(rollout, whole, config, topology)
+    step = StepInProgress(rollout.groups, batch, [{"a": 1}], [{"loss": 0.5}])
+    trained = whole.select(result["numbers"]).with_(
+        **{name: gathered(getattr(batch, name), batch, topology)
+           for name in ("advantage", "ref_logprob", "old_logprob", "correction")}
+    )  # fmt: skip
+    mine = folder / name
+    if dist.get_rank() == 0:
+        mine.mkdir()
+    dist.barrier()
+    step_in_progress.save(mine, step, topology)
+    integrity.seal(mine)
+    for saved in sorted(path for path in folder.iterdir()):
+        back = step_in_progress.load(saved, topology)
+        assert [group.rewards for group in back.groups] == [group.rewards for group in step.groups]
+        assert {answer.holder for group in back.groups for answer in group.answers} == {NOBODY}
+        assert (back.shown, back.updates) == (step.shown, step.updates)
+        mine_again = back.batch.numbers.tolist()
+        replicas = everywhere(mine_again, topology.replicas) if topology.replicas else [mine_again]
+        numbers = sorted(number for replica in replicas for number in replica)
+        result.setdefault("loaded", {})[saved.name] = [unequal(back.batch, trained, topology), numbers]
+        if saved == mine:
+            before, after = (
+                {name: column for name, column in vars(one).items() if column is not None}
+                for one in (batch, back.batch)
+            )
+            result["same"] = before.keys() == after.keys() and all(
+                torch.equal(before[name], after[name]) for name in before
+            )
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+if __name__ == "__main__":
+    results = {name: seen_under(name, Path(sys.argv[1])) for name in LAYOUTS}
+    everyone = everywhere(results)
+    if dist.get_rank() == 0:
+        print(json.dumps(everyone))
+    dist.destroy_process_group()

@@ -1,0 +1,27 @@
+"""tools/bench_host.py: a rank's memory grows with what it computes, not with the rollout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from ranks import REPOSITORY, limit
+
+
+def test_a_rank_holds_what_it_computes_and_not_the_rollout(tmp_path: Path) -> None:
+    """Of the same rollout one replica of eight needs far less than the only one; both rows are in the table."""
+    result = tmp_path / "result.json"
+    arguments = ["--samples", "512", "--replicas", "1", "8", "--mean", "2000", "--json", str(result)]
+    command = [sys.executable, str(REPOSITORY / "tools" / "bench_host.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit(300))
+    assert done.returncode == 0, done.stderr
+    alone, shared = json.loads(result.read_text())
+    assert alone["tokens"] == shared["tokens"] > 900_000
+    assert alone["tokens_here"] == alone["tokens"] + 512 * 200  # prompts of 200 tokens
+    assert shared["tokens_here"] < alone["tokens_here"] / 6
+    assert set(alone["peak"]) == set(alone["seconds"]) == {"answers", "batch", "schedule", "updates", "metrics", "stop"}
+    # 25 bytes of columns for each token here, four times over in copies, and a few megabytes for all others' answers.
+    assert max(shared["peak"].values()) < 100 * shared["tokens_here"] + 16e6 < max(alone["peak"].values())
+    assert len(done.stdout.splitlines()) == 4

@@ -1,0 +1,93 @@
+"""Samples move from the ranks that hold them to the replicas that compute them; what they are does not change."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import results, run_ranks
+
+LAYOUTS = ("dp4", "dp2pp2", "dp2tp2", "dp2cp2", "dp1")
+Seen = list[dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """By rank and layout."""
+    return results(run_ranks(Path(__file__).with_name("exchange_job.py"), 4, [str(tmp_path_factory.mktemp("steps"))]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_sample_is_computed_by_one_replica_with_all_that_is_known_of_it(seen: Seen, layout: str) -> None:
+    for rank in seen:
+        assert rank[layout]["off"] == []
+        assert rank[layout]["alike"] is True
+        assert rank[layout]["numbers"] == seen[0]["dp1"]["numbers"]
+    assert seen[0]["dp1"]["numbers"] == [*range(4), 8, *range(10, 24)], "neither groups without signal nor the unscored"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_advantages_and_weights_are_those_of_one_replica(seen: Seen, layout: str) -> None:
+    for rank in seen:
+        assert rank[layout]["advantage"] == seen[0]["dp1"]["advantage"]
+        assert rank[layout]["weights"] == seen[0]["dp1"]["weights"]
+    assert all(sum(weights) > 0 for weights in seen[0]["dp1"]["weights"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_advantages_of_steps_reach_the_tokens_of_their_steps(seen: Seen, layout: str) -> None:
+    for rank in seen:
+        found, expected = rank[layout]["by_step"]
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert len({round(advantage, 4) for advantage in expected}) > 2 * len(LAYOUTS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_normalised_over_the_batch_is_that_of_one_replica(seen: Seen, layout: str) -> None:
+    expected = seen[0]["dp1"]["correction"]
+    assert len({factor for factor in expected if factor}) > 5
+    for rank in seen:
+        assert rank[layout]["correction"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_kl_penalty_lowers_the_rewards_that_advantages_are_made_of(seen: Seen, layout: str) -> None:
+    for rank in seen:
+        found, expected, lengths = rank[layout]["penalised"]
+        assert sum(lengths) == len(found)
+        of_samples = [[a for a in found[sum(lengths[:i]) : sum(lengths[: i + 1])] if a] for i in range(len(lengths))]
+        for tokens, advantage in zip(of_samples, expected, strict=True):
+            assert tokens == pytest.approx([advantage] * len(tokens), abs=1e-5)
+        moved = sum(advantage != 0 for advantage in expected)
+        assert sum(map(bool, of_samples)) == moved - 1, "all but the sample without tokens"
+
+
+@pytest.mark.parametrize("layout", ["dp4", "dp2pp2"])
+def test_mini_batches_of_the_first_epoch_are_spread_evenly(seen: Seen, layout: str) -> None:
+    """No replica has more than the fair share and one more sequence of at most 37 tokens; there are two epochs."""
+    loads = seen[0][layout]["loads"]
+    for replicas in loads[: len(loads) // 2]:
+        assert max(tokens for (tokens,) in replicas) - min(tokens for (tokens,) in replicas) <= 37
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_mismatch_is_that_of_all_tokens(seen: Seen, layout: str) -> None:
+    expected = seen[0]["dp1"]["mismatch"]
+    assert expected["mismatch/p99_abs"] > expected["mismatch/p50_abs"] > 0
+    for rank in seen:
+        assert rank[layout]["mismatch"] == pytest.approx(expected, rel=1e-12)
+        assert all(
+            rank[layout]["mismatch"][f"mismatch/p{p}_abs"] == expected[f"mismatch/p{p}_abs"] for p in (50, 90, 99)
+        )
+        assert not any(map(math.isnan, rank[layout]["mismatch"].values()))
+
+
+def test_a_step_saved_under_one_layout_is_continued_under_any_other(seen: Seen) -> None:
+    for rank in seen:
+        for layout in LAYOUTS:
+            assert rank[layout]["same"] is True
+            for saved, (off, numbers) in rank[layout]["loaded"].items():
+                assert off == [], f"{saved} under {layout}"
+                assert numbers == seen[0]["dp1"]["numbers"], f"{saved} under {layout}"

@@ -1,0 +1,241 @@
+"""Measures what one rank's host does between engine and update, in seconds and memory.
+
+    python tools/bench_host.py
+    python tools/bench_host.py --samples 2048 --replicas 1 2 4 8
+    python tools/bench_host.py experiment=qwen3_30b_a3b --mean 2000
+
+This process stands for one rank of a job with the settings and the layout of an experiment, R1-Zero's by default; each
+row of the table is a process of its own. Samples are made up, with log-normal lengths. What other ranks would send is
+made up here too, so the network is not in the figures; neither are rewards, nor the model. The parts:
+
+    answers    the samples that this rank holds, as the engine hands them out, and what it hears of all others
+    batch      advantages, mini-batches and replicas of all samples, packing of those that this replica computes
+    schedule   the plan of micro-batches for the log-probs; they are made one by one while the pipeline runs
+    updates    the mini-batches with their weights, and the plans of their micro-batches
+    metrics    what is logged of the step, how far engine and trainer are apart, records of samples
+    stop       the rest of a step written into a checkpoint and read back
+
+`--json FILE` writes the table. On a shared machine CPU seconds are the steadier figure, which is why they are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import pickle
+import random
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo_mega import platform
+from grpo_mega.config.load import compose_config
+from grpo_mega.config.schema import Config
+from grpo_mega.types import Answer, Group, Prompt, Rollout, Sample, Score
+
+PROMPT_TOKENS = 200
+SHAPE = 0.8, 32_768
+"""Standard deviation of the logarithm of a completion's length, and the longest."""
+PARTS = ("answers", "batch", "schedule", "updates", "metrics", "stop")
+
+
+def main() -> None:
+    """Measures every combination in a process of its own and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, nargs="+", default=[128, 512, 2048, 8192], help="of a whole rollout")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[8], help="data parallel size, 8 by default")
+    parser.add_argument("--mean", type=int, default=8000, help="mean length of a completion, 8,000 by default")
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--alone", action="store_true", help="measure in this process, print JSON")
+    parser.add_argument("overrides", nargs="*", help="configuration overrides, experiment=r1zero_671b by default")
+    options = parser.parse_args()
+    overrides = options.overrides or ["experiment=r1zero_671b"]
+    try:
+        config = compose_config(overrides)
+    except ValueError as error:
+        sys.exit(refused(error))
+    if options.alone:
+        print(json.dumps(measure(config, options.samples[0], options.replicas[0], options.mean)))
+        return
+    rows = []
+    for samples in options.samples:
+        for replicas in options.replicas:
+            one = ["--alone", "--samples", str(samples), "--replicas", str(replicas), "--mean", str(options.mean)]
+            command = [sys.executable, __file__, *one, "--", *overrides]
+            quiet = os.environ | {"PYTHONWARNINGS": "ignore"}  # of packages that are not installed
+            rows.append(json.loads(subprocess.run(command, env=quiet, check=True, stdout=subprocess.PIPE).stdout))
+    print(table(rows))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def refused(error: ValueError) -> int:
+    """Says what is wrong with the settings; the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+@dataclass
+class Meter:
+    """CPU seconds by part, and the most memory of this process beyond what it had at the start.
+
+    Attributes:
+        seconds: Part -> CPU seconds.
+        peak: Part -> bytes.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+    before: int = field(default_factory=lambda: resident("VmRSS"))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """The body is measured as this part."""
+        Path("/proc/self/clear_refs").write_text("5")  # Linux measures the peak anew from here on
+        start = time.process_time()
+        yield
+        self.seconds[name] = round(time.process_time() - start, 3)
+        self.peak[name] = max(0, resident("VmHWM") - self.before)
+
+
+def resident(name: str) -> int:
+    """Bytes of this process's memory, from /proc."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def measure(config: Config, samples: int, replicas: int, mean: int) -> dict[str, Any]:
+    """One row of the table: sizes, and CPU seconds and peak bytes by part."""
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    here = platform.start()
+    platform.join_processes(here)
+    # Megatron may only be imported now that the platform is prepared.
+    from grpo_mega.algorithm.mismatch import rollout_mismatch
+    from grpo_mega.algorithm.step_advantages import groups_with_signal
+    from grpo_mega.checkpoint import step_in_progress
+    from grpo_mega.checkpoint.step_in_progress import StepInProgress
+    from grpo_mega.models.microbatch import micro_batches
+    from grpo_mega.observe.samples import sample_record
+    from grpo_mega.platform.manifest import MANIFEST
+    from grpo_mega.stages import batches, exchange
+    from grpo_mega.stages.metrics import step_metrics
+
+    topology, size = one_of_many(config, replicas), config.algorithm.group_size
+    exchange.exchange = made_up  # what other ranks would send
+    lengths, budget, cpu = lengths_of(samples, mean), config.layout.micro_batch_tokens, torch.device("cpu")
+    prompts = [made_up_prompt(number) for number in range(samples // size)]
+    announced = pickle.dumps([answer_of(number, length, topology.world_size) for number, length in enumerate(lengths)])
+    meter = Meter()
+    with meter.part("answers"):
+        mine = {number: sample_of(prompts[number // size], number % size, lengths[number])
+                for number in range(0, samples, topology.world_size)}  # fmt: skip
+        answers: list[Answer] = pickle.loads(announced)
+        rollout = Rollout([Group(p, tuple(answers[i * size : (i + 1) * size])) for i, p in enumerate(prompts)], mine)
+    with meter.part("batch"):
+        batch = batches.make_batch(rollout, config, topology, 0)
+        assert batch is not None
+        current = StepInProgress(rollout.groups, batch.with_(ref_logprob=-torch.rand(len(batch.tokens))))
+    with meter.part("schedule"):
+        micro_batches(batch, topology, budget, cpu)
+    with meter.part("updates"):
+        for mini_batch in batches.mini_batches(rollout.groups, config, 0):
+            micro_batches(batches.batch_of(current, mini_batch, config, 0), topology, budget, cpu)
+            current.updates.append({"loss": 0.0})
+    with meter.part("metrics"):
+        current.mismatch = rollout_mismatch(batch.ref_logprob[batch.mask], batch.rollout_logprob[batch.mask])
+        signal = groups_with_signal(rollout.groups, batches.advantage_options(config))
+        step_metrics(current, "own", signal)
+        current.shown = [sample_record(sample, Score(0.0, {})) for sample in [*mine.values()][:4]]
+    with meter.part("stop"), TemporaryDirectory() as folder:
+        step_in_progress.save(Path(folder), current, topology)
+        files = [step_in_progress.FILE, *(step_in_progress.batch_file(i, replicas) for i in range(replicas))]
+        (Path(folder) / MANIFEST).write_text(json.dumps({name: [0, ""] for name in files}))
+        step_in_progress.load(Path(folder), topology)
+    dist.destroy_process_group()
+    sizes = {"samples": samples, "replicas": replicas, "tokens": sum(lengths), "tokens_here": len(batch.tokens)}
+    return sizes | {"seconds": meter.seconds, "peak": meter.peak}
+
+
+def one_of_many(config: Config, replicas: int) -> Any:
+    """The first rank of a job with so many replicas, which asks no other rank for anything."""
+    from grpo_mega.models.topology import Topology
+
+    class OneOfMany(Topology):
+        replicas = None
+
+        def of_every_replica(self, numbers: Any) -> list[list[int]]:
+            return [[*numbers]]
+
+    layout = config.layout
+    row = layout.tp * layout.cp
+    world = row * layout.pp * replicas
+    replica_of_rank = [rank // row % replicas for rank in range(world)]
+    stages = 0, layout.pp
+    return OneOfMany(0, world, layout.tp, *stages, 0, layout.cp, 0, replicas, replica_of_rank, False, dist.group.WORLD)
+
+
+def made_up(parts: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
+    """Puts together what leaves this rank, as `collectives.exchange` does, and returns as much as should arrive."""
+    leaving = torch.cat(parts)
+    arriving = torch.empty(sum(sizes), dtype=leaving.dtype)
+    return arriving.uniform_(-5, 0) if arriving.is_floating_point() else arriving.random_(0, 1000)
+
+
+def lengths_of(samples: int, mean: int) -> list[int]:
+    """Log-normal lengths of completions, from 1 to the longest."""
+    (deviation, longest), draw = SHAPE, random.Random(0)
+    scale = mean / 2.718281828 ** (deviation**2 / 2)
+    return [min(longest, max(1, int(scale * draw.lognormvariate(0, deviation)))) for _ in range(samples)]
+
+
+def made_up_prompt(number: int) -> Prompt:
+    """A prompt of random tokens."""
+    draw = random.Random(number)
+    return Prompt(f"p{number}", tuple(draw.choices(range(1000), k=PROMPT_TOKENS)), "a question", "4", "made up")
+
+
+def sample_of(prompt: Prompt, index: int, length: int) -> Sample:
+    """A sample of random tokens."""
+    ids, logprobs = torch.randint(1000, (length,), dtype=torch.int32), -torch.rand(length)
+    columns = array("i", ids.numpy().tobytes()), array("f", logprobs.numpy().tobytes())
+    return Sample(prompt, index, *columns, "stop", ((0, 0),), "an answer " * (length // 4))
+
+
+def answer_of(number: int, length: int, ranks: int) -> Answer:
+    """What all ranks hear of a sample; a third of them are right, and the ranks hold them in turn."""
+    reward = float(number % 3 == 0)
+    return Answer(length, "stop", ((0, 0),), Score(reward, {"own": reward}), number % ranks)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown: CPU seconds by part, and the highest peak."""
+    head = ["samples", "tokens", "replicas", "tokens here", *(f"{part} s" for part in PARTS), "all s", "peak GB"]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        sizes = [
+            f"{row['samples']:,}",
+            f"{row['tokens'] / 1e6:.1f} M",
+            str(row["replicas"]),
+            f"{row['tokens_here'] / 1e6:.2f} M",
+        ]
+        seconds = [row["seconds"][part] for part in PARTS]
+        lines.append(
+            [*sizes, *(f"{s:.2f}" for s in (*seconds, sum(seconds))), f"{max(row['peak'].values()) / 1e9:.2f}"]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Describes files of problems, and writes them without what is in a test set too or there twice.
+
+    python tools/data.py train.jsonl
+    python tools/data.py gsm8k/main --prompt question --answer-pattern '#### (.*)' --tokenizer models/Qwen2.5-0.5B
+    python tools/data.py train.parquet --against aime24.json math500.jsonl --unique --output clean.jsonl
+
+Counts problems, the lengths of their texts, the kinds of their answers, rows that training would refuse, and problems
+that are there more than once (equal but for case and white space). `--against` looks for runs of 13 words that a test
+problem has too, and shows the worst (grpo_mega/data/contamination.py). `--near 0.8` also looks for problems that
+have four fifths of their runs of 5 words in common with an earlier one that is not left out itself
+(grpo_mega/data/near.py). `--output` writes the rows that share none with a test problem, and with `--unique` the first
+only of equal and near ones, as JSON Lines; the file appears when it is whole.
+
+Files are read as for training (docs/data.md), a row at a time: memory is needed for the test problems, and about two
+hundred bytes for each row, five thousand with --near. Exit code: 0 done, 2 something cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+from grpo_mega.config.schema import SourceConfig
+from grpo_mega.data.contamination import Grams
+from grpo_mega.data.huggingface import HuggingFaceTokenizer
+from grpo_mega.data.near import Near
+from grpo_mega.data.problems import asked_in, plain
+from grpo_mega.data.records import records
+from grpo_mega.data.statistics import Filters, Statistics, examined, spread
+from grpo_mega.platform.files import writing_atomic
+
+DONE, BAD_INPUT = 0, 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("files", nargs="+", metavar="FILE", help="file or folder of problems")
+    made.add_argument("--split", default="train", help="which files of a folder (train)")
+    made.add_argument("--prompt", default="prompt", metavar="COLUMN", help="column of the problem (prompt)")
+    made.add_argument("--answer", default="answer", metavar="COLUMN", help="column of the answer (answer)")
+    made.add_argument(
+        "--id",
+        metavar="COLUMN",
+        help="checks that this column has a different text or number in every row of a file (not checked)",
+    )
+    made.add_argument("--answer-pattern", metavar="REGEX", help="its last match is the answer, or the group in it")
+    made.add_argument("--tokenizer", metavar="FOLDER", help="counts tokens as this Hugging Face model does")
+    made.add_argument("--against", nargs="+", default=[], metavar="TEST", help="files or folders of test problems")
+    made.add_argument("--test-split", default="test", metavar="SPLIT", help="which files of a folder of them (test)")
+    made.add_argument("--test-prompt", metavar="COLUMN", help="column of the test problem (that of --prompt)")
+    made.add_argument("--words", type=int, default=13, metavar="N", help="length of a run of words that is looked for")
+    made.add_argument(
+        "--near", type=float, metavar="SHARE", help="looks for near-duplicates: 0.5 (half in common) to 1"
+    )
+    made.add_argument("--unique", action="store_true", help="leave out of --output what an earlier row has")
+    made.add_argument("--output", type=Path, metavar="FILE.jsonl", help="where the clean rows go")
+    made.add_argument("--json", action="store_true", help="print the numbers for programs")
+    return made
+
+
+def test_problems(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """(where, text) of every test problem."""
+    source = SourceConfig(prompt=options.test_prompt or options.prompt)
+    for path in options.against:
+        for record in records(path, options.test_split):
+            yield record.where, plain(asked_in(record, source))
+
+
+def filters_of(options: argparse.Namespace) -> Filters:
+    """What is looked for; reads the test problems."""
+    tokenizer = HuggingFaceTokenizer(options.tokenizer, "{prompt}") if options.tokenizer else None
+    return Filters(
+        length=(lambda text: len(tokenizer.encode(text))) if tokenizer else None,
+        tests=Grams(test_problems(options), options.words) if options.against else None,
+        near=Near(options.near) if options.near is not None else None,
+        unique=options.unique,
+    )
+
+
+def counted(options: argparse.Namespace) -> Statistics:
+    """Reads everything once, and writes what is clean."""
+    if options.output and options.output.suffix != ".jsonl":
+        raise ValueError(f"--output {options.output}: it is JSON Lines; give it the ending .jsonl")
+    if options.unique and not options.output:
+        raise ValueError("--unique has no effect without --output FILE.jsonl")
+    if options.words < 1:
+        raise ValueError(f"--words {options.words}: choose 1 or more")
+    try:
+        re.compile(options.answer_pattern or "")
+    except re.error as error:
+        raise ValueError(f"--answer-pattern {options.answer_pattern!r} is no regular expression: {error}") from error
+    source = SourceConfig(
+        prompt=options.prompt, answer=options.answer, answer_pattern=options.answer_pattern, id=options.id
+    )
+    filters, statistics = filters_of(options), Statistics()
+    rows = examined((records(path, options.split) for path in options.files), source, statistics, filters)
+    with writing_atomic(options.output) if options.output else nullcontext() as file:
+        for row in rows:
+            if file:
+                file.write(json.dumps(row.fields, ensure_ascii=False, default=str).encode() + b"\n")
+    return statistics
+
+
+def show(statistics: Statistics, options: argparse.Namespace) -> None:
+    """Prints the numbers for people."""
+    print(f"{statistics.rows:,} rows, {statistics.unusable:,} of them unusable")
+    for reason in statistics.reasons:
+        print(f"  {reason}")
+    for name in ("characters", "tokens"):
+        if lengths := getattr(statistics, name):
+            of = spread(lengths)
+            print(f"{name}: {of['min']:,} to {of['max']:,}, half at most {of['median']:,}, 99 % at most {of['p99']:,}")
+    print("answers: " + ", ".join(f"{number:,} {kind}" for kind, number in statistics.answers.most_common()))
+    print(f"{statistics.repeated:,} rows have a problem that an earlier row has")
+    if options.near is not None:
+        print(f"{statistics.near:,} more have most of an earlier row's")
+        for share, row, earlier, text in statistics.near_pairs:
+            print(f"  {share:4.0%} alike: {row} and {earlier}: {text!r}")
+    if options.against:
+        print(f"{statistics.contaminated:,} rows share a run of {options.words} words with a test problem")
+        for share, row, test, text in statistics.worst:
+            print(f"  {share:4.0%} of {test} in {row}: {text!r}")
+    if options.output:
+        print(f"{statistics.written:,} rows written to {options.output}")
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns its exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        statistics = counted(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    if options.json:
+        print(json.dumps(statistics.as_json(), ensure_ascii=False))
+    else:
+        show(statistics, options)
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,225 @@
+"""Evaluates a model: pass@1, pass@k, majority votes, format and length, with confidence intervals, task by task.
+
+    python tools/evaluate.py runs/tiny --samples 16
+    python tools/evaluate.py runs/tiny/checkpoints/step-000040 --samples 4 --temperature 0.6
+    torchrun --standalone --nproc-per-node 2 tools/evaluate.py runs/tiny layout.ep=2
+    python tools/evaluate.py models/Qwen2.5-0.5B-Instruct --data problems.jsonl
+    python tools/evaluate.py runs/mine rollout.engine=sglang --budgets 1024 2048 4096 8192
+    python tools/evaluate.py runs/tiny --train 1000 --samples 4 --out pool
+
+It takes the newest whole checkpoint of a run directory, the named one, or a Hugging Face folder. A run is asked its own
+test problems, or with --train the first of its training problems, and scored with its own reward, unless --data and
+--reward name others; further words are settings, such as rollout.max_new_tokens=64. A folder is asked as python -m
+grpo_mega.new has it asked, with DeepSeek-R1's settings: temperature 0.6, top-p 0.95, up to 32,768 tokens.
+
+Generation is by the embedded engine unless rollout.engine=sglang is given. --budgets also tells the accuracy of
+completions that are cut after so many tokens: each is scored again up to there, and nothing is generated again.
+
+The results lie in a folder (--out; evaluations/ of the run directory): results.json, every sample in samples.jsonl,
+curves.png and, with --budgets, budgets.png. A command that was killed is started again and continues with the problems
+that are missing; one that has finished is shown again. With the embedded engine the numbers are the same under every
+layout and number of processes.
+
+Exit code: 0 the results are there, 1 a reward or the disk failed, 2 nothing was done because it cannot be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_mega import platform
+from grpo_mega.convert.command import parser_of, run
+
+if TYPE_CHECKING:
+    from grpo_mega.evaluate.subject import Subject
+    from grpo_mega.rollout.engine import SamplingParams
+
+ROLES = ("policy", "average", "reference")
+AGAIN = "Mend that; the same command continues with what is missing"
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command's options."""
+    parser = parser_of(__doc__, "RUN|CHECKPOINT|FOLDER", ROLES, None)
+    parser.add_argument("settings", nargs="*", metavar="FIELD=VALUE", help="settings, such as layout.ep=2")
+    parser.add_argument(
+        "--data", nargs="+", default=[], metavar="[TASK=]FILE", help="problems (the run's test problems)"
+    )
+    parser.add_argument("--train", type=int, metavar="N", help="ask the run's first N training problems instead")
+    parser.add_argument("--samples", type=int, default=16, metavar="N", help="answers to each problem (16)")
+    parser.add_argument("--temperature", type=float, help="of the samples, 0 for greedy (as the run; 0.6 for a folder)")
+    parser.add_argument("--top-p", type=float, help="nucleus sampling (as the run; 0.95 for a folder)")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[], metavar="TOKENS", help="where to cut completions")
+    parser.add_argument("--reward", help="of configs/reward, or module:function (the run's; boxed for a folder)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the results lie")
+    return parser.parse_intermixed_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """The command of every rank; returns its exit code."""
+    options = parse(arguments)
+    return run(lambda here: evaluate(options, here), AGAIN)
+
+
+def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
+    """Generates and scores what is missing; returns the table.
+
+    Raises:
+        ValueError: It cannot be evaluated so; names the fix.
+        FileNotFoundError: The source or a file does not exist.
+        RuntimeError: A reward failed, or the disk.
+    """
+    import torch.distributed as dist
+
+    from grpo_mega.data.stops import stop_ids
+    from grpo_mega.evaluate import results
+    from grpo_mega.evaluate.subject import Asked, subject
+    from grpo_mega.platform.collectives import from_main_rank, succeed_together
+    from grpo_mega.rollout.engine import SamplingParams
+    from grpo_mega.stages.batches import longest_completion
+
+    asked = Asked(options.data, options.train, options.reward, _settings(options), options.config, options.model)
+    made = subject(options.source, asked, dist.get_world_size())
+    config, own = made.config, made.config.eval
+    sampling = SamplingParams(
+        max_new_tokens=longest_completion(config.rollout, made.draw),
+        stop_ids=stop_ids(config, made.tokenizer),
+        temperature=config.rollout.temperature if own.temperature is None else own.temperature,
+        top_p=config.rollout.top_p if own.top_p is None else own.top_p,
+        top_k=config.rollout.top_k,
+        seed=config.run.seed,
+        draw=made.draw,
+    )
+    folder, budgets = options.out or made.folder, tuple(sorted({*options.budgets}))
+    if budgets and not 1 <= budgets[0] <= budgets[-1] < sampling.max_new_tokens:
+        raise ValueError(
+            f"--budgets {' '.join(map(str, options.budgets))}: choose numbers from 1 to {sampling.max_new_tokens - 1}, "
+            f"as completions have up to rollout.max_new_tokens={sampling.max_new_tokens} tokens"
+        )
+    settings = made.identity | {"sampling": vars(sampling), "samples": own.samples}
+    settings |= {"budgets": budgets} if budgets else {}
+    if problem := from_main_rank(lambda: _refusal(folder, settings)):
+        raise ValueError(problem)
+    if not from_main_rank((folder / results.RESULTS).is_file):
+        _generate(folder, made, sampling, budgets, here)
+        succeed_together(lambda: _conclude(folder, made, settings) if dist.get_rank() == 0 else None)
+    return from_main_rank(lambda: _shown(folder, made, settings))
+
+
+def _refusal(folder: Path, settings: dict[str, Any]) -> str | None:
+    """Why the results cannot lie in this folder; None when they can."""
+    from grpo_mega.evaluate.results import open_folder
+
+    try:
+        open_folder(folder, settings)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _generate(
+    folder: Path, made: Subject, sampling: SamplingParams, budgets: tuple[int, ...], here: platform.Platform
+) -> None:
+    """Builds model and engine, and generates and scores the samples that the folder lacks."""
+    import torch.distributed as dist
+
+    from grpo_mega.colocation.turns import Turns
+    from grpo_mega.data.tokenizer import vocabulary
+    from grpo_mega.evaluate.generate import Scorer, generate_missing
+    from grpo_mega.evaluate.votes import ballot_of
+    from grpo_mega.models.policy import Policy
+    from grpo_mega.models.topology import join_layout
+    from grpo_mega.observe.timer import PhaseTimer
+    from grpo_mega.reward.compose import build_reward
+    from grpo_mega.rollout.embedded import EmbeddedEngine
+    from grpo_mega.rollout.sglang.engine import SGLangEngine
+
+    config, tokenizer = made.config, made.tokenizer
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(i for i in ids if i < tokenizer.vocab_size)  # the model may know more
+
+    def say(progress: str) -> None:
+        if dist.get_rank() == 0:
+            print(f"{folder}: {progress}", file=sys.stderr)
+
+    reward = build_reward(config.reward, config.run.seed)
+    scorer = Scorer(reward.score, config.reward.success, ballot_of(config.reward), budgets, decode)
+    topology = join_layout(config.layout, seed=config.run.seed)
+    vocab_size, at_once = vocabulary(config.model, tokenizer), config.rollout.concurrent_sequences
+    together = max(1, at_once // config.eval.samples) * topology.scorers
+    sglang = None
+    if config.rollout.engine == "sglang":  # before the policy: it measures how much memory is free
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        sglang = SGLangEngine(config, vocab_size, here, decode, folder)
+    try:
+        policy = Policy(config.model, config.layout, vocab_size, topology, here, trained=False, lora=config.lora)
+        made.read(policy)
+        engine = sglang or EmbeddedEngine(policy, decode, at_once)
+        samples = config.eval.samples
+        work = partial(generate_missing, folder, made.prompts, samples, sampling, engine, scorer, together, say)
+        if sglang:
+            text = [token for prompt in made.prompts for token in prompt.token_ids]
+            turns = Turns(policy, None, sglang, config.rollout.sglang, PhaseTimer(), text, folder)
+            turns.generate(0, "evaluate", work)
+        else:
+            work()
+    finally:
+        if sglang:
+            sglang.close()
+
+
+def _conclude(folder: Path, made: Subject, settings: dict[str, Any]) -> None:
+    """Writes samples.jsonl, curves.png and, last, results.json."""
+    from grpo_mega.evaluate import results
+    from grpo_mega.evaluate.measure import by_task, measure, unscorable_in
+    from grpo_mega.evaluate.show import draw, draw_budgets
+    from grpo_mega.evaluate.votes import ballot_of
+
+    records = results.collect(folder, made.prompts)
+    groups, votes = results.groups_of(made.prompts, records)
+    success, cast = made.config.reward.success, votes if ballot_of(made.config.reward) else None
+    within = results.within_of(records, settings.get("budgets", ()))
+    overall = measure(groups, cast, success, within)
+    if made.config.eval.samples > 1:
+        draw(overall, folder / results.CURVES, made.name)
+    if within:
+        draw_budgets(overall, settings["sampling"]["max_new_tokens"], folder / results.BUDGETS, made.name)
+    tasks = by_task(groups, cast, success, within)
+    found = {"of": made.name, "unscorable": unscorable_in(groups), "all": overall, "tasks": tasks}
+    results.write_results(folder, found | {"settings": settings})
+
+
+def _shown(folder: Path, made: Subject, settings: dict[str, Any]) -> str:
+    """The results of the folder as text."""
+    from grpo_mega.evaluate.estimates import Estimate
+    from grpo_mega.evaluate.results import RESULTS
+    from grpo_mega.evaluate.show import table
+
+    found = json.loads((folder / RESULTS).read_text())
+    columns = {"all": found["all"]} | (found["tasks"] if len(found["tasks"]) > 1 else {})
+    estimates = {title: {n: Estimate(**e) for n, e in column.items()} for title, column in columns.items()}
+    sampling = settings["sampling"]
+    title = (
+        f"{made.name}: {len(made.prompts)} problems x {settings['samples']} samples, temperature "
+        f"{sampling['temperature']:g}, top-p {sampling['top_p']:g}, up to {sampling['max_new_tokens']} tokens"
+        f"{', by SGLang' if 'engine' in settings else ''}"
+    )
+    unscorable = f"\n{found['unscorable']} samples could not be scored" if found["unscorable"] else ""
+    return f"{title}\n\n{table(estimates)}{unscorable}\n\nmeans with 95 % intervals; everything is in {folder}"
+
+
+def _settings(options: argparse.Namespace) -> list[str]:
+    """The settings that the options stand for, and those that were given."""
+    named = {"samples": options.samples, "temperature": options.temperature, "top_p": options.top_p}
+    return [*options.settings, *(f"eval.{name}={value}" for name, value in named.items() if value is not None)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""Writes a model of a run as a Hugging Face folder, which transformers and inference engines load.
+
+    python tools/export.py runs/tiny exported/tiny
+    python tools/export.py runs/tiny/checkpoints/step-000040 exported/tiny40 --dtype bf16
+    torchrun --standalone --nproc-per-node 2 tools/export.py runs/tiny exported/tiny layout.ep=2
+    python tools/export.py runs/mine exported/mine-adapter --adapter
+
+It takes the newest whole checkpoint of a run directory, or the named one, or a cached base model. Which layout wrote it
+does not matter. One process on a CPU reads the whole model; for one that does not fit, start more processes
+and say with layout.* how they share it. The folder holds config.json, the weights, generation_config.json, the
+tokenizer with its chat template, and README.md, the model card. It has its name when it is whole: a command that was
+killed is started again.
+
+Of a run with adapters (lora.rank above 0) the folder holds the weights with the adapters in them; with --adapter it
+holds the adapters alone, as the library peft loads them: adapter_config.json and adapter_model.safetensors.
+
+Main memory: the model, and two of the files, which have up to 4 GiB.
+
+Exit code: 0 the folder is written, 1 the disk failed, 2 nothing was written because it cannot be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # there is nothing to compute, and main memory is larger
+
+from grpo_mega import platform
+from grpo_mega.config.bounds import CHOICES
+from grpo_mega.convert.command import parser_of, run
+
+ROLES = ("policy", "average", "reference", "critic")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command's options."""
+    parser = parser_of(__doc__, "RUN|CHECKPOINT", ROLES, "policy")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="what to write; it must not exist")
+    parser.add_argument("layout", nargs="*", metavar="layout.X=N", help="how processes share the model (single)")
+    parser.add_argument("--dtype", choices=CHOICES["model.dtype"], help="of the weights (as they were trained)")
+    parser.add_argument("--adapter", action="store_true", help="the adapters alone, for the library peft")
+    return parser.parse_intermixed_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """The command of every rank; returns its exit code."""
+    options = parse(arguments)
+    command = shlex.join(["python", "tools/export.py", *arguments])
+    again = f"Nothing is left of {options.folder}: mend that, and start the same command again"
+    return run(lambda here: export(options, command, here), again)
+
+
+def export(options: argparse.Namespace, command: str, here: platform.Platform) -> str:
+    """Writes the folder; returns what to tell the user.
+
+    Raises:
+        ValueError: There is nothing that could be written; names the fix.
+        FileNotFoundError: The source does not exist, or the tokenizer's folder.
+        RuntimeError: The disk failed.
+    """
+    import torch.distributed as dist
+
+    from grpo_mega.convert.card import NO_TOKENIZER, Facts
+    from grpo_mega.convert.export import write_adapter, write_folder
+    from grpo_mega.convert.source import configuration, find, read
+    from grpo_mega.data import build_tokenizer
+    from grpo_mega.data.tokenizer import vocabulary
+    from grpo_mega.models.policy import Policy
+    from grpo_mega.models.topology import join_layout
+    from grpo_mega.observe.summary import versions
+    from grpo_mega.platform.collectives import from_main_rank
+    from grpo_mega.weights.families import ARCHITECTURES, family
+
+    role, folder = options.model, options.folder
+    if role == "critic":
+        raise ValueError(
+            "--model critic: its head gives one number for each token, which no language model of transformers has; "
+            "choose policy, average or reference"
+        )
+    if from_main_rank(folder.exists):
+        raise ValueError(f"{folder} exists; name another folder, or remove it")
+    source = find(options.source)
+    config = configuration(source, options.layout, dist.get_world_size(), options.config)
+    if options.adapter and not config.lora.rank:
+        raise ValueError("--adapter: the run trained all weights (lora.rank=0) and has no adapters; leave it out")
+    if options.adapter and options.dtype:
+        raise ValueError("--adapter: adapters are written as they were trained; leave --dtype out")
+    architecture = ARCHITECTURES[family(config.model)]
+    tokenizer = build_tokenizer(config.data)
+    topology = join_layout(config.layout, seed=0)
+    vocab_size = vocabulary(config.model, tokenizer)
+    policy = Policy(config.model, config.layout, vocab_size, topology, here, trained=False, lora=config.lora)
+    read(source, policy, role)
+    if options.adapter:
+        write_adapter(folder, policy, config)
+        return f"{folder}: adapters of rank {config.lora.rank}, from {source.path}; the model is {config.run.init_from}"
+    facts = Facts(
+        role=role,
+        stage=source.stage,
+        steps=source.steps,
+        architecture=architecture,
+        parameters=policy.parameters(),
+        dtype=options.dtype or config.model.dtype,
+        versions=source.state.get("versions") or versions(),
+        command=command,
+        run=source.run if source.stage == "grpo" else None,
+    )
+    write_folder(folder, policy, config, tokenizer, facts)
+    none = f"\nno tokenizer is written: {NO_TOKENIZER}" if config.data.tokenizer == "chars" else ""
+    return f"{folder}: {architecture}, {facts.parameters:,} parameters in {facts.dtype}, from {source.path}{none}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
