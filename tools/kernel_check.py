@@ -42,6 +42,7 @@ LOSSES: dict[str, GRPOLoss] = {
     ),
     "gspo_token": GRPOLoss(kind="gspo_token", clip_low=0.1, clip_high=0.1),
     "gmpo": GRPOLoss(kind="gmpo", clip_low=0.33, clip_high=0.49, kl="k3", kl_coef=0.1),
+    "vespo": GRPOLoss(kind="vespo", vespo_k_pos=0.5, vespo_lambda_pos=0.25, kl="k1", kl_coef=0.1),
     "ppo, off-policy mask": GRPOLoss(off_policy_mask=0.1),
     "ppo, unbiased k3": GRPOLoss(kl="k3", kl_coef=0.5, kl_unbiased=True),
     "ppo, mask on both sides": GRPOLoss(correction="mask", correction_floor=0.5, correction_cap=5.0),

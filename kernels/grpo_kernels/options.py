@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-KINDS = ("ppo", "cispo", "sapo", "gspo", "gspo_token", "gmpo")
-SEQUENCE_KINDS = ("gspo", "gspo_token", "gmpo")
+KINDS = ("ppo", "cispo", "sapo", "gspo", "gspo_token", "gmpo", "vespo")
+SEQUENCE_KINDS = ("gspo", "gspo_token", "gmpo", "vespo")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 CORRECTIONS = ("none", "truncate", "mask")
 
@@ -21,13 +21,17 @@ class GRPOLoss:
             place of the clip (arXiv 2511.20347, section 3); "gspo", clipped ratio of the token's sequence
             (arXiv 2507.18071, equations 5 to 7); "gspo_token", the same, but that a token's advantage acts on that
             token alone (section 4.3, equations 13 and 14); "gmpo", geometric mean of a sequence's clipped ratios
-            (arXiv 2507.20673).
+            (arXiv 2507.20673); "vespo", a function of the sequence's ratio, the product of its tokens', is a constant
+            factor of the log-prob (arXiv 2602.10693).
         clip_low: The ratio is clipped from below at 1 - clip_low; from 1 on at 0, which no ratio is below.
         clip_high: The ratio is clipped from above at 1 + clip_high; inf for no bound.
         dual_clip: Upper bound c > 1 on loss / -A where the advantage A is negative (arXiv 1912.09729), or None. For
             ppo, gspo and gspo_token.
         tau_pos, tau_neg: Temperatures of sapo's sigmoid, for positive advantages and for the others; the larger, the
             faster the gradient of a token falls as its ratio leaves 1.
+        vespo_k_pos, vespo_lambda_pos: Of vespo's factor rho^k exp(lambda (1 - rho)) for advantages that are not
+            negative: it is 1 at rho = 1 and largest at k / lambda; the larger both are, the faster it falls.
+        vespo_k_neg, vespo_lambda_neg: The same for negative advantages.
         off_policy_mask: The policy term of a token with negative advantage is 0 in a sequence whose tokens have become
             less likely than they were to the engine by more than this on average, in nats (DeepSeek-V3.2, arXiv
             2512.02556, section 3.1); None for no mask.
@@ -54,6 +58,10 @@ class GRPOLoss:
     dual_clip: float | None = None
     tau_pos: float = 1.0
     tau_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
     off_policy_mask: float | None = None
     kl: str = "k3"
     kl_coef: float = 0.0
@@ -80,7 +88,7 @@ class GRPOLoss:
             "use a finite number, 1 or more: below, tokens about which engine and trainer agree would be cut as well",
         )
         _require(0 <= self.correction_floor <= 1, "correction_floor", self.correction_floor, "use a number from 0 to 1")
-        for name in ("tau_pos", "tau_neg"):
+        for name in ("tau_pos", "tau_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
             _require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "use a finite number above 0")
         if self.off_policy_mask is not None:
             _require(
@@ -92,7 +100,7 @@ class GRPOLoss:
         if self.dual_clip is not None:
             _require(1 < self.dual_clip < math.inf, "dual_clip", self.dual_clip, "use a number above 1, or None")
             _require(
-                self.kind not in ("cispo", "sapo", "gmpo"),
+                self.kind not in ("cispo", "sapo", "gmpo", "vespo"),
                 "dual_clip",
                 self.dual_clip,
                 f"{self.kind} has none, use None",

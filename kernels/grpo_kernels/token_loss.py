@@ -8,13 +8,15 @@ With ratio rho = exp(logprob - old), advantage A and c = exp(old - rollout) (see
     gspo        ppo with the sequence's rho = exp(mean over its tokens of (logprob - old))
     gspo_token  gspo, in which a token's own loss alone moves its log-prob: rho = stopgrad(gspo's rho) pi / stopgrad(pi)
     gmpo        -A exp(mean over the sequence of log min(rho, 1 + high) where A > 0, log max(rho, 1 - low) where A < 0)
+    vespo       -stopgrad(rho^k exp(lambda (1 - rho))) A logprob, with the sequence's rho = exp(sum over its tokens of
+                (logprob - old)); k and lambda are vespo_k_pos, vespo_lambda_pos, where A < 0 vespo_k_neg and so on
     loss        weight * (policy term * correction + kl_coef * KL(policy || reference) - entropy_coef * entropy)
 
 Where the average of rollout - logprob over the sequence exceeds `off_policy_mask`, negative A count as 0.
 
-A log-prob of -inf (the target's logit is -inf) has ratio 0. Its policy term is finite, except under cispo; there, and
-with a KL term, its loss is not, for the caller to refuse. A NaN in an input is a NaN in that token's loss (in the
-losses of its sequence where the loss is `per_sequence`), unless its weight is 0.
+A log-prob of -inf (the target's logit is -inf) has ratio 0. Its policy term is finite, except under cispo and vespo;
+there, and with a KL term, its loss is not, for the caller to refuse. A NaN in an input is a NaN in that token's loss
+(in the losses of its sequence where the loss is `per_sequence`), unless its weight is 0.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ CLIP_LOW, CLIP_HIGH, CLIP_DUAL = 1, 2, 3
 
 SATURATED = 30.0
 """Log-ratio from which on a sigmoid of the ratio is 1 and its derivative 0 in float64, at temperatures above 1e-11."""
+FARTHEST = 20.0
+"""Bound of the logarithm of a sequence's ratio under vespo, as in the paper's code: what it logs stays finite."""
 
 
 @dataclass
@@ -73,10 +77,10 @@ class TokenLosses:
         weight: Its weight after the correction.
         grad_logprob: Derivative of the sum of the losses with respect to the token's log-prob.
         grad_entropy: Derivative with respect to its entropy; None when the loss has no entropy term.
-        log_ratio: Logarithm of the importance ratio (of the sequence under gspo, gspo_token and gmpo).
+        log_ratio: Logarithm of the importance ratio (of the sequence under gspo, gspo_token, gmpo and vespo).
         kl: Estimate of KL(policy || reference), 0 without a reference.
         clipped: int64; 0, or CLIP_LOW, CLIP_HIGH or CLIP_DUAL: which bound the ratio is beyond. Under ppo, gspo,
-            gspo_token and gmpo only where that stops the gradient of a token that has one; 0 under sapo.
+            gspo_token and gmpo only where that stops the gradient of a token that has one; 0 under sapo and vespo.
     """
 
     loss: Tensor
@@ -131,6 +135,9 @@ def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: GRPO
     of_token = log_ratio = torch.where(logprob.isnan(), logprob, 0.0) if tokens.old is None else logprob - old
     if options.kind in ("gspo", "gspo_token"):
         log_ratio = _sequence_mean(log_ratio, counted, tokens)
+    if options.kind == "vespo":
+        sums, _ = _sequence_sums(log_ratio, counted, tokens)
+        log_ratio = _of_tokens(sums.clamp(-FARTHEST, FARTHEST), counted, tokens)
     if options.kind == "gmpo":
         loss, grad, clipped, log_ratio = _geometric_mean(log_ratio, advantage, weight, tokens, options)
     else:
@@ -188,22 +195,38 @@ def _masked(advantage: Tensor, logprob: Tensor, tokens: Tokens, options: GRPOLos
 def _policy_term(
     logprob: Tensor, log_ratio: Tensor, advantage: Tensor, options: GRPOLoss
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, its derivative (in the log-prob under cispo, in the log-ratio else) and what is clipped, all [n].
+    """Loss, its derivative (in the log-prob under cispo and vespo, in the log-ratio else) and what is clipped, all [n].
 
     Clamping the logarithm keeps an overflowing ratio out of a clipped token: the loss is -A exp(clamped log-ratio), its
     own derivative where nothing is clamped.
     """
+    unclipped = torch.zeros_like(log_ratio, dtype=torch.int64)
     if options.kind == "sapo":
-        return *_soft_gate(log_ratio, advantage, options), torch.zeros_like(log_ratio, dtype=torch.int64)
+        return *_soft_gate(log_ratio, advantage, options), unclipped
+    if options.kind == "vespo":
+        factor = -advantage * _gamma(log_ratio, advantage, options)
+        return _times_logprob(factor, advantage, logprob), factor, unclipped
     low, high, _ = options.log_bounds
     if options.kind == "cispo":
-        factor = -advantage * log_ratio.clamp(low, high).exp()
-        loss = torch.where((advantage == 0) & (logprob == -math.inf), 0.0, factor * logprob)  # 0 * -inf is no loss
-        trained = advantage != 0
-        return loss, factor, _codes(trained & (log_ratio < low), trained & (log_ratio > high), None)
+        factor, trained = -advantage * log_ratio.clamp(low, high).exp(), advantage != 0
+        clipped = _codes(trained & (log_ratio < low), trained & (log_ratio > high), None)
+        return _times_logprob(factor, advantage, logprob), factor, clipped
     bounded, clipped = _bounded(log_ratio, advantage, options)
     loss = -advantage * bounded.exp()
     return loss, torch.where(clipped == 0, loss, 0.0), clipped
+
+
+def _times_logprob(factor: Tensor, advantage: Tensor, logprob: Tensor) -> Tensor:
+    """[n] factor * logprob, of factors that are 0 where the advantage is: there, -inf is no loss."""
+    return torch.where((advantage == 0) & (logprob == -math.inf), 0.0, factor * logprob)
+
+
+def _gamma(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> Tensor:
+    """[n] VESPO's factors rho^k exp(lambda (1 - rho)), of the shape of a gamma distribution's density."""
+    falls = advantage < 0
+    k = torch.full_like(advantage, options.vespo_k_pos).masked_fill(falls, options.vespo_k_neg)
+    rate = torch.full_like(advantage, options.vespo_lambda_pos).masked_fill(falls, options.vespo_lambda_neg)
+    return (k * log_ratio - rate * torch.expm1(log_ratio)).exp()
 
 
 def _bounded(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> tuple[Tensor, Tensor]:
@@ -255,14 +278,26 @@ def _sequence_mean(values: Tensor, counted: Tensor, tokens: Tokens) -> Tensor:
 
     It is its own transpose: derivatives with respect to the result become those with respect to the values.
     """
+    sums, counts = _sequence_sums(values, counted, tokens)
+    return _of_tokens(sums / counts.clamp(min=1), counted, tokens)
+
+
+def _sequence_sums(values: Tensor, counted: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """[B] sums over the counted tokens of each sequence, and their numbers."""
     cu_seqlens = tokens.cu_seqlens
     assert cu_seqlens is not None, "checks.py asks for it"
     both = (_zero_unless(counted, values), counted.to(values.dtype))
     sums = torch.stack([torch.segment_reduce(x, "sum", offsets=cu_seqlens, initial=0) for x in both], -1)  # [B, 2]
     if tokens.sequence_group is not None:
         dist.all_reduce(sums, group=tokens.sequence_group)
-    means = sums[:, 0] / sums[:, 1].clamp(min=1)
-    return _zero_unless(counted, means.repeat_interleave(cu_seqlens.diff(), output_size=len(values)))
+    return sums[:, 0], sums[:, 1]
+
+
+def _of_tokens(of_sequences: Tensor, counted: Tensor, tokens: Tokens) -> Tensor:
+    """[n] the value of each counted token's sequence, of [B]; 0 for others."""
+    assert tokens.cu_seqlens is not None, "checks.py asks for it"
+    lengths = tokens.cu_seqlens.diff()
+    return _zero_unless(counted, of_sequences.repeat_interleave(lengths, output_size=len(counted)))
 
 
 def _zero_unless(counted: Tensor, values: Tensor) -> Tensor:

@@ -147,6 +147,8 @@ def test_the_kernels_and_the_bounds_refuse_the_same(tiny: Config) -> None:
         ("correction_floor", 1.5),
         ("tau_pos", 0.0),
         ("tau_neg", -1.0),
+        ("vespo_k_pos", 0.0),
+        ("vespo_lambda_neg", -1.0),
         ("off_policy_mask", -0.1),
     ):
         assert list(field_problems(changed(tiny, f"algorithm.{name}", value)))

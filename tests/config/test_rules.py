@@ -267,7 +267,7 @@ BROKEN: list[tuple[dict[str, object], str]] = [
                     other,
                     {"algorithm.objective": kind},
                 )
-                for kind, other in (("gspo", "gspo_token"), ("gmpo", "ppo"))
+                for kind, other in (("gspo", "gspo_token"), ("gmpo", "ppo"), ("vespo", "ppo"))
             ),
         )
     ),
@@ -307,6 +307,14 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     (
         {"algorithm.tau_pos": 3.0},
         "algorithm.tau_pos=3.0 and algorithm.tau_neg=1.05 have an effect on algorithm.objective=sapo",
+    ),
+    (
+        {"algorithm.vespo_k_neg": 4.0},
+        "algorithm.vespo_k_neg=4.0 has an effect on algorithm.objective=vespo alone, not on ppo; leave it out",
+    ),
+    (
+        {"algorithm.objective": "vespo", "algorithm.clip_high": 0.28},
+        "algorithm.clip_low=0.2 and algorithm.clip_high=0.28 have no effect on algorithm.objective=vespo, whose",
     ),
     (
         {

@@ -102,6 +102,14 @@ WRONG = {
         other_options(kind=lambda o: "gspo" if o.kind == "gmpo" else o.kind),
         {"gmpo"},
     ),
+    "cispo's factor for vespo's": (
+        other_options(kind=lambda o: "cispo" if o.kind == "vespo" else o.kind),
+        {"vespo"},
+    ),
+    "vespo's shapes swapped": (
+        other_options(vespo_k_pos=lambda o: o.vespo_k_neg, vespo_lambda_pos=lambda o: o.vespo_lambda_neg),
+        {"vespo"},
+    ),
     "a clip for sapo's gate": (other_options(kind=lambda o: "ppo" if o.kind == "sapo" else o.kind), {"sapo"}),
     "sapo's temperatures swapped": (
         other_options(tau_pos=lambda o: o.tau_neg, tau_neg=lambda o: o.tau_pos),

@@ -172,6 +172,8 @@ def test_bad_sequences(bad: dict[str, Any], message: str) -> None:
         ("correction_floor", float("nan")),
         ("tau_pos", 0.0),
         ("tau_neg", float("inf")),
+        ("vespo_k_pos", 0.0),
+        ("vespo_lambda_neg", float("nan")),
         ("off_policy_mask", -0.1),
         ("off_policy_mask", float("nan")),
     ],
@@ -187,7 +189,7 @@ def test_a_vector_with_a_gradient_is_fine_where_nothing_gets_one() -> None:
         assert grpo_kernels.fused_grpo_loss(**logits(), **vectors)[0].isfinite()
 
 
-@pytest.mark.parametrize("kind", ["cispo", "sapo", "gmpo"])
+@pytest.mark.parametrize("kind", ["cispo", "sapo", "gmpo", "vespo"])
 def test_kinds_without_dual_clip(kind: str) -> None:
     with pytest.raises(ValueError, match=rf"^dual_clip is 3\.0; {kind} has none"):
         GRPOLoss(kind=kind, dual_clip=3.0)

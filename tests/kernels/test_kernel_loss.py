@@ -29,7 +29,7 @@ def losses(draw: st.DrawFn) -> GRPOLoss:
         kind=kind,
         clip_low=draw(st.sampled_from([0.1, 0.3, 0.99, 1.0, 10.0, INF])),
         clip_high=draw(st.sampled_from([0.1, 0.28, 5.0, 1e6, INF])),
-        dual_clip=None if kind in ("cispo", "sapo", "gmpo") else draw(st.sampled_from([None, 3.0])),
+        dual_clip=None if kind in ("cispo", "sapo", "gmpo", "vespo") else draw(st.sampled_from([None, 3.0])),
         tau_neg=draw(st.sampled_from([1.05, 5.0])),
         off_policy_mask=draw(st.sampled_from([None, 0.1234])),
         kl_unbiased=draw(st.booleans()),

@@ -119,6 +119,11 @@ def textbook(logits: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     elif options.kind == "gmpo":
         sign = torch.where(advantage < 0, -1.0, 1.0).double()
         policy = -advantage * mean(torch.minimum(ratio * sign, clipped * sign).abs().log()).exp()
+    elif options.kind == "vespo":
+        whole = torch.cat([of_token[a:b][counted[a:b]].sum().expand(b - a) for a, b in pairwise(ends)]).detach().exp()
+        k = torch.where(advantage >= 0, options.vespo_k_pos, options.vespo_k_neg)
+        rate = torch.where(advantage >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg)
+        policy = -(whole**k) * (rate * (1 - whole)).exp() * advantage * logprob
     else:
         policy = torch.maximum(-advantage * ratio, -advantage * clipped)
         if options.dual_clip is not None:
@@ -137,9 +142,11 @@ def settings_of_the_loss(draw: st.DrawFn) -> GRPOLoss:
         kind=kind,
         clip_low=draw(st.sampled_from([0.05, 0.3, 1.0, math.inf])),
         clip_high=draw(st.sampled_from([0.05, 0.4, math.inf])),
-        dual_clip=None if kind in ("cispo", "sapo", "gmpo") else draw(st.sampled_from([None, 1.2])),
+        dual_clip=None if kind in ("cispo", "sapo", "gmpo", "vespo") else draw(st.sampled_from([None, 1.2])),
         tau_pos=draw(st.sampled_from([1.0, 0.3])),
         tau_neg=draw(st.sampled_from([1.05, 4.0])),
+        vespo_k_neg=draw(st.sampled_from([3.0, 1.0])),
+        vespo_lambda_pos=draw(st.sampled_from([3.0, 0.5])),
         off_policy_mask=draw(st.sampled_from([None, 0.0, 0.2])),
         kl_unbiased=draw(st.booleans()),
         kl=draw(st.sampled_from(["k1", "k2", "k3"])),

@@ -177,6 +177,26 @@ def test_the_geometric_mean_of_clipped_ratios() -> None:
     assert token.grad_logprob.tolist() == pytest.approx([expected, 0.0])
 
 
+def test_vespo_weighs_a_sequence_by_the_product_of_its_ratios() -> None:
+    """Two tokens whose ratios are 1.1 and 1.5: rho = 1.65, for a positive and for a negative advantage."""
+    ratio, rho = torch.tensor([1.1, 1.5] * 2).double(), 1.1 * 1.5
+    advantage, ends = torch.tensor([2.0, 2.0, -2.0, -2.0]).double(), torch.tensor([0, 2, 4])
+    token = found(ratio.log(), advantage, GRPOLoss(kind="vespo"), old=torch.zeros(4).double(), cu_seqlens=ends)
+    rises, falls = rho**2 * math.exp(3 * (1 - rho)), rho**3 * math.exp(2 * (1 - rho))
+    assert token.grad_logprob.tolist() == pytest.approx([-2 * rises] * 2 + [2 * falls] * 2)
+    torch.testing.assert_close(token.loss, token.grad_logprob * ratio.log())
+
+
+@given(st.floats(-1e4, 1e4), st.floats(-3, 3), st.floats(0.5, 5), st.floats(0.5, 5))
+def test_vespo_s_factor_is_1_on_policy_and_bounded_by_its_peak(apart: float, a: float, k: float, rate: float) -> None:
+    options = GRPOLoss(kind="vespo", vespo_k_pos=k, vespo_lambda_pos=rate, vespo_k_neg=k, vespo_lambda_neg=rate)
+    x, advantage = torch.tensor([[apart, 0.0], [a, a]], dtype=torch.float64)
+    ends = torch.tensor([0, 1, 2])
+    far, near = found(x, advantage, options, old=torch.zeros_like(x), cu_seqlens=ends).grad_logprob.tolist()
+    assert near == pytest.approx(-a)
+    assert abs(far) <= abs(a) * (k / rate) ** k * math.exp(rate - k) * (1 + 1e-9)
+
+
 def test_under_gspo_token_an_advantage_moves_its_own_token_alone() -> None:
     logprob, ends = torch.tensor([0.1, -0.1, 0.3]).double(), torch.tensor([0, 3])
     advantage = torch.tensor([1.0, 0.0, -2.0]).double()

@@ -26,6 +26,7 @@ LOSSES = {
     "ppo": GRPOLoss(dual_clip=2.0, kl_coef=0.1, entropy_coef=0.05),
     "gspo": GRPOLoss(kind="gspo", clip_low=0.02, clip_high=0.03, kl="k2", kl_coef=0.1),
     "gmpo": GRPOLoss(kind="gmpo", clip_low=0.2, clip_high=0.2, kl_coef=0.1, kl_unbiased=True),
+    "vespo": GRPOLoss(kind="vespo", kl_coef=0.1, entropy_coef=0.05),
     "sapo": GRPOLoss(kind="sapo", kl="k1", kl_coef=0.1, kl_unbiased=True, off_policy_mask=0.01),
     "cispo": GRPOLoss(kind="cispo", entropy_coef=0.05, correction="mask", correction_cap=1.1),
 }

@@ -57,6 +57,7 @@ MODELS = {
     "dense_gspo": DENSE,
     "dense_cispo": DENSE,
     "dense_gmpo": DENSE,
+    "dense_vespo": DENSE,
     "dense_gspo_token": DENSE,
     "dense_process": DENSE,
     "dense_masked": DENSE,
@@ -136,6 +137,7 @@ OBJECTIVE = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl_coef
 OBJECTIVES = {
     "dense_gspo": AlgorithmConfig(objective="gspo", clip_low=0.01, clip_high=0.02, entropy_coef=0.1),
     "dense_gmpo": AlgorithmConfig(objective="gmpo", clip_low=0.2, clip_high=0.3, kl_coef=0.1, kl_unbiased=True),
+    "dense_vespo": AlgorithmConfig(objective="vespo", entropy_coef=0.1),
     "dense_gspo_token": AlgorithmConfig(objective="gspo_token", clip_low=0.01, clip_high=0.02, supervision="process"),
     "dense_process": AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.1, supervision="process"),
     "dense_masked": AlgorithmConfig(off_policy_mask=0.02, correction="truncate", correction_floor=0.9),
@@ -153,7 +155,7 @@ _EXACT = {
         biased:tp2sp biased:pp2 biased:cp2 biased:dp2zero llama3:tp2sp llama3:cp2 glm:tp2sp glm:cp2 glm:ep2zero
         window:cp2 window:pp2small gemma:tp2 gemma:tp2sp gemma:cp2small gemma:vpp2 gemma:cp2zero
         dense_gspo:tp2sp dense_gspo:pp2small dense_gspo:cp2 dense_cispo:cp2small dense_cispo:dp2zero
-        dense_gmpo:cp2small dense_gspo_token:tp2sp dense_gspo_token:cp2 dense_masked:cp2
+        dense_gmpo:cp2small dense_vespo:cp2small dense_gspo_token:tp2sp dense_gspo_token:cp2 dense_masked:cp2
         dense_process:cp2small dense_process:pp2small dense_process:tp2sp
         latent:tp2sp latent:pp2 latent:cp2 latent:dp2zero
         moe:tp2sp moe:tp2etp2 moe:pp2 moe:pp2small moe:ep2 moe:dp2 moe:tp2ep2 moe:tp2ep2zero moe:cp2small moe:cp2one

@@ -38,7 +38,10 @@ def test_every_token_of_every_sequence_counts_for_its_experts_and_nothing_else_d
 def test_what_is_compared_has_something_to_show(found, case):
     """Ratios clip on both sides, every parameter has a gradient and moves, completions are long and of many lengths."""
     one = found[case]
-    assert all(0.02 < one["metrics"][name] < 0.6 for name in ("clip_low", "clip_high")), one["metrics"]
+    if "vespo" in case:  # it has no bounds
+        assert abs(one["metrics"]["ratio"] - 1) > 0.1, one["metrics"]
+    else:
+        assert all(0.02 < one["metrics"][name] < 0.6 for name in ("clip_low", "clip_high")), one["metrics"]
     assert all(gradient.any() for gradient in one["gradients"].values())
     if model_of(case).dtype == "fp32":
         assert all(one["updates"][key].any() for key in one["gradients"])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from operator import attrgetter
 
-from grpo_mega.config.schema import Config, CriticConfig
+from grpo_mega.config.schema import AlgorithmConfig, Config, CriticConfig
 from grpo_mega.config.schema.terms import SCORE_STEPS
 
 
@@ -33,16 +33,19 @@ def algorithm_problems(config: Config) -> Iterator[str]:
                     f"critic.{field.name}={value} has no effect with algorithm.advantage_baseline="
                     f"{algorithm.advantage_baseline}; set that to critic, or leave critic.{field.name} out"
                 )
-    if algorithm.objective in ("cispo", "sapo", "gmpo") and algorithm.dual_clip is not None:
+    if algorithm.objective in ("cispo", "sapo", "gmpo", "vespo") and algorithm.dual_clip is not None:
         yield (
             f"algorithm.dual_clip={algorithm.dual_clip} has no effect on algorithm.objective={algorithm.objective}; "
             "set it to null"
         )
-    if algorithm.objective == "sapo" and (algorithm.clip_low, algorithm.clip_high) != (0.2, 0.2):
+    instead = {
+        "sapo": "whose sigmoid has algorithm.tau_pos and algorithm.tau_neg instead",
+        "vespo": "whose factor has algorithm.vespo_k_pos and its like instead",
+    }.get(algorithm.objective)
+    if instead and (algorithm.clip_low, algorithm.clip_high) != (0.2, 0.2):
         yield (
             f"algorithm.clip_low={algorithm.clip_low} and algorithm.clip_high={algorithm.clip_high} have no effect on "
-            "algorithm.objective=sapo, whose sigmoid has algorithm.tau_pos and algorithm.tau_neg instead; leave them "
-            "at 0.2"
+            f"algorithm.objective={algorithm.objective}, {instead}; leave them at 0.2"
         )
     updates = algorithm.epochs * algorithm.mini_batches
     if algorithm.objective == "cispo" and algorithm.clip_low == algorithm.clip_high == 0 and updates > 1:
@@ -62,6 +65,13 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"algorithm.tau_pos={algorithm.tau_pos} and algorithm.tau_neg={algorithm.tau_neg} have an effect on "
             f"algorithm.objective=sapo alone, not on {algorithm.objective}; leave them out"
         )
+    if algorithm.objective != "vespo":
+        for field in fields(AlgorithmConfig):
+            if field.name.startswith("vespo_") and (value := getattr(algorithm, field.name)) != field.default:
+                yield (
+                    f"algorithm.{field.name}={value} has an effect on algorithm.objective=vespo alone, not on "
+                    f"{algorithm.objective}; leave it out"
+                )
     idle = {
         "correction_floor": 0.0,
         "correction_cap": 2.0,
@@ -90,7 +100,7 @@ def _critic_problems(config: Config) -> Iterator[str]:
         "algorithm.advantage_std": (algorithm.advantage_std not in ("batch", "none"), "batch or none"),
         "algorithm.groups_without_signal": (algorithm.groups_without_signal != "count", "count"),
         "algorithm.terms_apart": (algorithm.terms_apart, "false"),
-        "algorithm.objective": (algorithm.objective in ("gspo", "gmpo"), "ppo or gspo_token"),
+        "algorithm.objective": (algorithm.objective in ("gspo", "gmpo", "vespo"), "ppo or gspo_token"),
     }
     for name, (is_set, instead) in refused.items():
         if is_set:
@@ -154,7 +164,7 @@ def _supervision_problems(config: Config) -> Iterator[str]:
         "terms_apart": (algorithm.terms_apart, "false", "normalises each term of a completion's reward"),
         "kl_in": (algorithm.kl_in == "reward", "loss", "lowers the rewards of completions"),
         "objective": (
-            algorithm.objective in ("gspo", "gmpo"),
+            algorithm.objective in ("gspo", "gmpo", "vespo"),
             "gspo_token" if algorithm.objective == "gspo" else "ppo",
             sequence,
         ),

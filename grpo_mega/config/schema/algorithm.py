@@ -43,10 +43,11 @@ class AlgorithmConfig:
     """ppo: the token's importance ratio is clipped (GRPO, DAPO); cispo: the clipped ratio is a constant factor of the
     log-prob (MiniMax-M1, arXiv 2506.13585); sapo: a sigmoid of the ratio in place of the clip (arXiv 2511.20347); gspo:
     the sequence's ratio is clipped (arXiv 2507.18071); gspo_token: so that a token's advantage acts on that token alone
-    (section 4.3); gmpo: geometric mean of the sequence's clipped ratios (arXiv 2507.20673)."""
+    (section 4.3); gmpo: geometric mean of the sequence's clipped ratios (arXiv 2507.20673); vespo: a function of the
+    sequence's ratio, the product of its tokens', is a constant factor of the log-prob (arXiv 2602.10693)."""
     clip_low: float = 0.2
     """Ratio is clipped from below at 1 - clip_low; 1 or more for no bound, as ratios are positive (DeepSeek-R1: 10).
-    sapo has no bounds."""
+    sapo and vespo have no bounds."""
     clip_high: float = 0.2
     """Ratio is clipped from above at 1 + clip_high (DAPO: 0.28, DeepSeek-R1: 10); inf (.inf in a file) for no bound."""
     dual_clip: float | None = None
@@ -57,6 +58,15 @@ class AlgorithmConfig:
     its ratio leaves 1."""
     tau_neg: float = 1.05
     """The same for negative advantages."""
+    vespo_k_pos: float = 2.0
+    """k of vespo's factor rho^k exp(lambda (1 - rho)) of positive advantages, where rho is the sequence's ratio: the
+    factor is 1 on policy and largest at k / lambda; the larger both are, the faster it falls."""
+    vespo_lambda_pos: float = 3.0
+    """lambda of the same."""
+    vespo_k_neg: float = 3.0
+    """k for negative advantages."""
+    vespo_lambda_neg: float = 2.0
+    """lambda for negative advantages."""
     off_policy_mask: float | None = None
     """Leaves a sequence with a negative advantage out of the policy term when its tokens have become less likely than
     they were to the engine by more than this on average, in nats (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); null
