@@ -77,5 +77,7 @@ def test_every_process_that_writes_is_killed_with_its_rank(saved):
     assert set(signals) == {str(int(signal.SIGKILL))}
 
 
-def test_a_wait_for_the_main_ranks_files_outlasts_the_patience_of_collectives(saved):
-    assert (saved[0] / "slow").read_text() == "both ranks went on"
+@pytest.mark.long
+def test_a_wait_for_the_main_ranks_files_outlasts_the_patience_of_collectives(tmp_path: Path) -> None:
+    run_ranks(Path(__file__).with_name("patience_job.py"), 2, [str(tmp_path / "slow")])
+    assert (tmp_path / "slow").read_text() == "both ranks went on"

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import os
 import sys
-import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,22 +15,15 @@ from grpo_mega import platform
 
 HERE = platform.start()
 
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest  # noqa: E402
-
 from grpo_mega.checkpoint.checkpoint import Saving  # noqa: E402
-from grpo_mega.checkpoint.writers import finalized, waiting_on_hosts  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.reference import ReferencePolicy  # noqa: E402
 from grpo_mega.models.topology import join_layout  # noqa: E402
-from grpo_mega.platform import collectives  # noqa: E402
-from grpo_mega.platform.orphans import forks_end_with_us  # noqa: E402
 
 MOE = MoEConfig(experts=4, ffn_hidden=16, shared_ffn_hidden=16)
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, context=24, init_std=0.2, moe=MOE)
 PR_GET_PDEATHSIG = 2
-SHORT = 8
-"""Seconds that collectives of the job may take."""
 
 
 def opened() -> list[str]:
@@ -62,13 +52,6 @@ def note_ends(folder: Path) -> None:
     os.register_at_fork(after_in_child=note)
 
 
-def outlast(seconds: float) -> None:
-    """Work on the main rank, as long as the writing of a large file."""
-    end = time.monotonic() + seconds
-    while dist.get_rank() == 0 and time.monotonic() < end:
-        hashlib.sha256(bytes(1_000_000))
-
-
 if __name__ == "__main__":
     dist.init_process_group(HERE.backend, timeout=timedelta(seconds=300))
     folder = Path(sys.argv[1])
@@ -86,17 +69,4 @@ if __name__ == "__main__":
         saving.finish()
         inside = f"{folder}/.{how}.tmp/"
         read_again[how] = [name.removeprefix(inside) for name in names if name.startswith(inside)]
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT), dist.group.WORLD)
-    collectives.succeed_together(lambda: outlast(2 * SHORT))
-    # Rewards take their time, too, and may be computed while the devices' process groups are suspended.
-    assert collectives.from_all_ranks(lambda: outlast(2 * SHORT) or dist.get_rank()) == [0, 1]
-    slow = AsyncRequest(partial(outlast, 2 * SHORT), (), [dist.barrier])
-    waiting_on_hosts(slow if dist.get_rank() == 0 else slow._replace(async_fn=None)).execute_sync()
-    calls = AsyncCallsQueue()
-    with forks_end_with_us():
-        calls.schedule_async_request(slow)
-    assert not finalized(calls, wait=False)
-    assert finalized(calls, wait=True)
-    if dist.get_rank() == 0:
-        (folder / "slow").write_text("both ranks went on")
     print(json.dumps(read_again))

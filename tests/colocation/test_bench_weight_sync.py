@@ -25,6 +25,7 @@ def test_bytes_are_those_of_the_model_on_every_rank() -> None:
     assert output.count(f" {4 * 2 * 2 * 3 * 96 * 64:,} received") == 6, "three syncs of two ranks"
 
 
+@pytest.mark.long
 def test_ranks_that_share_an_engine_are_handed_their_own_experts() -> None:
     engine = ["rollout.sglang.tp=2", "+rollout.sglang.arguments.ep_size=2"]
     output = run_ranks(TOOL, 2, ["experiment=tiny_sglang", "layout=ep2", *engine])[0]

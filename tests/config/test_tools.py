@@ -39,6 +39,7 @@ def test_wrong_settings_are_refused(tool: str, settings: list[str], said: str) -
     assert [word for word in FOREIGN if word in done.stderr] == []
 
 
+@pytest.mark.long
 def test_under_torchrun_one_rank_says_it() -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run(*torchrun, "tools/bench_step.py", "layout=ep2")

@@ -172,21 +172,24 @@ def other_experiment(root: Path) -> None:
 
 
 OFTEN = ["run.steps=1000000000", "run.save_every=1"]
+OTHERS = [
+    (None, ["model.rope_base=7"], "rope_theta is 10000.0, not 7.0"),
+    (None, ["data.validation_size=30"], "data.validation_size is 30, but"),
+    (None, ["cluster.nodes=1", "cluster.gpus_per_node=1", "cluster.gpu_memory_mib=4000"], "does not fit: stage 0"),
+    (None, [*OFTEN, "run.keep_checkpoints=1000000000"], "GB free, and checkpoints need"),
+    (None, [*OFTEN, "run.keep_every=1"], "GB free, and checkpoints need"),
+    (None, [*OFTEN, "run.save_every=0", "run.export_every=1"], "GB free, and checkpoints need 0.0 GB (run.save_"),
+    (None, ["model.vocab_size=7"], "model.vocab_size=7 is below the tokenizer's"),
+    (lambda root: (root / "model" / "tokenizer.json").write_text("{"), [], "holds no tokenizer that can be read"),
+]
 
 
 @pytest.mark.parametrize(
     ("wrong", "words", "problem"),
     [
+        *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS),
         (long_prompts, [], "2 of 37 prompts leave no room for a completion in model.context=64; the longest, 'test/7'"),
         (other_experiment, [], "runs/own_model belongs to another experiment"),
-        (None, ["model.rope_base=7"], "rope_theta is 10000.0, not 7.0"),
-        (None, ["data.validation_size=30"], "data.validation_size is 30, but"),
-        (None, ["cluster.nodes=1", "cluster.gpus_per_node=1", "cluster.gpu_memory_mib=4000"], "does not fit: stage 0"),
-        (None, [*OFTEN, "run.keep_checkpoints=1000000000"], "GB free, and checkpoints need"),
-        (None, [*OFTEN, "run.keep_every=1"], "GB free, and checkpoints need"),
-        (None, [*OFTEN, "run.save_every=0", "run.export_every=1"], "GB free, and checkpoints need 0.0 GB (run.save_"),
-        (None, ["model.vocab_size=7"], "model.vocab_size=7 is below the tokenizer's"),
-        (lambda root: (root / "model" / "tokenizer.json").write_text("{"), [], "holds no tokenizer that can be read"),
     ],
 )  # fmt: skip
 def test_one_mistake_is_one_problem(
@@ -199,6 +202,7 @@ def test_one_mistake_is_one_problem(
     assert [problem in found for found in ended.problems] == [True], ended.text
 
 
+@pytest.mark.long
 def test_processes_are_those_of_the_launcher_and_one_rank_reports(job: list[str], tmp_path: Path) -> None:
     first = Ended([*job, "layout=tp2"], tmp_path, {"RANK": "0", "WORLD_SIZE": "3"})
     assert first.code == 2
@@ -259,6 +263,7 @@ def cut_short(checkpoint: Path) -> None:
     os.truncate(file, file.stat().st_size - 1)
 
 
+@pytest.mark.long
 def test_an_imported_checkpoint_is_checked_with_its_tokenizer(job: list[str], tmp_path: Path) -> None:
     words = imported(job, tmp_path / "imported")
     shutil.rmtree(tmp_path / "model")
@@ -275,6 +280,7 @@ def test_an_imported_checkpoint_is_checked_with_its_tokenizer(job: list[str], tm
     assert "rope_theta is 10000.0, not 7.0" in model
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_run_is_checked_with_the_model_and_the_tokenizer(
     job: list[str], tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def test_within_a_budget_counts_what_the_completion_is_worth_up_to_there(toy: Ev
     assert "within@8" in toy.shown
 
 
+@pytest.mark.long
 def test_numbers_are_the_same_after_a_kill_and_under_another_layout(toy: Evaluated, tmp_path: Path) -> None:
     """Killed in its second part on one process, continued by two that share the experts."""
     killed_after(5, toy, tmp_path)
@@ -128,6 +129,7 @@ def test_a_folder_is_asked_as_the_papers_ask(tmp_path: Path) -> None:
     assert {"maj@4", "pass@4"} <= results(out)["all"].keys()
 
 
+@pytest.mark.long
 def test_what_has_finished_is_shown_again_and_what_cannot_be_evaluated_is_named_with_the_fix(
     toy: Evaluated, tmp_path: Path
 ) -> None:

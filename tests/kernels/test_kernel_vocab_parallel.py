@@ -58,7 +58,7 @@ def test_a_row_of_nothing_but_minus_infinity_merges_to_one() -> None:
     assert merge_stats([part, part, part], 2.0).tolist() == [[-INF, 0.0, 0.0, -INF]]
 
 
-@pytest.mark.parametrize(("ranks", "vocab_sizes"), [(2, [37]), (4, [61, 5])])
+@pytest.mark.parametrize(("ranks", "vocab_sizes"), [(2, [37]), pytest.param(4, [61, 5], marks=pytest.mark.long)])
 def test_tensor_parallel_ranks_find_what_one_finds(ranks: int, vocab_sizes: list[int]) -> None:
     """With 5 tokens on 4 ranks, three of them hold padding alone."""
     outputs = run_ranks(JOB, ranks, [str(size) for size in vocab_sizes])

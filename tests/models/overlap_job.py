@@ -36,7 +36,6 @@ SEPARATE = ModelConfig(
 )  # fmt: skip
 MODELS = {"separate": SEPARATE, "tied": replace(SEPARATE, tie_embeddings=True)}
 LAYOUTS = {"dp2": LayoutConfig(micro_batch_tokens=40), "ep2": LayoutConfig(ep=2, micro_batch_tokens=40)}
-CASES = [("tied", "dp2"), ("separate", "ep2")]
 # Without clipping: the gradient norm is a sum over shards, and buckets of another size cut them elsewhere.
 OPTIMIZER = OptimizerConfig(lr=0.02, clip_grad=0)
 SMALL_BUCKETS = 2000
@@ -177,6 +176,7 @@ def compare(model: str, layout: str, folder: Path) -> dict:
 
 if __name__ == "__main__":
     platform.join_processes(HERE)  # not above: Megatron's helper for saving imports this file again
-    seen = {f"{model}-{layout}": compare(model, layout, Path(sys.argv[1])) for model, layout in CASES}
+    folder, *cases = sys.argv[1:]
+    seen = {case: compare(*case.split("-"), Path(folder)) for case in cases}
     torch.distributed.destroy_process_group()
     print(json.dumps(seen))

@@ -30,6 +30,7 @@ def held() -> dict[str, dict[str, dict[str, int]]]:
     return results(run_ranks(job, 2, [*LAYOUTS]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["policy", "reference", "update"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_more_micro_batches_take_no_more_memory(layout: str, which: str, held: dict[str, Any]) -> None:

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
-CASES = ("tied-dp2", "separate-ep2")
+CASES = (pytest.param("tied-dp2", marks=pytest.mark.long), "separate-ep2")
 WAYS = ("whole", "next_gradients", "scored", "generated", "reference", "saved", "loaded", "new_optimizer")
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The outcome on each of two ranks."""
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The outcome on each of two ranks, of the cases that selected tests are about."""
     job = Path(__file__).with_name("overlap_job.py")
-    outputs = run_ranks(job, 2, [str(tmp_path_factory.mktemp("overlap"))])
+    cases = {item.callspec.params["case"] for item in request.session.items if item.path == request.path}
+    outputs = run_ranks(job, 2, [str(tmp_path_factory.mktemp("overlap")), *sorted(cases)])
     return [json.loads(output.strip().splitlines()[-1]) for output in outputs]
 
 

@@ -107,6 +107,7 @@ def test_a_job_of_a_large_model_gets_the_time_to_save_it(tmp_path: Path) -> None
     assert 4300 < int(seconds) <= 4700
 
 
+@pytest.mark.long
 def test_what_cannot_be_used_is_named_and_no_file_is_left(clone: Clone, tmp_path: Path) -> None:
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a b c " * 600, "answer": 1}) + "\n")
     (tmp_path / "few.jsonl").write_text('{"prompt": "x", "answer": 1}\n{"prompt": "y", "answer": 2}\n')
@@ -128,6 +129,7 @@ def test_what_cannot_be_used_is_named_and_no_file_is_left(clone: Clone, tmp_path
         assert not clone.experiment("bad").exists()
 
 
+@pytest.mark.long
 def test_test_problems_that_are_trained_on_can_be_accepted(clone: Clone, tmp_path: Path) -> None:
     others = [json.dumps({"prompt": f"What is {i} + 6?", "answer": i + 6}) + "\n" for i in range(5)]
     test = tmp_path / "test.jsonl"

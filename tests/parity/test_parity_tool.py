@@ -82,6 +82,7 @@ def spoiled(folder: Path, bug: str, *arguments: str) -> Ended:
     return torchrun(program, "--steps", "1", "model.layers=2", *arguments)
 
 
+@pytest.mark.long
 def test_a_wrong_normalisation_fails_and_names_the_first_tensor(tmp_path):
     ended = spoiled(tmp_path, "loss_divided_by_replicas", "model=tiny_dense")
     assert ended.codes == [1, 1], ended
@@ -99,6 +100,7 @@ def test_latent_norms_that_are_not_summed_fail_though_loss_and_log_probs_agree(t
     assert re.search(r"^log-probs .* pass$", ended.out, re.MULTILINE), ended.out
 
 
+@pytest.mark.long
 def test_a_field_that_does_not_exist_is_refused():
     ended = torchrun(TOOL, "model.nonsense=1")
     assert ended.codes == [2, 2], ended

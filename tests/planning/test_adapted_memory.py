@@ -11,7 +11,7 @@ from ranks import results, run_ranks
 MODELS = ("dense", "attention", "experts", "shared", "latent", "latent_direct")
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one", "tp2"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids=["one", "tp2"])
 def ranks(request: pytest.FixtureRequest) -> int:
     """Tensor parallel ones, with sequence parallelism."""
     return request.param

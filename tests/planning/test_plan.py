@@ -442,6 +442,7 @@ def test_ppo_is_planned_with_its_critic(plans: dict[str, Any]) -> None:
     assert plans["tiny_ppo"]["checkpoint"] > 1.9 * plans["tiny"]["checkpoint"]
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path) -> None:
     """With reference policy, average, frozen parts and adapters; its few numbers beside weights are not planned."""
     job = Path(__file__).with_name("checkpoint_size_job.py")

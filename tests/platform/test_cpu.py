@@ -59,6 +59,7 @@ def test_every_substitution_is_put_to_the_test() -> None:
     assert list(NEEDED_FOR) == [s.name for s in cpu.SUBSTITUTIONS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NEEDED_FOR)
 def test_work_fails_without(name: str, outcomes: dict[str, Outcome]) -> None:
     job, ranks, sign = NEEDED_FOR[name]
@@ -68,6 +69,7 @@ def test_work_fails_without(name: str, outcomes: dict[str, Outcome]) -> None:
         assert sign in rank[job]["error"] + rank[job]["at"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", TRAININGS)
 def test_training_works_with_all_and_without_a_compiler(job: str, outcomes: dict[str, Outcome]) -> None:
     first, second = (rank[job] for rank in outcomes[""])
@@ -77,14 +79,17 @@ def test_training_works_with_all_and_without_a_compiler(job: str, outcomes: dict
     assert first["grad_norm"] > 0.1
 
 
+@pytest.mark.long
 def test_experts_may_be_spread_over_ranks_without_a_difference(outcomes: dict[str, Outcome]) -> None:
     assert outcomes[""][0]["train_expert_parallel"] == outcomes[""][0]["train"]
 
 
+@pytest.mark.long
 def test_nothing_is_compiled(outcomes: dict[str, Outcome]) -> None:
     assert [rank["compiled_frames"] for rank in outcomes[""]] == [0, 0]
 
 
+@pytest.mark.long
 def test_tensor_parallel_ranks_draw_from_their_own_streams(outcomes: dict[str, Outcome]) -> None:
     streams = [rank["random_streams"] for rank in outcomes[""]]
     for rank, drawn in enumerate(streams):
@@ -96,6 +101,7 @@ def test_tensor_parallel_ranks_draw_from_their_own_streams(outcomes: dict[str, O
     assert streams[0]["inside"] != streams[1]["inside"]
 
 
+@pytest.mark.long
 def test_install_twice_is_a_no_op(outcomes: dict[str, Outcome]) -> None:
     assert outcomes[""][0]["install_again"] == {"installed": False, "replaced": []}
 

@@ -89,6 +89,7 @@ TINY_DENSE = {
 """The config.json of a Llama of the shape of model=tiny_dense."""
 
 
+@pytest.mark.long
 def test_a_model_of_another_shape_is_refused_as_loading_it_would_be(cluster, tmp_path):
     settings = ["model=tiny_dense", "layout=single", f"run.init_from={tmp_path}", "model.vocab_size=64"]
     file = tmp_path / "config.json"

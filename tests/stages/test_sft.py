@@ -15,6 +15,7 @@ from ranks import results, run_ranks
 
 JOB = Path(__file__).with_name("supervised_job.py")
 LAYOUTS = {"single": 1, "pp2": 2, "ep2": 2}
+OTHERS = ["pp2", pytest.param("ep2", marks=pytest.mark.long)]
 ROWS = 11
 STEPS = 9
 """Three passes over 11 rows, four at a time: the last step has one row, fewer than EP2 has replicas."""
@@ -48,16 +49,21 @@ def write_files(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
-    """Runs under three layouts; on one rank also one that was continued, and one whose file has changed by then."""
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
+    """Runs under the layouts that selected tests are about; on one rank also one that was continued, and one whose file
+    has changed by then."""
     root = tmp_path_factory.mktemp("supervised")
     common, seen = write_files(root), {}
+    here = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    selected = {"single", *(spec.params["layout"] for spec in here if spec)}
     # A file that changes under a run, at a path of its own, which is part of what must stay.
     shutil.copy(root / "chats.jsonl", root / "changing.jsonl")
     with pytest.MonkeyPatch.context() as environment:
         for name in ("GRPO_MEGA_TEST_EQUAL", "GRPO_MEGA_TEST_HALF"):
             environment.setenv(name, str(root / "never"))
-        for layout, ranks in LAYOUTS.items():
+        for layout, ranks in ((name, LAYOUTS[name]) for name in selected):
             named = [*common, f"layout={layout}"]
             tasks: list[Any] = [[[*named, f"run.name={layout}"], None, str(root / f"{layout}.pt"), ""]]
             if layout == "single":
@@ -72,7 +78,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["sft/loss"] for line in (run / "sft.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["single", *OTHERS])
 def test_the_loss_falls_and_reinforcement_learning_follows(runs: tuple[Path, dict], layout: str) -> None:
     root, seen = runs
     first = seen[layout][0]
@@ -83,7 +89,7 @@ def test_the_loss_falls_and_reinforcement_learning_follows(runs: tuple[Path, dic
     assert len(of_steps(root / layout)) == 1
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
+@pytest.mark.parametrize("layout", OTHERS)
 def test_layouts_learn_the_same(runs: tuple[Path, dict], layout: str) -> None:
     root, _ = runs
     assert losses(root / layout) == pytest.approx(losses(root / "single"), rel=1e-5)

@@ -31,9 +31,16 @@ REFUSED = [
     (0, ["layout=single", "rollout.max_new_tokens=128"], ["rollout.max_new_tokens=128", "model.context=128"]),
 ]
 """Ranks (0: without torchrun), overrides, and what the message must contain; seen before any process group is made."""
+CORE = ("layout=tp2_pp2", "algorithm.prompts_per_step=7", "experiment=tinny")
+"""Those of `make test`."""
 
 
-@pytest.mark.parametrize(("ranks", "overrides", "words"), REFUSED, ids=[" ".join(o) for _, o, _ in REFUSED])
+def of(ranks, overrides, words):
+    core = overrides[0] in CORE
+    return pytest.param(ranks, overrides, words, id=" ".join(overrides), marks=() if core else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("ranks", "overrides", "words"), [of(*case) for case in REFUSED])
 def test_configuration_is_refused(tmp_path, ranks, overrides, words):
     ended = Job(tmp_path, [*SMALL, *overrides], ranks).finish()
     assert_refused(ended, words)
@@ -41,7 +48,7 @@ def test_configuration_is_refused(tmp_path, ranks, overrides, words):
 
 
 @pytest.mark.skipif(is_installed(), reason="SGLang is installed here")
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_missing_sglang_is_refused_before_anything_is_made(tmp_path, ranks):
     ended = Job(tmp_path, [*SMALL, "experiment=tiny_sglang", "layout.ep=1"], ranks).finish()
     assert_refused(ended, ["error: rollout.engine=sglang, and there is no SGLang here: install it with", "pip install"])
@@ -49,7 +56,7 @@ def test_missing_sglang_is_refused_before_anything_is_made(tmp_path, ranks):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_root_that_cannot_be_written_is_refused(tmp_path, ranks):
     (tmp_path / "runs").symlink_to("/dev/null")
     ended = Job(tmp_path, [*SMALL, "layout.ep=1"], ranks).finish()
@@ -73,6 +80,7 @@ def test_reason_is_printed_once_even_when_rank_0_finds_it_last(tmp_path):
     assert ended.stderr.count("algorithm.group_size=0: choose") == 1
 
 
+@pytest.mark.long
 def test_rank_that_alone_finds_bad_input_says_so(tmp_path):
     rank = {"RANK": "1", "WORLD_SIZE": "2"}  # and no other rank there
     ended = Job(tmp_path, [*SMALL, "algorithm.group_size=0"], environment=rank).finish()
@@ -96,8 +104,8 @@ def jsonl(tmp_path_factory) -> Path:
     ("train", "test", "words"),
     [
         ("long", "good", ["'endless'", "model.context", "128"]),
-        ("empty", "good", ["empty.jsonl", "empty"]),
-        ("good", "missing", ["missing.jsonl", "data.test_path"]),
+        pytest.param("empty", "good", ["empty.jsonl", "empty"], marks=pytest.mark.long),
+        pytest.param("good", "missing", ["missing.jsonl", "data.test_path"], marks=pytest.mark.long),
     ],
 )
 def test_problems_are_refused(tmp_path, jsonl, train, test, words):
@@ -117,6 +125,7 @@ def test_files_that_are_missing_are_named_all_at_once(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_unknown_reward_is_refused_on_every_rank(tmp_path):
     terms = ["reward.terms=[{name:acuracy}]", "reward.success=acuracy"]
     ended = Job(tmp_path, [*SMALL, *terms], ranks=2).finish()
@@ -140,7 +149,11 @@ def test_run_directory_of_another_experiment_is_refused_and_left_alone(finished)
         ("raises", ["KeyError: 'no such column'"]),
         pytest.param("not_a_number", ["returned nan"], marks=pytest.mark.long),
         pytest.param("exits", ["SystemExit: 0", "failed in step 2 before its first update"], marks=pytest.mark.long),
-        ("leaves", ["ended with exit code 0", "failed in step 2 before its first update, nothing is saved yet"]),
+        pytest.param(
+            "leaves",
+            ["ended with exit code 0", "failed in step 2 before its first update, nothing is saved yet"],
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_reward_function_that_fails_on_one_rank_or_all_ends_all(finished, function, words):
@@ -172,6 +185,7 @@ def test_a_cached_base_model_that_cannot_be_used_is_refused_on_every_rank(finish
     assert_refused(Job(tmp_path, finished.overrides, ranks=2).finish(), [str(cache)])
 
 
+@pytest.mark.long
 def test_sys_exit_in_a_rank_is_a_failure_and_says_where_the_run_continues(finished, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(LEAVES)
     own = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}:{Path(__file__).parent}", HOLD: f"1:{tmp_path / 'held'}"}

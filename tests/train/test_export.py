@@ -179,6 +179,7 @@ def test_the_average_follows_the_policy(trained: Trained, tmp_path: Path) -> Non
     assert any(not torch.equal(after[name], policy[name]) for name in after)
 
 
+@pytest.mark.long
 def test_a_named_checkpoint_is_taken_and_a_damaged_one_is_not(trained: Trained, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained.run, run)
@@ -198,6 +199,7 @@ def test_a_named_checkpoint_is_taken_and_a_damaged_one_is_not(trained: Trained, 
     assert_same(tmp_path / "third", tmp_path / "second")
 
 
+@pytest.mark.long
 def test_what_cannot_be_exported_is_refused_with_the_fix(trained: Trained, tmp_path: Path) -> None:
     """Nothing is left of any of them."""
     run, out = trained.run, tmp_path / "out"

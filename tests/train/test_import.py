@@ -164,6 +164,7 @@ def test_a_run_under_another_layout_starts_from_it(
         assert (tmp_path / "out" / name).read_bytes() == (released / name).read_bytes()
 
 
+@pytest.mark.long
 def test_a_run_of_another_model_is_refused_as_from_the_folder(imported: Path, released: Path, tmp_path: Path) -> None:
     said = []
     for origin in (released, imported):
@@ -217,6 +218,7 @@ def without_origin(checkpoint: Path) -> dict[str, str]:
     return {name: digest for name, digest in contents(checkpoint).items() if name not in NAMING_THE_ORIGIN}
 
 
+@pytest.mark.long
 def test_of_two_imports_at_once_one_is_refused_and_the_other_is_whole(
     imported: Path, released: Path, tmp_path: Path
 ) -> None:
