@@ -19,7 +19,7 @@ from grpo_mega.data.stops import stop_ids
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.models.policy import Policy
 from grpo_mega.platform.collectives import succeed_together
-from grpo_mega.platform.files import sync_folder, write_atomic
+from grpo_mega.platform.files import only_one, sync_folder, write_atomic
 from grpo_mega.weights import directory
 from grpo_mega.weights.companions import Companions, companions
 from grpo_mega.weights.names import entries
@@ -72,19 +72,21 @@ def base_of_adapters(origin: str | None) -> str | None:
 def _write_adapter(path: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
     """Writes both files under a temporary name, which is then the folder's."""
     temporary = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        file = temporary / ADAPTER
-        save_file(tensors, file, {"format": "pt"})
-        file.chmod(temporary.stat().st_mode & 0o666)  # safetensors lets nobody else read it
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
-        write_atomic(temporary / ADAPTER_CONFIG, json.dumps(settings, indent=1))
-        temporary.rename(path)
-        sync_folder(path.parent)
-    finally:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with only_one(path):
         shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir()
+            file = temporary / ADAPTER
+            save_file(tensors, file, {"format": "pt"})
+            file.chmod(temporary.stat().st_mode & 0o666)  # safetensors lets nobody else read it
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+            write_atomic(temporary / ADAPTER_CONFIG, json.dumps(settings, indent=1))
+            temporary.rename(path)
+            sync_folder(path.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _beside(config: Config, tokenizer: Tokenizer, facts: Facts) -> Companions:

@@ -11,7 +11,9 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from grpo_mega.models.body import DTYPES as DTYPES_OF_MODELS
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.shards import Box
 from grpo_mega.platform.collectives import from_main_rank, succeed_together
-from grpo_mega.platform.files import sync_folder, write_atomic
+from grpo_mega.platform.files import only_one, sync_folder, write_atomic
 from grpo_mega.weights import fp8
 from grpo_mega.weights.companions import CONFIG, Companions
 from grpo_mega.weights.families import differences, hf_config
@@ -206,11 +208,22 @@ class Writer:
         self._config = config | (beside.config if beside else {})
         self._names: list[list[str]] = []
         self._bytes = 0
+        self._held = ExitStack()
 
     def begin(self) -> None:
-        """Makes the directory, under a temporary name."""
-        self.discard()
-        self._temporary.mkdir(parents=True)
+        """Makes the directory, under a temporary name; no other process can before `finish` or `discard`.
+
+        Raises:
+            ValueError: Another process is writing the directory, or has written it meanwhile.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._held.enter_context(only_one(self._path))
+        if self._path.exists():
+            raise ValueError(f"{self._path} exists; name another directory, or remove it")
+        remove = partial(shutil.rmtree, self._temporary, ignore_errors=True)
+        remove()  # what a process that was killed has left
+        self._held.callback(remove)
+        self._temporary.mkdir()
 
     def add(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Writes one more file. Raises an OSError when the disk fails."""
@@ -239,10 +252,11 @@ class Writer:
         write_atomic(self._temporary / CONFIG, json.dumps(self._config, indent=1))
         self._temporary.rename(self._path)
         sync_folder(self._path.parent)
+        self._held.close()
 
     def discard(self) -> None:
-        """Removes the unfinished directory, if there is one."""
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        """Removes the directory that this writer has begun and not finished, if there is one."""
+        self._held.close()
 
     def _part(self, number: int) -> Path:
         return self._temporary / f"part-{number}"

@@ -56,10 +56,25 @@ def test_transformers_finds_tokenizer_and_stop_tokens(tmp_path: Path, config: Co
 def test_a_disk_that_fails_is_an_error_of_the_operating_system(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "out", {})
     writer.begin()
-    (folder,) = tmp_path.glob(".out*")
-    folder.rename(tmp_path / "elsewhere")
+    (tmp_path / ".out.tmp").rename(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="part-0: "):
         writer.add([("x", torch.ones(2))])
+
+
+def test_of_two_that_write_one_directory_one_is_refused_and_the_other_is_whole(tmp_path: Path) -> None:
+    first, second = (Writer(tmp_path / "out", {"of": name}) for name in ("first", "second"))
+    first.begin()
+    with pytest.raises(ValueError, match="out is being written by another process; wait for it, or name another"):
+        second.begin()
+    second.discard()
+    first.add([("x", torch.ones(2))])
+    first.finish()
+    with pytest.raises(ValueError, match="out exists; name another directory, or remove it"):
+        second.begin()
+    second.discard()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"of": "first"}
+    assert len([*(tmp_path / "out").glob("*.safetensors")]) == 1
 
 
 def test_one_stop_token_is_a_number_and_none_leaves_the_models_own(config: Config) -> None:
