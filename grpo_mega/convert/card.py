@@ -50,6 +50,8 @@ class Facts:
 def card(config: Config, facts: Facts) -> str:
     """The text of README.md, with the header that the Hugging Face hub reads."""
     name = config.run.name if facts.role == "policy" else f"{config.run.name} ({facts.role})"
+    supervised_alone = facts.stage == "grpo" and facts.steps == 0 and bool(config.sft.path or config.sft.steps)
+    trained_by = "supervised steps" if supervised_alone else f"{facts.steps} steps of {facts.stage}"
     return "\n".join(
         [
             "---",
@@ -60,9 +62,9 @@ def card(config: Config, facts: Facts) -> str:
             f"# {name}",
             "",
             f"{facts.architecture}, {facts.parameters:,} parameters in {facts.dtype}: the {facts.role} after "
-            f"{facts.steps} steps of {facts.stage}, trained with grpo_mega {grpo_mega.__version__}.",
+            f"{trained_by}, trained with grpo_mega {grpo_mega.__version__}.",
             "",
-            *_table(_lines(config)),
+            *_table([*_lines(config), *([] if supervised_alone else _rewarded(config))]),
             *([] if config.data.tokenizer != "chars" else ["", f"No tokenizer: {NO_TOKENIZER}."]),
             *_results(results_of(facts.run, facts.steps) if facts.run and facts.role == evaluated(config) else []),
             "",
@@ -106,7 +108,7 @@ def results_of(run: Path, step: int) -> list[tuple[str, dict[str, float]]]:
 
 def _lines(config: Config) -> list[tuple[str, str]]:
     """What the model was made from."""
-    data, algorithm = config.data, config.algorithm
+    data = config.data
     paths = [data.train_path, *(source.path or source.reasoning_gym for source in data.sources.values())]
     files = ", ".join(f"`{path}`" for path in paths if path)
     file = f"problems of the task {data.task}" if data.task in GENERATED_TASKS else files
@@ -115,10 +117,16 @@ def _lines(config: Config) -> list[tuple[str, str]]:
     if tested := [path for path in (data.test_path, *(source.test_path for source in data.sources.values())) if path]:
         lines.append(("held-out problems", ", ".join(f"`{path}`" for path in tested)))
     if config.sft.path or config.sft.steps:
-        lines.append(("supervised steps before", f"`{config.sft.path}`" if config.sft.path else "traces of the task"))
+        lines.append(("supervised steps", f"`{config.sft.path}`" if config.sft.path else "traces of the task"))
+    return lines
+
+
+def _rewarded(config: Config) -> list[tuple[str, str]]:
+    """What reinforcement learning was by, and for."""
+    algorithm = config.algorithm
     rewards = ", ".join(f"{term.name} x {term.weight:g}" for term in config.reward.terms)
     sizes = f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} samples a step"
-    return [*lines, ("algorithm", f"GRPO, objective {algorithm.objective}: {sizes}"), ("rewards", rewards)]
+    return [("algorithm", f"GRPO, objective {algorithm.objective}: {sizes}"), ("rewards", rewards)]
 
 
 def _table(lines: Sequence[tuple[str, str]]) -> list[str]:

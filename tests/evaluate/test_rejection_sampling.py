@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from evaluating import evaluate, samples
+from exporting import exported
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import REPOSITORY
@@ -284,6 +285,11 @@ def test_a_model_learns_from_the_chosen_samples_of_another_and_of_no_rollouts(tm
     assert "held_out_accuracy_after" in summary
     assert "held_out_accuracy_before" not in summary, "before what?"
     assert [file.name for file in (made / "checkpoints").iterdir() if file.is_dir()] == ["step-000000"]
+    exported(made, tmp_path / "folder")
+    card = (tmp_path / "folder" / "README.md").read_text()
+    assert "the policy after supervised steps, trained with" in card
+    assert f"| supervised steps | `{chosen}` |" in card
+    assert "| algorithm |" not in card
     further = [*(word for word in supervised if word != "run.steps=0"), "run.steps=1"]
     third = Job(tmp_path, [*SMALL, *own, *further, "run.name=second"], ranks=2).finish()
     assert third.code == 0, third
