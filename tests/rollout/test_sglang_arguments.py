@@ -95,6 +95,13 @@ def test_an_engine_on_a_gpu_of_its_own_stays_there(tmp_path) -> None:
     assert "enable_memory_saver" not in given
 
 
+@pytest.mark.parametrize("platform", [CPU, GPU])
+def test_the_overlapped_scheduler_is_off_unless_asked_for(platform: Platform, tmp_path) -> None:
+    own = configured(disable_overlap_schedule=False)
+    assert server_arguments(configured(), platform, tmp_path, 0, 1)["disable_overlap_schedule"] is True
+    assert server_arguments(own, platform, tmp_path, 0, 1)["disable_overlap_schedule"] is False
+
+
 def test_sglangs_watchdog_leaves_a_silent_engine_to_the_limit_of_the_configuration(tmp_path) -> None:
     config = configured()
     assert (

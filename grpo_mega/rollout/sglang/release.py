@@ -42,18 +42,6 @@ def check_installed(rollout: RolloutConfig) -> None:
             raise ValueError(f"{asked[argument]} needs SGLang {oldest} or newer, and this is {release}: {install}")
 
 
-def may_overlap() -> bool:
-    """Whether SGLang's scheduler may prepare a batch while the one before is computed; it does unless told otherwise.
-
-    In 0.5.20 a token now and then gets a log-prob that is not the policy's, also while the KV cache has room for all: 4
-    of two million in `tests/rollout/engine_contract.py`, up to 0.3 away; without overlap none of as many.
-    """
-    try:
-        return _numbers(version("sglang")) >= _numbers(TESTED)
-    except PackageNotFoundError:  # a source tree, whose release is unknown
-        return True
-
-
 def is_installed() -> bool:
     """Whether a package sglang is installed; a mere folder of that name, such as a clone of its sources, is none."""
     spec = importlib.util.find_spec("sglang")
