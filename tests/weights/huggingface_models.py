@@ -36,6 +36,12 @@ GEMMA3 = replace(
     QWEN3, gemma=True, window=6, full_every=2, window_rope_base=50, rope_base=1000, query_pre_attn_scalar=20,
     tie_embeddings=True,
 )  # fmt: skip
+# Of six frequencies one stays, two are slowed down and three are in between.
+GPT_OSS = replace(
+    QWEN3, gpt_oss=True, qk_norm=False, qkv_bias=True, window=6, full_every=2, norm_eps=1e-5, rope_base=100,
+    ffn_hidden=16, moe=EXPERTS,
+    yarn=YarnConfig(factor=4, original_context=16, beta_fast=1.5, beta_slow=0.2, truncate=False),
+)  # fmt: skip
 MODELS = {
     "llama": replace(QWEN3, qk_norm=False, norm_eps=1e-5),
     # Of six frequencies one stays, two are slowed down and three are in between.
@@ -51,6 +57,9 @@ MODELS = {
     "ministral_window": replace(QWEN3, qk_norm=False, window=5, full_every=2),
     "gemma3": GEMMA3,
     "gemma3_apart": replace(GEMMA3, full_every=3, head_dim=8, tie_embeddings=False),
+    "gpt_oss": GPT_OSS,
+    # Plain positions, another share of full layers, and a head of 16 channels.
+    "gpt_oss_plain": replace(GPT_OSS, yarn=YarnConfig(), full_every=0, head_dim=16, tie_embeddings=True),
     "qwen2": replace(QWEN3, qk_norm=False, qkv_bias=True, head_dim=None),
     "qwen2_tied": replace(QWEN3, qk_norm=False, qkv_bias=True, tie_embeddings=True),
     "qwen3": QWEN3,
