@@ -156,8 +156,8 @@ def _inexpressible(found: dict[str, Any], name: str) -> Iterator[str]:
     wanted = FIXED[name] | ({"norm_topk_prob": (found.get("num_experts_per_tok") or 0) > 1} if name in BIASED else {})
     for key, value in wanted.items():
         if (there := said(found, key)) != value:
-            is_needed = value is True  # and reasons are about what is not here
-            why = f" ({_WHY[key]})" if key in _WHY and not is_needed else f" (only {json.dumps(value)})"
+            has_reason = key in _WHY and not (name == "gpt_oss" and key == "attention_bias")  # it has these
+            why = f" ({_WHY[key]})" if has_reason else f" (only {json.dumps(value)})"
             yield f"{key}={json.dumps(there)}{why}"
     yield from (f"{key}={found[key]} ({why})" for key, why in _NEVER.items() if found.get(key) is not None)
     only = found.get("mlp_only_layers") or []
@@ -210,7 +210,7 @@ def _inexpressible_windows(found: dict[str, Any]) -> Iterator[str]:
     if base != int(base):
         yield f"rope_theta={base} in layers with a window (a whole number is expected)"
     if found["model_type"] in ("gemma3_text", "gpt_oss") and said(found, "sliding_window") is None:
-        yield "sliding_window=null (this family's layers have one)"
+        yield f"sliding_window=null ({'GPT-OSS' if found['model_type'] == 'gpt_oss' else 'Gemma'}'s layers have one)"
 
 
 def _rope_settings(found: dict[str, Any], name: str) -> dict[str, Any]:

@@ -297,7 +297,7 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         "expert_bias_marks",
         "biases of routed experts are not marked as sequence parallel",
         "Megatron sums their gradients over tensor parallel ranks by the mark, although these ranks hold other "
-        "experts, or have summed them as replicas (docs/parity.md, defect 7)",
+        "experts, or have summed them as replicas (docs/parity.md, defect 8)",
         "tests/parity/test_layouts.py::test_as_on_one_process[gpt_oss:tp2ep2-gradients]",
         lambda chunk: unmark_expert_biases(chunk.gpt),
     ),
