@@ -427,11 +427,11 @@ GPT_OSS: dict[str, object] = {
         ({"model.qkv_bias": False}, "model.qkv_bias=false with model.gpt_oss=true, whose layers know only true; set"),
         ({"model.gemma": True, "model.moe.experts": 0}, "model.gemma=true with model.gpt_oss=true"),
         ({"model.moe.experts": 0}, "model.gpt_oss=true needs experts"),
-        ({"model.moe.score": "sigmoid"}, "model.moe.score=sigmoid with model.gpt_oss=true, whose layers know only soft"),
+        ({"model.moe.score": "sigmoid"}, "model.moe.score=sigmoid with model.gpt_oss=true, whose layers"),
         ({"model.moe.shared_ffn_hidden": 64}, "model.moe.shared_ffn_hidden=64 with model.gpt_oss=true"),
         ({"model.moe.first_dense": 1}, "model.moe.first_dense=1 with model.gpt_oss=true"),
         ({"model.llama3_rope.factor": 8.0}, "model.llama3_rope.factor=8.0 with model.gpt_oss=true"),
-        ({"layout.etp": 2}, "layout.etp=2 with model.gpt_oss=true: Megatron cannot split experts that have biases; set"),
+        ({"layout.etp": 2}, "layout.etp=2 with model.gpt_oss=true: Megatron cannot split experts that have"),
         ({"rollout.engine": "sglang"}, "model.gpt_oss=true with rollout.engine=sglang: nothing tests that SGLang"),
     ],
 )

@@ -34,7 +34,7 @@ from grpo_mega.models.megatron.mtp import PredictingGPT, use_packed_predictors
 from grpo_mega.models.megatron.rotary import use_packed_rotary
 from grpo_mega.models.megatron.router import use_packed_router
 from grpo_mega.models.megatron.scalar import ScalarGPT
-from grpo_mega.models.megatron.sinks import unmark_expert_biases
+from grpo_mega.models.megatron.sinks import mark_expert_biases
 from grpo_mega.models.replicas import count_padding
 
 Target = TypeVar("Target")
@@ -295,11 +295,11 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
     ),
     Change(
         "expert_bias_marks",
-        "biases of routed experts are not marked as sequence parallel",
-        "Megatron sums their gradients over tensor parallel ranks by the mark, although these ranks hold other "
-        "experts, or have summed them as replicas (docs/parity.md, defect 8)",
+        "biases of routed experts have the marks of their weights, not those of a dense layer's bias",
+        "Megatron sums their gradients over tensor parallel ranks, although these ranks hold other experts, or have "
+        "summed them as replicas; and their norm counts on the first of these alone (docs/parity.md, defect 8)",
         "tests/parity/test_layouts.py::test_as_on_one_process[gpt_oss:tp2ep2-gradients]",
-        lambda chunk: unmark_expert_biases(chunk.gpt),
+        lambda chunk: mark_expert_biases(chunk.gpt),
     ),
     Change(
         "predictor_marks",

@@ -61,8 +61,13 @@ def _more(channels: int) -> int:
     return CHANNELS - channels % CHANNELS
 
 
-def unmark_expert_biases(gpt: GPTModel) -> None:
-    """Experts' biases are no longer marked as parameters that meet some of the tokens on every tensor parallel rank."""
+def mark_expert_biases(gpt: GPTModel) -> None:
+    """Has gradients of experts' biases reduced as those of experts' weights are, and counted where these are.
+
+    They are whole on the ranks that hold them. Megatron marks them as it does a dense layer's: their gradient would be
+    summed over tensor parallel ranks, and its norm counted on the first of these.
+    """
     for name, parameter in gpt.named_parameters():
-        if ".experts." in name and name.endswith("bias"):
+        if ".experts." in name and "bias" in name:
             parameter.sequence_parallel = False
+            parameter.tensor_model_parallel = True
