@@ -101,6 +101,9 @@ IN_FP8 = replace(
 )
 """Several blocks of 128 each way in most weights, which shards cut anywhere."""
 
+IN_MXFP4 = replace(GPT_OSS, hidden=64, ffn_hidden=96, moe=replace(EXPERTS, ffn_hidden=96), dtype="bf16")
+"""Two blocks of 32 in a row of one matrix, three in the other's."""
+
 LAYOUTS = {
     "tp2_pp2": LayoutConfig(tp=2, pp=2, sp=True),
     "pp2_vpp2_dp2": LayoutConfig(pp=2, vpp=2),
@@ -110,3 +113,23 @@ LAYOUTS = {
     "tp2_etp2_dp2": LayoutConfig(tp=2, sp=True, etp=2),
 }
 """Of four ranks."""
+
+
+def released_tensors(model: ModelConfig) -> dict[str, Any]:
+    """A GPT-OSS's tensors as a released folder has them, experts in 4 bits, at random."""
+    import torch  # jobs choose their device before these are imported
+
+    from grpo_mega.weights import mxfp4
+    from grpo_mega.weights.names import entries
+
+    random = torch.Generator().manual_seed(6)
+    tensors: dict[str, Any] = {}
+    for entry in entries(model, VOCAB):
+        if not mxfp4.in_mxfp4(entry):
+            tensors.setdefault(entry.name, torch.randn(entry.shape, generator=random).bfloat16())
+            continue
+        (blocks, numbers), (scales, exponents) = mxfp4.stored_shapes(entry).items()
+        if blocks not in tensors:
+            tensors[blocks] = torch.randint(256, numbers, generator=random, dtype=torch.uint8)
+            tensors[scales] = torch.randint(118, 127, exponents, generator=random, dtype=torch.uint8)
+    return tensors

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,14 @@ from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
 
-from huggingface_models import GPT_OSS, VOCAB  # noqa: E402
+from huggingface_models import IN_MXFP4 as MODEL  # noqa: E402
+from huggingface_models import VOCAB, released_tensors  # noqa: E402
 
-from grpo_mega.config.schema import ModelConfig  # noqa: E402
 from grpo_mega.weights import mxfp4  # noqa: E402
 from grpo_mega.weights.directory import INDEX, ONE_FILE, Reader  # noqa: E402
 from grpo_mega.weights.families import hf_config  # noqa: E402
 from grpo_mega.weights.names import Slices, entries  # noqa: E402
 
-MODEL = replace(GPT_OSS, hidden=64, ffn_hidden=96, moe=replace(GPT_OSS.moe, ffn_hidden=96), dtype="bf16")
-"""Two blocks of 32 in a row of one matrix, three in the other's."""
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 EXPERTS = "model.layers.1.mlp.experts"
 
@@ -40,25 +37,10 @@ def ours(blocks: torch.Tensor, scales: torch.Tensor, part: Slices) -> torch.Tens
     return mxfp4.dequantised(lambda name, where: stored[name][where], "x", part)
 
 
-def in_mxfp4(model: ModelConfig) -> dict[str, torch.Tensor]:
-    """A model's tensors as a released folder has them, at random."""
-    random = torch.Generator().manual_seed(6)
-    tensors: dict[str, torch.Tensor] = {}
-    for entry in entries(model, VOCAB):
-        if not mxfp4.in_mxfp4(entry):
-            tensors.setdefault(entry.name, torch.randn(entry.shape, generator=random).bfloat16())
-            continue
-        blocks, scales = mxfp4.stored_shapes(entry).items()
-        if blocks[0] not in tensors:
-            tensors[blocks[0]] = torch.randint(256, blocks[1], generator=random, dtype=torch.uint8)
-            tensors[scales[0]] = torch.randint(118, 127, scales[1], generator=random, dtype=torch.uint8)
-    return tensors
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the scales in another file than the blocks."""
-    folder, tensors = tmp_path_factory.mktemp("mxfp4"), in_mxfp4(MODEL)
+    folder, tensors = tmp_path_factory.mktemp("mxfp4"), released_tensors(MODEL)
     files = {name: f"{'b' if name.endswith('_scales') else 'a'}.safetensors" for name in tensors}
     for file in {*files.values()}:
         save_file({name: t for name, t in tensors.items() if files[name] == file}, folder / file, {"format": "pt"})
