@@ -106,4 +106,16 @@ ddp = DistributedDataParallel(MLATransformerConfig(**latent), DistributedDataPar
 module["q_layernorm"].weight.main_grad.fill_(1)
 finalize_model_grads([ddp])
 say(f"7. gradient {module['q_layernorm'].weight.main_grad[0]:.0f}, should be 1")
+
+# 8. The bias of an expert that each rank has whole, with the gradient of its own tokens, here 1.
+alone = [dist.new_group([other]) for other in range(2)][rank]
+expert = tensor_parallel.RowParallelLinear(
+    8, 8, config=config(), init_method=torch.nn.init.zeros_, bias=True, input_is_parallel=True, skip_bias_add=True,
+    is_expert=True, tp_group=alone,
+)  # fmt: skip
+ddp = DistributedDataParallel(config(), DistributedDataParallelConfig(), expert)
+expert.bias.main_grad.fill_(1)
+finalize_model_grads([ddp])
+marks = {name: getattr(expert.bias, name, False) for name in ("sequence_parallel", "tensor_model_parallel")}
+say(f"8. gradient {expert.bias.main_grad[0]:.0f}, should be 1; {marks}, should be the other way round")
 dist.destroy_process_group()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -16,6 +18,7 @@ from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig, MoECo
 from grpo_mega.models.chunks import ModelChunks
 from grpo_mega.models.megatron.changes import TO_CHUNK, TO_SPECIFICATION, Chunk, Specification, apply_changes
 from grpo_mega.models.megatron.layers import gelu_tanh
+from grpo_mega.models.megatron.sinks import LIMIT
 from grpo_mega.platform import Platform
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -105,9 +108,11 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         layernorm_epsilon=model.norm_eps,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=gelu_tanh if model.gemma else torch.nn.functional.silu,
+        activation_func=_activation(model),
+        glu_linear_offset=1.0 if model.gpt_oss else 0.0,
+        activation_func_clamp_value=LIMIT if model.gpt_oss else None,
         layernorm_zero_centered_gamma=model.gemma,
-        add_bias_linear=False,
+        add_bias_linear=model.gpt_oss,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # The values are overwritten (shards.py), but only this marks which parameters are split over tensor ranks.
@@ -161,6 +166,13 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         **_yarn_options(model.yarn),
         **common,
     )
+
+
+def _activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What the gate of a feed-forward layer goes through."""
+    if model.gpt_oss:
+        return quick_gelu
+    return gelu_tanh if model.gemma else torch.nn.functional.silu
 
 
 def _yarn_options(yarn: YarnConfig) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _key(name: str, chosen: Callable[[torch.nn.Parameter, str], bool]) -> ParamK
 
 
 def _is_spared(parameter: torch.nn.Parameter, name: str) -> bool:
-    """Norms and biases, which never decay."""
+    """Norms, biases and sinks, which never decay."""
     return parameter.dim() == 1 or name.endswith(".bias")
 
 

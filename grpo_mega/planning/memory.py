@@ -10,6 +10,7 @@ from __future__ import annotations
 from grpo_kernels.chunked import BLOCK_GPU
 from grpo_mega.config.schema import Config, ModelConfig, MoEConfig
 from grpo_mega.models.body import head_channels
+from grpo_mega.models.megatron.sinks import CHANNELS
 from grpo_mega.models.schedule import cells_per_token
 from grpo_mega.planning.inventory import Role, Stage, elements
 from grpo_mega.rollout.sglang.memory import ENGINE_ASLEEP, FIXED
@@ -146,6 +147,8 @@ def attention(config: Config, sequences: float, longest: float, rows: float, gra
     mla, channels = model.mla, 2 * head_channels(model)
     if model.attention == "mla":
         channels = mla.qk_head_dim + mla.qk_rope_dim + mla.v_head_dim
+    if model.gpt_oss:
+        channels += 2 * CHANNELS  # for the sinks; at most so many
     width = 2 if model.dtype == "bf16" else 4
     tables = sequences * (longest + rows) * model.heads / layout.tp * channels
     masks = sequences if layout.cp > 1 else float(model.window is not None and model.window < longest)
@@ -184,7 +187,8 @@ def adapters(config: Config, target: str) -> float:
 
 
 def _experts(model: ModelConfig, moe: MoEConfig) -> float:
-    routed = IMBALANCE * moe.top_k * (2 * model.hidden + 6 * moe.ffn_hidden)
+    inner = 16 if model.gpt_oss else 6  # Megatron's clamped activation keeps the results of most of its operations
+    routed = IMBALANCE * moe.top_k * (2 * model.hidden + inner * moe.ffn_hidden)
     return routed + 6 * moe.shared_ffn_hidden + 8 * moe.experts
 
 

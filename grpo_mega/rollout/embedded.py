@@ -144,7 +144,7 @@ class EmbeddedEngine:
         for entry in self._entries():
             for box in parts.held.get(entry.key, ()) if entry.name in tensors else ():
                 for source, target in entry.overlap(box):
-                    if not torch.equal(parts.merged(entry, box, source), tensors[entry.name][target]):
+                    if not torch.equal(entry.outwards(parts.merged(entry, box, source)), tensors[entry.name][target]):
                         raise EngineError(f"push: {entry.name} differs from the tensor that is trained; is it stale?")
 
     def end_update(self, version: int) -> None:

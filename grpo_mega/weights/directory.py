@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from grpo_mega.config.huggingface.families import RENAMED, said
+from grpo_mega.config.huggingface.families import RENAMED, is_mxfp4, said
 from grpo_mega.config.schema import ModelConfig
 from grpo_mega.models.body import DTYPES as DTYPES_OF_MODELS
 from grpo_mega.models.policy import Policy
@@ -34,19 +33,15 @@ from grpo_mega.weights.companions import CONFIG, Companions
 from grpo_mega.weights.families import differences, hf_config
 from grpo_mega.weights.merging import parts_of
 from grpo_mega.weights.names import Entry, copies, entries
+from grpo_mega.weights.stored import AGAIN, INDEX, Unusable, check_tensors, file_of, fill, headers
 from grpo_mega.weights.stream import FILE_BYTES, hf_buckets
 
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
 PREDICTION = "num_nextn_predict_layers"
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Of weights that can be read: as config.json calls them, and as safetensors does."""
 NOT_EXPORTED = ("auto_map", "quantization_config", "dtype", "torch_dtype")
 """Fields of an original config.json that are of its own files: code, precision."""
-AGAIN = "download the folder again, or name another"
-
-
-class _Unusable(Exception):
-    """Why a directory cannot be read."""
 
 
 def is_model(path: Path) -> bool:
@@ -71,26 +66,14 @@ def load_weights(path: Path, policy: Policy) -> None:
     mine = defaultdict(list)
     for entry in wanted:
         if entry.key in held:
-            mine[files[entry.name]].append(entry)
+            mine[file_of(entry, files)].append(entry)
     for of_tensor in held.values():
         for part in of_tensor.values():
             part.zero_()  # rows of the embedding after the vocabulary stay zero
     for file, tensors in mine.items():
         with safe_open(path / file, "pt") as content:
             for entry in tensors:
-                _fill(held[entry.key], entry, content, path, files)
-
-
-def _fill(parts: dict[Box, torch.Tensor], entry: Entry, content: Any, path: Path, files: dict[str, str]) -> None:
-    """Copies one tensor of an open file into the parts of the Megatron tensor that hold it."""
-    stored = content.get_slice(entry.name)
-    scale = _scale(path, files, entry.name) if stored.get_dtype() == "F8_E4M3" else None
-    for box, part in parts.items():
-        for source, target in entry.overlap(box):
-            values = stored[target]
-            if scale is not None:
-                values = fp8.dequantised(values, scale, target)
-            part[source] = values.to(part)
+                fill(held[entry.key], entry, content, path, files)
 
 
 class Reader:
@@ -121,8 +104,8 @@ class Reader:
         part = torch.zeros([stop - start for start, stop in box], dtype=dtype)
         for entry in self._entries[key]:
             if any(True for _ in entry.overlap(box)):
-                with safe_open(self._path / self._files[entry.name], "pt") as content:
-                    _fill({box: part}, entry, content, self._path, self._files)
+                with safe_open(self._path / file_of(entry, self._files), "pt") as content:
+                    fill({box: part}, entry, content, self._path, self._files)
         return part
 
 
@@ -137,7 +120,7 @@ def check_architecture(path: Path, model: ModelConfig, vocab_size: int | None, h
     """
     try:
         _compared(path, _files(path) if has_weights else None, model, vocab_size)
-    except _Unusable as error:
+    except Unusable as error:
         raise ValueError(f"{path} cannot be loaded: {error}") from None
 
 
@@ -269,10 +252,10 @@ def _examined(
     try:
         files = _files(path)
         config = _compared(path, files, model, vocab_size)
-        quantised = fp8.is_fp8(config.get("quantization_config"))
-        _check_tensors(path, files, wanted, copies(model), _declared(config), quantised)
+        in_fp8 = fp8.is_fp8(config.get("quantization_config"))
+        check_tensors(path, files, wanted, copies(model), _declared(config), in_fp8, is_mxfp4(config))
         return files, None
-    except _Unusable as error:
+    except Unusable as error:
         return {}, str(error)
     except Exception as error:  # whatever is wrong with a file, the other ranks must hear of it
         return {}, f"{type(error).__name__}: {error}"
@@ -282,19 +265,19 @@ def _compared(path: Path, files: dict[str, str] | None, model: ModelConfig, voca
     """The directory's config.json, which is of this model.
 
     Raises:
-        _Unusable: It is not, or the files hold other prediction modules.
+        Unusable: It is not, or the files hold other prediction modules.
     """
     config = _json(path / CONFIG)
     apart = {} if files is None else {PREDICTION: model.mtp_layers}  # checked below, against the files
     if unlike := differences(config | apart, model, vocab_size or config.get("vocab_size", 0)):
-        raise _Unusable(f"{CONFIG} is of another model than the configuration: {'; '.join(unlike)}")
+        raise Unusable(f"{CONFIG} is of another model than the configuration: {'; '.join(unlike)}")
     if files is not None:
         _check_prediction_modules(config, files, model)
     return config
 
 
 def _check_prediction_modules(config: dict[str, Any], files: dict[str, str], model: ModelConfig) -> None:
-    """Raises `_Unusable` when a directory has other multi-token prediction modules than the configuration.
+    """Raises `Unusable` when a directory has other multi-token prediction modules than the configuration.
 
     Its tensors count: of DeepSeek-V3, transformers names one module in config.json and writes none.
     """
@@ -302,12 +285,12 @@ def _check_prediction_modules(config: dict[str, Any], files: dict[str, str], mod
     layers = range(model.layers, model.layers + named)
     there = sum(any(name.startswith(f"model.layers.{layer}.") for name in files) for layer in layers)
     if model.mtp_layers > there:
-        raise _Unusable(
+        raise Unusable(
             f"model.mtp_layers={model.mtp_layers}, and the files do not hold that many prediction modules ({CONFIG} "
             f"names {named}, the files hold {there}); set model.mtp_layers={there}"
         )
     if model.mtp_layers < there:
-        raise _Unusable(
+        raise Unusable(
             f"the files hold {there} prediction modules ({PREDICTION}), and model.mtp_layers={model.mtp_layers}; set "
             f"model.mtp_layers={there}"
         )
@@ -317,11 +300,11 @@ def _declared(config: dict[str, Any]) -> str | None:
     """The dtype that config.json gives, in safetensors' words; None when it gives none.
 
     Raises:
-        _Unusable: Weights of this dtype cannot be read.
+        Unusable: Weights of this dtype cannot be read.
     """
     name = config.get("dtype") or config.get("torch_dtype")  # transformers 5; before
     if name is not None and name not in DTYPES:
-        raise _Unusable(f"{CONFIG}: weights in {name} cannot be read; convert them to one of {', '.join(DTYPES)}")
+        raise Unusable(f"{CONFIG}: weights in {name} cannot be read; convert them to one of {', '.join(DTYPES)}")
     return DTYPES[name] if name else None
 
 
@@ -329,9 +312,9 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except ValueError as error:
-        raise _Unusable(f"{file.name} is not JSON: {error}") from error
+        raise Unusable(f"{file.name} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise _Unusable(f"{file.name} holds no JSON object")
+        raise Unusable(f"{file.name} holds no JSON object")
     return content
 
 
@@ -340,69 +323,8 @@ def _files(path: Path) -> dict[str, str]:
     if (path / INDEX).is_file():
         where = _json(path / INDEX).get("weight_map")
         if not isinstance(where, dict):
-            raise _Unusable(f"{INDEX} holds no weight_map")
+            raise Unusable(f"{INDEX} holds no weight_map")
         return where
     if not (path / ONE_FILE).is_file():
-        raise _Unusable(f"{ONE_FILE}: there is none, nor {INDEX}, and only safetensors are read; {AGAIN}")
-    return dict.fromkeys(_headers(path / ONE_FILE), ONE_FILE)
-
-
-def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
-    """{name: (shape, dtype)} of the tensors in a file."""
-    try:
-        with safe_open(file, "pt") as content:
-            slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
-            return {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise _Unusable(f"{file.name}: {error}; {AGAIN}") from error
-
-
-def _check_tensors(
-    path: Path,
-    files: dict[str, str],
-    wanted: list[Entry],
-    twice: dict[str, str],
-    declared: str | None,
-    quantised: bool,
-) -> None:
-    """Names, shapes and dtypes of all tensors, and that what is stored twice is twice the same."""
-    inside = {file: _headers(path / file) for file in sorted(set(files.values()))}
-    in_fp8 = {name for of_file in inside.values() for name, (_, dtype) in of_file.items() if dtype == "F8_E4M3"}
-    scales = {name + fp8.SCALE for name in in_fp8} if quantised else set()
-    names = {*scales, *(entry.name for entry in wanted)}
-    _none("missing", names - files.keys())
-    _none("not of this model", {*files, *chain(*inside.values())} - names - twice.keys())
-    _none(f"not in the file that {INDEX} names", {name for name, file in files.items() if name not in inside[file]})
-    for entry in wanted:
-        shape, dtype = inside[files[entry.name]][entry.name]
-        if tuple(shape) != entry.shape:
-            raise _Unusable(f"{entry.name} is {tuple(shape)}, and the configured model's is {entry.shape}; {AGAIN}")
-        if quantised and entry.name in in_fp8:
-            _check_scale(entry, *inside[files[entry.name + fp8.SCALE]][entry.name + fp8.SCALE])
-            continue
-        declared = declared or dtype
-        if dtype != declared and not (entry.dtype is torch.float32 and dtype == "F32"):
-            raise _Unusable(f"{entry.name} is {dtype}, and the others, or {CONFIG}, say {declared}")
-    for copy in twice.keys() & files.keys():
-        if not torch.equal(*(_tensor(path / files[name], name) for name in (copy, twice[copy]))):
-            raise _Unusable(f"{copy} differs from {twice[copy]}, with which the configured model shares it")
-
-
-def _check_scale(entry: Entry, shape: list[int], dtype: str) -> None:
-    expected = fp8.scale_shape(entry.shape)
-    if (tuple(shape), dtype) != (expected, "F32"):
-        raise _Unusable(f"{entry.name}{fp8.SCALE} is {tuple(shape)} {dtype}, and must be {expected} F32")
-
-
-def _none(what: str, names: set[str]) -> None:
-    if names:
-        raise _Unusable(f"{len(names)} tensors are {what}, the first: {min(names)}; {AGAIN}")
-
-
-def _scale(path: Path, files: dict[str, str], name: str) -> torch.Tensor:
-    return _tensor(path / files[name + fp8.SCALE], name + fp8.SCALE)
-
-
-def _tensor(file: Path, name: str) -> torch.Tensor:
-    with safe_open(file, "pt") as content:
-        return content.get_tensor(name)
+        raise Unusable(f"{ONE_FILE}: there is none, nor {INDEX}, and only safetensors are read; {AGAIN}")
+    return dict.fromkeys(headers(path / ONE_FILE), ONE_FILE)

@@ -16,8 +16,10 @@ from grpo_mega.config.huggingface.families import (
     SAME_FUNCTION,
     WINDOWED,
     YARN_ASSUMED,
+    is_mxfp4,
     layer_types,
     rope,
+    rope_fields,
     said,
     windows,
 )
@@ -36,6 +38,7 @@ def family(model: ModelConfig) -> str:
     dense = "gemma3_text" if model.gemma else "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else plain
     experts = "glm4_moe" if has_balancing_bias(model.moe) else "qwen3_moe"
     name = "deepseek_v3" if model.attention == "mla" else experts if model.moe.experts else dense
+    name = "gpt_oss" if model.gpt_oss else name
     if problems := [*_obstacles(model, name)]:
         raise ValueError(f"{ARCHITECTURES[name]}, the closest Hugging Face model, cannot express {'; '.join(problems)}")
     return name
@@ -44,9 +47,11 @@ def family(model: ModelConfig) -> str:
 def _obstacles(model: ModelConfig, name: str) -> Iterator[str]:
     """Fields whose value the family cannot express, and the values that it can."""
     moe = model.moe
-    if model.qkv_bias and name not in ("qwen2", "glm4_moe"):
+    if name == "gpt_oss":
+        yield from _obstacles_of_gpt_oss(model)
+    elif model.qkv_bias and name not in ("qwen2", "glm4_moe"):
         yield "model.qkv_bias=true (set false)"
-    if not model.qk_norm and name not in (*SAME_FUNCTION, "llama", "qwen2", "glm4_moe"):
+    if not model.qk_norm and name not in (*SAME_FUNCTION, "llama", "qwen2", "glm4_moe", "gpt_oss"):
         yield "model.qk_norm=false (it always has these norms: set true)"
     if model.mtp_layers and name not in BIASED:
         yield f"model.mtp_layers={model.mtp_layers} (set 0)"
@@ -57,7 +62,7 @@ def _obstacles(model: ModelConfig, name: str) -> Iterator[str]:
             yield f"model.{field}={getattr(model, field)} (set {'false' if field == 'gemma' else 'null'})"
         if not getattr(model, field) and name == "gemma3_text":
             yield f"model.{field}={getattr(model, field)} (set it)"
-    if model.window is None and name == "gemma3_text":
+    if model.window is None and name in ("gemma3_text", "gpt_oss"):
         yield "model.window=null (set it)"
     if model.rope_fraction != 1 and name not in PARTLY_ROTARY:
         yield f"model.rope_fraction={model.rope_fraction} (set 1)"
@@ -90,6 +95,26 @@ def _obstacles(model: ModelConfig, name: str) -> Iterator[str]:
         )
 
 
+def _obstacles_of_gpt_oss(model: ModelConfig) -> Iterator[str]:
+    """What the layers of GPT-OSS alone cannot express."""
+    moe = model.moe
+    wanted = {"qkv_bias": True, "qk_norm": False, "attention": "gqa"}
+    for field, value in wanted.items():
+        if getattr(model, field) != value:
+            yield f"model.{field}={getattr(model, field)} (set {value})"
+    for field in ("experts", "first_dense"):
+        if bool(getattr(moe, field)) != (field == "experts"):
+            yield f"model.moe.{field}={getattr(moe, field)} (set {'above 0' if field == 'experts' else '0'})"
+    if has_balancing_bias(moe):
+        yield f"model.moe.bias_update_rate={moe.bias_update_rate} (set 0, and model.moe.frozen_bias=false)"
+    if model.ffn_hidden != moe.ffn_hidden:
+        yield f"model.ffn_hidden={model.ffn_hidden} (set model.moe.ffn_hidden={moe.ffn_hidden}: it has one number)"
+    if model.yarn.factor > 1 and model.yarn.mscale != 1:
+        yield f"model.yarn.mscale={model.yarn.mscale} (set 1)"
+    if model.llama3_rope.factor > 1:
+        yield f"model.llama3_rope.factor={model.llama3_rope.factor} (set 1)"
+
+
 def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """The config.json of the model, for transformers and engines.
 
@@ -102,7 +127,7 @@ def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         written["head_dim"] = head_channels(model)
     if name in PARTLY_ROTARY:
         written["partial_rotary_factor"] = model.rope_fraction
-    if name in ("ministral", "gemma3_text"):
+    if name in ("ministral", "gemma3_text", "gpt_oss"):
         written["layer_types"] = layer_types(model.layers, model.full_every)
     if model.window_rope_base:
         written |= {
@@ -115,24 +140,25 @@ def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         **written,
         "vocab_size": vocab_size,
         "rope_theta": float(model.rope_base),
-        "rope_scaling": _rope_scaling(model),
+        "rope_scaling": _rope_scaling(model, name),
         "initializer_range": model.init_std,
         "torch_dtype": {"fp32": "float32", "bf16": "bfloat16"}[model.dtype],
         **_of_experts(model, name),
     }
 
 
-def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+def _rope_scaling(model: ModelConfig, name: str) -> dict[str, Any] | None:
     """How rotary positions are stretched; None when they are plain."""
-    for kind, (room, fields) in ROPE.items():
+    for kind, (room, _) in ROPE.items():
         settings = getattr(model, room)
         if settings.factor > 1:
-            written = {key: getattr(settings, field) for key, field in fields.items()}
-            written |= {key: float(value) for key, value in written.items() if not key.startswith("original")}
-            if kind == "yarn":  # in the words that DeepSeek's own code knows
+            written = {key: getattr(settings, field) for key, field in rope_fields(kind, name).items()}
+            kept = {key: value for key, value in written.items() if key.startswith(("original", "truncate"))}
+            written = {key: float(value) for key, value in written.items()} | kept
+            if name == "deepseek_v3":  # in the words that DeepSeek's own code knows
                 return {"type": kind, **written, "mscale": written["mscale_all_dim"]}
             return {"rope_type": kind, **written}
-    return None
+    return {"rope_type": "default"} if name == "gpt_oss" else None  # whose positions are stretched otherwise
 
 
 def _of_experts(model: ModelConfig, name: str) -> dict[str, Any]:
@@ -162,7 +188,7 @@ def differences(config: dict[str, Any], model: ModelConfig, vocab_size: int) -> 
     `config` is the parsed config.json; each difference is a sentence for people.
     """
     wanted = hf_config(model, vocab_size) | {"quantization_config": None}
-    if is_fp8(config.get("quantization_config")):
+    if is_fp8(config.get("quantization_config")) or (is_mxfp4(config) and model.gpt_oss):
         config = config | {"quantization_config": None}  # says how the file stores weights, not what the model computes
     free = {*_COMPARED_APART}
     if {config.get("model_type"), wanted["model_type"]} <= {*SAME_FUNCTION, "llama"}:  # these differ in windows alone
@@ -188,8 +214,10 @@ def _rope_differences(config: dict[str, Any], wanted: dict[str, Any]) -> dict[st
     pairs = {key: (theirs[key], ours[key]) for key in ("rope_theta", "rope_type", "partial_rotary_factor")}
     kind = ours["rope_type"]
     if kind in ROPE and theirs["rope_type"] == kind:
-        settings = {key: ours[key] for key in ROPE[kind][1]}
-        if kind == "yarn":
+        settings = {key: ours[key] for key in rope_fields(kind, wanted["model_type"])}
+        if wanted["model_type"] == "gpt_oss":  # these would replace what follows from the factor
+            settings |= dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor"))
+        elif kind == "yarn":
             settings |= {"mscale": ours["mscale"], "truncate": True}
             settings["attention_factor"] = None  # which would replace what follows from factor and mscale
         pairs |= {f"rope {key}": (theirs.get(key, YARN_ASSUMED.get(key)), value) for key, value in settings.items()}

@@ -1,7 +1,8 @@
 """What the tensors of a model are called in Hugging Face checkpoints, and which rows of which Megatron tensor they are.
 
-Every Hugging Face tensor is a choice of rows of one Megatron tensor, so one table serves both directions and every
-layout. Megatron's names are those of `policy.shards.named_box`, one for each layer and expert.
+Every entry of the table is a choice of rows of one Megatron tensor, so one table serves both directions and every
+layout. In most families it is a Hugging Face tensor, in GPT-OSS also one expert's part of one. Megatron's names are
+those of `policy.shards.named_box`, one for each layer and expert.
 """
 
 from __future__ import annotations
@@ -29,18 +30,30 @@ class Rows(NamedTuple):
     stop: int
 
 
+class Place(NamedTuple):
+    """Where one expert's rows lie in a Hugging Face tensor of all experts of a layer, [experts, columns, rows].
+
+    They are number `expert` of its first axis, and of its last every `step`-th from `start`.
+    """
+
+    expert: int
+    start: int
+    step: int
+
+
 @dataclass(frozen=True)
 class Entry:
-    """One Hugging Face tensor.
+    """One Hugging Face tensor, or with a `place` a part of one; entries of one name follow each other.
 
     Attributes:
         name: Its name there.
         key: Name of the Megatron tensor that holds it.
-        shape: Its shape.
-        rows: Which rows of the Megatron tensor it is; the other axes are the same.
+        shape: Its shape, that of the whole tensor.
+        rows: Which rows of the Megatron tensor it is; without a `place` the other axes are the same.
         dtype: What it is trained in.
         expert: The routed expert that it belongs to, None when it serves every token.
         joins_last: It is of no use without the tensor before it; whoever gets one gets both at once.
+        place: Which part of the tensor it is; None for all of it.
     """
 
     name: str
@@ -50,16 +63,31 @@ class Entry:
     dtype: torch.dtype
     expert: int | None = None
     joins_last: bool = False
+    place: Place | None = None
+
+    @property
+    def numel(self) -> int:
+        """Numbers in the tensor, or in this part of it."""
+        whole = torch.Size(self.shape).numel()
+        return whole // (self.shape[0] * self.place.step) if self.place else whole
 
     @property
     def bytes(self) -> int:
-        """Size of the whole tensor."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        """Size of the tensor, or of this part of it."""
+        return self.numel * self.dtype.itemsize
+
+    def outwards(self, part: torch.Tensor) -> torch.Tensor:
+        """A part of the Megatron tensor, [rows, ...], as it lies in the Hugging Face tensor; the same memory."""
+        return part.movedim(0, -1)[None] if self.place else part
+
+    def inwards(self, part: torch.Tensor) -> torch.Tensor:
+        """A part of the Hugging Face tensor as it lies in the Megatron tensor; the same memory."""
+        return part[0].movedim(-1, 0) if self.place else part
 
     def overlap(self, box: Box) -> Iterator[tuple[Slices, Slices]]:
         """What of this tensor a shard at `box` of the Megatron tensor holds: pairs (part of the shard, part of this).
 
-        A shard of fused rows holds several pieces.
+        A shard of fused rows holds several pieces; `outwards` turns what is in them.
         """
         (top, bottom), *others = box
         whole, columns = tuple(slice(None) for _ in others), tuple(slice(*other) for other in others)
@@ -69,7 +97,21 @@ class Entry:
             first, last = max(top, base + start), min(bottom, base + stop)
             if first < last:
                 shift = block * (stop - start) - base - start
-                yield (slice(first - top, last - top), *whole), (slice(first + shift, last + shift), *columns)
+                source = (slice(first - top, last - top), *whole)
+                yield source, self._target(first + shift, last + shift, columns)
+
+    def _target(self, first: int, last: int, columns: Slices) -> Slices:
+        """Where rows from `first` to below `last`, of those that this entry chooses, lie in the Hugging Face tensor."""
+        if self.place is None:
+            return (slice(first, last), *columns)
+        expert, start, step = self.place
+        rows = slice(start + first * step, start + (last - 1) * step + 1, step)
+        return (slice(expert, expert + 1), *columns, rows)
+
+
+def size(part: Slices) -> torch.Size:
+    """The shape of a part of a tensor."""
+    return torch.Size([len(range(s.start, s.stop, s.step or 1)) for s in part])
 
 
 def entries(model: ModelConfig, vocab_size: int) -> list[Entry]:
@@ -120,7 +162,8 @@ def _layer(model: ModelConfig, dtype: torch.dtype, has_experts: bool) -> Iterato
         yield _entry("post_feedforward_layernorm.weight", "mlp.linear_fc2.post_norm.weight", (hidden,), dtype)
     else:
         yield _entry("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", (hidden,), dtype)
-    feed_forward = _experts(model, dtype) if has_experts else _gated(hidden, model.ffn_hidden, dtype)
+    routed = _stacked_experts if model.gpt_oss else _experts
+    feed_forward = routed(model, dtype) if has_experts else _gated(hidden, model.ffn_hidden, dtype)
     yield from _inside(feed_forward, "mlp.", "mlp.")
 
 
@@ -138,6 +181,9 @@ def _grouped_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry
         yield _entry("k_proj.bias", "linear_qkv.bias", kv[:1], dtype, Rows(fused, queries, queries + channels))
         yield _entry("v_proj.bias", "linear_qkv.bias", kv[:1], dtype, Rows(fused, queries + channels, fused))
     yield _entry("o_proj.weight", "linear_proj.weight", (hidden, model.heads * channels), dtype)
+    if model.gpt_oss:
+        yield _entry("o_proj.bias", "linear_proj.bias", (hidden,), dtype)
+        yield _entry("sinks", "core_attention.softmax_offset", (model.heads,), dtype)
     if model.qk_norm:
         yield _entry("q_norm.weight", "q_layernorm.weight", (channels,), dtype)
         yield _entry("k_norm.weight", "k_layernorm.weight", (channels,), dtype)
@@ -180,6 +226,25 @@ def _experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
         yield from (replace(entry, expert=number) for entry in one)
     if moe.shared_ffn_hidden:
         yield from _inside(_gated(model.hidden, moe.shared_ffn_hidden, dtype), "shared_experts.", "shared_experts.")
+
+
+def _stacked_experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
+    """Those of GPT-OSS: one tensor for all experts, in which the rows of the gate and its factor alternate."""
+    hidden, inner, experts = model.hidden, model.moe.ffn_hidden, model.moe.experts
+    yield _entry("router.weight", "router.weight", (experts, hidden), dtype)
+    yield _entry("router.bias", "router.bias", (experts,), dtype)
+    gate, factor, all_rows = Rows(2 * inner, 0, inner), Rows(2 * inner, inner, 2 * inner), Rows(hidden, 0, hidden)
+    for name, layer, shape, parts in (
+        ("gate_up_proj", "linear_fc1.weight", (experts, hidden, 2 * inner), (gate, factor)),
+        ("gate_up_proj_bias", "linear_fc1.bias", (experts, 2 * inner), (gate, factor)),
+        ("down_proj", "linear_fc2.weight", (experts, inner, hidden), (all_rows,)),
+        ("down_proj_bias", "linear_fc2.bias", (experts, hidden), (all_rows,)),
+    ):
+        for expert in range(experts):
+            for start, rows in enumerate(parts):
+                entry = _entry(f"experts.{name}", f"experts.{expert}.{layer}", shape, dtype, rows)
+                place = Place(expert, start, len(parts))
+                yield replace(entry, expert=expert, place=place, joins_last=expert + start > 0)
 
 
 def _ahead(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:

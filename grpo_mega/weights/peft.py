@@ -47,8 +47,15 @@ def adapter_config(model: list[Entry], lora: LoRAConfig, base: str | None, layer
 
     Raises:
         ValueError: `peft` would lose some: transformers 5 has all experts of a layer in one tensor, and `peft` then
-            takes every adapter of a gate_proj for an expert's (_convert_peft_config_moe, 0.21).
+            takes every adapter of a gate_proj for an expert's (_convert_peft_config_moe, 0.21). Or it has none such:
+            GPT-OSS stores the experts so, too.
     """
+    stacked = next((entry.name for entry in model if entry.place and _is_adapted(entry, lora)), None)
+    if stacked:
+        raise ValueError(
+            f"peft has no adapters of single experts in {stacked}: leave --adapter out, and the weights are written "
+            "with all adapters in them (another run may have lora.targets=[attention])"
+        )
     matrices = [entry for entry in model if len(entry.shape) == 2 and _layer(entry) < layers]
     adapted = {_matrix(entry) for entry in matrices if _is_adapted(entry, lora)}
     beside = next((name for name in adapted if ".mlp." in name and ".experts." not in name), None)

@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.shards import Box
 from grpo_mega.weights.merging import Parts, parts_of
-from grpo_mega.weights.names import Entry, Slices, entries
+from grpo_mega.weights.names import Entry, Slices, entries, size
 from grpo_mega.weights.peft import adapter_entries
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -69,12 +69,14 @@ def hf_buckets(
         adapters: Yields the adapters, called as `peft` calls them, instead of weights that have them in.
 
     Raises:
-        ValueError: No Hugging Face model describes this one, a rank named experts that do not exist, or byte_budget is
-            not above 0 and the same everywhere.
+        ValueError: No Hugging Face model describes this one, a rank named experts that do not exist, or some of those
+            that are one tensor, or byte_budget is not above 0 and the same everywhere.
     """
     traffic = Traffic() if traffic is None else traffic
     asked = _asked(byte_budget, experts_of, policy.architecture.moe.experts)
     wanted = entries(policy.architecture, policy.vocab_size)
+    if {*asked} != {None} and any(entry.place for entry in wanted):
+        raise ValueError(f"experts_of={experts_of}: a tensor of this family holds all experts; take all of them")
     parts, device = parts_of(policy, wanted), policy.platform.device
     if adapters:
         assert policy.lora, "a policy without adapters"
@@ -148,7 +150,7 @@ class _Piece:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size([s.stop - s.start for s in self.target])
+        return size(self.target)
 
 
 class _Sharing:
@@ -215,12 +217,12 @@ class _Sharing:
                 for box, holder in self._holder[entry.key].items()
                 for source, target in entry.overlap(box)
             ]
-            if sum(piece.shape.numel() for piece in pieces) != torch.Size(entry.shape).numel():
+            if sum(piece.shape.numel() for piece in pieces) != entry.numel:
                 raise RuntimeError(f"the ranks {dist.get_process_group_ranks(self._group)} do not hold {entry} once")
             yield from pieces
 
     def _packed(self, pieces: Iterable[_Piece], dtype: torch.dtype) -> torch.Tensor:
-        parts = [self._parts.merged(p.entry, p.box, p.source).flatten() for p in pieces]
+        parts = [p.entry.outwards(self._parts.merged(p.entry, p.box, p.source)).flatten() for p in pieces]
         return torch.cat(parts) if parts else self._space([], dtype)
 
     def _space(self, pieces: Iterable[_Piece], dtype: torch.dtype) -> torch.Tensor:

@@ -51,6 +51,8 @@ NEEDS = {
     "model/deepseek_v3": ["layout.micro_batch_tokens=163840"],
     "model/qwen3_30b_a3b": ["layout.micro_batch_tokens=40960"],
     "model/deepseekmath_7b": ["layout=single"],
+    "model/gpt_oss_20b": ["layout.micro_batch_tokens=131072"],
+    "model/gpt_oss_120b": ["layout.micro_batch_tokens=131072"],
     "layout/tp4_pp4_cp4_ep64": ["model=deepseek_v3", "model.context=67584"],
     "layout/tp4_pp2_cp2_ep32": ["model=deepseek_v3", "model.context=16384"],
     "layout/tp4_ep8": ["model=moonlight_16b_a3b"],

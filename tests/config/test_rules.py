@@ -89,7 +89,8 @@ BROKEN: list[tuple[dict[str, object], str]] = [
         {"model.moe.frozen_bias": True, "model.moe.bias_update_rate": 0.0, "model.moe.score": "softmax"},
         "model.moe.frozen_bias=true needs",
     ),
-    ({"model.yarn.factor": 4.0}, "model.yarn.factor=4.0 is for latent attention"),
+    ({"model.yarn.factor": 4.0}, "model.yarn.factor=4.0 is for latent attention and model.gpt_oss=true"),
+    ({"model.yarn.truncate": False}, "model.yarn.truncate=false is for model.gpt_oss=true"),
     ({"model.llama3_rope.low_freq_factor": 4.0}, "model.llama3_rope.high_freq_factor=4.0 must be above model.llama3"),
     (
         {"model.attention": "mla", "model.kv_heads": 4, "model.llama3_rope.factor": 8.0},
@@ -420,6 +421,31 @@ BROKEN: list[tuple[dict[str, object], str]] = [
 def test_a_broken_rule_is_the_only_problem_and_names_its_field(values: dict[str, object], message: str) -> None:
     (problem,) = problems_of(with_values(TINY, values))
     assert problem.startswith(message)
+
+
+GPT_OSS: dict[str, object] = {
+    "model.gpt_oss": True, "model.qkv_bias": True, "model.moe.score": "softmax", "model.moe.bias_update_rate": 0.0,
+    "model.moe.shared_ffn_hidden": 0, "model.moe.first_dense": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model.qkv_bias": False}, "model.qkv_bias=false with model.gpt_oss=true, whose layers know only true; set"),
+        ({"model.gemma": True, "model.moe.experts": 0}, "model.gemma=true with model.gpt_oss=true"),
+        ({"model.moe.experts": 0}, "model.gpt_oss=true needs experts"),
+        ({"model.moe.score": "sigmoid"}, "model.moe.score=sigmoid with model.gpt_oss=true, whose layers"),
+        ({"model.moe.shared_ffn_hidden": 64}, "model.moe.shared_ffn_hidden=64 with model.gpt_oss=true"),
+        ({"model.moe.first_dense": 1}, "model.moe.first_dense=1 with model.gpt_oss=true"),
+        ({"model.llama3_rope.factor": 8.0}, "model.llama3_rope.factor=8.0 with model.gpt_oss=true"),
+        ({"layout.etp": 2}, "layout.etp=2 with model.gpt_oss=true: Megatron cannot split experts that have"),
+        ({"rollout.engine": "sglang"}, "model.gpt_oss=true with rollout.engine=sglang: nothing tests that SGLang"),
+    ],
+)
+def test_what_the_layers_of_gpt_oss_have_not(values: dict[str, object], message: str) -> None:
+    assert not problems_of(with_values(TINY, GPT_OSS | {"model.yarn.factor": 4.0, "model.yarn.truncate": False}))
+    assert any(problem.startswith(message) for problem in problems_of(with_values(TINY, GPT_OSS | values)))
 
 
 ADAPTERS = {"base.train": False, "lora.rank": 8, "model.moe.bias_update_rate": 0.0, "model.moe.frozen_bias": True}

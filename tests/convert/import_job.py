@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
 
-from huggingface_models import IN_FP8, LAYOUTS, MODELS, VOCAB, WITH_MTP
+from huggingface_models import IN_FP8, IN_MXFP4, LAYOUTS, MODELS, VOCAB, WITH_MTP
 
 from grpo_mega import platform
 from grpo_mega.config.schema import LayoutConfig
 
-EVERY = {**MODELS, "mtp": WITH_MTP, "fp8": IN_FP8}
+EVERY = {**MODELS, "mtp": WITH_MTP, "fp8": IN_FP8, "mxfp4": IN_MXFP4}
 
 
 def import_all(folder: Path) -> None:

@@ -21,11 +21,14 @@ seeds = st.integers(0, 2**31)
 
 
 windows = st.none() | st.integers(1, 10)
+with_sinks = st.booleans()
 
 
-def core_attention(heads: int, window: int | None = None) -> PackedAttention:
+def core_attention(heads: int, window: int | None = None, has_sinks: bool = False) -> PackedAttention:
     config = TransformerConfig(num_layers=1, hidden_size=heads * CHANNELS, num_attention_heads=heads)
-    return PackedAttention(config, layer_number=1, softmax_scale=SCALE, window=window)
+    attention = PackedAttention(config, layer_number=1, softmax_scale=SCALE, window=window)
+    attention.softmax_offset = torch.nn.Parameter(torch.linspace(-2, 3, heads)) if has_sinks else None
+    return attention
 
 
 def random_qkv(tokens: int, ratio: int, seed: int) -> list[torch.Tensor]:
@@ -34,8 +37,17 @@ def random_qkv(tokens: int, ratio: int, seed: int) -> list[torch.Tensor]:
     return [torch.randn(tokens, *shape, generator=random) for shape in shapes]
 
 
-def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """The last tokens of one sequence, as many as there are queries, look at what came before them, or at a window."""
+def naive(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The last tokens of one sequence, as many as there are queries, look at what came before them, or at a window.
+
+    The sink of a head is one more logit of the softmax.
+    """
     query, key, value = query.double(), key.double(), value.double()
     out = []
     for head in range(query.shape[1]):
@@ -43,35 +55,41 @@ def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: i
         for row in range(len(query)):
             seen = len(key) - len(query) + row + 1
             first = max(0, seen - window) if window else 0
-            probs = (key[first:seen, kv] @ query[row, head] * SCALE).softmax(0)
+            logits = key[first:seen, kv] @ query[row, head] * SCALE
+            sink = [] if sinks is None else [sinks.double()[head : head + 1]]
+            probs = torch.cat([logits, *sink]).softmax(0)[: seen - first]
             out.append(probs @ value[first:seen, kv])
     return torch.stack(out).unflatten(0, (query.shape[1], len(query))).transpose(0, 1).flatten(1)
 
 
 @settings(deadline=None, max_examples=40)
-@given(ragged, multiples, head_ratios, windows, seeds)
+@given(ragged, multiples, head_ratios, windows, with_sinks, seeds)
 def test_output_and_gradients_equal_attention_in_each_sequence_alone(
-    lengths: list[int], multiple: int, ratio: int, window: int | None, seed: int
+    lengths: list[int], multiple: int, ratio: int, window: int | None, has_sinks: bool, seed: int
 ) -> None:
     tokens = sum(lengths)
     packed = PackedTokens.of_sequences(torch.tensor(lengths), multiple)
     real = [x.requires_grad_() for x in random_qkv(tokens, ratio, seed)]
-    expected = torch.cat([naive(*parts, window) for parts in zip(*(x.split(lengths) for x in real), strict=True)])
+    attention = core_attention(KV_HEADS * ratio, window, has_sinks)
+    sinks = attention.softmax_offset
+    sequences = zip(*(x.split(lengths) for x in real), strict=True)
+    expected = torch.cat([naive(*parts, window, sinks) for parts in sequences])
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed))
-    expected_grads = torch.autograd.grad(expected, real, upstream.double())
+    inputs = [*real, *attention.parameters()]
+    expected_grads = torch.autograd.grad(expected, inputs, upstream.double())
 
     padding = [x.new_full((packed.padding, *x.shape[1:]), float("nan")).requires_grad_() for x in real]
     padded = [torch.cat(both) for both in zip(real, padding, strict=True)]
-    out = core_attention(KV_HEADS * ratio, window)(*padded, None, packed_seq_params=packed)
+    out = attention(*padded, None, packed_seq_params=packed)
     torch.testing.assert_close(out[:tokens].double(), expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(out[tokens:], torch.zeros(packed.padding, KV_HEADS * ratio * VALUE_CHANNELS))
 
     # The rows behind the real ones receive a gradient from above, and pass none on.
     above = torch.cat([upstream, torch.ones(packed.padding, upstream.shape[1])])
-    grads = torch.autograd.grad(out, [*real, *padding], above)
-    for grad, expected_grad in zip(grads[:3], expected_grads, strict=True):
+    grads = torch.autograd.grad(out, [*inputs, *padding], above)
+    for grad, expected_grad in zip(grads[: len(inputs)], expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad, atol=1e-5, rtol=1e-5)
-    for grad in grads[3:]:
+    for grad in grads[len(inputs) :]:
         assert torch.equal(grad, torch.zeros_like(grad))
 
 
@@ -98,16 +116,16 @@ def test_a_shared_prompt_gives_what_its_copies_give(members: list[tuple[int, int
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.data(), ragged, multiples, head_ratios, windows, seeds)
+@given(st.data(), ragged, multiples, head_ratios, windows, with_sinks, seeds)
 def test_decoding_with_a_cache_equals_attention_over_the_whole_history(
-    data: st.DataObject, lengths: list[int], multiple: int, ratio: int, window: int | None, seed: int
+    data: st.DataObject, lengths: list[int], multiple: int, ratio: int, window: int | None, has_sinks: bool, seed: int
 ) -> None:
     """Prompts of ragged lengths, then one token per sequence; rows are repeated, reordered and dropped on the way.
 
     A row that does not advance overwrites its own last place, as a sequence that has ended does.
     """
     steps = 5
-    attention = core_attention(KV_HEADS * ratio, window)
+    attention = core_attention(KV_HEADS * ratio, window, has_sinks)
     cache = KVCache(capacity=max(lengths) + steps)
     query, key, value = random_qkv(sum(lengths), ratio, seed)
     prompts = PackedTokens.of_sequences(torch.tensor(lengths), 1, cache)
@@ -127,7 +145,8 @@ def test_decoding_with_a_cache_equals_attention_over_the_whole_history(
             (torch.cat([k[:p], key[i : i + 1]]), torch.cat([v[:p], value[i : i + 1]]))
             for i, ((k, v), p) in enumerate(zip(histories, positions.tolist(), strict=True))
         ]
-        expected = torch.cat([naive(query[i : i + 1], k, v, window) for i, (k, v) in enumerate(now)])
+        sinks = attention.softmax_offset
+        expected = torch.cat([naive(query[i : i + 1], k, v, window, sinks) for i, (k, v) in enumerate(now)])
         torch.testing.assert_close(out[: len(rows)].double(), expected, atol=1e-5, rtol=1e-5)
         assert not out[len(rows) :].any()
         histories = now
@@ -161,6 +180,16 @@ def test_a_batch_without_a_sequence_is_padding_only(multiple: int) -> None:
         out = core_attention(2 * KV_HEADS)(*random_qkv(multiple, 2, seed=0), None, packed_seq_params=packed)
         assert torch.equal(out, torch.zeros(multiple, 2 * KV_HEADS * VALUE_CHANNELS))
         cache.keep(empty)
+
+
+def test_sinks_have_a_gradient_of_zero_in_a_batch_without_a_sequence() -> None:
+    """Megatron waits for one of every parameter in every micro-batch."""
+    attention = core_attention(KV_HEADS, has_sinks=True)
+    packed = PackedTokens.of_sequences(torch.tensor([], dtype=torch.int64), 2)
+    attention(*random_qkv(2, 1, seed=0), None, packed_seq_params=packed).sum().backward()
+    sinks = attention.softmax_offset
+    assert sinks is not None
+    assert torch.equal(sinks.grad, torch.zeros(KV_HEADS))
 
 
 @pytest.mark.parametrize(("positions", "multiple", "padding"), [([4], 1, 0), ([4], 3, 2), ([4, 0, 2], 3, 0)])

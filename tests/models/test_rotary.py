@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from grpo_mega.config.schema import YarnConfig
 from grpo_mega.models.megatron.packed import KVCache, PackedTokens
 from grpo_mega.models.megatron.rotary import cos_sin, rotate, use_packed_rotary
 from grpo_mega.models.topology import Topology
@@ -18,6 +20,36 @@ CONFIG = TransformerConfig(num_layers=1, hidden_size=HEADS * CHANNELS, num_atten
 
 
 BASE = 100
+RELEASED = YarnConfig(factor=32.0, original_context=4096, truncate=False)
+"""GPT-OSS's, with a base of 150000 and 64 channels."""
+YARNS = {
+    "gpt_oss": (150_000, 64, RELEASED),
+    "whole": (150_000, 64, YarnConfig(factor=32.0, original_context=4096)),
+    "narrow": (100, 12, YarnConfig(factor=4.0, original_context=16, beta_fast=1.5, beta_slow=0.2, truncate=False)),
+    "all_between": (100, 12, YarnConfig(factor=4.0, original_context=6, beta_fast=32.0, beta_slow=1e-9)),
+    "one_place": (100, 12, YarnConfig(factor=4.0, original_context=6, beta_fast=1.0, beta_slow=1.0, truncate=False)),
+}
+
+
+@pytest.mark.parametrize("name", YARNS)
+def test_yarn_is_that_of_transformers(name: str) -> None:
+    """Frequencies, and how much longer the vector of cosine and sine is; logits grow by the square of that."""
+    rope_utils, (base, channels, yarn) = pytest.importorskip("transformers.modeling_rope_utils"), YARNS[name]
+    from transformers import GptOssConfig
+
+    rope = {
+        "rope_type": "yarn", "rope_theta": float(base), "factor": yarn.factor, "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow, "original_max_position_embeddings": yarn.original_context,
+        "truncate": yarn.truncate,
+    }  # fmt: skip
+    config = GptOssConfig(head_dim=channels, rope_parameters=rope)
+    frequencies, length = rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    positions = torch.tensor([0, 1, 5, 100])
+    cos, sin = cos_sin(positions, channels, base, yarn=yarn)
+    angles = (positions[:, None] * frequencies)[:, None]
+    torch.testing.assert_close(cos, angles.cos() * length, atol=2e-5, rtol=0)
+    torch.testing.assert_close(sin, angles.sin() * length, atol=2e-5, rtol=0)
+    assert length > 1.1
 
 
 def megatron_rotary() -> RotaryEmbedding:

@@ -80,6 +80,39 @@ def positions_off_by_a_chunk(patch: MonkeyPatch) -> None:
     patch.setattr(PackedTokens, "sharded", misplaced)
 
 
+def expert_biases_summed_twice(patch: MonkeyPatch) -> None:
+    """Gradients of experts' biases are summed over tensor parallel ranks: Megatron's defect, not repaired."""
+    from grpo_mega.models import body
+
+    patch.setattr(body, "TO_CHUNK", tuple(change for change in body.TO_CHUNK if change.name != "expert_bias_marks"))
+
+
+def sinks_counted_on_one_rank(patch: MonkeyPatch) -> None:
+    """The gradient norm takes the sinks of each tensor parallel rank for copies of the first one's."""
+
+    def forget(policy: Any) -> None:
+        for name, parameter in policy.chunks.named_parameters():
+            if name.endswith("softmax_offset"):
+                parameter.tensor_model_parallel = False
+
+    _after_building(patch, forget)
+
+
+def no_sinks_in_decoding(patch: MonkeyPatch) -> None:
+    """A token that is generated from the cache has no sink."""
+    from grpo_mega.models.megatron.attention import PackedAttention
+
+    decode = PackedAttention._decode
+
+    def without(attention: PackedAttention, *arguments: Any) -> Any:
+        sinks, attention.softmax_offset = attention.softmax_offset, None
+        out = decode(attention, *arguments)
+        attention.softmax_offset = sinks
+        return out
+
+    patch.setattr(PackedAttention, "_decode", without)
+
+
 def embedding_tie_not_summed(patch: MonkeyPatch) -> None:
     """The first and the last pipeline stage each train their own copy of a tied embedding."""
     module = import_module("megatron.core.distributed.finalize_model_grads")  # a function has the same name
@@ -195,6 +228,9 @@ MUTATIONS = {
         Mutation(rotary_key_not_summed, ("latent:tp2sp", "mla:tp2sp")),
         Mutation(expert_gradients_times_ep, ("moe:ep2", "deepseek:ep2zero")),
         Mutation(positions_off_by_a_chunk, ("dense:cp2", "mla:cp2")),
+        Mutation(expert_biases_summed_twice, ("gpt_oss:tp2sp", "gpt_oss:tp2ep2")),
+        Mutation(sinks_counted_on_one_rank, ("gpt_oss:tp2ep2",)),
+        Mutation(no_sinks_in_decoding, ("gpt_oss:cp2small",)),
         Mutation(embedding_tie_not_summed, ("tied:pp2",)),
         Mutation(router_bias_of_local_counts, ("moe:dp2", "moe:ep2", "moe:tp2sp")),
         Mutation(loss_divided_by_replicas, ("dense:dp2",)),

@@ -29,6 +29,11 @@ GEMMA = replace(
     DENSE, layers=4, gemma=True, qk_norm=True, tie_embeddings=True, window=4, full_every=2, window_rope_base=100,
     query_pre_attn_scalar=30,
 )  # fmt: skip
+GPT_OSS = replace(
+    DENSE, layers=4, ffn_hidden=32, gpt_oss=True, qkv_bias=True, window=5, full_every=2, rope_base=100,
+    moe=MoEConfig(experts=4, top_k=2, ffn_hidden=32, score="softmax", bias_update_rate=0.0),
+    yarn=YarnConfig(factor=4, original_context=16, beta_fast=1.5, beta_slow=0.2, truncate=False),
+)  # fmt: skip
 DEEPSEEK = replace(LATENT_MOE, layers=4, moe=replace(MOE.moe, groups=2, group_top_k=1))
 MODELS = {
     "dense": DENSE,
@@ -38,6 +43,7 @@ MODELS = {
     "glm": replace(MOE, qkv_bias=True, qk_norm=True, rope_fraction=0.5, mtp_layers=1),
     "window": replace(DENSE, window=5, full_every=2),
     "gemma": GEMMA,
+    "gpt_oss": GPT_OSS,
     "latent": replace(DENSE, **LATENT),
     "moe": MOE,
     "mla": MLA,
@@ -71,9 +77,12 @@ MODELS = {
     "dense_lora": replace(DENSE, tie_embeddings=True, qkv_bias=True),
     "moe_lora": replace(MOE, moe=replace(MOE.moe, **FROZEN, aux_loss_coef=0.1)),
     "mla_lora": replace(MLA, moe=replace(MOE.moe, **FROZEN)),
+    "gpt_oss_lora": GPT_OSS,
     "mtp_lora": replace(DEEPSEEK, mtp_layers=1, moe=replace(DEEPSEEK.moe, **FROZEN)),
 }
 LORA = {name: LoRAConfig(rank=4, alpha=6.0) for name in MODELS if name.endswith("_lora")}
+# peft has no adapters of its experts, so the exported ones are those of attention alone.
+LORA["gpt_oss_lora"] = LoRAConfig(rank=4, alpha=6.0, targets=["attention"])
 """Of the models that have adapters: nothing else of these is trained."""
 FROZEN_PARTS = {
     "tied_frozen": ["embedding"],
@@ -147,12 +156,14 @@ OBJECTIVES = {
 _EXACT = {
     1: """
         dense:small dense_gspo:small moe:small mla:small balanced:small replayed:small
-        moe:recompute moe:selective mtp:recompute
+        moe:recompute moe:selective mtp:recompute gpt_oss:small gpt_oss:selective
     """,
     2: """
         dense:tp2 dense:tp2sp dense:pp2 dense:pp2small dense:dp2 dense:cp2 dense:dp2zero dense:cp2zero
         tied:tp2 tied:tp2sp tied:pp2 tied:dp2 tied:cp2
         biased:tp2sp biased:pp2 biased:cp2 biased:dp2zero llama3:tp2sp llama3:cp2 glm:tp2sp glm:cp2 glm:ep2zero
+        gpt_oss:tp2sp gpt_oss:tp2ep2 gpt_oss:tp2ep2zero gpt_oss:pp2small gpt_oss:vpp2recompute gpt_oss:ep2zero
+        gpt_oss:cp2small gpt_oss:dp2 gpt_oss_lora:tp2ep2
         window:cp2 window:pp2small gemma:tp2 gemma:tp2sp gemma:cp2small gemma:vpp2 gemma:cp2zero
         dense_gspo:tp2sp dense_gspo:pp2small dense_gspo:cp2 dense_cispo:cp2small dense_cispo:dp2zero
         dense_gmpo:cp2small dense_vespo:cp2small dense_gspo_token:tp2sp dense_gspo_token:cp2 dense_masked:cp2
@@ -174,6 +185,7 @@ _EXACT = {
     """,
     4: """
         dense:tp2pp2 dense:cp4 dense:cp2tp2 window:tp2pp2 window:cp4 gemma:tp2pp2
+        gpt_oss:tp2pp2 gpt_oss:cp2ep2
         biased:tp2pp2 llama3:cp2pp2 tied:tp2pp2 tied:pp2dp2zero tied:cp2pp2
         latent:tp4 latent:tp2pp2 mla:tp4etp4 mla:tp2pp2 mla:cp2tp2 mla:cp2pp2 mla:cp4ep4 padded:tp4
         moe:tp2pp2 moe:tp2dp2 moe:ep2pp2 moe:tp2ep4 moe:ep2dp4 moe:cp2ep2 moe:cp4 balanced:cp2tp2
@@ -190,7 +202,7 @@ COMPARED = {case: size for table in (_EXACT, _ROUNDED) for size, cases in table.
 CORE = (
     "dense:small", "dense:pp2small", "dense:cp2zero", "tied:tp2", "biased:tp2sp", "latent:tp2sp", "moe:ep2", "mla:cp2",
     "deepseek:vpp2", "mtp:tp2sp", "replayed:ep2zero", "moe:tp2pp2", "tied_parts:pp2", "mtp_frozen:ep2zero",
-    "dense_lora:tp2", "mla_lora:tp2sp", "moe_lora:ep2", "gemma:cp2small",
+    "dense_lora:tp2", "mla_lora:tp2sp", "moe_lora:ep2", "gemma:cp2small", "gpt_oss:tp2ep2",
 )  # fmt: skip
 """Cases of `make test`: each kind of parallelism, attention and expert layer. `make test-parity` runs the others."""
 

@@ -24,6 +24,7 @@ EXPERIMENTS = (
     "r1zero_671b", "r1zero_671b_h200", "deepseek_v3_lora", "qwen3_30b_a3b", "qwen3_30b_a3b_lora", "moonlight_16b",
     "deepseekmath_7b",
 )  # fmt: skip
+GPT_OSS = ["experiment=qwen3_30b_a3b", "rollout.engine=embedded", "rollout.sglang.tp=1"]
 SHORTER = ["model.context=65536", "layout.micro_batch_tokens=65536", "rollout.longer_max_new_tokens=64000"]
 ENGINES = {
     "deepep": ["+rollout.sglang.arguments={moe_a2a_backend: deepep, moe_dense_tp_size: 1, mem_fraction_static: 0.7}"],
@@ -120,6 +121,7 @@ if __name__ == "__main__":
     asked |= {f"r1zero_{name}": ["experiment=r1zero_671b", *overrides] for name, overrides in ENGINES.items()}
     asked["moonlight_keeps_all"] = ["experiment=moonlight_16b", "layout.recompute=none"]
     asked["moonlight_frozen"] = ["experiment=moonlight_16b", "optimizer.frozen=[embedding,experts]"]
+    asked |= {name: [*GPT_OSS, f"model={name}"] for name in ("gpt_oss_20b", "gpt_oss_120b")}
     asked["lora_with_reference"] = ["experiment=qwen3_30b_a3b_lora", "algorithm.kl_coef=0.1"]
     asked["qwen3_tp8"] = ["experiment=qwen3_30b_a3b", "rollout.sglang.tp=8"]
     found = {name: plan(compose_config(overrides)) for name, overrides in asked.items()}

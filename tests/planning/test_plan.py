@@ -50,6 +50,8 @@ def plans(job: dict[str, Any]) -> dict[str, Any]:
         ("qwen3_30b_a3b_lora", 30_532_122_624),
         ("moonlight_16b", 15_960_110_208),
         ("deepseekmath_7b", 6_910_365_696),
+        ("gpt_oss_20b", 20_914_757_184),
+        ("gpt_oss_120b", 116_829_156_672),
     ],
 )
 def test_models_have_as_many_parameters_as_the_published_ones(

@@ -18,7 +18,7 @@ HERE = platform.start()
 platform.join_processes(HERE)
 
 import torch.distributed as dist  # noqa: E402
-from huggingface_models import AHEAD, EPS, IN_FP8, LAYOUTS, LR, MODELS, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
+from huggingface_models import AHEAD, EPS, IN_FP8, IN_MXFP4, LAYOUTS, LR, MODELS, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
 from grpo_mega.algorithm.objective import negative_log_likelihood  # noqa: E402
@@ -118,19 +118,20 @@ def stream(policy: Policy, experts_of: range | None = None) -> tuple[list, Traff
 
 
 def four_ranks(folder: Path) -> dict:
-    report: dict = {"fp8": {}}
+    report: dict = {"fp8": {}, "mxfp4": {}}
     rank = dist.get_rank()
     for layout_name, layout in LAYOUTS.items():
         topology = join_layout(layout, seed=0)
         for name, model in {**MODELS, **AHEAD}.items():
-            if layout.ep * layout.etp > 1 and not model.moe.experts:
+            if (layout.ep * layout.etp > 1 and not model.moe.experts) or (model.gpt_oss and layout.etp > 1):
                 continue
+            by_expert = model.moe.experts and not model.gpt_oss
             policy = policy_of(model, layout, topology)
             directory.load_weights(folder / name, policy)
             report[name, layout_name] = {
                 "all": stream(policy),
-                "mine": stream(policy, range(2 * rank, 2 * rank + 2)) if model.moe.experts else None,
-                "uneven": stream(policy, range(rank, 2 * rank)) if model.moe.experts else None,
+                "mine": stream(policy, range(2 * rank, 2 * rank + 2)) if by_expert else None,
+                "uneven": stream(policy, range(rank, 2 * rank)) if by_expert else None,
             }
         if layout_name == "tp2_pp2":
             policy = policy_of(WITH_MTP, layout, topology)
@@ -143,9 +144,15 @@ def four_ranks(folder: Path) -> dict:
                 said(lambda: directory.load_weights(folder / "bad" / "qwen3-missing", policy)),  # noqa: B023
                 said(lambda: directory.save(folder / "tokens.pt" / "x", policy)),  # noqa: B023
             ]
+            stacked = policy_of(MODELS["gpt_oss"], layout, topology)
+            report["refused"] += [said(lambda: [*hf_buckets(stacked, 1000, range(2))])]  # noqa: B023
         policy = policy_of(IN_FP8, layout, topology)
         directory.load_weights(folder / "fp8", policy)
         report["fp8"][layout_name] = stream(policy)
+        if layout.etp == 1:
+            policy = policy_of(IN_MXFP4, layout, topology)
+            directory.load_weights(folder / "mxfp4", policy)
+            report["mxfp4"][layout_name] = stream(policy)
         parallel_state.destroy_model_parallel()
     return report
 

@@ -36,6 +36,12 @@ GEMMA3 = replace(
     QWEN3, gemma=True, window=6, full_every=2, window_rope_base=50, rope_base=1000, query_pre_attn_scalar=20,
     tie_embeddings=True,
 )  # fmt: skip
+# Of six frequencies one stays, two are slowed down and three are in between.
+GPT_OSS = replace(
+    QWEN3, gpt_oss=True, qk_norm=False, qkv_bias=True, window=6, full_every=2, norm_eps=1e-5, rope_base=100,
+    ffn_hidden=16, moe=EXPERTS,
+    yarn=YarnConfig(factor=4, original_context=16, beta_fast=1.5, beta_slow=0.2, truncate=False),
+)  # fmt: skip
 MODELS = {
     "llama": replace(QWEN3, qk_norm=False, norm_eps=1e-5),
     # Of six frequencies one stays, two are slowed down and three are in between.
@@ -51,6 +57,9 @@ MODELS = {
     "ministral_window": replace(QWEN3, qk_norm=False, window=5, full_every=2),
     "gemma3": GEMMA3,
     "gemma3_apart": replace(GEMMA3, full_every=3, head_dim=8, tie_embeddings=False),
+    "gpt_oss": GPT_OSS,
+    # Plain positions, another share of full layers, and a head of 16 channels.
+    "gpt_oss_plain": replace(GPT_OSS, yarn=YarnConfig(), full_every=0, head_dim=16, tie_embeddings=True),
     "qwen2": replace(QWEN3, qk_norm=False, qkv_bias=True, head_dim=None),
     "qwen2_tied": replace(QWEN3, qk_norm=False, qkv_bias=True, tie_embeddings=True),
     "qwen3": QWEN3,
@@ -92,6 +101,9 @@ IN_FP8 = replace(
 )
 """Several blocks of 128 each way in most weights, which shards cut anywhere."""
 
+IN_MXFP4 = replace(GPT_OSS, hidden=64, ffn_hidden=96, moe=replace(EXPERTS, ffn_hidden=96), dtype="bf16")
+"""Two blocks of 32 in a row of one matrix, three in the other's."""
+
 LAYOUTS = {
     "tp2_pp2": LayoutConfig(tp=2, pp=2, sp=True),
     "pp2_vpp2_dp2": LayoutConfig(pp=2, vpp=2),
@@ -101,3 +113,23 @@ LAYOUTS = {
     "tp2_etp2_dp2": LayoutConfig(tp=2, sp=True, etp=2),
 }
 """Of four ranks."""
+
+
+def released_tensors(model: ModelConfig) -> dict[str, Any]:
+    """A GPT-OSS's tensors as a released folder has them, experts in 4 bits, at random."""
+    import torch  # jobs choose their device before these are imported
+
+    from grpo_mega.weights import mxfp4
+    from grpo_mega.weights.names import entries
+
+    random = torch.Generator().manual_seed(6)
+    tensors: dict[str, Any] = {}
+    for entry in entries(model, VOCAB):
+        if not mxfp4.in_mxfp4(entry):
+            tensors.setdefault(entry.name, torch.randn(entry.shape, generator=random).bfloat16())
+            continue
+        (blocks, numbers), (scales, exponents) = mxfp4.stored_shapes(entry).items()
+        if blocks not in tensors:
+            tensors[blocks] = torch.randint(256, numbers, generator=random, dtype=torch.uint8)
+            tensors[scales] = torch.randint(118, 127, exponents, generator=random, dtype=torch.uint8)
+    return tensors

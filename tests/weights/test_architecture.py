@@ -17,7 +17,7 @@ from grpo_mega.platform import start
 start()  # before megatron.core is imported
 
 from huggingface_models import AHEAD, MODELS, VOCAB, WRITTEN_AS  # noqa: E402
-from test_published_configs import GEMMA, GLM, GLM_AIR, PUBLISHED  # noqa: E402
+from test_published_configs import GEMMA, GLM, GLM_AIR, GPT_OSS, GPT_OSS_120B, PUBLISHED  # noqa: E402
 
 from grpo_mega.config.huggingface.architecture import model_settings, settings_of  # noqa: E402
 from grpo_mega.config.huggingface.families import ARCHITECTURES  # noqa: E402
@@ -104,6 +104,25 @@ def windowed_models(draw: st.DrawFn) -> ModelConfig:
     )  # fmt: skip
 
 
+@st.composite
+def gpt_oss_models(draw: st.DrawFn) -> ModelConfig:
+    """Any GPT-OSS."""
+    dense, experts, ffn_hidden = draw(dense_models()), draw(SIZES), draw(SIZES)
+    moe = MoEConfig(
+        experts=experts, top_k=draw(st.integers(1, experts)), ffn_hidden=ffn_hidden, score="softmax",
+        bias_update_rate=0.0,
+    )  # fmt: skip
+    every = draw(st.integers(2, dense.layers)) if dense.layers > 1 and draw(st.booleans()) else 0
+    yarn = YarnConfig(
+        draw(st.floats(1.5, 64)), draw(SIZES), draw(POSITIVE), draw(POSITIVE), truncate=draw(st.booleans())
+    )
+    return replace(
+        dense, gpt_oss=True, qk_norm=False, qkv_bias=True, llama3_rope=Llama3RopeConfig(), moe=moe,
+        ffn_hidden=ffn_hidden, window=draw(SIZES), full_every=every,
+        yarn=yarn if draw(st.booleans()) else YarnConfig(),
+    )  # fmt: skip
+
+
 def model_of(found: dict[str, Any]) -> ModelConfig:
     """The model that the settings of a config.json make, with the schema's defaults."""
     merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), settings_of(found)))
@@ -130,7 +149,11 @@ def as_transformers_5_writes(written: dict[str, Any]) -> dict[str, Any]:
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.one_of(dense_models(), windowed_models(), qwen3_moe_models(), glm4_moe_models(), deepseek_models()))
+@given(
+    st.one_of(
+        dense_models(), windowed_models(), qwen3_moe_models(), glm4_moe_models(), deepseek_models(), gpt_oss_models()
+    )
+)
 def test_what_is_written_is_read_as_the_same_model(model: ModelConfig) -> None:
     assert model.vocab_size
     written = hf_config(model, model.vocab_size)
@@ -239,6 +262,25 @@ RELEASED = {
 }  # fmt: skip
 
 
+ON_GPUS = ["experiment=qwen3_30b_a3b", "rollout.engine=embedded", "rollout.sglang.tp=1"]
+
+
+@pytest.mark.parametrize(("preset", "found"), [("gpt_oss_20b", GPT_OSS), ("gpt_oss_120b", GPT_OSS_120B)])
+def test_a_released_gpt_oss_is_its_preset(preset: str, found: dict[str, Any]) -> None:
+    model = compose_config([*ON_GPUS, f"model={preset}"]).model
+    released = replace(model, context=found["max_position_embeddings"], init_std=ModelConfig.init_std)
+    assert released == model_of(found)
+    assert not differences(found, model, found["vocab_size"])
+    (difference,) = differences(found | {"quantization_config": {"quant_method": "gptq"}}, model, found["vocab_size"])
+    assert difference.startswith("quantization_config is {'quant_method': 'gptq'}, not None")
+
+
+def test_gpt_oss_without_rotary_settings_has_the_released_ones() -> None:
+    """As transformers has it: those of an empty config.json are stretched."""
+    least = {key: value for key, value in GPT_OSS.items() if key not in ("rope_scaling", "rope_theta", "layer_types")}
+    assert model_of(least) == model_of(GPT_OSS)
+
+
 @pytest.mark.parametrize(("found", "model"), RELEASED.values(), ids=RELEASED)
 def test_a_released_model_without_preset_is_read(found: dict[str, Any], model: ModelConfig) -> None:
     assert model_of(found) == model
@@ -285,7 +327,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": "gemma2"}, "gemma2 is not supported (its attention logits and logits are capped)"),
     ("llama", {"model_type": "gemma3"}, "gemma3 is not supported (it sees pictures, and its text model is stored"),
     ("llama", {"model_type": "kimi_k2"}, "kimi_k2 is not supported (it comes with code of its own, which is not run)"),
-    ("llama", {"model_type": "gpt_oss"}, "gpt_oss is not supported (it has attention sinks"),
     ("llama", {"model_type": "phi3"}, "phi3 is not supported (its projections are stored fused)"),
     ("llama", {"model_type": "glm4"}, "glm4 is not supported (its rotary channels are in pairs side by side"),
     ("llama", {"model_type": "qwen2_moe"}, "qwen2_moe is not supported (its shared expert has a gate)"),
@@ -317,7 +358,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}},
         "rope_type=yarn in layers with a window",
     ),
-    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=true (windows are those of Mistral and Gemma only"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=true (windows are those of Mistral, Gemma and GPT"),
     ("llama", {"rope_theta": 0.5}, "rope_theta=0.5 (a whole number"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 (all channels of a head turn here)"),
@@ -335,6 +376,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"n_shared_experts": None}, "n_shared_experts=0"),
     ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func="softmax"'),
     ("deepseek_v3_yarn", {"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn without original_max_position_embedd"),
+    ("deepseek_v3_yarn", {"rope_scaling": GPT_OSS["rope_scaling"]}, "attention_factor or truncate=false in yarn"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias=false (only true)"),
+    ("gpt_oss", {"swiglu_limit": 10.0}, "swiglu_limit=10.0 (only 7.0)"),
+    ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 (only 1.702)"),
+    ("gpt_oss", {"sliding_window": None}, "sliding_window=null (GPT-OSS's layers have one)"),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 4}, "(layers without a window have to come at equal distances)"),
+    ("gpt_oss", {"layer_types": UNEQUAL}, "(layers without a window have to come at equal distances)"),
+    ("gpt_oss", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type=llama3 (of this attention only"),
+    ("gpt_oss", {"rope_scaling": GPT_OSS["rope_scaling"] | {"mscale": 1.0}}, "mscale=1.0 in yarn (how much larger"),
+    ("gpt_oss", {"rope_scaling": GPT_OSS["rope_scaling"] | {"attention_factor": 2.0}}, "attention_factor=2.0 in yarn"),
 ]
 
 

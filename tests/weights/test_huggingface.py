@@ -21,7 +21,19 @@ from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
 
-from huggingface_models import AHEAD, EPS, IN_FP8, LAYOUTS, LR, MODELS, SEQUENCES, VOCAB, WRITTEN_AS  # noqa: E402
+from huggingface_models import (  # noqa: E402
+    AHEAD,
+    EPS,
+    IN_FP8,
+    IN_MXFP4,
+    LAYOUTS,
+    LR,
+    MODELS,
+    SEQUENCES,
+    VOCAB,
+    WRITTEN_AS,
+    released_tensors,
+)
 
 from grpo_mega.config.huggingface.families import ARCHITECTURES  # noqa: E402
 from grpo_mega.weights import fp8  # noqa: E402
@@ -43,7 +55,8 @@ def transformers_model(model_config: Any, said: dict[str, Any]) -> Any:
     )
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            spread = torch.randn(tensor.shape) * 0.25
+            # What the gate of GPT-OSS's experts is and what it multiplies are so large that many are clamped.
+            spread = torch.randn(tensor.shape) * (1.0 if name.endswith("gate_up_proj") else 0.25)
             tensor.copy_(1 + spread if "norm" in name else spread)
     return model.eval()
 
@@ -244,6 +257,19 @@ def write_in_fp8(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
+def write_in_mxfp4(path: Path) -> None:
+    """A model as GPT-OSS is released, and beside it what the tensors in 4 bits are for transformers."""
+    transformers_of = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    path.mkdir()
+    tensors = released_tensors(IN_MXFP4)
+    save_file(tensors, path / ONE_FILE, {"format": "pt"})
+    config = hf_config(IN_MXFP4, VOCAB) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (path / "config.json").write_text(json.dumps(config))
+    names = [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]
+    whole = {name: transformers_of(tensors[name + "_blocks"], tensors[name + "_scales"]) for name in names}
+    save_file(whole, path.with_suffix(".safetensors"), {"format": "pt"})
+
+
 @pytest.fixture(scope="module")
 def folder(models: dict[str, Any], tokens: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything the jobs read, and what the job of one rank wrote."""
@@ -253,6 +279,7 @@ def folder(models: dict[str, Any], tokens: torch.Tensor, tmp_path_factory: pytes
         # One of several files with an index, the others of one.
         model.save_pretrained(folder / name, max_shard_size="30KB" if name == "qwen3_moe_first_dense" else "1GB")
     write_in_fp8(folder / "fp8")
+    write_in_mxfp4(folder / "mxfp4")
     shutil.copytree(folder / "deepseek_v3", folder / "ahead")
     for name, (break_it, _) in BAD.items():
         shutil.copytree(folder / name.split("-")[0], folder / "bad" / name)
@@ -441,7 +468,7 @@ def test_every_layout_streams_the_same_bits_on_every_rank(
     layout: str, reports: list[dict[Any, Any]], folder: Path
 ) -> None:
     names = {key[0] for key in reports[0] if key[1] == layout}
-    assert names >= {"qwen3_moe", "deepseek_v3", "mtp"}
+    assert names >= {"qwen3_moe", "deepseek_v3", "mtp"} | ({"gpt_oss"} if LAYOUTS[layout].etp == 1 else set())
     for name in names:
         expected = stored(folder / name)
         streams = [report[name, layout]["all"] for report in reports]
@@ -491,7 +518,8 @@ def test_bad_arguments_end_all_ranks(report: dict[str, Any], reports: list[dict[
     there, not_a_folder = report["refused"]
     assert there == f"{folder / 'mtp'} exists; name another directory, or remove it"
     assert not_a_folder.startswith("rank 0: NotADirectoryError:")
-    for nothing, differing, experts, missing, unwritten in (report["refused"] for report in reports):
+    for nothing, differing, experts, missing, unwritten, stacked in (report["refused"] for report in reports):
+        assert stacked == f"experts_of={range(2)}: a tensor of this family holds all experts; take all of them"
         assert nothing.startswith("byte_budget=0 on rank 0; choose")
         assert differing.startswith("byte_budget=100")
         assert experts == "experts_of=range(0, 9) on rank 3, but the model has 8 experts"
@@ -526,6 +554,17 @@ def test_a_model_of_no_family_is_refused(name: str, model: dict[str, Any], moe: 
     known = MODELS[name]
     with pytest.raises(ValueError, match=message):
         hf_config(replace(known, **model, moe=replace(known.moe, **moe)), VOCAB)
+
+
+def test_experts_in_mxfp4_are_read_under_every_layout(folder: Path, reports: list[dict[Any, Any]]) -> None:
+    """What test_mxfp4.py compares with transformers on one process."""
+    stacked = {name: t for name, t in stored(folder / "mxfp4").items() if not name.endswith(("_blocks", "_scales"))}
+    whole = load_file(folder / "mxfp4.safetensors")
+    assert {name.removesuffix("_blocks") for name in stored(folder / "mxfp4") if name.endswith("_blocks")} == {*whole}
+    for of_rank in reports:
+        assert len(of_rank["mxfp4"]) == len(LAYOUTS) - 1
+        for buckets, _ in of_rank["mxfp4"].values():
+            assert_same_bits(flat(buckets), {**stacked, **whole})
 
 
 def test_weights_in_fp8_are_multiplied_by_the_scale_of_their_block(folder: Path, reports: list[dict[Any, Any]]) -> None:

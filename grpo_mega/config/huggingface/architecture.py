@@ -21,7 +21,9 @@ from grpo_mega.config.huggingface.families import (
     WINDOWED,
     YARN_ASSUMED,
     full_every,
+    is_mxfp4,
     rope,
+    rope_fields,
     said,
     windows,
 )
@@ -41,7 +43,7 @@ _WHY = {
     "norm_topk_prob": "weights of the chosen experts are divided by their sum here, except that of a single one",
     "rope_interleave": "rotary channels of DeepSeek's weights are in pairs",
     "use_bidirectional_attention": "no token sees those after it here",
-    "use_sliding_window": "windows are those of Mistral and Gemma only here",
+    "use_sliding_window": "windows are those of Mistral, Gemma and GPT-OSS only here",
 }
 
 
@@ -96,11 +98,13 @@ def settings_of(found: dict[str, Any], longest: int | None = None) -> dict[str, 
     if problems := [*_missing(found, name), *_inexpressible(found, name)]:
         raise ValueError(f"{ARCHITECTURES[name]} is supported, but not with {'; '.join(problems)}")
     settings = _nested({field: said(found, key) for key, field in FIELDS[name].items()} | {"context": context})
-    settings = _merged(settings, ALWAYS[name], _rope_settings(found), _expert_settings(found, name))
+    settings = _merged(settings, ALWAYS[name], _rope_settings(found, name), _expert_settings(found, name))
     settings |= windows(found, context) if name in WINDOWED else {}
     if settings.get("head_dim") == settings["hidden"] / settings["heads"]:
         settings["head_dim"] = None
     dtype = found.get("dtype") or found.get("torch_dtype")  # transformers 5; before
+    if is_mxfp4(found) and not dtype:
+        dtype = "bfloat16"  # GPT-OSS as it is released, where no word says so
     return settings | ({"dtype": _DTYPES[dtype]} if dtype else {})
 
 
@@ -152,7 +156,8 @@ def _inexpressible(found: dict[str, Any], name: str) -> Iterator[str]:
     wanted = FIXED[name] | ({"norm_topk_prob": (found.get("num_experts_per_tok") or 0) > 1} if name in BIASED else {})
     for key, value in wanted.items():
         if (there := said(found, key)) != value:
-            why = f" ({_WHY[key]})" if key in _WHY else f" (only {json.dumps(value)})"
+            has_reason = key in _WHY and not (name == "gpt_oss" and key == "attention_bias")  # it has these
+            why = f" ({_WHY[key]})" if has_reason else f" (only {json.dumps(value)})"
             yield f"{key}={json.dumps(there)}{why}"
     yield from (f"{key}={found[key]} ({why})" for key, why in _NEVER.items() if found.get(key) is not None)
     only = found.get("mlp_only_layers") or []
@@ -174,14 +179,19 @@ def _inexpressible_rope(rope: dict[str, Any], name: str) -> Iterator[str]:
         yield f"rope_theta={rope['rope_theta']} (a whole number is expected)"
     if rope["partial_rotary_factor"] != 1 and name not in PARTLY_ROTARY:
         yield f"partial_rotary_factor={rope['partial_rotary_factor']} (all channels of a head turn here)"
-    stretched = {"deepseek_v3": ["yarn"], "gemma3_text": []}.get(name, ["llama3"])
+    stretched = {"deepseek_v3": ["yarn"], "gpt_oss": ["yarn"], "gemma3_text": []}.get(name, ["llama3"])
     known = ["default", *stretched]
     if kind not in known:
         yield f"rope_type={kind} (of this attention only {' and '.join(known)} {'are' if stretched else 'is'} known)"
         return
     if kind in ROPE:
-        yield from (f"{kind} without {key}" for key in ROPE[kind][1] if rope.get(key, YARN_ASSUMED.get(key)) is None)
-    if kind == "yarn":
+        fields = rope_fields(kind, name)
+        yield from (f"{kind} without {key}" for key in fields if rope.get(key, YARN_ASSUMED.get(key)) is None)
+    if name == "gpt_oss":
+        for key in ("attention_factor", "mscale", "mscale_all_dim"):
+            if rope.get(key) is not None:
+                yield f"{key}={rope[key]} in yarn (how much larger logits become follows from the factor here)"
+    elif kind == "yarn":
         if rope.get("mscale") != rope.get("mscale_all_dim"):
             yield f"mscale={rope.get('mscale')} and mscale_all_dim={rope.get('mscale_all_dim')} (they are equal here)"
         if rope.get("attention_factor") is not None or not rope.get("truncate", True):
@@ -199,18 +209,19 @@ def _inexpressible_windows(found: dict[str, Any]) -> Iterator[str]:
     base = inner.get("rope_theta") or found.get("rope_local_base_freq") or 10000.0
     if base != int(base):
         yield f"rope_theta={base} in layers with a window (a whole number is expected)"
-    if found["model_type"] == "gemma3_text" and said(found, "sliding_window") is None:
-        yield "sliding_window=null (Gemma's layers have one)"
+    if found["model_type"] in ("gemma3_text", "gpt_oss") and said(found, "sliding_window") is None:
+        yield f"sliding_window=null ({'GPT-OSS' if found['model_type'] == 'gpt_oss' else 'Gemma'}'s layers have one)"
 
 
-def _rope_settings(found: dict[str, Any]) -> dict[str, Any]:
+def _rope_settings(found: dict[str, Any], name: str) -> dict[str, Any]:
     positions = rope(found)
     settings: dict[str, Any] = {"rope_base": int(positions["rope_theta"])}
-    if found["model_type"] in PARTLY_ROTARY:
+    if name in PARTLY_ROTARY:
         settings["rope_fraction"] = positions["partial_rotary_factor"]
     if positions["rope_type"] in ROPE:
-        room, fields = ROPE[positions["rope_type"]]
-        settings[room] = {field: positions.get(key, YARN_ASSUMED.get(key)) for key, field in fields.items()}
+        kind = positions["rope_type"]
+        fields = rope_fields(kind, name).items()
+        settings[ROPE[kind][0]] = {field: positions.get(key, YARN_ASSUMED.get(key)) for key, field in fields}
     return settings
 
 
@@ -218,6 +229,8 @@ def _expert_settings(found: dict[str, Any], name: str) -> dict[str, Any]:
     """What the two kinds of files express with other numbers than `MoEConfig`."""
     if name == "qwen3_moe":
         return {"moe": {"first_dense": len(said(found, "mlp_only_layers") or [])}}
+    if name == "gpt_oss":  # of dense layers, which it has none of
+        return {"ffn_hidden": said(found, "intermediate_size")}
     if name not in BIASED:
         return {}
     groups = said(found, "n_group")

@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 """transformers' `model_type` and class."""
 
@@ -59,6 +60,11 @@ FIELDS: dict[str, dict[str, str]] = {
         "qk_rope_head_dim": "mla.qk_rope_dim",
         "v_head_dim": "mla.v_head_dim",
     },
+    "gpt_oss": _GROUPED | _WINDOW | {
+        "intermediate_size": "moe.ffn_hidden",
+        "num_experts_per_tok": "moe.top_k",
+        "num_local_experts": "moe.experts",
+    },
 }  # fmt: skip
 """Family -> key of its config.json -> the field of `ModelConfig` with the same value."""
 
@@ -77,13 +83,14 @@ FIXED: dict[str, dict[str, Any]] = {
     "deepseek_v3": _SAME | {
         "rope_interleave": True, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
     },
+    "gpt_oss": {"hidden_act": "silu", "attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
 }  # fmt: skip
 """Family -> what its config.json has to say, for no field of `ModelConfig` could express anything else."""
 
 BIASED = ("glm4_moe", "deepseek_v3")
 """Families whose routers have a balancing bias, beside shared experts and prediction modules."""
 
-WINDOWED = ("mistral", "ministral", "gemma3_text")
+WINDOWED = ("mistral", "ministral", "gemma3_text", "gpt_oss")
 """Families with a sliding window in some of their layers, or all."""
 
 PARTLY_ROTARY = ("glm4_moe",)
@@ -101,6 +108,7 @@ ALWAYS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"qk_norm": True, "moe": {"score": "softmax", "bias_update_rate": 0.0}},
     "glm4_moe": {"moe": _FROZEN},
     "deepseek_v3": {"attention": "mla", "qk_norm": True, "moe": _FROZEN},
+    "gpt_oss": {"gpt_oss": True, "qkv_bias": True, "moe": {"score": "softmax", "bias_update_rate": 0.0}},
 }
 """Family -> settings that all of its models have."""
 
@@ -135,6 +143,13 @@ ASSUMED_OF: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {"n_group": 8, "norm_topk_prob": True, "topk_group": 4},
     "gemma3_text": {"head_dim": 256, "rope_theta": 1e6, "tie_word_embeddings": True},
+    "gpt_oss": {
+        "attention_bias": True, "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False,
+        },
+        "sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+    },
 }  # fmt: skip
 """Family -> what its config.json means instead that does not say."""
 
@@ -160,6 +175,15 @@ ROPE: dict[str, tuple[str, dict[str, str]]] = {
 }  # fmt: skip
 """`rope_type` -> the field of `ModelConfig` that holds its settings, and what config.json calls these."""
 
+
+def rope_fields(kind: str, name: str) -> dict[str, str]:
+    """What the config.json of a family calls the settings of stretched positions, and their fields; see `ROPE`."""
+    fields = ROPE[kind][1]
+    if name != "gpt_oss":
+        return fields
+    return {key: field for key, field in fields.items() if field != "mscale"} | {"truncate": "truncate"}
+
+
 RENAMED = {
     "n_routed_experts": "num_local_experts",
     "num_experts": "num_local_experts",
@@ -183,13 +207,23 @@ def said(found: dict[str, Any], key: str) -> Any:
 
 def rope(found: dict[str, Any]) -> dict[str, Any]:
     """What rotary positions depend on, `rope_theta`, `rope_type` and `partial_rotary_factor` always among it."""
-    stated = found.get("rope_parameters") or found.get("rope_scaling") or {}  # transformers 5; before
+    silent = {"model_type": found.get("model_type")}
+    stated = found.get("rope_parameters") or found.get("rope_scaling")  # transformers 5; before
+    stated = stated or said(silent, "rope_scaling") or {}
     stated = stated.get("full_attention") or stated  # Gemma's layers with a window have others
-    stated = {key: value for key, value in stated.items() if value is not None or key == "truncate"}  # null is false
+    null_is_false = {"truncate": bool(stated["truncate"])} if "truncate" in stated else {}
+    stated = {key: value for key, value in stated.items() if value is not None} | null_is_false
     stated = stated | {"rope_type": stated.get("rope_type", stated.get("type", "default"))}
-    rotary, silent = "partial_rotary_factor", {"model_type": found.get("model_type")}
+    rotary = "partial_rotary_factor"
     part = next(x for x in (stated.get(rotary), found.get(rotary), said(silent, rotary)) if x is not None)
     return {"rope_theta": found.get("rope_theta") or said(silent, "rope_theta")} | stated | {rotary: part}
+
+
+def is_mxfp4(found: dict[str, Any]) -> bool:
+    """Whether a config.json says that experts are stored in 4 bits (weights/mxfp4.py)."""
+    quantisation = found.get("quantization_config")
+    given = quantisation if isinstance(quantisation, dict) else {}
+    return found.get("model_type") == "gpt_oss" and given.get("quant_method") == "mxfp4"
 
 
 def sliding_window(found: dict[str, Any]) -> int | None:
@@ -212,10 +246,12 @@ def full_every(found: dict[str, Any]) -> int:
     Raises:
         ValueError: The layers without a window do not come at equal distances.
     """
-    gemma, layers = found["model_type"] == "gemma3_text", found.get("num_hidden_layers", 0)
-    stated = found.get("layer_types") or layer_types(layers, (found.get("sliding_window_pattern") or 6) if gemma else 0)
+    layers, usual = found.get("num_hidden_layers", 0), {"gemma3_text": 6, "gpt_oss": 2}.get(found["model_type"], 0)
+    if found["model_type"] == "gemma3_text":
+        usual = found.get("sliding_window_pattern") or usual
+    stated = found.get("layer_types") or layer_types(layers, usual)
     every = stated.index("full_attention") + 1 if "full_attention" in stated else 0
-    if stated != layer_types(layers, every) or (gemma and every == 1):
+    if stated != layer_types(layers, every) or (usual and every == 1):
         raise ValueError(f"layer_types={stated} (layers without a window have to come at equal distances)")
     return every
 
@@ -223,7 +259,7 @@ def full_every(found: dict[str, Any]) -> int:
 def windows(found: dict[str, Any], context: float) -> dict[str, Any]:
     """The settings of a model's windows, for sequences of up to `context` tokens.
 
-    Without layers whose positions are others, a window that covers the context is none.
+    Of Mistral and Ministral, one that covers the context is none.
 
     Raises:
         ValueError: See `full_every`.
@@ -233,6 +269,8 @@ def windows(found: dict[str, Any], context: float) -> dict[str, Any]:
         base = inner.get("rope_theta") or found.get("rope_local_base_freq") or 10000.0
         window, every = said(found, "sliding_window"), full_every(found)
         return {"window": window, "full_every": every, "window_rope_base": int(base)}
+    if found.get("model_type") == "gpt_oss":
+        return {"window": said(found, "sliding_window"), "full_every": full_every(found), "window_rope_base": None}
     window = sliding_window(found)
     if window is None or window >= context:
         return {"window": None, "full_every": 0, "window_rope_base": None}

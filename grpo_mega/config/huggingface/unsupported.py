@@ -59,8 +59,6 @@ REASONS = {
     "gpt_bigcode": _PLAIN_MLP,
     "gpt_neo": _PLAIN_MLP,
     "gpt_neox": _PLAIN_MLP,
-    "gpt_oss": "it has attention sinks, biases in all projections, and experts with a clamped activation, stored in "
-    "mxfp4: Megatron has layers for these, which models here do not use yet",
     "gptj": _PLAIN_MLP,
     "granite": _SCALED,
     "granitemoe": _SCALED,

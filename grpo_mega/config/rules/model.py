@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 from grpo_mega.config.rules.problems import at_most, divisible, multiples
 from grpo_mega.config.schema import Config, ModelConfig
@@ -21,15 +23,19 @@ def model_problems(config: Config) -> Iterator[str]:
             f"model.mtp_layers={model.mtp_layers} reads the embedding without gradient, and with "
             "model.tie_embeddings=true Megatron would give it the output layer's; set one of them off"
         )
-    if model.yarn.factor > 1 and model.attention != "mla":
+    if model.yarn.factor > 1 and model.attention != "mla" and not model.gpt_oss:
         yield (
-            f"model.yarn.factor={model.yarn.factor} is for latent attention; set model.attention=mla, or "
-            "model.yarn.factor=1"
+            f"model.yarn.factor={model.yarn.factor} is for latent attention and model.gpt_oss=true; set "
+            "model.attention=mla, or model.yarn.factor=1"
         )
+    if not model.yarn.truncate and not model.gpt_oss:
+        yield "model.yarn.truncate=false is for model.gpt_oss=true; set model.yarn.truncate=true"
     yield from _stretched(model)
     yield from _channels(model)
     yield from _turning(model)
     yield from _windows(model)
+    if model.gpt_oss:
+        yield from _gpt_oss(config)
     if model.moe.experts > 0:
         yield from _experts(config)
 
@@ -110,6 +116,39 @@ def _windows(model: ModelConfig) -> Iterator[str]:
             "model.gemma=true is for dense layers with grouped-query attention; set model.attention=gqa, "
             "model.moe.experts=0 and model.mtp_layers=0, or model.gemma=false"
         )
+
+
+def _gpt_oss(config: Config) -> Iterator[str]:
+    """A message for each setting that GPT-OSS's layers do not have."""
+    model = config.model
+    unlike = {
+        "model.attention": (model.attention, "gqa"),
+        "model.qkv_bias": (model.qkv_bias, True),
+        "model.gemma": (model.gemma, False),
+        "model.mtp_layers": (model.mtp_layers, 0),
+        "model.llama3_rope.factor": (model.llama3_rope.factor, 1.0),
+        "model.moe.score": (model.moe.score, "softmax"),
+        "model.moe.shared_ffn_hidden": (model.moe.shared_ffn_hidden, 0),
+        "model.moe.first_dense": (model.moe.first_dense, 0),
+    }
+    for name, (given, known) in unlike.items():
+        if given != known:
+            yield (
+                f"{name}={_shown(given)} with model.gpt_oss=true, whose layers know only {_shown(known)}; set "
+                f"{name}={_shown(known)}, or model.gpt_oss=false"
+            )
+    if not model.moe.experts:
+        yield "model.gpt_oss=true needs experts; set model.moe.experts above 0, or model.gpt_oss=false"
+    if config.layout.etp > 1:
+        yield (
+            f"layout.etp={config.layout.etp} with model.gpt_oss=true: Megatron cannot split experts that have biases; "
+            "set layout.etp=1"
+        )
+
+
+def _shown(value: Any) -> str:
+    """A value as it is written in settings."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _turning(model: ModelConfig) -> Iterator[str]:

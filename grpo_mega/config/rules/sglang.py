@@ -29,7 +29,12 @@ _FOLLOWING = {
 def sglang_problems(config: Config) -> Iterator[str]:
     """A message for each rule that the settings of SGLang's engines violate."""
     sglang, model = config.rollout.sglang, config.model
-    if model.window and not model.gemma:
+    if model.gpt_oss:
+        yield (
+            "model.gpt_oss=true with rollout.engine=sglang: nothing tests that SGLang computes these layers as here; "
+            "set rollout.engine=embedded"
+        )
+    elif model.window and not model.gemma:
         yield (
             f"model.window={model.window} with rollout.engine=sglang: SGLang's Mistral and Ministral have no windows; "
             "set rollout.engine=embedded, or model.window=null if model.context is no longer than the window"

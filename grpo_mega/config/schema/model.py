@@ -57,7 +57,7 @@ class MLAConfig:
 
 @dataclass
 class YarnConfig:
-    """YaRN (Peng et al., 2023): rotary positions stretched over a longer context; for latent attention."""
+    """YaRN (Peng et al., 2023): rotary positions stretched over a longer context; for latent attention, and GPT-OSS."""
 
     factor: float = 1.0
     """How many times longer the context has become (DeepSeek-V3: 40); 1 for plain rotary positions."""
@@ -69,6 +69,8 @@ class YarnConfig:
     """Channels that turn less often than this are slowed down by `factor`; those in between by less."""
     mscale: float = 1.0
     """Attention logits are multiplied by (0.1 * mscale * ln(factor) + 1)^2; `mscale_all_dim` in DeepSeek's files."""
+    truncate: bool = True
+    """Between the two kinds of channels is a whole number of pairs (DeepSeek-V3); false for GPT-OSS."""
 
 
 @dataclass
@@ -128,6 +130,9 @@ class ModelConfig:
     gemma: bool = False
     """Gemma 3's dense layers: norms that multiply by 1 + weight, also after attention and after feed-forward; GELU (its
     tanh form) in place of SiLU; embeddings multiplied by sqrt(hidden)."""
+    gpt_oss: bool = False
+    """GPT-OSS's layers: a learned sink for every head, which takes part of its attention; biases in all projections and
+    in the router; experts whose gate and its factor are clamped at 7: x sigmoid(1.702 x) (y + 1)."""
     norm_eps: float = 1e-6
     """Epsilon of RMSNorm."""
     init_std: float = 0.02

@@ -79,11 +79,11 @@ class AdaptedRowLinear(_Adapted, RowParallelLinear):
     """Megatron's row parallel layer with adapters."""
 
 
-class AdaptedWholeColumnLinear(_Adapted, WholeColumnLinear):  # type: ignore[misc]
+class AdaptedWholeColumnLinear(_Adapted, WholeColumnLinear):
     """`WholeColumnLinear` with adapters."""
 
 
-class AdaptedWholeRowLinear(_Adapted, WholeRowLinear):  # type: ignore[misc]
+class AdaptedWholeRowLinear(_Adapted, WholeRowLinear):
     """`WholeRowLinear` with adapters."""
 
 

@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
-from grpo_mega.config.schema import Llama3RopeConfig
+from grpo_mega.config.schema import Llama3RopeConfig, YarnConfig
 from grpo_mega.models.megatron.packed import ContextShard, KVCache, PackedTokens, sees
 from grpo_mega.models.megatron.rotary import cos_sin, rotate
+from grpo_mega.models.megatron.sinks import attend_with_sinks, new_sinks
 
 
 class _ToTable(torch.autograd.Function):
@@ -69,12 +71,13 @@ class _ScatterRows(torch.autograd.Function):
         return grad.index_select(0, index), None, None
 
 
-def _zeros(rows: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _zeros(rows: int, *inputs: torch.Tensor) -> torch.Tensor:
     """[rows, heads, value channels] zeros, for a micro-batch without sequences.
 
     They depend on every input: Megatron expects a gradient, even if zero, of every parameter in every micro-batch.
     """
-    return query.new_zeros(rows, query.shape[1], value.shape[2]) + 0 * (query.sum() + key.sum() + value.sum())
+    query, _, value, *_ = inputs
+    return query.new_zeros(rows, query.shape[1], value.shape[2]) + 0 * torch.stack([x.sum() for x in inputs]).sum()
 
 
 def _all_rows(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
@@ -89,7 +92,8 @@ class PackedAttention(MegatronModule):
 
     With a `rope_base` it rotates queries and keys first, `rope_fraction` of their channels; those of latent attention
     are already rotated. With a `window` a token sees so many, itself included, but for every layer whose number
-    `full_every` divides; layers with a window rotate with `window_rope_base`, if that is given.
+    `full_every` divides; layers with a window rotate with `window_rope_base`, if that is given. With `gpt_oss`
+    every head has a sink (`sinks.py`).
     """
 
     def __init__(
@@ -103,6 +107,8 @@ class PackedAttention(MegatronModule):
         window: int | None = None,
         full_every: int = 0,
         window_rope_base: float | None = None,
+        yarn: YarnConfig | None = None,
+        gpt_oss: bool = False,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -111,7 +117,8 @@ class PackedAttention(MegatronModule):
         sees_all = window is None or (full_every > 0 and layer_number % full_every == 0)
         self.window = None if sees_all else window
         self.rope_base = rope_base if sees_all or window_rope_base is None else window_rope_base
-        self.llama3_rope, self.rope_fraction = llama3_rope, rope_fraction
+        self.llama3_rope, self.rope_fraction, self.yarn = llama3_rope, rope_fraction, yarn
+        self.softmax_offset = new_sinks(config) if gpt_oss else None  # as Megatron's own attention calls them
 
     def forward(
         self,
@@ -130,7 +137,7 @@ class PackedAttention(MegatronModule):
         if self.rope_base is not None:
             if self.rope_base not in packed.angles:  # the same in every layer with this base
                 channels = round(query.shape[-1] * self.rope_fraction)
-                angles = cos_sin(packed.positions, channels, self.rope_base, self.llama3_rope)
+                angles = cos_sin(packed.positions, channels, self.rope_base, self.llama3_rope, self.yarn)
                 packed.angles = packed.angles | {self.rope_base: angles}
             angles = packed.angles[self.rope_base]
             query, key = rotate(query, *angles), rotate(key, *angles)
@@ -147,13 +154,11 @@ class PackedAttention(MegatronModule):
         key, value = (_all_rows(x, shard)[: len(packed.owners)] for x in (key, value))
         n, rows = packed.sequences, len(query)
         if n == 0:
-            return _zeros(rows, query, key, value)
+            return _zeros(rows, query, key, value, *self.parameters())
         k, v = (_ToTable.apply(x, packed).unflatten(0, (n, packed.longest)).transpose(1, 2) for x in (key, value))
         q = _ScatterRows.apply(query.index_select(0, shard.queries), shard.cells, n * shard.longest)
         q = q.unflatten(0, (n, shard.longest)).transpose(1, 2)
-        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-        seen = shard.seen(packed.longest, self.window)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.softmax_scale)
+        out = self._attend(q, k, v, shard.seen(packed.longest, self.window))
         out = out.transpose(1, 2).flatten(0, 1).index_select(0, shard.cells)
         return _ScatterRows.apply(out, shard.queries, rows)
 
@@ -162,17 +167,16 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         n, longest = packed.sequences, packed.longest
         if n == 0:
-            return _zeros(0, query, key, value)
+            return _zeros(0, query, key, value, *self.parameters())
         # [N * longest, heads, channels] -> [N, heads, longest, channels]
         q, k, v = (_ToTable.apply(x, packed).unflatten(0, (n, longest)).transpose(1, 2) for x in (query, key, value))
         if packed.cache is not None:
             self._fill(packed.cache, k, v)
-        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
         seen = None
         if self.window is not None and self.window < longest:  # [longest, longest], the same for every sequence
             positions = torch.arange(longest, device=q.device)
             seen = sees(positions[:, None], positions, self.window)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.softmax_scale)
+        out = self._attend(q, k, v, seen)
         return _FromTable.apply(out.transpose(1, 2).flatten(0, 1), packed)
 
     def _fill(self, cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -190,11 +194,35 @@ class PackedAttention(MegatronModule):
         positions = packed.positions[: packed.sequences]
         keys[packed.rows, :, positions] = key
         values[packed.rows, :, positions] = value
-        k, v = (_repeat_heads(x[:, :, : packed.longest], query.shape[1]) for x in (keys, values))
+        k, v = (x[:, :, : packed.longest] for x in (keys, values))
         # [N, 1, 1, longest]
         seen = sees(positions[:, None, None, None], torch.arange(packed.longest, device=query.device), self.window)
-        out = F.scaled_dot_product_attention(query[:, :, None], k, v, attn_mask=seen, scale=self.softmax_scale)
-        return out[:, :, 0]
+        return self._attend(query[:, :, None], k, v, seen)[:, :, 0]
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Queries [N, heads, Q, d] over keys and values [N, kv heads, K, ...]; without a mask `seen` it is causal."""
+        key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
+        if self.softmax_offset is not None:
+            return attend_with_sinks(query, key, value, seen, self.softmax_offset, self.softmax_scale)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, is_causal=seen is None, scale=self.softmax_scale
+        )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The sinks, if there are any, split by heads."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
 def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:

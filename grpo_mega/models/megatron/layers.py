@@ -106,9 +106,12 @@ class _Whole:
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    skip_bias_add: bool
 
-    def forward(self, x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
-        """[..., inputs] -> ([..., outputs], None)."""
+    def forward(self, x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[..., inputs] -> [..., outputs], and the bias where it is left to the caller, as in Megatron."""
+        if self.skip_bias_add:
+            return F.linear(x, self.weight), self.bias
         return F.linear(x, self.weight, self.bias), None
 
 

@@ -15,19 +15,30 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-from grpo_mega.config.schema import Llama3RopeConfig
+from grpo_mega.config.schema import Llama3RopeConfig, YarnConfig
 from grpo_mega.models.megatron.packed import PackedTokens
 
 
 def cos_sin(
-    positions: torch.Tensor, channels: int, base: float, llama3: Llama3RopeConfig | None = None
+    positions: torch.Tensor,
+    channels: int,
+    base: float,
+    llama3: Llama3RopeConfig | None = None,
+    yarn: YarnConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T] positions -> cosine and sine [T, 1, channels / 2] of every angle, for `rotate`."""
+    """[T] positions -> cosine and sine [T, 1, channels / 2] of every angle, for `rotate`.
+
+    With `yarn` both are longer than those of an angle, so that logits become larger (`YarnConfig.mscale`).
+    """
     frequencies = base ** -(torch.arange(0, channels, 2, dtype=torch.float32, device=positions.device) / channels)
+    length = 1.0
     if llama3 is not None and llama3.factor > 1:
         frequencies = stretched(frequencies, llama3)
+    if yarn is not None and yarn.factor > 1:
+        frequencies = slowed_down(frequencies, base, yarn)
+        length = 0.1 * yarn.mscale * math.log(yarn.factor) + 1
     angles = (positions[:, None].float() * frequencies)[:, None]
-    return angles.cos(), angles.sin()
+    return angles.cos() * length, angles.sin() * length
 
 
 def stretched(frequencies: torch.Tensor, llama3: Llama3RopeConfig) -> torch.Tensor:
@@ -40,6 +51,28 @@ def stretched(frequencies: torch.Tensor, llama3: Llama3RopeConfig) -> torch.Tens
     turns = frequencies * llama3.original_context / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (kept + (1 - kept) / llama3.factor) * frequencies
+
+
+def slowed_down(frequencies: torch.Tensor, base: float, yarn: YarnConfig) -> torch.Tensor:
+    """Radians per token of plain rotary positions -> those of YaRN (Peng et al., 2023, section 3.2), [channels / 2].
+
+    A share between 0 and 1 of each frequency stays as it is, the rest is slowed down. The share falls evenly with the
+    number of the pair, from 1 where it turns `beta_fast` times within the original context to 0 where it turns
+    `beta_slow` times; with `truncate` these two are whole numbers.
+    """
+    pairs = len(frequencies)
+
+    def number(turns: float) -> float:
+        """Of the pair of channels that turns so many times within the original context."""
+        return pairs * math.log(yarn.original_context / (turns * 2 * math.pi)) / math.log(base)
+
+    first, last = number(yarn.beta_fast), number(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)  # as in YaRN's own code, which counts channels here
+    wide = last - first if last != first else 0.001
+    kept = 1 - ((torch.arange(pairs, dtype=torch.float32, device=frequencies.device) - first) / wide).clamp(0, 1)
+    return (kept + (1 - kept) / yarn.factor) * frequencies
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

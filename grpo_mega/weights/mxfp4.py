@@ -1,0 +1,48 @@
+"""Weights in 4 bits as GPT-OSS has those of its experts: MXFP4 (OCP Microscaling Formats, 1.0, section 5).
+
+A tensor NAME [experts, columns, rows] is stored as NAME_blocks [experts, rows, blocks, 16], two numbers in each byte,
+the lower four bits first, and NAME_scales [experts, rows, blocks], the exponent of two, plus 127, of each block of 32
+columns. They are read, and never written: exports have the numbers themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from grpo_mega.weights.names import Entry, Slices
+
+BLOCK = 32
+"""Columns with one scale."""
+BLOCKS, SCALES = "_blocks", "_scales"
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the lower three of four bits mean, E2M1; the highest is the sign."""
+
+
+def in_mxfp4(entry: Entry) -> bool:
+    """Whether files in mxfp4 have this tensor in it: the matrices of the experts."""
+    return entry.place is not None and len(entry.shape) == 3
+
+
+def stored_shapes(entry: Entry) -> dict[str, tuple[int, ...]]:
+    """{name in the files: shape} of what such a tensor is stored as."""
+    experts, columns, rows = entry.shape
+    blocks = -(-columns // BLOCK)
+    return {entry.name + BLOCKS: (experts, rows, blocks, BLOCK // 2), entry.name + SCALES: (experts, rows, blocks)}
+
+
+def dequantised(stored: Callable[[str, Slices], torch.Tensor], name: str, target: Slices) -> torch.Tensor:
+    """The part `target` of the tensor of this name, in float32, which holds every number of the format.
+
+    `stored` gives a part of a tensor in the files.
+    """
+    experts, columns, rows = target
+    of_rows = (experts, rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK)))
+    pairs = stored(name + BLOCKS, (*of_rows, slice(0, BLOCK // 2)))
+    exponents = stored(name + SCALES, of_rows).to(torch.int32) - 127
+    of_bits = torch.tensor([*VALUES, *(-value for value in VALUES)])
+    numbers = of_bits[torch.stack([pairs & 15, pairs >> 4], -1).int()].flatten(-2)
+    numbers = torch.ldexp(numbers, exponents[..., None]).flatten(-2)
+    first = columns.start % BLOCK
+    return numbers[..., first : first + columns.stop - columns.start].transpose(1, 2)

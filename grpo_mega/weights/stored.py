@@ -1,0 +1,140 @@
+"""The tensors in the files of a Hugging Face model directory: whether they are the model's, and their content.
+
+They are numbers as they are, or in fp8 (`fp8.py`), or in 4 bits (`mxfp4.py`).
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from grpo_mega.models.shards import Box
+from grpo_mega.weights import fp8, mxfp4
+from grpo_mega.weights.companions import CONFIG
+from grpo_mega.weights.names import Entry, Slices
+
+INDEX = "model.safetensors.index.json"
+AGAIN = "download the folder again, or name another"
+
+
+class Unusable(Exception):
+    """Why a directory cannot be read."""
+
+
+Header = tuple[list[int], str]
+"""Shape and dtype of a tensor in a file."""
+
+
+def headers(file: Path) -> dict[str, Header]:
+    """{name: (shape, dtype)} of the tensors in a file.
+
+    Raises:
+        Unusable: It cannot be read.
+    """
+    try:
+        with safe_open(file, "pt") as content:
+            slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
+            return {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise Unusable(f"{file.name}: {error}; {AGAIN}") from error
+
+
+def file_of(entry: Entry, files: dict[str, str]) -> str:
+    """The file that holds a tensor, or its numbers without their scales; `files` is {name of a tensor: its file}."""
+    return files[entry.name] if entry.name in files else files[entry.name + mxfp4.BLOCKS]
+
+
+def fill(parts: dict[Box, torch.Tensor], entry: Entry, content: Any, path: Path, files: dict[str, str]) -> None:
+    """Copies one tensor of an open file into the parts of the Megatron tensor that hold it."""
+    in_mxfp4 = entry.name not in files
+    stored = None if in_mxfp4 else content.get_slice(entry.name)
+    scale = _scale(path, files, entry.name) if stored and stored.get_dtype() == "F8_E4M3" else None
+
+    def part_of(name: str, part: Slices) -> torch.Tensor:
+        with safe_open(path / files[name], "pt") as file:  # the scales may lie in another file
+            return file.get_slice(name)[part]
+
+    for box, part in parts.items():
+        for source, target in entry.overlap(box):
+            if stored is None:
+                values = mxfp4.dequantised(part_of, entry.name, target)
+            elif scale is not None:
+                values = fp8.dequantised(stored[target], scale, target)
+            else:
+                values = stored[target]
+            part[source] = entry.inwards(values).to(part)
+
+
+def check_tensors(
+    path: Path,
+    files: dict[str, str],
+    wanted: list[Entry],
+    twice: dict[str, str],
+    declared: str | None,
+    in_fp8: bool,
+    in_mxfp4: bool,
+) -> None:
+    """Names, shapes and dtypes of all tensors, and that what is stored twice is twice the same.
+
+    Args:
+        path: The directory.
+        files: {name of a tensor: its file}.
+        wanted: The model's tensors.
+        twice: {name of a copy that may be there: name of its original}.
+        declared: The dtype that config.json gives, if it gives one.
+        in_fp8: config.json says that some are stored in fp8.
+        in_mxfp4: It says that experts are stored in 4 bits.
+
+    Raises:
+        Unusable: The files do not hold the model; names the first tensor.
+    """
+    inside = {file: headers(path / file) for file in sorted(set(files.values()))}
+    quantised = {name for file in inside.values() for name, (_, dtype) in file.items() if dtype == "F8_E4M3"}
+    packed = {entry.name: mxfp4.stored_shapes(entry) for entry in wanted if in_mxfp4 and mxfp4.in_mxfp4(entry)}
+    names = {entry.name for entry in wanted} - packed.keys()
+    names |= {*chain(*packed.values()), *(name + fp8.SCALE for name in quantised if in_fp8)}
+    _none("missing", names - files.keys())
+    _none("not of this model", {*files, *chain(*inside.values())} - names - twice.keys())
+    _none(f"not in the file that {INDEX} names", {name for name, file in files.items() if name not in inside[file]})
+    for name, expected in chain(*(shapes.items() for shapes in packed.values())):
+        _check(name, inside[files[name]][name], expected, "U8")
+    for entry in wanted:
+        if entry.name in packed:
+            continue
+        shape, dtype = inside[files[entry.name]][entry.name]
+        if tuple(shape) != entry.shape:
+            raise Unusable(f"{entry.name} is {tuple(shape)}, and the configured model's is {entry.shape}; {AGAIN}")
+        if in_fp8 and entry.name in quantised:
+            scale = entry.name + fp8.SCALE
+            _check(scale, inside[files[scale]][scale], fp8.scale_shape(entry.shape), "F32")
+            continue
+        declared = declared or dtype
+        if dtype != declared and not (entry.dtype is torch.float32 and dtype == "F32"):
+            raise Unusable(f"{entry.name} is {dtype}, and the others, or {CONFIG}, say {declared}")
+    for copy in twice.keys() & files.keys():
+        if not torch.equal(*(_tensor(path / files[name], name) for name in (copy, twice[copy]))):
+            raise Unusable(f"{copy} differs from {twice[copy]}, with which the configured model shares it")
+
+
+def _check(name: str, header: Header, shape: tuple[int, ...], dtype: str) -> None:
+    there = tuple(header[0]), header[1]
+    if there != (shape, dtype):
+        raise Unusable(f"{name} is {there[0]} {there[1]}, and must be {shape} {dtype}")
+
+
+def _none(what: str, names: set[str]) -> None:
+    if names:
+        raise Unusable(f"{len(names)} tensors are {what}, the first: {min(names)}; {AGAIN}")
+
+
+def _scale(path: Path, files: dict[str, str], name: str) -> torch.Tensor:
+    return _tensor(path / files[name + fp8.SCALE], name + fp8.SCALE)
+
+
+def _tensor(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, "pt") as content:
+        return content.get_tensor(name)
