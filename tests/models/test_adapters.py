@@ -25,7 +25,11 @@ ARCHITECTURES = {
     "grouped": {"qkv_bias": True, "moe": MoEConfig()},
     "experts": {"moe": MOE},
     "latent": {"moe": MOE, "kv_heads": 4, "attention": "mla", "mla": MLAConfig(v_head_dim=12), "qk_norm": True},
-}
+    "gpt_oss": {
+        "gpt_oss": True, "qkv_bias": True, "window": 5, "full_every": 2, "ffn_hidden": 16,
+        "moe": MoEConfig(experts=4, ffn_hidden=16, score="softmax", bias_update_rate=0.0),
+    },
+}  # fmt: skip
 
 MakePolicy = Callable[..., Policy]
 
@@ -61,7 +65,7 @@ def load(policy: Policy, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     for entry in wanted:
         for box, part in parts.held[entry.key].items():
             for source, target in entry.overlap(box):
-                part[source] = named[entry.name][target]
+                part[source] = entry.inwards(named[entry.name][target])
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
