@@ -199,7 +199,8 @@ class Writer:
         Raises:
             ValueError: Another process is writing the directory, or has written it meanwhile.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._path.parent.exists():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         self._held.enter_context(only_one(self._path))
         if self._path.exists():
             raise ValueError(f"{self._path} exists; name another directory, or remove it")

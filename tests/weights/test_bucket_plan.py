@@ -27,6 +27,6 @@ def test_buckets_are_within_the_budget_or_hold_what_cannot_be_cut(model, budget:
             assert layers[1] <= layers[0]
         size = sum(entry.bytes for entry in bucket)
         fused = len(bucket) == 2 and bucket[0].name.endswith(FUSED[0])
-        assert size <= budget or len(bucket) == 1 or fused
+        assert size <= budget or len({entry.name for entry in bucket}) == 1 or fused  # GPT-OSS's experts are one tensor
         if following:
             assert size + sum(e.bytes for e in following) > budget, "two buckets would have fitted into one"
