@@ -32,13 +32,13 @@ def _line(record: dict[str, Any], where: str) -> str:
 
 
 def sample_record(sample: Sample, score: Score) -> dict[str, Any]:
-    """A sample as samples/ shows it."""
+    """A sample as samples/ shows it; one without a score has no reward (null)."""
     return {
         "prompt_id": sample.prompt.id,
         "prompt": sample.prompt.text,
         "answer": sample.prompt.answer,
         "completion": sample.text,
-        "reward": score.total,
+        "reward": None if score.unscorable else score.total,
         **score.terms,
         **({"reason": score.reason} if score.reason else {}),
         **({"unscorable": score.unscorable} if score.unscorable else {}),

@@ -52,7 +52,7 @@ class Watch:
         signal = []  # with a critic a group is no unit
         if self._advantages.baseline != "critic":
             signal = groups_with_signal(current.groups, self._advantages)
-            self.signal(signal)
+            self.signal(signal, any(group.rewards for group in current.groups))
         if current.batch is not None:
             current.mismatch = self.mismatch(current.batch, current.batch.old_logprob)
             current.mismatch |= correction_metrics(current.batch, self._algorithm, self._topology)
@@ -82,14 +82,23 @@ class Watch:
         scale = noise_in_batches(*moment_sums(policy.optimizer), schedule.updates, self._adam.beta1, self._adam.beta2)
         return {} if scale is None else {"policy/gradient_noise_scale": scale}
 
-    def signal(self, of_groups: Sequence[bool]) -> None:
-        """Counts steps in which no group had two different rewards, and warns after several: nothing is learned."""
+    def signal(self, of_groups: Sequence[bool], scored: bool = True) -> None:
+        """Counts steps in which no group had two different rewards, and warns after several: nothing is learned.
+
+        `scored`: some answer of the step has a score.
+        """
         self.steps_without_signal = 0 if any(of_groups) else self.steps_without_signal + 1
         if self.steps_without_signal == STEPS_WITHOUT_SIGNAL:
+            likely = (
+                "the problems are too hard or too easy for the policy, or the answer format was never sampled; look at "
+                "samples/"
+                if scored
+                else "in the last one no answer could be scored; the warnings above say why"
+            )
             logger.warning(
-                "no group had two different rewards for %d steps, so nothing was learned from them: the problems are "
-                "too hard or too easy for the policy, or the answer format was never sampled; look at samples/",
+                "no group had two different rewards for %d steps, so nothing was learned from them: %s",
                 STEPS_WITHOUT_SIGNAL,
+                likely,
             )
 
     def state_dict(self) -> dict[str, Any]:

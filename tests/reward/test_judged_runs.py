@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,22 @@ def test_what_a_judge_cannot_be_asked_or_does_not_say_is_counted_and_shown(tmp_p
     assert all("judge" in record or record["unscorable"].startswith("reward term 'judge': ") for record in shown)
     written = [file.read_bytes() for file in path.rglob("*") if file.is_file()]
     assert not any(KEY.encode() in content for content in (*written, ended.stdout.encode(), ended.stderr.encode()))
+
+
+@pytest.mark.long
+def test_with_a_judge_that_is_never_there_a_run_ends_and_says_that_nothing_was_scored(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+    judge = f"{{name:judge,options:{{url:'{url}',model:m,retries:0,rubric:'{{prompt}} {{completion}}'}}}}"
+    terms = f"reward.terms=[{{name:accuracy}},{judge}]"
+    ended = Job(tmp_path, [*SMALL, terms, "run.steps=3", "run.name=alone"], ranks=2).finish()
+    assert (ended.code, ended.orphans) == (0, []), ended.stderr
+    path = tmp_path / "runs" / "alone"
+    steps = [record for record in read_metrics(path / "metrics.jsonl") if "reward/unscorable" in record]
+    assert [record["reward/unscorable"] for record in steps] == [32, 32, 32]
+    assert "nothing was learned from them: in the last one no answer could be scored" in ended.stderr
+    assert re.search(r"\[answer \d+, no score\]", ended.stderr)
+    assert "reward 0.00" not in ended.stderr
+    shown = [json.loads(line) for file in (path / "samples").glob("*.jsonl") for line in file.read_text().splitlines()]
+    assert shown
+    assert all(record["reward"] is None and "was given up" in record["unscorable"] for record in shown[8:])
