@@ -27,6 +27,8 @@ def test_buckets_are_within_the_budget_or_hold_what_cannot_be_cut(model, budget:
             assert layers[1] <= layers[0]
         size = sum(entry.bytes for entry in bucket)
         fused = len(bucket) == 2 and bucket[0].name.endswith(FUSED[0])
-        assert size <= budget or len({entry.name for entry in bucket}) == 1 or fused  # GPT-OSS's experts are one tensor
+        one_tensor = len({entry.name for entry in bucket}) == 1  # of all experts
+        assert size <= budget or one_tensor or fused
         if following:
+            assert bucket[-1].name != following[0].name, "a tensor is cut"
             assert size + sum(e.bytes for e in following) > budget, "two buckets would have fitted into one"
