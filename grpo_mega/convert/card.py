@@ -50,28 +50,30 @@ class Facts:
 def card(config: Config, facts: Facts) -> str:
     """The text of README.md, with the header that the Hugging Face hub reads."""
     name = config.run.name if facts.role == "policy" else f"{config.run.name} ({facts.role})"
-    supervised_alone = facts.stage == "grpo" and facts.steps == 0 and bool(config.sft.path or config.sft.steps)
-    trained_by = "supervised steps" if supervised_alone else f"{facts.steps} steps of {facts.stage}"
+    supervised = facts.stage != "pretrain" and bool(config.sft.path or config.sft.steps)
+    reinforced = facts.stage == "grpo" and facts.steps > 0
+    alone = supervised and facts.stage == "grpo" and not reinforced
+    trained_by = "supervised steps" if alone else f"{facts.steps} steps of {facts.stage}"
     return "\n".join(
         [
             "---",
             "library_name: transformers",
             "pipeline_tag: text-generation",
-            "tags: [grpo_mega, reinforcement-learning]",
+            f"tags: [grpo_mega{', reinforcement-learning' if reinforced else ''}]",
             "---",
             f"# {name}",
             "",
             f"{facts.architecture}, {facts.parameters:,} parameters in {facts.dtype}: the {facts.role} after "
             f"{trained_by}, trained with grpo_mega {grpo_mega.__version__}.",
             "",
-            *_table([*_lines(config), *([] if supervised_alone else _rewarded(config))]),
+            *_table([*_lines(config, supervised), *(_rewarded(config) if reinforced else [])]),
             *([] if config.data.tokenizer != "chars" else ["", f"No tokenizer: {NO_TOKENIZER}."]),
             *_results(results_of(facts.run, facts.steps) if facts.run and facts.role == evaluated(config) else []),
             "",
             "## Settings",
             "",
             "```yaml",
-            _settings(config).rstrip(),
+            _settings(config, supervised, reinforced).rstrip(),
             "```",
             "",
             "## Made with",
@@ -106,7 +108,7 @@ def results_of(run: Path, step: int) -> list[tuple[str, dict[str, float]]]:
     return [(f"{split}, step {at}", values) for (split, at), values in found.items()]
 
 
-def _lines(config: Config) -> list[tuple[str, str]]:
+def _lines(config: Config, supervised: bool) -> list[tuple[str, str]]:
     """What the model was made from."""
     data = config.data
     paths = [data.train_path, *(source.path or source.reasoning_gym for source in data.sources.values())]
@@ -116,7 +118,7 @@ def _lines(config: Config) -> list[tuple[str, str]]:
     lines = [("trained from", "a base model, from random weights" if config.base.train else began), ("problems", file)]
     if tested := [path for path in (data.test_path, *(source.test_path for source in data.sources.values())) if path]:
         lines.append(("held-out problems", ", ".join(f"`{path}`" for path in tested)))
-    if config.sft.path or config.sft.steps:
+    if supervised:
         lines.append(("supervised steps", f"`{config.sft.path}`" if config.sft.path else "traces of the task"))
     return lines
 
@@ -145,13 +147,14 @@ def _results(results: Sequence[tuple[str, dict[str, float]]]) -> list[str]:
     return ["", "## Results", "", f"| | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|", *rows]
 
 
-def _settings(config: Config) -> str:
+def _settings(config: Config, supervised: bool, reinforced: bool) -> str:
     """The rooms of the configuration that say how it was trained, as YAML."""
     sampling = ("temperature", "top_p", "top_k", "max_new_tokens", "stop")
-    rooms = {name: asdict(getattr(config, name)) for name in ("algorithm", "reward", "optimizer", "data")}
+    rewarded = ("algorithm", "reward", "optimizer") if reinforced else ()
+    rooms = {name: asdict(getattr(config, name)) for name in (*rewarded, "data")}
     rooms["rollout"] = {name: getattr(config.rollout, name) for name in sampling}
     rooms["run"] = {"seed": config.run.seed, "steps": config.run.steps}
     rooms |= {"lora": asdict(config.lora)} if config.lora.rank else {}
     rooms |= {"base": asdict(config.base)} if config.base.train else {}
-    rooms |= {"sft": asdict(config.sft)} if config.sft.path or config.sft.steps else {}
+    rooms |= {"sft": asdict(config.sft)} if supervised else {}
     return OmegaConf.to_yaml(OmegaConf.create(rooms))

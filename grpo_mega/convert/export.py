@@ -74,6 +74,8 @@ def _write_adapter(path: Path, tensors: dict[str, torch.Tensor], settings: dict[
     temporary = path.with_name(f".{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     with only_one(path):
+        if path.exists():  # another process may have finished it meanwhile
+            raise ValueError(f"{path} exists; name another folder, or remove it")
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+logger = logging.getLogger(__name__)
+
+WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What file systems answer that have no locks, such as Lustre mounted without -o flock."""
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -44,6 +51,8 @@ def only_one(path: Path) -> Iterator[None]:
 
     They are refused as long as this block lasts; one that was killed keeps nobody out.
 
+    Where the file system has no locks, a warning says that nothing keeps others out.
+
     Raises:
         ValueError: Another process is in it.
     """
@@ -52,8 +61,10 @@ def only_one(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        file.unlink()
-        os.close(lock)
+        try:
+            file.unlink(missing_ok=True)  # while it is locked: nobody takes a file that goes
+        finally:
+            os.close(lock)
 
 
 def _locked(file: Path, path: Path) -> int:
@@ -69,6 +80,12 @@ def _locked(file: Path, path: Path) -> int:
             raise ValueError(f"{path} is being written by another process; wait for it, or name another") from None
         except FileNotFoundError:  # who had the lock has finished meanwhile, and removed the file
             pass
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                os.close(lock)
+                raise
+            logger.warning("%s: the file system has no locks (%s); let no other command write this", path, error)
+            return lock
         os.close(lock)
 
 

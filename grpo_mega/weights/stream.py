@@ -229,7 +229,8 @@ class _Sharing:
         return torch.empty(sum(p.shape.numel() for p in pieces), dtype=dtype, device=self._device)
 
     def _empty(self, bucket: list[Entry]) -> dict[str, torch.Tensor]:
-        return {e.name: torch.empty(e.shape, dtype=e.dtype, device=self._device) for e in bucket}
+        described = {e.name: (e.shape, e.dtype) for e in bucket}  # several entries may be parts of one tensor
+        return {name: torch.empty(*x[0], dtype=x[1], device=self._device) for name, x in described.items()}
 
     def _unpack(self, message: torch.Tensor, pieces: Iterable[_Piece], whole: dict[str, torch.Tensor]) -> None:
         pieces = [*pieces]

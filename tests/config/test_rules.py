@@ -310,6 +310,10 @@ BROKEN: list[tuple[dict[str, object], str]] = [
         "algorithm.tau_pos=3.0 and algorithm.tau_neg=1.05 have an effect on algorithm.objective=sapo",
     ),
     (
+        {"algorithm.objective": "vespo", "algorithm.vespo_k_pos": 50.0, "algorithm.vespo_lambda_pos": 1e-9},
+        "algorithm.vespo_k_pos=50.0 and algorithm.vespo_lambda_pos=1e-09: the factor of a sequence, 1",
+    ),
+    (
         {"algorithm.vespo_k_neg": 4.0},
         "algorithm.vespo_k_neg=4.0 has an effect on algorithm.objective=vespo alone, not on ppo; leave it out",
     ),
@@ -425,13 +429,17 @@ def test_a_broken_rule_is_the_only_problem_and_names_its_field(values: dict[str,
 
 GPT_OSS: dict[str, object] = {
     "model.gpt_oss": True, "model.qkv_bias": True, "model.moe.score": "softmax", "model.moe.bias_update_rate": 0.0,
-    "model.moe.shared_ffn_hidden": 0, "model.moe.first_dense": 0,
+    "model.moe.shared_ffn_hidden": 0, "model.moe.first_dense": 0, "model.qk_norm": False, "model.window": 8,
+    "model.ffn_hidden": TINY.model.moe.ffn_hidden,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"model.qk_norm": True}, "model.qk_norm=true with model.gpt_oss=true"),
+        ({"model.window": None}, "model.window=null with model.gpt_oss=true, whose layers have one; set model.window"),
+        ({"model.ffn_hidden": 7}, "model.ffn_hidden=7 with model.gpt_oss=true, whose layers know only"),
         ({"model.qkv_bias": False}, "model.qkv_bias=false with model.gpt_oss=true, whose layers know only true; set"),
         ({"model.gemma": True, "model.moe.experts": 0}, "model.gemma=true with model.gpt_oss=true"),
         ({"model.moe.experts": 0}, "model.gpt_oss=true needs experts"),

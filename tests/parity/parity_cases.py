@@ -81,9 +81,9 @@ MODELS = {
     "mtp_lora": replace(DEEPSEEK, mtp_layers=1, moe=replace(DEEPSEEK.moe, **FROZEN)),
 }
 LORA = {name: LoRAConfig(rank=4, alpha=6.0) for name in MODELS if name.endswith("_lora")}
-# peft has no adapters of its experts, so the exported ones are those of attention alone.
-LORA["gpt_oss_lora"] = LoRAConfig(rank=4, alpha=6.0, targets=["attention"])
 """Of the models that have adapters: nothing else of these is trained."""
+# peft has no adapters of its experts, so the exported ones are those of attention alone.
+LORA["gpt_oss_lora"].targets = ["attention"]
 FROZEN_PARTS = {
     "tied_frozen": ["embedding"],
     "mtp_frozen": ["embedding", "router", "norms"],

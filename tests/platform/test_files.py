@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -91,3 +92,26 @@ def test_one_that_was_killed_inside_keeps_nobody_out(tmp_path: Path) -> None:
     with only_one(path), pytest.raises(ValueError, match="out is being written by another process"), only_one(path):
         pass
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_warned_of_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    with only_one(tmp_path / "out"):
+        pass
+    assert "out: the file system has no locks" in caplog.text
+    assert os.listdir(tmp_path) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_lock_that_was_removed_meanwhile_is_no_failure(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with only_one(tmp_path / "out"):
+        (tmp_path / ".out.lock").unlink()
+    assert len(os.listdir("/proc/self/fd")) == before

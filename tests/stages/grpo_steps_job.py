@@ -71,7 +71,7 @@ os.environ |= {step_rewards.EQUAL: str(equal), step_rewards.HALF: str(half)}
 @cache
 def composed(*words: str) -> DictConfig:
     """SMALL with these words; hydra takes longer to compose it than many of these runs take."""
-    return OmegaConf.structured(compose_config([*SMALL, f"run.root={root}", *words]))
+    return OmegaConf.structured(compose_config([*SMALL, f"run.root={root}", *words], checked=False))
 
 
 def configured(*overrides: str) -> Config:

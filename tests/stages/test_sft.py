@@ -57,7 +57,8 @@ def runs(
     root = tmp_path_factory.mktemp("supervised")
     common, seen = write_files(root), {}
     here = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    selected = {"single", *(spec.params["layout"] for spec in here if spec)}
+    asked_for = {spec.params.get("layout") for spec in here if spec}
+    selected = [layout for layout in LAYOUTS if layout == "single" or layout in asked_for]
     # A file that changes under a run, at a path of its own, which is part of what must stay.
     shutil.copy(root / "chats.jsonl", root / "changing.jsonl")
     with pytest.MonkeyPatch.context() as environment:

@@ -33,6 +33,7 @@ REFUSED = [
 """Ranks (0: without torchrun), overrides, and what the message must contain; seen before any process group is made."""
 CORE = ("layout=tp2_pp2", "algorithm.prompts_per_step=7", "experiment=tinny")
 """Those of `make test`."""
+assert {*CORE} <= {overrides[0] for _, overrides, _ in REFUSED}
 
 
 def of(ranks, overrides, words):

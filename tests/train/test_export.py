@@ -288,7 +288,8 @@ def test_a_kill_leaves_nothing_that_loads_and_the_command_works_again(
     killed = export(trained.run, folder, environment={"PYTHONPATH": path, "FSYNCS": str(fsyncs)})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not folder.exists()
-    unfinished, lock = sorted(entry for entry in tmp_path.iterdir() if entry.name.startswith(".folder"))[::-1]
+    unfinished, lock = tmp_path / ".folder.tmp", tmp_path / ".folder.lock"
+    assert {*tmp_path.iterdir()} == {unfinished, lock, tmp_path / "sitecustomize.py"}
     assert not (unfinished / "config.json").exists()
     exported(trained.run, folder)
     apart = {"README.md"}  # which has the command

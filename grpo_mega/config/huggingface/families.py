@@ -251,7 +251,7 @@ def full_every(found: dict[str, Any]) -> int:
         usual = found.get("sliding_window_pattern") or usual
     stated = found.get("layer_types") or layer_types(layers, usual)
     every = stated.index("full_attention") + 1 if "full_attention" in stated else 0
-    if stated != layer_types(layers, every) or (usual and every == 1):
+    if stated != layer_types(layers, every) or (found["model_type"] == "gemma3_text" and every == 1):
         raise ValueError(f"layer_types={stated} (layers without a window have to come at equal distances)")
     return every
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields
 from operator import attrgetter
 
 from grpo_mega.config.schema import AlgorithmConfig, Config, CriticConfig
 from grpo_mega.config.schema.terms import SCORE_STEPS
+
+LARGEST_FACTOR = 10
+"""Logarithm of the largest factor that VESPO may give a sequence; the paper's are 1.2 at most."""
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
@@ -65,6 +69,14 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"algorithm.tau_pos={algorithm.tau_pos} and algorithm.tau_neg={algorithm.tau_neg} have an effect on "
             f"algorithm.objective=sapo alone, not on {algorithm.objective}; leave them out"
         )
+    for sign in ("pos", "neg") if algorithm.objective == "vespo" else ():
+        k, rate = getattr(algorithm, f"vespo_k_{sign}"), getattr(algorithm, f"vespo_lambda_{sign}")
+        if 0 < k < math.inf and 0 < rate < math.inf and k * math.log(k / rate) + rate - k > LARGEST_FACTOR:
+            yield (
+                f"algorithm.vespo_k_{sign}={k} and algorithm.vespo_lambda_{sign}={rate}: the factor of a sequence, 1 "
+                f"on policy, would be more than e^{LARGEST_FACTOR} at a ratio of {k / rate:.3g}; choose numbers "
+                "that are nearer to each other"
+            )
     if algorithm.objective != "vespo":
         for field in fields(AlgorithmConfig):
             if field.name.startswith("vespo_") and (value := getattr(algorithm, field.name)) != field.default:

@@ -124,6 +124,10 @@ def _gpt_oss(config: Config) -> Iterator[str]:
     unlike = {
         "model.attention": (model.attention, "gqa"),
         "model.qkv_bias": (model.qkv_bias, True),
+        "model.qk_norm": (model.qk_norm, False),
+        "model.window_rope_base": (model.window_rope_base, None),
+        "model.query_pre_attn_scalar": (model.query_pre_attn_scalar, None),
+        "model.ffn_hidden": (model.ffn_hidden, model.moe.ffn_hidden),
         "model.gemma": (model.gemma, False),
         "model.mtp_layers": (model.mtp_layers, 0),
         "model.llama3_rope.factor": (model.llama3_rope.factor, 1.0),
@@ -139,6 +143,8 @@ def _gpt_oss(config: Config) -> Iterator[str]:
             )
     if not model.moe.experts:
         yield "model.gpt_oss=true needs experts; set model.moe.experts above 0, or model.gpt_oss=false"
+    if model.window is None:
+        yield "model.window=null with model.gpt_oss=true, whose layers have one; set model.window"
     if config.layout.etp > 1:
         yield (
             f"layout.etp={config.layout.etp} with model.gpt_oss=true: Megatron cannot split experts that have biases; "

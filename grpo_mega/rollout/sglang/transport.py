@@ -229,6 +229,8 @@ class Disk(Transport):
         """Removes the last update's directory, which all engines have read or will never read."""
         self._updates += 1  # another name every time: file systems of several nodes may remember files
         if self._writes:
+            if self._writer:  # of an update that was interrupted
+                self._writer.discard()
             self._writer = Writer(self._path, self._config)
             shutil.rmtree(self._folder, ignore_errors=True)
             _written(self._writer.begin)
@@ -274,7 +276,7 @@ def _written(work: Callable[[], None]) -> None:
     """Does `work`; raises an EngineError, which is raised on all ranks, when the disk fails."""
     try:
         work()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise EngineError(f"weights cannot be written: {error}; make room, or set rollout.sglang.transport") from error
 
 
