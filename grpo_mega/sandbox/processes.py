@@ -64,18 +64,23 @@ def tree(root: int) -> list[int]:
 
 
 def effort(processes: Sequence[int]) -> Effort:
-    """What processes have done; nothing of those that have ended. Without CONFIG_SCHED_INFO no thread is there."""
+    """What processes have done; nothing of those that have ended. Without CONFIG_SCHED_INFO no thread is there.
+
+    What they waited is read first, of all of them: what they ran explains it, and goes on while this process reads,
+    which on a busy machine may take long.
+    """
     found = Effort()
+    for pid in processes:
+        with suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                used, queued, _ = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()
+                found.threads[int(thread)] = int(used) / 1e9, int(queued) / 1e9
     for pid in processes:
         with suppress(OSError):
             # The name, in brackets, is the program's own choice and may be no text.
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             own, reaped = (TICK * (int(fields[i]) + int(fields[i + 1])) for i in (11, 13))  # proc_pid_stat(5)
             found.ran[pid], found.reaped[pid] = own, reaped
-        with suppress(OSError):
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                used, queued, _ = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()
-                found.threads[int(thread)] = int(used) / 1e9, int(queued) / 1e9
     return found
 
 

@@ -35,6 +35,11 @@ NOT_RUN = {
         "torchrun --standalone",
         "python tools/evaluate.py", "python tools/rejection_sample.py", "torchrun --standalone",
     ],
+    "tests/evaluate run a shorter one": [
+        "torchrun --standalone", "torchrun --standalone", "python tools/rejection_sample.py",
+        'student="experiment=tiny_dense model.hidden=48', "for seed", "torchrun --standalone", "torchrun --standalone",
+        "done",
+    ],
     "TRL has an environment of its own": ["OMP_NUM_THREADS=1 python", "OMP_NUM_THREADS=1 python"],
     "needs a Slurm cluster; tests/slurm run the scripts on a Slurm of their own": [
         "git clone", "make .venv/.ready", "slurm/tiny.sh --partition=NAME", "slurm/status.sh runs/tiny",

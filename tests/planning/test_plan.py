@@ -192,6 +192,7 @@ def test_what_fits_and_what_does_not(plans: dict[str, Any]) -> None:
     fits = {name: found["fits"] for name, found in plans.items() if not name.startswith("tiny")}
     assert fits.pop("qwen3_one_node") is False, "with its optimizer on the GPUs it needs a second machine"
     assert fits.pop("moonlight_keeps_all") is False, "without recomputation"
+    assert fits.pop("gpt_oss_120b") is False, "117 billion parameters on the machines of 30"
     assert all(fits.values())
     assert plans["tiny"]["fits"] is None
     assert (plans["r1zero_671b"]["capacity"], plans["r1zero_671b_h200"]["capacity"]) == (H100, H200)
