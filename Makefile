@@ -23,7 +23,7 @@ SGLANG_BEFORE := 0.5.20
 
 define HELP
 make train    teach a small model to reason, here and now; everything lies in runs/$(EXPERIMENT) then
-make test     test every room, in about a quarter of an hour
+make test     test every room, in 15 to 20 minutes
 make test-all  run the whole test suite: the long suites below as well, two hours in all
     test-parity    training under a hundred layouts against one process, and whether planted bugs are noticed
     test-slurm     faults of jobs on a real Slurm
