@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from pathlib import Path
 
@@ -59,3 +60,14 @@ def test_held_out_results_go_into_the_metrics_and_others_do_not(tmp_path: Path) 
     recorder.close()
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
     assert line == {"step": 0, "eval/heldout/accuracy": 0.25, "eval/heldout/length": 20.0}
+
+
+def test_a_sample_that_could_not_be_scored_has_no_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither in the file nor on the console is it a 0."""
+    recorder = Recorder(RunConfig(name="mine", steps=1, tensorboard=False, samples_per_step=1), tmp_path, main=True)
+    recorder.open_metrics(resume_from_step=-1)
+    recorder.step(1, {}, [sample_record(answer(0, "poor"), Score(0.0, {}, unscorable="the judge was away"))])
+    recorder.close()
+    assert "| 1+1=? -> poor  [answer 2, no score]" in capsys.readouterr().err
+    record = json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text())
+    assert (record["reward"], record["unscorable"]) == (None, "the judge was away")
