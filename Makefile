@@ -23,7 +23,8 @@ SGLANG_BEFORE := 0.5.20
 
 define HELP
 make train    teach a small model to reason, here and now; everything lies in runs/$(EXPERIMENT) then
-make test     test every room, in 15 to 20 minutes
+make r1-tiny  all of DeepSeek-R1 in miniature: R1-Zero, cold start, RL, rejection sampling, RL again, distillation
+make test     test every room, in a quarter of an hour; 25 minutes where memory is slow
 make test-all  run the whole test suite: the long suites below as well, two hours in all
     test-parity    training under a hundred layouts against one process, and whether planted bugs are noticed
     test-slurm     faults of jobs on a real Slurm
@@ -46,10 +47,11 @@ The others make $(VENV) when it is missing or older than pyproject.toml. Variabl
   NPROC             make train: number of processes ($(NPROC))
   TEST_PROCESSES    make test: files that are tested at once ($(TEST_PROCESSES))
   ARGS              make train: further settings, such as 'run.seed=1 run.name=second';
+                    make r1-tiny: settings of all its runs, and --root FOLDER for another chain;
                     make test: further pytest options, such as '-k advantage'
 endef
 
-.PHONY: help train test test-all test-parity test-slurm test-train test-sandbox test-docs test-rooms test-reward \
+.PHONY: help train r1-tiny test test-all test-parity test-slurm test-train test-sandbox test-docs test-rooms test-reward \
     test-sglang test-sglang-newest test-sglang-contract slurm lint clean
 
 help:
@@ -57,6 +59,9 @@ help:
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m grpo_mega.train experiment=$(EXPERIMENT) $(ARGS)
+
+r1-tiny: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tools/recipe.py run r1_tiny $(ARGS)
 
 # A file's tests stay in one process: what they share is made once.
 test: $(READY) slurm

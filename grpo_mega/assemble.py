@@ -1,36 +1,51 @@
 """Assembles a run: process groups, run directory, models, engine, stages and the first weights.
 
-This is the only file that names concrete engines and stages.
+This is the only file that names concrete engines and stages: those of a run that trains a policy, and the one of a run
+that trains a reward model (`run.trains`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from grpo_mega.checkpoint import checkpoint
 from grpo_mega.colocation.turns import Turns
 from grpo_mega.config.load import identity, to_yaml
 from grpo_mega.config.schema import Config, ModelConfig
+from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.convert.of_run import Exports
-from grpo_mega.data import Data
+from grpo_mega.convert.teacher import load_teacher
+from grpo_mega.data import Data, ExampleData
 from grpo_mega.data.tasks import generated_task
+from grpo_mega.data.teacher_tokens import teacher_vocabulary
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
+from grpo_mega.first_weights import (
+    FoundRewardModel,
+    check_origin,
+    find_reward_model,
+    load_first_body,
+    load_first_weights,
+    load_reward_model,
+)
 from grpo_mega.models.average import AveragedPolicy
+from grpo_mega.models.model import Model
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
-from grpo_mega.models.scalar import ScalarModel
+from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel
+from grpo_mega.models.teacher import Teacher
 from grpo_mega.models.topology import Topology, join_layout, leave_layout
 from grpo_mega.observe.console import columns_of
 from grpo_mega.observe.heartbeat import Heartbeat
 from grpo_mega.observe.logs import setup_rank_logging
 from grpo_mega.observe.recorder import Recorder
-from grpo_mega.observe.run_dir import RunDir, has_checkpoints, open_run_dir
+from grpo_mega.observe.run_dir import RunDir, open_run_dir
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform import Platform
 from grpo_mega.platform.collectives import from_main_rank
@@ -39,102 +54,250 @@ from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.run import Run, Stage
+from grpo_mega.stages.distill import Distill
 from grpo_mega.stages.grpo import GRPO
+from grpo_mega.stages.learned_reward import LearnedReward, ScoresOf, StepScores, WholeScores
 from grpo_mega.stages.ppo import PPO
 from grpo_mega.stages.pretrain import Pretrain
+from grpo_mega.stages.process_reward_model import ProcessRewardModel
+from grpo_mega.stages.reward_model import RewardModel, Scale
 from grpo_mega.stages.rollouts import Rollouts, without_turns
+from grpo_mega.stages.scalar_training import ScalarTraining
 from grpo_mega.stages.sft import SFT
-from grpo_mega.weights import directory as huggingface
+from grpo_mega.types import Sample, Score
+
+Decode = Callable[[Iterable[int]], str]
+"""Token ids -> their text."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a run of either kind stands on.
+
+    Attributes:
+        config: The configuration.
+        path: The run directory.
+        vocab_size: Tokens that the models score.
+        platform, topology: Of this process.
+        recorder, timer: Of the run.
+    """
+
+    config: Config
+    path: Path
+    vocab_size: int
+    platform: Platform
+    topology: Topology
+    recorder: Recorder
+    timer: PhaseTimer
 
 
 @contextmanager
-def assemble(config: Config, platform: Platform, data: Data, reward: Reward) -> Iterator[Run]:
+def assemble(
+    config: Config, platform: Platform, data: Data | ExampleData, reward: Reward | None = None
+) -> Iterator[Run]:
     """A run, resumed from its directory if that has a checkpoint, ready to `execute`.
+
+    Args:
+        config: The configuration, whose `run.trains` says what the run trains.
+        platform: Device and backend of this process.
+        data: Examples for a run that trains a reward model, otherwise problems.
+        reward: Scores answers to problems.
 
     Raises:
         ValueError: The layout, the run directory or its checkpoints cannot be used.
     """
+    # Both before the run directory is made.
+    taught = _check_teacher(config, data.tokenizer)
+    preferred = find_reward_model(config, data.tokenizer)
+    with _ground(config, platform, data) as ground:
+        if isinstance(data, ExampleData):
+            yield _reward_model_run(ground, data)
+            return
+        assert reward is not None, "a policy is trained on answers that a reward scores"
+        decode = partial(_decode, data.tokenizer)
+        with _sglang(ground, decode) as sglang:
+            yield _policy_run(ground, data, reward, decode, sglang, taught, preferred)
+
+
+@contextmanager
+def _ground(config: Config, platform: Platform, data: Data | ExampleData) -> Iterator[Ground]:
+    """Opens the run directory and makes the process groups; closes and leaves them."""
     path = Path(config.run.root) / config.run.name
     vocab_size = vocabulary(config.model, data.tokenizer)
-    _check_origin(config, path, vocab_size)
+    check_origin(config, path, vocab_size)
     main = dist.get_rank() == 0
     run_dir = _open_run_dir(path, config)
     setup_rank_logging(path, dist.get_rank())
     for warning in data.warnings if main else ():
         logging.getLogger(__name__).warning(warning)
     topology = join_layout(config.layout, config.run.seed, config.cluster.timeout_seconds)
-    recorder = Recorder(config.run, path, main, columns_of(config))
-    timer = PhaseTimer(Heartbeat())
-    decode = partial(_decode, data.tokenizer)
-    sglang: SGLangEngine | None = None
+    steps = data.examples.steps if isinstance(data, ExampleData) else config.run.steps
+    recorder = Recorder(replace(config.run, steps=steps), path, main, columns_of(config))
     try:
-        with timer("setup"):
-            if config.rollout.engine == "sglang":  # before the policy: it measures how much memory is free
-                sglang = SGLangEngine(config, vocab_size, platform, decode, path)
-            policy = Policy(
-                config.model,
-                config.layout,
-                vocab_size,
-                topology,
-                platform,
-                distributed_optimizer=config.optimizer.distributed,
-                overlap=config.optimizer.overlap,
-                frozen=config.optimizer.frozen,
-                lora=config.lora,
-            )
-            embedded = EmbeddedEngine(policy, decode, config.rollout.concurrent_sequences)
-            critic = _critic(config, vocab_size, topology, platform)
-        score = partial(reward.score, decode=decode) if config.algorithm.supervision == "process" else reward.score
-        recorder.start(_introduction(config, policy))
-        reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
-        decay = config.optimizer.average_decay
-        average = AveragedPolicy(policy, decay) if decay else None
-        if sglang:
-            text = [token for prompt in data.test for token in prompt.token_ids]
-            others = [model for model in (critic, reference) if model]
-            turns = Turns(policy, others, sglang, config.rollout.sglang, timer, text, path)
-            rollouts = Rollouts(
-                config,
-                sglang,
-                turns.generate,
-                score,
-                policy,
-                data.stop_ids,
-                average,
-                generates_meanwhile=True,
-                traffic=turns.metrics,
-                outdate=turns.outdate,
-            )
-        else:
-            in_turn = partial(without_turns, timer)
-            rollouts = Rollouts(config, embedded, in_turn, score, policy, data.stop_ids, average)
-        if critic:
-            last: Stage = PPO(config, policy, critic, reference, data, rollouts)
-        else:
-            last = GRPO(config, policy, reference, data, rollouts)
-        exports = Exports(path, policy, config, data.tokenizer)
-        run = Run(config, policy, [*_stages_before(config, policy, embedded, data), last], recorder, timer, exports)
-        if not run.resume():
-            _load_first_weights(config, policy)
-        yield run
-        if sglang:
-            sglang.close()  # before the process groups are destroyed
+        yield Ground(config, path, vocab_size, platform, topology, recorder, PhaseTimer(Heartbeat()))
         leave_layout()
     finally:
-        if sglang:
-            sglang.close()
         recorder.close()
         if run_dir:
             run_dir.close()
 
 
-def _critic(config: Config, vocab_size: int, topology: Topology, platform: Platform) -> ScalarModel | None:
+def _reward_model_run(ground: Ground, data: ExampleData) -> Run:
+    """A run of one stage, which trains a reward model, of whole answers or of their steps."""
+    config, recorder, settings = ground.config, ground.recorder, ground.config.optimizer
+    with ground.timer("setup"):
+        parallel = (ground.topology, ground.platform, settings.distributed, settings.overlap)
+        model = ScalarModel(REWARD_MODEL, config.model, config.layout, ground.vocab_size, *parallel)
+    kind = RewardModel if config.run.trains == "reward_model" else ProcessRewardModel
+    stage: ScalarTraining[Any] = kind(config, model, data.examples)
+    tested = f", {len(data.examples.test)} {stage.noun}s held out" if data.examples.test else ""
+    size = f"{config.pairs.batch_size} {stage.noun}s per step, {data.examples.steps} steps{tested}"
+    recorder.start([_size_in_words(config, model), size])
+    run = Run(config, model, [stage], recorder, ground.timer)
+    if not run.resume():
+        load_first_body(config, model)
+    return run
+
+
+def _policy_run(
+    ground: Ground,
+    data: Data,
+    reward: Reward,
+    decode: Decode,
+    sglang: SGLangEngine | None,
+    taught: tuple[ModelConfig, int] | None,
+    preferred: FoundRewardModel | None,
+) -> Run:
+    """A run that trains a policy: the stages before reinforcement learning, and this.
+
+    A teacher, of the architecture and vocabulary `taught`, and a reward model may take part.
+    """
+    config = ground.config
+    with ground.timer("setup"):
+        policy = _policy(ground)
+        embedded = EmbeddedEngine(policy, decode, config.rollout.concurrent_sequences)
+        critic = _critic(ground)
+        scorer, learned = _learned_reward(ground, preferred, decode) if preferred else (None, None)
+        teacher = _teacher(ground, *taught) if taught else None
+    ground.recorder.start(_introduction(config, policy))
+    reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
+    score = partial(reward.score, decode=decode) if config.algorithm.supervision == "process" else reward.score
+    others = [model for model in (critic, reference, scorer, teacher) if model]
+    rollouts = _rollouts(ground, data, policy, others, score, learned, embedded, sglang)
+    if critic:
+        last: Stage = PPO(config, policy, critic, reference, data, rollouts)
+    elif teacher:
+        last = Distill(config, policy, teacher, reference, data, rollouts)
+    else:
+        last = GRPO(config, policy, reference, data, rollouts)
+    stages = [*_stages_before(config, policy, embedded, data), last]
+    exports = Exports(ground.path, policy, config, data.tokenizer)
+    run = Run(config, policy, stages, ground.recorder, ground.timer, exports)
+    if not run.resume():
+        load_first_weights(config, policy)
+    return run
+
+
+@contextmanager
+def _sglang(ground: Ground, decode: Decode) -> Iterator[SGLangEngine | None]:
+    """The engines of SGLang, if the run has them. They are made before the policy: they measure how much is free."""
+    if ground.config.rollout.engine != "sglang":
+        yield None
+        return
+    with ground.timer("setup"):
+        engine = SGLangEngine(ground.config, ground.vocab_size, ground.platform, decode, ground.path)
+    with closing(engine):  # before the process groups are destroyed
+        yield engine
+
+
+def _policy(ground: Ground) -> Policy:
+    config = ground.config
+    return Policy(
+        config.model,
+        config.layout,
+        ground.vocab_size,
+        ground.topology,
+        ground.platform,
+        distributed_optimizer=config.optimizer.distributed,
+        overlap=config.optimizer.overlap,
+        frozen=config.optimizer.frozen,
+        lora=config.lora,
+    )
+
+
+def _critic(ground: Ground) -> ScalarModel | None:
     """A critic, if advantages are to come from one."""
+    config, settings = ground.config, ground.config.optimizer
     if config.algorithm.advantage_baseline != "critic":
         return None
-    settings = config.optimizer
-    parallel = (topology, platform, settings.distributed, settings.overlap)
-    return ScalarModel("critic", config.model, config.layout, vocab_size, *parallel, before=True)
+    parallel = (ground.topology, ground.platform, settings.distributed, settings.overlap)
+    return ScalarModel("critic", config.model, config.layout, ground.vocab_size, *parallel, before=True)
+
+
+def _learned_reward(ground: Ground, found: FoundRewardModel, decode: Decode) -> tuple[ScalarModel, LearnedReward]:
+    """The reward model that answers, or their steps, are scored by, and what adds its scores to theirs."""
+    config = ground.config
+    scorer = load_reward_model(config, found, ground.topology, ground.platform)
+    if found.separators:
+        scores: ScoresOf = StepScores(scorer, found.separators, config.reward.model.outcome, decode)
+    else:
+        scores = WholeScores(scorer, Scale(**found.stage["scale"]) if config.reward.model.normalize else None)
+    return scorer, LearnedReward(config, ground.topology, scores, found.checksum)
+
+
+def _check_teacher(config: Config, tokenizer: Tokenizer) -> tuple[ModelConfig, int] | None:
+    """A teacher's architecture and vocabulary, checked; None without one.
+
+    Raises:
+        FileNotFoundError: There is no such path.
+        ValueError: The layout cannot split it, or it has other tokens.
+    """
+    teacher = read_teacher(config)
+    if teacher is None:
+        return None
+    check_teacher(config, teacher)
+    return teacher.model, teacher_vocabulary(config, teacher, tokenizer)
+
+
+def _teacher(ground: Ground, model: ModelConfig, vocab_size: int) -> Teacher:
+    """The teacher, with its weights."""
+    teacher = Teacher(model, ground.config.layout, vocab_size, ground.topology, ground.platform)
+    load_teacher(Path(str(ground.config.distill.teacher)), teacher)
+    return teacher
+
+
+def _rollouts(
+    ground: Ground,
+    data: Data,
+    policy: Policy,
+    others: Sequence[Model | ReferencePolicy],
+    score: Callable[[Sequence[Sample]], Sequence[Score]],
+    learned: LearnedReward | None,
+    embedded: EmbeddedEngine,
+    sglang: SGLangEngine | None,
+) -> Rollouts:
+    """Generation with the trainer's own weights, or with engines of SGLang, whose turn the `others` leave room for."""
+    config, timer = ground.config, ground.timer
+    decay = config.optimizer.average_decay
+    average = AveragedPolicy(policy, decay) if decay else None
+    if sglang is None:
+        in_turn = partial(without_turns, timer)
+        return Rollouts(config, embedded, in_turn, score, policy, data.stop_ids, average, learned=learned)
+    text = [token for prompt in data.test for token in prompt.token_ids]
+    turns = Turns(policy, others, sglang, config.rollout.sglang, timer, text, ground.path)
+    return Rollouts(
+        config,
+        sglang,
+        turns.generate,
+        score,
+        policy,
+        data.stop_ids,
+        average,
+        generates_meanwhile=True,
+        traffic=turns.metrics,
+        outdate=turns.outdate,
+        learned=learned,
+    )
 
 
 def _stages_before(config: Config, policy: Policy, embedded: Engine, data: Data) -> list[Stage]:
@@ -177,68 +340,21 @@ def _decode(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     return tokenizer.decode(i for i in ids if i < tokenizer.vocab_size)
 
 
-def _check_origin(config: Config, path: Path, vocab_size: int) -> None:
-    """Checks where the first weights come from, before the run directory is made.
-
-    A run that has checkpoints to continue at needs them no more.
-
-    Raises:
-        FileNotFoundError: There is neither a checkpoint nor a Hugging Face model.
-        ValueError: The Hugging Face model is of another shape; raised on every rank.
-    """
-    if config.run.init_from is None:
-        return
-    origin = Path(config.run.init_from)
-    if huggingface.is_model(origin):
-        if problem := from_main_rank(lambda: _unlike(origin, config.model, path, vocab_size)):
-            raise ValueError(problem)
-    elif not (origin / checkpoint.STATE).is_file():
-        raise FileNotFoundError(
-            f"run.init_from={origin} holds no checkpoint (no {checkpoint.STATE}), and no Hugging Face model (no "
-            f"{huggingface.CONFIG})"
-        )
-
-
-def _is_folder(origin: Path) -> bool:
-    """Whether the weights are in a Hugging Face folder; an imported one has a config.json, but is a checkpoint."""
-    return huggingface.is_model(origin) and not (origin / checkpoint.STATE).is_file()
-
-
-def _unlike(origin: Path, model: ModelConfig, path: Path, vocab_size: int) -> str | None:
-    """How a Hugging Face model differs from the configuration; None for a run that has checkpoints."""
-    if has_checkpoints(path):
-        return None
-    try:
-        huggingface.check_architecture(origin, model, vocab_size, has_weights=_is_folder(origin))
-    except ValueError as error:
-        return str(error)
-    except Exception as error:  # whatever is wrong with a file, the other ranks must hear of it
-        return f"{origin} cannot be loaded: {type(error).__name__}: {error}"
-    return None
-
-
-def _load_first_weights(config: Config, policy: Policy) -> None:
-    """Gives the policy the weights that the first stage starts from, unless that stage is the base model's."""
-    if config.base.train:
-        return
-    if config.run.init_from:
-        origin = Path(config.run.init_from)
-        (huggingface if _is_folder(origin) else checkpoint).load_weights(origin, policy)
-        policy.initialize_adapters(config.run.seed)
-    else:
-        logging.getLogger(__name__).warning("starting from random weights: base.train is false and run.init_from null")
-        policy.initialize(config.run.seed)
-
-
 def _introduction(config: Config, policy: Policy) -> list[str]:
-    """The lines that introduce a run: its size, layout and number of steps."""
-    layout, topology, algorithm = config.layout, policy.topology, config.algorithm
-    names = ("tp", "pp", "vpp", "cp", "ep", "etp")
-    sizes = {"dp": topology.dp_size} | {name: getattr(layout, name) for name in names}
-    arranged = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    """The lines that introduce a policy's run: its size, layout and number of steps."""
+    algorithm = config.algorithm
     adapters = [f"adapters of rank {config.lora.rank} are trained: {policy.adapter_parameters():,} parameters"]
     return [
-        f"{policy.parameters():,} parameters on {topology.world_size} processes: {arranged}",
+        _size_in_words(config, policy),
         f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} samples per step, {config.run.steps} steps",
         *(adapters if policy.lora else []),
     ]
+
+
+def _size_in_words(config: Config, model: Model) -> str:
+    """The size of the model that is trained, and its layout; every rank must call it."""
+    layout, topology = config.layout, model.topology
+    names = ("tp", "pp", "vpp", "cp", "ep", "etp")
+    sizes = {"dp": topology.dp_size} | {name: getattr(layout, name) for name in names}
+    arranged = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    return f"{model.parameters():,} parameters on {topology.world_size} processes: {arranged}"

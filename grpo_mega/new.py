@@ -155,7 +155,7 @@ def draft(options: argparse.Namespace) -> Draft:
         Setting("data.test_size", test, "taken off as well, for the first and the last evaluation"),
         Setting("model.context", context, f"the longest prompt, {longest} tokens, and"),
         Setting("rollout.max_new_tokens", context - longest, "tokens of the longest answer"),
-        Setting("rollout.engine", "sglang" if options.cluster else "embedded"),
+        _engine(model_settings(model, context), bool(options.cluster)),
         Setting("algorithm.prompts_per_step", prompts),
         Setting("algorithm.group_size", 8, "answers to each"),
         Setting("layout.micro_batch_tokens", max(16384, context)),
@@ -174,6 +174,13 @@ def draft(options: argparse.Namespace) -> Draft:
         settings.append(Setting("cluster.nodes", options.nodes))
     has_effect = [s for s in settings if s.value not in (None, 0, "{prompt}")]
     return Draft(options.name, chosen, has_effect, problems, min(2, prompts))
+
+
+def _engine(layers: dict[str, Any], gpus: bool) -> Setting:
+    """What generates: SGLang on GPUs, where it has the model's layers (`config/rules/sglang.py`)."""
+    if gpus and (layers.get("gpt_oss") or (layers.get("window") and not layers.get("gemma"))):
+        return Setting("rollout.engine", "embedded", "slow: SGLang is not tried with the windows of these layers")
+    return Setting("rollout.engine", "sglang" if gpus else "embedded")
 
 
 def fit_layout(made: Draft, config: Config) -> None:

@@ -18,7 +18,7 @@ from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import Config
 from grpo_mega.models.average import Copy
 from grpo_mega.models.model import Model
-from grpo_mega.models.policy import Policy
+from grpo_mega.observe.machine import peak_memory, step_seconds, throughput
 from grpo_mega.observe.metrics import METRICS
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.summary import versions, warn_of_other_versions
@@ -68,11 +68,11 @@ class Stage(Stateful, Protocol):
 
     @property
     def models(self) -> Sequence[Saved]:
-        """The models that the stage's checkpoints hold, the policy first."""
+        """The models that the stage's checkpoints hold, the run's model first."""
         ...
 
     def begin(self, run: Run) -> None:
-        """Starts the stage, at the weights that the policy has after the previous stage. May be interrupted."""
+        """Starts the stage, at the weights that the model has after the previous stage. May be interrupted."""
         ...
 
     def prepare(self) -> None:
@@ -124,6 +124,7 @@ class Run:
     """The stages of a run, with their common phases, checkpoints and records.
 
     Attributes:
+        model: The model that the run trains: the policy, or a reward model.
         stage: The current stage.
         step: Number of its finished steps.
         begun: Whether it has begun: then its weights, optimizer and data are those after `step` steps.
@@ -133,7 +134,7 @@ class Run:
     def __init__(
         self,
         config: Config,
-        policy: Policy,
+        model: Model,
         stages: Sequence[Stage],
         recorder: Recorder,
         timer: PhaseTimer,
@@ -143,7 +144,7 @@ class Run:
         self.exporter = exporter
         self.config = config.run
         self.layout = asdict(config.layout)
-        self.policy = policy
+        self.model = model
         self.stages = list(stages)
         self.recorder = recorder
         self.timer = timer
@@ -170,7 +171,7 @@ class Run:
 
     def raise_if_stopping(self) -> None:
         """Raises `Interrupted` on every rank when any of them was asked to stop; every rank must call it."""
-        if self.policy.topology.any_rank(self.stop.asked(), self.policy.platform.device):
+        if self.model.topology.any_rank(self.stop.asked(), self.model.platform.device):
             raise Interrupted
 
     def is_asked_to_stop(self) -> bool:
@@ -226,7 +227,7 @@ class Run:
         while not self.stage.is_done(self.step):
             record = self.stage.step(self)
             self.step += 1
-            self.recorder.step(self.step, record.metrics | self._step_seconds(), record.shown)
+            self.recorder.step(self.step, self._measured(record.metrics), record.shown)
             self.finish_saving(wait=False)
             last = self.stage.is_done(self.step)
             if last or is_due(self.stage.save_every, self.step):
@@ -251,7 +252,7 @@ class Run:
             try:
                 exporter.write(self.step, self.newest)
             except (ValueError, RuntimeError, OSError) as error:
-                if self.policy.topology.is_main:
+                if self.model.topology.is_main:
                     logger.warning(
                         "the export %s is not written: %s; the next is due as run.export_every says",
                         exporter.path(self.step),
@@ -278,12 +279,11 @@ class Run:
             return f"{where}; nothing was done that could be lost"
         return f"{where}; {self.newest} is saved, the same command continues there"
 
-    def _step_seconds(self) -> Metrics:
-        """Wall seconds of the step by phase, and in total without evaluation and checkpoints."""
-        phases = {f"time/{name}": spent.wall for name, spent in self.timer.step_seconds().items()}
-        # The time of the checkpoint and the export is that of those before this step.
-        excluded = sum(phases.get(f"time/{name}", 0.0) for name in ("evaluate", "checkpoint", "export"))
-        return {**phases, "time/step": sum(phases.values()) - excluded}
+    def _measured(self, metrics: Metrics) -> Metrics:
+        """The metrics of a step, with its seconds, speed and memory; every rank must call it."""
+        seconds = step_seconds(self.timer.step_seconds())
+        speed = throughput(metrics.get("rollout/tokens"), seconds)
+        return metrics | seconds | speed | peak_memory(self.model.platform)
 
     def total_seconds(self) -> Metrics:
         """Wall seconds of the whole run by phase, over all its starts."""
@@ -295,14 +295,14 @@ class Run:
         """Records the result of the run, with its layout, size and versions; exports the policy if configured."""
         if self.exporter and self.config.export_every:
             self._export(self.exporter)
-        topology = self.policy.topology
+        topology = self.model.topology
         summary = {
             "status": "completed",
             "steps": self.step,
             "seconds": self.total_seconds(),
             "layout": self.layout | {"dp": topology.dp_size},
             "world_size": topology.world_size,
-            "parameters": self.policy.parameters(),
+            "parameters": self.model.parameters(),
             "versions": versions(),
         }
         self.recorder.finish(summary | achieved)
@@ -343,7 +343,7 @@ class Run:
             if not self._saving.finish(wait):
                 return
             self.newest, self._saving = self._saving.path, None
-            if self.policy.topology.is_main:
+            if self.model.topology.is_main:
                 checkpoint.prune(self.newest, self.config.keep_checkpoints, self.config.keep_every)
                 logger.info("the checkpoint %s is complete", self.newest)
 
@@ -354,7 +354,7 @@ class Run:
             ValueError: All checkpoints are damaged, or the newest is of a stage that this run does not have.
         """
         with self.timer("checkpoint"):  # once to verify it, once to load it: two signs of life
-            newest = checkpoint.newest_whole(self.checkpoints)
+            newest = checkpoint.newest_whole(self.checkpoints, self.model.role)
         if newest is None:
             return False
         self.stage = self._stage_of(newest)
@@ -363,7 +363,7 @@ class Run:
             state = checkpoint.load(newest, self.stage.models)
         self.load_state_dict(state)
         random_state.load(newest, self.config.seed, self.step)
-        self.stage.in_progress = step_in_progress.load(newest, self.policy.topology)
+        self.stage.in_progress = step_in_progress.load(newest, self.model.topology)
         self.newest, self.begun = newest, True
         of = "" if self._is_last else f" of {self.stage.name}"
         where = self.where() if self.stage.in_progress else f"after step {self.step}{of}"
@@ -390,7 +390,7 @@ class Run:
         """What the run needs to continue, besides tensors and random generators; sampling depends on counters only."""
         return {
             "step": self.step,
-            "updates": self.policy.updates,
+            "updates": self.model.updates,
             "seconds": self.total_seconds(),
             "versions": versions(),
             "stage": self.stage.state_dict(),
@@ -404,7 +404,7 @@ class Run:
                 "another run.name, and base.train=false run.init_from=CHECKPOINT to start from their weights"
             )
         self.step, self._seconds_before = state["step"], state["seconds"]
-        self.policy.updates = state["updates"]
+        self.model.updates = state["updates"]
         self.stage.load_state_dict(state["stage"])
         warn_of_other_versions(state["versions"])
 

@@ -188,7 +188,9 @@ class TokenColumns:
         correction: [T] float32, factor of each token's policy term, whose loss is left out where it is 0; None when all
             are 1, or the loss makes them itself.
         value: [T] float32, a critic's estimate, before the token, of the rewards to come; None without a critic.
-        returns: [T] float32, what the critic learns to estimate; None without a critic.
+        returns: [T] float32, what a model with a scalar head learns to estimate: a critic's returns, labels of steps;
+            None without either.
+        teacher_logprob: [T] float32, log-prob under a teacher; None without one.
     """
 
     tokens: torch.Tensor
@@ -202,6 +204,7 @@ class TokenColumns:
     correction: torch.Tensor | None = None
     value: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    teacher_logprob: torch.Tensor | None = None
 
     def columns(self) -> dict[str, torch.Tensor]:
         """Name -> column, without those that are None."""

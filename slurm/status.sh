@@ -33,6 +33,7 @@ job=$(readlink -f "$run/slurm/latest")
 attempt=$(find "$job" -maxdepth 1 -name 'restart-*-attempt-*' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2)
 
 cat "$run/slurm/status"
+[[ ! -f $run/slurm/stages ]] || cat "$run/slurm/stages" # a recipe: as it was when the stage in progress began
 squeue --noheader --job="${job##*-}" --format='in the queue: %T, nodes %N, ends %e, %r' 2>/dev/null
 echo "phases (seconds since the job started):"
 tail -n 5 "$(find "$job" -name 'phases-*' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2)"

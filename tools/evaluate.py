@@ -17,24 +17,29 @@ completions that are cut after so many tokens: each is scored again up to there,
 
 The results lie in a folder (--out; evaluations/ of the run directory): results.json, every sample in samples.jsonl,
 curves.png and, with --budgets, budgets.png. A command that was killed is started again and continues with the problems
-that are missing; one that has finished is shown again. With the embedded engine the numbers are the same under every
-layout and number of processes.
+that are missing; one that has finished is shown again. On SIGTERM or SIGUSR1 it ends with 75, to be
+continued as well. With the embedded engine the numbers are the same under every layout and number of processes.
 
-Exit code: 0 the results are there, 1 a reward or the disk failed, 2 nothing was done because it cannot be.
+Exit code: 0 the results are there, 1 a reward or the disk failed, 2 nothing was done because it cannot be, 75 stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_mega import platform
 from grpo_mega.convert.command import parser_of, run
+from grpo_mega.observe.heartbeat import Heartbeat
+from grpo_mega.observe.leave import STOPPED, leave, refusing_options
+from grpo_mega.platform.stop import SIGNALS, Interrupted, Stopped, StopRequest
 
 if TYPE_CHECKING:
     from grpo_mega.evaluate.subject import Subject
@@ -63,7 +68,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """The command of every rank; returns its exit code."""
-    options = parse(arguments)
+    with refusing_options():
+        options = parse(arguments)
+    for number in SIGNALS:  # until it generates, there is nothing to save
+        signal.signal(number, lambda *_: leave("stopped before it generated; the same command continues", STOPPED))
     return run(lambda here: evaluate(options, here), AGAIN)
 
 
@@ -74,6 +82,7 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
         ValueError: It cannot be evaluated so; names the fix.
         FileNotFoundError: The source or a file does not exist.
         RuntimeError: A reward failed, or the disk.
+        Stopped: A signal arrived while it generated; what was finished before is kept.
     """
     import torch.distributed as dist
 
@@ -104,20 +113,24 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
         )
     settings = made.identity | {"sampling": vars(sampling), "samples": own.samples}
     settings |= {"budgets": budgets} if budgets else {}
-    if problem := from_main_rank(lambda: _refusal(folder, settings)):
-        raise ValueError(problem)
-    if not from_main_rank((folder / results.RESULTS).is_file):
-        _generate(folder, made, sampling, budgets, here)
-        succeed_together(lambda: _conclude(folder, made, settings) if dist.get_rank() == 0 else None)
+    with ExitStack() as held:
+        if problem := from_main_rank(lambda: _refusal(folder, settings, held)):
+            raise ValueError(problem)
+        if not from_main_rank((folder / results.RESULTS).is_file):
+            _generate(folder, made, sampling, budgets, here)
+            succeed_together(lambda: _conclude(folder, made, settings) if dist.get_rank() == 0 else None)
     return from_main_rank(lambda: _shown(folder, made, settings))
 
 
-def _refusal(folder: Path, settings: dict[str, Any]) -> str | None:
-    """Why the results cannot lie in this folder; None when they can."""
-    from grpo_mega.evaluate.results import open_folder
+def _refusal(folder: Path, settings: dict[str, Any], held: ExitStack) -> str | None:
+    """Why the results cannot lie in this folder; None when they can, and `held` keeps other commands out of it."""
+    from grpo_mega.evaluate.results import RESULTS, open_folder
+    from grpo_mega.platform.files import only_one
 
     try:
         open_folder(folder, settings)
+        if not (folder / RESULTS).is_file():
+            held.enter_context(only_one(folder / RESULTS))
     except (ValueError, OSError) as error:
         return str(error)
     return None
@@ -149,6 +162,13 @@ def _generate(
         if dist.get_rank() == 0:
             print(f"{folder}: {progress}", file=sys.stderr)
 
+    beat, stop = Heartbeat(), StopRequest()
+
+    def interrupted() -> bool:
+        beat("generate")
+        return stop.asked()
+
+    beat("load the model")
     reward = build_reward(config.reward, config.run.seed)
     scorer = Scorer(reward.score, config.reward.success, ballot_of(config.reward), budgets, decode)
     topology = join_layout(config.layout, seed=config.run.seed)
@@ -163,13 +183,23 @@ def _generate(
         made.read(policy)
         engine = sglang or EmbeddedEngine(policy, decode, at_once)
         samples = config.eval.samples
-        work = partial(generate_missing, folder, made.prompts, samples, sampling, engine, scorer, together, say)
+        stop.listen()
+        work = partial(
+            generate_missing, folder, made.prompts, samples, sampling, engine, scorer, together, say, interrupted
+        )
         if sglang:
             text = [token for prompt in made.prompts for token in prompt.token_ids]
             turns = Turns(policy, None, sglang, config.rollout.sglang, PhaseTimer(), text, folder)
             turns.generate(0, "evaluate", work)
         else:
             work()
+    except (Interrupted, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not stop.asked():
+            raise
+        # A rank that was asked a moment earlier may have left already, which ends what this one waits for.
+        if isinstance(error, RuntimeError):
+            print(f"asked to stop; then: {error}", file=sys.stderr)
+        raise Stopped(f"stopped; the same command continues with the problems that {folder} lacks") from error
     finally:
         if sglang:
             sglang.close()

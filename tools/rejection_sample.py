@@ -11,11 +11,20 @@ the pool was scored with (one of weight 0 is a filter only). A problem has no co
 Where a teacher's prompts end with <think>, its completions begin inside the thoughts: --begin '<think>\n' puts that in
 front, for a learner whose own template does not.
 
+With --pairs the output is for a reward model (pairs.path): prompt, chosen, a sample that passes the filters, and
+rejected, one of the same problem that ended by itself and whose success is below 1; --per-problem then counts pairs.
+
+With --steps the output is for a process reward model (run.trains=process_reward_model, pairs.path): prompt, completion,
+steps and labels, of samples of chain sums, right and wrong; the verifier of worked sums labels the steps, the success
+what follows them. --separators divide steps, and must be pairs.separators of the run that learns them.
+
+--also appends rows of the user's own, such as those of other tasks, to the chosen ones.
+
 The output is JSON Lines for sft.path: prompt, completion, and where each is from. Beside it, FILE.report.json says what
 was read and written, by checksum, and how many samples each filter left out. Both appear when they are whole, the
 report first; neither is overwritten.
 
-Exit code: 0 done, 2 something cannot be read or nothing passes.
+Exit code: 0 done, 2 something cannot be read or nothing passes, 75 stopped by SIGTERM or SIGUSR1: nothing is written.
 """
 
 from __future__ import annotations
@@ -24,14 +33,24 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.data.supervised import plain_rows
+from grpo_mega.evaluate.labelling import SUM_SEPARATORS, StepSelection, label_steps
+from grpo_mega.evaluate.preferences import PairSelection, rows_of_pairs, select_pairs
 from grpo_mega.evaluate.selection import CHOICES, THOUGHTS, Filters, Pool, Selection, condition, open_pool, rows, select
+from grpo_mega.observe.heartbeat import Heartbeat, mark_refused
+from grpo_mega.observe.leave import BAD_INPUT, STOPPED, leave, refusing_options
 from grpo_mega.platform.files import only_one, write_atomic, writing_atomic
+from grpo_mega.platform.stop import SIGNALS
 
-DONE, BAD_INPUT = 0, 2
+DONE = 0
+Chosen = Selection | PairSelection | StepSelection
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,10 +66,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--begin", default="", metavar="TEXT", help="put before every completion; \\n is a line end")
     made.add_argument("--per-problem", type=int, metavar="N", help="samples of a problem (all)")
     made.add_argument("--choose", choices=CHOICES, default="first", help="which ones of a problem (first)")
+    made.add_argument(
+        "--also", nargs="+", type=Path, default=[], metavar="FILE", help="rows for sft.path that are learned as well"
+    )
+    either = made.add_mutually_exclusive_group()
+    either.add_argument(
+        "--pairs", action="store_true", help="write pairs of a right and a wrong answer, for pairs.path"
+    )
+    either.add_argument(
+        "--steps", action="store_true", help="write worked sums whose steps have labels, for pairs.path"
+    )
+    made.add_argument("--separators", nargs="+", metavar="TEXT", help="what divides the steps (; </think>)")
     return made
 
 
-def chosen(options: argparse.Namespace) -> Selection:
+def chosen(options: argparse.Namespace) -> Chosen:
     """Chooses, and writes the output and its report.
 
     Raises:
@@ -72,6 +102,11 @@ def chosen(options: argparse.Namespace) -> Selection:
     named = [pool.resolve() for pool in options.pools]
     if twice := [str(pool) for i, pool in enumerate(options.pools) if named[i] in named[:i]]:
         raise ValueError(f"{twice[0]} is named twice")
+    if options.also and (options.pairs or options.steps):
+        kind = "--pairs" if options.pairs else "--steps"
+        raise ValueError(f"--also adds rows that are learned, and {kind} writes none; leave one of them out")
+    if options.separators and not options.steps:
+        raise ValueError("--separators divide the steps of --steps; give that, or leave them out")
     filters = Filters(
         tuple(condition(text) for text in options.keep),
         options.shortest,
@@ -80,15 +115,30 @@ def chosen(options: argparse.Namespace) -> Selection:
         options.choose,
     )
     pools = [open_pool(folder) for folder in options.pools]
-    selection = select(pools, filters)
-    digest = hashlib.sha256()
+    begin = _unescaped(options.begin)
+    selection: Chosen
+    written: Iterable[dict[str, Any]]
+    if options.steps:
+        separators = [_unescaped(text) for text in options.separators or SUM_SEPARATORS]
+        selection = label_steps(pools, filters, separators, begin)
+        written = selection.rows
+    elif options.pairs:
+        selection = select_pairs(pools, filters)
+        written = rows_of_pairs(pools, selection, begin)
+    else:
+        selection = select(pools, filters)
+        written = chain(rows(pools, selection, begin), *map(plain_rows, options.also))
+    digest, count = hashlib.sha256(), 0
     with only_one(options.output), writing_atomic(options.output) as file:
-        for row in rows(pools, selection, _unescaped(options.begin)):
+        for row in written:
             line = json.dumps(row, allow_nan=False).encode() + b"\n"
             digest.update(line)
             file.write(line)
-        of_all = report(pools, filters, selection, options.output, digest.hexdigest())
-        write_atomic(report_file, json.dumps(of_all | {"begin": options.begin}, indent=2) + "\n")
+            count += 1
+        also = {str(path): _sha256(path) for path in options.also}
+        of_all = report(pools, filters, selection) | {"begin": options.begin, "also": also}
+        of_all["output"] = {"file": str(options.output), "rows": count, "sha256": digest.hexdigest()}
+        write_atomic(report_file, json.dumps(of_all, indent=2) + "\n")
     return selection
 
 
@@ -97,8 +147,15 @@ def _unescaped(text: str) -> str:
     return text.replace("\\n", "\n")
 
 
-def report(pools: list[Pool], filters: Filters, selection: Selection, output: Path, sha256: str) -> dict[str, Any]:
-    """What was read and written, by checksum, and how many samples each filter left out."""
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def report(pools: list[Pool], filters: Filters, selection: Chosen) -> dict[str, Any]:
+    """What was read of the pools, by checksum, and how many samples each filter left out."""
+    pairs = isinstance(selection, PairSelection)
+    steps = {"steps": True} if isinstance(selection, StepSelection) else {}
     return {
         "pools": [
             {
@@ -115,21 +172,31 @@ def report(pools: list[Pool], filters: Filters, selection: Selection, output: Pa
         "samples": selection.samples,
         "problems": selection.problems,
         "left_out": dict(selection.left_out),
-        "problems_with_a_sample": selection.solved,
-        "output": {"file": str(output), "rows": len(selection.chosen), "sha256": sha256},
+        "pairs": pairs,
+        **steps,
+        "problems_with_a_pair" if pairs else "problems_with_a_sample": _solved(selection),
     }
+
+
+def _solved(selection: Chosen) -> int:
+    if isinstance(selection, StepSelection):
+        return selection.labelled
+    return selection.paired if isinstance(selection, PairSelection) else selection.solved
 
 
 def main(arguments: list[str]) -> int:
     """The command; returns its exit code."""
-    options = parser().parse_args(arguments)
+    with refusing_options():
+        options = parser().parse_args(arguments)
+    Heartbeat()("choose")
     try:
         selection = chosen(options)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        mark_refused(ranks=1, seconds=0)
         return BAD_INPUT
     print("\n".join([*selection.lines(), f"in {options.output}"]))
-    if selection.opened and not options.begin:
+    if isinstance(selection, Selection) and selection.opened and not options.begin:
         print(
             f"warning: {selection.opened:,} of them continue thoughts that the teacher's prompt began with {THOUGHTS}; "
             f"for a learner whose template does not, give --begin '{THOUGHTS}\\n'",
@@ -139,4 +206,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: leave("stopped; give the command again if its file is not there", STOPPED))
     sys.exit(main(sys.argv[1:]))

@@ -30,7 +30,6 @@ from grpo_mega.checkpoint import random_state, reading, step_in_progress
 from grpo_mega.checkpoint.integrity import damage, files_in_manifest, seal
 from grpo_mega.checkpoint.model_state import (
     METADATA,
-    POLICY,
     folder_of,
     folders_of,
     load_into,
@@ -59,14 +58,21 @@ from grpo_mega.platform.stop import shielded_children
 logger = logging.getLogger(__name__)
 
 STATE = "state.json"
-NEEDED = (STATE, *(f"{POLICY}/{name}" for name in reading.NEEDED))
-"""What the manifest of every checkpoint names."""
 SECONDS_TO_MAKE_ROOM = 10
 """How long other ranks wait for the main rank to remove what was written of a checkpoint that failed."""
 NAME = re.compile(r"(?:(\d+)-([a-z_]+)-)?step-(\d+)(?:-updates-(\d+))?")
 """Number and name of the stage, unless it is the last; steps; updates of the next step."""
 LAST = 1000
 """Orders the last stage of a run after all others."""
+
+
+def needed(role: str) -> tuple[str, ...]:
+    """What the manifest of every checkpoint of a run names that trains a model of this role."""
+    return (STATE, *(f"{folder_of(role)}/{name}" for name in reading.NEEDED))
+
+
+NEEDED = needed("policy")
+"""What the manifest of every checkpoint of a policy's run names."""
 
 
 class CannotSave(RuntimeError):
@@ -241,8 +247,10 @@ def load_weights(path: Path, model: Model, role: str | None = None) -> dict[str,
     return json.loads((path / STATE).read_text())
 
 
-def newest_whole(folder: Path) -> Path | None:
+def newest_whole(folder: Path, role: str = "policy") -> Path | None:
     """The latest checkpoint that is whole, or None when none was ever finished; every rank must call it.
+
+    `role` is that of the model which all of them hold: the one that the run trains.
 
     A damaged one is left alone, with a warning that names it and the one that is used instead.
 
@@ -252,7 +260,7 @@ def newest_whole(folder: Path) -> Path | None:
     damaged: dict[Path, str] = {}
     for path in reversed(from_main_rank(lambda: _by_moment(folder))):
         rest = (step_in_progress.FILE,) if _moment(path)[2] >= 0 else ()
-        problem = damage(path, NEEDED + rest)
+        problem = damage(path, needed(role) + rest)
         if problem is None:
             for other, why in damaged.items():
                 logger.warning("the checkpoint %s is damaged (%s); using %s instead", other, why, path)

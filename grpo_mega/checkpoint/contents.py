@@ -14,7 +14,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from grpo_mega import platform
-from grpo_mega.checkpoint.checkpoint import NEEDED
+from grpo_mega.checkpoint import reading
+from grpo_mega.checkpoint.checkpoint import STATE
 from grpo_mega.checkpoint.model_state import METADATA, POLICY, refuse_adapters
 from grpo_mega.checkpoint.reading import INDEX, read_index
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
@@ -36,8 +37,8 @@ def parts(model: ModelConfig, vocab_size: int, here: platform.Platform) -> list[
     return [part for part in nested_values(state) if isinstance(part, ShardedTensor | ShardedObject)]
 
 
-def check_files(path: Path) -> None:
-    """Checks that every file of the models in a checkpoint is there in its size.
+def check_files(path: Path, folder: str = POLICY) -> None:
+    """Checks that every file of the models in a checkpoint is there in its size, those of `folder` among them.
 
     Their checksums, of what may be terabytes, are left to the run that reads them.
 
@@ -45,7 +46,7 @@ def check_files(path: Path) -> None:
         ValueError: One is not; names it.
     """
     manifest = read_manifest(path)
-    if problem := manifest if isinstance(manifest, str) else _missing(path, manifest):
+    if problem := manifest if isinstance(manifest, str) else _missing(path, manifest, folder):
         raise ValueError(f"the checkpoint {path} is damaged: {problem}; restore it, or name another one")
 
 
@@ -59,9 +60,10 @@ def check_beside_weights(path: Path) -> None:
         raise ValueError(f"the checkpoint {path} is damaged: {problem}; restore it, or name another one")
 
 
-def _missing(path: Path, manifest: dict[str, tuple[int, str]]) -> str | None:
+def _missing(path: Path, manifest: dict[str, tuple[int, str]], folder: str) -> str | None:
     """The first file in a folder of the checkpoint that is not there, or not whole."""
-    if unnamed := [name for name in NEEDED if name not in manifest]:
+    needed = (STATE, *(f"{folder}/{name}" for name in reading.NEEDED))
+    if unnamed := [name for name in needed if name not in manifest]:
         return f"its {MANIFEST} does not name {unnamed[0]}"
     for name, (size, _) in manifest.items():
         if "/" in name and not (path / name).is_file():

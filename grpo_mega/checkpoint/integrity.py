@@ -29,7 +29,7 @@ def seal(path: Path, known: Sums | None = None) -> None:
     sums = _gathered(known or {})
     # A file that its writer summed belongs to the checkpoint although the main rank may not see it yet.
     names = sorted({*seen, *sums})
-    sums |= _checksums(path, [name for name in names if name not in sums])
+    sums |= checksums(path, [name for name in names if name not in sums])
 
     def write() -> None:
         if lost := [name for name in names if name not in sums]:
@@ -51,7 +51,7 @@ def damage(path: Path, needed: tuple[str, ...] = ()) -> str | None:
     for name in needed:
         if name not in manifest:
             return f"its {MANIFEST} does not name {name}"
-    return difference(manifest, _checksums(path, sorted(manifest)))
+    return difference(manifest, checksums(path, sorted(manifest)))
 
 
 def files_in_manifest(path: Path) -> set[str]:
@@ -66,8 +66,8 @@ def files_in_manifest(path: Path) -> set[str]:
     return {*manifest}
 
 
-def _checksums(path: Path, names: list[str]) -> Sums:
-    """The checksums of those files that exist; each rank reads its share."""
+def checksums(path: Path, names: list[str]) -> Sums:
+    """The checksums of those files that exist; every rank must call it, and each reads its share."""
     mine = {name: checksum(path / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
     return _gathered({name: of_file for name, of_file in mine.items() if of_file})
 

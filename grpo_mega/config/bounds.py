@@ -10,7 +10,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from operator import attrgetter
 
-from grpo_mega.config.schema import GENERATED_TASKS, Config, PartsConfig, Timeouts
+from grpo_mega.config.schema import GENERATED_TASKS, REWARD_MODELS, Config, PartsConfig, Timeouts
 
 RANGES: dict[str, tuple[str, ...]] = {
     "[1, inf)": (
@@ -27,6 +27,7 @@ RANGES: dict[str, tuple[str, ...]] = {
         "rollout.longer_from_step", "rollout.longer_max_new_tokens", "rollout.concurrent_sequences", "base.max_steps",
         "rollout.sglang.tp", "rollout.sglang.first_gpu", "rollout.sglang.bucket_bytes", "rollout.sglang.verify_every",
         "base.batch_size", "base.gate_every", "base.gate_passes", "sft.batch_size", "sft.max_tokens",
+        "pairs.epochs", "pairs.batch_size", "pairs.max_tokens",
         "run.keep_checkpoints", "run.print_every",
         "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu_memory_mib", "algorithm.correction_cap",
     ),
@@ -36,7 +37,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     "[0, 4294967295]": ("run.seed",),
     "[1e-06, 1000000]": ("rollout.temperature",),
     "[2, inf)": ("data.min_terms", "data.max_terms", "data.frontier_revisit",
-        "optimizer.decay_steps", "sft.decay_steps",),
+        "optimizer.decay_steps", "sft.decay_steps", "pairs.decay_steps",),
     "[0, inf)": (
         "model.full_every", "model.mtp_layers",
         "model.moe.experts", "model.moe.shared_ffn_hidden", "model.moe.first_dense",
@@ -47,7 +48,8 @@ RANGES: dict[str, tuple[str, ...]] = {
         "base.decay_steps", "base.weight_decay", "base.gate_from", "sft.steps", "sft.epochs", "sft.warmup_steps",
         "sft.weight_decay", "base.save_every", "sft.save_every", "run.steps", "run.eval_every", "run.save_every",
         "run.keep_every", "run.samples_per_step", "rollout.sglang.restarts", "lora.rank", "critic.alone_steps",
-        "data.shared_test_problems",
+        "data.shared_test_problems", "distill.reward_coef", "pairs.test_size", "reward.model.from_step",
+        "pairs.warmup_steps", "pairs.weight_decay", "pairs.save_every",
     ),
     "(0, inf)": (
         "model.norm_eps", "model.init_std", "model.yarn.beta_fast", "model.yarn.beta_slow", "model.yarn.mscale",
@@ -55,16 +57,18 @@ RANGES: dict[str, tuple[str, ...]] = {
         "model.mtp_loss_coef", "model.moe.scaling", "reward.timeout_seconds",
         "rollout.sglang.start_seconds",
         "rollout.sglang.answer_seconds", "rollout.sglang.silence_seconds", "optimizer.lr", "optimizer.eps",
-        "base.lr", "sft.lr", "lora.alpha", "critic.lr", "critic.clip", "algorithm.tau_pos", "algorithm.tau_neg",
+        "base.lr", "sft.lr", "pairs.lr", "lora.alpha", "critic.lr", "critic.clip", "distill.coef",
+        "algorithm.tau_pos", "algorithm.tau_neg",
         "algorithm.vespo_k_pos", "algorithm.vespo_lambda_pos", "algorithm.vespo_k_neg", "algorithm.vespo_lambda_neg",
         *(f"optimizer.parts.{field.name}.lr_multiplier" for field in fields(PartsConfig)),
     ),
-    "(-inf, inf)": ("data.frontier_low", "data.frontier_high"),
+    "(-inf, inf)": ("data.frontier_low", "data.frontier_high", "reward.model.weight"),
     "[-1, inf)": ("run.export_every",),
     "(1, inf)": ("algorithm.dual_clip",),
     "[0, inf]": ("algorithm.clip_low", "algorithm.clip_high"),
     "[60, 604800]": ("cluster.timeout_seconds",),
     "[-1, 1]": ("algorithm.entropy_coef",),
+    "(0, 1)": ("pairs.replay_share",),
     "(0, 1]": ("rollout.top_p", "eval.top_p", "model.rope_fraction"),
     "(0, inf]": (
         *(f"rollout.sglang.timeouts.{field.name}" for field in fields(Timeouts)),
@@ -73,13 +77,15 @@ RANGES: dict[str, tuple[str, ...]] = {
         "optimizer.beta1", "optimizer.beta2", "optimizer.average_decay",
         *(f"optimizer.parts.{field.name}.weight_decay" for field in fields(PartsConfig)),
     ),
-    "[0, 1]": ("optimizer.lr_floor", "sft.lr_floor", "base.tagged", "base.direct", "base.gate_accuracy",
+    "[0, 1]": ("optimizer.lr_floor", "sft.lr_floor", "pairs.lr_floor",
+        "base.tagged", "base.direct", "base.gate_accuracy",
         "algorithm.correction_floor", "algorithm.rejection_floor", "critic.gamma", "critic.lam"),
     "[1, inf]": ("algorithm.rejection_cap",),
 }  # fmt: skip
 """Interval in mathematical notation -> the fields that must lie in it."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "run.trains": ("policy", *REWARD_MODELS),
     "model.attention": ("gqa", "mla"),
     "model.dtype": ("fp32", "bf16"),
     "model.moe.score": ("sigmoid", "softmax"),
@@ -89,9 +95,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "sft.too_long": ("refuse", "cut"),
     "optimizer.schedule": ("constant", "linear", "cosine", "wsd"),
     "sft.schedule": ("constant", "linear", "cosine", "wsd"),
+    "pairs.schedule": ("constant", "linear", "cosine", "wsd"),
     "rollout.engine": ("embedded", "sglang"),
     "rollout.sglang.transport": ("shared", "network", "disk"),
     "reward.on_error": ("stop", "leave_out"),
+    "reward.model.outcome": ("min", "product", "last"),
     "algorithm.groups_without_signal": ("count", "drop"),
     "algorithm.advantage_baseline": ("mean", "leave_one_out", "optimal", "batch", "critic"),
     "algorithm.advantage_std": ("sample", "population", "mean", "batch", "batch_rewards", "none"),
@@ -113,6 +121,7 @@ REASONS: dict[str, str] = {
     "run.export_every": "-1 exports after the last step only, 0 never",
     "optimizer.decay_steps": "the first step of a fall is still at the peak",
     "sft.decay_steps": "the first step of a fall is still at the peak",
+    "pairs.decay_steps": "the first step of a fall is still at the peak",
     "model.init_std": "with 0 every channel stays the same",
 }
 

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import os
 
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import REWARD_MODELS, Config, files_in
 
 
 def inputs(config: Config) -> dict[str, str]:
     """{field: path} of everything that must exist."""
-    named = {"data.train_path": config.data.train_path, "data.test_path": config.data.test_path}
-    for name, source in config.data.sources.items():
-        named |= {f"data.sources.{name}.path": source.path, f"data.sources.{name}.test_path": source.test_path}
-    named |= {"sft.path": config.sft.path}
+    named = _pairs(config) if config.run.trains in REWARD_MODELS else _problems(config)
     named |= {} if config.base.train else {"run.init_from": config.run.init_from}
     named |= {} if config.data.tokenizer == "chars" else {"data.tokenizer": config.data.tokenizer}
     return {name: path for name, path in named.items() if path}
+
+
+def _problems(config: Config) -> dict[str, str | None]:
+    """{field: path} of what a policy learns from."""
+    named = {"data.train_path": config.data.train_path, "data.test_path": config.data.test_path}
+    for name, source in config.data.sources.items():
+        named |= {f"data.sources.{name}.path": source.path, f"data.sources.{name}.test_path": source.test_path}
+    paths = {"sft.path": config.sft.path, "reward.model.path": config.reward.model.path}
+    return named | paths | {"distill.teacher": config.distill.teacher}
+
+
+def _pairs(config: Config) -> dict[str, str | None]:
+    """{field: path} of what a reward model learns from."""
+    named: dict[str, str | None] = {"pairs.test_path": config.pairs.test_path}
+    for name, paths in (("pairs.path", config.pairs.path), ("pairs.replay_path", config.pairs.replay_path)):
+        files = files_in(paths)
+        named |= {name if len(files) == 1 else f"{name}[{i}]": file for i, file in enumerate(files)}
+    return named
 
 
 def check_inputs(config: Config) -> None:

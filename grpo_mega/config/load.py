@@ -20,7 +20,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from grpo_mega.config.from_folder import use_folder
 from grpo_mega.config.rules import ConfigError, check_complete, check_config
-from grpo_mega.config.schema import Config, DataConfig
+from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig
 
 
 @dataclass
@@ -37,6 +37,8 @@ class _ConfigOfWords(Config):
 
 ConfigStore.instance().store(name="config_schema", node=_ConfigOfWords)
 
+RECIPES = "recipe"
+"""The folder of `configs/` whose files are no options of a run, see `grpo_mega/recipe`."""
 _MAY_CHANGE = frozenset({
     "run.steps",
     "run.eval_every",
@@ -44,6 +46,7 @@ _MAY_CHANGE = frozenset({
     "base.save_every",
     "base.max_steps",
     "sft.save_every",
+    "pairs.save_every",
     "run.async_save",
     "run.keep_checkpoints",
     "run.keep_every",
@@ -94,11 +97,22 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
         typed = cast(DictConfig, OmegaConf.merge(_schema(), OmegaConf.to_container(raw, resolve=True)))
     except OmegaConfBaseException as error:
         raise ConfigError(explained(error)) from error
+    _fill_unasked(typed)
     check_complete(typed)
     config = cast(Config, OmegaConf.to_object(typed))
     if checked:
         check_config(config)
     return config
+
+
+def _fill_unasked(typed: DictConfig) -> None:
+    """Gives the required settings that a reward model's run has no use for values that say so, where they have none."""
+    if typed.run.trains not in REWARD_MODELS:
+        return
+    unasked = {"run.steps": 0, "optimizer.lr": typed.pairs.lr, "reward.terms": [], "data.task": "jsonl"}
+    for name, value in unasked.items():
+        if OmegaConf.select(typed, name) is None:
+            OmegaConf.update(typed, name, value)
 
 
 def compose_config(overrides: list[str], checked: bool = True) -> Config:
@@ -211,8 +225,8 @@ def _value(word: str) -> Any:
 
 
 def groups() -> dict[str, list[str]]:
-    """{group: its options}, the folders of `configs/` and the files in them."""
-    folders = sorted(path for path in config_dir().iterdir() if path.is_dir())
+    """{group: its options}, the folders of `configs/` and the files in them; recipes are made of runs."""
+    folders = sorted(path for path in config_dir().iterdir() if path.is_dir() and path.name != RECIPES)
     return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
 
 

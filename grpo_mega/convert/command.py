@@ -1,16 +1,25 @@
-"""What the tools that read a model of a run have in common: options, and how they begin and end on every rank."""
+"""What the tools that read a model of a run have in common: options, and how they begin and end on every rank.
+
+They end as training does (`grpo_mega.observe.leave`), so that a launcher can watch them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import signal
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from grpo_mega import platform
+from grpo_mega.observe.heartbeat import mark_failed
+from grpo_mega.observe.leave import FAILED, STOPPED, leave, refuse
+from grpo_mega.platform.orphans import end_with_launcher
+from grpo_mega.platform.stop import Stopped
 
-DONE, FAILED = 0, 1
+DONE = 0
 
 
 def parser_of(description: str, sources: str, models: tuple[str, ...], default: str | None) -> argparse.ArgumentParser:
@@ -33,13 +42,15 @@ def parser_of(description: str, sources: str, models: tuple[str, ...], default: 
 def run(work: Callable[[platform.Platform], str], again: str) -> int:
     """Joins the ranks, does the work on each, and prints what it returns on one; returns the exit code.
 
-    A ValueError or FileNotFoundError ends the process with exit code 2, a RuntimeError is exit code 1; one rank prints
-    it.
+    A ValueError or FileNotFoundError ends the process with exit code 2, `Stopped` with 75, a RuntimeError is exit code
+    1; one rank prints it.
 
     Args:
         work: What the tool does; every rank raises what one raises.
         again: What a RuntimeError leaves and how to go on, as a sentence.
     """
+    end_with_launcher()
+    faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, and continues
     for library in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=library)
     here = platform.start()
@@ -49,8 +60,11 @@ def run(work: Callable[[platform.Platform], str], again: str) -> int:
     try:
         said = work(here)
     except (ValueError, FileNotFoundError) as error:
-        platform.refuse(f"error: {error}")
+        refuse(f"error: {error}")
+    except Stopped as stopped:
+        leave(str(stopped), STOPPED)
     except RuntimeError as error:
+        mark_failed(error)
         if dist.get_rank() == 0:
             print(f"error: {error}. {again}", file=sys.stderr)
         return FAILED

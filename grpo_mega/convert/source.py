@@ -18,6 +18,7 @@ from grpo_mega.config.load import explained, load
 from grpo_mega.config.rules import ConfigError, check_layout
 from grpo_mega.config.schema import Config, LayoutConfig, SGLangConfig
 from grpo_mega.models.policy import Policy
+from grpo_mega.models.scalar import REWARD_MODEL
 from grpo_mega.observe.run_dir import CHECKPOINTS
 from grpo_mega.observe.run_dir import CONFIG as RUN_CONFIG
 from grpo_mega.platform.collectives import from_main_rank
@@ -51,17 +52,24 @@ class Source:
         return self.state.get("step", self.state.get("steps", 0))
 
 
-def find(path: Path) -> Source:
+def find(path: Path, role: str = "policy") -> Source:
     """The newest whole checkpoint of a run directory, or the named one; every rank must call it.
+
+    `role` is that of the model that the run trained.
 
     Raises:
         FileNotFoundError: There is no such path.
-        ValueError: It holds no whole checkpoint.
+        ValueError: It holds no whole checkpoint, or a reward model where a language model is asked for.
     """
     if not from_main_rank(path.exists):
         raise FileNotFoundError(f"{path} does not exist; name a run directory such as runs/tiny, or a checkpoint")
+    if role != REWARD_MODEL and from_main_rank(lambda: holds_reward_model(path)):
+        raise ValueError(
+            f"{path} is a reward model, which has a scalar head and writes no text; name the run of a policy, such as "
+            "the one that its run.init_from names, and this one in reward.model.path"
+        )
     if from_main_rank((path / CHECKPOINTS).is_dir):
-        newest = checkpoint.newest_whole(path / CHECKPOINTS)
+        newest = checkpoint.newest_whole(path / CHECKPOINTS, role)
         if newest is None:
             raise ValueError(f"{path} has no finished checkpoint yet; the first comes after run.save_every steps")
         return Source(newest, path, _state(newest))
@@ -69,7 +77,7 @@ def find(path: Path) -> Source:
         raise ValueError(
             f"{path} is neither a run directory (no {CHECKPOINTS}/) nor a checkpoint (no {checkpoint.STATE}); name one"
         )
-    if problem := damage(path, checkpoint.NEEDED):
+    if problem := damage(path, checkpoint.needed(role)):
         raise ValueError(
             f"the checkpoint {path} is damaged: {problem}; name another one, or the run directory for the newest that "
             "is whole"
@@ -77,6 +85,12 @@ def find(path: Path) -> Source:
     folder = path.absolute().parent
     run = folder.parent if folder.name == CHECKPOINTS and (folder.parent / RUN_CONFIG).is_file() else None
     return Source(path, run, _state(path))
+
+
+def holds_reward_model(path: Path) -> bool:
+    """Whether the run directory or checkpoint is of a run that trained a reward model, of whole answers or of steps."""
+    folder = folder_of(REWARD_MODEL)
+    return (path / folder).is_dir() or any((path / CHECKPOINTS).glob(f"*/{folder}"))
 
 
 def configuration(source: Source, settings: Sequence[str], world_size: int, file: Path | None = None) -> Config:

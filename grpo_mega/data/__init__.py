@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from grpo_mega.config.rules.data import check_data
 from grpo_mega.config.schema import GENERATED_TASKS, Config, DataConfig
+from grpo_mega.data.examples import Examples
 from grpo_mega.data.frontier import FrontierSource
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
+from grpo_mega.data.labelled_steps import labelled_answers_of_files
+from grpo_mega.data.pairs import pairs_of_files
 from grpo_mega.data.problems import Unreachable
 from grpo_mega.data.source import PromptSource
 from grpo_mega.data.sources import read_stored, stream
@@ -37,6 +41,29 @@ class Data:
     """Rows of the supervised steps before reinforcement learning; None without such steps."""
     warnings: tuple[str, ...] = ()
     """Warnings about the data, to be logged before training."""
+
+
+@dataclass(frozen=True)
+class ExampleData:
+    """Everything that a reward model's run reads."""
+
+    tokenizer: Tokenizer
+    examples: Examples[Any]
+    """Pairs, or answers whose steps have labels, as `run.trains` says."""
+    warnings: tuple[str, ...] = ()
+    """Warnings about the data, to be logged before training."""
+
+
+def build_example_data(config: Config) -> ExampleData:
+    """The data of a run that trains a reward model.
+
+    Raises ValueError or FileNotFoundError that names the field, or the file and line.
+    """
+    tokenizer = build_tokenizer(config.data)
+    warnings: list[str] = []
+    read = pairs_of_files if config.run.trains == "reward_model" else labelled_answers_of_files
+    examples = read(config, tokenizer, stop_ids(config, tokenizer), warnings.append)
+    return ExampleData(tokenizer, examples, tuple(warnings))
 
 
 def build_data(config: Config, unreachable: Unreachable = lambda answer: None) -> Data:
@@ -83,7 +110,8 @@ def _generated(config: Config) -> Data:
             f"model.context{lower}"
         )
     terms = "" if data.task == "tiny_code" else f" terms={data.min_terms}..{data.max_terms}"
-    identity = f"{data.task} seed={seed}{terms} held_out={data.validation_size}+{data.test_size}"
+    languages = f" languages={'+'.join(data.languages)}" if data.languages else ""
+    identity = f"{data.task} seed={seed}{terms}{languages} held_out={data.validation_size}+{data.test_size}"
     train = PromptSource(lambda k: task.problem(seed, k), identity)
     supervised = None
     if traces:  # config/rules/stages.py refuses them with any other task

@@ -131,6 +131,10 @@ class HuggingFaceTokenizer:
             raise ValueError(f"{token!r} is not a token; the tokenizer's special tokens are {special}")
         return token_id
 
+    def token_ids(self) -> dict[str, int]:
+        """Every token and its id, special tokens included."""
+        return self._tokenizer.get_vocab()
+
     def _asked(self, problem: str | Sequence[Turn]) -> str:
         """A problem in the template, quoted special tokens protected, up to where the assistant's answer begins."""
         if isinstance(problem, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from grpo_mega.data.problems import SHOWN, warn_of_quoting
 from grpo_mega.data.source import shuffled_draws
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.types import Row
+
+EITHER = "either field 'messages' is needed, or 'prompt' and 'completion'"
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,24 @@ def load_rows(
     return rows
 
 
+def plain_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file as they are written, to be copied into another; `load_rows` reads what they hold.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A line is no row; names file and line.
+    """
+    for number, line in json_lines(path):
+        where = f"{path}:{number}"
+        record = json_object(line, where)
+        if ("messages" in record) == ("prompt" in record or "completion" in record):
+            raise ValueError(f"{where}: {EITHER}")
+        yield record
+
+
 def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> tuple[Row, list[str]]:
     """The row of one line of the file, and the special tokens that its prompt quotes."""
     asked, completion = _parsed(record, where, tokenizer)
-    read = [asked] if isinstance(asked, str) else [turn.content for turn in asked if turn.role != ASSISTANT]
     try:
         if completion is not None:
             parts, written = tokenizer.answered(asked, completion), ["completion"]
@@ -117,27 +133,31 @@ def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tup
     except ValueError as error:
         raise ValueError(f"{where}: field {'messages' if completion is None else 'prompt'!r}: {error}") from error
     if completion is not None:
-        parts[1] += _missing_end(parts[1], stop_ids, tokenizer, where)
+        parts[1] += missing_end(parts[1], stop_ids, tokenizer, f"{where}: field 'completion'")
     ids: list[int] = []
     learned = []
     for read_part, part, field in zip(parts[::2], parts[1::2], written, strict=True):
         first = len(ids) + len(read_part)
-        learned.append((first, first + _learned(part, stop_ids, tokenizer, f"{where}: field {field!r}")))
+        learned.append((first, first + learned_length(part, stop_ids, tokenizer, f"{where}: field {field!r}")))
         ids += read_part + part
-    return Row(array("i", ids[: learned[-1][1]]), tuple(learned)), [q for text in read for q in tokenizer.quoted(text)]
+    return Row(array("i", ids[: learned[-1][1]]), tuple(learned)), quoted_in(asked, tokenizer)
+
+
+def quoted_in(asked: str | list[Turn], tokenizer: Tokenizer) -> list[str]:
+    """Special tokens that a prompt, or what the assistant did not write of a chat, spells and that count as text."""
+    read = [asked] if isinstance(asked, str) else [turn.content for turn in asked if turn.role != ASSISTANT]
+    return [token for text in read for token in tokenizer.quoted(text)]
 
 
 def _parsed(record: dict[str, Any], where: str, tokenizer: Tokenizer) -> tuple[str | list[Turn], str | None]:
     """The prompt (a problem or a chat) and the completion, or a whole chat and None."""
     if ("messages" in record) == ("prompt" in record or "completion" in record):
-        raise ValueError(f"{where}: either field 'messages' is needed, or 'prompt' and 'completion'")
+        raise ValueError(f"{where}: {EITHER}")
     if "tools" in record:
         raise ValueError(f"{where}: field 'tools' is not read; write the tools into a system turn")
     if "messages" not in record:
-        asked = record.get("prompt")
-        turns = turns_of(asked, "prompt", where, tokenizer.checked) if isinstance(asked, list) else None
-        completion = checked_by(tokenizer.checked, record.get("completion"), "completion", where)
-        return turns or checked_by(tokenizer.checked, asked, "prompt", where), completion
+        asked = asked_in(record, where, tokenizer)
+        return asked, checked_by(tokenizer.checked, record.get("completion"), "completion", where)
     turns = turns_of(record["messages"], "messages", where, tokenizer.checked)
     if all(turn.role != ASSISTANT for turn in turns):
         raise ValueError(f"{where}: field 'messages' has no turn of the assistant's, so nothing can be learned")
@@ -146,8 +166,18 @@ def _parsed(record: dict[str, Any], where: str, tokenizer: Tokenizer) -> tuple[s
     return turns, None
 
 
-def _missing_end(completion: list[int], stop_ids: tuple[int, ...], tokenizer: Tokenizer, where: str) -> list[int]:
-    """The token to end the completion with, as a list; empty when one ends it already or `stop_ids` is empty."""
+def asked_in(record: dict[str, Any], where: str, tokenizer: Tokenizer) -> str | list[Turn]:
+    """The prompt of a record, a problem or a chat. Raises ValueError that begins with `where`."""
+    asked = record.get("prompt")
+    turns = turns_of(asked, "prompt", where, tokenizer.checked) if isinstance(asked, list) else None
+    return turns or checked_by(tokenizer.checked, asked, "prompt", where)
+
+
+def missing_end(completion: list[int], stop_ids: tuple[int, ...], tokenizer: Tokenizer, where: str) -> list[int]:
+    """The token to end the completion with, as a list; empty when one ends it already or `stop_ids` is empty.
+
+    `where` is its file, line and field, for errors.
+    """
     if not stop_ids or not set(stop_ids).isdisjoint(completion):
         return []
     if tokenizer.eos_id in stop_ids:
@@ -156,12 +186,12 @@ def _missing_end(completion: list[int], stop_ids: tuple[int, ...], tokenizer: To
         return [*stop_ids]
     names = ", ".join(repr(tokenizer.decode([i])) for i in stop_ids)
     raise ValueError(
-        f"{where}: field 'completion' has none of the tokens that end one; write one of {names} at its end, or name "
+        f"{where} has none of the tokens that end a completion; write one of {names} at its end, or name "
         "one in rollout.stop"
     )
 
 
-def _learned(part: list[int], stop_ids: tuple[int, ...], tokenizer: Tokenizer, where: str) -> int:
+def learned_length(part: list[int], stop_ids: tuple[int, ...], tokenizer: Tokenizer, where: str) -> int:
     """Number of tokens of the assistant's turn that are learned: up to the first that ends a completion.
 
     What a template writes after that (a line's end) is never sampled.

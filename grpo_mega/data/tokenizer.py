@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from grpo_mega.config.numerals import NUMERALS
 from grpo_mega.config.schema import DataConfig, ModelConfig
 from grpo_mega.data.chat import Turn
 
@@ -69,6 +71,10 @@ class Tokenizer(Protocol):
 
     def token_id(self, token: str) -> int:
         """The id of one token, such as `<eos>`. Raises ValueError when there is no such token."""
+        ...
+
+    def token_ids(self) -> dict[str, int]:
+        """Every token and its id."""
         ...
 
 
@@ -136,6 +142,10 @@ class CharTokenizer:
             raise ValueError(f"{token!r} is not a token; the vocabulary is {self}")
         return self._ids[token]
 
+    def token_ids(self) -> dict[str, int]:
+        """Every token and its id."""
+        return dict(self._ids)
+
     def __str__(self) -> str:
         """The vocabulary, for error messages."""
         words = self.tokens[len(_SPECIAL) + len(_CHARACTERS) :]
@@ -144,7 +154,13 @@ class CharTokenizer:
 
 def character_tokenizer(data: DataConfig) -> CharTokenizer:
     """The tokenizer of `data.tokenizer=chars`: its vocabulary has what the task needs."""
-    return CharTokenizer(_PYTHON if data.task in ("tiny_code", "tiny_mixture") else ())
+    python = _PYTHON if data.task in ("tiny_code", "tiny_mixture") else ()
+    return CharTokenizer((*python, *(word for language in data.languages for word in NUMERALS[language])))
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Checksum of the vocabulary: of every token and its id. Models that read each other's tokens have the same."""
+    return hashlib.sha256(repr(sorted(tokenizer.token_ids().items())).encode()).hexdigest()[:16]
 
 
 def vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> int:

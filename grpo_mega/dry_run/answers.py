@@ -6,7 +6,7 @@ from array import array
 from dataclasses import replace
 
 from grpo_mega.config.rules.reward import reward_problems
-from grpo_mega.config.schema import Config, RewardTerm
+from grpo_mega.config.schema import REWARD_MODELS, Config, RewardTerm
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.dry_run.problems import Problems
 from grpo_mega.dry_run.prompts import Read
@@ -36,6 +36,8 @@ ANSWERS = (
 
 def show_rewards(config: Config, data: Read, problems: Problems) -> None:
     """Prints what `ANSWERS` to the first problem of each task earn: every term of the reward, and their total."""
+    if config.run.trains in REWARD_MODELS or not config.reward.terms:
+        return
     if data.prompts:
         problems.attempt("reward.terms", lambda: check_problems(config.reward.terms, data.prompts))
     firsts: dict[str, Prompt] = {}

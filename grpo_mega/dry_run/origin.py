@@ -9,7 +9,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from grpo_mega import platform
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import REWARD_MODELS, Config
+from grpo_mega.config.teacher import check_teacher, read_teacher
+from grpo_mega.data.teacher_tokens import teacher_vocabulary
+from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.dry_run.machine import run_directory
 from grpo_mega.dry_run.problems import Problems
 from grpo_mega.observe.run_dir import CONFIG as RUN_CONFIG
@@ -49,18 +52,35 @@ def check_origin(config: Config, vocab_size: int | None, problems: Problems) -> 
         Reader(origin, config.model, vocab_size)
 
 
+def check_distillation(config: Config, tokenizer: Tokenizer | None) -> None:
+    """Checks that the teacher, if there is one, can be split as the layout says, and has the policy's tokens.
+
+    Raises:
+        ValueError: It cannot, or has not, or is no model.
+    """
+    if not config.distill.teacher or not Path(config.distill.teacher).exists():  # which is said already
+        return
+    if teacher := read_teacher(config):
+        check_teacher(config, teacher)
+        if tokenizer:
+            teacher_vocabulary(config, teacher, tokenizer)
+
+
 def _check_checkpoint(config: Config, origin: Path, vocab_size: int | None, problems: Problems) -> None:
     """Adds what is wrong with a checkpoint: its files, the shapes of its tensors, the tokenizer it was trained with."""
     from grpo_mega.checkpoint.checkpoint import STATE
     from grpo_mega.checkpoint.contents import check_beside_weights, check_files, check_weights
+    from grpo_mega.checkpoint.model_state import POLICY, folder_of
+    from grpo_mega.models.scalar import REWARD_MODEL
     from grpo_mega.weights.directory import is_model
 
     before = len(problems.found)
-    problems.attempt("run.init_from", lambda: check_files(origin))
+    continued = config.run.trains in REWARD_MODELS and (origin / folder_of(REWARD_MODEL)).is_dir()
+    problems.attempt("run.init_from", lambda: check_files(origin, folder_of(REWARD_MODEL) if continued else POLICY))
     whole = len(problems.found) == before
     if Path(config.data.tokenizer) != origin:  # or reading the tokenizer has checked them
         problems.attempt("run.init_from", lambda: check_beside_weights(origin))
-    if whole and vocab_size and not is_model(origin):  # whose config.json is compared
+    if whole and vocab_size and not continued and not is_model(origin):  # whose config.json is compared
         problems.attempt("run.init_from", lambda: check_weights(origin, config.model, vocab_size))
     problems.attempt("run.init_from", lambda: _check_tokenizer(origin, origin / STATE, config.data.tokenizer))
 

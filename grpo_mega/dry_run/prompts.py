@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from grpo_mega.config.schema import GENERATED_TASKS, Config, ModelConfig
-from grpo_mega.data import Data, build_data, build_tokenizer
+from grpo_mega.config.inputs import inputs
+from grpo_mega.config.schema import GENERATED_TASKS, REWARD_MODELS, Config, ModelConfig
+from grpo_mega.data import Data, build_data, build_example_data, build_tokenizer
 from grpo_mega.data.problems import load_problems
 from grpo_mega.data.source import in_epoch
 from grpo_mega.data.sources import sources_of, tokenizer_of
@@ -51,7 +52,9 @@ class Read:
 
 
 def read_data(config: Config, problems: Problems) -> Read:
-    """Reads the data as the job will; where that fails, as much of it as can be read."""
+    """Reads the data as the job will; where that fails, as much of it as can be read. Examples show no prompts."""
+    if config.run.trains in REWARD_MODELS:
+        return _read_examples(config, problems)
     paths = [path for source in sources_of(config.data).values() for path in (source.path, source.test_path)]
     unlimited = config if config.data.task in GENERATED_TASKS else _with_context(config, UNLIMITED)
     data = None
@@ -66,6 +69,21 @@ def read_data(config: Config, problems: Problems) -> Read:
         return Read(None, [])
     tokenizer = problems.attempt("data.tokenizer", lambda: build_tokenizer(config.data))
     return Read(tokenizer, [*_readable_parts(config, tokenizer, problems)] if tokenizer else [])
+
+
+def _read_examples(config: Config, problems: Problems) -> Read:
+    paths = inputs(config)
+    if any(name.startswith(("pairs.", "data.")) and not os.path.exists(path) for name, path in paths.items()):
+        return Read(None, [])  # what is missing is named already
+    noun = "pair" if config.run.trains == "reward_model" else "answer"
+    data = problems.attempt(f"the {noun}s", lambda: build_example_data(config))
+    if data:
+        steps, test = data.examples.steps, len(data.examples.test)
+        print(f"{steps} steps of {config.pairs.batch_size} {noun}s, {test} {noun}s held out")
+        for warning in data.warnings:
+            print(f"warning: {warning}")
+        return Read(data.tokenizer, [])
+    return Read(problems.attempt("data.tokenizer", lambda: build_tokenizer(config.data)), [])
 
 
 def _with_context(config: Config, context: int) -> Config:

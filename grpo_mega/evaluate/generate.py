@@ -45,6 +45,7 @@ def generate_missing(
     scorer: Scorer,
     together: int,
     say: Callable[[str], None],
+    interrupted: Callable[[], bool],
 ) -> None:
     """Writes a part for every `together` problems that the folder lacks; every rank must call it.
 
@@ -60,14 +61,16 @@ def generate_missing(
         scorer: What is made of them.
         together: Problems in a part.
         say: Called after every part, with the progress in words.
+        interrupted: Whether this rank was asked to stop; ranks may differ. Called often, so it can give signs of life.
 
     Raises:
+        Interrupted: On every rank, when one was asked to stop; the part in progress is lost.
         RuntimeError: Some rank could not score, or the disk failed; raised on every rank.
     """
     due = from_main_rank(lambda: missing(folder, prompts))
     for first in range(0, len(due), together):
         numbers = due[first : first + together]
-        records = _part(engine, [prompts[number] for number in numbers], samples, sampling, scorer)
+        records = _part(engine, [prompts[number] for number in numbers], samples, sampling, scorer, interrupted)
         succeed_together(partial(_write_on_main_rank, folder, numbers[0], records))
         say(f"{len(prompts) - len(due) + first + len(numbers)} of {len(prompts)} problems")
 
@@ -78,12 +81,17 @@ def _write_on_main_rank(folder: Path, first: int, records: Sequence[Record]) -> 
 
 
 def _part(
-    engine: Engine, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, scorer: Scorer
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    samples: int,
+    sampling: SamplingParams,
+    scorer: Scorer,
+    interrupted: Callable[[], bool],
 ) -> list[Record]:
     """The records of all samples of some problems, in order, on every rank."""
     producer = Producer(engine, scorer.score, samples, sampling, 0, len(prompts) * samples)
     producer.add(prompts)
-    rollout = producer.run()
+    rollout = producer.run(interrupted)
     ballot = scorer.ballot
     votes = [vote for of_group in votes_of(rollout, ballot) for vote in of_group] if ballot else None
     answers = [*rollout.answers]

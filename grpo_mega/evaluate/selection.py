@@ -219,20 +219,19 @@ def select(pools: Sequence[Pool], filters: Filters) -> Selection:
     """
     selection = Selection()
     passed: dict[bytes, list[Passed]] = {}
-    _check_terms(pools, filters)
+    check_terms(pools, filters)
     for number, pool in enumerate(pools):
         conditions = cache(partial(pool.conditions, filters))
-        for offset, record in _records(pool):
+        for offset, record in records_of(pool):
             selection.samples += 1
-            own = passed.setdefault(_digest(record["asked"]), [])
+            own = passed.setdefault(problem_of(record), [])
             if why := filters.why_not(record, conditions(record["task"])):
                 selection.left_out[why] += 1
                 continue
-            completion, opened = _digest(record["completion"]), record["prompt"].rstrip().endswith(THOUGHTS)
-            own.append(Passed(number, offset, record["index"], record["tokens"], record["reward"], completion, opened))
+            own.append(noted(number, offset, record))
     for own in passed.values():
         different: dict[bytes, Passed] = {}
-        for each in _ordered(own, filters.choose):
+        for each in ordered(own, filters.choose):
             different.setdefault(each.completion, each)
         chosen = list(different.values())[: filters.per_problem]
         selection.chosen += chosen
@@ -244,6 +243,18 @@ def select(pools: Sequence[Pool], filters: Filters) -> Selection:
     if not selection.chosen:
         raise ValueError("\n".join(["no sample passes:", *selection.lines()[:-1], "loosen what leaves out most"]))
     return selection
+
+
+def problem_of(record: Record) -> bytes:
+    """What is the same for samples of problems that are asked in the same words."""
+    return _digest(record["asked"])
+
+
+def noted(pool: int, offset: int, record: Record) -> Passed:
+    """A note of a sample of the pool of this number, whose line begins at `offset`."""
+    opened = record["prompt"].rstrip().endswith(THOUGHTS)
+    completion = _digest(record["completion"])
+    return Passed(pool, offset, record["index"], record["tokens"], record["reward"], completion, opened)
 
 
 def rows(pools: Sequence[Pool], selection: Selection, begin: str = "") -> Iterator[dict[str, Any]]:
@@ -270,7 +281,8 @@ def rows(pools: Sequence[Pool], selection: Selection, begin: str = "") -> Iterat
             file.close()
 
 
-def _check_terms(pools: Sequence[Pool], filters: Filters) -> None:
+def check_terms(pools: Sequence[Pool], filters: Filters) -> None:
+    """Raises ValueError when a condition is about a term that the reward of a pool does not have."""
     for pool in pools:
         known = [term["name"] for term in pool.settings["reward"]["terms"]]
         for each in filters.conditions:
@@ -281,7 +293,7 @@ def _check_terms(pools: Sequence[Pool], filters: Filters) -> None:
                 )
 
 
-def _records(pool: Pool) -> Iterator[tuple[int, Record]]:
+def records_of(pool: Pool) -> Iterator[tuple[int, Record]]:
     """(where its line begins, sample) of each sample of a pool.
 
     Raises:
@@ -308,7 +320,8 @@ def _digest(*parts: Any) -> bytes:
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 
-def _ordered(own: list[Passed], choose: str) -> list[Passed]:
+def ordered(own: list[Passed], choose: str) -> list[Passed]:
+    """A problem's samples in one of the orders of `CHOICES`."""
     if choose == "shortest":
         return sorted(own, key=lambda one: (one.tokens, one.pool, one.index))
     if choose == "highest":

@@ -9,7 +9,6 @@ What travels between ranks is A x, which is `rank` wide: Megatron moves x and W 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from grpo_mega.config.schema import LoRAConfig
-from grpo_mega.models.shards import named_box, shards
+from grpo_mega.models.shards import generator_of, named_box, shards
 
 A, B = ".adapter.a", ".adapter.b"
 """What the names of adapters end with, see `named_box`; before it stands the name of the layer."""
@@ -153,8 +152,7 @@ def initialize_adapters(module: MegatronModule, seed: int) -> None:
         elif name.endswith(A):
             shape = shard.global_shape[shard.prepend_axis_num :]
             bound = shape[-1] ** -0.5
-            generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
-            whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            whole = torch.empty(shape).uniform_(-bound, bound, generator=generator_of(name, seed))
             shard.data.copy_(whole[tuple(slice(*ends) for ends in box)])
 
 

@@ -122,7 +122,8 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
-        expert_model_parallel_size=layout.ep,
+        # A dense model beside one with experts is whole on each of the ranks that share those.
+        expert_model_parallel_size=layout.ep if model.moe.experts else 1,
         expert_tensor_parallel_size=layout.etp,
         context_parallel_size=layout.cp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,

@@ -13,7 +13,8 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from grpo_mega.models.adapters import is_adapter
 
-HEADS = ("output_layer.", "scalar_head.")
+SCALAR_HEAD = "scalar_head."
+HEADS = ("output_layer.", SCALAR_HEAD)
 """Prefixes of the keys of a head's parameters."""
 
 

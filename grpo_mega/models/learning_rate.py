@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mega.config.schema import OptimizerConfig, SFTConfig
+from grpo_mega.config.schema import OptimizerConfig, PairsConfig, SFTConfig
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LearningRate:
         return self.floor + (1 - self.floor) * (1 - fallen)
 
 
-def scheduled(config: OptimizerConfig | SFTConfig, steps: int, updates_per_step: int = 1) -> LearningRate:
+def scheduled(config: OptimizerConfig | SFTConfig | PairsConfig, steps: int, updates_per_step: int = 1) -> LearningRate:
     """The configured learning rate of a stage of so many steps, each of at most so many updates."""
     warm = -(-config.warmup_steps // updates_per_step)
     decay = max(0, steps - warm) if config.decay_steps is None else config.decay_steps

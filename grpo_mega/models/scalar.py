@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 from grpo_mega.algorithm.objective import logged_mean, logged_sum
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
@@ -16,8 +18,13 @@ from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
 from grpo_mega.types import Batch, ScoredTokens
 
+REWARD_MODEL = "reward model"
+"""The role of one that scores whole responses."""
+
 ScalarLoss = Callable[[torch.Tensor, ScoredTokens], torch.Tensor]
 """(values [n], what is known about their tokens) -> loss of each token [n], not yet multiplied by its weight."""
+
+NOTHING: Mapping[str, ScalarLoss] = {}
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,27 @@ class ClippedSquaredError:
             near = scored.value + (values - scored.value).clamp(-self.clip, self.clip)
             error = torch.maximum(error, (near - scored.returns).square())
         return error / 2
+
+
+def cross_entropy(values: torch.Tensor, scored: ScoredTokens) -> torch.Tensor:
+    """[n] values, the logits of being right -> [n] -y log sigmoid(v) - (1 - y) log sigmoid(-v), y the column `returns`,
+    from 0 to 1: how a process reward model is trained (`algorithm/step_scores.py`)."""
+    assert scored.returns is not None, "labels are learned from batches with returns"
+    return F.binary_cross_entropy_with_logits(values, scored.returns, reduction="none")
+
+
+def right_side(values: torch.Tensor, scored: ScoredTokens) -> torch.Tensor:
+    """[n] values -> [n] 1 where value and label are on the same side of one half, else 0; see `cross_entropy`."""
+    assert scored.returns is not None, "labels are learned from batches with returns"
+    return ((values >= 0) == (scored.returns >= 0.5)).to(values.dtype)
+
+
+def value_itself(values: torch.Tensor, scored: ScoredTokens) -> torch.Tensor:
+    """[n] values -> the same as a loss, so that what is minimised is sum(weight * value).
+
+    With the derivatives of a loss of all values as weights, it has the gradient of that loss.
+    """
+    return values
 
 
 class ScalarModel(Model):
@@ -103,6 +131,13 @@ class ScalarModel(Model):
         for name, own in chain(self.chunks.named_parameters(), self.chunks.named_buffers()):
             own.zero_() if "scalar_head" in name else own.copy_(theirs[name])
 
+    @torch.no_grad()
+    def reset_head(self) -> None:
+        """Makes the head 0, and with it all values."""
+        for name, own in self.chunks.named_parameters():
+            if "scalar_head" in name:
+                own.zero_()
+
     def values(self, batch: Batch) -> torch.Tensor:
         """[T] float32 values, complete on all ranks of the replica; no gradients.
 
@@ -111,8 +146,37 @@ class ScalarModel(Model):
         everything = batch if self.before else batch.with_(mask=torch.ones_like(batch.mask))
         return self._scored(self._micro_batches(everything), lambda micro, values: values[0, micro.rows])
 
-    def gradients(self, batch: Batch, loss: ScalarLoss) -> Pass:
+    def scores(self, batch: Batch, count: int) -> torch.Tensor:
+        """[count] float64 scores of the sequences of a global batch, the values at their last tokens, by their numbers.
+
+        Complete on every rank; every rank must call it, with its replica's part of the batch. No gradients.
+        """
+        scores = torch.zeros(count, dtype=torch.float64)
+        scores[batch.numbers] = self.values(batch)[batch.cu_seqlens[1:] - 1].double()
+        if self.topology.replicas is not None:
+            dist.all_reduce(scores, group=self.topology.replicas)
+        return scores
+
+    def masked_scores(self, batch: Batch) -> dict[int, list[tuple[int, float]]]:
+        """{number of a sequence: (index of a token in it, its value) of each masked-in token} of a global batch.
+
+        Complete on every rank; every rank must call it, with its replica's part of the batch. No gradients.
+        """
+        lengths = batch.lengths.tolist()
+        of_sequences = zip(self.values(batch).split(lengths), batch.mask.split(lengths), strict=True)
+        own = {
+            number: [(i, float(values[i])) for i in mask.nonzero().flatten().tolist()]
+            for number, (values, mask) in zip(batch.numbers.tolist(), of_sequences, strict=True)
+        }
+        parts = [own] * self.topology.dp_size
+        if self.topology.replicas is not None:
+            dist.all_gather_object(parts, own, group=self.topology.replicas)
+        return {number: scores for part in parts for number, scores in part.items()}
+
+    def gradients(self, batch: Batch, loss: ScalarLoss, also: Mapping[str, ScalarLoss] = NOTHING) -> Pass:
         """Forward and backward of sum(weight * loss) over the masked-in tokens; the metric "value" is their mean value.
+
+        `also` are further metrics: name -> what is summed up as the loss is.
 
         Raises:
             FloatingPointError: The loss of a scored token is not finite; names the sequence and the token. Or a
@@ -124,7 +188,11 @@ class ScalarModel(Model):
             losses = micro.scored.weight * loss(scored, micro.scored)
             total = losses.sum()
             mean = logged_mean(scored.detach().sum(), torch.ones_like(scored).sum())
-            return MicroLoss(total, losses, scored, {"loss": logged_sum(total.detach()), "value": mean})
+            further = {
+                name: logged_sum((micro.scored.weight * each(scored.detach(), micro.scored)).sum())
+                for name, each in also.items()
+            }
+            return MicroLoss(total, losses, scored, {"loss": logged_sum(total.detach()), "value": mean} | further)
 
         return self._backward(self._micro_batches(batch), of_micro_batch)
 

@@ -98,10 +98,14 @@ def initialize(module: MegatronModule, seed: int, std: float, layers: int) -> No
             shard.data.fill_(0.0 if module.config.layernorm_zero_centered_gamma else 1.0)
         else:
             residual = "linear_proj" in shard.key or "linear_fc2" in shard.key
-            generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(shard.key.encode()))
-            whole = torch.randn(shard.global_shape, generator=generator)
+            whole = torch.randn(shard.global_shape, generator=generator_of(shard.key, seed))
             scale = std / (2 * layers) ** 0.5 if residual else std
             shard.data.copy_(whole[index_in_whole(shard)] * scale)
+
+
+def generator_of(name: str, seed: int) -> torch.Generator:
+    """Random numbers of a weight, by its name and a seed of 32 bits; more bits the generator of a CPU does not take."""
+    return torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
 
 
 def count_parameters(module: MegatronModule, counted: Callable[[str], bool] = lambda _: True) -> int:

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TextIO
 
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import REWARD_MODELS, Config
 
 PLAIN_WIDTH = 120
 ROWS_PER_HEADER = 20
@@ -61,13 +61,26 @@ ENTROPY = Column("entropy", "policy/entropy", ".3f")
 CLIPPED = Column("clipped", "policy/clip_fraction", ".1%")
 GRAD_NORM = Column("grad norm", "policy/grad_norm", ".3f")
 TIME = Column("seconds", SECONDS, ".2f")
+PAIR_LOSS = Column("loss", "reward_model/loss", ".4f")
+PAIR_ACCURACY = Column("accuracy", "reward_model/accuracy", ".1%")
+MARGIN = Column("margin", "reward_model/margin", ".3f")
+PAIR_GRAD_NORM = Column("grad norm", "reward_model/grad_norm", ".3f")
+STEP_LOSS = Column("loss", "process_reward_model/loss", ".4f")
+STEP_ACCURACY = Column("accuracy", "process_reward_model/accuracy", ".1%")
+STEP_GRAD_NORM = Column("grad norm", "process_reward_model/grad_norm", ".3f")
 TABLE = (REWARD, ACCURACY, FORMAT, LENGTH, KL, ENTROPY, CLIPPED, GRAD_NORM, TIME)
-BAR = (REWARD, ACCURACY, FORMAT, LENGTH)
+OF_PAIRS = (PAIR_LOSS, PAIR_ACCURACY, MARGIN, PAIR_GRAD_NORM, TIME)
+"""The table of a reward model's training."""
+OF_STEPS = (STEP_LOSS, STEP_ACCURACY, STEP_GRAD_NORM, TIME)
+"""That of a process reward model's."""
+BAR = (REWARD, ACCURACY, FORMAT, LENGTH, PAIR_LOSS, PAIR_ACCURACY, STEP_LOSS, STEP_ACCURACY)
 STEP_WIDTH = 8
 
 
 def columns_of(config: Config) -> list[Column]:
     """The columns of a run's table; entropy replaces the KL column where there is no KL term."""
+    if config.run.trains in REWARD_MODELS:
+        return [*(OF_PAIRS if config.run.trains == "reward_model" else OF_STEPS)]
     available = {f"reward/{term.name}" for term in config.reward.terms} | {REWARD.metric, ACCURACY.metric}
     unused = ENTROPY if config.algorithm.kl_coef else KL
     return [c for c in TABLE if c is not unused and (c.metric in available or not c.metric.startswith("reward/"))]
@@ -77,6 +90,11 @@ ACHIEVEMENTS = (
     ("held-out accuracy", "held_out_accuracy", ".1%"),
     ("format rate", "format_rate", ".1%"),
     ("mean length", "mean_length", ".1f"),
+    ("held-out pair accuracy", "held_out_pair_accuracy", ".1%"),
+    ("calibration error", "held_out_pair_calibration_error", ".3f"),
+    ("held-out step accuracy", "held_out_step_accuracy", ".1%"),
+    ("area under the curve", "held_out_step_auc", ".3f"),
+    ("calibration error", "held_out_step_calibration_error", ".3f"),
 )
 
 
@@ -126,6 +144,10 @@ class Console:
                 self._log_line(step, metrics)
         self._bar = self._draw_bar(step, metrics)
         self._redraw()
+
+    def has_columns_for(self, metrics: dict[str, float]) -> bool:
+        """Whether the table has a column, besides the time, for one of these metrics."""
+        return any(column.metric in metrics for column in self._columns if column is not TIME)
 
     def shows_samples(self, step: int) -> bool:
         """Whether samples of this step are to be printed: every few rows, and at the end."""

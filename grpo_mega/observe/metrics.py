@@ -9,9 +9,11 @@ import json
 import logging
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.observe.metric_table import unknown
 from grpo_mega.platform.files import write_atomic
 
 METRICS = "metrics.jsonl"
@@ -41,6 +43,7 @@ class MetricsLog:
         if path.exists():
             _trim(path, resume_from_step)
         _warn_of_missing(path, resume_from_step)
+        self._unexplained: set[str] = set()
         self._file = path.open("a")
         self._writer = _open_tensorboard(path, resume_from_step + 1) if tensorboard else None
 
@@ -48,6 +51,7 @@ class MetricsLog:
         """Writes one line {"step": step, **metrics}; a value that is not finite becomes null, with a warning."""
         if "step" in metrics:
             raise ValueError("a metric may not be called 'step': rename it, for example 'time/step'")
+        self._warn_of_unexplained(metrics)
         values = {name: _finite(step, name, value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
@@ -58,6 +62,15 @@ class MetricsLog:
             for name, value in values.items():
                 if value is not None:
                     self._writer.add_scalar(name, value, step)
+
+    def _warn_of_unexplained(self, metrics: Iterable[str]) -> None:
+        """Warns, once of each, of names that the table does not have; tests find them, and a run goes on."""
+        for name in unknown(metrics):
+            if name not in self._unexplained:
+                self._unexplained.add(name)
+                logger.warning(
+                    "docs/metrics.md does not explain the metric %s: add it to observe/metric_table.py", name
+                )
 
     def close(self) -> None:
         """Closes the files; TensorBoard's events are complete only then."""

@@ -36,7 +36,8 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
     _curve(length, metrics, "rollout/length_mean", "tokens per response", BLUE)
     accuracy.set_ylim(-0.03, 1.03)
     for axes, name in ((reward, "Reward"), (accuracy, "Accuracy"), (length, "Response length")):
-        _dress(axes, name)
+        dress(axes, name)
+        axes.set_xlabel("step", fontsize=9, color=INK)
     png = io.BytesIO()
     figure.savefig(png, format="png")
     write_atomic(path, png.getvalue())
@@ -68,9 +69,9 @@ def _points(axes: Axes, metrics: list[dict[str, Any]], name: str, label: str, co
         axes.plot(steps, values, "o-", color=color, linewidth=1.0, markersize=4, label=label)
 
 
-def _dress(axes: Axes, name: str) -> None:
+def dress(axes: Axes, name: str) -> None:
+    """Gives a panel its title, light lines and, if anything in it has a label, a legend."""
     axes.set_title(name, loc="left", fontsize=10, color=INK)
-    axes.set_xlabel("step", fontsize=9, color=INK)
     axes.tick_params(labelsize=8, colors=INK, length=3)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -20,7 +20,7 @@ class Recorder:
     """Writes metrics, samples, curves and the summary into the run directory, and shows progress."""
 
     def __init__(self, run: RunConfig, path: Path, main: bool, columns: Sequence[Column] = TABLE) -> None:
-        """Records the run in directory `path` when this is the main rank, and prints these `columns`."""
+        """Records the run of `run.steps` steps in directory `path` when this is the main rank, and prints `columns`."""
         self.run = run
         self.path = path
         self.console = Console(run.steps, run.name, run.print_every, columns) if main else None
@@ -50,13 +50,15 @@ class Recorder:
         return max(self.run.samples_per_step, SHOWN_SAMPLES)
 
     def step(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
-        """A finished step; records of its samples, if there are any, go into samples/, and it into the table."""
+        """A finished step; records of its samples, if there are any, go into samples/. It goes into the table unless
+        that is about another stage."""
         if self.console is None or self.metrics is None:
             return
         self.metrics.write(step, metrics)
-        if not shown:
+        if not shown and not self.console.has_columns_for(metrics):
             return
-        write_samples(self.path, step, shown[: self.run.samples_per_step])
+        if shown:
+            write_samples(self.path, step, shown[: self.run.samples_per_step])
         self.console.step(step, metrics)
         if self.console.shows_samples(step):
             for record in shown[:SHOWN_SAMPLES]:

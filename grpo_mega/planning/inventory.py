@@ -62,12 +62,14 @@ class Role:
         trained: Whether it has gradients and an optimizer, not weights alone.
         saved: Whether checkpoints hold it.
         stages: The first rank of every pipeline stage.
+        model: Its architecture, where that is not the policy's.
     """
 
     name: str
     trained: bool
     saved: bool
     stages: list[Stage] = field(repr=False)
+    model: ModelConfig | None = None
 
 
 _stocks: dict[str, list[Stage]] = {}

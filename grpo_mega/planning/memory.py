@@ -7,8 +7,10 @@ wide. Lines of the result add up to the peak of the trainer's turn on the device
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from grpo_kernels.chunked import BLOCK_GPU
-from grpo_mega.config.schema import Config, ModelConfig, MoEConfig
+from grpo_mega.config.schema import REWARD_MODELS, Config, ModelConfig, MoEConfig
 from grpo_mega.models.body import head_channels
 from grpo_mega.models.megatron.sinks import CHANNELS
 from grpo_mega.models.schedule import cells_per_token
@@ -34,7 +36,7 @@ def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> d
         "activations kept": kept(config, stage, number),
         "one layer, saved": _layer(config, stage),
         "one layer, at work": max(_layer(config, stage), attention(config, *most_skewed(config))),
-        "output layer": _output(config, vocab_size) if number == config.layout.pp - 1 else 0.0,
+        "output layer": _output(config, vocab_size) if number == config.layout.pp - 1 and _has_output(config) else 0.0,
     }
     lines = held(config, roles, number) | working
     if config.run.export_every:
@@ -43,6 +45,11 @@ def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> d
         "libraries": FIXED,
         "engine, asleep": ENGINE_ASLEEP if _engine_sleeps(config) else 0.0,
     }
+
+
+def _has_output(config: Config) -> bool:
+    """Whether the model that is trained has the head of a language model."""
+    return config.run.trains not in REWARD_MODELS
 
 
 def exporting(config: Config, policy: Role) -> float:
@@ -61,7 +68,8 @@ def held(config: Config, roles: list[Role], number: int) -> dict[str, float]:
     """
     lines: dict[str, float] = {}
     for role in roles:
-        static = _static(config, role.stages[number], role.trained)
+        own = replace(config, model=role.model) if role.model else config
+        static = _static(own, role.stages[number], role.trained)
         if role is roles[0]:
             lines |= static
         elif role.trained:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from grpo_mega.config.rules import ConfigError, check_layout, fewest_processes
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import REWARD_MODELS, Config
+from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.data.tokenizer import character_tokenizer
 from grpo_mega.models.parts import frozen_parts
 from grpo_mega.planning.inventory import Role, Stage, adapters_alone, elements, take_stock, total, trained_elements
@@ -19,6 +20,7 @@ def plan(config: Config) -> dict[str, Any]:
 
     Raises:
         ConfigError: The GPUs cannot be arranged in the layout, or nothing says how large the vocabulary is.
+        ValueError: A teacher's files cannot be read.
     """
     cluster, layout = config.cluster, config.layout
     gpus = cluster.nodes * cluster.gpus_per_node if cluster.nodes else fewest_processes(layout)
@@ -27,6 +29,8 @@ def plan(config: Config) -> dict[str, Any]:
     )
     check_layout(config, gpus, counted or "the number of GPUs")
     vocab_size = vocabulary(config)
+    if teacher := read_teacher(config):
+        check_teacher(config, teacher)
     roles = roles_of(config, vocab_size, gpus)
     policy, numbers = roles[0], range(layout.pp)
     parameters, ahead = total(policy.stages)
@@ -76,20 +80,36 @@ def _engine(config: Config, vocab_size: int, gpus: int, trainer: list[dict[str, 
 
 
 def roles_of(config: Config, vocab_size: int, gpus: int) -> list[Role]:
-    """The models of a run, the policy first."""
+    """The models of a run, the one that it trains first; of a teacher the configuration is read.
+
+    A reward model that is learned from counts as one of the policy's architecture.
+    """
+    if config.run.trains in REWARD_MODELS:
+        scalar = take_stock(config.model, config.layout, vocab_size, gpus, scalar=True)
+        return [Role("reward model", True, True, scalar)]
     stages = take_stock(config.model, config.layout, vocab_size, gpus, frozen=config.optimizer.frozen, lora=config.lora)
-    if config.algorithm.advantage_baseline != "critic":
-        return roles_beside(config, stages, [])
-    return roles_beside(config, stages, take_stock(config.model, config.layout, vocab_size, gpus, scalar=True))
+    teacher = None
+    if taught := read_teacher(config):  # which knows the policy's tokens
+        size = taught.model.vocab_size or vocab_size
+        teacher = Role("teacher", False, False, take_stock(taught.model, config.layout, size, gpus), taught.model)
+    scalar = take_stock(config.model, config.layout, vocab_size, gpus, scalar=True) if scalar_models(config) else []
+    return roles_beside(config, stages, scalar, teacher)
 
 
-def roles_beside(config: Config, stages: list[Stage], critic: list[Stage]) -> list[Role]:
+def scalar_models(config: Config) -> list[Role]:
+    """The models with a scalar head beside a policy, without their stages: a critic, a reward model."""
+    critic = [Role("critic", True, True, [])] if config.algorithm.advantage_baseline == "critic" else []
+    return critic + ([Role("reward model", False, False, [])] if config.reward.model.path is not None else [])
+
+
+def roles_beside(config: Config, stages: list[Stage], scalar: list[Stage], teacher: Role | None = None) -> list[Role]:
     """The policy, of these stages; what the KL term compares it with, if there is one: a frozen copy of it, or of its
-    adapters; and a critic of the others, if there are any."""
+    adapters; models with a scalar head, of the other stages, if the run has any; and a teacher, if there is one."""
     policy = Role("policy", True, True, stages)
     copied = [adapters_alone(stage) for stage in policy.stages] if config.lora.rank else policy.stages
     reference = [Role("reference policy", False, True, copied)] if config.algorithm.kl_coef else []
-    return [policy, *reference, *([Role("critic", True, True, critic)] if critic else [])]
+    beside = [replace(role, stages=scalar) for role in scalar_models(config)]
+    return [policy, *reference, *beside, *([teacher] if teacher else [])]
 
 
 def _average(config: Config, stage: Stage) -> int:

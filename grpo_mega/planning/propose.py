@@ -16,7 +16,8 @@ from typing import Any
 
 from grpo_mega.config.rules import ConfigError, check_config, check_layout
 from grpo_mega.config.schema import Config, LayoutConfig
-from grpo_mega.planning.inventory import Stage
+from grpo_mega.config.teacher import check_teacher, read_teacher
+from grpo_mega.planning.inventory import Role, Stage
 from grpo_mega.planning.memory import MAY_BE_PLANNED, memory
 from grpo_mega.planning.plan import plan, roles_beside, roles_of, vocabulary
 
@@ -42,10 +43,11 @@ def propose(config: Config) -> Config:
     if cluster.gpu_memory_mib is None:
         raise ConfigError("cluster.gpu_memory_mib is not set, and a layout is to fit it; give it, or cluster=h100")
     gpus = (cluster.nodes or 1) * cluster.gpus_per_node
-    (whole,) = roles_of(replace(config, layout=LayoutConfig()), vocabulary(config), 1)[0].stages
+    policy, *others = roles_of(replace(config, layout=LayoutConfig()), vocabulary(config), 1)
+    teacher = next((role for role in others if role.name == "teacher"), None)
     limit, smallest = MAY_BE_PLANNED * cluster.gpu_memory_mib * 2**20, inf
     for candidate in candidates(config):
-        size = _about(candidate, whole, gpus)
+        size = _about(candidate, policy.stages[0], teacher, gpus)
         smallest = min(smallest, size)
         if size > TOLERATED * limit:  # building it to be exact would take a second
             continue
@@ -77,8 +79,10 @@ def differing(config: Config, other: Config) -> list[tuple[str, Any]]:
 def candidates(config: Config) -> Iterator[Config]:
     """The configuration with each layout that the rules allow for this model on these GPUs, the cheapest first."""
     config = replace(config, cluster=replace(config.cluster, nodes=config.cluster.nodes or 1))
+    teacher = read_teacher(config)
     gpus_per_node = config.cluster.gpus_per_node
-    gpus, experts = (config.cluster.nodes or 1) * gpus_per_node, config.model.moe.experts
+    gpus = (config.cluster.nodes or 1) * gpus_per_node
+    experts = config.model.moe.experts or (teacher is not None and teacher.model.moe.experts)
     inside = [size for size in SIZES if size <= gpus_per_node]
     even = replace(config.layout, vpp=1, first_stage_layers=None, last_stage_layers=None, etp=1)
     layouts = [
@@ -93,15 +97,26 @@ def candidates(config: Config) -> Iterator[Config]:
         try:
             check_config(candidate)
             check_layout(candidate, gpus)
+            if teacher:
+                check_teacher(candidate, teacher)
         except ConfigError:
             continue
         yield candidate
 
 
-def _about(config: Config, whole: Stage, gpus: int) -> float:
-    """About how many bytes of a GPU the trainer takes, from the parameters of the whole model shared out evenly."""
-    layout, stages = config.layout, config.layout.pp
-    part = replace(
+def _about(config: Config, whole: Stage, teacher: Role | None, gpus: int) -> float:
+    """About how many bytes of a GPU the trainer takes, from the parameters of whole models shared out evenly."""
+    stages = config.layout.pp
+    part = _share(whole, config.layout, gpus)
+    taught = teacher and replace(teacher, stages=[_share(teacher.stages[0], config.layout, gpus)] * stages)
+    roles = roles_beside(config, [part] * stages, [part] * stages, taught)
+    return max(sum(memory(config, roles, number, vocabulary(config)).values()) for number in range(stages))
+
+
+def _share(whole: Stage, layout: LayoutConfig, gpus: int) -> Stage:
+    """What a GPU has of a whole model, shared out evenly."""
+    stages = layout.pp
+    return replace(
         whole,
         layers=ceil(whole.layers / stages),
         moe_layers=ceil(whole.moe_layers / stages),
@@ -112,9 +127,6 @@ def _about(config: Config, whole: Stage, gpus: int) -> float:
         replicas=gpus // stages // layout.tp,
         expert_replicas=gpus // stages // layout.ep // layout.etp,
     )
-    critics = stages if config.algorithm.advantage_baseline == "critic" else 0
-    roles = roles_beside(config, [part] * stages, [part] * critics)
-    return max(sum(memory(config, roles, number, vocabulary(config)).values()) for number in range(stages))
 
 
 def _with_engine(config: Config, planned: dict[str, Any]) -> Config | None:

@@ -11,9 +11,10 @@ from grpo_mega.config.rules.reward import check_reward
 from grpo_mega.config.rules.terms import read_options
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.reward.kinds import GUARDED, built_in
-from grpo_mega.reward.steps import Decode, steps_of_tokens
+from grpo_mega.reward.steps import steps_of_tokens
 from grpo_mega.reward.user_functions import UserFunction, UserFunctions
 from grpo_mega.reward.verdict import Verdict
+from grpo_mega.step_ends import Decode
 from grpo_mega.types import Sample, Score
 
 WARNINGS = 3
@@ -102,7 +103,7 @@ class Reward:
         raise kind(f"reward term {term.name!r}, {_in_words(sample)}: {outcome}") from outcome
 
     def _score(self, sample: Sample, verdicts: dict[str, Verdict], decode: Decode | None) -> Score:
-        if not verdicts:
+        if not verdicts and self.terms:  # without any, a reward model's score is all that there will be
             raise ValueError(f"{_in_words(sample)}: no reward term has the task {sample.prompt.task!r}")
         weighted = [(term.weight, verdicts[term.name]) for term in self.terms if term.name in verdicts]
         total = sum(weight * verdict.value for weight, verdict in weighted)

@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_mega.reward.answers import accuracy, boxed_accuracy, exact, last_number, multiple_choice
 from grpo_mega.reward.command import Command
+from grpo_mega.reward.countdown import countdown
 from grpo_mega.reward.format import in_template
 from grpo_mega.reward.http import Http
 from grpo_mega.reward.judge import Judge
@@ -31,6 +32,7 @@ FORMULAS: dict[str, Formula] = {
     "format": in_template,
     "last_number": last_number,
     "multiple_choice": multiple_choice,
+    "countdown": countdown,
     "exact": exact,
     "language": language,
     "length": length,

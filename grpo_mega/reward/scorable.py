@@ -11,6 +11,7 @@ from grpo_mega.config.rules.terms import read_options
 from grpo_mega.config.schema import RewardTerm
 from grpo_mega.reward.answers import right_option
 from grpo_mega.reward.code import checked_tests
+from grpo_mega.reward.countdown import numbers_and_target
 from grpo_mega.reward.patterns import compiled
 from grpo_mega.reward.puzzles import checked_puzzle
 from grpo_mega.reward.sums import terms_of
@@ -19,7 +20,7 @@ from grpo_mega.types import Prompt, Sample
 
 SHOWN = 3
 """Problems that a message names."""
-READ_PROBLEMS = ("multiple_choice", "regex", "reasoning_gym", "code", "sum_steps")
+READ_PROBLEMS = ("multiple_choice", "countdown", "regex", "reasoning_gym", "code", "sum_steps")
 """Kinds that need something of a problem besides its answer."""
 
 
@@ -74,6 +75,8 @@ def why_not(term: RewardTerm, prompt: Prompt) -> str:
             return f"the answer {why}" if why else ""
         if term.built_in == "multiple_choice":
             right_option(prompt)
+        if term.built_in == "countdown":
+            numbers_and_target(prompt)
         if term.built_in == "regex":
             compiled(prompt, read_options("regex", term.options).pattern)
         if term.built_in == "reasoning_gym":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from grpo_mega.config.numerals import in_digits
 from grpo_mega.config.schema.terms import NoOptions
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Prompt, Sample
@@ -19,7 +20,8 @@ def sum_steps(sample: Sample, _: NoOptions) -> Verdict:
     For 3+5+2=? they are what `;` divides in the completion's opening <think>...</think>, such as 3+5=8;8+2=10. A step
     is right when it adds the next terms of the question, at least one, to what the terms before them add up to. So
     there are at most as many right steps as there are terms to add, and nothing is gained by repeating one. A
-    completion that does not open with <think> has no steps and a share of 0.0.
+    completion that does not open with <think> has no steps and a share of 0.0. Number words count as the
+    digits that they stand for (`config/numerals.py`).
 
     Raises:
         ValueError: The prompt is no sum.
@@ -30,11 +32,11 @@ def sum_steps(sample: Sample, _: NoOptions) -> Verdict:
     thought = sample.text.removeprefix(_OPENING).partition(_CLOSING)[0]
     total, end, steps = left.pop(0), len(_OPENING), []
     for step in thought.split(";") if thought else ():
-        match = _STEP.fullmatch(step)
+        match = _STEP.fullmatch(in_digits(step))
         added = left[: match[1].count("+")] if match else []
         wanted = f"{total}{''.join(f'+{term}' for term in added)}={total + sum(added)}"
         end += len(step)
-        steps.append((end, float(bool(added) and step == wanted)))
+        steps.append((end, float(bool(added) and in_digits(step) == wanted)))
         total, left, end = total + sum(added), left[len(added) :], end + len(";")
     return Verdict(sum(reward for _, reward in steps) / max(1, len(steps)), steps=tuple(steps))
 

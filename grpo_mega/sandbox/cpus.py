@@ -9,14 +9,15 @@ from pathlib import Path
 
 
 def share_of_cpus() -> int:
-    """CPUs for this rank's programs, at least one.
-
-    The CPUs that all ranks of the machine may use together are shared among them (LOCAL_WORLD_SIZE, as of torchrun); a
-    rank that is bound to fewer of its own has those.
-    """
+    """CPUs for this rank's programs, at least one; how many ranks there are LOCAL_WORLD_SIZE says, as of torchrun."""
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     together = min(_cpus_of_cpuset(), quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
-    return max(1, min(len(os.sched_getaffinity(0)), int(together / ranks)))
+    return share(together, ranks, len(os.sched_getaffinity(0)))
+
+
+def share(together: float, ranks: int, bound: int) -> int:
+    """Of the CPUs that all ranks may use together those of one; a rank that is bound to fewer has these."""
+    return max(1, min(bound, int(together / ranks)))
 
 
 def _cpus_of_cpuset() -> int:

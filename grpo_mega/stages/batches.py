@@ -41,9 +41,13 @@ def trained_and_counted(groups: Sequence[Group], config: Config) -> tuple[list[i
     A group without signal has advantages of 0. By equation 3 of DeepSeekMath its samples still count, and the KL term,
     like an entropy bonus, has a gradient; with neither of the two they have no gradient and are not computed. A sample
     that could not be scored is as if it had never been sampled.
+
+    A teacher has something to say of every sample, whatever its reward.
     """
     signal = groups_with_signal(groups, advantage_options(config))
     samples = [(has, answer) for group, has in zip(groups, signal, strict=True) for answer in group.answers]
+    if config.distill.teacher:
+        return [*range(len(samples))], [*range(len(samples))]
     scored = [i for i, (_, answer) in enumerate(samples) if not answer.score.unscorable]
     with_signal = [i for i in scored if samples[i][0]]
     if config.algorithm.groups_without_signal == "drop":

@@ -17,8 +17,11 @@ from grpo_mega.stages.batches import with_advantages
 from grpo_mega.types import Answer, Batch, Group
 
 
-def needs_old_logprobs(algorithm: AlgorithmConfig) -> bool:
+def needs_old_logprobs(config: Config) -> bool:
     """Whether something is computed from the old policy's log-probs before the first update of a step."""
+    algorithm = config.algorithm
+    if config.distill.teacher:  # whose log-probs they are compared with
+        return True
     if algorithm.advantage_baseline == "critic":  # which may learn alone, while the policy makes no pass of its own
         return True
     return algorithm.kl_in == "reward" or correction_of(algorithm) is not None

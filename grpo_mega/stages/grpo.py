@@ -38,13 +38,13 @@ class GRPO:
         self.models: list[Saved] = [policy, *self.copies]
         updates_per_step = config.algorithm.epochs * config.algorithm.mini_batches
         # Then the old policy is the policy itself, and its log-probs need no pass of their own.
-        self.on_policy = updates_per_step == 1 and not needs_old_logprobs(config.algorithm)
+        self.on_policy = updates_per_step == 1 and not needs_old_logprobs(config)
         self.loss = loss_of(config.algorithm, self.on_policy)
         self.temperature = config.rollout.temperature
         self.in_progress: StepInProgress | None = None
         self.schedule = Schedule(config.optimizer, config.run.steps, updates_per_step)
         self.before: Metrics = {}
-        self.watch = Watch(config, self.topology)
+        self.watch = Watch(config, self.topology, rollouts.reward_model)
 
     def step(self, run: Run) -> StepRecord:
         """One iteration, or the rest of the one in progress."""
@@ -103,7 +103,7 @@ class GRPO:
         if not is_due(self.config.run.eval_every, run.step + 1):
             return {}
         metrics = self.rollouts.evaluate(run, "validation", self.data.validation, run.step + 1)
-        return {f"eval/{name}": value for name, value in metrics.items()}
+        return self.watch.evaluated(metrics)
 
     def begin(self, run: Run) -> None:
         """Starts at the policy's present weights, which are copied to the reference."""

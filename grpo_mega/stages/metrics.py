@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import pstdev
 
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.run import Metrics
@@ -19,35 +20,54 @@ def step_metrics(current: StepInProgress, success: str, signal: Sequence[bool]) 
 
 
 def rollout_metrics(groups: Sequence[Group], success: str) -> Metrics:
-    """Rewards and lengths of a step's answers; `success` names the term that is reported as accuracy.
-
-    `rollout/steps_mean` is the number of tokens at which a rewarded step ends, over the answers whose steps are scored.
-    """
+    """Rewards and lengths of a step's answers, as `observe/metric_table.py` defines them; `success` names the term that
+    is reported as accuracy."""
     answers = [answer for group in groups for answer in group.answers]
+    lengths = sorted(answer.length for answer in answers)
     steps = [len(answer.score.steps) for answer in answers if answer.score.steps]
     return {
         **reward_metrics(groups, success),
-        "rollout/length_mean": average(answer.length for answer in answers),
-        "rollout/length_max": max(answer.length for answer in answers),
+        "rollout/tokens": sum(lengths),
+        "rollout/length_mean": average(lengths),
+        "rollout/length_p50": nearest_rank(lengths, 50),
+        "rollout/length_p99": nearest_rank(lengths, 99),
+        "rollout/length_max": lengths[-1],
         "rollout/truncated": average(answer.finish_reason == "length" for answer in answers),
         **({"rollout/steps_mean": average(steps)} if steps else {}),
+        **unanimity(groups, success),
+    }
+
+
+def unanimity(groups: Sequence[Group], success: str) -> Metrics:
+    """The shares of groups in which every answer succeeds, and in which none does at all.
+
+    Answers without the term `success` have no say, groups without any that has it do not count; {} without such groups.
+    """
+    judged = [[a.score.terms[success] for a in group.answers if success in a.score.terms] for group in groups]
+    judged = [values for values in judged if values]
+    if not judged:
+        return {}
+    return {
+        "rollout/all_right": average(min(values) >= 1 for values in judged),
+        "rollout/all_wrong": average(max(values) <= 0 for values in judged),
     }
 
 
 def reward_metrics(groups: Sequence[Group], success: str) -> Metrics:
-    """Means over the answers that have a score, by task too when there are several, and the number of those without.
+    """Means and deviation over the answers that have a score, and the number of those without; by task when several.
 
     What no answer has is left out: a term of another task, or all of them when nothing could be scored.
     """
     scores = [(group.prompt.task, answer.score) for group in groups for answer in group.answers]
     scored = [(task, score) for task, score in scores if not score.unscorable]
     terms = mean_terms([score for _, score in scored])
+    rewards = [score.total for _, score in scored]
     totals: dict[str, list[float]] = {}
     for task, score in scored:
         totals.setdefault(task, []).append(score.total)
     tasks = {task for task, _ in scores}
     return {
-        **({"reward/mean": average(score.total for _, score in scored)} if scored else {}),
+        **({"reward/mean": average(rewards), "reward/std": pstdev(rewards)} if rewards else {}),
         **{f"reward/{name}": value for name, value in terms.items()},
         **({"reward/accuracy": terms[success]} if success in terms else {}),
         "reward/unscorable": len(scores) - len(scored),
@@ -75,3 +95,8 @@ def average(values: Iterable[float]) -> float:
     """The mean of at least one number."""
     values = list(values)
     return sum(values) / len(values)
+
+
+def nearest_rank(values: Sequence[float], percent: int) -> float:
+    """The smallest of the values, which are sorted, that at least so many per cent of them do not exceed."""
+    return values[-(-percent * len(values) // 100) - 1]

@@ -20,6 +20,7 @@ from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.rollout.producer import Producer
 from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.batches import longest_completion
+from grpo_mega.stages.learned_reward import LearnedReward
 from grpo_mega.types import Prompt, Rollout, Sample, Score
 
 InTurn = Callable[[int, str, Callable[[], Rollout]], Rollout]
@@ -28,7 +29,11 @@ version, and timed as this phase."""
 
 
 class Rollouts:
-    """Generates and scores answers of the policy to prompts."""
+    """Generates and scores answers of the policy to prompts.
+
+    Attributes:
+        reward_model: Checksum of the reward model that scores as well; empty without one.
+    """
 
     def __init__(
         self,
@@ -42,6 +47,7 @@ class Rollouts:
         generates_meanwhile: bool = False,
         traffic: Callable[[], Metrics] = dict,
         outdate: Callable[[], None] = lambda: None,
+        learned: LearnedReward | None = None,
     ) -> None:
         """Connects an engine with a reward.
 
@@ -57,9 +63,11 @@ class Rollouts:
                 all are generated.
             traffic: Metrics of what was moved between trainer and engine since its last call.
             outdate: Called when the policy's weights are others although its version is the same.
+            learned: Adds a reward model's scores; None without one.
         """
         self.average = average
-        self._outdate = outdate
+        self._outdate, self._learned = outdate, learned
+        self.reward_model = learned.checksum if learned else ""
         self._generates_meanwhile = generates_meanwhile
         self.config = config.rollout
         self._evaluation = config.eval
@@ -114,7 +122,11 @@ class Rollouts:
         sampling = self.evaluation_sampling(step) if phase == "evaluate" else self.sampling(step)
         producer = Producer(self.engine, self.score, group_size, sampling, version, at_least, scoring)
         producer.add(prompts)
-        return self.in_turn(version, phase, lambda: producer.run(run.is_asked_to_stop))
+        rollout = self.in_turn(version, phase, lambda: producer.run(run.is_asked_to_stop))
+        if self._learned is None or not (phase == "evaluate" or self._learned.is_due(step)):
+            return rollout
+        with run.phase("reward_model" if phase == "generate" else phase):
+            return self._learned.added(rollout)
 
     def shown(self, rollout: Rollout, count: int) -> list[dict[str, Any]]:
         """Records of the first sample of each of the first `count` groups, as samples/ shows them, on every rank."""

@@ -19,6 +19,7 @@ from grpo_mega.models.topology import Topology
 from grpo_mega.run import Metrics
 from grpo_mega.stages.batches import advantage_options
 from grpo_mega.stages.corrections import correction_metrics
+from grpo_mega.stages.learned_reward import HackingAlarm
 from grpo_mega.stages.metrics import step_metrics
 from grpo_mega.types import Batch
 
@@ -36,12 +37,15 @@ class Watch:
         steps_without_signal: Number of latest consecutive steps in which no group had two different rewards.
     """
 
-    def __init__(self, config: Config, topology: Topology) -> None:
-        """Counters at 0."""
+    def __init__(self, config: Config, topology: Topology, reward_model: str = "") -> None:
+        """Counters at 0; `reward_model` is the checksum of the reward model that scores, empty without one."""
         self._topology, self._success, self._adam = topology, config.reward.success, config.optimizer
         self._algorithm, self._advantages = config.algorithm, advantage_options(config)
+        # With a critic a group is no unit, and from a teacher there is something to learn whatever the rewards are.
+        self._learns_from_groups = self._advantages.baseline != "critic" and not config.distill.teacher
         self.tokens = {"generated": 0, "trained": 0}
         self.steps_without_signal = 0
+        self.hacking = HackingAlarm(reward_model)
         fp8 = config.rollout.engine == "sglang" and config.rollout.sglang.fp8
         self._rounding = explained_by_rounding(config.model.dtype, fp8)
         self._compared = False
@@ -49,8 +53,8 @@ class Watch:
     def step(self, current: StepInProgress, policy: Policy, schedule: Schedule) -> Metrics:
         """Metrics of a step whose updates of the policy are done."""
         self.tokens["generated"] += sum(answer.length for group in current.groups for answer in group.answers)
-        signal = []  # with a critic a group is no unit
-        if self._advantages.baseline != "critic":
+        signal = []
+        if self._learns_from_groups:
             signal = groups_with_signal(current.groups, self._advantages)
             self.signal(signal, any(group.rewards for group in current.groups))
         if current.batch is not None:
@@ -58,6 +62,10 @@ class Watch:
             current.mismatch |= correction_metrics(current.batch, self._algorithm, self._topology)
         noise = self.noise(policy, schedule) if current.updates else {}
         return step_metrics(current, self._success, signal) | current.mismatch | noise
+
+    def evaluated(self, measured: Metrics) -> Metrics:
+        """Metrics of an evaluation, with a warning when a reward model seems to be gamed."""
+        return {f"eval/{name}": value for name, value in (measured | self.hacking.heard(measured)).items()}
 
     def mismatch(self, batch: Batch, logprob: Tensor) -> Metrics:
         """Metrics of how far the trainer's log-probs [T] are from the engine's, over the batches of all replicas.
@@ -103,8 +111,10 @@ class Watch:
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, for a checkpoint."""
-        return {"tokens": self.tokens, "steps_without_signal": self.steps_without_signal}
+        counters = {"tokens": self.tokens, "steps_without_signal": self.steps_without_signal}
+        return counters | {"hacking": self.hacking.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a state of `state_dict`."""
         self.tokens, self.steps_without_signal = state["tokens"], state["steps_without_signal"]
+        self.hacking.load_state_dict(state["hacking"])

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from grpo_mega.config.huggingface.families import RENAMED, is_mxfp4, said
 from grpo_mega.config.schema import ModelConfig
 from grpo_mega.models.body import DTYPES as DTYPES_OF_MODELS
+from grpo_mega.models.model import Model
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.shards import Box
 from grpo_mega.platform.collectives import from_main_rank, succeed_together
@@ -50,15 +51,19 @@ def is_model(path: Path) -> bool:
 
 
 @torch.no_grad()
-def load_weights(path: Path, policy: Policy) -> None:
+def load_weights(path: Path, policy: Model, whole: ModelConfig | None = None) -> None:
     """Reads a model directory into a policy without optimizer, rounding to `model.dtype`; every rank must call it.
+
+    Or into the body of a model with a scalar head, whose head stays as it is; `whole` is then the architecture of the
+    directory, a language model with that body.
 
     Raises:
         ValueError: The directory is not of this model, or not whole; names the first file, tensor or field.
     """
     assert policy.optimizer is None, "an optimizer made before would keep the old master weights"
-    wanted = entries(policy.architecture, policy.vocab_size)
-    files, problem = from_main_rank(lambda: _examined(path, policy.architecture, policy.vocab_size, wanted))
+    model = whole or policy.architecture
+    wanted = entries(model, policy.vocab_size)
+    files, problem = from_main_rank(lambda: _examined(path, model, policy.vocab_size, wanted))
     if problem:
         raise ValueError(f"{path} cannot be loaded: {problem}")
     parts = parts_of(policy, wanted)

@@ -10,7 +10,8 @@ import torch
 from grpo_mega.config.schema import LoRAConfig, ModelConfig
 from grpo_mega.models.adapters import A, B
 from grpo_mega.models.body import head_channels
-from grpo_mega.models.policy import Policy
+from grpo_mega.models.chunks import SCALAR_HEAD
+from grpo_mega.models.model import Model
 from grpo_mega.models.shards import Box, named_box, shards
 from grpo_mega.weights.names import Entry, Slices
 
@@ -69,8 +70,10 @@ def merged_bytes(model: ModelConfig, lora: LoRAConfig, tp: int, bucket: float) -
     return bucket + 2 * torch.float32.itemsize * largest
 
 
-def parts_of(policy: Policy, wanted: list[Entry]) -> Parts:
+def parts_of(policy: Model, wanted: list[Entry]) -> Parts:
     """This rank's parts of the policy's tensors, and of its adapters; `wanted` are all tensors of the model.
+
+    Of a model with a scalar head they are its body's: no Hugging Face tensor stands for the head, which is left out.
 
     Raises:
         ValueError: The model has a tensor that no Hugging Face name stands for.
@@ -78,7 +81,8 @@ def parts_of(policy: Policy, wanted: list[Entry]) -> Parts:
     held: Held = defaultdict(dict)
     for shard in shards(policy.chunks):
         key, box = named_box(shard)
-        held[key][box] = shard.data
+        if not key.startswith(SCALAR_HEAD):
+            held[key][box] = shard.data
     known = {entry.key for entry in wanted}
     if unknown := [key for key in held if key not in known and not key.endswith((A, B))]:
         raise ValueError(f"no Hugging Face tensor stands for {', '.join(sorted(unknown))}")

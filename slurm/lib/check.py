@@ -47,13 +47,14 @@ def run_directory(config: Config, nodes: int, ranks_per_node: int) -> Path:
         ValueError: The run cannot run on these machines, or the directory belongs to something else.
     """
     check_layout(config, nodes * ranks_per_node)
-    _check_machines(config, nodes, ranks_per_node)
+    check_machines(config, nodes, ranks_per_node)
     path = Path(config.run.root).resolve() / config.run.name
     check_run_dir(path, identity=identity(config))
     return path
 
 
-def _check_machines(config: Config, nodes: int, ranks_per_node: int) -> None:
+def check_machines(config: Config, nodes: int, ranks_per_node: int) -> None:
+    """Raises a ValueError when the configuration plans for other machines than these."""
     planned = config.cluster.nodes, config.cluster.gpus_per_node
     if planned[0] and planned != (nodes, ranks_per_node):
         raise ValueError(
@@ -135,16 +136,15 @@ def all_problems(options: argparse.Namespace) -> int:
     from grpo_mega.dry_run import dry_run
 
     nodes, ranks = options.nodes, options.ranks_per_node
-    more = [("the machines", lambda config: _check_machines(config, nodes, ranks))]
+    more = [("the machines", lambda config: check_machines(config, nodes, ranks))]
     if options.stop_seconds is not None:
         seconds = options.stop_seconds, options.hang_seconds, options.save_gb_per_second
         more.append(("the time to save", lambda config: room(config, *seconds)))
     return dry_run(options.settings, nodes * ranks, more, options.known)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that tell of the job."""
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ranks-per-node", type=int, required=True)
     parser.add_argument(
@@ -156,6 +156,12 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--known", action="append", default=[])
     parser.add_argument("settings", nargs="*")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_options(parser)
     options = parser.parse_args()
     if options.dry_run:
         sys.exit(all_problems(options))

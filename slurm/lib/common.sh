@@ -8,7 +8,7 @@ STOPPED=75  # exit code of a rank that saved because it was asked to stop
 
 SETTINGS=(NODES RANKS_PER_NODE GPUS_PER_NODE SPARES CLUSTER RUNTIME IMAGE MOUNTS PYTHON HOST_PYTHON INTERFACE
     START_SECONDS HANG_SECONDS STOP_SECONDS SAVE_GB_PER_SECOND CHECK_SECONDS CHECK_LINKS NOTICE_SECONDS LOCK_SECONDS
-    CONTROLLER_SECONDS POLL_SECONDS MIN_FREE_MB MAX_FAILURES MAX_EXCLUSIONS)
+    CONTROLLER_SECONDS POLL_SECONDS MIN_FREE_MB MAX_FAILURES MAX_EXCLUSIONS RECIPE RECIPE_ROOT)
 INTERFACES=(NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME)
 
 refuse() {
@@ -38,7 +38,8 @@ load_profile() {
     ((STOP_SECONDS >= 30)) || refuse "STOP_SECONDS=$STOP_SECONDS is too short to save: give --signal=B:USR1@90 or more"
     : "${SAVE_GB_PER_SECOND:=5}" "${CHECK_SECONDS:=180}" "${NOTICE_SECONDS:=400}" "${LOCK_SECONDS:=600}"
     : "${CHECK_LINKS:=$((GPUS_PER_NODE > 0))}" "${POLL_SECONDS:=5}" "${MIN_FREE_MB:=}" "${MAX_FAILURES:=3}" "${MAX_EXCLUSIONS:=3}"
-    : "${CONTROLLER_SECONDS:=300}"
+    : "${CONTROLLER_SECONDS:=300}" "${RECIPE_ROOT:=}"
+    export PROGRAM=grpo_mega.train # what every rank runs; a stage of a recipe may be something else
     export "${SETTINGS[@]}"
     check_runtime
 }
@@ -72,16 +73,18 @@ check_runtime() {
     esac
 }
 
-# Makes all checks that need no node. Sets RUN, the run directory; `reads`, the paths that the run reads; MIN_FREE_MB.
+# Makes all checks that need no node. Sets RUN, the run directory, and TOP, where the job's own folder lies: the same, or
+# a recipe's root; `reads`, the paths that are read; MIN_FREE_MB.
 ask_configuration() {
-    local answer what value options=(--nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE")
+    local answer what value checker=("$LIB/check.py") options=(--nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE")
     if [[ -n ${GRPO_MEGA_CODE:-} ]]; then # in a job: all was planned at its submission
         options+=(--queued)
     elif ((GPUS_PER_NODE)); then
         options+=(--stop-seconds "$STOP_SECONDS" --hang-seconds "$HANG_SECONDS"
             --save-gb-per-second "$SAVE_GB_PER_SECOND")
     fi
-    answer=$("$HOST_PYTHON" -P "$LIB/check.py" "${options[@]}" -- "$@") || exit "$BAD_INPUT"
+    if [[ -n $RECIPE ]]; then checker=("$LIB/stage.py" check --recipe "$RECIPE" --root "$RECIPE_ROOT"); fi
+    answer=$("$HOST_PYTHON" -P "${checker[@]}" "${options[@]}" -- "$@") || exit "$BAD_INPUT"
     reads=()
     while read -r what value; do
         case $what in
@@ -90,19 +93,20 @@ ask_configuration() {
             room) : "${MIN_FREE_MB:=$value}" ;;
         esac
     done <<<"$answer"
+    TOP=$RUN
     : "${MIN_FREE_MB:=1024}"
 }
 
-# Copies the code into the run directory, under the digest of its content, and prints the folder. Large files are left
+# Copies the code into the job's folder, under the digest of its content, and prints the folder. Large files are left
 # out: they are data, and are read from their own path.
 snapshot() {
     local digest folder temporary list
-    mkdir -p "$RUN/slurm"
+    mkdir -p "$TOP/slurm"
     list=$(code_files)
     digest=$(cd "$CODE" && tr '\n' '\0' <<<"$list" | xargs -0 sha256sum | sha256sum | cut -c1-12)
-    folder=$RUN/slurm/code-$digest
+    folder=$TOP/slurm/code-$digest
     if [[ ! -d $folder ]]; then
-        temporary=$(mktemp -d "$RUN/slurm/.code-XXXXXX")
+        temporary=$(mktemp -d "$TOP/slurm/.code-XXXXXX")
         if ! { tar -C "$CODE" -cf - -T - <<<"$list" | tar -C "$temporary" -xf - && chmod 755 "$temporary" &&
             mv -T "$temporary" "$folder"; }; then
             refuse "the code cannot be copied to $folder: see above"

@@ -7,14 +7,14 @@ note_attempt() {
     history+=("$restart $attempt $outcome $(newest_checkpoint)") # also in memory: the disk may be full
     echo "${history[-1]}" >>"$JOB/attempts"
     phase "attempt $attempt $outcome"
-    status "$outcome"
+    if [[ -z $RECIPE || $outcome != completed ]]; then status "$outcome"; fi # a recipe is after its last stage
 }
 
 # Prints the outcome of the attempt, from the files of its ranks. A program may exit with 0 for no reason: a run is
 # completed when its summary says so, and a run that begins or continues has no summary.
 outcome() {
     local ranks=$((NODES * RANKS_PER_NODE))
-    if all_ended_well && grep -q '"status": "completed"' "$RUN/summary.json" 2>/dev/null; then
+    if all_ended_well && is_whole; then
         echo completed
     elif [[ $(first_code) == "$STOPPED" ]]; then
         echo stopped
@@ -24,6 +24,15 @@ outcome() {
         echo hung
     else
         echo failed
+    fi
+}
+
+# Whether there is what the attempt was for; a recipe notes then that its stage is done.
+is_whole() {
+    if [[ -n $RECIPE ]]; then
+        ask_of_stages "done" "${given[@]}"
+    else
+        grep -q '"status": "completed"' "$RUN/summary.json" 2>/dev/null
     fi
 }
 
@@ -42,8 +51,16 @@ first_code() {
 
 decide() {
     case $outcome in
-        completed) exit 0 ;;
-        refused) last_lines "$(first_to_fail)" >&2 && exit "$BAD_INPUT" ;;
+        completed)
+            [[ -n $RECIPE ]] || exit 0
+            phase "stage $stage is done"
+            rm -f "$JOB/leaves" # how often it left is counted for each stage
+            return
+            ;;
+        refused)
+            [[ -z $RECIPE ]] || echo "error: stage $stage of the recipe $RECIPE cannot run:" >&2
+            last_lines "$(first_to_fail)" >&2 && exit "$BAD_INPUT"
+            ;;
         stopped) leave_for_later ;;
     esac
     report
@@ -123,7 +140,7 @@ report() {
     first=$(first_to_fail)
     gone=$(without_code)
     {
-        echo "attempt $attempt, restart $restart, on ${chosen[*]}: $outcome${hung:+: $hung}"
+        echo "attempt $attempt, restart $restart,${stage:+ stage $stage,} on ${chosen[*]}: $outcome${hung:+: $hung}"
         if [[ $outcome == hung ]]; then
             echo "behind the others: $(slowest)"
             echo "where each rank is (whole stacks in $ATTEMPT/rank-*.log):"
@@ -135,8 +152,8 @@ report() {
             echo "its last lines ($first.log):"
             last_lines "$first" | sed 's/^/    /'
         elif all_ended_well; then
-            echo "every rank ended with exit code 0, but $RUN/summary.json does not say that the run is completed:" \
-                "something has ended the ranks too early, see $ATTEMPT/rank-*.log"
+            echo "every rank ended with exit code 0, but $RUN/summary.json does not say that the run is completed${stage:+,}" \
+                "${stage:+or $RUN is not what stage $stage makes }(something has ended the ranks too early, see $ATTEMPT/rank-*.log)"
         else
             echo "no rank said why; see $ATTEMPT/node-*.log"
         fi

@@ -10,6 +10,8 @@
 #                                    at the same checkpoint: a report, exit 1
 #     too few nodes pass the checks  back into the queue without those that do not, MAX_EXCLUSIONS times: then exit 3
 #
+# With a RECIPE this is done for each stage that is not done yet, in order (stages.sh); after the last one, exit 0.
+#
 # srun's exit code is useless (--kill-on-bad-exit masks it) and torchrun's is always 1: each rank writes its own into a
 # file. SIGUSR1 (Slurm, ahead of the time limit) and SIGTERM (preemption, scancel) ask for a stop.
 
@@ -35,15 +37,17 @@ heard_stop() {
 work() {
     enter_job "$@"
     while :; do
+        words=("$@")
+        if [[ -n $RECIPE ]]; then next_stage "$@"; fi
         attempt=$((attempt + 1))
         ATTEMPT=$JOB/restart-$restart-attempt-$attempt
         export ATTEMPT
         mkdir -p "$ATTEMPT"
         await_lock
-        ln -sfn "job-$SLURM_JOB_ID" "$RUN/slurm/latest"
+        ln -sfn "job-$SLURM_JOB_ID" "$TOP/slurm/latest"
         choose_nodes
         await_lock # the checks take a while
-        run_attempt "$@"
+        run_attempt "${words[@]}"
         note_attempt
         decide
     done
@@ -60,11 +64,11 @@ phase() {
 # Writes the status file, one line, if the run belongs to this job.
 status() {
     local newest
-    [[ $(readlink "$RUN/slurm/latest") == "job-$SLURM_JOB_ID" ]] || return 0
+    [[ $(readlink "$TOP/slurm/latest") == "job-$SLURM_JOB_ID" ]] || return 0
     newest=$(newest_checkpoint)
-    printf 'state=%s job=%s restart=%s attempt=%s %s checkpoint=%s updated=%s\n' "$1" "$SLURM_JOB_ID" "$restart" \
-        "$attempt" "$(progress)" "${newest:-none}" "$(date +%FT%T)" >"$RUN/slurm/.status.tmp"
-    mv "$RUN/slurm/.status.tmp" "$RUN/slurm/status"
+    printf 'state=%s job=%s restart=%s attempt=%s %s checkpoint=%s updated=%s%s\n' "$1" "$SLURM_JOB_ID" "$restart" \
+        "$attempt" "$(progress)" "${newest:-none}" "$(date +%FT%T)" "${stage:+ stage=$stage}" >"$TOP/slurm/.status.tmp"
+    mv "$TOP/slurm/.status.tmp" "$TOP/slurm/status"
 }
 
 # Prints step, reward and seconds per step from the last line of a step in the metrics; a line after it may be held-out
@@ -86,6 +90,7 @@ newest_checkpoint() {
     local value
     value=$(find "$RUN/checkpoints" -maxdepth 1 -name '*step-*' ! -name '.*' -printf '%f\n' 2>/dev/null |
         LC_ALL=C sort | tail -n 1) # numbers of earlier stages sort before the last stage's "step"
+    if [[ -d $RUN/parts ]]; then value=parts-$(find "$RUN/parts" -name 'problem-*' | wc -l); fi # of a pool of samples
     echo "$value"
 }
 

@@ -6,7 +6,8 @@ export GRPO_MEGA_SIGNS=$files
 trap : TERM # torchrun signals the process group; this shell stays to see how the training process ends
 (
     echo "$BASHPID" >"$files.pid"
-    exec "$PYTHON" -P -m grpo_mega.train "$@"
+    if [[ $PROGRAM == *.py ]]; then exec "$PYTHON" -P "$PROGRAM" "$@"; fi
+    exec "$PYTHON" -P -m "$PROGRAM" "$@"
 ) >"$files.log" 2>&1
 code=$?
 echo "$code" >"$files.code"

@@ -8,7 +8,7 @@ enter_job() {
     export LIB CODE PYTHONPATH=$CODE:$CODE/kernels${PYTHONPATH:+:$PYTHONPATH}
     [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit it
     ask_configuration "$@"
-    JOB=$RUN/slurm/job-$SLURM_JOB_ID
+    JOB=$TOP/slurm/job-$SLURM_JOB_ID LOCK=$RUN/run.lock
     mkdir -p "$JOB"
     keep_code
     mapfile -t history < <(cat "$JOB/attempts" 2>/dev/null)
@@ -16,6 +16,8 @@ enter_job() {
     phase "started on ${allocated[*]}, restart $restart"
     ((${#allocated[@]} == NODES + SPARES)) || refuse "the job has ${#allocated[@]} nodes, NODES=$NODES and" \
         "SPARES=$SPARES ask for $((NODES + SPARES)): submit with --nodes=$((NODES + SPARES)), or set NODES and SPARES"
+    most_nodes=$NODES most_ranks=$RANKS_PER_NODE
+    if [[ -n $RECIPE ]]; then keep_others_out "$@"; fi
 }
 
 # Copies the code for a script that was given to sbatch directly; later starts of the job use the copy.
@@ -25,7 +27,7 @@ keep_code() {
             "starts; run the script instead of giving it to sbatch, and all is kept as it was at submission."
         [[ -s $JOB/code ]] || snapshot >"$JOB/code" || exit "$BAD_INPUT"
         GRPO_MEGA_CODE=$(<"$JOB/code")
-        slurm scontrol update jobid="$SLURM_JOB_ID" comment="$RUN" # where status.sh looks for the run
+        slurm scontrol update jobid="$SLURM_JOB_ID" comment="$TOP" # where status.sh looks for the run
     fi
     CODE=$GRPO_MEGA_CODE LIB=$GRPO_MEGA_CODE/slurm/lib
     PYTHONPATH=$CODE:$CODE/kernels:$PYTHONPATH
@@ -158,10 +160,11 @@ await_slurms_verdict() {
 # Waits for the run directory's lock. A dead node's lock remains until the file system's servers have noticed.
 await_lock() {
     local deadline=$((SECONDS + LOCK_SECONDS)) holder=''
-    until flock --nonblock --conflict-exit-code 75 "$RUN/run.lock" true; do
+    [[ -e $LOCK ]] || return 0
+    until flock --nonblock --conflict-exit-code 75 "$LOCK" true; do
         (($? == 75)) || return # a file system without locks: the ranks will report it
         if [[ -z $holder ]]; then
-            holder=$(<"$RUN/run.lock")
+            holder=$(<"$LOCK")
             phase "$RUN is in use by ${holder:=a process that just started}: waiting for up to $LOCK_SECONDS s"
         fi
         if heard_stop; then leave_for_later; fi

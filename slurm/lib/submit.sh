@@ -26,20 +26,30 @@ submit() {
     if ((dry)); then dry_run "${own[@]}" "${settings[@]}"; fi
     check_time_limit
     command -v sbatch >/dev/null || refuse "there is no Slurm here (no sbatch): log in to a machine of the cluster, or" \
-        "run without it: torchrun --standalone --nproc-per-node N -m grpo_mega.train ${own[*]} ${settings[*]}"
+        "run without it: $(without_slurm "${settings[@]}")"
     forget_job
     ask_configuration "${own[@]}" "${settings[@]}"
     check_slurm_takes "$0" "${options[@]}"
     GRPO_MEGA_CODE=$(snapshot) || exit
     export GRPO_MEGA_CODE
-    sbatch --output="$RUN/slurm/job-%j.log" --comment="$RUN" "${options[@]}" "$GRPO_MEGA_CODE/slurm/${0##*/}" \
+    sbatch --output="$TOP/slurm/job-%j.log" --comment="$TOP" "${options[@]}" "$GRPO_MEGA_CODE/slurm/${0##*/}" \
         "${settings[@]}" || exit "$BAD_INPUT"
-    echo "run directory $RUN; slurm/status.sh $RUN shows its progress"
+    echo "run directory $TOP; slurm/status.sh $TOP shows its progress"
+}
+
+# Prints the command that does the same on this machine.
+without_slurm() {
+    if [[ -n $RECIPE ]]; then
+        echo "python tools/recipe.py run $RECIPE${RECIPE_ROOT:+ --root $RECIPE_ROOT} $*"
+    else
+        echo "torchrun --standalone --nproc-per-node N -m grpo_mega.train ${own[*]} $*"
+    fi
 }
 
 # Ends the script with all problems of a job with these settings and `options`; Slurm is asked where there is one.
 dry_run() {
-    local problem checks=()
+    local problem checks=() checker=("$LIB/check.py")
+    if [[ -n $RECIPE ]]; then checker=("$LIB/stage.py" check --recipe "$RECIPE" --root "$RECIPE_ROOT"); fi
     if ! problem=$( (check_time_limit) 2>&1); then checks+=("--known=${problem#error: }"); fi
     forget_job
     if sinfo >/dev/null 2>&1 && ! problem=$( (check_slurm_takes "$0" "${options[@]}") 2>&1); then
@@ -49,7 +59,7 @@ dry_run() {
         checks+=(--stop-seconds "$STOP_SECONDS" --hang-seconds "$HANG_SECONDS"
             --save-gb-per-second "$SAVE_GB_PER_SECOND")
     fi
-    exec "$HOST_PYTHON" -P "$LIB/check.py" --dry-run --nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE" \
+    exec "$HOST_PYTHON" -P "${checker[@]}" --dry-run --nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE" \
         "${checks[@]}" -- "$@"
 }
 

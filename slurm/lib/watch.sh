@@ -35,7 +35,7 @@ meeting_point() {
 keep_environment() {
     local name names
     mapfile -t names < <(grep -oP '^\w+(?==)' "$CODE/slurm/clusters/$CLUSTER.env")
-    for name in PYTHONPATH NODE_NAMES MASTER_ADDR MASTER_PORT "${SETTINGS[@]}" "${INTERFACES[@]}" "${names[@]}"; do
+    for name in PYTHONPATH PROGRAM NODE_NAMES MASTER_ADDR MASTER_PORT "${SETTINGS[@]}" "${INTERFACES[@]}" "${names[@]}"; do
         if [[ -n ${!name+set} ]]; then declare -px "$name"; fi
     done >"$ATTEMPT/environment"
 }
@@ -43,7 +43,7 @@ keep_environment() {
 # Sets `container`, the arguments between srun and its command. What the run reads and writes is mounted at its own path.
 containers() {
     local mounts=$PWD:$PWD path
-    for path in "$(dirname "$RUN")" "${reads[@]}"; do
+    for path in "$(dirname "$TOP")" "${reads[@]}"; do
         [[ $path/ == "$PWD"/* ]] || mounts+=,$path:$path
     done
     mounts+=${MOUNTS:+,$MOUNTS}

@@ -64,7 +64,7 @@ def topology() -> Iterator[Topology]:
 @pytest.fixture(scope="module")
 def policy(topology: Topology) -> Policy:
     made = Policy(MODEL, LayoutConfig(), VOCABULARY, topology, PLATFORM)
-    made.initialize(seed=3)
+    made.initialize(seed=0)
     made.use_optimizer(OptimizerConfig(lr=1e-3))
     return made
 
@@ -203,7 +203,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_of_every_kind_name_nothing_else(topology, tmp_path, kind, distributed):
     made = Policy(KINDS[kind], LayoutConfig(), VOCABULARY, topology, PLATFORM, distributed_optimizer=distributed)
-    made.initialize(seed=3)
+    made.initialize(seed=0)
     made.use_optimizer(OptimizerConfig(lr=1e-3))
     checkpoint.save(tmp_path / "step-000001", [made], {"step": 1})
     before = [parameter.detach().clone() for parameter in made.chunks.parameters()]

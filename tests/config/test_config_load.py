@@ -23,9 +23,10 @@ from grpo_mega.config.load import compose_config, config_dir, groups, identity, 
 from grpo_mega.config.rules import ConfigError, check_layout
 from grpo_mega.config.schema import Config, ModelConfig, PartsConfig, RewardTerm
 
-OPTIONS = sorted(path.relative_to(config_dir()).with_suffix("").as_posix() for path in config_dir().glob("*/*.yaml"))
+OPTIONS = sorted(f"{group}/{option}" for group, options in groups().items() for option in options)
 LAYOUTS = {"single": 1, "tp2": 2, "pp2": 2, "ep2": 2, "tp2_pp2": 4}
-EXPERIMENTS = ("tiny", "tiny_dense", "tiny_ppo", "tiny_sft", "tiny_sglang", "tiny_code", "tiny_mixture")
+EXPERIMENTS = ("tiny", "tiny_dense", "tiny_ppo", "tiny_sft", "tiny_sglang", "tiny_code", "tiny_mixture", "tiny_distill",
+               "r1_tiny", "r1_tiny_student")  # fmt: skip
 LARGE = {
     "r1zero_671b": 512,
     "r1zero_671b_h200": 256,
@@ -34,11 +35,22 @@ LARGE = {
     "qwen3_30b_a3b_lora": 8,
     "moonlight_16b": 8,
     "deepseekmath_7b": 8,
+    "r1_671b": 512,
+    "gsm8k_0.5b": 1,
+    "countdown_1b": 1,
 }
 """Experiments of models that need GPUs, and how many of them."""
-OWN = ("own_model",)
+OWN = (
+    "tiny_process_reward_model", "own_model", "tiny_reward_model", "r1_tiny_reward_model", "r1_671b_sft",
+    "r1_671b_all", "r1_671b_reward_model",
+    "r1_distilled_1_5b",
+)  # fmt: skip
 """Experiments with a model and problems of the user's own."""
+MODELS_OF_REWARD = ("tiny_reward_model", "tiny_process_reward_model", "r1_tiny_reward_model")
 NEEDS = {
+    **{f"experiment/{name}": ["pairs.path=pairs.jsonl"] for name in MODELS_OF_REWARD},
+    **{f"experiment/{name}": ["sft.path=rows.jsonl"] for name in ("r1_671b_sft", "r1_distilled_1_5b")},
+    "experiment/r1_671b_all": ["reward.model.path=runs/reward_model"],
     "data/jsonl": ["base=none", "data.train_path=train.jsonl", "data.test_path=test.jsonl"],
     "data/gsm8k": ["base=none", "data.sources.gsm8k.path=gsm8k/main", "data.tokenizer=models/x"],
     "data/boxed": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
@@ -51,6 +63,10 @@ NEEDS = {
     "model/deepseek_v3": ["layout.micro_batch_tokens=163840"],
     "model/qwen3_30b_a3b": ["layout.micro_batch_tokens=40960"],
     "model/deepseekmath_7b": ["layout=single"],
+    "model/qwen2_5_0_5b": ["layout=single", "layout.micro_batch_tokens=32768"],
+    "model/qwen2_5_1_5b": ["layout=single", "layout.micro_batch_tokens=131072"],
+    "reward/last_number": ["algorithm=grpo"],
+    "reward/countdown": ["algorithm=grpo"],
     "model/gpt_oss_20b": ["layout.micro_batch_tokens=131072"],
     "model/gpt_oss_120b": ["layout.micro_batch_tokens=131072"],
     "layout/tp4_pp4_cp4_ep64": ["model=deepseek_v3", "model.context=67584"],
@@ -229,6 +245,8 @@ def test_every_field_can_be_set_from_the_command_line() -> None:
             "layout.last_stage_layers=1",
             "optimizer.decay_steps=5",
             "sft.decay_steps=5",
+            "pairs.decay_steps=5",
+            "pairs.max_tokens=64",
             *(f"optimizer.parts.{field.name}.weight_decay=0.1" for field in fields(PartsConfig)),
         ],
         checked=False,  # together they make no sense

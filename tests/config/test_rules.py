@@ -18,6 +18,7 @@ from grpo_mega.weights import fp8
 
 TINY = compose_config(["experiment=tiny", "layout=single"])
 DENSE = compose_config(["experiment=tiny_dense"])
+TAUGHT: dict[str, object] = {"distill.teacher": "runs/teacher"}
 CRITIC: dict[str, object] = {"algorithm.advantage_baseline": "critic", "algorithm.advantage_std": "batch"}
 
 
@@ -122,6 +123,12 @@ BROKEN: list[tuple[dict[str, object], str]] = [
         "layout.sp=false: Megatron needs sequence parallelism for latent attention",
     ),
     ({"data.min_terms": 6}, "data.min_terms=6"),
+    ({"data.languages": ["english", "latin"]}, "data.languages[1]=latin: choose one of english, chinese"),
+    ({"data.languages": ["english", "english"]}, "data.languages has a language twice"),
+    (
+        {"data.task": "tiny_code", "data.languages": ["english"]},
+        "data.languages has no effect with data.task=tiny_code",
+    ),
     ({"data.parse_special": True}, "data.parse_special=true has no effect with data.tokenizer=chars"),
     ({"data.train_path": "train.jsonl"}, "data.train_path=train.jsonl has no effect"),
     ({"data.test_path": "test.jsonl"}, "data.test_path=test.jsonl has no effect"),
@@ -135,6 +142,10 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"reward.success": "format_"}, "reward.success=format_"),
     ({"reward.terms": [RewardTerm("accuracy"), RewardTerm("accuracy")]}, "reward.terms has 2 terms named accuracy"),
     ({"reward.terms": [RewardTerm("a b")], "reward.success": "a b"}, "reward.terms[0].name='a b'"),
+    (
+        {"reward.terms": [RewardTerm("std", 1.0, "my:f")], "reward.success": "std"},
+        "reward.terms[0].name=std: reward/std is a metric",
+    ),
     ({"reward.terms": [RewardTerm("accuracy", float("nan"))]}, "reward.terms[0].weight=nan"),
     ({"reward.terms": [RewardTerm("accuracy", 1.0, "my.module.f")]}, "reward.terms[0].function='my.module.f'"),
     (
@@ -167,6 +178,28 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"data.template": "chat"}, "data.template='chat' has no effect with data.tokenizer=chars"),
     ({"data.question": "{prompt}?"}, "data.question='{prompt}?' has no effect with data.tokenizer=chars"),
     ({"algorithm.group_size": 1}, "algorithm.group_size=1: algorithm.advantage_baseline=mean is relative to the group"),
+    ({"distill.reward_coef": 1.0}, "distill.reward_coef=1.0 has no effect without a teacher; set distill.teacher"),
+    (
+        TAUGHT | {"algorithm.group_size": 1, "distill.reward_coef": 0.5},
+        "algorithm.group_size=1: algorithm.advantage_baseline=mean is relative to the group",
+    ),
+    (TAUGHT | CRITIC, "algorithm.advantage_baseline=critic does not go with distill.teacher=runs/teacher"),
+    (
+        TAUGHT | {"algorithm.objective": "gspo"},
+        "algorithm.objective=gspo does not go with distill.teacher=runs/teacher",
+    ),
+    (
+        TAUGHT | {"algorithm.groups_without_signal": "drop"},
+        "algorithm.groups_without_signal=drop does not go with distill.teacher=runs/teacher, which has something",
+    ),
+    (
+        TAUGHT | {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1, "algorithm.advantage_std": "none"},
+        "algorithm.kl_in=reward does not go with distill.teacher=runs/teacher, which with distill.reward_coef=0 leaves",
+    ),
+    (
+        TAUGHT | {"algorithm.supervision": "process", "reward.terms": STEPWISE},
+        "algorithm.supervision=process does not go with distill.teacher=runs/teacher",
+    ),
     ({"critic.lr": 1e-3}, "critic.lr=0.001 has no effect with algorithm.advantage_baseline=mean; set that to critic"),
     (
         CRITIC | {"optimizer.frozen": ["norms"], "base.train": False},

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_mega.config.numerals import NUMERALS, STAYS, in_digits, in_words
+from grpo_mega.config.schema import DataConfig
 from grpo_mega.data.tasks.chain_sum import BASE_TAGGED, SFT_TAGGED, ChainSum, multisets, working, working_answer
-from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.data.tokenizer import CharTokenizer, character_tokenizer
 from grpo_mega.types import Prompt
 
 TOKENIZER = CharTokenizer()
@@ -224,3 +226,49 @@ def test_no_document_is_longer_than_the_longest():
     documents = task.documents(0, 0, 500, tagged=0.9, direct=0.0)
     traces = [prompt + completion for prompt, completion in task.sft_traces(0, 0, 500)]
     assert max(map(len, documents + traces)) <= task.longest_document() <= 64
+
+
+LANGUAGES = ("english", "chinese")
+BILINGUAL = ChainSum(character_tokenizer(DataConfig(task="chain_sum", languages=[*LANGUAGES])), 3, 5, 8, 8, LANGUAGES)
+
+
+@given(
+    terms=st.lists(st.integers(0, 9), min_size=2, max_size=6).map(tuple), stride=st.integers(1, 6), seed=st.integers()
+)
+def test_number_words_are_the_digits_and_a_step_is_in_one_language(terms: tuple[int, ...], stride: int, seed: int):
+    worked = working(terms, stride)
+    written = in_words(worked, LANGUAGES, random.Random(seed))
+    assert in_digits(written) == worked
+    assert in_words(worked, (), random.Random(seed)) == worked
+    for step in written.split(";"):
+        assert sum(any(word in step for word in NUMERALS[language]) for language in LANGUAGES) == 1
+    assert TOKENIZER.vocab_size + 20 == BILINGUAL.tokenizer.vocab_size
+    assert BILINGUAL.tokenizer.decode(BILINGUAL.tokenizer.encode(written)) == written
+
+
+def test_a_step_stays_in_the_language_of_the_one_before_as_often_as_it_says():
+    texts = [in_words("1+1=2;2+1=3", LANGUAGES, random.Random(seed)) for seed in range(4000)]
+    same = [len({"o" in step or "t" in step for step in text.split(";")}) == 1 for text in texts]
+    first = [text.startswith("one") for text in texts]
+    assert sum(same) / len(same) == pytest.approx(STAYS + (1 - STAYS) / 2, abs=0.025)
+    assert sum(first) / len(first) == pytest.approx(0.5, abs=0.035)
+
+
+def test_documents_in_two_languages_have_digits_where_others_read_them():
+    texts = [BILINGUAL.tokenizer.decode(ids) for ids in BILINGUAL.documents(0, 0, 300, 0.5, 0.25)]
+    plain = ChainSum(BILINGUAL.tokenizer, 3, 5, 8, 8)
+    for text in texts:
+        question, _, solution = text.partition("=?")
+        answer = re.search(r"<answer>(.*)</answer>", solution)
+        assert question.removeprefix("<bos>").replace("+", "").isdecimal()
+        assert (answer[1] if answer else in_digits(solution).removesuffix("<eos>").rpartition("=")[2]) == str(
+            sum(terms_of(text))
+        )
+    assert any("三" in text for text in texts)
+    assert any("three" in text for text in texts)
+    prompt = BILINGUAL.working_prompt(BILINGUAL.validation[0])
+    assert in_digits(prompt.text) == plain.working_prompt(plain.validation[0]).text != prompt.text
+    right = in_words(prompt.answer, ["chinese"], random.Random(0))
+    assert BILINGUAL.is_worked_out(prompt, f"={right}")
+    traces = [BILINGUAL.tokenizer.decode(completion) for _, completion in BILINGUAL.sft_traces(0, 0, 50)]
+    assert not any(word in trace for trace in traces for word in NUMERALS["chinese"])

@@ -22,6 +22,18 @@ EVERY = [command for path in DOCUMENTS for command in commands(path)]
 RUN = [command for command in EVERY if not command.not_run]
 
 NOT_RUN = {
+    "needs a Slurm cluster; tests/slurm run a chain on a Slurm of their own": [
+        "slurm/r1_tiny.sh --dry-run", "slurm/r1_tiny.sh --partition=NAME", "slurm/status.sh runs/r1_tiny",
+        "python tools/recipe.py", "RECIPE=my.yaml RECIPE_ROOT=runs/mine",
+    ],
+    "tests/recipe run a shorter chain": [
+        "make r1-tiny", "make r1-tiny", "python tools/recipe.py", "python tools/recipe.py", "python tools/recipe.py",
+        "python tools/recipe.py",
+    ],
+    "tests/train/test_taught_runs.py runs shorter ones": [
+        "python -m", "for seed", "python -m", "python -m", "python -m", "done",
+    ],
+    "tests/recipe plan it": ["python tools/recipe.py", "python tools/recipe.py"],
     "it is what runs the documents": ["make test"],
     "SGLang has an environment of its own, in which make test-sglang runs it": ["torchrun --standalone"],
     "tests/train run it on runs of their own": [
@@ -40,6 +52,10 @@ NOT_RUN = {
         'student="experiment=tiny_dense model.hidden=48', "for seed", "torchrun --standalone", "torchrun --standalone",
         "done",
     ],
+    "minutes of training; tests/stages and tests/evaluate run smaller ones": 2 * [
+        "torchrun --standalone", "python tools/evaluate.py", "python tools/rejection_sample.py",
+        "torchrun --standalone", "torchrun --standalone",
+    ],
     "TRL has an environment of its own": ["OMP_NUM_THREADS=1 python", "OMP_NUM_THREADS=1 python"],
     "needs a Slurm cluster; tests/slurm run the scripts on a Slurm of their own": [
         "git clone", "make .venv/.ready", "slurm/tiny.sh --partition=NAME", "slurm/status.sh runs/tiny",
@@ -49,6 +65,7 @@ NOT_RUN = {
         "python -m", "python -m", "torchrun --standalone", "python tools/export.py",
     ],
     "tests/data/test_data_tool.py runs it on files of its own": ["python tools/data.py"],
+    "writes 10 MB; tests/reward/test_countdown.py makes fewer problems": ["python tools/countdown.py"],
     "needs reasoning-gym and a Hugging Face model": ["torchrun --standalone"],
     "ten runs of two minutes": ["python -m", "python -", "for seed"],
     "needs a GPU": ["python -m", "compute-sanitizer --tool"],

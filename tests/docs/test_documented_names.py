@@ -19,10 +19,12 @@ SETTING = re.compile(r"(?<![\w./-])[+~]{0,2}([a-z_]+)((?:\.[a-z_0-9]+)*)(?:=([^\
 
 NOT_OURS = {
     "my_rewards.py": "the reader writes it",
+    "my.yaml": "the reader writes it",
     "slurm/clusters/mine.env": "the reader makes it",
     "multi_latent_attention.py": "of megatron-core",
     "budgets.png": "an evaluation leaves it",
     "curves.png": "a run leaves it",
+    "chain.png": "a recipe leaves it",
     "report.txt": "a job leaves it",
     "job-12/report.txt": "a job leaves it",
     "kernels.png": "tools/bench_kernels.py writes it",

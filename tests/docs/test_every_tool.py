@@ -16,9 +16,11 @@ TOOLS = sorted(path.name for path in (REPOSITORY / "tools").glob("*.py"))
 RUN_BY = {
     "bench_host.py": "tests/stages/test_bench_host.py",
     "bench_sandbox.py": "tests/sandbox/test_bench_sandbox.py",
+    "countdown.py": "tests/reward/test_countdown.py",
     "data.py": "tests/data/test_data_tool.py",
     "bench_step.py": "tests/stages/test_bench_step.py",
     "evaluate.py": "tests/evaluate/evaluating.py",
+    "recipe.py": "tests/recipe/test_walk.py",
     "rejection_sample.py": "tests/evaluate/test_rejection_sampling.py",
     "export.py": "tests/train/exporting.py",
     "import.py": "tests/train/test_import.py",

@@ -138,6 +138,7 @@ def test_every_mistake_is_named_at_once(job: list[str], tmp_path: Path) -> None:
     assert "ready" not in ended.text
 
 
+@pytest.mark.long
 def test_every_task_is_answered_with_its_terms_and_a_service_that_is_away_here_is_no_mistake(
     job: list[str], tmp_path: Path
 ) -> None:
@@ -211,6 +212,7 @@ def test_processes_are_those_of_the_launcher_and_one_rank_reports(job: list[str]
     assert (second.code, second.text) == (0, "")
 
 
+@pytest.mark.long
 def test_prompts_of_every_source_are_shown_and_every_unreadable_source_is_named(job: list[str], tmp_path: Path) -> None:
     for name, first in (("more", 50), ("held", 700)):
         rows = [{"q": f"Say {i}", "a": {"b": f"#### {i}"}} for i in range(first, first + 20)]

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from evaluating import evaluate, results, samples
+from evaluating import begun, evaluate, results, samples
+from limits import limit
 from ranks import results as seen_by
 from ranks import run_ranks
 from test_import import KILLED
 from test_own_model import LLAMA, written
-from train_jobs import SMALL, Job, rewarded_by
+from train_jobs import SMALL, Job, rewarded_by, wait_until
 
 from grpo_mega.config.schema import DataConfig
 from grpo_mega.data.tokenizer import character_tokenizer
@@ -96,6 +97,32 @@ def test_killed_anywhere_it_continues(toy: Evaluated, tmp_path: Path, fsyncs: in
     killed_after(fsyncs, toy, tmp_path)
     evaluate(toy.run, *SAME, "--out", tmp_path / "out")
     assert_same(tmp_path / "out", toy.folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_asked_to_stop_it_keeps_what_is_scored_and_ends_with_75(
+    toy: Evaluated, tmp_path: Path, number: signal.Signals
+) -> None:
+    """The signal arrives when the first of four parts is scored; until then a second command is kept out."""
+    out, held, log, signs = (tmp_path / name for name in ("out", "held", "log", "rank-0000"))
+    words = (toy.run, "rollout.concurrent_sequences=8", *SAME, "--out", out)
+    own = {"GRPO_MEGA_TEST_HOLD": f"0:{held}", "GRPO_MEGA_SIGNS": str(signs)}
+    process = begun(log, *words, environment=own)
+    wait_until(lambda: held.exists() or process.poll() is not None, "no sample is scored")
+    assert "is being written by another process" in evaluate(*words, code=2)
+    process.send_signal(number)
+    assert process.wait(limit(300)) == 75, log.read_text()
+    assert f"the same command continues with the problems that {out} lacks" in log.read_text()
+    assert len([*(out / "parts").glob("*.jsonl")]) == 1
+    count, phase = signs.with_suffix(".beat").read_text().split()
+    assert (int(count) > 1, phase) == (True, "generate")
+    evaluate(*words)
+    assert_same(out, toy.folder)
+
+
+def test_what_it_refuses_is_marked_for_a_launcher(toy: Evaluated, tmp_path: Path) -> None:
+    evaluate(toy.run, "--data", "absent.jsonl", environment={"GRPO_MEGA_SIGNS": f"{tmp_path}/rank-0000"}, code=2)
+    assert [file.name for file in tmp_path.iterdir()] == ["rank-0000.refused"]
 
 
 def killed_after(fsyncs: int, toy: Evaluated, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import importlib.util
 import io
 import json
 import math
-from array import array
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -18,6 +17,7 @@ from evaluating import evaluate, samples
 from exporting import exported
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pools import Drawn, write_pool
 from ranks import REPOSITORY
 from train_jobs import SMALL, Job, rewarded_by
 
@@ -26,41 +26,12 @@ from grpo_mega.data.supervised import load_rows
 from grpo_mega.data.tokenizer import character_tokenizer
 from grpo_mega.evaluate import results
 from grpo_mega.evaluate.selection import Condition, Filters, condition, open_pool, rows, select
-from grpo_mega.types import Answer, Prompt, Sample, Score
 
 SPEC = importlib.util.spec_from_file_location("rejection_tool", REPOSITORY / "tools" / "rejection_sample.py")
 assert SPEC
 assert SPEC.loader
 TOOL = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(TOOL)
-
-Drawn = tuple[str, int, str, float, float]
-"""A sample: completion, tokens, finish reason, and the terms accuracy and language.
-
-One below 0 is not there; without the second there is no score.
-"""
-
-
-def write_pool(folder: Path, problems: dict[str, list[Drawn]], task: str = "sums") -> Path:
-    """The folder of a finished evaluation of these samples, written by what writes evaluations."""
-    terms = [{"name": "accuracy", "tasks": ["sums", "math"]}, {"name": "language", "tasks": []}]
-    results.open_folder(folder, {"weights": {}, "reward": {"terms": terms, "success": "accuracy"}})
-    prompts = [Prompt(f"{i}", (1,), f"<bos>{asked}", "0", task, asked=asked) for i, asked in enumerate(problems)]
-    for number, (prompt, drawn) in enumerate(zip(prompts, problems.values(), strict=True)):
-        records = [results.record_of(*scored(prompt, index, of), None) for index, of in enumerate(drawn)]
-        results.write_part(folder, number, records)
-    results.collect(folder, prompts)
-    results.write_results(folder, {})
-    return folder
-
-
-def scored(prompt: Prompt, index: int, drawn: Drawn) -> tuple[Sample, Answer]:
-    text, tokens, finish, accuracy, language = drawn
-    terms = {"accuracy": accuracy, "language": language}
-    score = Score(accuracy + language, {name: value for name, value in terms.items() if value >= 0})
-    score = score if language >= 0 else Score(0.0, {}, unscorable="no answer")
-    sample = Sample(prompt, index, array("i", [1] * tokens), array("f", [0.0] * tokens), finish, ((0, 0),), text)
-    return sample, Answer(tokens, finish, ((0, 0),), score)
 
 
 def tool(*words: object) -> tuple[int, str]:
@@ -295,3 +266,35 @@ def test_a_model_learns_from_the_chosen_samples_of_another_and_of_no_rollouts(tm
     assert third.code == 0, third
     assert "continuing after step 0" in third.stderr
     assert json.loads((made / "summary.json").read_text())["steps"] == 1
+
+
+def test_rows_of_the_users_own_follow_the_chosen_ones(tmp_path: Path) -> None:
+    pool = write_pool(tmp_path / "pool", {"1+2=?": [("1+2=3", 5, "stop", 1.0, 1.0)]})
+    own = [{"prompt": "1+1=?", "completion": "2"}, {"messages": [{"role": "user", "content": "Hi"}]}]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    code, said = tool(pool, "--also", tmp_path / "own.jsonl", "--output", tmp_path / "chosen.jsonl")
+    assert code == 0, said
+    first, *others = map(json.loads, (tmp_path / "chosen.jsonl").read_text().splitlines())
+    assert (first["completion"], others) == ("1+2=3", own)
+    report = json.loads((tmp_path / "chosen.report.json").read_text())
+    assert report["output"]["rows"] == 3
+    assert report["also"] == {
+        str(tmp_path / "own.jsonl"): hashlib.sha256((tmp_path / "own.jsonl").read_bytes()).hexdigest()
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "x"}', "own.jsonl:1: either field 'messages' is needed, or 'prompt' and 'completion'"),
+        ('{"prompt": ', "own.jsonl:1: not JSON"),
+    ],
+)
+def test_a_row_that_nobody_can_learn_is_named_and_nothing_is_written(tmp_path: Path, line: str, message: str) -> None:
+    pool = write_pool(tmp_path / "pool", {"1+2=?": [("1+2=3", 5, "stop", 1.0, 1.0)]})
+    (tmp_path / "own.jsonl").write_text(line + "\n")
+    code, said = tool(pool, "--also", tmp_path / "own.jsonl", "--output", tmp_path / "chosen.jsonl")
+    assert (code, message in said) == (2, True), said
+    assert {path.name for path in tmp_path.iterdir()} == {"pool", "own.jsonl"}
+    code, said = tool(pool, "--also", tmp_path / "own.jsonl", "--pairs", "--output", tmp_path / "chosen.jsonl")
+    assert (code, "--also adds rows that are learned, and --pairs writes none" in said) == (2, True)

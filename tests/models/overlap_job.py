@@ -46,7 +46,7 @@ Tensors = dict[str, torch.Tensor]
 def updated(model: str, layout: str, topology: Topology, overlap: bool) -> Policy:
     """A policy right after its second update: the first time round Megatron only counts what is ready when."""
     policy = Policy(MODELS[model], LAYOUTS[layout], VOCABULARY, topology, HERE, True, overlap, SMALL_BUCKETS)
-    policy.initialize(seed=3)
+    policy.initialize(seed=0)
     policy.use_optimizer(OPTIMIZER)
     update(policy, 1)
     update(policy, 2)

@@ -160,6 +160,19 @@ def test_experts_alone_can_be_trained(make_policy: MakePolicy, batch: Batch) -> 
     assert_same(base(policy), before)
 
 
+def test_every_seed_has_weights_and_adapters_of_its_own(make_policy: MakePolicy) -> None:
+    policy = make_policy("dense", lora=LORA)
+    seen: dict[str, set[str]] = {}
+    for seed in (0, 1, 2, 2**31, 2**32 - 1):
+        policy.initialize(seed)
+        policy.initialize_adapters(seed)
+        for name, parameter in policy.chunks.named_parameters():
+            seen.setdefault(name, set()).add(str(parameter.flatten().tolist()))
+    same_for_all = {name for name, values in seen.items() if "norm" in name or name.endswith((B, "bias"))}
+    assert same_for_all
+    assert {name: len(values) for name, values in seen.items()} == {n: 1 if n in same_for_all else 5 for n in seen}
+
+
 def test_the_scale_is_alpha_over_rank(make_policy: MakePolicy, batch: Batch) -> None:
     """Four times alpha is as four times B."""
     strong = make_policy("dense", lora=replace(LORA, alpha=4 * LORA.alpha))

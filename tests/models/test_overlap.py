@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
-CASES = (pytest.param("tied-dp2", marks=pytest.mark.long), "separate-ep2")
+CASES = [pytest.param(case, marks=pytest.mark.long) for case in ("tied-dp2", "separate-ep2")]
 WAYS = ("whole", "next_gradients", "scored", "generated", "reference", "saved", "loaded", "new_optimizer")
 
 

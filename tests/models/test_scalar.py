@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DENSE, MODELS, PLATFORM, VOCABULARY
 from largest_tensor import LargestTensor
+from small_models import DENSE, MODELS, PLATFORM, VOCABULARY
 
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.config.schema import LayoutConfig, OptimizerConfig
@@ -18,6 +18,7 @@ from grpo_mega.models.policy import Policy
 from grpo_mega.models.scalar import ClippedSquaredError, ScalarModel, SquaredError
 from grpo_mega.models.topology import Topology
 from grpo_mega.types import Batch, ScoredTokens, pack_tokens
+from grpo_mega.weights import directory as huggingface
 
 MakeModel = Callable[..., ScalarModel]
 
@@ -36,7 +37,7 @@ def make_model(topology: Topology) -> MakeModel:
         settings = {"distributed_optimizer": distributed, "trained": trained, "before": before}
         config = replace(MODELS[model], **changes)
         made = ScalarModel("critic", config, layout, vocabulary, topology, PLATFORM, **settings)
-        made.initialize(seed=3)
+        made.initialize(seed=0)
         return made
 
     return make
@@ -198,6 +199,26 @@ def test_it_starts_from_the_body_of_a_policy_s_checkpoint(
     other.initialize(seed=9)
     checkpoint.load_weights(tmp_path / "critic", other)
     assert torch.equal(other.values(batch), values)
+
+
+@pytest.mark.parametrize("model", ["dense", "tied", "moe"])
+def test_it_starts_from_the_body_in_a_hugging_face_folder(
+    model: str, make_model: MakeModel, make_policy: Callable[..., Policy], tmp_path: Path
+) -> None:
+    """Also where embeddings and output are one in the folder; the head, of which it knows nothing, stays."""
+    policy, scalar = make_policy(model), make_model(model)
+    policy.initialize(seed=8)
+    huggingface.save(tmp_path / "folder", policy)
+    head = scalar.whole_weights()["scalar_head.weight"]
+    huggingface.load_weights(tmp_path / "folder", scalar, whole=policy.architecture)
+    ours, theirs = scalar.whole_weights(), policy.whole_weights()
+    assert torch.equal(ours.pop("scalar_head.weight"), head)
+    embedding = "embedding.word_embeddings.weight"  # whose rows after the vocabulary no folder has
+    assert torch.equal(ours.pop(embedding)[:VOCABULARY], theirs[embedding][:VOCABULARY])
+    assert all(torch.equal(whole, theirs[key]) for key, whole in ours.items())
+    scalar.reset_head()
+    assert not scalar.whole_weights()["scalar_head.weight"].any()
+    assert head.any()
 
 
 def test_a_policy_s_checkpoint_alone_has_no_head_for_it(

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,20 @@ import torch
 import yaml
 from limits import limit
 from metric_lines import of_steps
-from own_clone import Clone
+from own_clone import LLAMA, Clone
 from ranks import REPOSITORY
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_mega.config.schema import ModelConfig, MoEConfig
+from grpo_mega.weights.families import hf_config
+
+WITH_WINDOWS = {
+    "gpt_oss": ModelConfig(
+        layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn_hidden=32, gpt_oss=True, qkv_bias=True, full_every=2,
+        moe=MoEConfig(experts=4, top_k=2, ffn_hidden=32, score="softmax", bias_update_rate=0.0), tie_embeddings=False,
+    ),
+    "mistral": LLAMA,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +71,7 @@ def test_the_question_asks_for_what_the_reward_reads(clone: Clone) -> None:
         hidden.rename(clone.model / "chat_template.jinja")
 
 
+@pytest.mark.long
 def test_for_gpus_a_layout_is_proposed_that_fits(clone: Clone) -> None:
     printed = clone.new("cluster", "--cluster", "h100", "--nodes", "2")
     assert "16 GPUs: dp 16" in printed
@@ -87,6 +100,24 @@ def test_for_gpus_a_layout_is_proposed_that_fits(clone: Clone) -> None:
     clone.experiment("again").rename(clone.root / "slurm" / "again.sh")
     assert "slurm/again.sh is there already; choose another name" in clone.new("again", "--cluster", "h100", code=2)
     assert not clone.experiment("again").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["gpt_oss", "mistral"])
+def test_layers_that_sglang_is_not_tried_with_are_generated_by_the_embedded_engine(clone: Clone, kind: str) -> None:
+    """Where the window reaches as far as a sequence, there is none, and SGLang generates."""
+    small = replace(WITH_WINDOWS[kind], context=512, window=256)
+    whole = clone.model / "config.json"
+    text, size = whole.read_text(), len(AutoTokenizer.from_pretrained(clone.model))
+    try:
+        for window, engine in ((256, "embedded"), (4096, "embedded" if kind == "gpt_oss" else "sglang")):
+            whole.write_text(json.dumps(hf_config(small, size) | {"sliding_window": window}))
+            name = f"{kind}{window}"
+            assert "\nfits: " in clone.new(name, "--cluster", "h100")
+            made = yaml.safe_load(clone.experiment(name).read_text())
+            assert made["rollout"]["engine"] == engine
+    finally:
+        whole.write_text(text)
 
 
 def test_a_job_of_a_large_model_gets_the_time_to_save_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from zlib import crc32
 import pytest
 import torch
 from mutations import MUTATIONS
-from parity_cases import LAYOUTS, LONG, LORA, MODELS, OBJECTIVE, OBJECTIVES, optimizer
+from parity_cases import LAYOUTS, LONG, LORA, MODELS, OBJECTIVE, OBJECTIVES, WITHOUT_PEFT, optimizer
 
 from grpo_mega import platform
 
@@ -59,7 +59,7 @@ def one_step(model_name: str, layout_name: str) -> dict:
     parallel = (adam.distributed, adam.overlap, SMALL_BUCKETS)
     lora = LORA.get(model_name)
     policy = Policy(model, layout, VOCAB, topology, HERE, *parallel, frozen=adam.frozen, lora=lora)
-    policy.initialize(seed=3)
+    policy.initialize(seed=0)
     train_adapters(policy)
     long = layout_name == "single" or f"{model_name}:{layout_name}" in LONG
     engine = EmbeddedEngine(policy, str, concurrent_sequences=16 if long else 64)
@@ -82,7 +82,8 @@ def one_step(model_name: str, layout_name: str) -> dict:
     }
     if policy.lora:
         result["merged"] = dict(pair for bucket in hf_buckets(policy, 10**6) for pair in bucket)
-        result["adapters"] = dict(pair for bucket in hf_buckets(policy, 10**6, adapters=True) for pair in bucket)
+        exported = () if model_name in WITHOUT_PEFT else hf_buckets(policy, 10**6, adapters=True)
+        result["adapters"] = dict(pair for bucket in exported for pair in bucket)
     before = policy.whole_weights()
     policy.use_optimizer(adam)
     updates = [update(policy, batch, loss, adam.lr) for _ in range(2)]

@@ -78,12 +78,15 @@ MODELS = {
     "moe_lora": replace(MOE, moe=replace(MOE.moe, **FROZEN, aux_loss_coef=0.1)),
     "mla_lora": replace(MLA, moe=replace(MOE.moe, **FROZEN)),
     "gpt_oss_lora": GPT_OSS,
+    "gpt_oss_experts_lora": GPT_OSS,
     "mtp_lora": replace(DEEPSEEK, mtp_layers=1, moe=replace(DEEPSEEK.moe, **FROZEN)),
 }
 LORA = {name: LoRAConfig(rank=4, alpha=6.0) for name in MODELS if name.endswith("_lora")}
 """Of the models that have adapters: nothing else of these is trained."""
-# peft has no adapters of its experts, so the exported ones are those of attention alone.
+# peft has no adapters of its experts: those of attention alone can be exported, those of all cannot.
 LORA["gpt_oss_lora"].targets = ["attention"]
+WITHOUT_PEFT = ("gpt_oss_experts_lora",)
+"""Models whose adapters `peft` cannot load."""
 FROZEN_PARTS = {
     "tied_frozen": ["embedding"],
     "mtp_frozen": ["embedding", "router", "norms"],
@@ -164,6 +167,7 @@ _EXACT = {
         biased:tp2sp biased:pp2 biased:cp2 biased:dp2zero llama3:tp2sp llama3:cp2 glm:tp2sp glm:cp2 glm:ep2zero
         gpt_oss:tp2sp gpt_oss:tp2ep2 gpt_oss:tp2ep2zero gpt_oss:pp2small gpt_oss:vpp2recompute gpt_oss:ep2zero
         gpt_oss:cp2small gpt_oss:dp2 gpt_oss_lora:tp2ep2
+        gpt_oss_experts_lora:tp2ep2 gpt_oss_experts_lora:ep2
         window:cp2 window:pp2small gemma:tp2 gemma:tp2sp gemma:cp2small gemma:vpp2 gemma:cp2zero
         dense_gspo:tp2sp dense_gspo:pp2small dense_gspo:cp2 dense_cispo:cp2small dense_cispo:dp2zero
         dense_gmpo:cp2small dense_vespo:cp2small dense_gspo_token:tp2sp dense_gspo_token:cp2 dense_masked:cp2
@@ -215,19 +219,24 @@ A token's noise does not depend on how many follow, so the others' completions a
 """
 
 
+def name_of(case: str) -> str:
+    """MODEL of [MUTATION@]MODEL:LAYOUT."""
+    return case.rpartition("@")[2].split(":")[0]
+
+
 def model_of(case: str) -> ModelConfig:
     """The model of [MUTATION@]MODEL:LAYOUT."""
-    return MODELS[case.rpartition("@")[2].split(":")[0]]
+    return MODELS[name_of(case)]
 
 
 def has_adapters(case: str) -> bool:
     """Whether [MUTATION@]MODEL:LAYOUT trains adapters."""
-    return case.rpartition("@")[2].split(":")[0] in LORA
+    return name_of(case) in LORA
 
 
 def one_process(case: str) -> str:
     """What [MUTATION@]MODEL:LAYOUT is compared with."""
-    return f"{case.rpartition('@')[2].split(':')[0]}:single"
+    return f"{name_of(case)}:single"
 
 
 def processes(case: str) -> int:

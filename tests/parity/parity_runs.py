@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from parity_cases import expert_layers, has_adapters, model_of, one_process, processes
+from parity_cases import WITHOUT_PEFT, expert_layers, has_adapters, model_of, name_of, one_process, processes
 from ranks import run_ranks
 
 JOB = Path(__file__).with_name("layouts_job.py")
@@ -68,6 +69,7 @@ def limits(case: str) -> dict[str, float]:
     if model.dtype == "bf16":
         return LIMITS["bf16 with experts" if expert_layers(model) else "bf16"]
     without = (() if expert_layers(model) else EXPERTS_ONLY) + (() if has_adapters(case) else ADAPTERS_ONLY)
+    without += ("exported adapters",) if name_of(case) in WITHOUT_PEFT else ()
     return {name: x for name, x in LIMITS["fp32"].items() if name not in without}
 
 
@@ -78,6 +80,19 @@ def run_cases(cases: Iterable[str], out: Path) -> dict[str, Found]:
     for size in sorted({processes(name) for name in names}):
         run_ranks(JOB, size, [str(out), *(name for name in names if processes(name) == size)], timeout=JOB_SECONDS)
     return {name: torch.load(out / f"{name}.pt") for name in names}
+
+
+def found_by(job: Path, sizes: dict[str, int], request: pytest.FixtureRequest, out: Path) -> dict[str, Found]:
+    """What another job found in the cases of the selected tests of a file, and in those they are compared with.
+
+    `sizes` are the processes of each case; of any other, one.
+    """
+    here = [item for item in request.session.items if item.path == request.path]
+    cases = {item.callspec.params["case"] for item in here}  # type: ignore[attr-defined]
+    cases |= {one_process(case) for case in cases}
+    for size in sorted({sizes.get(case, 1) for case in cases}):
+        run_ranks(job, size, [str(out), *(case for case in sorted(cases) if sizes.get(case, 1) == size)])
+    return {case: torch.load(out / f"{case}.pt") for case in cases}
 
 
 def excesses(found: dict[str, Found], case: str) -> dict[str, float]:
@@ -122,7 +137,7 @@ def of_adapters(mine: Found, one: Found) -> dict[str, tuple[float, str]]:
     return {
         "frozen weights": (mine["frozen_off"], ""),
         "merged weights": largest(merged),
-        "exported adapters": largest(adapters),
+        **({"exported adapters": largest(adapters)} if adapters else {}),
     }
 
 

@@ -56,6 +56,7 @@ def torchrun(*arguments) -> Ended:
     return Ended(codes, job.stdout, job.stderr)
 
 
+@pytest.mark.long
 def test_a_layout_of_a_correct_trainer_agrees():
     ended = torchrun(TOOL, "--steps", "1", "model=tiny_mla_moe", "model.layers=2", "model.qk_norm=true", "layout=ep2")
     assert ended.codes == [0, 0], ended

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-import torch
 from parity_cases import one_process
-from parity_runs import LIMITS, distances, farthest, largest, relative
-from ranks import run_ranks
+from parity_runs import LIMITS, distances, farthest, found_by, largest, relative
 
 JOB = Path(__file__).with_name("ppo_job.py")
 CASES = {
@@ -24,13 +22,7 @@ EXACT = LIMITS["fp32"]
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
     """What the selected tests are about, and no other case."""
-    out = tmp_path_factory.mktemp("ppo")
-    here = [item for item in request.session.items if item.path == request.path]
-    cases = {item.callspec.params["case"] for item in here}
-    cases |= {one_process(case) for case in cases}
-    for size in sorted({SIZES.get(case, 1) for case in cases}):
-        run_ranks(JOB, size, [str(out), *(case for case in sorted(cases) if SIZES.get(case, 1) == size)])
-    return {case: torch.load(out / f"{case}.pt") for case in cases}
+    return found_by(JOB, SIZES, request, tmp_path_factory.mktemp("ppo"))
 
 
 @pytest.mark.parametrize("case", COMPARED)

@@ -18,12 +18,10 @@ SIZES = {case: size for size, cases in CASES.items() for case in cases.split()}
 CORE = [
     "dense:small",
     "tied:tp2",
-    "mla:tp2sp",
     "mtp:pp2small",
     "moe:ep2",
     "dense:cp2zero",
     "moe:tp2pp2",
-    "deepseek:tp2vpp2",
 ]
 """Cases of `make test`."""
 COMPARED = [pytest.param(case, marks=() if case in CORE else pytest.mark.long) for case in SIZES]

@@ -4,12 +4,14 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from grpo_mega import platform
-from grpo_mega.config.load import compose_config
+from grpo_mega.config.load import compose_config, to_yaml
 
 platform.start_planning()
 
@@ -36,6 +38,7 @@ ENGINES = {
     "own_share": ["+rollout.sglang.arguments.mem_fraction_static=0.5"],
     "tp8": ["rollout.sglang.tp=8", "rollout.sglang.arguments.ep_size=8"],
 }
+TAUGHT = {"single": [], "pp2": ["layout=pp2"], "ep2": ["layout.ep=2"], "tp2": ["layout=tp2"]}
 LAYOUTS = {
     "whole": ["layout.ep=1"],
     "ep4": ["layout.ep=4"],
@@ -93,6 +96,19 @@ def with_more_models() -> dict[str, Any]:
     }
 
 
+def taught() -> dict[str, Any]:
+    """A dense student with a teacher that has experts and four layers, under layouts that split both."""
+    own = compose_config(["experiment=tiny", "layout=single", "model.layers=4", "model.dtype=bf16"])
+    found = {}
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.yaml").write_text(to_yaml(own))
+        for name, overrides in TAUGHT.items():
+            words = ["experiment=tiny_distill", f"distill.teacher={folder}", *overrides]
+            found[name] = plan(compose_config(words))
+    alone = plan(compose_config(["experiment=tiny_distill", "distill.teacher=null", "algorithm.group_size=2"]))
+    return {"teacher": plan(own), "student": alone, **found}
+
+
 def no_vocabulary() -> None:
     unknown = compose_config(["experiment=tiny"])
     unknown.data.tokenizer = "models/elsewhere"
@@ -122,8 +138,12 @@ if __name__ == "__main__":
     asked["moonlight_keeps_all"] = ["experiment=moonlight_16b", "layout.recompute=none"]
     asked["moonlight_frozen"] = ["experiment=moonlight_16b", "optimizer.frozen=[embedding,experts]"]
     asked |= {name: [*GPT_OSS, f"model={name}"] for name in ("gpt_oss_20b", "gpt_oss_120b")}
+    asked |= {name: [f"experiment={name}"] for name in ("gsm8k_0.5b", "countdown_1b")}
+    asked |= {"qwen2.5_1.5b": ["experiment=r1_distilled_1_5b", "sft.path=x"]}
     asked["lora_with_reference"] = ["experiment=qwen3_30b_a3b_lora", "algorithm.kl_coef=0.1"]
     asked["qwen3_tp8"] = ["experiment=qwen3_30b_a3b", "rollout.sglang.tp=8"]
+    asked["tiny_reward_model"] = ["experiment=tiny_reward_model", "pairs.path=pairs.jsonl"]
+    asked["tiny_scored"] = ["experiment=tiny", "reward.model.path=runs/tiny_reward_model"]
     found = {name: plan(compose_config(overrides)) for name, overrides in asked.items()}
     shares = [
         {"name": name, "free": free, "capacity": capacity, "share": mem_fraction_static(config, free, capacity)}
@@ -134,4 +154,14 @@ if __name__ == "__main__":
         for free in (capacity - int(held * 1e9) for held in (0, 0.5, 2, 8, 16))
     ]
     said = {"plans": found, "shares": shares, "refused": [refused(case) for case in (no_vocabulary, no_room)]}
-    print(json.dumps(said | {"skewed": skewed(found["r1zero_671b"]), "others": others(), "more": with_more_models()}))
+    print(
+        json.dumps(
+            said
+            | {
+                "skewed": skewed(found["r1zero_671b"]),
+                "others": others(),
+                "more": with_more_models(),
+                "taught": taught(),
+            }
+        )
+    )

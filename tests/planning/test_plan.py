@@ -52,6 +52,9 @@ def plans(job: dict[str, Any]) -> dict[str, Any]:
         ("deepseekmath_7b", 6_910_365_696),
         ("gpt_oss_20b", 20_914_757_184),
         ("gpt_oss_120b", 116_829_156_672),
+        ("gsm8k_0.5b", 494_032_768),
+        ("countdown_1b", 1_543_714_304),
+        ("qwen2.5_1.5b", 1_543_714_304),
     ],
 )
 def test_models_have_as_many_parameters_as_the_published_ones(
@@ -445,6 +448,16 @@ def test_ppo_is_planned_with_its_critic(plans: dict[str, Any]) -> None:
     assert plans["tiny_ppo"]["checkpoint"] > 1.9 * plans["tiny"]["checkpoint"]
 
 
+def test_a_reward_model_is_planned_where_it_is_trained_and_where_it_scores(plans: dict[str, Any]) -> None:
+    """Alone, with gradients, optimizer and no output layer; beside a policy with weights that no checkpoint holds."""
+    alone, beside, policy = (plans[name] for name in ("tiny_reward_model", "tiny_scored", "tiny"))
+    assert alone["memory"][0]["output layer"] == 0 < policy["memory"][0]["output layer"]
+    assert alone["memory"][0]["optimizer"] > 0
+    assert beside["memory"][0]["reward model"] == alone["memory"][0]["weights"]
+    assert "reward model" not in policy["memory"][0]
+    assert beside["checkpoint"] == policy["checkpoint"]
+
+
 @pytest.mark.long
 def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path) -> None:
     """With reference policy, average, frozen parts and adapters; its few numbers beside weights are not planned."""
@@ -453,3 +466,22 @@ def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path) -> None:
     assert saved.keys() == planned.keys()
     for case, size in saved.items():
         assert planned[case] == pytest.approx(size, rel=1e-3), case
+
+
+def test_a_teacher_takes_its_weights_and_nothing_else(job: dict[str, Any]) -> None:
+    """Two bytes each, of an architecture of its own, split as the layout says; no checkpoint holds them."""
+    taught = job["taught"]
+    own, student = taught["teacher"], taught["student"]
+    (stage,) = own["stages"]
+    for name, lines in ((name, plan["memory"]) for name, plan in taught.items() if name not in ("teacher", "student")):
+        assert len(lines) == (2 if name == "pp2" else 1)
+        assert all({"weights", "teacher"} <= {*of_stage} and "teacher, optimizer" not in of_stage for of_stage in lines)
+    (whole,), (shared,), (split,) = (taught[name]["memory"] for name in ("single", "ep2", "tp2"))
+    assert whole["teacher"] == own["memory"][0]["weights"] == 2 * (stage["dense"] + stage["experts"])
+    assert whole["weights"] == student["memory"][0]["weights"]
+    assert sum(of_stage["teacher"] for of_stage in taught["pp2"]["memory"]) == whole["teacher"]
+    assert whole["teacher"] - shared["teacher"] == stage["experts"]
+    experts = 2 * stage["experts"]  # which tensor parallelism does not split
+    assert 0.5 <= (split["teacher"] - experts) / (whole["teacher"] - experts) < 0.6
+    assert taught["single"]["checkpoint"] == student["checkpoint"]
+    assert taught["single"]["host"] == student["host"] + whole["teacher"]

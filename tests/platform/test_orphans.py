@@ -14,12 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 from limits import limit
+from processes import left, there
 
 JOB = str(Path(__file__).with_name("orphans_job.py"))
 DEADLINE = limit(300)
 """Seconds after which processes that do not come up count as hung."""
-SECONDS = 30
-"""How long a process may outlive the one it works for."""
 
 
 @pytest.fixture
@@ -42,16 +41,12 @@ def wait_for(folder: Path, roles: dict[str, int]) -> dict[str, list[psutil.Proce
     while any(len(list(folder.glob(f"{role}-*"))) < count for role, count in roles.items()):
         assert time.monotonic() < deadline, sorted(file.name for file in folder.iterdir())
         time.sleep(0.02)
-    return {role: [psutil.Process(int(f.name.split("-")[1])) for f in folder.glob(f"{role}-*")] for role in roles}
+    return {role: there(int(f.name.split("-")[1]) for f in folder.glob(f"{role}-*")) for role in roles}
 
 
 def said(folder: Path, role: str) -> list[str]:
     """The signal at its parent's end, and the number of threads, of each process of a role."""
     return [file.read_text() for file in folder.glob(f"{role}-*")]
-
-
-def left(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in psutil.wait_procs(processes, timeout=SECONDS)[1] if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_child_ends_with_its_parent(tmp_path, started):

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import left, there
+from ranks import REPOSITORY
 
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.reward.command import MOST_OUTPUT, run
 from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.types import Prompt, Sample, Score
 
-SECONDS = 60
-"""How long killed processes may take to be gone."""
 LENGTH = (
     "import json, sys; s = json.load(sys.stdin); print(json.dumps({'value': len(s['completion']), 'reason': s['id']}))"
 )
@@ -114,12 +114,7 @@ def started(told: Path) -> list[psutil.Process]:
     """The processes whose numbers `ORPHANS` has written, those that are still there."""
     numbers = [int(number) for number in told.read_text().split()]
     assert len(numbers) == 4
-    return [psutil.Process(number) for number in numbers if psutil.pid_exists(number)]
-
-
-def left(processes: list[psutil.Process]) -> list[psutil.Process]:
-    _, alive = psutil.wait_procs(processes, timeout=SECONDS)
-    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    return there(numbers)
 
 
 @pytest.mark.parametrize(("end", "seconds"), [("print(1)", 600), ("import time; time.sleep(1000)", 3)])
@@ -141,7 +136,9 @@ reward(*python(code), sys.argv[1], str(os.getpid())).score([sample()])
 
 def test_nothing_is_left_of_a_program_when_the_rank_is_killed(tmp_path: Path):
     told = tmp_path / "told"
-    parent = subprocess.run([sys.executable, "-c", OWNER, str(told), str(Path(__file__).parent)])
+    parent = subprocess.run(
+        [sys.executable, "-c", OWNER, str(told), str(REPOSITORY / "tests" / "reward"), str(REPOSITORY / "tests")]
+    )
     assert parent.returncode == -signal.SIGKILL
     assert left(started(told)) == []
 

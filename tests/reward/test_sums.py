@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_mega.config.numerals import in_words
 from grpo_mega.config.schema import RewardTerm
 from grpo_mega.config.schema.terms import NoOptions
 from grpo_mega.data.tasks.chain_sum import working
@@ -38,6 +39,17 @@ def test_right_working_earns_every_step_and_each_ends_with_its_result(terms: tup
     ends = [end for end, _ in verdict.steps]
     assert [text[:end].removeprefix("<think>").split(";")[-1] for end in ends] == worked.split(";")
     assert {reward for _, reward in verdict.steps} == {1.0}
+
+
+@given(terms=TERMS, stride=st.integers(1, 6), seed=st.integers())
+def test_number_words_earn_what_the_digits_earn_and_steps_end_where_they_are_written(
+    terms: tuple[int, ...], stride: int, seed: int
+) -> None:
+    worked = in_words(working(terms, stride), ["english", "chinese"], random.Random(seed))
+    text = f"<think>{worked}</think><answer>{sum(terms)}</answer>"
+    verdict = sum_steps(sample(terms, text), NoOptions())
+    assert verdict.value == 1.0
+    assert [text[:end].removeprefix("<think>").split(";")[-1] for end, _ in verdict.steps] == worked.split(";")
 
 
 @pytest.mark.parametrize(

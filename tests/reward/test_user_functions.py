@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from processes import kill, left, there
 
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.reward import user_functions
@@ -23,8 +24,6 @@ from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Prompt, Sample, Score
 
 HERE = Path(__file__).parent
-SECONDS = 60
-"""How long killed processes may take to be gone."""
 
 
 def sample(text: str = "abc", index: int = 0, version: int = 0) -> Sample:
@@ -186,15 +185,15 @@ def test_signals_for_the_rank_do_not_end_the_functions_but_their_children_obey_t
     built = reward("length", "terminates_its_child")
     for process in psutil.Process().children(recursive=True):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            process.send_signal(number)
+            kill(process, number)
     assert built.score([sample()]) == [Score(3.0 - signal.SIGTERM, {"length": 3.0, "terminates_its_child": -15.0})]
 
 
 def test_a_module_that_exits_cannot_be_imported_and_nothing_is_left_of_it():
-    before = psutil.Process().children(recursive=True)
+    before = set(psutil.Process().children(recursive=True))
     with pytest.raises(ValueError, match="'mine': cannot import 'exits_on_import:f': SystemExit: 0"):
         build_reward(RewardConfig([RewardTerm("mine", 1.0, "exits_on_import:f")], success="mine"))
-    assert psutil.Process().children(recursive=True) == before
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_a_module_whose_import_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch):
@@ -207,12 +206,7 @@ def started(told: Path) -> list[psutil.Process]:
     """The processes whose numbers `orphans` has written, those that are still there."""
     numbers = [int(number) for number in told.read_text().split()]
     assert len(numbers) == 4
-    return [psutil.Process(number) for number in numbers if psutil.pid_exists(number)]
-
-
-def left(processes: list[psutil.Process]) -> list[psutil.Process]:
-    _, alive = psutil.wait_procs(processes, timeout=SECONDS)
-    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    return there(numbers)
 
 
 @pytest.mark.parametrize("end", ["close", "del"])
@@ -265,7 +259,7 @@ def test_nothing_outlives_the_rank_however_it_ends(tmp_path: Path, ending: str, 
         assert left(started(told)) == []
     finally:
         for process in [p for p in psutil.process_iter() if _session(p) == parent.pid]:
-            process.kill()
+            kill(process)
 
 
 def _session(process: psutil.Process) -> int | None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import REPOSITORY
 
-from grpo_mega.sandbox import Sandbox, cpus
-from grpo_mega.sandbox.cpus import quota, share_of_cpus
+from grpo_mega.sandbox import Sandbox
+from grpo_mega.sandbox.cpus import quota, share, share_of_cpus
 
 
 def test_ranks_of_a_machine_share_its_cpus(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,20 +27,12 @@ def test_ranks_of_a_machine_share_its_cpus(sandbox: Sandbox, monkeypatch: pytest
     assert Sandbox(boxes=7, mechanism=sandbox.mechanism).boxes == 7
 
 
-@given(allowed=st.integers(1, 512), bound=st.integers(1, 512), ranks=st.integers(1, 64), paid=st.floats(0.1, 600))
-def test_ranks_never_have_more_cpus_together_than_they_may_use(
-    allowed: int, bound: int, ranks: int, paid: float
-) -> None:
-    bound = min(bound, allowed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        patch.setattr(cpus, "_cpus_of_cpuset", lambda: allowed)
-        patch.setattr(cpus, "quota", lambda *_: paid)
-        patch.setattr(os, "sched_getaffinity", lambda _: set(range(bound)))
-        share = share_of_cpus()
-    assert 1 <= share <= bound
-    assert share == 1 or share * ranks <= min(allowed, paid)
-    assert share == bound or (share + 1) * ranks > min(allowed, paid)
+@given(together=st.floats(0.1, 600), bound=st.integers(1, 512), ranks=st.integers(1, 64))
+def test_ranks_never_have_more_cpus_together_than_they_may_use(together: float, bound: int, ranks: int) -> None:
+    of_one = share(together, ranks, bound)
+    assert 1 <= of_one <= bound
+    assert of_one == 1 or of_one * ranks <= together
+    assert of_one == bound or (of_one + 1) * ranks > together
 
 
 def test_a_rank_that_is_bound_to_cpus_of_its_own_has_all_of_them() -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import limit
+from processes import kill
 from ranks import REPOSITORY
 
 from grpo_mega.sandbox import Call, Limits, Sandbox, SandboxUnavailable, pool
@@ -111,7 +112,7 @@ def test_signals_to_all_processes_of_a_rank_end_no_program(sandbox: Sandbox) -> 
             time.sleep(0.02)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             for process in (box, *box.children(recursive=True)):
-                process.send_signal(number)
+                kill(process, number)
         outcome = running.result()
     assert (outcome.stdout, outcome.exit_code) == (b"done\n", 0), outcome
     assert box.is_running()

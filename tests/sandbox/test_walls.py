@@ -30,7 +30,7 @@ def program_of(sandbox: Sandbox) -> psutil.Process:
     deepest = 3 if sandbox.mechanism == "bubblewrap" else 2
     while time.monotonic() < end:
         for box in psutil.Process().children():
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.NoSuchProcess, OSError):
                 inside = box.children(recursive=True)
                 if len(inside) == deepest and not inside[-1].children() and "Seccomp:\t2" in status(inside[-1]):
                     return inside[-1]

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 from limits import limit
+from processes import kill
 from ranks import free_port
 
 SMALL_DISK = "small"
@@ -184,7 +185,7 @@ class Cluster:
         self._daemons[node].wait()
         while left := self.processes([node]):  # one that is killed may have begun another a moment before
             for process in left:
-                _kill(process)
+                kill(process)
             psutil.wait_procs(left, timeout=1)
 
     def revive(self) -> None:
@@ -205,7 +206,7 @@ class Cluster:
             daemon.wait()
         while left := self.processes():
             for process in left:
-                _kill(process)
+                kill(process)
             psutil.wait_procs(left, timeout=1)
 
     def processes(self, nodes: Iterable[str] | None = None) -> list[psutil.Process]:
@@ -297,8 +298,3 @@ def _namespaces() -> list[str]:
 
 def _program(name: str) -> str:
     return shutil.which(name, path=SEARCH) or name
-
-
-def _kill(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.kill()

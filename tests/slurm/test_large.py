@@ -96,14 +96,14 @@ def test_a_script_given_to_sbatch_plans_its_checkpoint_on_a_node_with_gpus(large
 
 def test_scripts_ask_to_be_told_of_their_time_limit_and_to_come_back():
     scripts = [path for path in (REPOSITORY / "slurm").glob("*.sh") if "#SBATCH" in path.read_text()]
-    assert len(scripts) == 6
+    assert len(scripts) == 8
     for path in scripts:
         assert re.search(r"^#SBATCH --signal=B:USR1@\d+\n#SBATCH --requeue\n", path.read_text(), re.MULTILINE), path
 
 
 def test_scripts_ask_for_the_machines_that_their_experiments_plan_for():
     scripts = [path for path in (REPOSITORY / "slurm").glob("*.sh") if "#SBATCH --gpus-per-node" in path.read_text()]
-    assert len(scripts) == 5
+    assert len(scripts) == 6
     for path in scripts:
         asked = dict(re.findall(r"#SBATCH --(nodes|gpus-per-node)=(\d+)", path.read_text()))
         planned = compose_config([f"experiment={path.stem}"]).cluster

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from cluster import SMALL_DISK, Cluster, wait_until
 from launches import REPOSITORY, Launch, submit, submit_as_it_is
 from limits import limit
+from processes import kill
 from train_jobs import half_written, numbers, saved, without_seconds
 
 pytestmark = pytest.mark.long
@@ -245,8 +245,7 @@ def test_a_controller_that_is_away_for_a_while_does_not_end_the_job(cluster, pea
         wait_until(lambda: "waiting for up to" in launch.log, "the job does not wait for its directory")
         with cluster.without_controller():
             for shell in cluster.running("slurm_script"):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    shell.send_signal(signal.SIGUSR1)
+                kill(shell, signal.SIGUSR1)
             wait_until(lambda: "scontrol: " in launch.log, "the job does not miss the controller")
         wait_until(lambda: "back into the queue" in launch.log, "the job does not leave")
     wait_until(resting.exists, "the fault does not strike")

@@ -133,7 +133,7 @@ def updates_of(
     built: Run, config: Config, rollout: Rollout, batch: Batch | None = None
 ) -> list[tuple[Batch, MiniBatch]]:
     """The batch of each update of a step, with the mini-batch that it is for."""
-    current = StepInProgress(rollout.groups, batch or make_batch(rollout, config, built.policy.topology, 0))
+    current = StepInProgress(rollout.groups, batch or make_batch(rollout, config, built.model.topology, 0))
     return [(batch_of(current, numbers, config, 0), numbers) for numbers in mini_batches(rollout.groups, config, 0)]
 
 
@@ -150,14 +150,14 @@ def rows(batch: Batch, vector: torch.Tensor) -> list[list[float]]:
 def digest(built: Run) -> str:
     """Of every weight, routing bias, optimizer moment and reference weight."""
     outcome = hashlib.sha256()
-    for part in getattr(built.policy.optimizer, "chained_optimizers", [built.policy.optimizer]):
+    for part in getattr(built.model.optimizer, "chained_optimizers", [built.model.optimizer]):
         moments = part.optimizer.state.values()
         tensors = [t for state in moments for t in state.values() if torch.is_tensor(t)]
         assert tensors, "there are no moments to compare"
         for tensor in tensors:
             outcome.update(tensor.numpy().tobytes())
     held = built.stage.reference.held if built.stage.reference else []
-    for model in (built.policy.chunks.state_dict(), dict(enumerate(held))):
+    for model in (built.model.chunks.state_dict(), dict(enumerate(held))):
         for tensor in model.values():
             if torch.is_tensor(tensor):
                 outcome.update(tensor.detach().numpy().tobytes())
@@ -178,7 +178,7 @@ def batches() -> dict[str, Any]:
         seen["prompt_lengths"] = [len(s.prompt.token_ids) for s in samples]
         seen["expected_tokens"] = [[*s.prompt.token_ids, *s.token_ids] for s in samples]
         for name, without_signal, kl_coef in WITHOUT_SIGNAL:
-            algorithm, topology = config.algorithm, built.policy.topology
+            algorithm, topology = config.algorithm, built.model.topology
             algorithm.groups_without_signal, algorithm.kl_coef, algorithm.mini_batches = without_signal, kl_coef, 1
             batch = make_batch(rollout, config, topology, 0)
             outcome = {"tokens": rows(batch, batch.tokens), "advantages": rows(batch, batch.advantage)}
@@ -221,7 +221,7 @@ def gradients() -> dict[str, dict[str, Any]]:
         rollouts = {"": generated(built, REWARDS), "unscored, ": generated(built, UNSCORED)}
         rollouts["steps, "] = with_steps(rollouts[""])
         everything = pack_samples([*rollouts[""].samples.values()])
-        logprob = built.policy.logprobs(everything, 1.0)
+        logprob = built.model.logprobs(everything, 1.0)
         shift = torch.sin(torch.arange(len(logprob)))  # so far away that ratios clip and the KL term has a gradient
         old, ref = logprob + 0.4 * shift, logprob - 0.3 * shift.roll(1)
         everything = everything.with_(rollout_logprob=logprob, old_logprob=old, ref_logprob=ref)
@@ -257,7 +257,7 @@ def _gradients(built: Run, config: Config, rollout: Rollout, everything: Batch) 
     """`everything`: all samples, with log-probs of the policy as those of the rollout."""
     algorithm, longest = config.algorithm, config.rollout.max_new_tokens
     loss = loss_of(algorithm, on_policy=False)
-    batch = make_batch(rollout, config, built.policy.topology, 0)
+    batch = make_batch(rollout, config, built.model.topology, 0)
     computed = batch.numbers.tolist()
     known = everything.select(computed)
     groups = [
@@ -275,8 +275,8 @@ def _gradients(built: Run, config: Config, rollout: Rollout, everything: Batch) 
         part = len(tokens) / len(everything.lengths)
         if algorithm.aggregation == "token_mean":
             part = float(sum(tokens) / everything.mask.sum())
-        built.policy.gradients(part_of_step, loss, 1.0)
-        for name, gradient in built.policy.whole_gradients().items():
+        built.model.gradients(part_of_step, loss, 1.0)
+        for name, gradient in built.model.whole_gradients().items():
             outcome[name] = outcome.get(name, 0.0) + part * gradient.double()
         total += part
     by_logprob = plain_grpo.gradient(
@@ -291,8 +291,8 @@ def _gradients(built: Run, config: Config, rollout: Rollout, everything: Batch) 
         if algorithm.supervision == "process"
         else None,
     )
-    built.policy.gradients(*_as_given(everything, by_logprob, algorithm.entropy_coef))
-    exact = {name: gradient.double() for name, gradient in built.policy.whole_gradients().items()}
+    built.model.gradients(*_as_given(everything, by_logprob, algorithm.entropy_coef))
+    exact = {name: gradient.double() for name, gradient in built.model.whole_gradients().items()}
     assert exact.keys() == outcome.keys()
     errors = [float((outcome[name] - exact[name]).norm() / exact[name].norm()) for name in exact]
     norm = float(sum(gradient.norm() ** 2 for gradient in exact.values()) ** 0.5)
@@ -405,7 +405,7 @@ def corrections() -> dict[str, Any]:
     overrides += ["algorithm.correction_cap=1.1", "algorithm.rejection_floor=0.8", "algorithm.rejection_cap=1.25"]
     overrides += ["algorithm.entropy_coef=0.1"]  # a sequence that is left out has no entropy term either
     with grpo("corrections", "algorithm.aggregation=token_mean", *overrides) as built:
-        policy, config = built.policy, built.stage.config
+        policy, config = built.model, built.stage.config
         rollout = generated(built, REWARDS)
         batch = make_batch(rollout, config, policy.topology, 0)
         old, apart = policy.logprobs(batch, 1.0), 0.3 * torch.sin(batch.numbers)
@@ -451,13 +451,13 @@ def kl_in_rewards() -> dict[str, Any]:
 
 def stopped_after_update(built: Run) -> list[tuple[Batch, Any]]:
     """Every update brings a signal. Filled as by `watched_updates`."""
-    watched, update = watched_updates(built), built.policy.update
+    watched, update = watched_updates(built), built.model.update
 
     def stopped(*arguments: Any) -> Any:
         built.stop.received = "SIGTERM"
         return update(*arguments)
 
-    built.policy.update = stopped  # type: ignore[method-assign]
+    built.model.update = stopped  # type: ignore[method-assign]
     return watched
 
 
@@ -531,13 +531,13 @@ def version_of_samples(built: Run) -> list[int]:
 
 def watched_updates(built: Run) -> list[tuple[Batch, Any]]:
     """A list that will hold every update's mini-batch and result."""
-    updates, update = [], built.policy.update
+    updates, update = [], built.model.update
 
     def watched(mini_batch: Batch, *how: Any) -> Any:
         updates.append((mini_batch, update(mini_batch, *how)))
         return updates[-1][1]
 
-    built.policy.update = watched  # type: ignore[method-assign]
+    built.model.update = watched  # type: ignore[method-assign]
     return updates
 
 
@@ -564,7 +564,7 @@ def stale_engine() -> dict[str, Any]:
     with grpo("stale_engine") as built:
         logging.getLogger("grpo_mega.stages.watch").addHandler(handler)
         engine = built.stage.rollouts.engine
-        poll, parameters = engine.poll, [*built.policy.chunks.parameters()]
+        poll, parameters = engine.poll, [*built.model.chunks.parameters()]
 
         def stale(*arguments: Any) -> Any:
             with torch.no_grad():
@@ -592,7 +592,7 @@ def begun() -> dict[str, Any]:
         where = built.where()
         built.execute()
         left = built.stage.in_progress is not None
-        updates = [built.stage.schedule.updates, built.policy.updates]
+        updates = [built.stage.schedule.updates, built.model.updates]
         return {"where": where, "steps": built.step, "updates": updates, "left": left}
 
 
@@ -602,7 +602,7 @@ def drawing_and_scoring() -> dict[str, Any]:
         prompts, decode, rollouts = built.stage.data.test, built.stage.data.tokenizer.decode, built.stage.rollouts
         drawn = {}
         for concurrent in (512, 8, 1):
-            engine = EmbeddedEngine(built.policy, decode, concurrent)
+            engine = EmbeddedEngine(built.model, decode, concurrent)
             drawn[concurrent] = generate(engine, prompts, 4, rollouts.sampling(3), version=0)
         again = generate(rollouts.engine, prompts, 4, rollouts.sampling(4), version=0)
         rollout = rollouts.produced(built, "generate", prompts, 4, 3)
@@ -629,7 +629,7 @@ def longer() -> dict[str, Any]:
         seen: dict[str, Any] = {"lengths": [], "denominators": [], "evaluated": [], "samples": []}
         for _ in range(2):
             stage, config = built.stage, built.stage.config
-            current = StepInProgress(rollout.groups, make_batch(rollout, config, built.policy.topology, built.step))
+            current = StepInProgress(rollout.groups, make_batch(rollout, config, built.model.topology, built.step))
             (mini_batch,) = mini_batches(rollout.groups, config, built.step)
             part = batch_of(current, mini_batch, config, built.step)
             seen["denominators"].append(1 / part.weight.max().item())

@@ -36,12 +36,12 @@ def start(overrides: list[str], steps: int | None, weights: str) -> dict[str, An
                 begin = grpo.begin
 
                 def kept(*arguments: Any) -> None:
-                    keep(run.policy.whole_weights(), weights)
+                    keep(run.model.whole_weights(), weights)
                     begin(*arguments)
 
                 grpo.begin = kept  # type: ignore[method-assign]
                 run.execute()
-                seen["moved"] = moved(run.policy.whole_weights(), weights)
+                seen["moved"] = moved(run.model.whole_weights(), weights)
             else:
                 run.enter(sft)
                 for _ in range(steps):

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from metric_lines import unexplained
 from ranks import results, run_ranks
 
 ROOT_HALF = math.sqrt(3) / 2
@@ -194,6 +195,9 @@ def test_a_state_of_other_libraries_warns_and_names_both_versions(seen):
 
 
 def test_a_single_update_is_exactly_on_policy(seen):
+    assert not unexplained(
+        [*seen["on_policy"], *seen["kl_in_rewards"]["steps"], *seen["equal_rewards"]["kl"]["metrics"]]
+    )
     for metrics in seen["on_policy"]:
         assert metrics["policy/ratio"] == 1.0
         assert metrics["policy/clip_fraction"] == 0.0

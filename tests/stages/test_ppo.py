@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metric_lines import unexplained
 from ranks import results, run_ranks
 
 
@@ -24,6 +25,7 @@ def test_the_critic_begins_with_the_policy_s_body(seen: dict[str, Any]) -> None:
 
 
 def test_the_critic_learns_alone_for_as_long_as_it_is_told(seen: dict[str, Any]) -> None:
+    assert not unexplained(step["metrics"] for step in seen["steps"])
     first, *others = seen["steps"]
     assert first["moved"]["policy"] == 0 < first["moved"]["critic"]
     assert "policy/loss" not in first["metrics"]

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from grpo_mega.stages.metrics import rollout_metrics
 from grpo_mega.types import Answer, Group, Prompt, Score
 
@@ -23,6 +31,7 @@ def test_terms_are_averaged_over_the_answers_that_have_them():
     code = group("code", Score(0.5, {"tests": 0.5}), Score(0.7, {"tests": 0.7}))
     assert rewards(sums, code) == {
         "reward/mean": 0.55,
+        "reward/std": pytest.approx(0.1325**0.5),
         "reward/accuracy": 0.5,
         "reward/tests": 0.6,
         "reward/unscorable": 0,
@@ -34,6 +43,7 @@ def test_terms_are_averaged_over_the_answers_that_have_them():
 def test_one_task_has_no_metrics_of_its_own():
     assert rewards(group("sums", Score(1.0, {"accuracy": 1.0}))) == {
         "reward/mean": 1.0,
+        "reward/std": 0.0,
         "reward/accuracy": 1.0,
         "reward/unscorable": 0,
     }
@@ -41,7 +51,7 @@ def test_one_task_has_no_metrics_of_its_own():
 
 def test_answers_without_a_score_are_counted_and_count_in_no_mean():
     scored = group("sums", Score(1.0, {"accuracy": 1.0}), AWAY, AWAY)
-    assert rewards(scored) == {"reward/mean": 1.0, "reward/accuracy": 1.0, "reward/unscorable": 2}
+    assert rewards(scored) == {"reward/mean": 1.0, "reward/std": 0.0, "reward/accuracy": 1.0, "reward/unscorable": 2}
     assert rewards(scored, group("code", AWAY))["reward/sums/total"] == 1.0
     assert "reward/code/total" not in rewards(scored, group("code", AWAY))
 
@@ -55,3 +65,54 @@ def test_steps_are_counted_where_they_are_scored():
     two, one = Score(1.0, {}, steps=((0, 1.0), (3, 0.0))), Score(1.0, {}, steps=((3, 1.0),))
     assert rollout_metrics([group("sums", two, one, AWAY)], "accuracy")["rollout/steps_mean"] == 1.5
     assert "rollout/steps_mean" not in rollout_metrics([group("sums", AWAY)], "accuracy")
+
+
+ANSWERS = st.builds(
+    lambda length, success, total: Answer(
+        length,
+        "stop",
+        ((0, 0),),
+        AWAY if total is None else Score(total, {} if success is None else {"accuracy": success}),
+    ),
+    st.integers(1, 300),
+    st.none() | st.sampled_from([-1.0, 0.0, 0.25, 1.0, 2.0]),
+    st.none() | st.floats(-5, 5),
+)
+GROUPS = st.lists(st.lists(ANSWERS, min_size=1, max_size=5), min_size=1, max_size=60)
+
+
+@given(GROUPS)
+def test_spread_lengths_and_unanimity_are_what_their_definitions_say(parts: list[list[Answer]]) -> None:
+    """Against plain counting: no sorting, and exact fractions for the deviation."""
+    prompt = Prompt("p", (1,), "?", "8", "sums")
+    found = rollout_metrics([Group(prompt, tuple(answers)) for answers in parts], "accuracy")
+    answers = [answer for of_group in parts for answer in of_group]
+    lengths = [answer.length for answer in answers]
+    assert found["rollout/tokens"] == sum(lengths)
+    for percent in (50, 99):
+        value = found[f"rollout/length_p{percent}"]
+        assert value in lengths
+        assert 100 * sum(length <= value for length in lengths) >= percent * len(lengths)
+        assert 100 * sum(length < value for length in lengths) < percent * len(lengths)
+    rewards = [Fraction(answer.score.total) for answer in answers if not answer.score.unscorable]
+    if rewards:
+        mean = sum(rewards) / len(rewards)
+        variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
+        assert found["reward/std"] == pytest.approx(math.sqrt(variance), rel=1e-12, abs=1e-150)
+    else:
+        assert "reward/std" not in found
+    verdicts: Counter[str] = Counter()
+    for of_group in parts:
+        successes = [answer.score.terms["accuracy"] for answer in of_group if answer.score.terms]
+        if successes:
+            verdicts["right"] += all(success >= 1 for success in successes)
+            verdicts["wrong"] += not any(success > 0 for success in successes)
+            verdicts["all"] += 1
+    for kind in ("right", "wrong"):
+        shown = found.get(f"rollout/all_{kind}")
+        assert shown == (verdicts[kind] / verdicts["all"] if verdicts["all"] else None)
+
+
+def test_equal_rewards_deviate_by_nothing_at_all():
+    """0.1 is no binary fraction: a mean that is rounded would leave something."""
+    assert rewards(group("sums", *[Score(0.1, {})] * 7))["reward/std"] == 0.0

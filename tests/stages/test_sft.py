@@ -15,7 +15,7 @@ from ranks import results, run_ranks
 
 JOB = Path(__file__).with_name("supervised_job.py")
 LAYOUTS = {"single": 1, "pp2": 2, "ep2": 2}
-OTHERS = ["pp2", pytest.param("ep2", marks=pytest.mark.long)]
+OTHERS = [pytest.param(layout, marks=pytest.mark.long) for layout in ("pp2", "ep2")]
 ROWS = 11
 STEPS = 9
 """Three passes over 11 rows, four at a time: the last step has one row, fewer than EP2 has replicas."""

@@ -31,7 +31,7 @@ def start(root: str, overrides: list[str], moment: str) -> str:
     with assemble(config, HERE, build_data(config), build_reward(config.reward)) as run:
         what, _, number = moment.partition(":")
         if what == "update":
-            signal_at(run.policy, "update", int(number))
+            signal_at(run.model, "update", int(number))
         elif what == "begin":
             signal_at(run.stages[-1], "begin", 1)
         try:

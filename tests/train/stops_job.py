@@ -59,7 +59,7 @@ def start(root: str, overrides: list[str], moment: str) -> str:
         if moment != "end":
             method, *place, call, rank = moment.split(":")
             if dist.get_rank() == int(rank):
-                owners = (built.stage, built.stage.rollouts, built.policy)
+                owners = (built.stage, built.stage.rollouts, built.model)
                 owner = next((owner for owner in owners if hasattr(owner, method)), None)
                 assert owner, f"nobody has {method}: the moment {moment} never comes"
                 before(owner, method, Signal(built, tuple(place), int(call)))
@@ -100,7 +100,7 @@ def generate(root: str, overrides: list[str], rank: int) -> dict[str, Any]:
     """[given up, passes before that, passes in peace] of every rank, and whether peace brings the same afterwards."""
     with grpo(root, overrides) as built:
         calls, rollouts = [], built.stage.rollouts
-        before(built.policy, "hidden_states", lambda: calls.append(None))
+        before(built.model, "hidden_states", lambda: calls.append(None))
 
         def samples(interrupted: Callable[[], bool] | None) -> list | None:
             calls.clear()

@@ -73,6 +73,7 @@ if os.environ.get("RANK") == "0":
 """A sitecustomize.py: Python runs it before anything else."""
 
 
+@pytest.mark.long
 def test_reason_is_printed_once_even_when_rank_0_finds_it_last(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SLOW_START)
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}

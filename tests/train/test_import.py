@@ -195,7 +195,8 @@ def test_a_full_disk_is_named_and_nothing_is_left(
     assert [*small_disk.iterdir()] == [ballast]
 
 
-@pytest.mark.parametrize("fsyncs", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("fsyncs", [1, 4])
 def test_a_kill_leaves_nothing_that_loads_and_the_command_works_again(
     imported: Path, released: Path, tmp_path: Path, fsyncs: int
 ) -> None:

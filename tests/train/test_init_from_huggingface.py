@@ -76,6 +76,7 @@ def test_a_run_on_its_tokenizer_and_chat_template(tmp_path: Path) -> None:
     assert "5 of the 20 problems of data.test_path=" in ended.stderr
 
 
+@pytest.mark.long
 def test_mistakes_in_data_are_found_before_a_run_directory_is_made(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer", with_bos=False)
     raw = '{"prompt": "What is 3 + 5?", "answer": "3 + 5 = <<3+5=8>>8\\n#### 8"}\n'

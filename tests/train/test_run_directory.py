@@ -21,6 +21,7 @@ SUMMARY = {
     "format_rate_after", "mean_length_before", "mean_length_after", "tokens_trained", "tokens_generated", "seconds",
     "layout", "versions",
 }  # fmt: skip
+SAMPLES = 8 * 4
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -46,6 +47,9 @@ def test_metrics_have_one_line_per_step_of_finite_numbers(finished):
         assert all(isinstance(value, int | float) and math.isfinite(value) for value in line.values()), line
         assert line["rollout/groups_with_signal"] > 0
         assert {"reward/own", "policy/loss", "policy/grad_norm", "policy/lr", "time/generate"} <= set(line)
+        assert line["rollout/tokens"] == pytest.approx(line["rollout/length_mean"] * SAMPLES)
+        assert line["machine/tokens_per_second"] * line["time/step"] == pytest.approx(line["rollout/tokens"])
+        assert 0.1 < line["machine/peak_memory_gb"] < 16, "what a process with torch needs, in units of 10^9 bytes"
     assert ["eval/accuracy" in line for line in finished.metrics] == [False, True, False]
 
 

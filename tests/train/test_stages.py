@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from metric_lines import held_out
+from metric_lines import held_out, repeated, unexplained
 from ranks import results, run_ranks
 from train_jobs import contents, numbers, saved, without_seconds
 
@@ -54,6 +54,7 @@ def test_weights_numbers_and_samples_are_those_of_the_run_in_peace(ends):
 @pytest.mark.parametrize(("stage", "steps"), [("pretrain", 15), ("sft", 4)])
 def test_every_step_of_earlier_stages_has_one_line(ends, stage, steps):
     peace, stopped = (_lines(ends[0] / name / "staged" / f"{stage}.jsonl") for name in ("peace", "stopped"))
+    assert not unexplained(peace)
     assert [line["step"] for line in peace] == list(range(1, steps + 1))
     assert all(line[f"{'base' if stage == 'pretrain' else 'sft'}/loss"] > 0 for line in peace)
     assert stopped == peace
@@ -66,5 +67,4 @@ def test_the_cached_base_model_is_the_same(ends):
 
 
 def _lines(path: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
+    return [repeated(json.loads(line)) for line in path.read_text().splitlines()]

@@ -53,6 +53,16 @@ STOPS_OF_CRITIC = {
 """The same for two ranks with a critic."""
 
 
+TEACHER = ["algorithm.kl_coef=0.05", rewarded_by("lucky"), "run.steps=1", "run.eval_every=0", "model.ffn_hidden=192"]
+TAUGHT = [*ALONE, "run.steps=2"]
+STOPS_OF_STUDENT = {
+    "logprobs:0:-:1:1": ("in step 1 before its first update", "step-000000"),
+    "update:0:1:1:1": ("in step 1 after 2 of 4 updates", "step-000000-updates-0002"),
+    "update:1:2:1:0": ("in step 2 after 3 of 4 updates", "step-000001-updates-0003"),
+}
+"""The same for two ranks with a teacher."""
+
+
 @dataclass
 class Asked:
     """Runs that stopped again and again, beside runs left in peace; how each start ended, and what engines saw."""
@@ -103,10 +113,25 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> Asked:
     return asked(tmp_path_factory.mktemp("critic"), 2, ["layout=ep2"], runs, {})
 
 
-STORIES = [("sharing", STOPS), ("replicas", STOPS_OF_REPLICAS), ("critic", STOPS_OF_CRITIC)]
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """Two ranks that share experts, of policy and teacher."""
+    folder = tmp_path_factory.mktemp("taught")
+    student = [*TAUGHT, f"distill.teacher={folder}/teacher"]
+    runs = {
+        "teacher": (TEACHER, ["end"]),
+        "peace": (student, ["end"]),
+        "stopped": (student, [*STOPS_OF_STUDENT, "end"]),
+    }
+    return asked(folder, 2, ["layout=ep2"], runs, {})
 
 
-@pytest.fixture(params=STORIES, ids=["ep2", "dp2_pp2", "critic"])
+STORIES = [
+    ("sharing", STOPS), ("replicas", STOPS_OF_REPLICAS), ("critic", STOPS_OF_CRITIC), ("taught", STOPS_OF_STUDENT)
+]  # fmt: skip
+
+
+@pytest.fixture(params=STORIES, ids=["ep2", "dp2_pp2", "critic", "taught"])
 def story(request: pytest.FixtureRequest) -> tuple[Asked, dict[str, tuple[str, str]]]:
     name, stops = request.param
     return request.getfixturevalue(name), stops

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 from limits import limit
-from metric_lines import of_steps
+from metric_lines import of_steps, repeated
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -146,8 +146,8 @@ def half_written(folder: Path) -> list[str]:
 
 
 def numbers(path: Path) -> list[dict[str, Any]]:
-    """The metrics of every step of a run, time aside."""
-    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in of_steps(path)]
+    """The metrics of every step of a run, time and memory aside."""
+    return [repeated(line) for line in of_steps(path)]
 
 
 def without_seconds(file: Path) -> dict[str, Any]:

@@ -14,17 +14,19 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from grpo_mega.config.bounds import field_problems
 from grpo_mega.config.rules.algorithm import algorithm_problems
-from grpo_mega.config.rules.data import data_problems
+from grpo_mega.config.rules.data import data_problems, wording_problems
+from grpo_mega.config.rules.distill import distill_problems
 from grpo_mega.config.rules.layout import check_backend, check_layout, fewest_processes, layout_problems
 from grpo_mega.config.rules.lora import lora_problems
 from grpo_mega.config.rules.model import model_problems
-from grpo_mega.config.rules.optimizer import optimizer_problems
+from grpo_mega.config.rules.optimizer import optimizer_problems, part_problems
+from grpo_mega.config.rules.pairs import pairs_problems
 from grpo_mega.config.rules.problems import ConfigError, refuse
 from grpo_mega.config.rules.reward import reward_problems
 from grpo_mega.config.rules.rollout import rollout_problems
 from grpo_mega.config.rules.run import run_problems
 from grpo_mega.config.rules.stages import stages_problems
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import REWARD_MODELS, Config
 
 __all__ = ["ConfigError", "check_backend", "check_complete", "check_config", "check_layout", "fewest_processes"]
 
@@ -59,21 +61,35 @@ def _missing(node: Any, name: str) -> Iterator[str]:
 def check_config(config: Config) -> None:
     """Raises one ConfigError that lists the required fields that are not set, or else every violated rule."""
     check_complete(config)
+    of_kind = _of_reward_models if config.run.trains in REWARD_MODELS else _of_policies
     refuse(
         [
             *field_problems(config),
             *model_problems(config),
             *lora_problems(config),
             *layout_problems(config),
-            *data_problems(config),
-            *reward_problems(config.reward),
-            *algorithm_problems(config),
-            *optimizer_problems(config),
-            *rollout_problems(config),
-            *stages_problems(config),
+            *of_kind(config),
+            *pairs_problems(config),
             *run_problems(config),
         ]
     )
+
+
+def _of_policies(config: Config) -> Iterator[str]:
+    """The rules of reinforcement learning, and of the stages before it."""
+    yield from data_problems(config)
+    yield from reward_problems(config.reward)
+    yield from algorithm_problems(config)
+    yield from distill_problems(config)
+    yield from optimizer_problems(config)
+    yield from rollout_problems(config)
+    yield from stages_problems(config)
+
+
+def _of_reward_models(config: Config) -> Iterator[str]:
+    """The rules of what a reward model's training reads besides its own settings."""
+    yield from wording_problems("data", config.data, config.data)
+    yield from part_problems(config)
 
 
 def _example(name: str) -> str:

@@ -23,11 +23,13 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"algorithm.mini_batches={algorithm.mini_batches} exceeds the {samples} samples of a step "
             f"(prompts_per_step * group_size); lower it to {samples}"
         )
-    if algorithm.group_size == 1 and algorithm.advantage_baseline not in ("batch", "critic"):
+    taught = config.distill.teacher and not config.distill.reward_coef  # then rewards make no advantages
+    if algorithm.group_size == 1 and not taught and algorithm.advantage_baseline not in ("batch", "critic"):
         yield (
             f"algorithm.group_size=1: algorithm.advantage_baseline={algorithm.advantage_baseline} is relative to the "
             "group, and a group of 1 has no others; set it to 2 or more"
         )
+    yield from _reward_model_problems(config)
     if algorithm.advantage_baseline == "critic":
         yield from _critic_problems(config)
     else:
@@ -102,6 +104,15 @@ def algorithm_problems(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.reference_refresh={algorithm.reference_refresh} has no effect without a KL term; "
             "set algorithm.kl_coef above 0, or algorithm.reference_refresh=0"
+        )
+
+
+def _reward_model_problems(config: Config) -> Iterator[str]:
+    """A message for each setting that needs of every term what a reward model's score does not have."""
+    if config.reward.model.path is not None and config.algorithm.terms_apart:
+        yield (
+            "algorithm.terms_apart=True does not go with reward.model.path, whose score is one number that is added "
+            "to the total; set algorithm.terms_apart=false"
         )
 
 
@@ -189,10 +200,12 @@ def _supervision_problems(config: Config) -> Iterator[str]:
                 f"algorithm.{name}={other} or algorithm.supervision=outcome"
             )
     terms = [term for term in config.reward.terms if term.weight]
-    if terms and not any(term.function or term.built_in in SCORE_STEPS for term in terms):
+    learned = config.reward.model.path is not None  # whether it scores steps is known when it is found
+    if terms and not learned and not any(term.function or term.built_in in SCORE_STEPS for term in terms):
         yield (
             "algorithm.supervision=process rewards steps, and no term of the reward scores them; add a function of "
-            f"your own or a term of the kinds {', '.join(SCORE_STEPS)}, or set algorithm.supervision=outcome"
+            f"your own, a term of the kinds {', '.join(SCORE_STEPS)} or a process reward model, or set "
+            "algorithm.supervision=outcome"
         )
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from grpo_mega.config.bounds import field_problems
+from grpo_mega.config.numerals import NUMERALS
 from grpo_mega.config.puzzles import why_refused
 from grpo_mega.config.rules.problems import at_most, refuse
 from grpo_mega.config.schema import GENERATED_TASKS, Config, DataConfig, SourceConfig
@@ -26,6 +27,7 @@ def data_problems(config: Config) -> Iterator[str]:
             yield f"{name}={path} has no effect with data.task={data.task}; set {name}=null, or choose data=jsonl"
     if data.task == "jsonl" and not data.train_path and not data.sources:
         yield "data.train_path is not set, and data.task=jsonl reads it; give data.train_path=FILE.jsonl"
+    yield from _languages_problems(data)
     yield from _sources_problems(data)
     if data.task in GENERATED_TASKS and data.tokenizer != "chars":
         yield f"data.tokenizer={data.tokenizer} has no effect with data.task={data.task}; set it to chars"
@@ -38,9 +40,20 @@ def data_problems(config: Config) -> Iterator[str]:
             f"data.frontier_low={data.frontier_low} must be at most data.frontier_high={data.frontier_high}; lower it, "
             "or raise the other"
         )
-    yield from _wording_problems("data", data, data)
+    yield from wording_problems("data", data, data)
     for name, source in data.sources.items():
-        yield from _wording_problems(f"data.sources.{name}", source, data)
+        yield from wording_problems(f"data.sources.{name}", source, data)
+
+
+def _languages_problems(data: DataConfig) -> Iterator[str]:
+    """About the languages of the working."""
+    if data.languages and data.task != "chain_sum":
+        yield f"data.languages has no effect with data.task={data.task}; set data.languages=[]"
+    for number, language in enumerate(data.languages):
+        if language not in NUMERALS:
+            yield f"data.languages[{number}]={language}: choose one of {', '.join(NUMERALS)}"
+    if len({*data.languages}) < len(data.languages):
+        yield "data.languages has a language twice; name each once"
 
 
 def _sources_problems(data: DataConfig) -> Iterator[str]:
@@ -106,7 +119,7 @@ def _without_effect(field: str, source: SourceConfig, names: Sequence[str], with
             yield f"{field}.{name} has no effect {with_} {field}.{other}; leave it out"
 
 
-def _wording_problems(name: str, asked: DataConfig | SourceConfig, data: DataConfig) -> Iterator[str]:
+def wording_problems(name: str, asked: DataConfig | SourceConfig, data: DataConfig) -> Iterator[str]:
     """About template, question and system's message, of all sources or of one, which may leave them to the former."""
     template = data.template if asked.template is None else asked.template
     if data.tokenizer == "chars":

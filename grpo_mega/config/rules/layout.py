@@ -26,7 +26,7 @@ def layout_problems(config: Config) -> Iterator[str]:
         what = "experts" if experts > 0 else "latent attention (model.attention=mla)"
         yield f"layout.sp=false: Megatron needs sequence parallelism for {what} with layout.tp > 1; set layout.sp=true"
     for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
-        if size > 1 and experts == 0:
+        if size > 1 and experts == 0 and not config.distill.teacher:  # which may have some: see config/teacher.py
             yield f"{name}={size} needs experts; set model.moe.experts above 0, or {name}=1"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from difflib import get_close_matches
 
-from grpo_mega.config.schema import Config, OptimizerConfig, PartConfig, PartsConfig, SFTConfig
+from grpo_mega.config.schema import Config, OptimizerConfig, PairsConfig, PartConfig, PartsConfig, SFTConfig
 
 PARTS = tuple(field.name for field in fields(PartsConfig))
 
@@ -16,11 +16,11 @@ def optimizer_problems(config: Config) -> Iterator[str]:
     updates = config.algorithm.epochs * config.algorithm.mini_batches
     if config.run.steps:  # else there is no update to have a rate
         yield from schedule_problems(config.optimizer, "optimizer", config.run.steps, "run.steps", max(1, updates))
-    yield from _part_problems(config)
+    yield from part_problems(config)
     yield from _frozen_problems(config)
 
 
-def _part_problems(config: Config) -> Iterator[str]:
+def part_problems(config: Config) -> Iterator[str]:
     """A message for each part that has settings without effect."""
     optimizer = config.optimizer
     for part in PARTS:
@@ -79,12 +79,12 @@ def _why_missing(config: Config, part: str) -> str | None:
 
 
 def schedule_problems(
-    config: OptimizerConfig | SFTConfig, room: str, steps: int, length: str, updates: int = 1
+    config: OptimizerConfig | SFTConfig | PairsConfig, room: str, steps: int, length: str, updates: int = 1
 ) -> Iterator[str]:
     """A message for each rule that a schedule violates, in a stage of so many steps, each of at most `updates`.
 
-    `room` is where the fields are, "optimizer" or "sft"; `length` what says how long the stage is. A warm-up that is
-    longer than the run is refused with a decay only: a constant rate may be continued with more steps.
+    `room` is where the fields are, "optimizer", "sft" or "pairs"; `length` what says how long the stage is. A warm-up
+    that is longer than the run is refused with a decay only: a constant rate may be continued with more steps.
     """
     schedule = f"{room}.schedule={config.schedule}"
     decay, warm = config.decay_steps, -(-config.warmup_steps // updates)

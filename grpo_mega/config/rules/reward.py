@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 
 from grpo_mega.config.rules.problems import refuse
 from grpo_mega.config.rules.terms import read_options
-from grpo_mega.config.schema import RewardConfig, RewardTerm
+from grpo_mega.config.schema import RewardConfig, RewardModelConfig, RewardTerm
 from grpo_mega.config.schema.terms import OPTIONS
 
 HEAVIEST = 1000000
 """Largest weight of a reward term: rewards are summed in fp32, which overflows at about 3e38."""
+METRICS = ("mean", "std", "unscorable")
+"""Metrics of the whole reward, beside those that are named like its terms."""
 
 
 def check_reward(reward: RewardConfig) -> None:
@@ -24,11 +27,13 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
     """A message for each rule that the settings of the reward violate."""
     terms = reward.terms
     names = [term.name for term in terms]
-    if not terms:
+    learned = reward.model.path is not None
+    yield from _model_problems(reward)
+    if not terms and not learned:
         yield "reward.terms=[] scores nothing; list at least one term, or choose reward=think_answer"
-    elif reward.success not in names:
+    elif terms and reward.success not in names:
         yield f"reward.success={reward.success} is not a term of the reward; choose one of {', '.join(names)}"
-    if terms and not any(term.weight for term in terms):
+    if terms and not learned and not any(term.weight for term in terms):
         yield (
             f"reward.terms all have weight 0, so every reward is 0 and nothing is learned; set "
             f"reward.terms.{names.index(reward.success) if reward.success in names else 0}.weight=1"
@@ -44,12 +49,37 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
         named = re.fullmatch(r"[A-Za-z]\w*", term.name)
         if not named:
             yield f"{field}.name={term.name!r} becomes a metric; use letters, digits and '_', a letter first"
+        if term.name in METRICS:
+            yield f"{field}.name={term.name}: reward/{term.name} is a metric of the whole reward; give the term another"
         if not abs(term.weight) <= HEAVIEST:
             yield f"{field}.weight={term.weight}: choose a value in [-{HEAVIEST}, {HEAVIEST}]"
         if term.function is not None:
             yield from _function_problems(term, field)
         elif named:
             yield from _kind_problems(term, field)
+
+
+def _model_problems(reward: RewardConfig) -> Iterator[str]:
+    """A message for each rule that the settings of a reward model violate, and for those without effect."""
+    model = reward.model
+    if model.path is None:
+        for field in fields(RewardModelConfig):
+            if (value := getattr(model, field.name)) != field.default:
+                yield (
+                    f"reward.model.{field.name}={value} has no effect without a reward model; give reward.model.path, "
+                    f"or leave reward.model.{field.name} out"
+                )
+        return
+    if not 0 < abs(model.weight) <= HEAVIEST:
+        yield f"reward.model.weight={model.weight}: choose a value in [-{HEAVIEST}, {HEAVIEST}], not 0"
+    for index, term in enumerate(reward.terms):
+        if term.name == "model":
+            yield f"reward.terms[{index}].name=model is the name of the reward model's score; give the term another"
+    if model.from_step and not any(term.weight for term in reward.terms):
+        yield (
+            f"reward.model.from_step={model.from_step} leaves the steps before it without any reward; set it to 0, or "
+            "give reward.terms"
+        )
 
 
 def _function_problems(term: RewardTerm, field: str) -> Iterator[str]:

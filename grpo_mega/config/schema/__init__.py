@@ -11,24 +11,27 @@ from dataclasses import dataclass, field
 from grpo_mega.config.schema.algorithm import AlgorithmConfig
 from grpo_mega.config.schema.critic import CriticConfig
 from grpo_mega.config.schema.data import GENERATED_TASKS, DataConfig, SourceConfig
+from grpo_mega.config.schema.distill import DistillConfig
 from grpo_mega.config.schema.eval import EvalConfig
 from grpo_mega.config.schema.layout import ClusterConfig, LayoutConfig
 from grpo_mega.config.schema.lora import LoRAConfig
 from grpo_mega.config.schema.model import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 from grpo_mega.config.schema.optimizer import OptimizerConfig, PartConfig, PartsConfig
-from grpo_mega.config.schema.reward import RewardConfig, RewardTerm
+from grpo_mega.config.schema.reward import RewardConfig, RewardModelConfig, RewardTerm
 from grpo_mega.config.schema.rollout import RolloutConfig, SGLangConfig, Timeouts
-from grpo_mega.config.schema.run import RunConfig
-from grpo_mega.config.schema.stages import BaseConfig, SFTConfig
+from grpo_mega.config.schema.run import REWARD_MODELS, RunConfig
+from grpo_mega.config.schema.stages import BaseConfig, PairsConfig, SFTConfig, files_in
 
 __all__ = [
     "GENERATED_TASKS",
+    "REWARD_MODELS",
     "AlgorithmConfig",
     "BaseConfig",
     "ClusterConfig",
     "Config",
     "CriticConfig",
     "DataConfig",
+    "DistillConfig",
     "EvalConfig",
     "LayoutConfig",
     "Llama3RopeConfig",
@@ -37,9 +40,11 @@ __all__ = [
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PairsConfig",
     "PartConfig",
     "PartsConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RewardTerm",
     "RolloutConfig",
     "RunConfig",
@@ -48,6 +53,7 @@ __all__ = [
     "SourceConfig",
     "Timeouts",
     "YarnConfig",
+    "files_in",
 ]
 
 
@@ -63,9 +69,11 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     base: BaseConfig = field(default_factory=BaseConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
+    pairs: PairsConfig = field(default_factory=PairsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

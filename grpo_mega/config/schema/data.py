@@ -84,6 +84,9 @@ class DataConfig:
     """chain_sum, tiny_mixture: fewest numbers in a sum."""
     max_terms: int = 5
     """chain_sum, tiny_mixture: most numbers in a sum."""
+    languages: list[str] = field(default_factory=list)
+    """chain_sum: languages of the working, english and chinese, whose words stand for the digits; with two of them the
+    base model mixes both, as it has read both. Empty: the working is in digits."""
     validation_size: int = 200
     """Problems for tuning: for generated tasks disjoint from training and test, permutations of the same numbers
     included; for jsonl taken off the training problems of all sources."""

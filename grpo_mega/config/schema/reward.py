@@ -35,8 +35,8 @@ class RewardTerm:
     """
     kind: str = ""
     """The built-in that gives the value, see docs/rewards.md; without one, that of the term's name: accuracy, boxed,
-    format, last_number, multiple_choice, exact, regex, reasoning_gym, language, length, overlong, repetition,
-    sum_steps, code, command, http, judge."""
+    format, last_number, multiple_choice, countdown, exact, regex, reasoning_gym, language, length, overlong,
+    repetition, sum_steps, code, command, http, judge."""
     tasks: list[str] = field(default_factory=list)
     """Tasks whose samples have this term; [] for all."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -53,11 +53,35 @@ class RewardTerm:
 
 
 @dataclass
+class RewardModelConfig:
+    """A reward model whose score is the term `model` of the reward, beside the others or alone.
+
+    With algorithm.supervision=process, a process reward model's scores of steps are rewards of steps.
+    """
+
+    path: str | None = None
+    """The run directory of a run with run.trains=reward_model or process_reward_model, for its newest checkpoint, or a
+    checkpoint; null for no reward model. Its architecture is that of its run, its tokenizer must be the policy's."""
+    weight: float = 1.0
+    """Factor in the total reward."""
+    from_step: int = 0
+    """Steps before its score counts, and is computed other than for evaluations: DeepSeek-R1 learns from preferences in
+    the last 400 steps only."""
+    normalize: bool = True
+    """Subtract the mean, and divide by the deviation, of the scores of the responses that it was trained on. A process
+    reward model's are probabilities, and stay as they are."""
+    outcome: str = "min"
+    """What a process reward model says of a whole answer: min (of the scores of its steps; Math-Shepherd, arXiv
+    2312.08935), product (Let's Verify Step by Step, arXiv 2305.20050) or last (the score of the last step)."""
+
+
+@dataclass
 class RewardConfig:
     """Rewards and how they add up."""
 
     terms: list[RewardTerm] = MISSING
-    """The total reward of a sample is the sum of weight * term over the terms that its task has."""
+    """The total reward of a sample is the sum of weight * term over the terms that its task has; [] with a reward model
+    for none beside it."""
     success: str = "accuracy"
     """The term whose mean is reported as accuracy."""
     timeout_seconds: float = 60.0
@@ -66,3 +90,4 @@ class RewardConfig:
     """What follows when a term fails on a sample: an exception, an exit, a value that is no number, a call of a
     function that takes too long. stop: the run ends with an error that shows where the function was; leave_out: the
     sample has no score, is left out of its group and counted in reward/unscorable."""
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)

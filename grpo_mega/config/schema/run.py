@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
+REWARD_MODELS = ("reward_model", "process_reward_model")
+"""What `run.trains` is for runs that train a reward model."""
+
 
 @dataclass
 class RunConfig:
@@ -15,12 +18,17 @@ class RunConfig:
     """The run's directory is `root`/`name`."""
     root: str = "runs"
     """Directory of run directories and cached base models."""
+    trains: str = "policy"
+    """What the run trains: policy (the stages before reinforcement learning, and this), reward_model (which scores
+    whole answers) or process_reward_model (which scores their steps); these two learn from `pairs`, and need no
+    `run.steps`, `algorithm`, `reward` and `optimizer.lr`, and of `data` the tokenizer and its template."""
     seed: int = 0
     """Everything random derives from it: weights, data, sampling."""
     steps: int = MISSING
-    """GRPO steps; 0 ends the run after the stages before them."""
+    """GRPO steps; 0 ends the run after the stages before them. A reward model's follow from `pairs`."""
     eval_every: int = 20
-    """Steps between evaluations on the validation problems; 0 for never. The held-out test runs first and last."""
+    """Steps between evaluations on the validation problems; 0 for never. The held-out test runs first and last. A
+    reward model is evaluated on its held-out pairs, then and at the end."""
     save_every: int = 20
     """Steps between checkpoints; 0 saves only the last step."""
     async_save: bool = False

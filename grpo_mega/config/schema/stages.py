@@ -1,8 +1,9 @@
-"""The stages before reinforcement learning: base model and cold start."""
+"""The stages beside reinforcement learning: base model, cold start, and the training of a reward model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -71,3 +72,51 @@ class SFTConfig:
     """Decoupled weight decay."""
     save_every: int = 500
     """Steps between checkpoints; with 0 there is one only when the run is asked to stop, and at the end."""
+
+
+@dataclass
+class PairsConfig:
+    """A reward model's training: on pairs of responses of which one is preferred, with `run.trains=reward_model`; on
+    answers whose steps have labels, with `process_reward_model`, for which "pairs" below means such answers."""
+
+    path: Any = None
+    """File of pairs to learn, or a list of files that are learned as one: {"prompt": text or messages, "chosen": text,
+    "rejected": text} a line. For a process reward model: {"prompt": text or messages, "completion": text, "steps": the
+    texts of its steps, "labels": for each step a number from 0 (wrong) to 1 (right)}. Other fields are not read."""
+    replay_path: Any = None
+    """File or files of earlier pairs that are mixed in, so that a reward model which learns new ones keeps what it knew
+    (DeepSeekMath, arXiv 2402.03300, section 4.1.4)."""
+    replay_share: float = 0.1
+    """Share of the pairs that are earlier ones, with `replay_path`."""
+    test_path: str | None = None
+    """File of held-out pairs."""
+    test_size: int = 0
+    """Held-out pairs that are taken off `path` instead: all pairs of some prompts, so many pairs at least."""
+    epochs: int = 1
+    """Passes over the pairs of `path`."""
+    batch_size: int = 64
+    """Pairs of a step."""
+    max_tokens: int | None = None
+    """Tokens of the longest prompt with one of its responses; null for model.context. Longer ones are refused."""
+    lr: float = 1e-5
+    """Learning rate after warm-up."""
+    warmup_steps: int = 5
+    """Steps of linear warm-up; must be below the number of steps."""
+    schedule: str = "constant"
+    """What follows the warm-up: constant, linear, cosine or wsd, as in `optimizer.schedule`."""
+    decay_steps: int | None = None
+    """Steps of the fall, see `optimizer.decay_steps`; null under linear and cosine for all that follow the warm-up."""
+    lr_floor: float = 0.0
+    """What is left of `lr` after the fall, as a share of it."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+    save_every: int = 500
+    """Steps between checkpoints; with 0 there is one only when the run is asked to stop, and at the end."""
+    separators: list[str] = field(default_factory=lambda: ["\n"])
+    """What divides the steps of an answer, for a process reward model: texts that belong to no step. It keeps them,
+    and divides by them what it scores."""
+
+
+def files_in(paths: Any) -> list[str]:
+    """The files that `PairsConfig.path` or `replay_path` names."""
+    return [paths] if isinstance(paths, str) else [*paths] if isinstance(paths, list) else []

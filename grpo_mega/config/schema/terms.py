@@ -39,7 +39,7 @@ class FormatOptions:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Of multiple_choice.
+    """Of multiple_choice and countdown.
 
     Attributes:
         read: Where the answer stands, see `READS`.
@@ -281,6 +281,7 @@ OPTIONS: dict[str, type] = {
     "format": FormatOptions,
     "last_number": NoOptions,
     "multiple_choice": ReadOptions,
+    "countdown": ReadOptions,
     "exact": ExactOptions,
     "regex": RegexOptions,
     "reasoning_gym": PuzzleOptions,

@@ -58,7 +58,8 @@ def chain_sum(data: DataConfig) -> ChainSum:
     Raises:
         ValueError: So many problems cannot be held out; names the field.
     """
-    return ChainSum(character_tokenizer(data), data.min_terms, data.max_terms, data.validation_size, data.test_size)
+    sizes = (data.min_terms, data.max_terms, data.validation_size, data.test_size)
+    return ChainSum(character_tokenizer(data), *sizes, data.languages)
 
 
 def generated_task(data: DataConfig) -> GeneratedTask:

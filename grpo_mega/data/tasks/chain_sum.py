@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from grpo_mega.config.numerals import in_digits, in_words
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.types import Prompt
 
@@ -72,10 +73,20 @@ class ChainSum:
     lesson = "worked arithmetic, until it can calculate"
 
     def __init__(
-        self, tokenizer: CharTokenizer, min_terms: int, max_terms: int, validation_size: int, test_size: int
+        self,
+        tokenizer: CharTokenizer,
+        min_terms: int,
+        max_terms: int,
+        validation_size: int,
+        test_size: int,
+        languages: Sequence[str] = (),
     ) -> None:
-        """Draws the held-out problems; 2 <= min_terms <= max_terms. Raises ValueError when the sizes are impossible."""
+        """Draws the held-out problems; 2 <= min_terms <= max_terms. Raises ValueError when the sizes are impossible.
+
+        Working is in words of `languages` (see `numerals.py`), or in digits; problems and answers always in digits.
+        """
         self.tokenizer = tokenizer
+        self.languages = tuple(languages)
         self.lengths = range(min_terms, max_terms + 1)
         self._check_sizes(validation_size, test_size)
         # The test problems come first, so that the size of the validation set does not change them.
@@ -97,11 +108,11 @@ class ChainSum:
         """
         terms = self._draw(rng)
         if rng.random() < tagged:
-            solution = _tagged(terms, BASE_TAGGED.draw(rng, terms))
+            solution = _tagged(terms, BASE_TAGGED.draw(rng, terms), self.languages, rng)
         elif rng.random() < direct:
             solution = f"{sum(terms)}<eos>"
         else:
-            solution = f"{working(terms, BASE_WORKING.draw(rng, terms))}<eos>"
+            solution = in_words(working(terms, BASE_WORKING.draw(rng, terms)), self.languages, rng) + "<eos>"
         return self.tokenizer.encode(_question(terms) + solution)
 
     def documents(self, seed: int, step: int, n: int, tagged: float, direct: float) -> list[list[int]]:
@@ -111,12 +122,12 @@ class ChainSum:
     def longest_document(self) -> int:
         """Tokens of the longest base document or demonstration there can be."""
         terms = (9,) * self.lengths[-1]
-        return len(self.tokenizer.encode(_question(terms) + _tagged(terms, 1)))
+        return len(self.tokenizer.encode(_question(terms) + _tagged(terms, 1, (), random.Random())))
 
     def sft_trace(self, rng: random.Random) -> Trace:
-        """One demonstration in the answer format, of mixed quality."""
+        """One demonstration in the answer format, of mixed quality, in the first of the languages."""
         terms = self._draw(rng)
-        solution = _tagged(terms, SFT_TAGGED.draw(rng, terms))
+        solution = _tagged(terms, SFT_TAGGED.draw(rng, terms), self.languages[:1], rng)
         return self.tokenizer.encode(_question(terms)), self.tokenizer.encode(solution)
 
     def sft_traces(self, seed: int, step: int, n: int) -> list[Trace]:
@@ -124,14 +135,17 @@ class ChainSum:
         return [self.sft_trace(random.Random(f"{seed}/sft/{step}/{i}")) for i in range(n)]
 
     def working_prompt(self, prompt: Prompt) -> Prompt:
-        """The prompt followed by the first `a+b=` of untagged working, for the competence gate's continuation."""
-        first_two = prompt.text.removeprefix("<bos>").removesuffix("=?").split("+")[:2]
-        text = f"{prompt.text}{'+'.join(first_two)}="
+        """The prompt followed by the first `a+b=` of untagged working, for the competence gate's continuation.
+
+        The working is in the first of the languages.
+        """
+        first_two = "+".join(prompt.text.removeprefix("<bos>").removesuffix("=?").split("+")[:2])
+        text = f"{prompt.text}{in_words(first_two, self.languages[:1], random.Random())}="
         return replace(prompt, id=f"{prompt.id}/working", text=text, token_ids=tuple(self.tokenizer.encode(text)))
 
     def is_worked_out(self, prompt: Prompt, text: str) -> bool:
         """Whether the continuation of a `working_prompt` ends with the right number."""
-        return working_answer(text) == prompt.answer
+        return working_answer(in_digits(text)) == prompt.answer
 
     def _draw(self, rng: random.Random) -> Terms:
         """A problem that is not held out: first its length is drawn uniformly, then each digit."""
@@ -175,8 +189,9 @@ def _question(terms: Terms) -> str:
     return f"<bos>{_expression(terms)}=?"
 
 
-def _tagged(terms: Terms, stride: int) -> str:
-    return f"<think>{working(terms, stride)}</think><answer>{sum(terms)}</answer><eos>"
+def _tagged(terms: Terms, stride: int, languages: Sequence[str], rng: random.Random) -> str:
+    thought = in_words(working(terms, stride), languages, rng)
+    return f"<think>{thought}</think><answer>{sum(terms)}</answer><eos>"
 
 
 def _multiset(terms: Terms) -> Terms:

@@ -1,0 +1,20 @@
+"""On-policy distillation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class DistillConfig:
+    """The policy samples, and learns from a teacher's log-probs of its own tokens, in place of rewards or beside them
+    (MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649). There is a teacher where `teacher` names one.
+    """
+
+    teacher: str | None = None
+    """A run directory of grpo_mega, whose newest checkpoint counts, a checkpoint, or a Hugging Face folder; it has an
+    architecture of its own, and the policy's tokens. Null for no distillation."""
+    coef: float = 1.0
+    """Factor of log(teacher / policy), the advantage of a sampled token: minus the k1 estimate of the reverse KL."""
+    reward_coef: float = 0.0
+    """Factor of the algorithm's advantage from rewards, which is added to it; with 0 rewards are measured, no more."""

@@ -1,0 +1,172 @@
+"""Answers whose steps have labels, for a process reward model: from JSON Lines files.
+
+A label says how right a step is, from 0 to 1: what people say of it (Lightman et al., 2023, Let's Verify Step by Step,
+arXiv 2305.20050), what a verifier says, or how often the answers that continue from it are right (Math-Shepherd: Wang
+et al., 2023, arXiv 2312.08935, equations 3 and 4: hard and soft estimation).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.config.schema import Config, PairsConfig
+from grpo_mega.data.examples import Examples, answered, examples_of_files, load_examples
+from grpo_mega.data.fields import checked_by
+from grpo_mega.data.supervised import asked_in, digest, quoted_in
+from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.step_ends import step_ends, step_tokens
+from grpo_mega.types import Row
+
+SHOWN_CHARACTERS = 40
+"""Of a step, in messages."""
+
+
+@dataclass(frozen=True)
+class LabelledAnswer:
+    """An answer with the prompt before it and the token that ends it.
+
+    Attributes:
+        row: Its tokens, of which the last one of each step is marked as learned.
+        labels: From 0 to 1, how right each of those steps is. Of steps that end within one token, the least.
+        prompt: Number of tokens of the prompt.
+        where: File and line.
+    """
+
+    row: Row
+    labels: tuple[float, ...]
+    prompt: int
+    where: str
+
+    @property
+    def rows(self) -> tuple[Row]:
+        """The answer alone."""
+        return (self.row,)
+
+    @property
+    def content(self) -> bytes:
+        """The answer, whatever its labels."""
+        return array("i", self.row.token_ids).tobytes()
+
+
+def labelled_answers_of_files(
+    config: Config, tokenizer: Tokenizer, stop_ids: tuple[int, ...], warn: Callable[[str], None]
+) -> Examples[LabelledAnswer]:
+    """The answers of a run: see `examples_of_files`, whose errors it raises."""
+    longest = config.pairs.max_tokens or config.model.context
+
+    def load(path: Path) -> list[LabelledAnswer]:
+        return load_labelled_answers(path, tokenizer, stop_ids, longest, config.pairs, warn)
+
+    return examples_of_files(config, tokenizer, "answer", load, _digest)
+
+
+def load_labelled_answers(
+    path: Path,
+    tokenizer: Tokenizer,
+    stop_ids: tuple[int, ...],
+    longest: int,
+    pairs: PairsConfig,
+    warn: Callable[[str], None] = lambda text: None,
+) -> list[LabelledAnswer]:
+    """Reads one {"prompt": text or messages, "completion": text, "steps": [text], "labels": [number]} a line.
+
+    Other fields are ignored. Every step must end where `pairs.separators` end one, as these are all that reinforcement
+    learning has. A completion without a token that ends it gets one. See `load_examples`, whose errors it raises.
+    """
+    parse = partial(_answer, tokenizer, stop_ids, tuple(pairs.separators))
+    return load_examples(path, "answer", parse, longest, pairs, warn)
+
+
+def _answer(
+    tokenizer: Tokenizer, stop_ids: tuple[int, ...], separators: Sequence[str], record: dict[str, Any], where: str
+) -> tuple[LabelledAnswer, list[str]]:
+    """The answer of one line, and the special tokens that its prompt quotes."""
+    asked = asked_in(record, where, tokenizer)
+    completion = checked_by(tokenizer.checked, record.get("completion"), "completion", where)
+    steps = _steps(record, completion, where)
+    labels = _labels(record, len(steps), where)
+    _check_ends(steps, step_ends(completion, separators), completion, separators, where)
+    prompt, ids = answered(asked, completion, "completion", where, tokenizer, stop_ids)
+    own = ids[prompt:]
+    spelled = own[:-1] if own[-1] in stop_ids else own
+    try:
+        tokens = step_tokens(tokenizer.decode(spelled), own, tokenizer.decode, separators)
+    except ValueError as error:
+        raise ValueError(f"{where}: field 'completion': {error}") from error
+    if len(tokens) != len(labels):
+        raise ValueError(
+            f"{where}: field 'completion': the tokenizer makes {len(tokens)} steps of its {len(labels)}: it spells the "
+            "text otherwise; write it as data.tokenizer does, or choose other pairs.separators"
+        )
+    least: dict[int, float] = {}
+    for token, label in zip(tokens, labels, strict=True):
+        least[prompt + token] = min(label, least.get(prompt + token, 1.0))
+    row = Row(array("i", ids), tuple((token, token + 1) for token in least))
+    return LabelledAnswer(row, tuple(least.values()), prompt, where), quoted_in(asked, tokenizer)
+
+
+def _steps(record: dict[str, Any], completion: str, where: str) -> list[int]:
+    """One past the last character of each step in the completion; text may lie between steps.
+
+    Raises ValueError that begins with `where` when they do not lie in it, one after the other.
+    """
+    steps = record.get("steps")
+    if not isinstance(steps, list) or not steps:
+        raise ValueError(f"{where}: field 'steps' is {steps!r}; write the text of each step as a list of strings")
+    ends, end = [], 0
+    for number, step in enumerate(steps, 1):
+        if not isinstance(step, str) or not step.strip():
+            raise ValueError(f"{where}: field 'steps', step {number} is {step!r}; write its text")
+        begin = completion.find(step, end)
+        if begin < 0:
+            after = f" after step {number - 1}" if end else ""
+            raise ValueError(
+                f"{where}: field 'steps', step {number} ({_short(step)}) does not lie in the completion{after}; write "
+                "each step as the completion has it, in order"
+            )
+        end = begin + len(step)
+        ends.append(end)
+    return ends
+
+
+def _labels(record: dict[str, Any], steps: int, where: str) -> list[float]:
+    """The labels. Raises ValueError that begins with `where` when they are not one number in [0, 1] for each step."""
+    labels = record.get("labels")
+    if not isinstance(labels, list):
+        raise ValueError(f"{where}: field 'labels' is {labels!r}; write a list with a number from 0 to 1 for each step")
+    if len(labels) != steps:
+        raise ValueError(f"{where}: field 'labels' has {len(labels)} numbers for {steps} steps; write one for each")
+    for number, label in enumerate(labels, 1):
+        if isinstance(label, bool) or not isinstance(label, int | float) or not 0 <= label <= 1:
+            raise ValueError(
+                f"{where}: field 'labels', label {number} is {label!r}; write a number from 0 (wrong) to 1 (right)"
+            )
+    return [float(label) for label in labels]
+
+
+def _check_ends(given: list[int], ruled: list[int], completion: str, separators: Sequence[str], where: str) -> None:
+    """Raises ValueError that begins with `where` when the steps are not those that the separators divide."""
+    if given[:-1] == ruled[:-1]:
+        return
+    divided = [_short(completion[start:end]) for start, end in zip([0, *ruled], ruled, strict=False)]
+    raise ValueError(
+        f"{where}: field 'steps' has {len(given)} steps, which end at the characters {given}, and pairs.separators="
+        f"{[*separators]} end {len(ruled)} at {ruled} ({', '.join(divided)}); in reinforcement learning "
+        "the separators alone divide answers: choose those of this file, or write the steps as they divide them"
+    )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "...")
+
+
+def _digest(answers: Sequence[LabelledAnswer]) -> str:
+    """Checksum of the answers, their steps and their labels."""
+    labels = hashlib.sha256(repr([answer.labels for answer in answers]).encode()).hexdigest()[:16]
+    return f"{digest([answer.row for answer in answers])}/{labels}"

@@ -1,0 +1,51 @@
+"""Problems of Countdown, TinyZero's task (Pan et al., 2025): numbers that an expression is to make a value of.
+
+As in its data set there are three or four numbers from 1 to 99, and values from 10 to 99. Every value is that of
+some expression in which each number stands once: the problem is made from it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+NUMBERS = range(1, 100)
+COUNTS = (3, 4)
+TARGETS = range(10, 100)
+PROMPT = (
+    "Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic operations "
+    "(+, -, *, /) and each number can only be used once. Give the expression alone as the answer, for example "
+    "(1 + 2) / 3."
+)
+Key = tuple[tuple[int, ...], int]
+"""Numbers in order of size, and the value: problems that differ in nothing else are one."""
+
+
+def problems(seed: int) -> Iterator[dict[str, Any]]:
+    """Problems without end, no two of them equal: rows with the columns prompt, answer and nums."""
+    rng, seen = random.Random(f"countdown/{seed}"), set[Key]()
+    while True:
+        numbers = [rng.choice(NUMBERS) for _ in range(rng.choice(COUNTS))]
+        value = _some_value(numbers, rng)
+        if value.denominator != 1 or int(value) not in TARGETS or key(numbers, int(value)) in seen:
+            continue
+        seen.add(key(numbers, int(value)))
+        prompt = PROMPT.format(numbers=numbers, target=int(value))
+        yield {"prompt": prompt, "answer": int(value), "nums": numbers}
+
+
+def key(numbers: list[int], target: int) -> Key:
+    """What makes a problem another one."""
+    return tuple(sorted(numbers)), target
+
+
+def _some_value(numbers: list[int], rng: random.Random) -> Fraction:
+    """The value of a random expression in which every number stands once; a division by 0 is a sum instead."""
+    left = [Fraction(number) for number in numbers]
+    while len(left) > 1:
+        rng.shuffle(left)
+        a, b = left.pop(), left.pop()
+        left.append(rng.choice([a + b, a - b, a * b, a / b if b else a + b]))
+    return left[0]

@@ -1,0 +1,48 @@
+"""Whether a teacher's tokens are the policy's: only then do its log-probs say something of what the policy sampled."""
+
+from __future__ import annotations
+
+from grpo_mega.config.schema import Config
+from grpo_mega.config.teacher import TeacherSettings
+from grpo_mega.data import build_tokenizer
+from grpo_mega.data.tokenizer import Tokenizer, vocabulary
+
+INSTEAD = (
+    "learn from its samples instead (tools/evaluate.py, tools/rejection_sample.py, sft.path: docs/recipes.md), or name "
+    "a teacher with the same tokens"
+)
+
+
+def teacher_vocabulary(config: Config, teacher: TeacherSettings, tokenizer: Tokenizer) -> int:
+    """Tokens that the teacher scores, which are the policy's with the same ids.
+
+    Raises:
+        ValueError: Its tokenizer is another or cannot be read, or it does not score all tokens that the policy samples;
+            names the first token that differs.
+    """
+    name = f"distill.teacher={config.distill.teacher}"
+    try:
+        theirs = build_tokenizer(teacher.data)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{name}: its tokenizer, data.tokenizer={teacher.data.tokenizer}, is missing: {error}"
+        ) from error
+    if different := _difference(theirs.token_ids(), tokenizer.token_ids()):
+        raise ValueError(
+            f"{name} has other tokens than the policy (data.tokenizer={config.data.tokenizer}): {different}; {INSTEAD}"
+        )
+    scored, sampled = vocabulary(teacher.model, theirs), vocabulary(config.model, tokenizer)
+    if scored < sampled:
+        raise ValueError(
+            f"{name} scores {scored} tokens, and the policy samples from {sampled} (model.vocab_size): {INSTEAD}"
+        )
+    return scored
+
+
+def _difference(theirs: dict[str, int], ours: dict[str, int]) -> str:
+    """The first token that has not the same id in both vocabularies; empty when there is none."""
+    for token in sorted({*theirs, *ours}, key=lambda token: (ours.get(token, len(ours)), token)):
+        if theirs.get(token) != ours.get(token):
+            said = [str(of.get(token, "no token")) for of in (theirs, ours)]
+            return f"{token!r} is {said[0]} there and {said[1]} here"
+    return ""

@@ -1,0 +1,203 @@
+"""The weights that a run starts from: of a checkpoint, of a Hugging Face folder, or random ones; and those of a reward
+model that it learns from."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.checkpoint import checkpoint
+from grpo_mega.checkpoint.model_state import folder_of
+from grpo_mega.config.rules.layout import layout_problems
+from grpo_mega.config.rules.model import model_problems
+from grpo_mega.config.schema import Config, ModelConfig, RewardModelConfig
+from grpo_mega.convert.source import configuration, find, holds_reward_model
+from grpo_mega.data.tokenizer import Tokenizer, fingerprint, vocabulary
+from grpo_mega.models.policy import Policy
+from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel
+from grpo_mega.models.topology import Topology
+from grpo_mega.observe.run_dir import has_checkpoints
+from grpo_mega.platform import Platform
+from grpo_mega.platform.collectives import from_main_rank
+from grpo_mega.platform.manifest import MANIFEST
+from grpo_mega.weights import directory as huggingface
+
+logger = logging.getLogger(__name__)
+
+
+def check_origin(config: Config, path: Path, vocab_size: int) -> None:
+    """Checks where the first weights come from, before the run directory `path` is made.
+
+    A run that has checkpoints to continue at needs them no more.
+
+    Raises:
+        FileNotFoundError: There is neither a checkpoint nor a Hugging Face model.
+        ValueError: The Hugging Face model is of another shape; raised on every rank.
+    """
+    if config.run.init_from is None:
+        return
+    origin = Path(config.run.init_from)
+    if huggingface.is_model(origin):
+        if problem := from_main_rank(lambda: _unlike(origin, config.model, path, vocab_size)):
+            raise ValueError(problem)
+    elif not (origin / checkpoint.STATE).is_file():
+        raise FileNotFoundError(
+            f"run.init_from={origin} holds no checkpoint (no {checkpoint.STATE}), and no Hugging Face model (no "
+            f"{huggingface.CONFIG})"
+        )
+
+
+def _is_folder(origin: Path) -> bool:
+    """Whether the weights are in a Hugging Face folder; an imported one has a config.json, but is a checkpoint."""
+    return huggingface.is_model(origin) and not (origin / checkpoint.STATE).is_file()
+
+
+def _unlike(origin: Path, model: ModelConfig, path: Path, vocab_size: int) -> str | None:
+    """How a Hugging Face model differs from the configuration; None for a run that has checkpoints."""
+    if has_checkpoints(path):
+        return None
+    try:
+        huggingface.check_architecture(origin, model, vocab_size, has_weights=_is_folder(origin))
+    except ValueError as error:
+        return str(error)
+    except Exception as error:  # whatever is wrong with a file, the other ranks must hear of it
+        return f"{origin} cannot be loaded: {type(error).__name__}: {error}"
+    return None
+
+
+def load_first_weights(config: Config, policy: Policy) -> None:
+    """Gives the policy the weights that the first stage starts from, unless that stage is the base model's."""
+    if config.base.train:
+        return
+    if config.run.init_from:
+        origin = Path(config.run.init_from)
+        (huggingface if _is_folder(origin) else checkpoint).load_weights(origin, policy)
+        policy.initialize_adapters(config.run.seed)
+    else:
+        logger.warning("starting from random weights: base.train is false and run.init_from null")
+        policy.initialize(config.run.seed)
+
+
+def load_first_body(config: Config, model: ScalarModel) -> None:
+    """Gives a reward model the body of the language model that it starts from, and a head of 0; or, of a checkpoint
+    that holds a reward model, that one with its head, to continue it (iterative GRPO, arXiv 2402.03300, section 4.1.4).
+    """
+    model.initialize(config.run.seed)
+    model.reset_head()
+    if config.run.init_from is None:
+        logger.warning("starting from random weights: run.init_from is null")
+        return
+    origin = Path(config.run.init_from)
+    if _is_folder(origin):
+        huggingface.load_weights(origin, model, whole=config.model)
+    elif from_main_rank((origin / folder_of(model.role)).is_dir):
+        checkpoint.load_weights(origin, model)
+    else:
+        with model.chunks.body_alone():
+            checkpoint.load_weights(origin, model, role="policy")
+
+
+@dataclass(frozen=True)
+class FoundRewardModel:
+    """The reward model of `reward.model.path`, which can be used but is not loaded yet.
+
+    Attributes:
+        path: Its checkpoint.
+        model: Its architecture.
+        vocab_size: Tokens that it reads.
+        stage: The state of the stage that trained it.
+        checksum: SHA-256 of the checkpoint's manifest, which has the checksums of all files.
+    """
+
+    path: Path
+    model: ModelConfig
+    vocab_size: int
+    stage: dict[str, Any]
+    checksum: str
+
+    @property
+    def separators(self) -> list[str]:
+        """What divides the steps that it scores; none for one that scores whole answers."""
+        return self.stage.get("separators", [])
+
+
+def find_reward_model(config: Config, tokenizer: Tokenizer) -> FoundRewardModel | None:
+    """The reward model that a run learns from, checked; None without one. Every rank must call it.
+
+    Raises:
+        FileNotFoundError: There is no such path.
+        ValueError: It holds no reward model, or one with another tokenizer, of a shape that the layout cannot split, or
+            without the scale that `reward.model.normalize` needs; or settings are about scores of steps, and
+            it has none.
+    """
+    if config.reward.model.path is None:
+        return None
+    path = Path(config.reward.model.path)
+    if not from_main_rank(lambda: holds_reward_model(path)):
+        raise ValueError(
+            f"reward.model.path={path} holds no reward model; name the directory of a run with "
+            "run.trains=reward_model or process_reward_model, or one of its checkpoints"
+        )
+    source = find(path, REWARD_MODEL)
+    model = config.model
+    if source.run is not None:
+        model = replace(configuration(source, [], 1).model, context=config.model.context)
+    _refuse_unsplit(config, model, path)
+    state: dict[str, Any] = source.state["stage"]
+    if state["tokenizer"] != fingerprint(tokenizer):
+        raise ValueError(
+            f"reward.model.path={path} was trained with another tokenizer than data.tokenizer={config.data.tokenizer}: "
+            "it would read other words than the policy writes; train one with this tokenizer"
+        )
+    if "separators" in state:
+        return _found(source.path, model, tokenizer, state)
+    _refuse_outcome_model(config, path)
+    if config.reward.model.normalize and state["scale"] and not state["scale"]["std"] > 0:
+        raise ValueError(
+            f"{source.path} gives every response the same score, which no deviation can normalise; train it for longer"
+        )
+    if config.reward.model.normalize and not state["scale"]:
+        raise ValueError(
+            f"{source.path} is of a training that has not ended, and only its end measures what scores are normalised "
+            "by; let it end, or set reward.model.normalize=false"
+        )
+    return _found(source.path, model, tokenizer, state)
+
+
+def _found(path: Path, model: ModelConfig, tokenizer: Tokenizer, state: dict[str, Any]) -> FoundRewardModel:
+    checksum = hashlib.sha256(from_main_rank((path / MANIFEST).read_bytes)).hexdigest()
+    return FoundRewardModel(path, model, vocabulary(model, tokenizer), state, checksum)
+
+
+def _refuse_outcome_model(config: Config, path: Path) -> None:
+    """Raises a ValueError when a setting needs the scores of steps, which a reward model of whole answers has not."""
+    asked = {
+        "algorithm.supervision": (config.algorithm.supervision, "outcome"),
+        "reward.model.outcome": (config.reward.model.outcome, RewardModelConfig.outcome),
+    }
+    for name, (value, fix) in asked.items():
+        if value != fix:
+            raise ValueError(
+                f"{name}={value} is about the scores of steps, and reward.model.path={path} scores whole answers; name "
+                f"a run with run.trains=process_reward_model, or set {name}={fix}"
+            )
+
+
+def _refuse_unsplit(config: Config, model: ModelConfig, path: Path) -> None:
+    """Raises a ValueError when the layout cannot split a reward model; one without experts is whole on every rank that
+    shares the policy's."""
+    layout = config.layout if model.moe.experts else replace(config.layout, ep=1, etp=1)
+    beside = replace(config, model=model, layout=layout)
+    if problems := [*model_problems(beside), *layout_problems(beside)]:
+        raise ValueError(f"reward.model.path={path} is of a model that this run cannot hold: {'; '.join(problems)}")
+
+
+def load_reward_model(config: Config, found: FoundRewardModel, topology: Topology, platform: Platform) -> ScalarModel:
+    """The reward model that was found, which is not trained, under the policy's layout."""
+    parallel = (topology, platform, config.optimizer.distributed, False)
+    scorer = ScalarModel(REWARD_MODEL, found.model, config.layout, found.vocab_size, *parallel, trained=False)
+    checkpoint.load_weights(found.path, scorer)
+    return scorer

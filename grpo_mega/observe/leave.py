@@ -1,0 +1,71 @@
+"""How a rank ends before its work is done, and the exit code that says why: a launcher acts on it.
+
+Training (`grpo_mega.train`) and evaluation (`tools/evaluate.py`) end in the same way, so that one launcher knows both.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from grpo_mega.observe.heartbeat import mark_refused
+
+FAILED = 1
+"""Exit code after an unexpected error, or when something called sys.exit; every rank prints the traceback."""
+BAD_INPUT = 2
+"""Exit code when the configuration, the data or the folder to write to cannot be used."""
+STOPPED = 75
+"""Exit code after SIGTERM or SIGUSR1, when the progress is saved (EX_TEMPFAIL: try again)."""
+SECONDS_FOR_OTHERS = 15
+"""How long rank 0 waits for the other ranks to meet the same bad input, if a launcher waits for their reports."""
+SECONDS_FOR_RANK_0 = 10
+"""How long the other ranks then wait for rank 0 to print the error."""
+
+
+def refuse(message: str) -> NoReturn:
+    """Ends this rank because of bad input. Usually all ranks have the same error, and only rank 0 prints it.
+
+    If another rank ended first, torchrun would end rank 0 before it printed anything. So the others wait until torchrun
+    ends them because rank 0 has ended. A rank that is not ended is the only one with the error, and prints it itself.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    mark_refused(int(os.environ.get("WORLD_SIZE", "1")), SECONDS_FOR_OTHERS)
+    if rank != "0":
+        time.sleep(SECONDS_FOR_RANK_0)
+        print(f"rank {rank}: {message}", file=sys.stderr)
+    leave(message, BAD_INPUT)
+
+
+@contextmanager
+def refusing_options() -> Iterator[None]:
+    """A context in which argparse, which ends the process itself, ends one that refuses what it was given."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code:
+            mark_refused(int(os.environ.get("WORLD_SIZE", "1")), SECONDS_FOR_OTHERS)
+        raise
+
+
+def leave(message: str, code: int) -> NoReturn:
+    """Ends this rank and its helper processes at once, with a message from rank 0.
+
+    It does not wait for ranks that may hang in a collective: torchrun ends those.
+    """
+    try:  # a signal's handler may interrupt a write, and a disk be full: it ends whatever happens
+        for helper in multiprocessing.active_children():
+            helper.kill()
+        if os.environ.get("RANK", "0") == "0":
+            print(message, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

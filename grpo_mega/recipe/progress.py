@@ -1,0 +1,175 @@
+"""How far a recipe is: a report for each finished stage, and what has changed since it was written.
+
+ROOT/NAME/         what a stage makes: a run directory or a folder of samples; a file is ROOT/NAME.jsonl
+ROOT/stages/       NAME.json for each finished stage: its words, what it read (products of stages, other files) and
+                   made, by checksum
+ROOT/set-aside/    what stages made that were done again; nothing is deleted
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.platform.files import only_one, write_atomic
+from grpo_mega.recipe.products import achieved, checksum, folder_of, product_of, why_unlike
+from grpo_mega.recipe.recipe import Recipe, Stage
+
+DONE, CHANGED, BEGUN, WAITING = "done", "changed", "begun", "waiting"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a stage is.
+
+    Attributes:
+        state: done; changed: it is done, but what it read or made is another now; begun, or waiting.
+        why: What has changed, and the fix; empty for other states.
+        product: What it made; None until it is done.
+        report: What is known of it; {} until it is done.
+    """
+
+    state: str
+    why: str
+    product: Path | None
+    report: dict[str, Any]
+
+
+def report_file(recipe: Recipe, name: str) -> Path:
+    """Where the report of a stage lies."""
+    return recipe.root / "stages" / f"{name}.json"
+
+
+def again_mark(recipe: Recipe, name: str) -> Path:
+    """A file that is there from when a stage is begun again until it is done."""
+    return recipe.root / "stages" / f".{name}.again"
+
+
+def progress_of(recipe: Recipe) -> dict[str, Progress]:
+    """The progress of every stage, in order.
+
+    Raises:
+        ValueError: A report cannot be read; names it.
+    """
+    known: dict[str, Progress] = {}
+    for stage in recipe.stages.values():
+        known[stage.name] = _progress(recipe, stage, known)
+    return known
+
+
+def _progress(recipe: Recipe, stage: Stage, earlier: Mapping[str, Progress]) -> Progress:
+    file = report_file(recipe, stage.name)
+    if not file.is_file():
+        return Progress(BEGUN if folder_of(recipe, stage).exists() else WAITING, "", None, {})
+    try:
+        report = json.loads(file.read_text())
+        product = recipe.root / report["product"]["path"]
+        why = _difference(stage, report, product, earlier)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} is no report of a stage ({error!r}); move it away, and the stage is done again"
+        ) from error
+    again = f"; do it again with --again {stage.name}, or put the former back"
+    return Progress(CHANGED if why else DONE, why + again if why else "", product, report)
+
+
+def _difference(stage: Stage, report: dict[str, Any], product: Path, earlier: Mapping[str, Progress]) -> str:
+    """What is no longer as a stage's report says; empty when all is."""
+    if not product.exists():
+        return f"what it made, {product}, is gone"
+    if checksum(product) != report["product"]["sha256"]:
+        return f"what it made, {product}, is no longer what it was (SHA-256)"
+    words = report["words"]
+    if words is None:  # its product was put in its place by hand: it was made from nothing here
+        return ""
+    if words != [*stage.words]:
+        gone = " ".join(word for word in words if word not in stage.words) or "nothing"
+        new = " ".join(word for word in stage.words if word not in words) or "nothing"
+        return f"its settings were others: {gone} became {new}"
+    for name, read in report["inputs"].items():
+        if earlier[name].report.get("product", {}).get("sha256") != read["sha256"]:
+            return f"it has read another {name}: {read['path']}"
+    for path, digest in report["files"].items():
+        if not Path(path).exists() or checksum(Path(path)) != digest:
+            return f"{path}, which it has read, is no longer what it was (SHA-256)"
+    return ""
+
+
+def write_report(
+    recipe: Recipe,
+    stage: Stage,
+    command: list[str],
+    settings: str,
+    files: Mapping[str, str],
+    known: Mapping[str, Progress],
+    seconds: float,
+) -> None:
+    """Notes that a stage is done.
+
+    Args:
+        recipe: The recipe.
+        stage: One of its stages.
+        command: What has run.
+        settings: Checksum of a training run's settings.
+        files: {path: checksum} of what it has read from elsewhere.
+        known: The progress of the earlier stages.
+        seconds: Wall seconds of the start that has finished it.
+
+    Raises:
+        RuntimeError: It has made nothing.
+    """
+    product = product_of(recipe, stage)
+    if product is None:
+        raise RuntimeError(f"stage {stage.name} has ended without making {folder_of(recipe, stage)}")
+    report = {
+        "stage": stage.name,
+        "words": [*stage.words],
+        "command": command,
+        "settings": settings,
+        "inputs": {name: known[name].report["product"] for name in stage.inputs},
+        "files": dict(files),
+        "product": {"path": str(product.relative_to(recipe.root)), "sha256": checksum(product)},
+        "achieved": achieved(recipe, stage),
+        "seconds": round(seconds, 1),
+    }
+    _write(recipe, stage.name, report)
+
+
+def replace_product(recipe: Recipe, stage: Stage, product: Path) -> None:
+    """Puts something else in the place of what a stage makes, whether it was done or not; what that made stays.
+
+    Raises:
+        FileNotFoundError: There is no such product.
+        ValueError: It is not what such a stage makes, or the recipe runs.
+    """
+    if problem := why_unlike(stage, product):
+        raise ValueError(f"{product} cannot take the place of {stage.name}: {problem}")
+    made = {"path": str(product.absolute()), "sha256": checksum(product)}
+    nothing: dict[str, Any] = {"words": None, "command": [], "inputs": {}, "files": {}, "achieved": {}, "seconds": 0}
+    recipe.root.mkdir(parents=True, exist_ok=True)
+    with only_one(recipe.root / "recipe"):
+        _write(recipe, stage.name, {"stage": stage.name, "product": made, "settings": ""} | nothing)
+
+
+def _write(recipe: Recipe, name: str, report: dict[str, Any]) -> None:
+    file = report_file(recipe, name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, json.dumps(report, indent=2) + "\n")
+
+
+def set_aside(recipe: Recipe, stage: Stage) -> None:
+    """Moves what a stage has made, and its report, into the folder for that, so that it is done anew."""
+    folder = folder_of(recipe, stage)
+    own = (folder, folder.with_suffix(".report.json"), report_file(recipe, stage.name))
+    there = [path for path in own if path.exists()]
+    if not there:
+        return
+    number = 1
+    while (aside := recipe.root / "set-aside" / f"{stage.name}-{number}").exists():
+        number += 1
+    aside.mkdir(parents=True)
+    for path in reversed(there):  # the report first: what has none is not taken for done
+        path.rename(aside / path.name)

@@ -1,0 +1,91 @@
+"""Countdown, the task of TinyZero (Pan et al., 2025): an expression of given numbers that has a given value."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections import Counter
+from fractions import Fraction
+
+from grpo_mega.config.schema.terms import ReadOptions
+from grpo_mega.reward.extract import final_answer
+from grpo_mega.reward.verdict import Verdict
+from grpo_mega.types import Prompt, Sample
+
+NUMBERS = "nums"
+"""Of a prompt's metadata: the numbers, a list of whole numbers."""
+LONGEST = 200
+"""Characters of the longest expression that is read."""
+_WRITTEN = re.compile(r"[0-9+\-*/() ]+")
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def countdown(sample: Sample, options: ReadOptions) -> Verdict:
+    """1.0 when the answer is an expression of +, -, *, / and parentheses that uses every given number once, and whose
+    exact value is the ground truth.
+
+    Raises:
+        ValueError: The problem has no numbers, or its answer is none.
+    """
+    numbers, target = numbers_and_target(sample.prompt)
+    answer = (final_answer(sample, options.read) or "").strip()
+    if not answer:
+        return Verdict(0.0, "no answer")
+    expression = _parsed(answer)
+    if expression is None:
+        return Verdict(0.0, f"no expression of whole numbers, + - * / and parentheses: {answer[:LONGEST]!r}")
+    used = [_number(node) for node in ast.walk(expression) if isinstance(node, ast.Constant)]
+    if Counter(used) != Counter(numbers):
+        return Verdict(0.0, f"it uses {sorted(used)}, not each of {sorted(numbers)} once")
+    try:
+        value = _value(expression)
+    except ZeroDivisionError:
+        return Verdict(0.0, "it divides by 0")
+    return Verdict(1.0) if value == target else Verdict(0.0, f"it is {value}, not {target}")
+
+
+def numbers_and_target(prompt: Prompt) -> tuple[list[int], int]:
+    """The numbers of a problem, and the value that is asked for. Raises ValueError when it has none."""
+    numbers = prompt.metadata.get(NUMBERS)
+    if not isinstance(numbers, list) or not numbers or not all(type(number) is int for number in numbers):
+        raise ValueError(
+            f"metadata[{NUMBERS!r}]={numbers!r}: write a list of whole numbers, in a column that "
+            f"data.sources.NAME.metadata names"
+        )
+    if not re.fullmatch(r"-?[0-9]{1,18}", prompt.answer):
+        raise ValueError(f"the answer {prompt.answer!r} is no whole number: write the value that is asked for")
+    return numbers, int(prompt.answer)
+
+
+def _parsed(text: str) -> ast.expr | None:
+    """The expression that a text is; None when it is none of the allowed signs, or longer than `LONGEST`."""
+    if len(text) > LONGEST or not _WRITTEN.fullmatch(text):
+        return None
+    try:
+        parsed = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+    return parsed if all(map(_is_allowed, ast.walk(parsed))) else None
+
+
+def _is_allowed(node: ast.AST) -> bool:
+    """Powers and floor division are written with the same signs; so are calls, as in 3(4), and empty tuples."""
+    allowed = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.USub, ast.UAdd, *_OPERATORS)
+    return isinstance(node, allowed) and not (isinstance(node, ast.Constant) and type(node.value) is not int)
+
+
+def _value(node: ast.expr) -> Fraction:
+    """The exact value. Raises ZeroDivisionError."""
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.UnaryOp):
+        inner = _value(node.operand)
+        return -inner if isinstance(node.op, ast.USub) else inner
+    return Fraction(_number(node))
+
+
+def _number(node: ast.expr) -> int:
+    assert isinstance(node, ast.Constant)
+    assert isinstance(node.value, int)
+    return node.value

@@ -1,0 +1,85 @@
+"""On-policy distillation: the policy samples, and a teacher says of each of its tokens how likely it would have been.
+
+The loop is that of GRPO. The advantage is each token's own, log(teacher / policy): minus the estimate of the reverse KL
+(MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649, on the student's data alone; as a policy gradient: Thinking Machines,
+"On-Policy Distillation", 2025). Rewards are measured, and may be added. A prompt needs no group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_mega.algorithm.distillation import distillation_advantages, distillation_metrics
+from grpo_mega.checkpoint.step_in_progress import StepInProgress
+from grpo_mega.config.schema import Config
+from grpo_mega.data import Data
+from grpo_mega.models.policy import Policy
+from grpo_mega.models.reference import ReferencePolicy
+from grpo_mega.models.teacher import Teacher
+from grpo_mega.run import Run
+from grpo_mega.stages.grpo import GRPO
+from grpo_mega.stages.rollouts import Rollouts
+from grpo_mega.types import Batch
+
+
+class Distill(GRPO):
+    """Learning from a teacher's log-probs of the policy's own samples."""
+
+    name = "distill"
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        teacher: Teacher,
+        reference: ReferencePolicy | None,
+        data: Data,
+        rollouts: Rollouts,
+    ) -> None:
+        super().__init__(config, policy, reference, data, rollouts)
+        self.teacher = teacher
+
+    def experience(self, run: Run) -> StepInProgress:
+        """As for GRPO, with the teacher's log-prob of every token, and advantages from these."""
+        current = super().experience(run)
+        if current.batch is not None:
+            with run.phase("teacher"):
+                current.batch = with_teacher(current.batch, self.teacher, self.config)
+        return current
+
+    def update(self, current: StepInProgress, batch: Batch, step: int) -> None:
+        """One optimizer update; the metrics are those of all tokens of the step, as they were sampled."""
+        super().update(current, batch, step)
+        whole = current.batch
+        assert whole is not None, "without a batch there are no updates"
+        assert whole.teacher_logprob is not None, "a batch of this stage has the teacher's log-probs"
+        metrics = distillation_metrics(whole.old_logprob, whole.teacher_logprob, whole.mask, self.topology.replicas)
+        current.updates[-1] |= {f"distill/{name}": value for name, value in metrics.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """GRPO's state, and which teacher it is."""
+        return super().state_dict() | {"teacher": self.teacher.checksum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores a state of `state_dict`. Raises ValueError when the teacher is another one."""
+        if state["teacher"] != self.teacher.checksum:
+            raise ValueError(
+                f"distill.teacher={self.config.distill.teacher} is another teacher than the one that this run began "
+                f"with: the checksum of its weights is {self.teacher.checksum[:12]}..., and was "
+                f"{state['teacher'][:12]}...; put the weights back, or, if it is a run that went on, name the "
+                "checkpoint that was the newest then; for another teacher choose another run.name"
+            )
+        super().load_state_dict(state)
+
+
+def with_teacher(batch: Batch, teacher: Teacher, config: Config) -> Batch:
+    """The replica's batch with the teacher's log-probs, at the temperature of the samples, and advantages from them.
+
+    Advantages that it has are those of the rewards, and `old_logprob` those of the policy. Every rank must call it.
+    """
+    distill = config.distill
+    logprob = teacher.logprobs(batch, config.rollout.temperature)
+    advantage = distillation_advantages(
+        batch.old_logprob, logprob, batch.advantage, batch.mask, distill.coef, distill.reward_coef
+    )
+    return batch.with_(teacher_logprob=logprob, advantage=advantage)

@@ -1,0 +1,83 @@
+"""Training of a process reward model: it learns how right each step of an answer is.
+
+As in Let's Verify Step by Step (Lightman et al., 2023, arXiv 2305.20050) and Math-Shepherd (Wang et al., 2023, arXiv
+2312.08935): a language model's body with a head of one number, read at the last token of each step. The formulas are in
+`grpo_mega/algorithm/step_scores.py`, where steps end is in `grpo_mega/step_ends.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from grpo_mega.algorithm.step_scores import step_metrics
+from grpo_mega.config.schema import Config
+from grpo_mega.data.examples import Examples
+from grpo_mega.data.labelled_steps import LabelledAnswer
+from grpo_mega.models.model import Pass
+from grpo_mega.models.scalar import ScalarModel, cross_entropy, right_side
+from grpo_mega.run import Metrics
+from grpo_mega.stages.scalar_training import ScalarTraining, in_parts
+from grpo_mega.types import Batch, pack_rows
+
+
+class ProcessRewardModel(ScalarTraining[LabelledAnswer]):
+    """Updates on answers whose steps have labels."""
+
+    name = "process_reward_model"
+    noun, measured_on = "answer", "step"
+
+    def __init__(self, config: Config, model: ScalarModel, answers: Examples[LabelledAnswer]) -> None:
+        """A stage that trains `model`, whose weights are the first ones, on `answers`."""
+        super().__init__(config, model, answers)
+        self.separators = [*config.pairs.separators]
+
+    def update(self, examples: Sequence[LabelledAnswer], lr: float) -> Pass:
+        """One update on the cross-entropy of all steps of answers."""
+        return step_update(self.model, examples, lr)
+
+    def measure(self, examples: Sequence[LabelledAnswer]) -> Metrics:
+        """Loss, accuracy, area under the curve and calibration error of the steps of answers."""
+        return measure(self.model, examples, self.config.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What every training of a reward model has, and what divides steps."""
+        return super().state_dict() | {"separators": self.separators}
+
+
+def step_update(model: ScalarModel, answers: Sequence[LabelledAnswer], lr: float) -> Pass:
+    """One update on the loss of all steps of answers, which every rank has; its metrics are those of the steps."""
+    return model.apply(step_gradients(model, answers), lr)
+
+
+def step_gradients(model: ScalarModel, answers: Sequence[LabelledAnswer]) -> Pass:
+    """Forward and backward of the cross-entropy, mean over all steps of the answers, which every rank has."""
+    batch = pack_answers(answers)
+    weight = batch.mask / max(1, int(batch.mask.sum()))
+    found = model.gradients(model.share(batch.with_(weight=weight)), cross_entropy, {"accuracy": right_side})
+    del found.metrics["value"]
+    return found
+
+
+def pack_answers(answers: Sequence[LabelledAnswer]) -> Batch:
+    """Packs answers: the last token of every step is masked in, with its label in the column `returns`."""
+    batch = pack_rows([answer.row for answer in answers])
+    labels = torch.tensor([label for answer in answers for label in answer.labels])
+    return batch.with_(returns=torch.zeros(len(batch.mask)).masked_scatter(batch.mask, labels))
+
+
+def scores_of(model: ScalarModel, answers: Sequence[LabelledAnswer], batch_size: int) -> torch.Tensor:
+    """[S] float64 scores of the steps of any number of answers, `batch_size` at a time, answer after answer."""
+    scores: list[float] = []
+    for part in in_parts(answers, batch_size):
+        found = model.masked_scores(model.share(pack_answers(part)))
+        scores += [score for number in range(len(part)) for _, score in found[number]]
+    return torch.tensor(scores, dtype=torch.float64)
+
+
+def measure(model: ScalarModel, answers: Sequence[LabelledAnswer], batch_size: int) -> Metrics:
+    """The metrics of the steps of one answer or more."""
+    labels = torch.tensor([label for answer in answers for label in answer.labels], dtype=torch.float64)
+    return step_metrics(scores_of(model, answers, batch_size), labels)

@@ -1,0 +1,122 @@
+"""What the training of a reward model is, whatever it learns from: updates, held-out figures, what a checkpoint has."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+from grpo_mega.checkpoint.step_in_progress import StepInProgress
+from grpo_mega.config.schema import Config
+from grpo_mega.data.examples import Example, Examples
+from grpo_mega.models.learning_rate import scheduled
+from grpo_mega.models.model import Pass
+from grpo_mega.models.scalar import ScalarModel
+from grpo_mega.run import Metrics, Run, StepRecord, is_due
+
+E = TypeVar("E", bound=Example)
+Item = TypeVar("Item")
+
+
+class ScalarTraining(ABC, Generic[E]):
+    """Updates of a model with a scalar head on examples, each on those that belong to its number.
+
+    Attributes:
+        name: Of the stage, and what its metrics begin with.
+        noun: What one example is called.
+        measured_on: What the figures of the held-out examples are about, in the summary's names.
+    """
+
+    name: str
+    noun: str
+    measured_on: str
+    in_progress: StepInProgress | None = None
+
+    def __init__(self, config: Config, model: ScalarModel, examples: Examples[E]) -> None:
+        """A stage that trains `model`, whose weights are the first ones, on the examples."""
+        self.config, self.save_every = config.pairs, config.pairs.save_every
+        self.eval_every = config.run.eval_every
+        self.optimizer = replace(config.optimizer, lr=config.pairs.lr, weight_decay=config.pairs.weight_decay)
+        self.model = model
+        self.models = [model]
+        self.examples = examples
+        self.rate = scheduled(config.pairs, examples.steps)
+
+    @abstractmethod
+    def update(self, examples: Sequence[E], lr: float) -> Pass:
+        """One update on examples, which every rank has, with their metrics."""
+
+    @abstractmethod
+    def measure(self, examples: Sequence[E]) -> Metrics:
+        """Figures of one example or more, which every rank has."""
+
+    def after_last_update(self, run: Run) -> None:
+        """What is still to be measured, within the last step."""
+
+    def results(self) -> dict[str, Any]:
+        """What else the summary of the run has."""
+        return {}
+
+    def begin(self, run: Run) -> None:
+        """Starts at the model's present weights."""
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Creates the optimizer."""
+        self.model.use_optimizer(self.optimizer)
+
+    def step(self, run: Run) -> StepRecord:
+        """One update on the examples of this step.
+
+        What follows the update is not interrupted: a step is done whole, or not begun.
+        """
+        with run.phase("reward_model"):
+            lr = self.rate.at(update=run.step, step=run.step)
+            updated = self.update(self.examples.of_step(run.step), lr)
+        metrics = {f"{self.name}/{name}": value for name, value in updated.metrics.items()}
+        done = run.step + 1
+        if self.examples.test and is_due(self.eval_every, done) and not self.is_done(done):
+            with run.timer("evaluate"):
+                measured = self.measure(self.examples.test)
+            run.recorder.evaluation(done, f"held-out {self.noun}s", measured)
+            metrics |= {f"eval/{name}": value for name, value in measured.items()}
+        if self.is_done(done):
+            self.after_last_update(run)
+        return StepRecord(metrics)
+
+    def is_done(self, steps: int) -> bool:
+        """Whether the stage ends after `steps` steps."""
+        return steps >= self.examples.steps
+
+    def end(self, run: Run) -> None:
+        """Measures the model on the held-out examples, and records the result of the run."""
+        measured: Metrics = {}
+        if self.examples.test:
+            with run.phase("evaluate"):
+                measured = self.measure(self.examples.test)
+            run.recorder.evaluation(run.step, f"held-out {self.noun}s", measured)
+        named = {f"held_out_{self.measured_on}_{name}_after": value for name, value in measured.items()}
+        run.finish(named | self.results())
+
+    def progress(self, step: int) -> str:
+        """An empty text: steps of this stage are never stopped half-way."""
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The identity of the examples and of the tokenizer."""
+        return {"pairs": self.examples.identity, "tokenizer": self.examples.tokenizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores a state of `state_dict`. Raises ValueError when it was trained on other examples."""
+        if state.get("pairs") != self.examples.identity:
+            raise ValueError(
+                f"the saved steps were on the {self.noun}s {state.get('pairs')!r}, this run reads "
+                f"{self.examples.identity!r}: restore the files, the tokenizer and its template as they were, or give "
+                "the run a new run.name"
+            )
+
+
+def in_parts(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    """The items, `size` at a time."""
+    return (items[i : i + size] for i in range(0, len(items), size))

@@ -1,0 +1,89 @@
+"""Answers whose steps have labels: what is read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mega.config.schema import Config, ModelConfig, PairsConfig, RunConfig
+from grpo_mega.data.labelled_steps import LabelledAnswer, labelled_answers_of_files, load_labelled_answers
+from grpo_mega.data.tokenizer import CharTokenizer
+
+CHARS = CharTokenizer()
+ENDS = (CHARS.eos_id,)
+SETTINGS = PairsConfig(separators=[";", "</think>"])
+
+
+def line(number: int = 0, **changes: Any) -> dict[str, Any]:
+    whole = f"<think>3+{number}=4;4+2=6</think><answer>6</answer>"
+    steps = [f"<think>3+{number}=4", "4+2=6", "<answer>6</answer>"]
+    return {"prompt": f"3+{number}+2=?", "completion": whole, "steps": steps, "labels": [1, 0.5, 0]} | changes
+
+
+def write(folder: Path, *lines: object) -> Path:
+    path = folder / "steps.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def load(path: Path, **settings: Any) -> list[LabelledAnswer]:
+    return load_labelled_answers(path, CHARS, ENDS, 100, replace(SETTINGS, **settings))
+
+
+def test_scores_are_read_at_the_last_token_of_each_step(tmp_path: Path) -> None:
+    (answer,) = load(write(tmp_path, line(1, id="x")))
+    assert answer.labels == (1, 0.5, 0)
+    ids = answer.row.token_ids
+    read = [CHARS.decode(ids[answer.prompt : end]) for _, end in answer.row.learned]
+    assert read == [
+        "<think>3+1=4", "<think>3+1=4;4+2=6", "<think>3+1=4;4+2=6</think><answer>6</answer><eos>",
+    ]  # fmt: skip
+    assert answer.where == f"{tmp_path}/steps.jsonl:1"
+
+
+WRONG = [
+    (line(labels=[1, 1]), "field 'labels' has 2 numbers for 3 steps; write one for each"),
+    (line(labels=[1, 1.01, 0]), "field 'labels', label 2 is 1.01; write a number from 0 (wrong) to 1 (right)"),
+    (line(labels=[1, 0, -0.1]), "label 3 is -0.1"),
+    (line(labels=[1, 0, True]), "label 3 is True"),
+    ('{"prompt": "1", "completion": "2", "steps": ["2"], "labels": [NaN]}', "label 1 is nan"),
+    (line(labels=None), "field 'labels' is None"),
+    (line(labels=[1, 0, "+"]), "label 3 is '+'"),
+    (line(steps=["<think>3+0=4", "4+2=7", "<answer>6</answer>"]), "step 2 ('4+2=7') does not lie in the completion"),
+    (line(steps=["4+2=6", "<think>3+0=4", "<answer>6</answer>"]), "does not lie in the completion after step 1"),
+    (line(steps=["<think>3+0=4", "", "<answer>6</answer>"]), "field 'steps', step 2 is ''; write its text"),
+    (line(steps=[]), "field 'steps' is []"),
+    (line(steps=["<think>3+0", "4+2=6", "<answer>6</answer>"]), "pairs.separators=[';', '</think>'] end 3 at"),
+    (line(steps=["<think>3+0=4", "<answer>6</answer>"], labels=[1, 1]), "field 'steps' has 2 steps"),
+    (line(completion=""), "field 'completion' is empty"),
+    (line(prompt=None), "field 'prompt' is missing"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_a_line_that_is_none_is_named(tmp_path: Path, wrong: object, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        load(write(tmp_path, line(), wrong))
+    assert f"{tmp_path}/steps.jsonl:2" in str(refused.value)
+
+
+def test_an_empty_or_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape("steps.jsonl: the file is empty; it needs one answer a line")):
+        load(write(tmp_path))
+    with pytest.raises(FileNotFoundError, match=re.escape("none.jsonl: no such file of answers")):
+        load(tmp_path / "none.jsonl")
+
+
+def test_other_labels_are_other_answers(tmp_path: Path) -> None:
+    def identity(label: float) -> str:
+        path = write(tmp_path, *(line(n, labels=[1, label, 0]) for n in range(4)))
+        pairs = replace(SETTINGS, path=str(path), warmup_steps=0, batch_size=2)
+        config = Config(run=RunConfig(name="x"), model=ModelConfig(context=100), pairs=pairs)
+        return labelled_answers_of_files(config, CHARS, ENDS, lambda text: None).identity
+
+    assert identity(0.5) == identity(0.5) != identity(0.25)

@@ -1,0 +1,67 @@
+"""A teacher's tokens are the policy's, id by id, or it is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_tokenizer import write_tokenizer
+
+from grpo_mega.config.load import compose_config
+from grpo_mega.config.schema import DataConfig
+from grpo_mega.config.teacher import TeacherSettings
+from grpo_mega.data import build_tokenizer
+from grpo_mega.data.teacher_tokens import teacher_vocabulary
+
+CONFIG = compose_config(["experiment=tiny_distill", "distill.teacher=runs/teacher"])
+INSTEAD = "learn from its samples instead .tools/evaluate.py, tools/rejection_sample.py, sft.path: docs/recipes.md."
+
+
+def scored(ours: DataConfig, theirs: DataConfig, of_policy: int | None = None, of_teacher: int | None = None) -> int:
+    config = replace(CONFIG, data=ours, model=replace(CONFIG.model, vocab_size=of_policy))
+    teacher = TeacherSettings(replace(CONFIG.model, vocab_size=of_teacher), theirs)
+    return teacher_vocabulary(config, teacher, build_tokenizer(ours))
+
+
+def of_folder(folder: Path) -> DataConfig:
+    return DataConfig(task="jsonl", tokenizer=str(folder))
+
+
+def test_the_same_tokens_are_taken_whatever_the_task_is_called() -> None:
+    assert scored(CONFIG.data, DataConfig(task="chain_sum")) == build_tokenizer(CONFIG.data).vocab_size
+
+
+def test_words_of_python_are_other_tokens() -> None:
+    with pytest.raises(ValueError, match=rf"'\(' is \d+ there and no token here; {INSTEAD}"):
+        scored(CONFIG.data, DataConfig(task="tiny_code"))
+
+
+def test_copies_of_a_tokenizer_are_one_and_another_id_makes_it_another(tmp_path: Path) -> None:
+    ours, theirs = (write_tokenizer(tmp_path / name, with_bos=False) for name in ("ours", "theirs"))
+    size = scored(of_folder(ours), of_folder(theirs))
+    assert size == build_tokenizer(of_folder(ours)).vocab_size
+    file = theirs / "tokenizer.json"
+    made = json.loads(file.read_text())
+    one, other = sorted(made["model"]["vocab"], key=made["model"]["vocab"].get)[5:7]
+    vocabulary = made["model"]["vocab"]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    file.write_text(json.dumps(made))
+    with pytest.raises(
+        ValueError, match=f"distill.teacher=runs/teacher has other tokens .* is 6 there and 5 here; {INSTEAD}"
+    ):
+        scored(of_folder(ours), of_folder(theirs))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    ours = of_folder(write_tokenizer(tmp_path / "ours", with_bos=False))
+    with pytest.raises(ValueError, match=r"distill.teacher=runs/teacher: its tokenizer"):
+        scored(ours, of_folder(tmp_path / "none"))
+
+
+def test_a_teacher_may_score_more_tokens_than_the_policy_samples_and_not_fewer() -> None:
+    size = build_tokenizer(CONFIG.data).vocab_size
+    assert scored(CONFIG.data, CONFIG.data, of_teacher=size + 64) == size + 64
+    with pytest.raises(ValueError, match=rf"scores {size} tokens, and the policy samples from {size + 1} "):
+        scored(CONFIG.data, CONFIG.data, of_policy=size + 1)

@@ -1,0 +1,82 @@
+"""A step of on-policy distillation under several layouts, from made-up answers; started by run_ranks.
+
+Usage: distill_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt for each.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from layouts_job import HERE, SMALL_BUCKETS, TEMPERATURE, VOCAB, leave_groups, made_up_batch
+from parity_cases import LAYOUTS, MODELS, optimizer
+
+from grpo_mega.algorithm.distillation import distillation_metrics
+from grpo_mega.config.load import compose_config
+from grpo_mega.models.policy import Policy
+from grpo_mega.models.teacher import Teacher
+from grpo_mega.models.topology import join_layout
+from grpo_mega.stages.distill import with_teacher
+from grpo_mega.stages.loss import loss_of
+
+TEACHERS = {"dense": "mtp", "moe": "tied", "tied": "deepseek", "deepseek": "gemma"}
+"""Student -> a teacher of another architecture; of dense and mixture of experts, each teaches the other."""
+CONFIG = compose_config(["experiment=tiny_distill", "distill.coef=0.5", f"rollout.temperature={TEMPERATURE}"])
+REWARDED = compose_config(["experiment=tiny_distill", "algorithm.group_size=2", "distill.reward_coef=0.1"])
+
+
+def one_step(model_name: str, layout_name: str) -> dict:
+    layout, adam = LAYOUTS[layout_name], optimizer(model_name, layout_name)
+    topology = join_layout(layout, seed=0)
+    parallel = (adam.distributed, adam.overlap, SMALL_BUCKETS)
+    policy = Policy(MODELS[model_name], layout, VOCAB, topology, HERE, *parallel)
+    policy.initialize(seed=0)
+    teacher = Teacher(MODELS[TEACHERS[model_name]], layout, VOCAB, topology, HERE)
+    teacher.initialize(seed=0)
+    whole = made_up_batch(MODELS[model_name], replayed=False)
+    batch = policy.share(whole)
+    batch = batch.with_(old_logprob=policy.logprobs(batch, TEMPERATURE))
+    taught = with_teacher(batch, teacher, CONFIG)
+    rewarded = with_teacher(batch, teacher, REWARDED)
+    loss = loss_of(CONFIG.algorithm, on_policy=False)
+    result = {
+        "mask": whole.mask,
+        "teacher": policy.gathered(taught.teacher_logprob, batch),
+        "advantage": policy.gathered(taught.advantage, batch),
+        "rewarded": policy.gathered(rewarded.advantage, batch),
+        "kl": distillation_metrics(taught.old_logprob, taught.teacher_logprob, taught.mask, topology.replicas),
+        "metrics": [policy.gradients(taught, loss, TEMPERATURE).metrics],
+        "gradients": policy.whole_gradients(),
+    }
+    before, of_teacher = policy.whole_weights(), teacher.whole_weights()
+    policy.use_optimizer(adam)
+    result["metrics"] += [policy.update(taught, loss, adam.lr, TEMPERATURE).metrics for _ in range(2)]
+    result["updates"] = {key: weight - before[key] for key, weight in policy.whole_weights().items()}
+    result["still"] = all(torch.equal(weight, of_teacher[key]) for key, weight in teacher.whole_weights().items())
+    result["own"] = own_teacher(model_name, layout_name, topology)
+    return result
+
+
+def own_teacher(model_name: str, layout_name: str, topology) -> dict:
+    """What a policy learns from a teacher with its own weights."""
+    layout = LAYOUTS[layout_name]
+    policy = Policy(MODELS[model_name], layout, VOCAB, topology, HERE)
+    teacher = Teacher(MODELS[model_name], layout, VOCAB, topology, HERE)
+    for model in (policy, teacher):
+        model.initialize(seed=0)
+    batch = policy.share(made_up_batch(MODELS[model_name], replayed=False))
+    batch = with_teacher(batch.with_(old_logprob=policy.logprobs(batch, TEMPERATURE)), teacher, CONFIG)
+    policy.gradients(batch, loss_of(CONFIG.algorithm, on_policy=False), TEMPERATURE)
+    squares = [float(gradient.double().square().sum()) for gradient in policy.whole_gradients().values()]
+    return {
+        "kl": distillation_metrics(batch.old_logprob, batch.teacher_logprob, batch.mask, topology.replicas),
+        "gradient": sum(squares) ** 0.5,
+    }
+
+
+if __name__ == "__main__":
+    for case in sys.argv[2:]:
+        step = one_step(*case.split(":"))
+        leave_groups()
+        if torch.distributed.get_rank() == 0:
+            torch.save(step, Path(sys.argv[1]) / f"{case}.pt")
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,84 @@
+"""Gradients and updates of a process reward model under several layouts, from made-up answers; by run_ranks.
+
+Usage: step_scores_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt for each.
+"""
+
+import random
+import sys
+from array import array
+from pathlib import Path
+
+import torch
+from layouts_job import HERE, SMALL_BUCKETS, VOCAB, leave_groups
+from parity_cases import LAYOUTS, MODELS, optimizer
+
+from grpo_mega.data.labelled_steps import LabelledAnswer
+from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel, value_itself
+from grpo_mega.models.topology import join_layout
+from grpo_mega.stages.process_reward_model import measure, scores_of, step_gradients, step_update
+from grpo_mega.types import Row, pack_rows
+
+ANSWERS = 9
+"""An odd number: replicas cannot have equally many."""
+
+
+def made_up_answers() -> list[LabelledAnswer]:
+    """Answers of one step and more, of few tokens and many; replicas have other numbers of steps."""
+    chance, answers = random.Random(7), []
+    for number in range(ANSWERS):
+        prompt = [1, *(chance.randrange(3, VOCAB) for _ in range(number))]
+        ids = [*prompt, *(chance.randrange(3, VOCAB) for _ in range(4 + 5 * (number % 4))), 2]
+        inner = range(len(prompt), len(ids) - 1)
+        ends = [*sorted(chance.sample(inner, min(len(inner), number % 5))), len(ids) - 1]
+        labels = tuple(chance.choice([0.0, 1.0, 0.25]) for _ in ends)
+        row = Row(array("i", ids), tuple((end, end + 1) for end in ends))
+        answers.append(LabelledAnswer(row, labels, len(prompt), f"answer {number}"))
+    return answers
+
+
+def one_step(model_name: str, layout_name: str) -> dict:
+    layout, adam = LAYOUTS[layout_name], optimizer(model_name, layout_name)
+    topology = join_layout(layout, seed=0)
+    parallel = (adam.distributed, adam.overlap, SMALL_BUCKETS)
+    model = ScalarModel(REWARD_MODEL, MODELS[model_name], layout, VOCAB, topology, HERE, *parallel)
+    model.initialize(seed=3)
+    answers = made_up_answers()
+    result: dict = {"scores": scores_of(model, answers, ANSWERS), "in parts": scores_of(model, answers, 2)}
+    result["metrics"] = step_gradients(model, answers).metrics
+    result["gradients"] = model.whole_gradients()
+    if topology.world_size == 1:
+        result["expected"] = expected_gradients(model, answers)
+    model.initialize(seed=3)  # a backward pass may move the biases of routers
+    result["said"] = measure(model, answers, 4)
+    before = model.whole_weights()
+    model.use_optimizer(adam)
+    result["norms"] = [step_update(model, answers, adam.lr).metrics["grad_norm"] for _ in range(2)]
+    result["updates"] = {key: whole - before[key] for key, whole in model.whole_weights().items()}
+    result["after"] = measure(model, answers, 4)
+    return result
+
+
+def expected_gradients(model: ScalarModel, answers: list[LabelledAnswer]) -> dict[str, torch.Tensor]:
+    """The gradient of the loss, answer by answer alone: (sigmoid(score) - label) / steps, in float64."""
+    sums: dict[str, torch.Tensor] = {}
+    steps = sum(len(answer.labels) for answer in answers)
+    for answer in answers:
+        model.initialize(seed=3)
+        batch = pack_rows([answer.row])
+        values = model.values(batch)[batch.mask].double()
+        slopes = (torch.sigmoid(values) - torch.tensor(answer.labels, dtype=torch.float64)) / steps
+        model.initialize(seed=3)
+        weight = torch.zeros(len(batch.mask)).masked_scatter(batch.mask, slopes.float())
+        model.gradients(batch.with_(weight=weight), value_itself)
+        for key, gradient in model.whole_gradients().items():
+            sums[key] = sums.get(key, 0.0) + gradient.double()
+    return sums
+
+
+if __name__ == "__main__":
+    for case in sys.argv[2:]:
+        step = one_step(*case.split(":"))
+        leave_groups()
+        if torch.distributed.get_rank() == 0:
+            torch.save(step, Path(sys.argv[1]) / f"{case}.pt")
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,56 @@
+"""One rank of runs that train a reward model; prints what it saw of each as JSON.
+
+Usage: reward_model_job.py '[[OVERRIDES, STEPS or null, FILE or ""], ...]': runs to the end, or so many steps and a
+checkpoint; then keeps the weights in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import free_port
+
+from grpo_mega import platform
+from grpo_mega.config.load import compose_config
+
+HERE = platform.start()
+
+from grpo_mega.assemble import assemble  # noqa: E402
+from grpo_mega.models.topology import leave_layout  # noqa: E402
+from grpo_mega.train import read  # noqa: E402
+
+
+def start(overrides: list[str], steps: int | None, weights: str) -> dict[str, Any]:
+    """Runs to the end, or so many steps, and keeps the weights."""
+    platform.join_processes(HERE)
+    config = compose_config(overrides)
+    seen: dict[str, Any] = {}
+    try:
+        with assemble(config, HERE, *read(config)) as run:
+            seen["stages"], seen["resumed"] = [stage.name for stage in run.stages], run.step
+            if steps is None:
+                run.execute()
+            else:
+                run.enter(run.stages[0])
+                for _ in range(steps):
+                    run.stage.step(run)
+                    run.step += 1
+                run.save()
+            whole = run.model.whole_weights()
+            seen["head"] = float(whole["scalar_head.weight"].abs().max()) if "scalar_head.weight" in whole else None
+            if weights and dist.get_rank() == 0:
+                torch.save(whole, weights)
+    except ValueError as error:
+        seen["error"] = str(error)
+        leave_layout()
+    os.environ["MASTER_PORT"] = str(free_port())  # one rank alone has several runs
+    return seen
+
+
+if __name__ == "__main__":
+    print(json.dumps([start(*task) for task in json.loads(sys.argv[1])]))

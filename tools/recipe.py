@@ -1,0 +1,140 @@
+"""Runs a recipe, a chain of training runs, pools of samples and data sets chosen from them, such as DeepSeek-R1's.
+
+    python tools/recipe.py run r1_tiny
+    python tools/recipe.py run r1_tiny run.seed=1 --root runs/r1_tiny_1
+    python tools/recipe.py status r1_tiny
+    python tools/recipe.py show r1_tiny
+    python tools/recipe.py plan r1_671b
+    python tools/recipe.py run r1_tiny --again reasoning_data
+    python tools/recipe.py again r1_tiny reasoning_data
+    python tools/recipe.py replace r1_tiny cold_start_data my_own.jsonl
+
+A recipe is a file of configs/recipe, or any YAML file of that form. Its products lie in runs/NAME, or in --root.
+
+run       does all stages that are not done, one after the other. A command that was killed or stopped (SIGTERM, Ctrl-C)
+          is started again and goes on where it was. Settings are added to the training runs of all stages
+          (run.seed=1) or of one (r1_zero:run.steps=40); give them again when it goes on. With --again, a stage and all
+          that depend on it are done again; what they made is set aside.
+status    says how far it is, what the stages came to, and what has changed since they were done; draws chain.png.
+show      prints the commands of all stages.
+plan      says of every training run whether it fits its GPUs (tools/plan.py); exit code 1 when one does not.
+again     sets aside what a stage and all that depend on it have made: what runs the recipe next does them again.
+replace   puts a checkpoint, a folder or a file in the place of what a stage makes.
+
+Exit code: 0 done, 1 a stage failed, 2 it cannot be done so, 75 it was stopped and can go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from grpo_mega.config.load import config_dir
+from grpo_mega.platform.files import only_one
+from grpo_mega.recipe.commands import TOOLS, command_of, planned_words
+from grpo_mega.recipe.picture import plot_chain
+from grpo_mega.recipe.progress import progress_of, replace_product
+from grpo_mega.recipe.recipe import Recipe, read_recipe
+from grpo_mega.recipe.table import table
+from grpo_mega.recipe.walk import StageFailed, WalkStopped, begin_again, walk
+
+DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("what", choices=("run", "status", "show", "plan", "again", "replace"), help="see above")
+    made.add_argument("recipe", metavar="RECIPE", help="of configs/recipe, or a file")
+    made.add_argument("settings", nargs="*", metavar="[STAGE:]FIELD=VALUE", help="settings; or STAGE, and PATH")
+    made.add_argument("--root", type=Path, metavar="FOLDER", help="where products lie (runs/NAME)")
+    made.add_argument("--processes", type=int, default=0, metavar="N", help="of every stage (as the recipe says)")
+    made.add_argument("--again", metavar="STAGE", help="run: do this stage again, and all that depend on it")
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns its exit code."""
+    options = parser().parse_intermixed_args(arguments)
+    try:
+        settings = [] if options.what in ("again", "replace") else options.settings
+        recipe = read_recipe(_file(options.recipe), options.root, settings, options.processes)
+        if options.what == "replace":
+            _replace(recipe, options.settings)
+        if options.what == "again":
+            _again(recipe, options.settings)
+        if options.what == "run":
+            walk(recipe, options.again, lambda line: print(line, flush=True))
+        if options.what == "plan":
+            return plan(recipe)
+        print(commands(recipe) if options.what == "show" else status(recipe))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except (StageFailed, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except WalkStopped as stopped:
+        print(stopped, file=sys.stderr)
+        return STOPPED
+    return DONE
+
+
+def _file(recipe: str) -> Path:
+    """The file that a name of configs/recipe, or a path, means."""
+    path = Path(recipe)
+    return path if path.suffix in (".yaml", ".yml") else config_dir() / "recipe" / f"{recipe}.yaml"
+
+
+def _replace(recipe: Recipe, words: list[str]) -> None:
+    """Replaces the product of the stage that the first word names by what the second is the path of."""
+    if len(words) != 2:
+        raise ValueError(
+            "replace takes the recipe, a stage and a path, as in: replace r1_tiny cold_start_data my.jsonl"
+        )
+    replace_product(recipe, recipe.stage(words[0]), Path(words[1]))
+
+
+def _again(recipe: Recipe, words: list[str]) -> None:
+    """Has the stage that the one word names done again by what runs the recipe next, a job for instance."""
+    if len(words) != 1:
+        raise ValueError("again takes the recipe and a stage, as in: again r1_tiny reasoning_data")
+    with only_one(recipe.root / "recipe"):
+        begin_again(recipe, recipe.stage(words[0]).name)
+
+
+def commands(recipe: Recipe) -> str:
+    """The commands of all stages, to be typed in a shell; {NAME} stands for what is not there yet."""
+    known = progress_of(recipe)
+    return "\n\n".join(
+        f"# {stage.name}{f': {stage.about}' if stage.about else ''}\n{shlex.join(command_of(recipe, stage, known))}"
+        for stage in recipe.stages.values()
+    )
+
+
+def plan(recipe: Recipe) -> int:
+    """Prints what tools/plan.py says of every training run; returns the exit code."""
+    unfit = 0
+    for stage in recipe.stages.values():
+        if stage.kind == "run":
+            said = subprocess.run(
+                [sys.executable, str(TOOLS / "plan.py"), *planned_words(stage)], capture_output=True, text=True
+            )
+            unfit += said.returncode != 0
+            verdicts = [line for line in said.stdout.splitlines() if line.startswith(("fits", "does not fit"))]
+            print(f"{stage.name}: {'; '.join(verdicts) or said.stderr.strip() or 'no GPUs are planned'}", flush=True)
+    return FAILED if unfit else DONE
+
+
+def status(recipe: Recipe) -> str:
+    """How far the recipe is, in a table; also draws it once a run is done."""
+    known = progress_of(recipe)
+    picture = plot_chain(recipe, known)
+    return "\n".join([*table(recipe, known), *([f"drawn in {picture}"] if picture else [])])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
