@@ -123,7 +123,7 @@ def test_one_that_was_killed_is_written_by_the_same_command(tmp_path: Path) -> N
     assert ended.code == -signal.SIGKILL, ended
     run = tmp_path / "runs" / "exporting"
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000001"]
-    assert steps(tmp_path) == [".step-000001.tmp"]
+    assert steps(tmp_path) == [".step-000001.lock", ".step-000001.tmp"]
     assert (ended := started(tmp_path, *common)).code == 0, ended.stderr
     assert steps(tmp_path) == ["step-000001", "step-000002"]
     exported(run / "checkpoints" / "step-000001", tmp_path / "tool")
