@@ -1,8 +1,13 @@
 """What holds for every test."""
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+# Assertions of modules that tests share show what they compared, as those of tests do.
+pytest.register_assert_rewrite(*(file.stem for file in Path(__file__).parent.rglob("*.py") if file.stem != "conftest"))
 
 # A machine that is busy with other jobs is no failure. Where `CI` is set every run has the same examples, elsewhere
 # each has others, so that what no run has tried comes up on somebody's machine and not in a merge.

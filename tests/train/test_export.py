@@ -22,9 +22,10 @@ from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
 
+from made_weights import random_weights  # noqa: E402
+
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.weights.families import hf_config  # noqa: E402
-from grpo_mega.weights.names import entries  # noqa: E402
 
 LOGITS = Path(__file__).with_name("logits_job.py")
 REFUSALS = Path(__file__).with_name("export_refusals_job.py")
@@ -318,9 +319,7 @@ def write_model(folder: Path, overrides: list[str]) -> None:
     write_tokenizer(folder, with_bos=False)
     vocabulary = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
     model = compose_config(overrides).model
-    tensors = {entry.name: 0.1 * torch.randn(entry.shape) for entry in entries(model, vocabulary)}
-    tensors |= {name: tensor.abs() + 0.5 for name, tensor in tensors.items() if "norm" in name}
-    save_file(tensors, folder / "model.safetensors")
+    save_file(random_weights(model, vocabulary), folder / "model.safetensors")
     own = {"eos_token_id": 2, "use_cache": True, "max_window_layers": 2, "max_position_embeddings": 4096}
     (folder / "config.json").write_text(json.dumps(hf_config(model, vocabulary) | own))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2], "top_p": 0.8}))

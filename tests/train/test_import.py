@@ -24,6 +24,8 @@ from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
 
+from made_weights import random_weights  # noqa: E402
+
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.config.schema import ModelConfig  # noqa: E402
 from grpo_mega.data.huggingface import HuggingFaceTokenizer  # noqa: E402
@@ -98,9 +100,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(folder, with_bos=False)
     vocabulary = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
     model = compose_config(["experiment=tiny"]).model
-    tensors = {entry.name: 0.1 * torch.randn(entry.shape) for entry in entries(model, vocabulary)}
-    tensors |= {name: tensor.abs() + 0.5 for name, tensor in tensors.items() if "norm" in name}
-    save_file(tensors, folder / "model.safetensors")
+    save_file(random_weights(model, vocabulary), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(hf_config(model, vocabulary) | {"eos_token_id": 2}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2], "top_p": 0.8}))
     return folder
