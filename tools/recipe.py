@@ -32,12 +32,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from grpo_mega.config.load import config_dir
 from grpo_mega.platform.files import only_one
 from grpo_mega.recipe.commands import TOOLS, command_of, planned_words
 from grpo_mega.recipe.picture import plot_chain
 from grpo_mega.recipe.progress import progress_of, replace_product
-from grpo_mega.recipe.recipe import Recipe, read_recipe
+from grpo_mega.recipe.recipe import Recipe, file_of, read_recipe
 from grpo_mega.recipe.table import table
 from grpo_mega.recipe.walk import StageFailed, WalkStopped, begin_again, walk
 
@@ -61,7 +60,7 @@ def main(arguments: list[str]) -> int:
     options = parser().parse_intermixed_args(arguments)
     try:
         settings = [] if options.what in ("again", "replace") else options.settings
-        recipe = read_recipe(_file(options.recipe), options.root, settings, options.processes)
+        recipe = read_recipe(file_of(options.recipe), options.root, settings, options.processes)
         if options.what == "replace":
             _replace(recipe, options.settings)
         if options.what == "again":
@@ -81,12 +80,6 @@ def main(arguments: list[str]) -> int:
         print(stopped, file=sys.stderr)
         return STOPPED
     return DONE
-
-
-def _file(recipe: str) -> Path:
-    """The file that a name of configs/recipe, or a path, means."""
-    path = Path(recipe)
-    return path if path.suffix in (".yaml", ".yml") else config_dir() / "recipe" / f"{recipe}.yaml"
 
 
 def _replace(recipe: Recipe, words: list[str]) -> None:

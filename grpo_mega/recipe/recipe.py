@@ -13,6 +13,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from grpo_mega.config.load import config_dir
+
 KINDS = ("run", "samples", "choose")
 """run: a training run; samples: a pool that tools/evaluate.py generates; choose: tools/rejection_sample.py."""
 NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -85,6 +87,12 @@ class Recipe:
             if chosen & {*stage.inputs} and stage.name not in kept:
                 chosen.add(stage.name)
         return [stage for stage in self.stages.values() if stage.name in chosen]
+
+
+def file_of(named: str) -> Path:
+    """The file that a name of configs/recipe, or the path of a YAML file, means."""
+    path = Path(named)
+    return path if path.suffix in (".yaml", ".yml") else config_dir() / "recipe" / f"{named}.yaml"
 
 
 def read_recipe(path: Path, root: Path | None = None, settings: Sequence[str] = (), processes: int = 0) -> Recipe:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import check  # the check of one run: it also finds this project, and says what an interpreter lacks
 
 from grpo_mega.config.inputs import inputs
-from grpo_mega.config.load import compose_config, config_dir
+from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import Config
 from grpo_mega.observe.run_dir import LOCK
@@ -32,7 +32,7 @@ from grpo_mega.platform.files import write_atomic
 from grpo_mega.recipe import commands
 from grpo_mega.recipe.products import RESULTS, folder_of, product_of
 from grpo_mega.recipe.progress import DONE, Progress, progress_of
-from grpo_mega.recipe.recipe import Recipe, Stage, read_recipe
+from grpo_mega.recipe.recipe import Recipe, Stage, file_of, read_recipe
 from grpo_mega.recipe.table import table
 
 BEGUN = ".begun.json"
@@ -115,7 +115,8 @@ def files_named(recipe: Recipe, stage: Stage) -> dict[str, str]:
             named.setdefault(path, f"{field}={path}")
     else:
         option = ""  # the model or the pools come first
-        for word in commands.planned_words(stage):
+        planned = commands.planned_words(stage)
+        for word in [part for each in planned for part in (each.split("=", 1) if each.startswith("--") else [each])]:
             if word.startswith("-"):
                 option = word
             elif option in FILE_OPTIONS or not (option or named):
@@ -224,10 +225,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
 def main() -> int:
     """The command; returns its exit code."""
     what, options = sys.argv[1], arguments(sys.argv[2:])
-    named = Path(options.recipe)
-    file = named if named.suffix in (".yaml", ".yml") else config_dir() / "recipe" / f"{named}.yaml"
     try:
-        recipe = read_recipe(file, Path(options.root) if options.root else None, options.settings)
+        recipe = read_recipe(file_of(options.recipe), Path(options.root) if options.root else None, options.settings)
         if what == "done":
             return report_done(recipe)
         (check_recipe if what == "check" else next_stage)(recipe, options)

@@ -94,10 +94,12 @@ def test_what_was_put_in_its_place_by_hand_is_used_and_a_refusal_names_its_stage
 
 def test_a_dry_run_names_the_problems_of_all_stages(cluster: Cluster) -> None:
     text = RUNS.format(small="run.stps=1").replace("--train 8", "--data absent.jsonl")
+    text = text.replace("--keep accuracy>=0", "--also=gone.jsonl --keep accuracy>=0")
     made = start(cluster, recipe(cluster, "dry", text), "--dry-run", "--time=4", NODES="4", RANKS_PER_NODE="2")
     assert made.returncode == 2
-    listed = made.stdout.partition("\n6 problems:\n")[2]
+    listed = made.stdout.partition("\n7 problems:\n")[2]
     expected = ["--time=4 is 240 s", "no stage has more than 2 processes", "set NODES=1", "absent.jsonl does not exist"]
+    expected += ["--also gone.jsonl does not exist"]
     expected += [f"stage {name}: " for name in ("base", "zero", "learned")]
     assert [problem for problem in expected if problem not in listed] == [], made
     assert cluster.jobs() == []
