@@ -113,6 +113,16 @@ def batch_of(current: StepInProgress, mini_batch: MiniBatch, config: Config, ste
     return part.with_(weight=weight)
 
 
+def with_new_logprob(whole: Batch, part: Batch, logprob: torch.Tensor) -> Batch:
+    """The batch with the log-probs [tokens of the part] of some of its sequences as their newest."""
+    new = torch.zeros(len(whole.tokens)) if whole.new_logprob is None else whole.new_logprob.clone()
+    row = {number: i for i, number in enumerate(whole.numbers.tolist())}
+    begins, ends = whole.cu_seqlens[:-1].tolist(), whole.cu_seqlens[1:].tolist()
+    for number, of_sequence in zip(part.numbers.tolist(), logprob.split(part.lengths.tolist()), strict=True):
+        new[begins[row[number]] : ends[row[number]]] = of_sequence
+    return whole.with_(new_logprob=new)
+
+
 def longest_completion(rollout: RolloutConfig, step: int) -> int:
     """Largest number of tokens of a completion after `step` steps: more from `rollout.longer_from_step` on."""
     longer, since = rollout.longer_max_new_tokens, rollout.longer_from_step

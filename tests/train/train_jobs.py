@@ -150,6 +150,19 @@ def numbers(path: Path) -> list[dict[str, Any]]:
     return [repeated(line) for line in of_steps(path)]
 
 
+def samples(path: Path) -> dict[str, Any]:
+    """All that the files of a run's samples say, flat: {"FILE:LINE:FIELD:INDEX": value}, for `pytest.approx`."""
+    found: dict[str, Any] = {}
+    for file in sorted((path / "samples").iterdir()):
+        for number, line in enumerate(file.read_text().splitlines()):
+            for name, value in json.loads(line).items():
+                inner = (
+                    enumerate(value) if isinstance(value, list) else value.items() if name == "terms" else [("", value)]
+                )
+                found |= {f"{file.name}:{number}:{name}:{at}": one for at, one in inner}
+    return found
+
+
 def without_seconds(file: Path) -> dict[str, Any]:
     """A JSON object without the field that differs from run to run."""
     return {name: value for name, value in json.loads(file.read_text()).items() if name != "seconds"}
