@@ -76,14 +76,14 @@ def with_numbers(current: StepInProgress, config: Config, topology: Topology) ->
     options = advantage_options(config)
     by_token = options.by_step or options.baseline == "critic" or config.distill.teacher is not None
     found = _found(current, batch, columns, topology)
-    return [record | _numbers(values, by_token) for record, values in zip(current.shown, found, strict=True)]
+    return [_joined(record, values, by_token) for record, values in zip(current.shown, found, strict=True)]
 
 
 def with_old_logprobs(current: StepInProgress, batch: Batch, topology: Topology) -> list[dict[str, Any]]:
     """The records of a step without updates, with the log-probs that its mismatch is measured by: those of `batch`,
     which has all samples of the step. Every rank must call it; the records are on the main rank."""
     found = _found(current, batch, {"old_logprobs": batch.old_logprob}, topology)
-    return [record | _numbers(values, by_token=True) for record, values in zip(current.shown, found, strict=True)]
+    return [_joined(record, values, by_token=True) for record, values in zip(current.shown, found, strict=True)]
 
 
 def sample_numbers(groups: Sequence[Group], chosen: Sequence[int]) -> list[range]:
@@ -101,9 +101,9 @@ def _found(
     if not numbers:
         return [{} for _ in current.shown]
     mine = {*numbers} if topology.is_first_of_replica else set()
-    found = [*on_main_rank(lambda: _values(batch, columns, mine))]
-    joined = {number: values for of_rank in found for number, values in of_rank.items()}
-    return [joined.get(number, {}) for number in numbers] if topology.is_main else []
+    found = on_main_rank(lambda: _values(batch, columns, mine))
+    of_sample = {number: values for of_rank in found for number, values in of_rank.items()}
+    return [of_sample.get(number, {}) for number in numbers] if topology.is_main else []
 
 
 def _values(batch: Batch, columns: Mapping[str, Tensor], numbers: set[int]) -> dict[int, dict[str, list[float]]]:
@@ -117,10 +117,12 @@ def _values(batch: Batch, columns: Mapping[str, Tensor], numbers: set[int]) -> d
     }
 
 
-def _numbers(values: Mapping[str, list[float]], by_token: bool) -> dict[str, Any]:
-    """What a record has of these values; unless `by_token`, tokens have the same advantage, and their sample has it."""
+def _joined(record: dict[str, Any], values: Mapping[str, list[float]], by_token: bool) -> dict[str, Any]:
+    """The record with these values; unless `by_token`, tokens have the same advantage, and it is their sample's."""
     lists: dict[str, Any] = {name: rounded(of_tokens) for name, of_tokens in values.items()}
-    if not by_token and "advantages" in lists:
-        del lists["advantages"]
-        return {"advantage": next(iter(values["advantages"]), None)} | lists
-    return lists
+    if "advantages" not in lists:
+        return record | lists
+    if by_token:
+        return {name: value for name, value in record.items() if name != "advantage"} | lists
+    del lists["advantages"]
+    return record | {"advantage": next(iter(values["advantages"]), None)} | lists

@@ -13,7 +13,18 @@ import pytest
 from metric_lines import held_out
 from ranks import results, run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from train_jobs import SMALL, Job, contents, differing, half_written, numbers, rewarded_by, samples, saved, without_seconds
+from train_jobs import (
+    SMALL,
+    Job,
+    contents,
+    differing,
+    half_written,
+    numbers,
+    rewarded_by,
+    samples,
+    saved,
+    without_seconds,
+)
 from train_rewards import HOLD
 
 from grpo_mega.rollout.engine import STEPS_PER_POLL
