@@ -18,7 +18,7 @@ from grpo_mega.types import Sample, Score
 FIELDS = (
     "prompt_id", "prompt", "answer", "completion", "group", "sample", "reward", "terms", "reason", "unscorable",
     "tokens", "finish_reason", "policy_version", "advantage", "advantages", "token_texts", "engine_logprobs",
-    "old_logprobs", "new_logprobs", "ref_logprobs",
+    "old_logprobs", "new_logprobs", "ref_logprobs", "entropies",
 )  # fmt: skip
 """The fields of a record, besides those that are named like terms of the reward."""
 DECIMALS = 6

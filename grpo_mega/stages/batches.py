@@ -113,14 +113,20 @@ def batch_of(current: StepInProgress, mini_batch: MiniBatch, config: Config, ste
     return part.with_(weight=weight)
 
 
-def with_new_logprob(whole: Batch, part: Batch, logprob: torch.Tensor) -> Batch:
-    """The batch with the log-probs [tokens of the part] of some of its sequences as their newest."""
-    new = torch.zeros(len(whole.tokens)) if whole.new_logprob is None else whole.new_logprob.clone()
-    row = {number: i for i, number in enumerate(whole.numbers.tolist())}
-    begins, ends = whole.cu_seqlens[:-1].tolist(), whole.cu_seqlens[1:].tolist()
-    for number, of_sequence in zip(part.numbers.tolist(), logprob.split(part.lengths.tolist()), strict=True):
-        new[begins[row[number]] : ends[row[number]]] = of_sequence
-    return whole.with_(new_logprob=new)
+def with_newest(whole: Batch, part: Batch, logprob: torch.Tensor, entropy: torch.Tensor) -> Batch:
+    """The batch with the log-probs and entropies [tokens of the part] that an update found for some sequences."""
+    starts = whole.cu_seqlens.tolist()
+    place = {number: slice(starts[row], starts[row + 1]) for row, number in enumerate(whole.numbers.tolist())}
+
+    def replaced(column: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+        column = torch.zeros(len(whole.tokens)) if column is None else column.clone()
+        for number, of_sequence in zip(part.numbers.tolist(), values.split(part.lengths.tolist()), strict=True):
+            column[place[number]] = of_sequence
+        return column
+
+    return whole.with_(
+        new_logprob=replaced(whole.new_logprob, logprob), new_entropy=replaced(whole.new_entropy, entropy)
+    )
 
 
 def longest_completion(rollout: RolloutConfig, step: int) -> int:

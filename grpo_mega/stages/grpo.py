@@ -15,7 +15,7 @@ from grpo_mega.models.learning_rate import Schedule
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.run import Metrics, Run, Saved, StepRecord, is_due
-from grpo_mega.stages.batches import batch_of, batch_of_all, make_batch, mini_batches, with_new_logprob
+from grpo_mega.stages.batches import batch_of, batch_of_all, make_batch, mini_batches, with_newest
 from grpo_mega.stages.corrections import corrected, needs_old_logprobs, penalised
 from grpo_mega.stages.loss import loss_of
 from grpo_mega.stages.metrics import achieved
@@ -99,7 +99,7 @@ class GRPO:
         self.watch.tokens["trained"] += gradients.tokens
         current.updates.append(gradients.metrics)
         if current.batch is not None:
-            current.batch = with_new_logprob(current.batch, batch, gradients.outputs)
+            current.batch = with_newest(current.batch, batch, gradients.outputs, gradients.entropies)
             if self.on_policy:
                 current.batch = current.batch.with_(old_logprob=gradients.outputs)
 

@@ -69,8 +69,8 @@ def with_numbers(current: StepInProgress, config: Config, topology: Topology) ->
     if batch is None:
         return current.shown
     columns = {"old_logprobs": batch.old_logprob, "advantages": batch.advantage}
-    if batch.new_logprob is not None:
-        columns["new_logprobs"] = batch.new_logprob
+    if batch.new_logprob is not None and batch.new_entropy is not None:
+        columns |= {"new_logprobs": batch.new_logprob, "entropies": batch.new_entropy}
     if config.algorithm.kl_coef:
         columns["ref_logprobs"] = batch.ref_logprob
     options = advantage_options(config)

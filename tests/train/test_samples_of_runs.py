@@ -29,7 +29,7 @@ ALONE = {
     "ppo": [*COMMON, "algorithm=ppo", "critic.alone_steps=1"],
 }
 TEXTS = ("prompt_id", "prompt", "answer", "completion", "finish_reason")
-NUMBERS = ("engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs")
+NUMBERS = ("engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "entropies")
 
 
 def records(path: Path, kind: str, step: int) -> list[dict[str, Any]]:
@@ -80,10 +80,13 @@ def test_log_probs_are_those_that_transformers_computes(folder: Path) -> None:
         completion = [tokenizer.token_id(text) for text in record["token_texts"]]
         tokens = torch.tensor([*prompt, *completion])
         logits = logits_of_transformers(folder / "checked" / "export" / "step-000001", tokens)[0].double() / 0.8
-        logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(completion)[:, None])[:, 0]
+        of_all = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        logprobs = of_all.gather(1, torch.tensor(completion)[:, None])[:, 0]
+        entropies = -(of_all.exp() * of_all).sum(-1)
         for name in ("engine_logprobs", "old_logprobs", "ref_logprobs"):
             assert record[name] == pytest.approx(logprobs.tolist(), abs=1e-5), name
         unmoved.append(record["new_logprobs"] == pytest.approx(logprobs.tolist(), abs=1e-5))
+        assert (record["entropies"] == pytest.approx(entropies.tolist(), abs=1e-5)) == unmoved[-1]
     assert {*unmoved} == {True, False}
 
 
@@ -103,7 +106,7 @@ def test_what_no_update_computed_has_no_advantage(folder: Path) -> None:
     for record in records(folder / "no_signal", "step", 1):
         assert record["advantage"] is None
         assert record["old_logprobs"] == pytest.approx(record["engine_logprobs"], abs=1e-5)
-        assert not {"new_logprobs", "advantages"} & {*record}
+        assert not {"new_logprobs", "advantages", "entropies"} & {*record}
 
 
 def test_with_a_critic_every_token_has_an_advantage(folder: Path) -> None:
@@ -112,7 +115,7 @@ def test_with_a_critic_every_token_has_an_advantage(folder: Path) -> None:
         for record in records(folder / "ppo", "step", step):
             assert len(record["advantages"]) == record["tokens"]
             assert "advantage" not in record
-            assert ("new_logprobs" in record) == (step == 2)
+            assert ("new_logprobs" in record) == ("entropies" in record) == (step == 2)
 
 
 def test_problems_are_followed(folder: Path) -> None:
