@@ -183,7 +183,7 @@ def _policy_run(
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     score = partial(reward.score, decode=decode) if config.algorithm.supervision == "process" else reward.score
     others = [model for model in (critic, reference, scorer, teacher) if model]
-    rollouts = _rollouts(ground, data, policy, others, score, learned, embedded, sglang)
+    rollouts = _rollouts(ground, data, policy, others, score, learned, embedded, sglang, decode)
     if critic:
         last: Stage = PPO(config, policy, critic, reference, data, rollouts)
     elif teacher:
@@ -275,6 +275,7 @@ def _rollouts(
     learned: LearnedReward | None,
     embedded: EmbeddedEngine,
     sglang: SGLangEngine | None,
+    decode: Decode,
 ) -> Rollouts:
     """Generation with the trainer's own weights, or with engines of SGLang, whose turn the `others` leave room for."""
     config, timer = ground.config, ground.timer
@@ -282,7 +283,7 @@ def _rollouts(
     average = AveragedPolicy(policy, decay) if decay else None
     if sglang is None:
         in_turn = partial(without_turns, timer)
-        return Rollouts(config, embedded, in_turn, score, policy, data.stop_ids, average, learned=learned)
+        return Rollouts(config, embedded, in_turn, score, policy, data.stop_ids, decode, average, learned=learned)
     text = [token for prompt in data.test for token in prompt.token_ids]
     turns = Turns(policy, others, sglang, config.rollout.sglang, timer, text, ground.path)
     return Rollouts(
@@ -292,6 +293,7 @@ def _rollouts(
         score,
         policy,
         data.stop_ids,
+        decode,
         average,
         generates_meanwhile=True,
         traffic=turns.metrics,

@@ -191,6 +191,9 @@ class TokenColumns:
         returns: [T] float32, what a model with a scalar head learns to estimate: a critic's returns, labels of steps;
             None without either.
         teacher_logprob: [T] float32, log-prob under a teacher; None without one.
+        new_logprob, new_entropy: [T] float32, log-prob and entropy (of the distribution that the token was drawn from)
+            under the policy of the latest update that computed the token, as its loss found them; for people to see, no
+            loss reads them. None before the first update.
     """
 
     tokens: torch.Tensor
@@ -205,6 +208,8 @@ class TokenColumns:
     value: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     teacher_logprob: torch.Tensor | None = None
+    new_logprob: torch.Tensor | None = None
+    new_entropy: torch.Tensor | None = None
 
     def columns(self) -> dict[str, torch.Tensor]:
         """Name -> column, without those that are None."""
@@ -272,8 +277,9 @@ class ScoredTokens(TokenColumns):
 
     @classmethod
     def of(cls, batch: Batch, index: torch.Tensor, cu_seqlens: torch.Tensor) -> ScoredTokens:
-        """The tokens at [n] indices of the batch; without their experts, which no loss reads."""
-        columns = {name: column[index] for name, column in batch.columns().items() if name != "experts"}
+        """The tokens at [n] indices of the batch; without what no loss reads."""
+        unread = ("experts", "new_logprob", "new_entropy")
+        columns = {name: column[index] for name, column in batch.columns().items() if name not in unread}
         return cls(index=index, cu_seqlens=cu_seqlens, **columns | {"tokens": columns["tokens"].long()})
 
     def part(self, part: slice) -> ScoredTokens:

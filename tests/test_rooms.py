@@ -23,7 +23,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "data": GROUND | {"step_ends"},
     "sandbox": set(),
     "reward": GROUND | {"sandbox", "step_ends"},
-    "observe": GROUND,
+    "observe": GROUND | {"step_ends"},
     "doctor": GROUND | {"sandbox"},
     "models": GROUND | {"grpo_kernels", "algorithm"},
     "weights": GROUND | {"models"},

@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,7 +157,8 @@ def measure(config: Config, samples: int, replicas: int, mean: int) -> dict[str,
         current.mismatch = rollout_mismatch(batch.ref_logprob[batch.mask], batch.rollout_logprob[batch.mask])
         signal = groups_with_signal(rollout.groups, batches.advantage_options(config))
         step_metrics(current, "own", signal)
-        current.shown = [sample_record(sample, Score(0.0, {})) for sample in [*mine.values()][:4]]
+        shown = [*mine.values()][:size]
+        current.shown = [sample_record(sample, Score(0.0, {}), 0, spelled) for sample in shown]
     with meter.part("stop"), TemporaryDirectory() as folder:
         step_in_progress.save(Path(folder), current, topology)
         files = [step_in_progress.FILE, *(step_in_progress.batch_file(i, replicas) for i in range(replicas))]
@@ -211,6 +212,11 @@ def sample_of(prompt: Prompt, index: int, length: int) -> Sample:
     ids, logprobs = torch.randint(1000, (length,), dtype=torch.int32), -torch.rand(length)
     columns = array("i", ids.numpy().tobytes()), array("f", logprobs.numpy().tobytes())
     return Sample(prompt, index, *columns, "stop", ((0, 0),), "an answer " * (length // 4))
+
+
+def spelled(ids: Iterable[int]) -> str:
+    """Any text: a character for each token."""
+    return "".join(map(chr, ids))
 
 
 def answer_of(number: int, length: int, ranks: int) -> Answer:

@@ -20,7 +20,7 @@ import random
 import statistics
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,9 +111,9 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     source = PromptSource(lambda k: random_prompt(k, options.prompt_tokens, options.vocabulary), "random")
     data = Data(CharTokenizer(), source, [], [])
     reward = Reward((Term("accuracy", 1.0, checksums),))
-    engine = EmbeddedEngine(policy, lambda ids: " ".join(map(str, ids)), config.rollout.concurrent_sequences)
+    engine = EmbeddedEngine(policy, spelled, config.rollout.concurrent_sequences)
     recorder, timer = Recorder(config.run, Path(), main=False), PhaseTimer()
-    rollouts = Rollouts(config, engine, partial(without_turns, timer), reward.score, policy, data.stop_ids)
+    rollouts = Rollouts(config, engine, partial(without_turns, timer), reward.score, policy, data.stop_ids, spelled)
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     stage = GRPO(config, policy, reference, data, rollouts)
     if config.algorithm.advantage_baseline == "critic":
@@ -141,6 +141,11 @@ def random_prompt(k: int, length: int, vocabulary: int) -> Prompt:
     """Prompt k: `length` random tokens."""
     tokens = random.Random(k).choices(range(vocabulary), k=length)
     return Prompt(f"random/{k}", tuple(tokens), "", "", "random")
+
+
+def spelled(ids: Iterable[int]) -> str:
+    """The tokens as numbers: there is no text."""
+    return " ".join(map(str, ids))
 
 
 def checksums(samples: Sequence[Sample]) -> list[Verdict | Exception]:

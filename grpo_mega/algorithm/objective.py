@@ -31,12 +31,14 @@ class TokenLosses:
         losses: [n] the terms of `total`.
         logprob: [n] log-probs.
         means: Metrics to log, see `logged_mean`: float64 [2].
+        entropies: [n] entropies; None where the loss does not know them.
     """
 
     total: torch.Tensor
     losses: torch.Tensor
     logprob: torch.Tensor
     means: dict[str, torch.Tensor]
+    entropies: torch.Tensor | None = None
 
 
 class Loss(Protocol):
@@ -118,7 +120,7 @@ def grpo_loss(options: GRPOLoss, on_policy: bool, measures_kl: bool = False) -> 
             ratio = (old - scored.rollout_logprob).exp()
             beyond = (ratio < options.correction_floor) | (ratio > options.correction_cap)
             means["corrected"] = logged_mean(beyond.sum(), torch.ones_like(beyond).sum())
-        return TokenLosses(total, result.loss, result.logprob, means)
+        return TokenLosses(total, result.loss, result.logprob, means, result.entropies)
 
     return loss
 
@@ -142,7 +144,7 @@ def token_wise(token_loss: TokenLoss) -> Loss:
         total, result = linear_token_loss(hidden, output_weight, scored.tokens, weighted, **settings)
         losses, logprob = result.pop("loss"), result.pop("logprob")
         means = {name: logged_mean(x.double().sum(), torch.ones_like(x).sum()) for name, x in result.items()}
-        return TokenLosses(total, losses, logprob, means)
+        return TokenLosses(total, losses, logprob, means, result["entropy"])
 
     return loss
 

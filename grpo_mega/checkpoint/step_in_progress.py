@@ -36,9 +36,10 @@ class StepInProgress:
         groups: What every rank knows of the answers.
         batch: This replica's part of those that updates compute, with every log-prob these need; None when nothing can
             move the policy.
-        shown: Records of some of the answers, for people to read.
+        shown: Records of some of the answers, for people to read; on the main rank, none on the others.
         updates: The metrics of each update done so far.
         mismatch: Without a batch, how far the trainer's log-probs of the answers are from the engine's, for the log.
+        shown_groups: Indices of the groups whose answers `shown` has; on every rank.
     """
 
     groups: list[Group]
@@ -46,6 +47,7 @@ class StepInProgress:
     shown: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, float]] = field(default_factory=list)
     mismatch: dict[str, float] = field(default_factory=dict)
+    shown_groups: list[int] = field(default_factory=list)
 
 
 def save(checkpoint: Path, step: StepInProgress, topology: Topology) -> None:
@@ -78,9 +80,10 @@ def load(checkpoint: Path, topology: Topology) -> StepInProgress | None:
     return StepInProgress(
         [_group(group) for group in record["groups"]],
         _batch([checkpoint / name for name in saved], topology) if saved else None,
-        record["shown"],
+        record["shown"] if topology.is_main else [],
         record["updates"],
         record["mismatch"],
+        record.get("shown_groups", []),  # an older version showed single samples
     )
 
 

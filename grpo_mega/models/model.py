@@ -44,12 +44,14 @@ class MicroLoss:
         losses: [n] the scored tokens' terms of `total`.
         outputs: [n] the head's outputs for the scored tokens.
         means: Metrics to log, "loss" among them; see `objective.logged_mean`.
+        entropies: [n] entropies of the tokens' distributions; None of a model without such.
     """
 
     total: torch.Tensor
     losses: torch.Tensor
     outputs: torch.Tensor
     means: dict[str, torch.Tensor]
+    entropies: torch.Tensor | None = None
 
 
 @dataclass
@@ -63,12 +65,14 @@ class Pass:
             cross entropy of the prediction modules, if there are any; "expert_imbalance" the tokens of the busiest
             expert of any layer over those of the layer's average expert.
         tokens: Number of scored tokens of all replicas.
+        entropies: [T] entropies at the scored tokens, 0 elsewhere, and everywhere for a model without such.
     """
 
     outputs: torch.Tensor
     expert_loads: dict[int, list[float]]
     metrics: dict[str, float]
     tokens: int
+    entropies: torch.Tensor
 
 
 class Model:
@@ -230,13 +234,15 @@ class Model:
             # After an update p.grad is an alias of the buffer: the next gradient would count twice.
             self.optimizer.zero_grad()
         start_counting(self.chunks)
-        outputs = torch.zeros(len(micros.batch.tokens), device=self.platform.device)
+        outputs = torch.zeros(2, len(micros.batch.tokens), device=self.platform.device)  # and entropies
         sums: dict[str, torch.Tensor] = {}
 
         def of_micro_batch(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict]:
             result = loss(micro, output)
             refuse_non_finite_losses(result.losses, micro.scored.index, micros.batch)
-            outputs[micro.scored.index] = result.outputs.detach()
+            outputs[0, micro.scored.index] = result.outputs.detach()
+            if result.entropies is not None:
+                outputs[1, micro.scored.index] = result.entropies.detach()
             for name, mean in result.means.items():
                 sums[name] = sums.get(name, 0.0) + mean
             return result.total * micro.packed.loss_scale, {}
@@ -249,7 +255,8 @@ class Model:
         loads = expert_loads(self.chunks) if self._config.moe.experts else {}
         if loads:
             metrics["expert_imbalance"] = max(_imbalance(load) for load in loads.values())
-        return Pass(outputs.cpu(), loads, metrics, micros.totals.scored)
+        whole, entropies = outputs.cpu()
+        return Pass(whole, loads, metrics, micros.totals.scored, entropies)
 
     def apply(self, gradients: Pass, lr: float) -> Pass:
         """One optimizer step along these gradients; adds "grad_norm" (before clipping) and "lr" to their metrics."""

@@ -74,7 +74,7 @@ class Policy(Model):
                 drafts = self._draft_loss(micro, hidden, temperature)
                 total = total + self.architecture.mtp_loss_coef * drafts / trained
                 means["mtp_loss"] = logged_mean(drafts.detach(), torch.ones_like(micro.scored.tokens).sum())
-            return MicroLoss(total, result.losses, result.logprob, means)
+            return MicroLoss(total, result.losses, result.logprob, means, result.entropies)
 
         return self._backward(micros, of_micro_batch)
 

@@ -153,11 +153,14 @@ class Console:
         """Whether samples of this step are to be printed: every few rows, and at the end."""
         return step % (self._print_every * ROWS_PER_SAMPLES) == 0 or step == self._total
 
-    def sample(self, prompt_text: str, completion_text: str, answer: str, reward: float | None) -> None:
-        """Prints a prompt with its completion, and its reward or none; long texts are shortened in the middle."""
+    def sample(
+        self, prompt_text: str, completion_text: str, answer: str, reward: float | None, chosen: str = ""
+    ) -> None:
+        """Prints a prompt with its completion, its reward or none, and how it was chosen; long texts are shortened in
+        the middle."""
         prompt, completion, answer = (self._printable(text) for text in (prompt_text, completion_text, answer))
         scored = "no score" if reward is None else f"reward {reward:.2f}"
-        verdict = f"  [answer {_shorten(answer, 20)}, {scored}]"
+        verdict = f"  [{chosen}{', ' if chosen else ''}answer {_shorten(answer, 20)}, {scored}]"
         room = max(self._width - len(verdict) - len("  | ") - len(" -> "), 20)
         prompt = _shorten(prompt, room // 3)
         self._print(f"  | {prompt} -> {_shorten(completion, room - len(prompt))}{verdict}")

@@ -9,11 +9,8 @@ from typing import Any
 from grpo_mega.config.schema import RunConfig
 from grpo_mega.observe.console import TABLE, Column, Console
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, MetricsLog, read_metrics
-from grpo_mega.observe.samples import write_samples
+from grpo_mega.observe.samples import telling, write_samples
 from grpo_mega.observe.summary import SUMMARY, write_summary
-
-SHOWN_SAMPLES = 2
-"""Answers printed at a time."""
 
 
 class Recorder:
@@ -44,11 +41,6 @@ class Recorder:
             (self.path / SUMMARY).unlink(missing_ok=True)
             self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step, name)
 
-    @property
-    def samples_wanted(self) -> int:
-        """How many scored samples of a step there is a use for."""
-        return max(self.run.samples_per_step, SHOWN_SAMPLES)
-
     def step(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
         """A finished step; records of its samples, if there are any, go into samples/. It goes into the table unless
         that is about another stage."""
@@ -58,14 +50,19 @@ class Recorder:
         if not shown and not self.console.has_columns_for(metrics):
             return
         if shown:
-            write_samples(self.path, step, shown[: self.run.samples_per_step])
+            write_samples(self.path, step, shown)
         self.console.step(step, metrics)
         if self.console.shows_samples(step):
-            for record in shown[:SHOWN_SAMPLES]:
-                self.console.sample(record["prompt"], record["completion"], record["answer"], record["reward"])
+            for chosen, record in telling(shown):
+                self.console.sample(record["prompt"], record["completion"], record["answer"], record["reward"], chosen)
 
-    def evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
-        """Results on validation or held-out problems; the latter get a line of metrics of their own."""
+    def evaluation(
+        self, step: int, split: str, metrics: dict[str, float], followed: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """Results on validation or held-out problems; the latter get a line of metrics of their own. Records of the
+        answers to problems that are followed, if there are any, go into samples/."""
+        if followed and self.console:
+            write_samples(self.path, step, followed, "followed")
         if self.console:
             self.console.evaluation(step, split, {n: x for n, x in metrics.items() if "/" not in n})  # without tasks
         if split == "held-out" and self.metrics:

@@ -1,23 +1,41 @@
-"""Completions to look at: samples/step-NNNNNN.jsonl, a few of every step."""
+"""Completions to look at, a JSON object a line: samples/step-NNNNNN.jsonl has whole groups of each step,
+samples/followed-NNNNNN.jsonl the answers to the same validation problems at each evaluation. docs/samples.md explains
+the fields.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.platform.files import write_atomic
+from grpo_mega.step_ends import BYTES, Decode
 from grpo_mega.types import Sample, Score
 
+FIELDS = (
+    "prompt_id", "prompt", "answer", "completion", "group", "sample", "reward", "terms", "reason", "unscorable",
+    "tokens", "finish_reason", "policy_version", "advantage", "advantages", "token_texts", "engine_logprobs",
+    "old_logprobs", "new_logprobs", "ref_logprobs", "entropies",
+)  # fmt: skip
+"""The fields of a record, besides those that are named like terms of the reward."""
+DECIMALS = 6
+"""Of numbers of tokens: as many as float32 log-probs have, and half the space of all that would be written."""
+UNFINISHED = "\ufffd"
+"""What decoders make of the first bytes of a character."""
 
-def write_samples(run_dir_path: Path, step: int, records: Sequence[dict[str, Any]]) -> Path:
+
+def write_samples(run_dir_path: Path, step: int, records: Sequence[dict[str, Any]], kind: str = "step") -> Path:
     """Writes one JSON object per record to samples/ and returns the file; a step that runs again replaces its file.
+
+    `kind` is what the file's name begins with, "step" or "followed".
 
     Raises:
         ValueError: A record holds something JSON does not know (a tensor, NaN); names the step and the record.
     """
-    path = run_dir_path / "samples" / f"step-{step:06d}.jsonl"
+    path = run_dir_path / "samples" / f"{kind}-{step:06d}.jsonl"
     path.parent.mkdir(exist_ok=True)
     lines = [_line(record, f"sample {index} of step {step}") for index, record in enumerate(records)]
     write_atomic(path, "".join(lines))
@@ -31,18 +49,70 @@ def _line(record: dict[str, Any], where: str) -> str:
         raise ValueError(f"{where} cannot be written as JSON: {error}") from None
 
 
-def sample_record(sample: Sample, score: Score) -> dict[str, Any]:
-    """A sample as samples/ shows it; one without a score has no reward (null)."""
+def sample_record(sample: Sample, score: Score, group: int, decode: Decode) -> dict[str, Any]:
+    """A sample as samples/ shows it before any update; one without a score has no reward (null).
+
+    `group` is the number of its group in the file. A term of the reward that is named like another field is in "terms"
+    alone.
+    """
     return {
         "prompt_id": sample.prompt.id,
         "prompt": sample.prompt.text,
         "answer": sample.prompt.answer,
         "completion": sample.text,
+        "group": group,
+        "sample": sample.index,
         "reward": None if score.unscorable else score.total,
-        **score.terms,
+        **{name: value for name, value in score.terms.items() if name not in FIELDS},
+        "terms": score.terms,
         **({"reason": score.reason} if score.reason else {}),
         **({"unscorable": score.unscorable} if score.unscorable else {}),
         "tokens": len(sample.token_ids),
         "finish_reason": sample.finish_reason,
         "policy_version": sample.policy_version,
+        "advantage": None,
+        "token_texts": token_texts(sample.token_ids, decode),
+        "engine_logprobs": rounded(sample.logprobs),
     }
+
+
+def rounded(values: Iterable[float]) -> list[float | None]:
+    """The values as samples/ shows them: of so many decimals, null where they are not finite."""
+    return [round(value, DECIMALS) if math.isfinite(value) else None for value in values]
+
+
+def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
+    """What each token spells; joined, what all spell.
+
+    Of tokens that spell a character together the last one has it, the others have "". Where a decoder makes something
+    else of a text's tokens than of its parts, each has what it adds to the text of those before it.
+    """
+    alone = {token: decode([token]) for token in {*token_ids}}
+    texts = [alone[token] for token in token_ids]
+    if "".join(texts) == decode(token_ids):
+        return texts
+    texts, before, first = [], 0, 0  # tokens from `before` to `first` are spelled already, those up to `end` pending
+    for end in range(1, len(token_ids) + 1):
+        spelled, with_pending = decode(token_ids[before:first]), decode(token_ids[before:end])
+        if with_pending.endswith(UNFINISHED) and end - first < BYTES and end < len(token_ids):
+            texts.append("")
+            continue
+        texts.append(with_pending[len(spelled) :])
+        before, first = first, end
+    return texts
+
+
+def telling(records: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """(how it was chosen, record) of the samples of a step that say most: the best and the worst of the group whose
+    rewards are farthest apart; where all are equal the first of the first group, and nothing of no records."""
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(record["group"], []).append(record)
+    spread, chosen = 0.0, None
+    for of_group in groups.values():
+        scored = sorted((r for r in of_group if r["reward"] is not None), key=lambda r: -r["reward"])
+        if scored and scored[0]["reward"] - scored[-1]["reward"] > spread:
+            spread, chosen = scored[0]["reward"] - scored[-1]["reward"], scored
+    if chosen is not None:
+        return [(f"best of {len(chosen)}", chosen[0]), (f"worst of {len(chosen)}", chosen[-1])]
+    return [(f"first of {len(of_group)}", of_group[0]) for of_group in groups.values()][:1]

@@ -6,6 +6,7 @@ The collectives use gloo: files, rewards and samples have nothing to do with dev
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -63,6 +64,29 @@ def from_all_ranks(work: Callable[[], Result]) -> list[Result]:
         kind = ValueError if all(refused for _, refused in failed) else RuntimeError
         raise kind("; ".join(problem for problem, _ in failed)) from failure or FailedElsewhere("not on this rank")
     return [theirs for theirs, *_ in everyone]
+
+
+def on_main_rank(work: Callable[[], Result]) -> list[Result]:
+    """What `work` returns on every rank, by rank, on the main rank (0); [] on the others, which get nothing.
+
+    It may be megabytes: unlike `from_all_ranks`, what is sent is no more than what there is.
+
+    Raises:
+        RuntimeError, ValueError: As `from_all_ranks`.
+    """
+    mine = bytearray()
+
+    def size() -> int:
+        mine.extend(pickle.dumps(work()))
+        return len(mine)
+
+    sizes = from_all_ranks(size)
+    nothing = torch.empty(0, dtype=torch.uint8)
+    parts = [torch.frombuffer(mine, dtype=torch.uint8), *[nothing] * (len(sizes) - 1)]
+    if dist.get_rank() > 0:
+        exchange(parts, [0] * len(sizes))
+        return []
+    return [pickle.loads(part.numpy().tobytes()) for part in exchange(parts, sizes).split(sizes)]
 
 
 def exchange(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:

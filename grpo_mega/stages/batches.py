@@ -113,6 +113,22 @@ def batch_of(current: StepInProgress, mini_batch: MiniBatch, config: Config, ste
     return part.with_(weight=weight)
 
 
+def with_newest(whole: Batch, part: Batch, logprob: torch.Tensor, entropy: torch.Tensor) -> Batch:
+    """The batch with the log-probs and entropies [tokens of the part] that an update found for some sequences."""
+    starts = whole.cu_seqlens.tolist()
+    place = {number: slice(starts[row], starts[row + 1]) for row, number in enumerate(whole.numbers.tolist())}
+
+    def replaced(column: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+        column = torch.zeros(len(whole.tokens)) if column is None else column.clone()
+        for number, of_sequence in zip(part.numbers.tolist(), values.split(part.lengths.tolist()), strict=True):
+            column[place[number]] = of_sequence
+        return column
+
+    return whole.with_(
+        new_logprob=replaced(whole.new_logprob, logprob), new_entropy=replaced(whole.new_entropy, entropy)
+    )
+
+
 def longest_completion(rollout: RolloutConfig, step: int) -> int:
     """Largest number of tokens of a completion after `step` steps: more from `rollout.longer_from_step` on."""
     longer, since = rollout.longer_max_new_tokens, rollout.longer_from_step

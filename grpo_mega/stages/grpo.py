@@ -15,11 +15,12 @@ from grpo_mega.models.learning_rate import Schedule
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.run import Metrics, Run, Saved, StepRecord, is_due
-from grpo_mega.stages.batches import batch_of, batch_of_all, make_batch, mini_batches
+from grpo_mega.stages.batches import batch_of, batch_of_all, make_batch, mini_batches, with_newest
 from grpo_mega.stages.corrections import corrected, needs_old_logprobs, penalised
 from grpo_mega.stages.loss import loss_of
 from grpo_mega.stages.metrics import achieved
 from grpo_mega.stages.rollouts import Rollouts
+from grpo_mega.stages.shown import with_numbers, with_old_logprobs
 from grpo_mega.stages.watch import Watch
 from grpo_mega.types import Batch
 
@@ -59,23 +60,25 @@ class GRPO:
         self.in_progress = None
         if self.reference and is_due(self.algorithm.reference_refresh, run.step + 1):
             self.reference.refresh()  # pi_ref <- pi_theta
-        return StepRecord(metrics, current.shown)
+        return StepRecord(metrics, with_numbers(current, self.config, self.topology))
 
     def experience(self, run: Run) -> StepInProgress:
         """The data for the updates of a step: questions, groups of answers, rewards, advantages, log-probs."""
         prompts = self.data.train.take(self.algorithm.prompts_per_step)  # q ~ P(Q)
         rollout = self.rollouts.answers(run, prompts, self.algorithm.group_size)  # o_1 ... o_G ~ pi_old, r_1 ... r_G
         self.data.train.learn(rollout.groups)
-        shown = self.rollouts.shown(rollout, run.recorder.samples_wanted)
+        shown_groups, shown = self.rollouts.shown(rollout, run.step)
         with run.phase("logprobs"):
             batch = make_batch(rollout, self.config, self.topology, run.step)  # A_i = (r_i - mean(r)) / std(r)
-            current = StepInProgress(rollout.groups, batch, shown)
+            current = StepInProgress(rollout.groups, batch, shown, shown_groups=shown_groups)
             if batch is not None:
                 rollout.samples.clear()  # the batch has what is left of them to compute
                 current.batch = penalised(self.with_logprobs(run, batch), rollout.groups, self.config, self.topology)
             else:  # nothing to learn, but the mismatch of engine and trainer is measured at every step
                 batch = batch_of_all(rollout, self.config, self.topology)
-                current.mismatch = self.watch.mismatch(batch, self.policy.logprobs(batch, self.temperature))
+                batch = batch.with_(old_logprob=self.policy.logprobs(batch, self.temperature))
+                current.mismatch = self.watch.mismatch(batch, batch.old_logprob)
+                current.shown = with_old_logprobs(current, batch, self.topology)
         run.raise_if_stopping()
         return current
 
@@ -95,8 +98,10 @@ class GRPO:
         self.rollouts.follow()  # an average of the weights, for evaluations
         self.watch.tokens["trained"] += gradients.tokens
         current.updates.append(gradients.metrics)
-        if self.on_policy and current.batch is not None:
-            current.batch = current.batch.with_(old_logprob=gradients.outputs)
+        if current.batch is not None:
+            current.batch = with_newest(current.batch, batch, gradients.outputs, gradients.entropies)
+            if self.on_policy:
+                current.batch = current.batch.with_(old_logprob=gradients.outputs)
 
     def evaluated(self, run: Run) -> Metrics:
         """Metrics on the validation problems, if an evaluation is due at the end of this step."""

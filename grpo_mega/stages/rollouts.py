@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 from grpo_mega.config.schema import Config
@@ -13,14 +12,14 @@ from grpo_mega.evaluate.measure import metrics
 from grpo_mega.evaluate.votes import ballot_of, votes_of
 from grpo_mega.models.average import AveragedPolicy
 from grpo_mega.models.policy import Policy
-from grpo_mega.observe.samples import sample_record
 from grpo_mega.observe.timer import PhaseTimer
-from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.rollout.producer import Producer
 from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.batches import longest_completion
 from grpo_mega.stages.learned_reward import LearnedReward
+from grpo_mega.stages.shown import chosen_groups, records_of
+from grpo_mega.step_ends import Decode
 from grpo_mega.types import Prompt, Rollout, Sample, Score
 
 InTurn = Callable[[int, str, Callable[[], Rollout]], Rollout]
@@ -43,6 +42,7 @@ class Rollouts:
         score: Callable[[Sequence[Sample]], Sequence[Score]],
         policy: Policy,
         stop_ids: tuple[int, ...],
+        decode: Decode,
         average: AveragedPolicy | None = None,
         generates_meanwhile: bool = False,
         traffic: Callable[[], Metrics] = dict,
@@ -58,6 +58,7 @@ class Rollouts:
             score: Scores samples, on the rank that holds them.
             policy: The model whose answers are generated.
             stop_ids: Tokens that end a completion.
+            decode: What makes text of tokens.
             average: An average of its weights, whose answers evaluations are about; None for those of the policy.
             generates_meanwhile: Whether the engine generates while samples are scored; otherwise they are scored when
                 all are generated.
@@ -69,7 +70,7 @@ class Rollouts:
         self._outdate, self._learned = outdate, learned
         self.reward_model = learned.checksum if learned else ""
         self._generates_meanwhile = generates_meanwhile
-        self.config = config.rollout
+        self.config, self._whole, self._decode = config.rollout, config, decode
         self._evaluation = config.eval
         self._success, self._ballot = config.reward.success, ballot_of(config.reward)
         self.engine = engine
@@ -128,17 +129,11 @@ class Rollouts:
         with run.phase("reward_model" if phase == "generate" else phase):
             return self._learned.added(rollout)
 
-    def shown(self, rollout: Rollout, count: int) -> list[dict[str, Any]]:
-        """Records of the first sample of each of the first `count` groups, as samples/ shows them, on every rank."""
-        groups = rollout.groups[:count]
-        firsts = [0, *accumulate(len(group.answers) for group in groups)][: len(groups)]
-        local = {
-            number: sample_record(rollout.samples[number], group.answers[0].score)
-            for number, group in zip(firsts, groups, strict=True)
-            if number in rollout.samples
-        }
-        records = {number: record for of_rank in from_all_ranks(lambda: local) for number, record in of_rank.items()}
-        return [records[number] for number in firsts]
+    def shown(self, rollout: Rollout, step: int) -> tuple[list[int], list[dict[str, Any]]]:
+        """Indices of the groups of a step that samples/ shows, and on the main rank the records of their samples; see
+        `stages/shown.py`."""
+        chosen = chosen_groups(rollout.groups, self._whole, step)
+        return chosen, records_of(rollout, chosen, self._decode)
 
     def evaluate(self, run: Run, split: str, prompts: list[Prompt], step: int) -> Metrics:
         """Records and returns what `evaluate.measure.metrics` gives for `eval.samples` answers to each prompt.
@@ -152,8 +147,10 @@ class Rollouts:
             if self._ballot and self._evaluation.samples > 1:
                 with run.phase("evaluate"):
                     votes = votes_of(rollout, self._ballot)
+            followed = self._whole.run.followed_problems if split == "validation" else 0
+            records = records_of(rollout, range(min(followed, len(rollout.groups))), self._decode)
         measured = metrics(rollout.groups, votes, self._success)
-        run.recorder.evaluation(step, split, measured)
+        run.recorder.evaluation(step, split, measured, records)
         return measured
 
     def follow(self) -> None:

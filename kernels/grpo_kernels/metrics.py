@@ -12,7 +12,7 @@ from grpo_kernels.token_loss import CLIP_DUAL, CLIP_HIGH, CLIP_LOW, RowLosses, T
 
 @dataclass(frozen=True)
 class Metrics:
-    """Metrics of this rank's tokens whose corrected weight is not 0; all but the last two are 0-dimensional.
+    """Metrics of this rank's tokens whose corrected weight is not 0; all but the last three are 0-dimensional.
 
     Attributes:
         tokens: Number of these tokens. With 0 the means are 0, the minimum is inf and the maximum -inf.
@@ -23,6 +23,7 @@ class Metrics:
         ratio, ratio_min, ratio_max: Mean and extremes of the importance ratio (`TokenLosses.log_ratio`).
         loss: [n] weighted loss of every token, for finding one that is not finite.
         logprob: [n] log-prob of every token; 0 where the weight, before the correction, is 0.
+        entropies: [n] entropy at every token; likewise.
     """
 
     tokens: Tensor
@@ -37,6 +38,7 @@ class Metrics:
     ratio_max: Tensor
     loss: Tensor
     logprob: Tensor
+    entropies: Tensor
 
 
 def metrics(losses: RowLosses, tokens: Tokens) -> Metrics:
@@ -62,6 +64,7 @@ def metrics(losses: RowLosses, tokens: Tokens) -> Metrics:
         ratio_max=_largest(torch.where(counted, ratio, -torch.inf)),
         loss=losses.loss,
         logprob=torch.where(tokens.weight != 0, logprob, 0.0),
+        entropies=torch.where(tokens.weight != 0, losses.entropy, 0.0),
     )
 
 

@@ -54,10 +54,11 @@ def test_a_step_comes_back_equal_in_every_bit(groups, trained, shown, updates, d
         batch = batch.with_(old_logprob=torch.randn(len(batch.tokens), generator=random))
     with TemporaryDirectory() as folder:
         path = Path(folder)
-        save(path, StepInProgress(groups, batch, shown, updates, {"mean_abs": 0.5}), ALONE)
+        save(path, StepInProgress(groups, batch, shown, updates, {"mean_abs": 0.5}, [2, 5]), ALONE)
         (path / MANIFEST).write_text(json.dumps({file.name: checksum(file) for file in path.iterdir()}))
         back = load(path, ALONE)
     assert (back.groups, back.shown, back.updates, back.mismatch) == (groups, shown, updates, {"mean_abs": 0.5})
+    assert back.shown_groups == [2, 5]
     assert (back.batch is None) == (batch is None)
     for name, there in vars(batch).items() if batch else ():
         here = getattr(back.batch, name)

@@ -361,7 +361,8 @@ def test_what_is_no_configuration_has_no_identity(text: str) -> None:
     [
         "run.steps=99", "run.eval_every=3", "run.save_every=3", "base.save_every=3", "sft.save_every=3",
         "run.keep_checkpoints=9", "run.print_every=1",
-        "run.samples_per_step=0", "run.tensorboard=false", "layout=tp2_pp2", "layout.micro_batch_tokens=128",
+        "run.sample_groups_per_step=0", "run.followed_problems=0",
+        "run.tensorboard=false", "layout=tp2_pp2", "layout.micro_batch_tokens=128",
         "run.async_save=true", "optimizer.overlap=true", "cluster.nodes=3", "reward.timeout_seconds=5",
         "reward.on_error=leave_out",
         "run.name=other", "data.shared_test_problems=3",

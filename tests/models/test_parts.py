@@ -73,7 +73,7 @@ def test_each_part_decays_at_its_own_rate(make_policy: MakePolicy, model: str, c
     policy.use_optimizer(OptimizerConfig(lr=0.1, weight_decay=common, parts=OWN))
     before = {name: p.detach().clone() for name, p in policy.chunks.named_parameters()}
     policy.ddp_chunks[0].zero_grad_buffer()  # without gradients Adam moves nothing: what moves has decayed
-    policy.apply(Pass(torch.zeros(0), {}, {}, 0), lr=0.1)
+    policy.apply(Pass(torch.zeros(0), {}, {}, 0, torch.zeros(0)), lr=0.1)
     for name, p in policy.chunks.named_parameters():
         own = settings_of(OWN)[part_of(name, tied)]
         decay = common if own.weight_decay is None else own.weight_decay

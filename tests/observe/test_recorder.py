@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,34 +22,54 @@ def answer(index: int, text: str) -> Sample:
     return Sample(PROMPT, index, array("i", [3]), array("f", [-0.5]), "stop", ((0, 4),), text, None)
 
 
-SHOWN = [
-    sample_record(answer(0, text), Score(0.2, {"accuracy": 0.2}, reason))
-    for text, reason in (("poor", "a guess"), ("b", ""))
-]
+def record(index: int, text: str, score: Score) -> dict[str, Any]:
+    return sample_record(answer(index, text), score, 0, lambda ids: "<eos>" * len([*ids]))
+
+
 AS_WRITTEN = (
-    '{"prompt_id": "p/1", "prompt": "1+1=?", "answer": "2", "completion": "poor", "reward": 0.2, "accuracy": 0.2, '
-    '"reason": "a guess", "tokens": 1, "finish_reason": "stop", "policy_version": 4}\n'
+    '{"prompt_id": "p/1", "prompt": "1+1=?", "answer": "2", "completion": "poor", "group": 0, "sample": 1, '
+    '"reward": 0.2, "accuracy": 0.2, "terms": {"accuracy": 0.2, "tokens": 1.5}, "reason": "a guess", "tokens": 1, '
+    '"finish_reason": "stop", "policy_version": 4, "advantage": null, "token_texts": ["<eos>"], '
+    '"engine_logprobs": [-0.5]}\n'
 )
 
 
-@pytest.mark.parametrize("written", [0, 1, 2])
-def test_samples_are_written_and_printed_in_their_order(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], written: int
+def test_samples_are_written_in_their_order_and_the_best_and_the_worst_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So many into the file, byte for byte, and two are printed whatever is written."""
-    run = RunConfig(name="mine", steps=1, tensorboard=False, samples_per_step=written)
-    recorder = Recorder(run, tmp_path, main=True)
-    assert recorder.samples_wanted == 2
+    """A term named like a field of the record is among the terms alone."""
+    recorder = Recorder(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path, main=True)
     recorder.open_metrics(resume_from_step=-1)
-    recorder.step(1, {"reward/mean": 0.4}, SHOWN)
+    poor = Score(0.2, {"accuracy": 0.2, "tokens": 1.5}, "a guess")
+    scores = {"between": Score(0.5, {}), "poor": poor, "good": Score(1.0, {})}
+    shown = [record(index, text, score) for index, (text, score) in enumerate(scores.items())]
+    recorder.step(1, {"reward/mean": 0.4}, shown)
     recorder.close()
     said = capsys.readouterr().err
-    assert "| 1+1=? -> poor  [answer 2, reward 0.20]" in said
-    assert said.index("-> poor") < said.index("-> b ")
+    assert "| 1+1=? -> good  [best of 3, answer 2, reward 1.00]" in said
+    assert "| 1+1=? -> poor  [worst of 3, answer 2, reward 0.20]" in said
+    assert "between" not in said
     lines = (tmp_path / "samples" / "step-000001.jsonl").read_text().splitlines(keepends=True)
-    assert len(lines) == written
-    assert lines[:1] == [AS_WRITTEN][:written]
-    assert "reason" not in "".join(lines[1:]).replace("finish_reason", "")
+    assert [json.loads(line)["completion"] for line in lines] == [*scores]
+    assert lines[1] == AS_WRITTEN
+    assert '"reason"' not in lines[0] + lines[2]
+
+
+def test_a_step_without_samples_has_no_file(tmp_path: Path) -> None:
+    recorder = Recorder(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path, main=True)
+    recorder.open_metrics(resume_from_step=-1)
+    recorder.step(1, {"reward/mean": 0.4}, [])
+    recorder.close()
+    assert not (tmp_path / "samples").exists()
+
+
+def test_answers_to_problems_that_are_followed_have_a_file_for_each_evaluation(tmp_path: Path) -> None:
+    recorder = Recorder(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path, main=True)
+    recorder.evaluation(20, "validation", {"accuracy": 0.5}, [record(0, "good", Score(1.0, {}))])
+    recorder.evaluation(40, "validation", {"accuracy": 0.5}, [])
+    recorder.close()
+    assert [file.name for file in (tmp_path / "samples").iterdir()] == ["followed-000020.jsonl"]
+    assert json.loads((tmp_path / "samples" / "followed-000020.jsonl").read_text())["completion"] == "good"
 
 
 def test_held_out_results_go_into_the_metrics_and_others_do_not(tmp_path: Path) -> None:
@@ -64,10 +85,10 @@ def test_held_out_results_go_into_the_metrics_and_others_do_not(tmp_path: Path) 
 
 def test_a_sample_that_could_not_be_scored_has_no_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither in the file nor on the console is it a 0."""
-    recorder = Recorder(RunConfig(name="mine", steps=1, tensorboard=False, samples_per_step=1), tmp_path, main=True)
+    recorder = Recorder(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path, main=True)
     recorder.open_metrics(resume_from_step=-1)
-    recorder.step(1, {}, [sample_record(answer(0, "poor"), Score(0.0, {}, unscorable="the judge was away"))])
+    recorder.step(1, {}, [record(0, "poor", Score(0.0, {}, unscorable="the judge was away"))])
     recorder.close()
-    assert "| 1+1=? -> poor  [answer 2, no score]" in capsys.readouterr().err
-    record = json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text())
-    assert (record["reward"], record["unscorable"]) == (None, "the judge was away")
+    assert "| 1+1=? -> poor  [first of 1, answer 2, no score]" in capsys.readouterr().err
+    written = json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text())
+    assert (written["reward"], written["unscorable"]) == (None, "the judge was away")

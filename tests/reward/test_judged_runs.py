@@ -24,7 +24,7 @@ def test_what_a_judge_cannot_be_asked_or_does_not_say_is_counted_and_shown(tmp_p
             "rubric:'{prompt}!!! {completion}'}}"
         )
         terms = f"reward.terms=[{{name:accuracy}},{{name:format,weight:0.2}},{judge}]"
-        settings = [*SMALL, terms, "run.steps=2", "run.name=judged", "run.samples_per_step=8"]
+        settings = [*SMALL, terms, "run.steps=2", "run.name=judged", "run.sample_groups_per_step=8"]
         ended = Job(tmp_path, settings, ranks=2, environment={"JUDGE_KEY": KEY}).finish()
         assert (ended.code, ended.orphans) == (0, []), ended.stderr
         asked = server.asked
@@ -59,7 +59,7 @@ def test_with_a_judge_that_is_never_there_a_run_ends_and_says_that_nothing_was_s
     steps = [record for record in read_metrics(path / "metrics.jsonl") if "reward/unscorable" in record]
     assert [record["reward/unscorable"] for record in steps] == [32, 32, 32]
     assert "nothing was learned from them: in the last one no answer could be scored" in ended.stderr
-    assert re.search(r"\[answer \d+, no score\]", ended.stderr)
+    assert re.search(r"\[first of 4, answer \d+, no score\]", ended.stderr)
     assert "reward 0.00" not in ended.stderr
     shown = [json.loads(line) for file in (path / "samples").glob("*.jsonl") for line in file.read_text().splitlines()]
     assert shown

@@ -290,17 +290,27 @@ def check_a_second_producer_is_refused_while_the_first_is_at_work(bench: Bench) 
     assert [group.prompt for group in second.run().groups] == prompts
 
 
-def check_what_is_shown_is_the_first_sample_of_each_group(bench: Bench) -> None:
-    """On every rank, whoever holds it."""
+def spelled(ids: Sequence[int]) -> str:
+    return "".join(f"{token};" for token in ids)
+
+
+def check_what_is_shown_is_whole_groups(bench: Bench) -> None:
+    """In their order on the main rank, whoever holds them, and nowhere else."""
     config, topology = compose_config(["experiment=tiny"]), bench.policy.topology
-    rollouts = Rollouts(config, bench.engine, partial(without_turns, PhaseTimer()), REWARD.score, topology, (2,))
     producer = Producer(bench.engine, Scorer(bench), 3, HOW, bench.version)
     producer.add(many(bench))
     rollout = producer.run()
-    records = [sample_record(*scored) for scored in whole(rollout)[::3]]
-    assert len(records) == len(many(bench))
-    for count in (0, 5, len(records), 10**6):
-        assert rollouts.shown(rollout, count) == records[:count]
+    scored, turn = whole(rollout), partial(without_turns, PhaseTimer())
+    assert len(scored) == 3 * len(many(bench))
+    for count in (0, 5, len(many(bench)), 10**6):
+        config.run.sample_groups_per_step = count
+        rollouts = Rollouts(config, bench.engine, turn, REWARD.score, topology, (2,), spelled)
+        chosen, records = rollouts.shown(rollout, 7)
+        assert chosen == sorted({*chosen})
+        assert len(chosen) == min(count, len(many(bench)))
+        numbers = [(at, 3 * group + index) for at, group in enumerate(chosen) for index in range(3)]
+        expected = [sample_record(*scored[number], at, spelled) for at, number in numbers]
+        assert records == (expected if topology.rank == 0 else [])
 
 
 CHECKS = {name.removeprefix("check_"): check for name, check in globals().items() if name.startswith("check_")}

@@ -24,7 +24,7 @@ def files(root: Path) -> list[str]:
 def trained(root: Path, name: str, steps: int, ranks: int) -> list[str]:
     """Trains up to so many steps; returns the prompts' names, in order."""
     words = [*SMALL, *files(root), rewarded_by("varied"), "reward.success=own", "data.test_size=2"]
-    words += [f"run.name={name}", f"run.steps={steps}", "run.eval_every=0", "run.samples_per_step=8"]
+    words += [f"run.name={name}", f"run.steps={steps}", "run.eval_every=0", "run.sample_groups_per_step=8"]
     ended = Job(root, words, ranks).finish()
     assert ended.code == 0, ended
     folder = root / "runs" / name / "samples"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import results, run_ranks
-from train_jobs import Job, contents, numbers
+from train_jobs import Job, differing, numbers, samples
 
 pytestmark = pytest.mark.long
 
@@ -84,5 +84,4 @@ def test_a_run_directory_is_continued_by_another_number_of_processes(continued):
         assert b["policy/grad_norm"] > 0
         # Differences at rounding level are known here in absolute terms only: a loss may be 0.
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
-    first, second = (contents(path / "samples") for path in continued.values())
-    assert first == second
+    assert differing(*(samples(path) for path in continued.values()), by=1e-4) == {}

@@ -28,7 +28,7 @@ def samples(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 def test_programs_are_run_against_the_hidden_tests_of_their_prompts(tmp_path: Path) -> None:
-    words = ["experiment=tiny_mixture", *SMALL[1:], *SHORT, "run.steps=2", "run.samples_per_step=8"]
+    words = ["experiment=tiny_mixture", *SMALL[1:], *SHORT, "run.steps=2", "run.sample_groups_per_step=8"]
     path = run(tmp_path, words)
     shown = samples(path)
     programs = [record for record in shown if "def" in record["answer"]]

@@ -90,7 +90,8 @@ def test_tokens_add_up(finished):
 
 
 def test_samples_are_those_that_were_scored(finished):
-    files = sorted((finished.path / "samples").iterdir())
+    followed, *files = sorted((finished.path / "samples").iterdir())
+    assert followed.name == "followed-000002.jsonl"
     assert [file.name for file in files] == [f"step-{step:06d}.jsonl" for step in (1, 2, 3)]
     for step, file in enumerate(files, start=1):
         records = [json.loads(line) for line in file.read_text().splitlines()]

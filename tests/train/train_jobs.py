@@ -150,6 +150,29 @@ def numbers(path: Path) -> list[dict[str, Any]]:
     return [repeated(line) for line in of_steps(path)]
 
 
+def samples(path: Path) -> dict[str, Any]:
+    """All that the files of a run's samples say, flat: {"FILE:LINE:FIELD:INDEX": value}."""
+    found: dict[str, Any] = {}
+    for file in sorted((path / "samples").iterdir()):
+        for number, line in enumerate(file.read_text().splitlines()):
+            for name, value in json.loads(line).items():
+                within = dict(enumerate(value)) if isinstance(value, list) else value
+                parts = within if isinstance(within, dict) else {"": within}
+                found |= {f"{file.name}:{number}:{name}:{at}": part for at, part in parts.items()}
+    return found
+
+
+def differing(found: dict[str, Any], expected: dict[str, Any], by: float) -> dict[str, Any]:
+    """Of two `samples`, what is not the same: numbers that differ by more than that, or anything else that differs."""
+
+    def close(one: Any, other: Any) -> bool:
+        return one == other or (isinstance(one, float) and isinstance(other, float) and abs(one - other) <= by)
+
+    keys = found.keys() | expected.keys()
+    pairs = {key: (found.get(key, "missing"), expected.get(key, "missing")) for key in keys}
+    return {key: pair for key, pair in pairs.items() if not close(*pair)}
+
+
 def without_seconds(file: Path) -> dict[str, Any]:
     """A JSON object without the field that differs from run to run."""
     return {name: value for name, value in json.loads(file.read_text()).items() if name != "seconds"}

@@ -44,8 +44,13 @@ class RunConfig:
     step is exported too. -1 exports that one alone, 0 none. All are kept; one that fails is a warning."""
     print_every: int = 10
     """Steps between rows of the console table."""
-    samples_per_step: int = 4
-    """Completions written to samples/ at every step."""
+    sample_groups_per_step: int = 1
+    """Groups of answers that every step writes to samples/, whole and with the numbers of each token (50 bytes a token
+    or so): drawn by `seed` and step, from those with signal as far as there are such. 0 for none, on the console
+    neither."""
+    followed_problems: int = 2
+    """The first so many validation problems are followed: each evaluation writes its answers to them to samples/. 0
+    for none."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
     init_from: str | None = None
