@@ -11,9 +11,9 @@ What a run looks at after every step, and what to do when it says so. This page 
 by `python -m grpo_mega.observe.alarm_page`; a test compares them.
 
 An alarm that rises is a line on the console and in `alarms.jsonl` of the run directory, another one says when it is
-over: after {QUIET} steps in a row without its condition. `summary.json` lists all that rose. Means and medians are over the
-latest steps that have the metric ([metrics.md](metrics.md)); nothing rises before there are as many. Alarms belong to
-the last stage of a run, the one that writes `metrics.jsonl`.
+over: after {QUIET} steps in a row without its condition. `summary.json` lists all that rose. Means and medians are over
+the latest steps that have the metric ([metrics.md](metrics.md)); nothing rises before there are as many. Alarms belong
+to the last stage of a run, the one that writes `metrics.jsonl`.
 
 `alarms.NAME=NUMBER` is the threshold of an alarm, `alarms.NAME=null` turns it off. Both may change between starts.
 

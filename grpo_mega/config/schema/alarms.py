@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class AlarmsConfig:
     """The threshold of each alarm; null turns it off. docs/alarms.md says what each means and what to do then."""
 
-    entropy_collapse: float | None = 0.05
-    """Entropy of a token in nats, mean of 10 steps, below which a policy that still fails has stopped exploring."""
+    entropy_collapse: float | None = 0.03
+    """Entropy of a token in nats, mean of 10 steps, below which a policy that mostly fails has stopped exploring."""
     kl_runaway: float | None = 1.0
     """KL divergence of a token in nats, median of 5 steps, from the reference or, within a step, the old policy."""
     reward_hacking: float | None = 0.1
@@ -28,6 +28,6 @@ class AlarmsConfig:
     expert_imbalance: float | None = 4.0
     """Tokens of the busiest expert over those of the average one, median of 10 steps."""
     slow_phase: float | None = 6.0
-    """Seconds of a phase over their median, when it took ten seconds or more."""
+    """Seconds of a phase over their median, when it took a minute or more."""
     held_out_falling: float | None = 0.1
     """Fall of the validation accuracy from its best, in two evaluations in a row, while the training reward rises."""
