@@ -54,7 +54,7 @@ class Evaluation(NamedTuple):
 
     accuracy: float
     reward: float | None
-    """The mean of the rewards of training over the latest `WINDOW` steps."""
+    """The mean of the rewards of training over the latest `WINDOW` steps, or as many as there are."""
 
 
 @dataclass
@@ -86,7 +86,8 @@ class History:
             means = {name: self.mean(name) for name in line if name.startswith("reward/")}
             self.best = {name: mean for name, mean in means.items() if mean is not None}
         if (validated := line.get("eval/accuracy")) is not None:
-            evaluation = Evaluation(validated, self.mean("reward/mean"))
+            rewards = self.latest("reward/mean", WINDOW)
+            evaluation = Evaluation(validated, _mean(rewards, len(rewards)) if rewards else None)
             self.evaluations.append(evaluation)
             if self.best_evaluation is None or validated > self.best_evaluation.accuracy:
                 self.best_evaluation = evaluation
