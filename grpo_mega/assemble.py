@@ -132,7 +132,7 @@ def _ground(config: Config, platform: Platform, data: Data | ExampleData) -> Ite
         logging.getLogger(__name__).warning(warning)
     topology = join_layout(config.layout, config.run.seed, config.cluster.timeout_seconds)
     steps = data.examples.steps if isinstance(data, ExampleData) else config.run.steps
-    recorder = Recorder(replace(config.run, steps=steps), path, main, columns_of(config))
+    recorder = Recorder(replace(config.run, steps=steps), path, main, columns_of(config), config.alarms)
     try:
         yield Ground(config, path, vocab_size, platform, topology, recorder, PhaseTimer(Heartbeat()))
         leave_layout()

@@ -23,7 +23,8 @@ from grpo_mega.observe.metrics import METRICS
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.summary import versions, warn_of_other_versions
 from grpo_mega.observe.timer import PhaseTimer
-from grpo_mega.platform.stop import Interrupted, Stopped, StopRequest
+from grpo_mega.platform.collectives import from_main_rank
+from grpo_mega.platform.stop import Interrupted, Stopped, StoppedByAlarm, StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +199,7 @@ class Run:
 
         Raises:
             Stopped: A signal asked the run to stop, and its progress is saved; see `grpo_mega.platform.stop`.
+            StoppedByAlarm: An alarm of `run.stop_on` is up, and its progress is saved.
         """
         self.stop.listen()
         try:
@@ -224,6 +226,7 @@ class Run:
         self._export_if_due(missing_only=True)  # of a start that was killed after its checkpoint
         if self._is_last and self.stage.is_done(0):  # no steps follow the earlier stages: their weights are the result
             self.save()
+        self._stop_on_alarm()  # of an earlier start
         while not self.stage.is_done(self.step):
             record = self.stage.step(self)
             self.step += 1
@@ -233,6 +236,27 @@ class Run:
             if last or is_due(self.stage.save_every, self.step):
                 self.save(wait=last or not self.config.async_save)
             self._export_if_due()
+            self._stop_on_alarm()
+
+    def _stop_on_alarm(self) -> None:
+        """Saves, and ends the run between two steps of its last stage, when an alarm of `run.stop_on` is up.
+
+        Every rank must call it: the main one knows. After the last step the run is completed instead.
+        """
+        if not self.config.stop_on or not self._is_last or self.stage.is_done(self.step):
+            return
+        alarm = from_main_rank(self.recorder.alarm_that_stops)
+        if alarm is None:
+            return
+        if self.stage.in_progress is None:  # else the newest checkpoint, which it is from, has the same step
+            self.save()
+        name = alarm["name"]
+        self.recorder.finish(self._summary() | {"status": "stopped", "stopped_by": name})
+        raise StoppedByAlarm(
+            f"stopped after step {self.step} by the alarm {name} of step {alarm['step']}: {alarm['message']}, beyond "
+            f"alarms.{name}={alarm['threshold']}. {alarm['action']} {self.newest} is saved; the same command continues "
+            f"there when run.stop_on does not name the alarm, or when alarms.{name} allows this value"
+        )
 
     def _export_if_due(self, missing_only: bool = False) -> None:
         """Exports the policy between two steps, every so often; `finish` does so after the last, with its results."""
@@ -295,9 +319,12 @@ class Run:
         """Records the result of the run, with its layout, size and versions; exports the policy if configured."""
         if self.exporter and self.config.export_every:
             self._export(self.exporter)
+        self.recorder.finish(self._summary() | {"status": "completed"} | achieved)
+
+    def _summary(self) -> dict[str, Any]:
+        """What the summary says of any run; every rank must call it."""
         topology = self.model.topology
-        summary = {
-            "status": "completed",
+        return {
             "steps": self.step,
             "seconds": self.total_seconds(),
             "layout": self.layout | {"dp": topology.dp_size},
@@ -305,7 +332,6 @@ class Run:
             "parameters": self.model.parameters(),
             "versions": versions(),
         }
-        self.recorder.finish(summary | achieved)
 
     # Checkpoints.
 

@@ -40,9 +40,9 @@ from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import REWARD_MODELS, Config
 from grpo_mega.data import Data, ExampleData, build_data, build_example_data
 from grpo_mega.observe.heartbeat import mark_failed
-from grpo_mega.observe.leave import FAILED, STOPPED, leave, refuse
+from grpo_mega.observe.leave import ALARMED, FAILED, STOPPED, leave, refuse
 from grpo_mega.platform.orphans import end_with_launcher
-from grpo_mega.platform.stop import SIGNALS, Stopped
+from grpo_mega.platform.stop import SIGNALS, Stopped, StoppedByAlarm
 from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.reward.scorable import check_problems
 from grpo_mega.reward.truths import why_unreachable
@@ -70,6 +70,8 @@ def main(raw: DictConfig) -> None:
         )
     except Stopped as stopped:
         leave(str(stopped), STOPPED)
+    except StoppedByAlarm as stopped:
+        leave(str(stopped), ALARMED)
     except (Exception, SystemExit) as error:  # when something calls sys.exit, the run is not completed either
         mark_failed(error)
         logging.getLogger("uncaught").critical("this rank ends", exc_info=True)
@@ -101,7 +103,7 @@ def train(config: Config) -> None:
     with assemble(config, started, data, reward) as run:
         try:
             run.execute()
-        except Stopped:
+        except (Stopped, StoppedByAlarm):
             raise
         except (ValueError, FileNotFoundError) as error:
             if not run.begun:  # such as a damaged base model in the cache: still bad input, refused on every rank

@@ -63,7 +63,7 @@ _MAY_CHANGE = frozenset({
     "optimizer.overlap",
     "data.shared_test_problems",
 })  # fmt: skip
-_MAY_CHANGE_WHOLE = ("layout.", "cluster.", "rollout.sglang.", "eval.")
+_MAY_CHANGE_WHOLE = ("layout.", "cluster.", "rollout.sglang.", "eval.", "alarms.", "run.stop_on")
 _OF_SERVICES = re.compile(r"reward\.terms\[\d+\]\.options\.(?:url|key|cache|batch|at_once|retries|backoff|boxes)")
 """Where the services of reward terms are, and how patiently they are asked, may change too."""
 

@@ -171,6 +171,15 @@ class Console:
         numbers = (f"{_label(name)} {_number(value, _format_of(name))}" for name, value in metrics.items())
         self._print(f"{step:>{STEP_WIDTH}}  {split}: " + ", ".join(numbers))
 
+    def alarm(self, record: dict[str, Any]) -> None:
+        """Prints an alarm that rises, with what to do, or that is over; records are those of alarms.jsonl."""
+        step, name = record["step"], record["name"]
+        if record.get("cleared"):
+            self._print(f"{step:>{STEP_WIDTH}}  alarm {name} is over")
+        else:
+            self._print(f"{step:>{STEP_WIDTH}}  ALARM {name}: {record['message']}. {record['action']}")
+        self._rows_until_header = 0
+
     def note(self, text: str) -> None:
         """Prints any other text."""
         self._print(text)
@@ -183,6 +192,9 @@ class Console:
             if after is not None:
                 begun = f"{_number(before, number)} -> " if before is not None else ""
                 parts.append(f"{label} {begun}{_number(after, number)}")
+        if alarms := summary.get("alarms"):
+            names = dict.fromkeys(f"{a['name']} at step {a['step']}" + (" (up)" * (not a["cleared"])) for a in alarms)
+            parts.append(f"alarms: {', '.join(names)}")
         self.close()
         self._print(f"{self._name} {summary['status']}: {', '.join(parts)}. Everything is in {where}")
 

@@ -20,6 +20,9 @@ FAILED = 1
 """Exit code after an unexpected error, or when something called sys.exit; every rank prints the traceback."""
 BAD_INPUT = 2
 """Exit code when the configuration, the data or the folder to write to cannot be used."""
+ALARMED = 4
+"""Exit code after an alarm of `run.stop_on`, when the progress is saved; trying again would end the same way. 3 is what
+a Slurm job ends with when its nodes are unfit."""
 STOPPED = 75
 """Exit code after SIGTERM or SIGUSR1, when the progress is saved (EX_TEMPFAIL: try again)."""
 SECONDS_FOR_OTHERS = 15

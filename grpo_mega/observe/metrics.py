@@ -41,7 +41,7 @@ class MetricsLog:
         """
         path = run_dir_path / name
         if path.exists():
-            _trim(path, resume_from_step)
+            trim(path, resume_from_step)
         _warn_of_missing(path, resume_from_step)
         self._unexplained: set[str] = set()
         self._file = path.open("a")
@@ -106,22 +106,23 @@ def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     return parsed
 
 
-def _trim(path: Path, last_step: int) -> None:
+def trim(path: Path, last_step: int) -> None:
     """Removes lines of later steps, a half-written last line, and held-out results of a former last step."""
     lines = [(line, record) for line, record in _parse(path) if record["step"] <= last_step]
-    kept = b"".join(line + b"\n" for line, record in lines if not (record["step"] and _is_held_out(record)))
+    kept = b"".join(line + b"\n" for line, record in lines if not (record["step"] and is_held_out(record)))
     if kept != path.read_bytes():
         write_atomic(path, kept)
 
 
-def _is_held_out(record: dict[str, Any]) -> bool:
+def is_held_out(record: dict[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl has the results on held-out problems, and no step."""
     return any(name.startswith(HELD_OUT) for name in record)
 
 
 def _warn_of_missing(path: Path, last_step: int) -> None:
     """Warns of steps up to `last_step`, which do not run again, that have no line."""
     records = [record for _, record in _parse(path)] if path.exists() else []
-    recorded = {record["step"] for record in records if not _is_held_out(record)}
+    recorded = {record["step"] for record in records if not is_held_out(record)}
     lost = [step for step in range(1, last_step + 1) if step not in recorded]
     if lost:
         named = ", ".join(map(str, lost[:SHOWN])) + (f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else "")

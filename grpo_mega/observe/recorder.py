@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.config.schema import RunConfig
+from grpo_mega.config.rules.run import ANY
+from grpo_mega.config.schema import AlarmsConfig, RunConfig
+from grpo_mega.observe.alarm_log import AlarmLog
 from grpo_mega.observe.console import TABLE, Column, Console
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, MetricsLog, read_metrics
 from grpo_mega.observe.samples import telling, write_samples
@@ -16,12 +18,24 @@ from grpo_mega.observe.summary import SUMMARY, write_summary
 class Recorder:
     """Writes metrics, samples, curves and the summary into the run directory, and shows progress."""
 
-    def __init__(self, run: RunConfig, path: Path, main: bool, columns: Sequence[Column] = TABLE) -> None:
-        """Records the run of `run.steps` steps in directory `path` when this is the main rank, and prints `columns`."""
+    def __init__(
+        self,
+        run: RunConfig,
+        path: Path,
+        main: bool,
+        columns: Sequence[Column] = TABLE,
+        limits: AlarmsConfig | None = None,
+    ) -> None:
+        """Records the run of `run.steps` steps in directory `path` when this is the main rank, and prints `columns`.
+
+        Alarms rise by the thresholds `limits`, or their defaults.
+        """
         self.run = run
         self.path = path
         self.console = Console(run.steps, run.name, run.print_every, columns) if main else None
         self.metrics: MetricsLog | None = None
+        self.alarms: AlarmLog | None = None
+        self._limits = limits or AlarmsConfig()
 
     def start(self, lines: list[str]) -> None:
         """Says what is about to run."""
@@ -34,12 +48,18 @@ class Recorder:
             self.console.note(text)
 
     def open_metrics(self, resume_from_step: int, name: str = METRICS) -> None:
-        """Continues the file `name` after this step; -1 for one that begins. A run that goes on has no summary."""
+        """Continues the file `name` after this step; -1 for one that begins. A run that goes on has no summary.
+
+        The last stage, whose file is metrics.jsonl, has alarms.
+        """
         if self.console:
             if self.metrics:
                 self.metrics.close()
             (self.path / SUMMARY).unlink(missing_ok=True)
             self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step, name)
+            self.alarms = AlarmLog(self.path, self._limits, resume_from_step) if name == METRICS else None
+            for record in self.alarms.changed if self.alarms else ():
+                self.console.alarm(record)
 
     def step(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
         """A finished step; records of its samples, if there are any, go into samples/. It goes into the table unless
@@ -47,6 +67,13 @@ class Recorder:
         if self.console is None or self.metrics is None:
             return
         self.metrics.write(step, metrics)
+        self._record(step, metrics, shown)
+        for record in self.alarms.step(step, metrics) if self.alarms else ():
+            self.console.alarm(record)
+
+    def _record(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
+        """Shows a step, and writes its samples."""
+        assert self.console
         if not shown and not self.console.has_columns_for(metrics):
             return
         if shown:
@@ -55,6 +82,12 @@ class Recorder:
         if self.console.shows_samples(step):
             for chosen, record in telling(shown):
                 self.console.sample(record["prompt"], record["completion"], record["answer"], record["reward"], chosen)
+
+    def alarm_that_stops(self) -> dict[str, Any] | None:
+        """On the main rank, the record of an alarm that is up and that `run.stop_on` names."""
+        up = self.alarms.up if self.alarms else {}
+        names = up if ANY in self.run.stop_on else self.run.stop_on
+        return next((up[name] for name in names if name in up), None)
 
     def evaluation(
         self, step: int, split: str, metrics: dict[str, float], followed: Sequence[dict[str, Any]] = ()
@@ -72,6 +105,7 @@ class Recorder:
         """Writes summary.json and curves.png, and says what was achieved and where it lies."""
         if self.console is None or self.metrics is None:
             return
+        summary = summary | {"alarms": self.alarms.summary() if self.alarms else []}
         from grpo_mega.observe.plot import plot_curves  # matplotlib takes a second to import
 
         self.metrics.close()

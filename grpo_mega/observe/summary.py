@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 ORDER = (
     "status",
+    "stopped_by",
     "steps",
     "held_out_accuracy_before",
     "held_out_accuracy_after",
@@ -24,6 +25,7 @@ ORDER = (
     "format_rate_after",
     "mean_length_before",
     "mean_length_after",
+    "alarms",
     "tokens_trained",
     "tokens_generated",
     "seconds",

@@ -47,6 +47,10 @@ class Stopped(Exception):
     """The run saved a checkpoint and stopped because it was asked to."""
 
 
+class StoppedByAlarm(Exception):
+    """The run saved a checkpoint and stopped because of an alarm; the same command would stop again."""
+
+
 class StopRequest:
     """Whether this process was asked to stop."""
 

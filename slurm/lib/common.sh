@@ -4,6 +4,7 @@
 
 BAD_INPUT=2 # exit code: the input cannot run, nothing was started
 UNFIT=3     # exit code: too few nodes pass the checks
+ALARMED=4   # exit code of a rank that saved because of an alarm of run.stop_on, and of its job
 STOPPED=75  # exit code of a rank that saved because it was asked to stop
 
 SETTINGS=(NODES RANKS_PER_NODE GPUS_PER_NODE SPARES CLUSTER RUNTIME IMAGE MOUNTS PYTHON HOST_PYTHON INTERFACE

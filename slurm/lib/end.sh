@@ -18,6 +18,8 @@ outcome() {
         echo completed
     elif [[ $(first_code) == "$STOPPED" ]]; then
         echo stopped
+    elif [[ $(first_code) == "$ALARMED" ]]; then
+        echo alarmed
     elif (($(compgen -G "$ATTEMPT/rank-*.refused" | wc -l) == ranks)); then
         echo refused
     elif [[ -n $hung ]]; then
@@ -62,6 +64,10 @@ decide() {
             last_lines "$(first_to_fail)" >&2 && exit "$BAD_INPUT"
             ;;
         stopped) leave_for_later ;;
+        alarmed)
+            last_lines "$ATTEMPT/rank-0000" >&2
+            exit "$ALARMED"
+            ;;
     esac
     report
     if heard_stop; then leave_for_later; fi
@@ -96,7 +102,7 @@ first_to_fail() {
     find "$ATTEMPT" \( -name 'rank-*.failed' -o -name 'rank-*.code' \) -printf '%T@ %p\n' | while read -r moment file; do
         code=$(cat "${file%.*}.code" 2>/dev/null)
         case $code in
-            0 | 75) continue ;;
+            0 | 4 | 75) continue ;;
             132 | 135 | 136 | 137 | 139) class=0 ;;
             *) class=1 ;;
         esac

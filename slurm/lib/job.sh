@@ -5,6 +5,7 @@
 #     every rank ended with 0,       done, exit 0
 #     and summary.json is there
 #     a rank ended with 75           the run saved because it was asked to: back into the queue, exit 0
+#     a rank ended with 4            an alarm of run.stop_on stopped the run, which is saved: exit 4
 #     every rank refused its input   it cannot run: exit 2
 #     anything else, or a hang       again in this allocation, on nodes that pass the checks; MAX_FAILURES failures
 #                                    at the same checkpoint: a report, exit 1

@@ -20,11 +20,11 @@ tell() {
     done
 }
 
-# Whether every rank of this node finished, or saved because it was asked to stop.
+# Whether every rank of this node finished, or saved because it was asked to stop or because of an alarm.
 all_well() {
     local file
     for file in "${files[@]}"; do
-        [[ -s $file.code && $(<"$file.code") =~ ^(0|75)$ ]] || return 1
+        [[ -s $file.code && $(<"$file.code") =~ ^(0|4|75)$ ]] || return 1
     done
 }
 

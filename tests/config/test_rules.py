@@ -451,6 +451,8 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"run.name": ""}, "run.name=''"),
     ({"run.name": ".."}, "run.name='..'"),
     ({"run.name": "a b\n"}, "run.name='a b\\n'"),
+    ({"run.stop_on": ["any", "truncatio"]}, "run.stop_on names the alarm 'truncatio': choose of any, entropy_collapse"),
+    ({"run.stop_on": ["mismatch"], "alarms.mismatch": None}, "run.stop_on names the alarm mismatch, which is off"),
 ]
 
 

@@ -210,6 +210,16 @@ def unfit(cluster: Cluster) -> Iterator[str]:
     cluster.revive()
 
 
+def test_a_run_that_an_alarm_stops_is_saved_and_its_job_is_not_put_back(cluster):
+    settings = ["run.steps=8", "run.stop_on=[mismatch]", "alarms.mismatch=1e-12"]  # which rounding exceeds
+    launch = submit(cluster, "alarmed", *settings)
+    assert launch.finish() == "FAILED"
+    assert cluster.job(launch.number)["ExitCode"] == "4:0", launch.log
+    assert cluster.job(launch.number)["Restarts"] == "0"
+    assert launch.status["state"] == "alarmed"
+    assert "stopped after step 5 by the alarm mismatch" in " ".join(launch.log.split())
+
+
 def test_a_spare_takes_the_place_of_a_node_that_fails_the_checks(cluster, peace, unfit):
     launch = submit(cluster, "spare", SPARES="1")
     assert_as_in(peace, launch)

@@ -73,3 +73,13 @@ def leaves(sample: Sample) -> float:
 def which_rank(_: Sample) -> float:
     """Differs between the ranks that score, as a judge with a random answer would."""
     return float(os.environ["RANK"])
+
+
+def honest(sample: Sample) -> float:
+    """The share of even tokens, which a run may call its success."""
+    return sum(token % 2 == 0 for token in sample.token_ids) / len(sample.token_ids)
+
+
+def gamed(sample: Sample) -> float:
+    """What is earned by the opposite of `honest`."""
+    return 1 - honest(sample)

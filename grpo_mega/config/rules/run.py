@@ -1,18 +1,22 @@
-"""Rules about the run's name and directory."""
+"""Rules about the run's name and directory, and about the alarms that stop it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
+from difflib import get_close_matches
 
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import AlarmsConfig, Config
 
+ANY = "any"
+"""What `run.stop_on` holds when every alarm stops the run."""
 LONGEST_NAME = 100
 """Most characters of a run's name, which becomes part of file names."""
 
 
 def run_problems(config: Config) -> Iterator[str]:
-    """A message for each rule that the names of the run violate."""
+    """A message for each rule that the run's names, or those of the alarms that stop it, violate."""
     if not re.fullmatch(r"\w[\w.-]*", config.run.name, re.ASCII):
         yield (
             f"run.name={config.run.name!r} must be a plain file name: letters, digits, '_', '-' and '.', "
@@ -22,3 +26,11 @@ def run_problems(config: Config) -> Iterator[str]:
         yield f"run.name has {len(config.run.name)} characters and names a directory; choose at most {LONGEST_NAME}"
     if not config.run.root.strip():
         yield "run.root='' names no directory; set run.root=. for the working directory, or run.root=runs"
+    known = [field.name for field in fields(AlarmsConfig)]
+    for name in config.run.stop_on:
+        if name not in (ANY, *known):
+            close = get_close_matches(name, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            yield f"run.stop_on names the alarm {name!r}: choose of {', '.join((ANY, *known))}{meant}"
+        elif name != ANY and getattr(config.alarms, name) is None:
+            yield f"run.stop_on names the alarm {name}, which is off: give alarms.{name} a threshold"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from grpo_mega.config.schema.alarms import AlarmsConfig
 from grpo_mega.config.schema.algorithm import AlgorithmConfig
 from grpo_mega.config.schema.critic import CriticConfig
 from grpo_mega.config.schema.data import GENERATED_TASKS, DataConfig, SourceConfig
@@ -25,6 +26,7 @@ from grpo_mega.config.schema.stages import BaseConfig, PairsConfig, SFTConfig, f
 __all__ = [
     "GENERATED_TASKS",
     "REWARD_MODELS",
+    "AlarmsConfig",
     "AlgorithmConfig",
     "BaseConfig",
     "ClusterConfig",
@@ -76,4 +78,5 @@ class Config:
     base: BaseConfig = field(default_factory=BaseConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     pairs: PairsConfig = field(default_factory=PairsConfig)
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
@@ -53,6 +53,8 @@ class RunConfig:
     for none."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
+    stop_on: list[str] = field(default_factory=list)
+    """Alarms that stop the run, which is saved and ends with exit code 4; [any] for each of them. See `alarms`."""
     init_from: str | None = None
     """Directory to start from when `base.train` is false: a checkpoint, or a Hugging Face model (Llama, Mistral,
     Qwen2.5, Qwen3, Qwen3-MoE, DeepSeek-V3); null starts from random weights. A Hugging Face folder also gives the

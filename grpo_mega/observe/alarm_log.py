@@ -1,0 +1,82 @@
+"""Writes alarms.jsonl: one line when an alarm rises, and one when it is over.
+
+Which alarms are up follows from the lines of metrics.jsonl and from the thresholds (`alarms.py`). A run that continues
+reads those lines again: with the same thresholds the file goes on as that of a run that was never stopped, and with
+others it says what they change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.config.schema import AlarmsConfig
+from grpo_mega.observe.alarms import AlarmState, over
+from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics, trim
+
+ALARMS_FILE = "alarms.jsonl"
+
+
+class AlarmLog:
+    """The alarms of a run.
+
+    Attributes:
+        changed: Records that the thresholds of this start have made, which differ from those of the start before.
+    """
+
+    def __init__(self, run_dir_path: Path, limits: AlarmsConfig, resume_from_step: int) -> None:
+        """Continues the file of a run directory.
+
+        Args:
+            run_dir_path: The run directory, whose metrics.jsonl ends with the step `resume_from_step`.
+            limits: The thresholds.
+            resume_from_step: Last step of the checkpoint: what later steps have raised is removed, as they run again.
+                -1 when the run starts from the beginning: everything is removed.
+        """
+        self._path = run_dir_path / ALARMS_FILE
+        if self._path.exists():
+            trim(self._path, resume_from_step)
+        self._state = AlarmState(limits)
+        metrics = run_dir_path / METRICS
+        for line in read_metrics(metrics) if metrics.exists() else ():
+            if not is_held_out(line):
+                self._state.after(line["step"], {name: x for name, x in line.items() if name != "step"})
+        said = {alarm["name"]: alarm for alarm in self.summary() if alarm["cleared"] is None}
+        risen = [{**record, "step": resume_from_step} for name, record in self.up.items() if name not in said]
+        self.changed = [*risen, *(over(resume_from_step, name) for name in said if name not in self.up)]
+        self._write(self.changed)
+
+    @property
+    def up(self) -> dict[str, dict[str, Any]]:
+        """Name -> the record of the rise of each alarm that is up."""
+        return self._state.up
+
+    def step(self, step: int, metrics: dict[str, float]) -> list[dict[str, Any]]:
+        """Takes the metrics of a step; the records of what rises or is over with it, which are written then."""
+        records = self._state.after(step, metrics)
+        self._write(records)
+        return records
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Each rise as {"name", "step", "cleared"}, where "cleared" is the step with which it was over, or None."""
+        risen: list[dict[str, Any]] = []
+        for record in read_metrics(self._path) if self._path.exists() else ():
+            if not record.get("cleared"):
+                risen.append({"name": record["name"], "step": record["step"], "cleared": None})
+                continue
+            for alarm in risen:
+                if alarm["name"] == record["name"] and alarm["cleared"] is None:
+                    alarm["cleared"] = record["step"]
+        return risen
+
+    def _write(self, records: Sequence[dict[str, Any]]) -> None:
+        """Appends records; they are on disk when a checkpoint of their step is."""
+        if not records:
+            return
+        with self._path.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+            file.flush()
+            os.fsync(file.fileno())

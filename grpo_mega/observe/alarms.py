@@ -1,0 +1,435 @@
+"""Alarms: what the metrics of the latest steps say about a run that goes wrong, and what to do then.
+
+An alarm is a function of the lines of metrics.jsonl and of its threshold (`config/schema/alarms.py`), so that a run
+that continues has the alarms of one that was never stopped. `docs/alarms.md` is made of the table `ALARMS`.
+
+Each looks at several steps, because single ones are noisy, and stays silent until it has seen as many. What is normal
+in a good run is left out: problems that the run has learned to solve have no signal, a policy that solves its problems
+may be sure of itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from grpo_mega.config.schema import AlarmsConfig
+
+REMEMBERED = 64
+"""Lines of latest steps that are kept."""
+WINDOW = 10
+"""Steps of most means."""
+SHORT = 5
+"""Steps of those that have to be noticed earlier, and of medians."""
+QUIET = 5
+"""Steps in a row in which an alarm must not hold before it is over."""
+MOSTLY_SOLVED = 0.5
+"""Accuracy above which a low entropy is what learning leads to."""
+SLOW = 60.0
+"""Seconds below which no phase is slow: what a busy machine does to a short one is noise."""
+OCCURRENCES = 5
+"""How often a phase must have been measured before its median means something."""
+NO_TERMS = ("reward/accuracy", "reward/std", "reward/unscorable")
+"""Of the metrics of rewards, those that nobody can raise by gaming a term."""
+
+Line = Mapping[str, float | None]
+"""The metrics of a step; None for one that is not finite."""
+
+
+class Found(NamedTuple):
+    """What an alarm saw when its condition holds."""
+
+    value: float
+    """What is compared with the threshold."""
+    message: str
+    """It in words, with the numbers."""
+
+
+class Evaluation(NamedTuple):
+    """A result on the validation problems, beside the training at that time."""
+
+    accuracy: float
+    reward: float | None
+    """The mean of the rewards of training over the latest `WINDOW` steps, or as many as there are."""
+
+
+@dataclass
+class History:
+    """What alarms know of a run: bounded, whatever its length.
+
+    Attributes:
+        first: The lines of the first `WINDOW` steps.
+        recent: The lines of the latest `REMEMBERED` steps.
+        best: Means of the rewards over the `WINDOW` steps with the highest accuracy so far; empty before.
+        best_evaluation: That with the highest accuracy so far; of equal ones, the first.
+        evaluations: The latest two.
+    """
+
+    first: list[Line] = field(default_factory=list)
+    recent: deque[Line] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    best: dict[str, float] = field(default_factory=dict)
+    best_evaluation: Evaluation | None = None
+    evaluations: deque[Evaluation] = field(default_factory=lambda: deque(maxlen=2))
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Takes the metrics of the next step; what is no number is left out, what is not finite is None."""
+        line = dict(_numbers(metrics))
+        self.recent.append(line)
+        if len(self.first) < WINDOW:
+            self.first.append(line)
+        accuracy = self.mean("reward/accuracy")
+        if accuracy is not None and accuracy > self.best.get("reward/accuracy", -math.inf):
+            means = {name: self.mean(name) for name in line if name.startswith("reward/")}
+            self.best = {name: mean for name, mean in means.items() if mean is not None}
+        if (validated := line.get("eval/accuracy")) is not None:
+            rewards = self.latest("reward/mean", WINDOW)
+            evaluation = Evaluation(validated, _mean(rewards, len(rewards)) if rewards else None)
+            self.evaluations.append(evaluation)
+            if self.best_evaluation is None or validated > self.best_evaluation.accuracy:
+                self.best_evaluation = evaluation
+
+    @property
+    def now(self) -> Line:
+        """The line of the latest step; empty before the first."""
+        return self.recent[-1] if self.recent else {}
+
+    def latest(self, name: str, count: int) -> list[float]:
+        """The latest `count` finite values of a metric, oldest first; fewer when there are not as many."""
+        return _values(self.recent, name)[-count:]
+
+    def mean(self, name: str, count: int = WINDOW) -> float | None:
+        """The mean of the latest `count` values of a metric; None when there are fewer."""
+        return _mean(self.latest(name, count), count)
+
+    def median(self, name: str, count: int) -> float | None:
+        """Their median; None when there are fewer."""
+        values = self.latest(name, count)
+        return median(values) if len(values) == count else None
+
+    def of_first(self, name: str) -> float | None:
+        """The mean of a metric over the first `WINDOW` steps; None when one of them has none."""
+        return _mean(_values(self.first, name), WINDOW)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    for name, value in metrics.items():
+        if value is None:
+            yield name, None
+        elif isinstance(value, int | float):
+            yield name, float(value) if abs(value) < math.inf and abs(value) <= 1e300 else None
+
+
+def _values(lines: Iterable[Line], name: str) -> list[float]:
+    return [value for line in lines if (value := line.get(name)) is not None]
+
+
+def _mean(values: list[float], count: int) -> float | None:
+    return sum(value / count for value in values) if len(values) == count else None
+
+
+def entropy_collapse(history: History, limits: AlarmsConfig) -> Found | None:
+    """The policy is sure of answers of which many are wrong."""
+    entropy, accuracy = history.mean("policy/entropy"), history.mean("reward/accuracy")
+    if entropy is None or limits.entropy_collapse is None or entropy >= limits.entropy_collapse:
+        return None
+    if accuracy is None:
+        return Found(entropy, f"the entropy of a token is {entropy:.4f} nats")
+    if accuracy >= MOSTLY_SOLVED:
+        return None
+    return Found(entropy, f"the entropy of a token is {entropy:.4f} nats, and {1 - accuracy:.1%} of the answers fail")
+
+
+def kl_runaway(history: History, limits: AlarmsConfig) -> Found | None:
+    """The policy is far from the reference, or has gone far within a step."""
+    origins = {"policy/kl": "the reference policy", "policy/approx_kl_old": "the policy before the step"}
+    for name, origin in origins.items():
+        kl = history.median(name, SHORT)
+        if kl is not None and limits.kl_runaway is not None and kl > limits.kl_runaway:
+            return Found(kl, f"the KL divergence of a token from {origin} is {kl:.3g} nats")
+    return None
+
+
+def reward_hacking(history: History, limits: AlarmsConfig) -> Found | None:
+    """Rewards rise while what they stand for falls; or evaluations say so of a reward model."""
+    accuracy, best = history.mean("reward/accuracy"), history.best.get("reward/accuracy")
+    if accuracy is None or best is None or limits.reward_hacking is None:
+        return None
+    fall = best - accuracy
+    fallen = f"the accuracy has fallen from {best:.1%} to {accuracy:.1%}"
+    if history.now.get("eval/hacking"):
+        return Found(fall, f"validation problems are solved less often than before, for more learned reward; {fallen}")
+    if fall < limits.reward_hacking:
+        return None
+    for name, before in history.best.items():
+        now = history.mean(name)
+        if name not in NO_TERMS and now is not None and now - before >= limits.reward_hacking:
+            return Found(fall, f"{fallen}, while {name} has risen from {before:.3g} to {now:.3g}")
+    return None
+
+
+def truncation(history: History, limits: AlarmsConfig) -> Found | None:
+    """The length limit cuts answers, which then are judged by what is missing."""
+    share = history.mean("rollout/truncated")
+    if share is None or limits.truncation is None or share <= limits.truncation:
+        return None
+    return Found(share, f"the length limit cut {share:.1%} of the answers")
+
+
+def no_signal(history: History, limits: AlarmsConfig) -> Found | None:
+    """Most groups teach nothing, and not because the run has learned their problems."""
+    signal = history.mean("rollout/groups_with_signal")
+    if signal is None or limits.no_signal is None:
+        return None
+    right, right_first = history.mean("rollout/all_right") or 0.0, history.of_first("rollout/all_right") or 0.0
+    share = 1 - signal - max(0.0, right - right_first)
+    if share <= limits.no_signal:
+        return None
+    wrong = history.mean("rollout/all_wrong") or 0.0
+    said = f"{1 - signal:.1%} of the groups have no signal; in {wrong:.1%} of all every answer fails"
+    return Found(share, f"{said}, in {right:.1%} every answer is right")
+
+
+def unscorable(history: History, limits: AlarmsConfig) -> Found | None:
+    """Answers are left out because nothing could score them."""
+    shares = [share for line in history.recent if (share := _unscorable_share(line)) is not None][-SHORT:]
+    share = _mean(shares, SHORT)
+    if share is None or limits.unscorable is None or share <= limits.unscorable:
+        return None
+    return Found(share, f"{share:.1%} of the answers have no score")
+
+
+def _unscorable_share(line: Line) -> float | None:
+    """Samples without a score over all samples, whose number is that of tokens over their mean."""
+    count, tokens, length = map(line.get, ("reward/unscorable", "rollout/tokens", "rollout/length_mean"))
+    if count is None or not tokens or not length:
+        return None
+    return min(1.0, max(0.0, count * (length / tokens)))
+
+
+def mismatch(history: History, limits: AlarmsConfig) -> Found | None:
+    """Engine and trainer have different probabilities of the same tokens."""
+    difference = history.median("mismatch/mean_abs", SHORT)
+    if difference is None or limits.mismatch is None or difference <= limits.mismatch:
+        return None
+    size = history.median("mismatch/effective_sample_size", SHORT)
+    left = "" if size is None else f"; importance sampling would leave {size:.1%} of the tokens"
+    return Found(difference, f"log-probabilities of engine and trainer differ by {difference:.3g} nats{left}")
+
+
+def not_finite(history: History, limits: AlarmsConfig) -> Found | None:
+    """A metric of the latest step is infinite or not a number."""
+    names = sorted(name for name, value in history.now.items() if value is None)
+    if limits.not_finite is None or len(names) <= limits.not_finite:
+        return None
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return Found(float(len(names)), f"not finite: {', '.join(names[:5])}{more}")
+
+
+def expert_imbalance(history: History, limits: AlarmsConfig) -> Found | None:
+    """Some experts get most tokens: others learn nothing, and their ranks wait."""
+    for name in history.now:
+        if not name.endswith("/expert_imbalance"):
+            continue
+        load = history.median(name, WINDOW)
+        if load is not None and limits.expert_imbalance is not None and load > limits.expert_imbalance:
+            return Found(load, f"the busiest expert gets {load:.2f} times the tokens of the average one ({name})")
+    return None
+
+
+def slow_phase(history: History, limits: AlarmsConfig) -> Found | None:
+    """A phase of the latest step took far longer than it does."""
+    for name, seconds in history.now.items():
+        if not name.startswith("time/") or name == "time/step" or seconds is None or seconds < SLOW:
+            continue
+        before = history.latest(name, REMEMBERED)[:-1]
+        if limits.slow_phase is None or len(before) < OCCURRENCES or (usual := median(before)) <= 0:
+            continue
+        times = seconds / usual
+        if times > limits.slow_phase:
+            phase = name.removeprefix("time/")
+            return Found(
+                times, f"the phase {phase} took {seconds:.1f} s, {times:.1f} times its median of {usual:.2f} s"
+            )
+    return None
+
+
+def held_out_falling(history: History, limits: AlarmsConfig) -> Found | None:
+    """Two evaluations in a row are below the best one, and training reward is above what it was then."""
+    best, limit = history.best_evaluation, limits.held_out_falling
+    if best is None or limit is None or len(history.evaluations) < 2:
+        return None
+    falls = [best.accuracy - each.accuracy for each in history.evaluations]
+    now = history.evaluations[-1]
+    if min(falls) < limit or best.reward is None or now.reward is None or now.reward <= best.reward:
+        return None
+    return Found(
+        min(falls),
+        f"the validation accuracy has fallen from {best.accuracy:.1%} to {now.accuracy:.1%}, while the training reward "
+        f"has risen from {best.reward:.3g} to {now.reward:.3g}",
+    )
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One alarm.
+
+    Attributes:
+        find: Whether its condition holds after the latest step, and what was seen then. Its name is the alarm's, and
+            that of its threshold in the section `alarms` of the configuration.
+        condition: The condition, in words.
+        means: What it means for a run, and why.
+        action: What to do, with the settings to change.
+    """
+
+    find: Callable[[History, AlarmsConfig], Found | None]
+    condition: str
+    means: str
+    action: str
+
+    @property
+    def name(self) -> str:
+        """The alarm's name."""
+        return self.find.__name__
+
+
+ALARMS = (
+    Alarm(
+        entropy_collapse,
+        f"`policy/entropy`, mean of {WINDOW} steps, is below the threshold in nats, and `reward/accuracy` is below "
+        f"{MOSTLY_SOLVED:.0%}.",
+        "The policy gives nearly the same answer again and again although many fail: groups have no signal, and "
+        "nothing better is found any more.",
+        "Go back to an earlier checkpoint with a lower optimizer.lr, a higher algorithm.clip_high (0.28) or a small "
+        "algorithm.entropy_coef (0.001).",
+    ),
+    Alarm(
+        kl_runaway,
+        f"`policy/kl` or `policy/approx_kl_old`, median of {SHORT} steps, is above the threshold in nats.",
+        "The policy has left the texts on which its rewards and its language were good; what it writes soon breaks.",
+        "Lower optimizer.lr, raise algorithm.kl_coef, or take fewer updates a step (algorithm.epochs, "
+        "algorithm.mini_batches); look at samples/ and go back to a checkpoint before the rise.",
+    ),
+    Alarm(
+        reward_hacking,
+        f"`reward/accuracy`, mean of {WINDOW} steps, has fallen by the threshold from its best, while the total or "
+        "another term of the reward has risen by as much since; or `eval/hacking` is 1.",
+        "The policy earns rewards for something else than right answers.",
+        "Read samples/ for what it is fond of; lower the weight of the term that rises (reward.terms, "
+        "reward.model.weight) or make it harder to please, and go back to the checkpoint of the best accuracy.",
+    ),
+    Alarm(
+        truncation,
+        f"`rollout/truncated`, mean of {WINDOW} steps, is above the threshold.",
+        "Answers that are cut cannot be right, so the run learns to be short, or generation does not end by itself.",
+        "Raise rollout.max_new_tokens, or check rollout.stop and the prompt's template when the texts in samples/ "
+        "should have ended.",
+    ),
+    Alarm(
+        no_signal,
+        f"1 - `rollout/groups_with_signal`, mean of {WINDOW} steps, without what `rollout/all_right` has risen by "
+        f"since the first {WINDOW}, is above the threshold.",
+        "All answers to a problem have the same reward, so it costs time and teaches nothing: the problems are too "
+        "hard or too easy.",
+        "Set data.curriculum=frontier or take other problems, raise algorithm.group_size, or begin with a cold start "
+        "(sft) when the format is never found.",
+    ),
+    Alarm(
+        unscorable,
+        f"`reward/unscorable` over the number of answers, mean of {SHORT} steps, is above the threshold.",
+        "Answers are lost that the engine has generated, and those that are hard to score may be lost more often.",
+        "The warnings in logs/ name term and error: repair the reward function or service, raise "
+        "reward.timeout_seconds, or ask a service less at once (at_once of its options).",
+    ),
+    Alarm(
+        mismatch,
+        f"`mismatch/mean_abs`, median of {SHORT} steps, is above the threshold in nats.",
+        "The engine samples from another policy than the trainer learns: other weights, kernels, precision or "
+        "sampling settings. Bad gradients follow.",
+        "Compare their kernels, dtypes and sampling settings, set rollout.sglang.verify_every=1, turn "
+        "rollout.sglang.fp8 off, or correct for it with algorithm.correction=truncate.",
+    ),
+    Alarm(
+        not_finite,
+        "More metrics of a step than the threshold are infinite or not a number.",
+        "Something has overflowed or was divided by nothing; weights may be next.",
+        "Lower optimizer.lr, set optimizer.clip_grad=1, or model.dtype=fp32; go back to a checkpoint before.",
+    ),
+    Alarm(
+        expert_imbalance,
+        f"`policy/expert_imbalance`, or that of another model, median of {WINDOW} steps, is above the threshold.",
+        "Few experts do the work: the others do not learn, and ranks with idle experts wait for the busy ones.",
+        "Raise model.moe.bias_update_rate or model.moe.aux_loss_coef, or lower optimizer.lr.",
+    ),
+    Alarm(
+        slow_phase,
+        f"A phase of the step (`time/...`) took longer than the threshold times its median over up to {REMEMBERED} "
+        f"steps, and {SLOW:.0f} seconds or more.",
+        "Something holds the run up: a slow disk, network, reward service or neighbour, an engine that started again, "
+        "or a rank that is late.",
+        "Look into logs/ at this step and at the machines with tools/doctor.py; for rewards, see "
+        "reward.timeout_seconds, for checkpoints run.async_save=true.",
+    ),
+    Alarm(
+        held_out_falling,
+        f"`eval/accuracy` is below its best by the threshold in two evaluations in a row, while `reward/mean`, mean of "
+        f"{WINDOW} steps, is higher than then.",
+        "The run learns its training problems by heart, or how to please their reward, and solves others less often.",
+        "Stop and take the checkpoint of the best evaluation; give it more problems, lower optimizer.lr, or raise "
+        "algorithm.kl_coef.",
+    ),
+)
+"""Every alarm, in the order in which they are looked at; a field of `AlarmsConfig` each."""
+
+
+class AlarmState:
+    """Which alarms are up after the steps so far.
+
+    Attributes:
+        up: Name -> the record of its rise.
+    """
+
+    def __init__(self, limits: AlarmsConfig) -> None:
+        """Before the first step, with these thresholds."""
+        self._limits = limits
+        self._history = History()
+        self._quiet: dict[str, int] = {}
+        self.up: dict[str, dict[str, Any]] = {}
+
+    def after(self, step: int, metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Takes the metrics of a step; records of the alarms that rise or are over with it, as in alarms.jsonl."""
+        self._history.add(metrics)
+        records = []
+        for alarm in ALARMS:
+            threshold = getattr(self._limits, alarm.name)
+            found = alarm.find(self._history, self._limits) if threshold is not None else None
+            if found:
+                self._quiet[alarm.name] = 0
+                if alarm.name not in self.up:
+                    self.up[alarm.name] = _risen(step, alarm, found, threshold)
+                    records.append(self.up[alarm.name])
+            elif alarm.name in self.up:
+                self._quiet[alarm.name] += 1
+                if self._quiet[alarm.name] == QUIET:
+                    del self.up[alarm.name]
+                    records.append(over(step, alarm.name))
+        return records
+
+
+def _risen(step: int, alarm: Alarm, found: Found, threshold: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "name": alarm.name,
+        "value": found.value if math.isfinite(found.value) else None,
+        "threshold": threshold,
+        "message": found.message,
+        "action": alarm.action,
+    }
+
+
+def over(step: int, name: str) -> dict[str, Any]:
+    """The record of an alarm that is over with this step."""
+    return {"step": step, "name": name, "cleared": True}

@@ -1,0 +1,126 @@
+"""Alarms of real runs: they rise where something goes wrong, stop runs that ask for it, and leave good ones alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from train_jobs import SMALL, Ended, Job, contents, numbers, saved, without_seconds
+
+pytestmark = pytest.mark.long
+
+HONEST = "{name:honest,function:train_rewards:honest}"
+GAMED = [
+    *SMALL,
+    f"reward.terms=[{HONEST},{{name:gamed,weight:3,function:train_rewards:gamed}},"
+    "{name:lucky,weight:0.1,function:train_rewards:lucky}]",
+    "reward.success=honest",
+    "run.steps=14",
+    "run.save_every=4",
+    "run.eval_every=0",
+    "optimizer.lr=2e-3",
+    "optimizer.warmup_steps=0",
+]
+"""A run whose reward pays for the opposite of what it calls success, and whose answers the length limit cuts."""
+
+
+def alarms(run: Path) -> dict[str, int]:
+    """The alarms that rose in a run, with their steps."""
+    file = run / "alarms.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {line["name"]: line["step"] for line in lines if not line.get("cleared")}
+
+
+@dataclass(frozen=True)
+class Story:
+    """A run on two ranks that an alarm stopped, which was then started again, beside one that nothing stopped."""
+
+    runs: Path
+    stopped: Ended
+    again: Ended
+    left: list[dict[str, str]]
+    on: Ended
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    root = tmp_path_factory.mktemp("alarms")
+    runs = root / "runs"
+    peace = Job(root, [*GAMED, "run.name=peace"], ranks=2).finish()
+    assert peace.code == 0, peace
+    own = [*GAMED, "run.name=stopped"]
+    stopped = Job(root, [*own, "run.stop_on=[truncation,mismatch]"], ranks=2).finish()
+    left = [contents(runs / "stopped" / "checkpoints")]
+    again = Job(root, [*own, "run.stop_on=[any]"], ranks=2).finish()
+    left.append(contents(runs / "stopped" / "checkpoints"))
+    summary = runs / "stopped" / "summary.json"
+    (root / "summary-of-stopped.json").write_bytes(summary.read_bytes())
+    on = Job(root, own, ranks=2).finish()
+    return Story(runs, stopped, again, left, on)
+
+
+def test_it_stops_all_ranks_and_says_which_what_to_do_and_how_to_go_on(story: Story) -> None:
+    said = " ".join(story.stopped.stderr.split())
+    assert story.stopped.code != 0
+    assert said.count("exitcode : 4 ") >= 1, said
+    assert "stopped after step 10 by the alarm truncation of step 10: the length limit cut" in said
+    assert "Raise rollout.max_new_tokens" in said
+    assert "step-000010 is saved; the same command continues there when run.stop_on does not name the alarm" in said
+    assert not story.stopped.orphans
+
+
+def test_the_summary_names_the_alarm(story: Story) -> None:
+    summary = json.loads((story.runs.parent / "summary-of-stopped.json").read_text())
+    assert (summary["status"], summary["stopped_by"], summary["steps"]) == ("stopped", "truncation", 10)
+    assert {"name": "truncation", "step": 10, "cleared": None} in summary["alarms"]
+
+
+def test_started_again_it_stops_where_it_is_until_the_alarm_may_be_up(story: Story) -> None:
+    assert "stopped after step 10 by the alarm truncation" in " ".join(story.again.stderr.split())
+    assert story.left[0] == story.left[1]
+    assert story.on.code == 0, story.on
+
+
+def test_then_it_is_bit_for_bit_the_run_that_nothing_stopped(story: Story) -> None:
+    peace, stopped = story.runs / "peace", story.runs / "stopped"
+    last = Path("checkpoints") / "step-000014"
+    assert saved(stopped / last) == saved(peace / last)
+    assert numbers(stopped) == numbers(peace)
+    assert (stopped / "alarms.jsonl").read_bytes() == (peace / "alarms.jsonl").read_bytes()
+    assert without_seconds(stopped / "summary.json") == without_seconds(peace / "summary.json")
+
+
+def test_a_reward_that_pays_for_something_else_is_noticed(story: Story) -> None:
+    risen = alarms(story.runs / "peace")
+    assert risen.keys() == {"truncation", "reward_hacking"}
+    lines = (story.runs / "peace" / "alarms.jsonl").read_text()
+    assert "while reward/mean has risen" in lines
+
+
+def test_groups_without_signal_end_a_single_process_with_the_code_of_alarms(tmp_path: Path) -> None:
+    """Untrained answers are all wrong."""
+    own = ["layout=single", "run.steps=12", "run.eval_every=0", "run.save_every=0", "run.name=wrong"]
+    ended = Job(tmp_path, [*SMALL, *own, "run.stop_on=[any]", "alarms.truncation=null"]).finish()
+    assert ended.code == 4, ended
+    assert alarms(tmp_path / "runs" / "wrong") == {"no_signal": 10}
+    assert (tmp_path / "runs" / "wrong" / "checkpoints" / "step-000010" / "manifest.json").is_file()
+
+
+def test_a_policy_that_a_huge_learning_rate_makes_sure_of_nothing_right_has_collapsed(tmp_path: Path) -> None:
+    own = ["layout=single", "run.steps=40", "optimizer.lr=5e-3", "run.stop_on=[entropy_collapse]", "run.name=sure"]
+    ended = Job(tmp_path, [*GAMED, *own]).finish()
+    assert ended.code == 4, ended
+    assert "by the alarm entropy_collapse" in ended.stderr
+    assert json.loads((tmp_path / "runs" / "sure" / "summary.json").read_text())["stopped_by"] == "entropy_collapse"
+
+
+def test_five_good_runs_raise_none(tmp_path: Path) -> None:
+    """As README.md trains: some of them end with a policy that is sure of itself, and problems that are solved."""
+    for seed in range(5):
+        own = ["experiment=tiny", "layout=single", f"run.seed={seed}", f"run.name=good{seed}", "run.stop_on=[any]"]
+        ended = Job(tmp_path, own).finish()
+        assert ended.code == 0, ended
+        assert alarms(tmp_path / "runs" / f"good{seed}") == {}
+        assert "alarm" not in ended.stderr
