@@ -51,8 +51,8 @@ def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST) -> Cur
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean, which no sum of finite numbers overflows."""
-    return math.fsum(value / len(values) for value in values)
+    """The mean, which overflows nowhere and lies between the smallest and the largest value, however it is rounded."""
+    return min(max(math.fsum(value / len(values) for value in values), min(values)), max(values))
 
 
 def _edges(count: int, most: int) -> list[int]:
