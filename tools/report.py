@@ -3,8 +3,8 @@
     python tools/report.py runs/tiny
     python tools/report.py runs/tiny runs/seed1 --out comparison.html
 
-Of one run it goes to RUN/report.html, unless --out names another file. A run directory that is not whole, or still being
-written, is shown as it is: the page and this command say what is missing, and which lines cannot be read.
+Of one run it goes to RUN/report.html, unless --out names another file. A run directory that is not whole, or still
+being written, is shown as it is: the page and this command say what is missing, and which lines cannot be read.
 
 Exit code: 0 written, 2 a folder is no run directory, or the file cannot be written.
 """

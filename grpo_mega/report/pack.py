@@ -212,7 +212,8 @@ def _estimator(config: Packed) -> Packed:
         == "process",
         "the KL term lowers the rewards first (algorithm.kl_in=reward)": algorithm.get("kl_in") == "reward"
         and bool(algorithm.get("kl_coef")),
-        "this version of the page does not know this estimator": baseline not in (*OF_THE_GROUP["baseline"], "critic", "batch")
+        "this version of the page does not know this estimator": baseline
+        not in (*OF_THE_GROUP["baseline"], "critic", "batch")
         or std not in (*OF_THE_GROUP["std"], "batch", "batch_rewards"),
     }
     why = next((reason for reason, holds in reasons.items() if holds), None)
@@ -281,9 +282,9 @@ def _cut(text: str) -> str:
 
 
 def _bounded(alarm: Packed) -> Packed:
-    return {str(k)[:100]: _cut(str(v)) if isinstance(v, str) else finite(v) for k, v in alarm.items() if k != "cleared"} | {
-        "cleared": bool(alarm.get("cleared"))
-    }
+    return {
+        str(k)[:100]: _cut(str(v)) if isinstance(v, str) else finite(v) for k, v in alarm.items() if k != "cleared"
+    } | {"cleared": bool(alarm.get("cleared"))}
 
 
 def _time(metrics: Metrics) -> Packed:
@@ -303,5 +304,3 @@ def _time(metrics: Metrics) -> Packed:
         "apart": {name: seconds for name, seconds in apart.items() if seconds},
         "bars": bars,
     }
-
-

@@ -45,7 +45,8 @@ def page_of(title: str, data: Packed) -> str:
     library, own = _part("uPlot.iife.min.js"), "\n".join(["'use strict';", *(_part(name) for name in SCRIPTS)])
     parts = {
         "TITLE": html.escape(title),
-        "POLICY": f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {_hash(library)} {_hash(own)}",
+        "POLICY": "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src {_hash(library)} {_hash(own)}",
         "LICENSE": html.escape(_part("uPlot.LICENSE")).replace("--", "- -"),
         "STYLE": _part("uPlot.min.css") + _part("page.css"),
         "LIBRARY": library,

@@ -102,7 +102,7 @@ def read_run(path: Path) -> RunData:
     run.samples = _samples(run, "step")
     run.followed = _samples(run, FOLLOWED)
     if not run.samples.files:
-        run.missing.append("samples/: no answers were recorded (run.samples_per_step)")
+        run.missing.append("samples/: no answers were recorded")
     return run
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 MOST = 600
 """Points of a curve; a screen has hardly more columns for it."""
@@ -39,8 +40,8 @@ def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST) -> Cur
     if len(steps) <= most:
         return Curve(list(steps), list(values), [], [])
     edges = _edges(len(steps), most)
-    buckets = [values[start:end] for start, end in zip(edges, edges[1:], strict=False)]
-    middle = [steps[(start + end - 1) // 2] for start, end in zip(edges, edges[1:], strict=False)]
+    buckets = [values[start:end] for start, end in pairwise(edges)]
+    middle = [steps[(start + end - 1) // 2] for start, end in pairwise(edges)]
     return Curve(
         middle,
         [mean(bucket) for bucket in buckets],

@@ -136,7 +136,9 @@ def _what(run: RunData) -> str:
     where = f", on {number(ranks)} process{'es' if ranks != 1 else ''}" if ranks else ""
     prompts, group = setting(run.config, "algorithm.prompts_per_step"), setting(run.config, "algorithm.group_size")
     rl = isinstance(prompts, int) and isinstance(group, int) and kind == "A language model"
-    how = f" Every step asked {prompts} problems, {group} answers each, and made the better ones likelier." if rl else ""
+    how = (
+        f" Every step asked {prompts} problems, {group} answers each, and made the better ones likelier." if rl else ""
+    )
     return f"{kind}{size} was trained{on}{where}.{how}"
 
 

@@ -47,7 +47,7 @@ function chart(metric, groups, runs) {
   const read = make('p', { class: 'read small soft', 'aria-live': 'polite' });
   const card = make('article', { class: 'card chart', 'data-metric': metric.name },
     make('header', {}, make('h3', {}, foreign(metric.name)), make('span', { class: 'last' }, ends.length === 1 ? short(ends[0]) + unit : unit)),
-    make('p', { class: 'small soft' }, [metric.meaning, better, metric.taken ? `(${metric.taken})` : ''].filter(Boolean).join(' ')), plot, read,
+    make('p', { class: 'small soft' }, coded([metric.meaning, better, metric.taken ? `(${metric.taken})` : ''].filter(Boolean).join(' '))), plot, read,
     thinned > 1 ? make('p', { class: 'small soft' }, `Each point is up to ${thinned} steps: line their mean, band from lowest to highest.`) : '');
   const entry = { card, plot, read, lines, unit, alarms: runs.flatMap((run) => run.alarms), drawn: null };
   charts.push(entry);
@@ -146,7 +146,7 @@ function curvesSection(data) {
     .map(({ room, own }) => {
       const grid = make('div', { class: 'grid' });
       const folded = make('details', { ontoggle: () => { if (!grid.childElementCount) grid.append(...own.map((metric) => chart(metric, groups, runs))); } },
-        make('summary', {}, make('h3', {}, `${room.title} (${own.length})`)), make('p', { class: 'small soft' }, room.about), grid);
+        make('summary', {}, make('h3', {}, `${room.title} (${own.length})`)), make('p', { class: 'small soft' }, coded(room.about)), grid);
       return folded;
     });
   const found = make('div', { class: 'grid' }), count = make('p', { class: 'small soft', role: 'status' });

@@ -22,6 +22,11 @@ function printable(text) {
   });
 }
 
+// Words of the table of metrics, in which `code` stands between backticks and links have the form of Markdown.
+function coded(text) {
+  return text.replace(/\[([^\]]+)\]\([^)]*\)/g, '$1').split('`').map((part, index) => (index % 2 ? make('code', {}, part) : part));
+}
+
 function short(value) {
   if (value == null || !Number.isFinite(value)) return '–';
   if (value === 0) return '0';
