@@ -27,7 +27,7 @@ FLAGS = (
 
 
 class Browser:
-    """A browser with one page. `errors` are what its scripts throw and its console says, `requests` the URLs it asks."""
+    """A browser with one page. `errors` are what its scripts throw and its console says, `requests` its URLs."""
 
     def __init__(self, to: int, answers: int) -> None:
         self._to, self._answers, self._left = to, answers, b""
