@@ -322,6 +322,6 @@ def test_ten_thousand_steps_are_one_small_page(page: Browser, tmp_path: Path) ->
     assert page.errors == []
     assert page.run(BLANK) == []
     text = page.run("document.body.innerText")
-    assert "10,000 steps are too many points to draw" in text
+    assert "of up to 10,000 steps are drawn with fewer points" in text
     assert "of 10,000 steps are in this page, evenly spread" in text
     assert page.run("document.querySelectorAll('.chart p').length") > 0

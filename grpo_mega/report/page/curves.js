@@ -159,10 +159,10 @@ function curvesSection(data) {
     found.replaceChildren(...hits.slice(0, 60).map((metric) => chart(metric, groups, runs)));
     count.textContent = wanted ? `${plural(hits.length, 'curve')} found` : '';
   }
-  const thinned = runs.filter((run) => Object.values(run.curves).some((curve) => curve.per_point > 1));
+  const thinned = runs.flatMap((run) => Object.values(run.curves)).filter((curve) => curve.per_point > 1);
   return section('curves', 'Curves',
     make('p', { class: 'soft' }, 'The most telling ones first. Point at a curve, or focus it and use the arrow keys, to read single steps. Dashed lines are alarms.'),
-    thinned.length ? make('p', { class: 'note' }, `${plural(Math.max(...thinned.map((run) => run.steps)), 'step')} are too many points to draw: curves are thinned. Every point says how many steps it stands for; the extremes are in the bands.`) : '',
+    thinned.length ? make('p', { class: 'note' }, `${plural(thinned.length, 'curve')} of up to ${plural(Math.max(...thinned.map((curve) => curve.count)), 'step')} are drawn with fewer points. Each of them says how many steps a point stands for; the extremes are in the bands.`) : '',
     groups.length > 1 ? make('ul', { class: 'legend' }, groups.map((family, index) => make('li', {}, make('span', { class: 'dot', 'data-colour': index, style: `background:${colour(index)}` }), foreign(family.name)))) : '',
     make('div', { class: 'bar' }, make('label', { class: 'wide' }, 'Find a metric', box)), count, found, rest);
 }

@@ -4,7 +4,7 @@ function tile(value, label) {
   return make('div', { class: 'card tile' }, make('div', { class: 'value' }, value), make('div', { class: 'small soft' }, label));
 }
 
-const percentage = (value) => (value == null ? '–' : `${short(100 * value)}%`);
+const percentage = (value) => (value == null ? '–' : `${Number((100 * value).toFixed(1))}%`);
 const seconds = (value) => (value < 60 ? `${short(value)} s` : value < 3600 ? `${Math.round(value / 60)} min` : `${short(value / 3600)} h`);
 
 function notes(run) {
