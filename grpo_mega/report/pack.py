@@ -184,7 +184,7 @@ def _flat(config: Any, prefix: str = "") -> dict[str, str]:
 def _differing(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     """(setting, its value in each run) of the settings in which the runs differ."""
     flat = [_flat(run.config) for run in runs]
-    names = dict.fromkeys(name for settings in flat for name in settings)
+    names = dict.fromkeys(name for settings in flat for name in settings if name not in ("run.name", "run.root"))
     rows = [(name, [settings.get(name, "absent") for settings in flat]) for name in names]
     return [(name, values) for name, values in rows if len({*values}) > 1]
 

@@ -313,6 +313,7 @@ def test_a_search_finds_curves_by_name_and_meaning(page: Browser, tmp_path: Path
     assert page.run(names) == ["policy/entropy"]
 
 
+@pytest.mark.long
 def test_ten_thousand_steps_are_one_small_page(page: Browser, tmp_path: Path) -> None:
     ten = [*REWARDS, *REWARDS, 0.1, 0.9], [*TEXTS, *TEXTS, ["1"], ["2"]]
     run = made_run(tmp_path / "run", steps=10_000, samples={n: group(0, "2+3=?", *ten) for n in range(1, 10_001)})

@@ -46,7 +46,7 @@ function chart(metric, groups, runs) {
   const plot = make('div', { class: 'plot', tabindex: 0, role: 'img', 'aria-label': `${printable(metric.name)}. ${words}. Arrow keys read single steps.` });
   const read = make('p', { class: 'read small soft', 'aria-live': 'polite' });
   const card = make('article', { class: 'card chart', 'data-metric': metric.name },
-    make('header', {}, make('h3', {}, foreign(metric.name)), make('span', { class: 'last' }, ends.length === 1 ? short(ends[0]) + unit : unit)),
+    make('header', {}, make('h3', {}, breakable(metric.name)), make('span', { class: 'last' }, ends.length === 1 ? short(ends[0]) + unit : unit)),
     make('p', { class: 'small soft' }, coded([metric.meaning, better, metric.taken ? `(${metric.taken})` : ''].filter(Boolean).join(' '))), plot, read,
     thinned > 1 ? make('p', { class: 'small soft' }, `Each point is up to ${thinned} steps: line their mean, band from lowest to highest.`) : '');
   const entry = { card, plot, read, lines, unit, alarms: runs.flatMap((run) => run.alarms), drawn: null };

@@ -14,6 +14,9 @@ function make(tag, attributes, ...children) {
 // Text that a run gives, on its own: its direction does not change that of what is around it.
 const foreign = (text) => make('bdi', { dir: 'auto' }, printable(text));
 
+// The name of a metric, which breaks after its parts where there is no room.
+const breakable = (name) => make('bdi', {}, printable(name).split(/(?<=[/_])/).flatMap((part) => [part, make('wbr')]));
+
 // Control characters, and marks that turn the direction of text, as the symbols or code points that stand for them.
 function printable(text) {
   return String(text).replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (found) => {

@@ -58,10 +58,11 @@ function followedSection(run) {
   const { steps } = run.followed;
   const problems = [...new Map(steps.flatMap(({ groups }) => groups.map((group) => [group.prompt_id, group.prompt]))).entries()];
   if (!problems.length) return null;
-  const body = make('div');
+  const single = steps.every(({ groups }) => groups.every((group) => group.samples.length === 1)); // side by side
+  const body = make('div', { class: single ? 'grid' : '' });
   const show = (id) => body.replaceChildren(...steps.map(({ step, groups }) => ({ step, group: groups.find((one) => one.prompt_id === id) })).filter(({ group }) => group).map(({ step, group }) =>
-    make('article', { class: 'card', style: 'margin-bottom:1rem', 'aria-label': `Step ${step}` }, make('h3', {}, `Step ${step}`), make('p', { class: 'small soft' }, groupWords(group)),
-      make('div', { class: 'grid answers' }, group.samples.map((sample, index) => make('div', { class: 'answer' },
+    make('article', { class: 'card', style: single ? '' : 'margin-bottom:1rem', 'aria-label': `Step ${step}` }, make('h3', {}, `Step ${step}`), make('p', { class: 'small soft' }, groupWords(group)),
+      make('div', { class: 'grid answers', style: 'margin-bottom:0' }, group.samples.map((sample, index) => make('div', { class: 'answer' },
         make('div', {}, make('strong', {}, sample.reward == null ? 'no reward' : `reward ${short(sample.reward)}`), ' ', make('span', { class: 'small soft' }, Object.entries(sample.terms).map(([name, value]) => `${printable(name)} ${short(value)}`).join(' · '))),
         make('div', { class: 'text code', dir: 'auto', tabindex: 0, role: 'textbox', 'aria-readonly': 'true', 'aria-label': `Answer ${index + 1} at step ${step}` }, printable(sample.text))))))));
   show(problems[0][0]);
@@ -82,7 +83,7 @@ function comparisonSection(data) {
   const value = (family, name) => {
     const own = known(family.runs.map((run) => run.results[name]));
     if (!own.length) return '–';
-    return own.length > 1 ? `${short(meanOf(own))} (${short(Math.min(...own))} to ${short(Math.max(...own))}, ${own.length} seeds)` : short(own[0]);
+    return Math.max(...own) > Math.min(...own) ? `${short(meanOf(own))} (${short(Math.min(...own))} to ${short(Math.max(...own))}, ${own.length} seeds)` : short(own[0]);
   };
   return make('section', { id: 'comparison', 'aria-labelledby': 'comparison-title', style: 'padding-top:0' },
     make('p', { class: 'eyebrow' }, 'Comparison'), make('h1', { id: 'comparison-title' }, `${plural(runs.length, 'run')} side by side`),
