@@ -43,6 +43,7 @@ from grpo_mega.observe.heartbeat import mark_failed
 from grpo_mega.observe.leave import ALARMED, FAILED, STOPPED, leave, refuse
 from grpo_mega.platform.orphans import end_with_launcher
 from grpo_mega.platform.stop import SIGNALS, Stopped, StoppedByAlarm
+from grpo_mega.report.page import write_own_report
 from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.reward.scorable import check_problems
 from grpo_mega.reward.truths import why_unreachable
@@ -112,6 +113,8 @@ def train(config: Config) -> None:
         except (Exception, SystemExit) as error:
             # The input was accepted on every rank; from now on an error may occur on one of them alone.
             raise FailedInStep(run.where(), run.newest) from error
+    if int(os.environ.get("RANK", "0")) == 0:  # the others are done: nobody waits for the page
+        write_own_report(Path(config.run.root) / config.run.name)
 
 
 def read(config: Config) -> tuple[Data | ExampleData, Reward | None]:

@@ -65,7 +65,8 @@ MAY_KNOW: dict[str, set[str]] = {
     "recipe": GROUND | {"observe"},
     "new": GROUND | {"data", "reward", "planning"},
     "dry_run": GROUND | {"data", "models", "weights", "checkpoint", "rollout", "reward", "observe", "planning"},
-    "train": GROUND | {"data", "reward", "rollout", "observe", "assemble", "dry_run"},
+    "report": GROUND | {"observe"},
+    "train": GROUND | {"data", "reward", "rollout", "observe", "assemble", "dry_run", "report"},
 }
 """A room is a folder or a file of `grpo_mega`, or the kernels."""
 

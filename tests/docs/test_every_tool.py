@@ -21,6 +21,7 @@ RUN_BY = {
     "bench_step.py": "tests/stages/test_bench_step.py",
     "evaluate.py": "tests/evaluate/evaluating.py",
     "recipe.py": "tests/recipe/test_walk.py",
+    "report.py": "tests/report/test_report_tool.py",
     "rejection_sample.py": "tests/evaluate/test_rejection_sampling.py",
     "export.py": "tests/train/exporting.py",
     "import.py": "tests/train/test_import.py",

@@ -136,4 +136,6 @@ def test_with_nothing_left_to_do_it_is_completed_at_once(story):
     assert "disturbed completed: 4 steps" in story.ends["nothing left"].stderr.replace("\n", " ")
     before, after = story.contents["end"], story.contents["nothing left"]
     changed = {name for name in before | after if before.get(name) != after.get(name)}
-    assert {name.split("/")[0] for name in changed} <= {"logs", "summary.json", "tensorboard", "curves.png"}
+    assert {name.split("/")[0] for name in changed} <= {
+        "logs", "summary.json", "tensorboard", "curves.png", "report.html",
+    }  # fmt: skip

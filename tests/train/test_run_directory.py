@@ -30,7 +30,8 @@ def test_ends_with_everything_in_place_and_no_process_left(finished):
     assert "first completed: 3 steps" in finished.ended.stderr.replace("\n", " ")
     assert str(finished.path) in finished.ended.stderr.replace("\n", "").replace(" ", "")
     top = {p.name for p in finished.path.iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "samples", "tensorboard", "logs", "checkpoints", "curves.png"} <= top
+    files = {"config.yaml", "metrics.jsonl", "curves.png", "report.html"}
+    assert files | {"samples", "tensorboard", "logs", "checkpoints"} <= top
     assert not [name for name in finished.contents if name.endswith(".tmp")]
 
 

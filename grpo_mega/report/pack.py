@@ -1,0 +1,306 @@
+"""What the page shows of runs, as plain data for JSON: curves thinned, answers bounded, and what was left out said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any
+
+from grpo_mega.config.schema import Config
+from grpo_mega.observe.metric_table import ROOMS, find
+from grpo_mega.report import words
+from grpo_mega.report.read import SAMPLES_BUDGET, Metrics, RunData, Samples, finite
+from grpo_mega.report.thin import thin
+
+CHARACTERS = 20_000
+"""Of a text, such as an answer; what is more stays in the file, and the page says how much."""
+TOKENS = 4_000
+"""Of an answer whose tokens have numbers."""
+SHOWN_NOTES = 50
+"""Damaged lines that the page names."""
+PER_TOKEN = ("engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "entropies")
+FIRST = (
+    "reward/mean", "eval/heldout/accuracy", "eval/accuracy", "reward/accuracy", "rollout/length_mean", "policy/entropy",
+    "policy/kl", "policy/clip_fraction", "mismatch/mean_abs", "policy/grad_norm", "rollout/groups_with_signal",
+    "machine/tokens_per_second",
+)  # fmt: skip
+"""Metrics that matter most, in the order in which the page shows them."""
+KNOWN = {
+    "prompt_id", "prompt", "answer", "completion", "reward", "terms", "reason", "unscorable", "tokens", "finish_reason",
+    "policy_version", "group", "sample", "advantage", "token_texts", *PER_TOKEN,
+}  # fmt: skip
+"""Fields of a sample that are no terms of its reward."""
+OF_THE_GROUP = {"baseline": ("mean", "leave_one_out", "optimal"), "std": ("sample", "population", "mean", "none")}
+"""Advantages that follow from the group alone, which the page can compute anew."""
+TIME_BARS = 60
+"""Stacked bars of a run's time."""
+
+Packed = dict[str, Any]
+
+
+def pack(runs: Sequence[RunData]) -> Packed:
+    """All that the page shows."""
+    share = SAMPLES_BUDGET // len(runs)
+    packed = [_run(run, share) for run in runs]
+    names = list(dict.fromkeys(name for run in packed for name in run["curves"]))
+    return {"runs": packed, "metrics": _explained(names), "first": [*FIRST], "differing": _differing(runs)}
+
+
+def _run(run: RunData, budget: int) -> Packed:
+    curves, axes = _curves(run)
+    return {
+        "name": run.name,
+        "headline": words.headline(run),
+        "sentences": words.sentences(run),
+        "facts": _facts(run),
+        "results": _results(run),
+        "missing": run.missing,
+        "damaged": run.damaged[:SHOWN_NOTES],
+        "damaged_more": max(0, len(run.damaged) - SHOWN_NOTES),
+        "settings": _changed(run.config),
+        "alike": _flat({k: v for k, v in run.config.items() if k != "cluster"}) | dict.fromkeys(_OF_ONE_RUN),
+        "seed": words.setting(run.config, "run.seed"),
+        "steps": words.last_step(run.metrics),
+        "axes": axes,
+        "curves": curves,
+        "alarms": [_bounded(alarm) for alarm in run.alarms],
+        "samples": _samples(run.samples, budget),
+        "followed": _samples(run.followed, budget),
+        "advantage": _estimator(run.config),
+        "group_size": words.setting(run.config, "algorithm.group_size"),
+        "time": _time(run.metrics),
+    }
+
+
+_OF_ONE_RUN = ("run.seed", "run.name", "run.root")
+
+
+def _curves(run: RunData) -> tuple[dict[str, Packed], list[list[int]]]:
+    """{metric: its curve, whose steps are a number of the axes}, and these axes, each once."""
+    axes: dict[tuple[int, ...], int] = {}
+    found = {}
+    for metrics in (run.metrics, *run.stages.values()):
+        for name in dict.fromkeys(name for values in metrics.values() for name in values):
+            steps = [step for step, values in metrics.items() if name in values]
+            curve = thin(steps, [metrics[step][name] for step in steps])
+            axis = axes.setdefault(tuple(curve.steps), len(axes))
+            kept = {"mean": _short(curve.mean), "low": _short(curve.low), "high": _short(curve.high)}
+            found[name] = {"axis": axis, "count": len(steps), "per_point": curve.per_point, **kept}
+    return found, [list(axis) for axis in axes]
+
+
+def _short(values: Sequence[float]) -> list[float]:
+    """To seven digits, more than any screen shows."""
+    return [float(f"{value:.7g}") for value in values]
+
+
+def _explained(names: Sequence[str]) -> list[Packed]:
+    """Metrics by room, each with its unit, meaning and good direction; those of no room at the end."""
+    found = []
+    left = list(names)
+    for room in ROOMS:
+        own = [name for name in left if find(name) in room.metrics and name.startswith(_heads(room.prefixes))]
+        left = [name for name in left if name not in own]
+        if own:
+            found.append({"title": room.title, "about": room.about, "metrics": [_metric(name) for name in own]})
+    if left:
+        about = "Of another version of this program: docs/metrics.md does not explain them."
+        found.append({"title": "Others", "about": about, "metrics": [_metric(name) for name in left]})
+    return found
+
+
+def _heads(prefixes: Sequence[str]) -> tuple[str, ...]:
+    """What names of these prefixes begin with, up to a word that stands for others."""
+    return tuple({prefix.split("{")[0] for prefix in prefixes})
+
+
+def _metric(name: str) -> Packed:
+    metric = find(name)
+    if metric is None:
+        return {"name": name, "unit": "", "meaning": "", "taken": "", "good": ""}
+    return {**asdict(metric), "name": name}
+
+
+def _facts(run: RunData) -> list[tuple[str, str]]:
+    """What was run: layout, size, versions."""
+    facts = [("Status", str(run.summary.get("status", "not complete")))]
+    model = [f"{words.setting(run.config, f'model.{name}')} {name}" for name in ("layers", "hidden")]
+    if run.config:
+        facts.append(("Model", ", ".join(text for text in model if not text.startswith("None"))))
+        estimator = [words.setting(run.config, f"algorithm.advantage_{name}") for name in ("baseline", "std")]
+        facts.append(("Advantage", f"baseline {estimator[0]}, divided by {estimator[1]}"))
+        facts.append(("Seed", str(words.setting(run.config, "run.seed"))))
+    layout = run.summary.get("layout")
+    if isinstance(layout, dict):
+        sizes = [f"{name.upper()} {size}" for name, size in layout.items() if name in _SIZES]
+        facts.append(("Layout", ", ".join(sizes)))
+    versions = run.summary.get("versions")
+    if isinstance(versions, dict):
+        facts.append(("Versions", ", ".join(f"{name} {value}" for name, value in versions.items())))
+    return facts
+
+
+_SIZES = ("tp", "pp", "cp", "ep", "etp", "dp")
+
+
+def _results(run: RunData) -> dict[str, float]:
+    """The numbers of the summary, and the last values of what matters most."""
+    found = {name: value for name, given in run.summary.items() if (value := finite(given)) is not None}
+    last = {name: values[-1] for name in FIRST if (values := words.curve(run.metrics, name))}
+    return found | last | {"seconds": words.total_seconds(run)}
+
+
+def _changed(config: Packed) -> list[tuple[str, str, str]]:
+    """(setting, its value, its default) of settings that have another value than the schema gives them."""
+    defaults = _flat(_defaults(Config))
+    return [
+        (name, value, defaults.get(name, "required"))
+        for name, value in _flat(config).items()
+        if value != defaults.get(name)
+    ]
+
+
+def _defaults(section: Any) -> Packed:
+    """The defaults of a section of the schema, nested; what has to be given is left out."""
+    made = section()
+    return {
+        item.name: _defaults(type(value)) if is_dataclass(value) else value
+        for item in fields(made)
+        if (value := getattr(made, item.name)) != "???"
+    }
+
+
+def _flat(config: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted name -> value in words, of nested settings."""
+    if isinstance(config, dict) and config:
+        return {
+            key: value
+            for name, inner in config.items()
+            for key, value in _flat(inner, f"{prefix}.{name}" if prefix else str(name)).items()
+        }
+    return {prefix: _cut(str(config))} if prefix else {}
+
+
+def _differing(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
+    """(setting, its value in each run) of the settings in which the runs differ."""
+    flat = [_flat(run.config) for run in runs]
+    names = dict.fromkeys(name for settings in flat for name in settings if name not in ("run.name", "run.root"))
+    rows = [(name, [settings.get(name, "absent") for settings in flat]) for name in names]
+    return [(name, values) for name, values in rows if len({*values}) > 1]
+
+
+def _estimator(config: Packed) -> Packed:
+    """How the group's rewards become advantages; "why_not" where they do not follow from the group alone."""
+    algorithm = config.get("algorithm")
+    if not isinstance(algorithm, dict):
+        return {"why_not": "without config.yaml it is not known how rewards become advantages"}
+    baseline, std = algorithm.get("advantage_baseline"), algorithm.get("advantage_std")
+    found = {"baseline": baseline, "std": std, "objective": algorithm.get("objective")}
+    found |= {name: algorithm.get(name) for name in ("clip_low", "clip_high", "dual_clip")}
+    reasons = {
+        "a critic says what was to be expected, token by token (algorithm.advantage_baseline=critic)": baseline
+        == "critic",
+        "they depend on all samples of the step (algorithm.advantage_baseline=batch)": baseline == "batch",
+        f"they are divided by a deviation over the whole step (algorithm.advantage_std={std})": std
+        in ("batch", "batch_rewards"),
+        "each term is normalised apart, and their sum over the step (algorithm.terms_apart)": algorithm.get(
+            "terms_apart"
+        ),
+        "the steps of an answer are rewarded, not the answer (algorithm.supervision=process)": algorithm.get(
+            "supervision"
+        )
+        == "process",
+        "the KL term lowers the rewards first (algorithm.kl_in=reward)": algorithm.get("kl_in") == "reward"
+        and bool(algorithm.get("kl_coef")),
+        "this version of the page does not know this estimator": baseline
+        not in (*OF_THE_GROUP["baseline"], "critic", "batch")
+        or std not in (*OF_THE_GROUP["std"], "batch", "batch_rewards"),
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), None)
+    return found | ({"why_not": why} if why else {})
+
+
+def _samples(samples: Samples, budget: int) -> Packed:
+    """Answers within `budget` bytes, about the same for every step; at least one group of each."""
+    each = max(1, budget // max(1, len(samples.steps)))
+    steps, left_out = [], 0
+    for step in samples.steps:
+        groups: list[Packed] = []
+        spent = 0
+        for records in step.groups:
+            group = _group(records)
+            spent += sum(_size(sample) for sample in group["samples"])
+            if groups and spent > each:
+                left_out += len(step.groups) - len(groups)
+                break
+            groups.append(group)
+        steps.append({"step": step.step, "groups": groups})
+    return {"steps": steps, "files": samples.files, "groups_left_out": left_out}
+
+
+def _group(records: Sequence[Packed]) -> Packed:
+    """What the answers have in common, and each of them."""
+    shared = {name: _cut(str(records[0].get(name, ""))) for name in ("prompt_id", "prompt", "answer")}
+    return shared | {"samples": [_sample(record) for record in records]}
+
+
+def _sample(record: Packed) -> Packed:
+    """A record of samples/, of any version, as the page shows it."""
+    terms = record.get("terms")
+    own = terms if isinstance(terms, dict) else {name: value for name, value in record.items() if name not in KNOWN}
+    scores = {_cut(str(name)): value for name, given in own.items() if (value := finite(given)) is not None}
+    found: Packed = {
+        "reward": None if record.get("unscorable") else finite(record.get("reward")),
+        "terms": scores,
+        "tokens": finite(record.get("tokens")),
+        "text": _cut(str(record.get("completion", ""))),
+    }
+    found |= {name: _cut(str(record[name])) for name in ("reason", "unscorable", "finish_reason") if record.get(name)}
+    found |= {name: finite(record[name]) for name in ("advantage", "policy_version") if name in record}
+    texts = record.get("token_texts")
+    if isinstance(texts, list) and texts:
+        found["token_texts"] = [_cut(str(text)) for text in texts[:TOKENS]]
+        found["tokens_left_out"] = max(0, len(texts) - TOKENS)
+        for name in PER_TOKEN:
+            values = record.get(name)
+            if isinstance(values, list) and len(values) == len(texts):
+                known = [finite(value) for value in values[:TOKENS]]
+                found[name] = [None if value is None else float(f"{value:.5g}") for value in known]
+    return found
+
+
+def _size(sample: Packed) -> int:
+    """About how many bytes it takes in the page."""
+    numbers = sum(9 * len(sample.get(name, ())) for name in PER_TOKEN)
+    return 200 + len(sample["text"]) + numbers + sum(len(text) + 3 for text in sample.get("token_texts", ()))
+
+
+def _cut(text: str) -> str:
+    """The text, or its beginning and how much more there is."""
+    more = len(text) - CHARACTERS
+    return text if more <= 0 else f"{text[:CHARACTERS]}… ({more:,} more characters are in the file)"
+
+
+def _bounded(alarm: Packed) -> Packed:
+    return {
+        str(k)[:100]: _cut(str(v)) if isinstance(v, str) else finite(v) for k, v in alarm.items() if k != "cleared"
+    } | {"cleared": bool(alarm.get("cleared"))}
+
+
+def _time(metrics: Metrics) -> Packed:
+    """Seconds by phase, of the whole run and of about `TIME_BARS` stretches of it; what bounds a step, in words."""
+    phases = words.phase_seconds(metrics)
+    apart = {name: sum(words.curve(metrics, f"time/{name}")) for name in words.APART if name != "step"}
+    steps = [step for step, values in metrics.items() if any(f"time/{phase}" in values for phase in phases)]
+    length = -(-len(steps) // TIME_BARS)
+    bars = []
+    for start in range(0, len(steps), max(1, length)):
+        own = steps[start : start + length]
+        seconds = [sum(metrics[step].get(f"time/{phase}", 0.0) for step in own) / len(own) for phase in phases]
+        bars.append({"first": own[0], "last": own[-1], "seconds": _short(seconds)})
+    return {
+        "words": words.time_words(phases),
+        "phases": phases,
+        "apart": {name: seconds for name, seconds in apart.items() if seconds},
+        "bars": bars,
+    }

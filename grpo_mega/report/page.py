@@ -1,0 +1,71 @@
+"""Puts what `pack` found into one HTML file that needs nothing beside it: no network, no server, no other file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_mega.platform.files import write_atomic
+from grpo_mega.report.pack import Packed, pack
+from grpo_mega.report.read import RunData, read_run
+
+REPORT = "report.html"
+PARTS = Path(__file__).resolve().parent / "page"
+SCRIPTS = ("dom.js", "advantage.js", "curves.js", "tokens.js", "explorer.js", "sections.js", "page.js")
+"""In the order in which they run, as one script."""
+
+logger = logging.getLogger(__name__)
+
+
+def write_report(runs: Sequence[RunData], path: Path) -> None:
+    """Writes the page about these runs, atomically."""
+    title = f"{runs[0].name}: report" if len(runs) == 1 else f"{len(runs)} runs compared"
+    write_atomic(path, page_of(title, pack(runs)))
+
+
+def write_own_report(run_dir_path: Path) -> None:
+    """Writes report.html into a run directory at the end of its run; what fails is a warning, and the run has ended
+    well all the same."""
+    try:
+        run = read_run(run_dir_path)
+        write_report([run], run_dir_path / REPORT)
+    except Exception as error:  # whatever it is: the results are safe, and tools/report.py says what is wrong
+        logger.warning(
+            "%s is not written: %s; python tools/report.py %s tries again", run_dir_path / REPORT, error, run_dir_path
+        )
+
+
+def page_of(title: str, data: Packed) -> str:
+    """The HTML of the page; only scripts of this page run in it, whatever the data say."""
+    library, own = _part("uPlot.iife.min.js"), "\n".join(["'use strict';", *(_part(name) for name in SCRIPTS)])
+    parts = {
+        "TITLE": html.escape(title),
+        "POLICY": "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src {_hash(library)} {_hash(own)}",
+        "LICENSE": html.escape(_part("uPlot.LICENSE")).replace("--", "- -"),
+        "STYLE": _part("uPlot.min.css") + _part("page.css"),
+        "LIBRARY": library,
+        "SCRIPT": own,
+        "DATA": in_script(data),
+    }
+    pieces = _part("page.html").split("@@")  # text and names of parts in turn: no part is searched for others
+    return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
+
+
+def in_script(data: Packed) -> str:
+    """JSON that may stand in a script element: ASCII, without a character that could begin a tag or a comment."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _part(name: str) -> str:
+    return (PARTS / name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

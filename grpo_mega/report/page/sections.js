@@ -1,0 +1,95 @@
+// The other sections: the summary, where the time goes, problems followed over training, settings, and the comparison.
+
+function tile(value, label) {
+  return make('div', { class: 'card tile' }, make('div', { class: 'value' }, value), make('div', { class: 'small soft' }, label));
+}
+
+const percentage = (value) => (value == null ? '–' : `${Number((100 * value).toFixed(1))}%`);
+const seconds = (value) => (value < 60 ? `${short(value)} s` : value < 3600 ? `${Math.round(value / 60)} min` : `${short(value / 3600)} h`);
+
+function notes(run) {
+  if (!run.missing.length && !run.damaged.length) return '';
+  const lines = [...run.missing, ...run.damaged, run.damaged_more ? `${plural(run.damaged_more, 'more line')} cannot be read` : ''].filter(Boolean);
+  return make('div', { class: 'note', role: 'note' }, make('p', {}, make('strong', {}, 'This run directory is not whole.'), ' What is there is shown.'),
+    make('ul', {}, lines.map((line) => make('li', { class: 'small' }, foreign(line)))));
+}
+
+function alarmList(alarms) {
+  const rose = alarms.filter((alarm) => !alarm.cleared);
+  if (!rose.length) return '';
+  const over = (alarm) => alarms.find((one) => one.cleared && one.name === alarm.name && one.step >= alarm.step);
+  return make('div', { class: 'note', id: 'alarms' }, make('p', {}, make('strong', {}, plural(rose.length, 'alarm'))),
+    make('ul', {}, rose.slice(0, 100).map((alarm) => make('li', {}, make('strong', {}, `Step ${alarm.step}: `, foreign(alarm.name)), ' ', foreign(alarm.message || ''), ' ',
+      alarm.action ? make('em', {}, foreign(alarm.action)) : '', over(alarm) ? ` Over at step ${over(alarm).step}.` : ''))));
+}
+
+function summarySection(run) {
+  const results = run.results, tiles = [];
+  const add = (name, label, words = short) => { if (results[name] != null) tiles.push(tile(words(results[name]), label)); };
+  if (results.held_out_accuracy_before != null) tiles.push(tile(`${percentage(results.held_out_accuracy_before)} → ${percentage(results.held_out_accuracy_after)}`, 'held-out accuracy, before → after'));
+  else add('eval/heldout/accuracy', 'held-out accuracy', percentage);
+  add('reward/mean', 'reward of the last step');
+  add('rollout/length_mean', 'tokens an answer, last step');
+  if (results.seconds) tiles.push(tile(seconds(results.seconds), 'wall time'));
+  add('machine/tokens_per_second', 'tokens a second, last step');
+  return make('section', { id: 'summary', 'aria-labelledby': 'summary-title', style: 'padding-top:0' },
+    make('p', { class: 'eyebrow' }, foreign(run.name)), make('h1', { id: 'summary-title' }, printable(run.headline)),
+    run.sentences.map((sentence, index) => make('p', { class: index ? '' : 'lead' }, foreign(sentence))),
+    make('div', { class: 'tiles' }, tiles), alarmList(run.alarms), notes(run));
+}
+
+function timeSection(run) {
+  const { phases, apart, bars, words } = run.time, names = Object.keys(phases);
+  if (!names.length) return null;
+  const total = names.reduce((sum, name) => sum + phases[name], 0), highest = Math.max(...bars.map((bar) => bar.seconds.reduce((a, b) => a + b, 0)));
+  const paint = (index) => make('span', { class: 'dot', 'data-colour': index, style: `background:${colour(index)}` });
+  const part = (index, style) => make('span', { 'data-colour': index, style: `display:block;background:${colour(index)};${style}` });
+  const rows = [...names.map((name, index) => [make('span', {}, paint(index), foreign(name)), seconds(phases[name]), total ? percentage(phases[name] / total) : '–']),
+    ...Object.entries(apart).map(([name, value]) => [make('span', {}, foreign(name), make('span', { class: 'soft small' }, ' (between steps)')), seconds(value), ''])];
+  return section('time', 'Where the time goes', make('p', { class: 'soft' }, printable(words)),
+    make('div', { class: 'card' },
+      make('div', { class: 'stack', role: 'img', 'aria-label': `Shares of the steps' time: ${names.map((name) => `${printable(name)} ${percentage(phases[name] / (total || 1))}`).join(', ')}` }, names.map((name, index) => part(index, `flex:${phases[name] / (total || 1)} 1 0`))),
+      table('Seconds of all steps, by phase', ['Phase', 'Time', 'Share'], rows),
+      make('div', { class: 'bars', 'aria-hidden': 'true' }, bars.map((bar) => make('div', {}, bar.seconds.map((value, index) => part(index, `height:${(9 * value) / (highest || 1)}rem`))))),
+      make('div', { class: 'axis small soft' }, make('span', {}, `step ${bars[0].first}`), make('span', {}, `seconds of a step by phase; the highest bar is ${short(highest)} s`), make('span', {}, `step ${bars[bars.length - 1].last}`))));
+}
+
+function followedSection(run) {
+  const { steps } = run.followed;
+  const problems = [...new Map(steps.flatMap(({ groups }) => groups.map((group) => [group.prompt_id, group.prompt]))).entries()];
+  if (!problems.length) return null;
+  const single = steps.every(({ groups }) => groups.every((group) => group.samples.length === 1)); // side by side
+  const body = make('div', { class: single ? 'grid' : '' });
+  const show = (id) => body.replaceChildren(...steps.map(({ step, groups }) => ({ step, group: groups.find((one) => one.prompt_id === id) })).filter(({ group }) => group).map(({ step, group }) =>
+    make('article', { class: 'card', style: single ? '' : 'margin-bottom:1rem', 'aria-label': `Step ${step}` }, make('h3', {}, `Step ${step}`), make('p', { class: 'small soft' }, groupWords(group)),
+      make('div', { class: 'grid answers', style: 'margin-bottom:0' }, group.samples.map((sample, index) => make('div', { class: 'answer' },
+        make('div', {}, make('strong', {}, sample.reward == null ? 'no reward' : `reward ${short(sample.reward)}`), ' ', make('span', { class: 'small soft' }, Object.entries(sample.terms).map(([name, value]) => `${printable(name)} ${short(value)}`).join(' · '))),
+        make('div', { class: 'text code', dir: 'auto', tabindex: 0, role: 'textbox', 'aria-readonly': 'true', 'aria-label': `Answer ${index + 1} at step ${step}` }, printable(sample.text))))))));
+  show(problems[0][0]);
+  return section('followed', 'The same problems over training', make('p', { class: 'soft' }, 'Validation problems that were answered again at every evaluation.'),
+    make('div', { class: 'bar' }, choice('Problem', problems.map(([id, prompt]) => [id, prompt.slice(0, 120)]), problems[0][0], show, true)), body);
+}
+
+function settingsSection(run) {
+  return section('settings', 'What was run',
+    make('dl', { class: 'facts' }, run.facts.flatMap(([name, value]) => [make('dt', {}, name), make('dd', {}, foreign(value))])),
+    run.settings.length ? make('details', {}, make('summary', {}, make('h3', {}, `${plural(run.settings.length, 'setting')} with another value than the schema's default`)),
+      table('Settings', ['Setting', 'Value', 'Default'], run.settings.map(([name, value, usual]) => [foreign(name), make('code', {}, foreign(value)), make('code', { class: 'soft' }, foreign(usual))]))) : '');
+}
+
+function comparisonSection(data) {
+  const { runs } = data, groups = families(runs);
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.results)))];
+  const value = (family, name) => {
+    const own = known(family.runs.map((run) => run.results[name]));
+    if (!own.length) return '–';
+    return Math.max(...own) > Math.min(...own) ? `${short(meanOf(own))} (${short(Math.min(...own))} to ${short(Math.max(...own))}, ${own.length} seeds)` : short(own[0]);
+  };
+  return make('section', { id: 'comparison', 'aria-labelledby': 'comparison-title', style: 'padding-top:0' },
+    make('p', { class: 'eyebrow' }, 'Comparison'), make('h1', { id: 'comparison-title' }, `${plural(runs.length, 'run')} side by side`),
+    make('ul', {}, runs.map((run) => make('li', {}, make('strong', {}, foreign(run.name)), ': ', foreign(run.headline)))),
+    groups.some((family) => family.runs.length > 1) ? make('p', { class: 'soft' }, 'Runs that differ in the seed alone are one line: their mean, in the band from the lowest to the highest.') : '',
+    table('Results', ['', ...groups.map((family) => foreign(family.name))], names.map((name) => [foreign(name), ...groups.map((family) => value(family, name))])),
+    data.differing.length ? table('Settings in which the runs differ', ['Setting', ...runs.map((run) => foreign(run.name))], data.differing.map(([name, values]) => [foreign(name), ...values.map((one) => make('code', {}, foreign(one)))])) : make('p', {}, 'The runs have the same settings.'),
+    runs.map((run) => (run.missing.length || run.damaged.length ? make('div', {}, make('h3', {}, foreign(run.name)), notes(run)) : '')));
+}

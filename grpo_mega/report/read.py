@@ -1,0 +1,217 @@
+"""Reads a run directory, whole or not, into plain data: what is absent or damaged is noted, and the rest is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Record = dict[str, Any]
+Metrics = dict[int, dict[str, float]]
+"""Step -> name -> value; only finite numbers."""
+
+OF_A_RUN = ("config.yaml", "run.json", "metrics.jsonl", "summary.json")
+"""What makes a folder a run directory; one of them is enough."""
+METRICS = "metrics.jsonl"
+STAGES = ("pretrain", "sft")
+"""Earlier stages, whose metrics have files of their own."""
+FOLLOWED = "followed"
+SAMPLES_BUDGET = 6_000_000
+"""Bytes of samples files that are read for a report, and as many again of the problems that are followed."""
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The answers that a file of samples/ holds, as groups of answers to one problem each."""
+
+    step: int
+    groups: list[list[Record]]
+
+
+@dataclass
+class Samples:
+    """Answers of some steps.
+
+    Attributes:
+        steps: Those that were read, in the order of steps.
+        files: How many files there are; more than were read where they are too large.
+        lines: How many answers the files hold that were read.
+    """
+
+    steps: list[StepSamples] = field(default_factory=list)
+    files: int = 0
+    lines: int = 0
+
+
+@dataclass
+class RunData:
+    """What a run directory holds.
+
+    Attributes:
+        path: The directory.
+        config: The resolved configuration, nested; {} without one.
+        metrics: Of the run's last stage.
+        stages: Of earlier stages, by name.
+        alarms: What rose, and what cleared, in the order of the file.
+        summary: The result; {} while there is none.
+        samples: Answers that steps learned from.
+        followed: Answers to the problems that are followed over all of training.
+        missing: What is not there, in words.
+        damaged: What cannot be read, each as "FILE:LINE: why".
+    """
+
+    path: Path
+    config: Record = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
+    stages: dict[str, Metrics] = field(default_factory=dict)
+    alarms: list[Record] = field(default_factory=list)
+    summary: Record = field(default_factory=dict)
+    samples: Samples = field(default_factory=Samples)
+    followed: Samples = field(default_factory=Samples)
+    missing: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The directory's name, which may differ from `run.name` since it was renamed."""
+        return self.path.resolve().name
+
+
+def read_run(path: Path) -> RunData:
+    """What the run directory holds.
+
+    Raises:
+        ValueError: It is no run directory; says what one holds.
+    """
+    if not path.is_dir() or not any((path / name).is_file() for name in OF_A_RUN):
+        what = "not a folder" if not path.is_dir() else f"none of {', '.join(OF_A_RUN)} is in it"
+        raise ValueError(f"{path} is no run directory ({what}): name a folder such as runs/tiny")
+    run = RunData(path)
+    run.config = _read_object(run, "config.yaml", "which settings the run had is not known")
+    run.summary = _read_object(run, "summary.json", "the run is still going, or was stopped before its end")
+    if not (path / METRICS).is_file():
+        run.missing.append(f"{METRICS}: no step has been recorded")
+    run.metrics = _metrics(run, METRICS)
+    run.stages = {name: _metrics(run, f"{name}.jsonl") for name in STAGES if (path / f"{name}.jsonl").is_file()}
+    run.alarms = [record for record in _lines(run, "alarms.jsonl") if _is_alarm(record)]
+    run.samples = _samples(run, "step")
+    run.followed = _samples(run, FOLLOWED)
+    if not run.samples.files:
+        run.missing.append("samples/: no answers were recorded")
+    return run
+
+
+def finite(value: object) -> float | None:
+    """The value as a finite number; None for anything else, true and false included."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _read_object(run: RunData, name: str, without: str) -> Record:
+    """The object in a JSON or YAML file; {} and a note where it is absent or damaged."""
+    file = run.path / name
+    if not file.is_file():
+        run.missing.append(f"{name}: {without}")
+        return {}
+    try:
+        text = file.read_text(errors="replace")
+        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, OSError, RecursionError, yaml.YAMLError) as error:
+        run.damaged.append(f"{file}: cannot be read: {' '.join(str(error).split())[:200]}")
+        return {}
+    if not isinstance(found, dict):
+        run.damaged.append(f"{file}: holds no object")
+        return {}
+    return found
+
+
+def _lines(run: RunData, name: str) -> list[Record]:
+    """The objects of a JSON Lines file, without the lines that hold none; none where there is no file."""
+    file = run.path / name
+    if not file.is_file():
+        return []
+    found = []
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        run.damaged.append(f"{file}: cannot be read: {error.strerror}")
+        return []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            last = number == len(lines)  # a whole line ends with a newline
+            run.damaged.append(f"{file}:{number}: {'half-written last line' if last else 'not JSON'}, left out")
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+        else:
+            run.damaged.append(f"{file}:{number}: not a JSON object, left out")
+    return found
+
+
+def _metrics(run: RunData, name: str) -> Metrics:
+    """Step -> values of a file of metrics; several lines of one step, as of held-out results, are put together."""
+    found: Metrics = {}
+    for record in _lines(run, name):
+        step = record.get("step")
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53:
+            run.damaged.append(f"{run.path / name}: a line has no step that is a whole number, left out")
+            continue
+        values = ((key, finite(value)) for key, value in record.items() if key != "step")
+        found.setdefault(step, {}).update({key: value for key, value in values if value is not None})
+    return dict(sorted(found.items()))
+
+
+def _is_alarm(record: Record) -> bool:
+    return isinstance(record.get("name"), str) and finite(record.get("step")) is not None
+
+
+def _samples(run: RunData, prefix: str) -> Samples:
+    """The answers in samples/PREFIX-NNNNNN.jsonl, of steps that `evenly` chooses where all are too large."""
+    files = {}
+    for file in sorted((run.path / "samples").glob(f"{prefix}-*.jsonl")):
+        number = file.stem.removeprefix(f"{prefix}-")
+        if number.isascii() and number.isdigit():
+            files[int(number)] = file
+    sizes = {step: file.stat().st_size for step, file in sorted(files.items())}
+    found = Samples(files=len(files))
+    for step in evenly(sizes, SAMPLES_BUDGET):
+        records = _lines(run, str(files[step].relative_to(run.path)))
+        found.steps.append(StepSamples(step, list(groups_of(records).values())))
+        found.lines += len(records)
+    return found
+
+
+def evenly(sizes: dict[int, int], budget: int) -> list[int]:
+    """Steps, evenly spread with the first and the last, whose sizes together are within the budget; at least one."""
+    steps = list(sizes)
+    count = len(steps)
+    while count > 1:
+        chosen = [steps[index * (len(steps) - 1) // (count - 1)] for index in range(count)]
+        total = sum(sizes[step] for step in chosen)
+        if total <= budget:
+            return chosen
+        count = max(1, min(count - 1, count * budget // total))
+    return steps[-1:]
+
+
+def groups_of(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Records by their group: its number in the file, or the problem in files of versions that do not number groups."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        key = f"group {record['group']}" if "group" in record else f"problem {record.get('prompt_id')}"
+        found.setdefault(key, []).append(record)
+    return found

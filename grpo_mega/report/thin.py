@@ -1,0 +1,62 @@
+"""Many points as few, so that a curve of any length is drawn at once: each stands for a bucket of neighbours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+MOST = 600
+"""Points of a curve; a screen has hardly more columns for it."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is drawn of a curve.
+
+    Attributes:
+        steps: [points] the step in the middle of each bucket.
+        mean: [points] mean of the values in it.
+        low, high: [points] the smallest and the largest one; empty where every point is a single value.
+        per_point: Values in the largest bucket; 1 where nothing was thinned.
+    """
+
+    steps: list[int]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+    per_point: int = 1
+
+
+def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST) -> Curve:
+    """The curve through these points with at most `most`, at least 3; first and last point stay by themselves.
+
+    Raises:
+        ValueError: `most` is below 3, or there is not one value for each step.
+    """
+    if most < 3 or len(steps) != len(values):
+        raise ValueError(f"{len(steps)} steps and {len(values)} values as {most} points: give 3 or more, one a step")
+    if len(steps) <= most:
+        return Curve(list(steps), list(values), [], [])
+    edges = _edges(len(steps), most)
+    buckets = [values[start:end] for start, end in pairwise(edges)]
+    middle = [steps[(start + end - 1) // 2] for start, end in pairwise(edges)]
+    return Curve(
+        middle,
+        [mean(bucket) for bucket in buckets],
+        [min(bucket) for bucket in buckets],
+        [max(bucket) for bucket in buckets],
+        max(len(bucket) for bucket in buckets),
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean, which overflows nowhere and lies between the smallest and the largest value, however it is rounded."""
+    return min(max(math.fsum(value / len(values) for value in values), min(values)), max(values))
+
+
+def _edges(count: int, most: int) -> list[int]:
+    """Where buckets begin, and the end: the first and the last point, and between them `most` - 2 about equal ones."""
+    inner = most - 2
+    return [0, *(1 + index * (count - 2) // inner for index in range(inner)), count - 1, count]

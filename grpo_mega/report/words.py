@@ -1,0 +1,182 @@
+"""What a run achieved, in sentences for a reader who has not seen a loss curve; and where its time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_mega.report.read import Metrics, RunData, finite
+from grpo_mega.report.thin import mean
+
+APART = ("step", "evaluate", "checkpoint", "export", "base", "sft")
+"""Names under time/ that are no phase of a step."""
+ADVICE = {
+    "generate": "Generation bounds a step: more or faster engines, shorter answers (rollout.max_new_tokens) or more "
+    "sequences at once (rollout.concurrent_sequences) shorten it.",
+    "update": "The updates bound a step: more ranks, larger micro-batches (layout.micro_batch_tokens) or fewer epochs "
+    "and mini-batches shorten it.",
+    "reward": "Scoring bounds a step: faster reward functions or more of their services at once shorten it.",
+    "reward_model": "The reward model bounds a step: a smaller one shortens it.",
+    "logprobs": "Log-probabilities bound a step: a single update a step needs none of the old policy, and "
+    "algorithm.kl_coef=0 none of a reference.",
+    "sync": "The way of the weights to the engines bounds a step: see rollout.sglang.transport.",
+}
+"""Phase -> what bounds a step that spends most of its time there, and what would shorten it."""
+
+
+def headline(run: RunData) -> str:
+    """One sentence: what came of it."""
+    before, after = accuracies(run)
+    steps = last_step(run.metrics)
+    if before is not None and after is not None:
+        moved = "rose" if after > before else "fell" if after < before else "stayed"
+        to = f"at {percent(after)}" if moved == "stayed" else f"from {percent(before)} to {percent(after)}"
+        return f"Accuracy on problems it never trained on {moved} {to} in {number(steps)} steps."
+    if after is not None:
+        return f"Accuracy on problems it never trained on is {percent(after)} after {number(steps)} steps."
+    rewards = curve(run.metrics, "reward/mean")
+    if rewards:
+        return f"{number(steps)} steps so far; the reward went from {rewards[0]:.3g} to {rewards[-1]:.3g}."
+    return f"{number(steps)} steps are recorded." if steps else "No training step is recorded yet."
+
+
+def sentences(run: RunData) -> list[str]:
+    """The story of the run: what learned from what, how it went, how long it took, what was alarming."""
+    told = [_what(run), _format_and_length(run), _reward(run), _how_long(run), _alarming(run)]
+    return [sentence for sentence in told if sentence]
+
+
+def accuracies(run: RunData) -> tuple[float | None, float | None]:
+    """Held-out accuracy before and after training; None where it is not known."""
+    held_out = curve(run.metrics, "eval/heldout/accuracy")
+    before = finite(run.summary.get("held_out_accuracy_before"))
+    after = finite(run.summary.get("held_out_accuracy_after"))
+    if before is None and held_out and 0 in run.metrics:
+        before = finite(run.metrics[0].get("eval/heldout/accuracy"))
+    return before, after
+
+
+def time_words(phases: dict[str, float]) -> str:
+    """What most of a step's time goes into, and what would shorten it."""
+    total = sum(phases.values())
+    if not total:
+        return "No step has recorded its time."
+    first = max(phases, key=lambda name: phases[name])
+    share = phases[first] / total
+    words = f"{percent(share)} of the time of the steps goes into the phase “{first}”."
+    return f"{words} {ADVICE[first]}" if share > 0.4 and first in ADVICE else words
+
+
+def phase_seconds(metrics: Metrics) -> dict[str, float]:
+    """Seconds of all steps by phase of a step, in the order in which they were first recorded."""
+    found: dict[str, float] = {}
+    for values in metrics.values():
+        for name, value in values.items():
+            phase = name.removeprefix("time/")
+            if phase != name and phase not in APART:
+                found[phase] = found.get(phase, 0.0) + value
+    return found
+
+
+def total_seconds(run: RunData) -> float:
+    """Wall seconds: of the summary, else of the steps."""
+    recorded = run.summary.get("seconds")
+    known = [finite(value) or 0.0 for value in recorded.values()] if isinstance(recorded, dict) else []
+    return sum(known) or sum(phase_seconds(run.metrics).values())
+
+
+def last_step(metrics: Metrics) -> int:
+    """The last step with a line; 0 without."""
+    return max(metrics, default=0)
+
+
+def curve(metrics: Metrics, name: str) -> list[float]:
+    """The values of a metric in the order of steps."""
+    return [values[name] for values in metrics.values() if name in values]
+
+
+def percent(share: float) -> str:
+    """0.965 as 96.5%."""
+    return f"{100 * share:.1f}".removesuffix(".0") + "%"
+
+
+def number(value: float) -> str:
+    """1234567 as 1,234,567."""
+    return f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the two largest units that fit."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def setting(config: dict[str, Any], name: str) -> Any:
+    """A setting by its dotted name; None where the configuration does not have it."""
+    found: Any = config
+    for word in name.split("."):
+        found = found.get(word) if isinstance(found, dict) else None
+    return found
+
+
+def _what(run: RunData) -> str:
+    parameters = finite(run.summary.get("parameters"))
+    size = f" of {number(parameters)} parameters" if parameters else ""
+    task = setting(run.config, "data.task") or setting(run.config, "data.train_path")
+    on = f" on problems of {task}" if isinstance(task, str) else ""
+    kind = {"policy": "A language model", "reward_model": "A reward model"}.get(
+        str(setting(run.config, "run.trains")), "A model"
+    )
+    ranks = finite(run.summary.get("world_size"))
+    where = f", on {number(ranks)} process{'es' if ranks != 1 else ''}" if ranks else ""
+    prompts, group = setting(run.config, "algorithm.prompts_per_step"), setting(run.config, "algorithm.group_size")
+    rl = isinstance(prompts, int) and isinstance(group, int) and kind == "A language model"
+    how = (
+        f" Every step asked {prompts} problems, {group} answers each, and made the better ones likelier." if rl else ""
+    )
+    return f"{kind}{size} was trained{on}{where}.{how}"
+
+
+def _format_and_length(run: RunData) -> str:
+    parts = []
+    before, after = (finite(run.summary.get(f"format_rate_{when}")) for when in ("before", "after"))
+    if before is not None and after is not None:
+        parts.append(f"the share of well-formed answers went from {percent(before)} to {percent(after)}")
+    before, after = (finite(run.summary.get(f"mean_length_{when}")) for when in ("before", "after"))
+    if before is not None and after is not None:
+        parts.append(f"the mean length of an answer from {before:.3g} to {after:.3g} tokens")
+    return f"On the same problems {' and '.join(parts)}." if parts else ""
+
+
+def _reward(run: RunData) -> str:
+    rewards = curve(run.metrics, "reward/mean")
+    if len(rewards) < 2:
+        return ""
+    tenth = max(1, len(rewards) // 10)
+    first, last = mean(rewards[:tenth]), mean(rewards[-tenth:])
+    return f"The reward during training went from {first:.3g} (first tenth of the steps) to {last:.3g} (last tenth)."
+
+
+def _how_long(run: RunData) -> str:
+    seconds = total_seconds(run)
+    tokens = finite(run.summary.get("tokens_generated"))
+    wrote = f" The model wrote {number(tokens)} tokens." if tokens else ""
+    done = "It is complete" if run.summary.get("status") == "completed" else "It is not complete"
+    return f"{done}{f' and took {duration(seconds)}' if seconds else ''}.{wrote}"
+
+
+def _alarming(run: RunData) -> str:
+    names = list(dict.fromkeys(alarm["name"] for alarm in raised(run.alarms)))
+    if not names:
+        return "No alarm rose." if run.metrics else ""
+    return f"Alarms rose: {', '.join(names)}."
+
+
+def raised(alarms: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The alarms that rose, without the lines that say that one is over."""
+    return [alarm for alarm in alarms if not alarm.get("cleared")]

@@ -1,0 +1,328 @@
+"""The page in a browser: it opens from disk, draws, computes the library's advantages, and is safe and usable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from browser import CHROMIUM, WITHOUT, Browser, browser
+from runs_made import group, lines, made_run
+from train_jobs import SMALL, Job
+
+from grpo_mega.algorithm.advantage import group_advantages
+from grpo_mega.report.page import write_report
+from grpo_mega.report.read import read_run
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT)
+
+TEXTS = [["2", "+", "3"], ["5"], ["<think>", "é", "</think>", "6"], ["7", "8"]]
+REWARDS = [1.0, 0.2, 0.0, 0.3]
+SET = """((index, value) => {
+    const slider = document.querySelectorAll('.answer input[type=range]')[index];
+    slider.value = value; slider.dispatchEvent(new Event('input'));
+    return Number(slider.value);
+})"""
+ADVANTAGES = "[...document.querySelectorAll('#answers .answer')].map((card) => Number(card.dataset.advantage))"
+BLANK = """[...document.querySelectorAll('.plot')].filter((plot) => plot.clientWidth).map((plot) => {
+    const canvas = plot.querySelector('canvas');
+    if (!canvas) return plot.getAttribute('aria-label');
+    const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+    return data.some((value) => value) ? '' : plot.getAttribute('aria-label');
+}).filter(Boolean)"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser for all tests of this file."""
+    with browser(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+def opened(page: Browser, *runs: Path, width: int = 1280, height: int = 900, dark: bool = False) -> Path:
+    """Writes the report of these runs beside the first of them, and opens it."""
+    file = runs[0].parent / f"{'-'.join(run.name for run in runs)}.html"
+    write_report([read_run(run) for run in runs], file)
+    page.errors.clear()
+    page.requests.clear()
+    page.open(file, width, height, dark)
+    return file
+
+
+def with_a_group(folder: Path, rewards: list[float | None] = REWARDS, **algorithm: Any) -> Path:  # type: ignore[assignment]
+    return made_run(folder, samples={3: group(0, "2+3=?", rewards, TEXTS)}, algorithm=algorithm)
+
+
+def see_everything(page: Browser) -> None:
+    """Makes the window as high as the page, so that every curve comes into sight."""
+    page.size(page.run("innerWidth"), 9000)
+    page.settle()
+
+
+def test_a_real_run_leaves_a_page_that_opens(page: Browser, tmp_path: Path) -> None:
+    settings = [*SMALL, "layout=single", "run.steps=2", "run.name=real", "run.tensorboard=false"]
+    ended = Job(tmp_path, settings).finish()
+    assert ended.code == 0, ended
+    file = tmp_path / "runs" / "real" / "report.html"
+    page.open(file)
+    see_everything(page)
+    assert page.errors == []
+    assert {*page.requests} == {file.as_uri()}
+    assert page.run("document.querySelector('h1').textContent").startswith("Accuracy on problems it never trained on")
+    assert page.run("document.querySelectorAll('.plot canvas').length") > 4
+    assert page.run(BLANK) == []
+    assert page.run("document.querySelectorAll('#answers .answer').length") > 0
+    assert page.run("document.querySelectorAll('.note li').length") == 0
+
+
+@pytest.mark.parametrize(
+    ("baseline", "std"),
+    [
+        ("mean", "sample"), ("mean", "population"), ("mean", "none"), ("mean", "mean"), ("leave_one_out", "none"),
+        ("optimal", "none"), ("leave_one_out", "sample"), ("optimal", "population"),
+    ],
+)  # fmt: skip
+def test_sliders_give_the_advantages_of_the_library(page: Browser, tmp_path: Path, baseline: str, std: str) -> None:
+    opened(page, with_a_group(tmp_path / "run", advantage_baseline=baseline, advantage_std=std))
+    rewards = [*REWARDS]
+    lengths = [len(text) for text in TEXTS]
+    for index, value in ((None, None), (0, 0.7), (2, 1.25), (3, 0.2), (1, 1 / 3), (0, 1e-9)):
+        if index is not None:
+            rewards[index] = page.run(f"{SET}({index}, {value})")
+            assert rewards[index] == pytest.approx(value)
+        expected = group_advantages(torch.tensor(rewards, dtype=torch.float64), std, baseline, lengths).tolist()
+        assert page.run(ADVANTAGES) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    for index in range(4):  # equal rewards: exactly 0
+        page.run(f"{SET}({index}, 0.5)")
+    assert page.run(ADVANTAGES) == [0, 0, 0, 0]
+    assert "nothing to learn" in page.run("document.querySelector('.statistics').textContent")
+    page.run("document.querySelector('.reset').click()")
+    recorded = group_advantages(torch.tensor(REWARDS, dtype=torch.float64), std, baseline, lengths).tolist()
+    assert page.run(ADVANTAGES) == pytest.approx(recorded, rel=1e-6, abs=1e-6)
+
+
+def test_a_sample_without_a_score_is_no_part_of_its_group(page: Browser, tmp_path: Path) -> None:
+    opened(page, with_a_group(tmp_path / "run", [1.0, None, 0.0, 0.5]))
+    expected = group_advantages(torch.tensor([1.0, 0.0, 0.5]).double(), "sample").tolist()
+    found = page.run("[...document.querySelectorAll('#answers .answer')].map((card) => card.dataset.advantage)")
+    assert found[1] == ""
+    assert [float(each) for each in found if each] == pytest.approx(expected, rel=1e-6)
+    assert page.run("document.querySelectorAll('.answer input')[1].disabled")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"advantage_baseline": "critic"}, "a critic says"),
+        ({"advantage_baseline": "batch"}, "all samples of the step"),
+        ({"advantage_std": "batch"}, "a deviation over the whole step"),
+        ({"terms_apart": True}, "each term is normalised apart"),
+        ({"supervision": "process"}, "the steps of an answer"),
+        ({"kl_in": "reward", "kl_coef": 0.1}, "the KL term"),
+        ({"advantage_std": "median"}, "does not know this estimator"),
+    ],
+)
+def test_estimators_that_need_more_than_the_group_say_so(
+    page: Browser, tmp_path: Path, settings: dict[str, Any], reason: str
+) -> None:
+    opened(page, with_a_group(tmp_path / "run", **settings))
+    assert reason in page.run("document.querySelector('.statistics').textContent")
+    assert page.run("[...document.querySelectorAll('.answer input')].every((slider) => slider.disabled)")
+    assert page.errors == []
+
+
+def test_tokens_take_the_colours_that_are_chosen(page: Browser, tmp_path: Path) -> None:
+    opened(page, with_a_group(tmp_path / "run"))
+    colours = "[...document.querySelectorAll('.answer .text span')].map((span) => span.style.background)"
+    names = page.run("[...document.querySelectorAll('#answers select')].at(-1).length")
+    assert names == 6, "advantage, push, ratio, engine, entropy, surprise; and no reference"
+    seen = {json.dumps(page.run(colours))}
+    for index in range(1, names):
+        page.run(
+            f"(() => {{ const s = [...document.querySelectorAll('#answers select')].at(-1);"
+            f" s.selectedIndex = {index};"
+            " s.dispatchEvent(new Event('change')); })()"
+        )
+        seen.add(json.dumps(page.run(colours)))
+    assert len(seen) == names
+    assert page.errors == []
+
+
+def test_the_keyboard_reaches_everything(page: Browser, tmp_path: Path) -> None:
+    opened(page, with_a_group(tmp_path / "run"))
+    reachable = page.run(
+        "[...document.querySelectorAll('a, button, select, input, summary, [tabindex=\"0\"]')]"
+        ".filter((element) => !element.disabled && element.checkVisibility()).length"
+    )
+    page.run("window.reached = new Set()")
+    for _ in range(reachable + 3):
+        page.press("Tab")
+        page.run("window.reached.add(document.activeElement) && 1")
+    page.run("window.reached.delete(document.body)")
+    assert page.run("window.reached.size") == reachable
+    page.run("document.querySelector('.plot').focus()")
+    page.press("ArrowRight", 2)
+    assert page.run("document.querySelector('.chart .read').textContent").startswith("Step 2 ·")
+    page.press("End")
+    assert page.run("document.querySelector('.chart .read').textContent").startswith("Step 8 ·")
+    before = page.run(ADVANTAGES)
+    page.run("document.querySelector('.answer input').focus()")
+    page.press("ArrowLeft", 5)
+    assert page.run(ADVANTAGES) != before
+    page.run("document.querySelector('.answer .text').focus()")
+    page.press("ArrowRight", 2)
+    assert page.run("document.querySelector('.answer .text ~ .read').textContent").startswith("“+” advantage")
+    page.run("document.getElementById('theme').focus()")
+    page.press("Enter")
+    assert page.run("document.documentElement.dataset.theme") == "dark"
+
+
+HOSTILE = [
+    "</script><script>window.hurt = 1</script>", "<img src=x onerror='window.hurt = 1'>", "<!-- <script>",
+    "\u2028\u2029]]>{{7*7}}", "\u202etxt.exe\u202c\u200f", "\x00\x07\x1b[31m\x7f\r", "\ud800 lone", "x" * 1_000_000,
+    "W" * 5000, "\n" * 3000, "javascript:window.hurt=1", "@@SCRIPT@@", "مرحبا بالعالم",
+]  # fmt: skip
+
+
+def test_hostile_text_is_inert(page: Browser, tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    records = group(0, HOSTILE[0], [1.0, *([0.0] * (len(HOSTILE) - 1))], [[text] for text in HOSTILE])
+    for record, text in zip(records, HOSTILE, strict=True):
+        record |= {"reason": text, "answer": HOSTILE[1], "terms": {HOSTILE[1]: 1.0}, "finish_reason": text}
+    (run / "samples" / "step-000001.jsonl").write_text(lines(records))
+    (run / "samples" / "followed-000000.jsonl").write_text(lines(records))
+    alarm = {"step": 2, "name": HOSTILE[0], "value": 1.0, "threshold": 0.5, "message": HOSTILE[1], "action": HOSTILE[4]}
+    (run / "alarms.jsonl").write_text(lines([alarm, {"step": 3, "name": HOSTILE[0], "cleared": True}]))
+    (run / "metrics.jsonl").open("a").write(lines([{"step": 9, HOSTILE[1]: 1.0}]) + HOSTILE[0])
+    for width in (1280, 390):
+        file = opened(page, run, width=width)
+        see_everything(page)
+        assert page.errors == []
+        assert {*page.requests} == {file.as_uri()}
+        assert page.run("window.hurt") is None
+        assert page.run("document.querySelectorAll('img, script:not([id]), iframe, object').length") == 2
+        assert page.run("document.documentElement.scrollWidth") == width
+        assert page.run("document.querySelectorAll('#answers .answer').length") == len(HOSTILE)
+        assert "\u202e" not in page.run("document.body.innerText")
+    assert file.stat().st_size < 1_000_000
+
+
+def test_alarms_stand_at_their_step(page: Browser, tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    alarm = {"step": 2, "name": "entropy_collapse", "value": 0.1, "threshold": 0.2, "message": "low", "action": "raise"}
+    (run / "alarms.jsonl").write_text(lines([alarm, {"step": 5, "name": "entropy_collapse", "cleared": True}]))
+    opened(page, run)
+    text = page.run("document.getElementById('alarms').textContent")
+    assert text == "1 alarmStep 2: entropy_collapse low raise Over at step 5."
+    page.run("document.querySelector('.plot').focus()")
+    page.press("ArrowRight", 2)
+    assert page.run("document.querySelector('.chart .read').textContent").endswith("alarm: entropy_collapse")
+
+
+@pytest.mark.parametrize(
+    "lost", [["config.yaml"], ["metrics.jsonl"], ["summary.json"], ["config.yaml", "summary.json"]]
+)
+def test_what_is_not_whole_is_shown_as_it_is(page: Browser, tmp_path: Path, lost: list[str]) -> None:
+    run = with_a_group(tmp_path / "run")
+    for name in lost:
+        (run / name).unlink()
+    opened(page, run)
+    see_everything(page)
+    assert page.errors == []
+    notes = page.run("document.querySelector('.note').textContent")
+    assert all(name in notes for name in lost)
+
+
+def test_several_runs_and_seeds(page: Browser, tmp_path: Path) -> None:
+    runs = [made_run(tmp_path / f"seed{seed}", seed=seed) for seed in range(3)]
+    other = made_run(tmp_path / "other", algorithm={"advantage_std": "none"})
+    opened(page, *runs, other)
+    see_everything(page)
+    assert page.errors == []
+    assert page.run(BLANK) == []
+    text = page.run("document.getElementById('comparison').innerText")
+    assert "seed0 and 2 other seeds" in text
+    assert "algorithm.advantage_std" in text
+    assert "3 seeds)" in text
+
+
+CHECKS = """(() => {
+    const found = [];
+    const name = (e) => (e.getAttribute('aria-label') || e.labels?.[0]?.textContent || e.textContent || '').trim();
+    for (const e of document.querySelectorAll('a, button, select, input, summary, [role=img], [role=textbox]'))
+        if (!name(e)) found.push(`no name: ${e.outerHTML.slice(0, 200)}`);
+    const ids = [...document.querySelectorAll('[id]')].map((e) => e.id);
+    if (new Set(ids).size !== ids.length) found.push('an id is there twice');
+    for (const e of document.querySelectorAll('[aria-labelledby]'))
+        if (!document.getElementById(e.getAttribute('aria-labelledby'))) found.push(`label of ${e.id} is not there`);
+    for (const [tag, count] of [['main', 1], ['h1', 1], ['nav', 1], ['html[lang]', 1]])
+        if (document.querySelectorAll(tag).length !== count) found.push(`not ${count} ${tag}`);
+    let level = 0;
+    for (const e of document.querySelectorAll('h1, h2, h3')) {
+        if (Number(e.tagName[1]) > level + 1) found.push(`${e.tagName} after H${level}`);
+        level = Number(e.tagName[1]);
+    }
+    const channels = (colour) => (colour.match(/[\\d.]+/g) || []).map(Number);
+    const over = (top, below) => top.slice(0, 3).map((c, i) => c * (top[3] ?? 1) + below[i] * (1 - (top[3] ?? 1)));
+    const ground = (e) => {
+        const layers = [];
+        for (; e; e = e.parentElement) layers.push(channels(getComputedStyle(e).backgroundColor));
+        return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255]);
+    };
+    const linear = (c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    const light = (colour) => colour.map((c) => linear(c / 255))
+        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) {
+        const e = texts.currentNode.parentElement;
+        if (!texts.currentNode.data.trim() || !e.offsetParent || e.disabled || e.closest('script, .u-axis')) continue;
+        const behind = ground(e), [a, b] = [light(over(channels(getComputedStyle(e).color), behind)), light(behind)];
+        const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        if (contrast < 4.5) found.push(`contrast ${contrast.toFixed(2)}: ${texts.currentNode.data.slice(0, 60)}`);
+    }
+    return found;
+})()"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 768, 390])
+def test_names_landmarks_contrast_and_width(page: Browser, tmp_path: Path, width: int, dark: bool) -> None:
+    run = with_a_group(tmp_path / "run")
+    (run / "samples" / "followed-000000.jsonl").write_text(lines(group(0, "2+3=?", REWARDS, TEXTS)))
+    (run / "summary.json").unlink()
+    opened(page, run, width=width, dark=dark)
+    page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    see_everything(page)
+    assert page.run(CHECKS) == []
+    assert page.run("document.documentElement.scrollWidth") == width
+    assert page.run(BLANK) == []
+    assert page.errors == []
+
+
+def test_a_search_finds_curves_by_name_and_meaning(page: Browser, tmp_path: Path) -> None:
+    opened(page, with_a_group(tmp_path / "run"))
+    page.run("(() => { const s = document.querySelector('input[type=search]'); s.value = 'entropy';"
+             " s.dispatchEvent(new Event('input')); })()")  # fmt: skip
+    page.settle()
+    names = (
+        "[...document.querySelectorAll('#curves .chart')].filter((c) => c.offsetParent).map((c) => c.dataset.metric)"
+    )
+    assert page.run(names) == ["policy/entropy"]
+
+
+@pytest.mark.long
+def test_ten_thousand_steps_are_one_small_page(page: Browser, tmp_path: Path) -> None:
+    ten = [*REWARDS, *REWARDS, 0.1, 0.9], [*TEXTS, *TEXTS, ["1"], ["2"]]
+    run = made_run(tmp_path / "run", steps=10_000, samples={n: group(0, "2+3=?", *ten) for n in range(1, 10_001)})
+    file = opened(page, run)
+    see_everything(page)
+    assert file.stat().st_size < 15_000_000
+    assert page.errors == []
+    assert page.run(BLANK) == []
+    text = page.run("document.body.innerText")
+    assert "of up to 10,000 steps are drawn with fewer points" in text
+    assert "of 10,000 steps are in this page, evenly spread" in text
+    assert page.run("document.querySelectorAll('.chart p').length") > 0
