@@ -24,8 +24,6 @@ NOT_OURS = {
     "multi_latent_attention.py": "of megatron-core",
     "budgets.png": "an evaluation leaves it",
     "curves.png": "a run leaves it",
-    "report.html": "a run leaves it",
-    "comparison.html": "tools/report.py writes it",
     "chain.png": "a recipe leaves it",
     "report.txt": "a job leaves it",
     "job-12/report.txt": "a job leaves it",
