@@ -134,7 +134,8 @@ def _ground(config: Config, platform: Platform, data: Data | ExampleData) -> Ite
     steps = data.examples.steps if isinstance(data, ExampleData) else config.run.steps
     recorder = Recorder(replace(config.run, steps=steps), path, main, columns_of(config), config.alarms)
     try:
-        yield Ground(config, path, vocab_size, platform, topology, recorder, PhaseTimer(Heartbeat()))
+        timer = PhaseTimer(Heartbeat(), recorder.phase)
+        yield Ground(config, path, vocab_size, platform, topology, recorder, timer)
         leave_layout()
     finally:
         recorder.close()

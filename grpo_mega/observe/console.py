@@ -19,6 +19,7 @@ import math
 import os
 import sys
 import textwrap
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ PLAIN_WIDTH = 120
 ROWS_PER_HEADER = 20
 ROWS_PER_SAMPLES = 5
 ERASE_LINE = "\r\x1b[K"
+PHASE_SECONDS = 1.0
+"""Between two drawings of a bar in which only the time of the phase has changed."""
 SECONDS = "time/step"
 
 
@@ -99,7 +102,7 @@ ACHIEVEMENTS = (
 
 
 class Console:
-    """Prints the progress of one run. It has no clock: seconds per step are the metric "time/step"."""
+    """Prints the progress of one run. Seconds per step are the metric "time/step"; its clock is for phases alone."""
 
     def __init__(
         self,
@@ -123,7 +126,8 @@ class Console:
         self._columns = columns
         self._begun = False
         self._rows_until_header = 0
-        self._bar = ""
+        self._bar: list[str] = []
+        self._phase, self._phase_began, self._drawn = "", 0.0, 0.0
 
     def start(self, lines: list[str]) -> None:
         """Prints the name of the run and lines that describe it, before the first step."""
@@ -142,7 +146,17 @@ class Console:
                 self._row(step, metrics)
             else:
                 self._log_line(step, metrics)
-        self._bar = self._draw_bar(step, metrics)
+        self._bar = self._parts_of_bar(step, metrics)
+        self._redraw()
+
+    def phase(self, name: str) -> None:
+        """Shows in the bar which phase runs, and for how long; called as it begins and, often, while it goes on."""
+        now = time.monotonic()
+        if name != self._phase:
+            self._phase, self._phase_began = name, now
+        elif now - self._drawn < PHASE_SECONDS:
+            return
+        self._drawn = now
         self._redraw()
 
     def has_columns_for(self, metrics: dict[str, float]) -> bool:
@@ -200,7 +214,7 @@ class Console:
 
     def close(self) -> None:
         """Removes the bar, so that the next output starts on a clean line."""
-        self._bar = ""
+        self._bar, self._phase = [], ""
         self._redraw()
 
     @property
@@ -223,8 +237,16 @@ class Console:
 
     def _redraw(self) -> None:
         if self._live:
-            self._stream.write(ERASE_LINE + self._bar)
+            self._stream.write(ERASE_LINE + self._fitted_bar())
         self._stream.flush()
+
+    def _fitted_bar(self) -> str:
+        """The progress bar, the last line of a terminal; parts that do not fit are left out from the right."""
+        phase = [f"{self._phase} {_clock(time.monotonic() - self._phase_began)}"] if self._phase else []
+        parts = [*(self._bar[:1] or ([self._name] if phase else [])), *phase, *self._bar[1:]]
+        while len(parts) > 1 and len("  ".join(parts)) > self._width:
+            parts.pop()
+        return _shorten("  ".join(parts), self._width)
 
     def _row(self, step: int, metrics: dict[str, float]) -> None:
         if self._rows_until_header == 0:
@@ -247,8 +269,8 @@ class Console:
     def _time_left(self, step: int) -> str:
         return _clock(fmean(self._recent) * max(self._total - step, 0))
 
-    def _draw_bar(self, step: int, metrics: dict[str, float]) -> str:
-        """The progress bar, the last line of a terminal; parts that do not fit are left out from the right."""
+    def _parts_of_bar(self, step: int, metrics: dict[str, float]) -> list[str]:
+        """The bar itself, and what follows it, the most important first."""
         length = 20 if self._width >= 80 else 10
         done = round(length * min(step / max(self._total, 1), 1.0))
         full, rest = ("━", "─") if self._utf else ("=", "-")
@@ -258,9 +280,7 @@ class Console:
         parts += [f"{column.title} {column.text(metrics)}" for column in BAR if column.metric in metrics]
         if self._recent:
             parts.append(f"{fmean(self._recent):.2f} s/step")
-        while len(parts) > 1 and len("  ".join(parts)) > self._width:
-            parts.pop()
-        return _shorten("  ".join(parts), self._width)
+        return parts
 
     def _printable(self, text: str) -> str:
         """The text with control characters escaped, so that a completion cannot control a terminal or a log viewer."""

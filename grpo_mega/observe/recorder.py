@@ -47,6 +47,11 @@ class Recorder:
         if self.console:
             self.console.note(text)
 
+    def phase(self, name: str) -> None:
+        """Shows which phase runs; see `Console.phase`."""
+        if self.console:
+            self.console.phase(name)
+
     def open_metrics(self, resume_from_step: int, name: str = METRICS) -> None:
         """Continues the file `name` after this step; -1 for one that begins. A run that goes on has no summary.
 

@@ -23,8 +23,8 @@ class PhaseTimer:
     A phase ends without waiting for work that is still queued on a GPU.
     """
 
-    def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
-        """`on_phase` is called with the phase's name when a phase begins, and at every `beat`."""
+    def __init__(self, *on_phase: Callable[[str], None]) -> None:
+        """Each `on_phase` is called with the phase's name when a phase begins, and at every `beat`."""
         self._on_phase = on_phase
         self._step: dict[str, Seconds] = {}
         self._run: dict[str, Seconds] = {}
@@ -58,8 +58,7 @@ class PhaseTimer:
 
     def _begin(self, phase: str) -> None:
         self._current = phase
-        if self._on_phase:
-            self._on_phase(phase)
+        self.beat()
         self._since = Seconds(time.perf_counter(), time.process_time())
 
     def _end(self) -> None:
@@ -71,8 +70,9 @@ class PhaseTimer:
 
     def beat(self) -> None:
         """Gives a sign of life in the middle of a phase: calls `on_phase` again."""
-        if self._on_phase and self._current:
-            self._on_phase(self._current)
+        if self._current:
+            for tell in self._on_phase:
+                tell(self._current)
 
     def step_seconds(self) -> dict[str, Seconds]:
         """Time by phase since the last call, in the order in which phases first began."""

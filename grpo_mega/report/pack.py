@@ -18,7 +18,7 @@ TOKENS = 4_000
 """Of an answer whose tokens have numbers."""
 SHOWN_NOTES = 50
 """Damaged lines that the page names."""
-PER_TOKEN = ("engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "entropies")
+PER_TOKEN = ("advantages", "engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "entropies")
 FIRST = (
     "reward/mean", "eval/heldout/accuracy", "eval/accuracy", "reward/accuracy", "rollout/length_mean", "policy/entropy",
     "policy/kl", "policy/clip_fraction", "mismatch/mean_abs", "policy/grad_norm", "rollout/groups_with_signal",

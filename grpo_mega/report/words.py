@@ -167,6 +167,8 @@ def _how_long(run: RunData) -> str:
     tokens = finite(run.summary.get("tokens_generated"))
     wrote = f" The model wrote {number(tokens)} tokens." if tokens else ""
     done = "It is complete" if run.summary.get("status") == "completed" else "It is not complete"
+    if stopped_by := run.summary.get("stopped_by"):
+        done = f"The alarm {stopped_by} stopped it"
     return f"{done}{f' and took {duration(seconds)}' if seconds else ''}.{wrote}"
 
 

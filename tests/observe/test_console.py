@@ -161,6 +161,33 @@ def test_on_a_terminal_the_bar_shows_time_left() -> None:
     assert output.endswith("10/7210  1:00:00 left  reward 0.213  accuracy 4.7%  format 93.8%  length 18.2  0.50 s/step")
 
 
+@pytest.mark.parametrize("columns", [20, 45, 120])
+def test_on_a_terminal_the_bar_names_the_phase_that_runs(columns: int) -> None:
+    """Before the first step too, and no more often than its time changes."""
+
+    def body(stream: TextIO) -> None:
+        console = Console(80, "tiny", 5, stream=stream)
+        for _ in range(1000):
+            console.phase("evaluate")
+        console.step(1, METRICS)
+        console.phase("generate")
+        console.close()
+
+    drawn = re.split(r"[\r\n]|\x1b\[K", on_a_terminal(columns, body))
+    assert max(map(len, drawn)) < columns
+    first = [text for text in drawn if "evaluate" in text and "1/80" not in text]
+    assert 1 <= len(first) < 100
+    assert first[0] == "tiny  evaluate 0:00"
+    assert any("1/80  generate 0:00" in text for text in drawn) or columns < 80
+    assert drawn[-1] == ""
+
+
+def test_off_a_terminal_phases_are_no_lines() -> None:
+    stream = io.StringIO()
+    Console(80, "tiny", 5, stream=stream).phase("evaluate")
+    assert stream.getvalue() == ""
+
+
 def test_columns_follow_from_the_configuration() -> None:
     kl = columns_of(compose_config(["experiment=tiny", "algorithm.kl_coef=0.1"]))
     boxed = columns_of(compose_config(["experiment=tiny", "reward=boxed"]))

@@ -151,6 +151,22 @@ def test_tokens_take_the_colours_that_are_chosen(page: Browser, tmp_path: Path) 
     assert page.errors == []
 
 
+def test_tokens_that_have_advantages_of_their_own_are_coloured_by_them(page: Browser, tmp_path: Path) -> None:
+    run = with_a_group(tmp_path / "run", advantage_baseline="critic")
+    records = group(0, "2+3=?", REWARDS, TEXTS)
+    for record, texts in zip(records, TEXTS, strict=True):
+        record["advantages"] = [1.0 - at for at in range(len(texts))]
+    (run / "samples" / "step-000003.jsonl").write_text(lines(records))
+    opened(page, run)
+    page.run("document.querySelector('.answer .text').focus()")
+    page.press("ArrowRight", 3)
+    assert page.run("document.querySelector('.answer .text ~ .read').textContent").startswith("“3” advantage \u22121")
+    first = "[...document.querySelectorAll('.answer .text')[0].children].map((span) => span.style.background)"
+    up, none, down = page.run(first)
+    assert len({up, none, down}) == 3
+    assert none == ""
+
+
 def test_the_keyboard_reaches_everything(page: Browser, tmp_path: Path) -> None:
     opened(page, with_a_group(tmp_path / "run"))
     reachable = page.run(

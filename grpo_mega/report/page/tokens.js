@@ -1,12 +1,14 @@
 // Tokens of an answer, coloured by a number of theirs: what there is to colour by depends on what the run recorded.
 
+// A critic, rewards of steps and a teacher give every token an advantage of its own.
+const advantageOf = (sample, at, ofAnswer) => (sample.advantages ? sample.advantages[at] : ofAnswer);
 const difference = (first, second) => (sample, at) => (sample[first]?.[at] == null || sample[second]?.[at] == null ? null : sample[first][at] - sample[second][at]);
 
 // name, what it is, whether 0 is its middle, and its value at a token of a sample with this advantage.
 const NUMBERS = [
-  ['advantage', 'Advantage of the answer', true, (sample, at, advantage) => advantage],
+  ['advantage', 'Advantage of the answer, or of the token where each has its own', true, advantageOf],
   ['push', 'Push: slope of the objective at the token’s log-probability, ratio × advantage, 0 where it is clipped', true, pushOf],
-  ['ratio', 'log(new / old policy) after the update', true, difference('new_logprobs', 'old_logprobs')],
+  ['log ratio', 'log(new / old policy) at the last update', true, difference('new_logprobs', 'old_logprobs')],
   ['mismatch', 'Trainer − engine, log-probability', true, difference('old_logprobs', 'engine_logprobs')],
   ['reference', 'Policy − reference, log-probability', true, difference('old_logprobs', 'ref_logprobs')],
   ['entropy', 'Entropy of the policy, nats', false, (sample, at) => sample.entropies?.[at]],
@@ -14,7 +16,8 @@ const NUMBERS = [
 ].map(([name, words, diverging, value]) => ({ name, words, diverging, value }));
 
 // d objective / d log-probability of PPO's clipped objective (ppo), before the token's weight.
-function pushOf(sample, at, advantage, estimator) {
+function pushOf(sample, at, ofAnswer, estimator) {
+  const advantage = advantageOf(sample, at, ofAnswer);
   if (estimator.objective !== 'ppo' || advantage == null || !sample.new_logprobs) return null;
   const log = difference('new_logprobs', 'old_logprobs')(sample, at);
   if (log == null) return null;
