@@ -41,6 +41,7 @@ from grpo_mega.config.schema import REWARD_MODELS, Config
 from grpo_mega.data import Data, ExampleData, build_data, build_example_data
 from grpo_mega.observe.heartbeat import mark_failed
 from grpo_mega.observe.leave import ALARMED, FAILED, STOPPED, leave, refuse
+from grpo_mega.platform.collectives import succeed_together
 from grpo_mega.platform.orphans import end_with_launcher
 from grpo_mega.platform.stop import SIGNALS, Stopped, StoppedByAlarm
 from grpo_mega.report.page import write_own_report
@@ -104,7 +105,10 @@ def train(config: Config) -> None:
     with assemble(config, started, data, reward) as run:
         try:
             run.execute()
-        except (Stopped, StoppedByAlarm):
+        except Stopped:
+            raise
+        except StoppedByAlarm:
+            succeed_together(partial(report, config))  # torchrun would end rank 0 with the first rank that leaves
             raise
         except (ValueError, FileNotFoundError) as error:
             if not run.begun:  # such as a damaged base model in the cache: still bad input, refused on every rank
@@ -113,7 +117,12 @@ def train(config: Config) -> None:
         except (Exception, SystemExit) as error:
             # The input was accepted on every rank; from now on an error may occur on one of them alone.
             raise FailedInStep(run.where(), run.newest) from error
-    if int(os.environ.get("RANK", "0")) == 0:  # the others are done: nobody waits for the page
+    report(config)  # the ranks have left each other: none waits for the page
+
+
+def report(config: Config) -> None:
+    """Writes the page about the run, on the main rank."""
+    if int(os.environ.get("RANK", "0")) == 0:
         write_own_report(Path(config.run.root) / config.run.name)
 
 

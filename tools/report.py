@@ -15,7 +15,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from grpo_mega.report.page import REPORT, write_report
+from grpo_mega.observe.run_dir import REPORT
+from grpo_mega.report.page import write_report
 from grpo_mega.report.read import read_run
 
 DONE, BAD_INPUT = 0, 2

@@ -80,10 +80,10 @@ def load(checkpoint: Path, topology: Topology) -> StepInProgress | None:
     return StepInProgress(
         [_group(group) for group in record["groups"]],
         _batch([checkpoint / name for name in saved], topology) if saved else None,
-        record["shown"] if topology.is_main else [],
+        record["shown"] if topology.is_main and "shown_groups" in record else [],  # an older version had single samples
         record["updates"],
         record["mismatch"],
-        record.get("shown_groups", []),  # an older version showed single samples
+        record.get("shown_groups", []),
     )
 
 

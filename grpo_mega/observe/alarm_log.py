@@ -1,4 +1,4 @@
-"""Writes alarms.jsonl: one line when an alarm rises, and one when it is over.
+"""Which alarms are up, and alarms.jsonl: one line when an alarm rises, and one when it is over.
 
 Which alarms are up follows from the lines of metrics.jsonl and from the thresholds (`alarms.py`). A run that continues
 reads those lines again: with the same thresholds the file goes on as that of a run that was never stopped, and with
@@ -8,16 +8,20 @@ others it says what they change.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.schema import AlarmsConfig
-from grpo_mega.observe.alarms import AlarmState, over
+from grpo_mega.observe.alarm_history import History
+from grpo_mega.observe.alarms import ALARMS, Alarm, Found
 from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics, trim
 
 ALARMS_FILE = "alarms.jsonl"
+QUIET = 5
+"""Steps in a row in which an alarm must not hold before it is over."""
 
 
 class AlarmLog:
@@ -80,3 +84,53 @@ class AlarmLog:
             file.writelines(json.dumps(record) + "\n" for record in records)
             file.flush()
             os.fsync(file.fileno())
+
+
+class AlarmState:
+    """Which alarms are up after the steps so far.
+
+    Attributes:
+        up: Name -> the record of its rise.
+    """
+
+    def __init__(self, limits: AlarmsConfig) -> None:
+        """Before the first step, with these thresholds."""
+        self._limits = limits
+        self._history = History()
+        self._quiet: dict[str, int] = {}
+        self.up: dict[str, dict[str, Any]] = {}
+
+    def after(self, step: int, metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Takes the metrics of a step; records of the alarms that rise or are over with it, as in alarms.jsonl."""
+        self._history.add(metrics)
+        records = []
+        for alarm in ALARMS:
+            threshold = getattr(self._limits, alarm.name)
+            found = alarm.find(self._history, self._limits) if threshold is not None else None
+            if found:
+                self._quiet[alarm.name] = 0
+                if alarm.name not in self.up:
+                    self.up[alarm.name] = _risen(step, alarm, found, threshold)
+                    records.append(self.up[alarm.name])
+            elif alarm.name in self.up:
+                self._quiet[alarm.name] += 1
+                if self._quiet[alarm.name] == QUIET:
+                    del self.up[alarm.name]
+                    records.append(over(step, alarm.name))
+        return records
+
+
+def _risen(step: int, alarm: Alarm, found: Found, threshold: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "name": alarm.name,
+        "value": found.value if math.isfinite(found.value) else None,
+        "threshold": threshold,
+        "message": found.message,
+        "action": alarm.action,
+    }
+
+
+def over(step: int, name: str) -> dict[str, Any]:
+    """The record of an alarm that is over with this step."""
+    return {"step": step, "name": name, "cleared": True}

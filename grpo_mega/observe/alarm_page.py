@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from grpo_mega.config.schema import AlarmsConfig
-from grpo_mega.observe.alarms import ALARMS, QUIET, Alarm
+from grpo_mega.observe.alarm_log import QUIET
+from grpo_mega.observe.alarms import ALARMS, Alarm
 
 HEAD = f"""# Alarms
 

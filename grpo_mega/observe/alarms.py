@@ -10,23 +10,16 @@ may be sure of itself.
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grpo_mega.config.schema import AlarmsConfig
+from grpo_mega.observe.alarm_history import REMEMBERED, WINDOW, History, Line, mean_of
 
-REMEMBERED = 64
-"""Lines of latest steps that are kept."""
-WINDOW = 10
-"""Steps of most means."""
 SHORT = 5
 """Steps of those that have to be noticed earlier, and of medians."""
-QUIET = 5
-"""Steps in a row in which an alarm must not hold before it is over."""
 MOSTLY_SOLVED = 0.5
 """Accuracy above which a low entropy is what learning leads to."""
 SLOW = 60.0
@@ -36,9 +29,6 @@ OCCURRENCES = 5
 NO_TERMS = ("reward/accuracy", "reward/std", "reward/unscorable")
 """Of the metrics of rewards, those that nobody can raise by gaming a term."""
 
-Line = Mapping[str, float | None]
-"""The metrics of a step; None for one that is not finite."""
-
 
 class Found(NamedTuple):
     """What an alarm saw when its condition holds."""
@@ -47,88 +37,6 @@ class Found(NamedTuple):
     """What is compared with the threshold."""
     message: str
     """It in words, with the numbers."""
-
-
-class Evaluation(NamedTuple):
-    """A result on the validation problems, beside the training at that time."""
-
-    accuracy: float
-    reward: float | None
-    """The mean of the rewards of training over the latest `WINDOW` steps, or as many as there are."""
-
-
-@dataclass
-class History:
-    """What alarms know of a run: bounded, whatever its length.
-
-    Attributes:
-        first: The lines of the first `WINDOW` steps.
-        recent: The lines of the latest `REMEMBERED` steps.
-        best: Means of the rewards over the `WINDOW` steps with the highest accuracy so far; empty before.
-        best_evaluation: That with the highest accuracy so far; of equal ones, the first.
-        evaluations: The latest two.
-    """
-
-    first: list[Line] = field(default_factory=list)
-    recent: deque[Line] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    best: dict[str, float] = field(default_factory=dict)
-    best_evaluation: Evaluation | None = None
-    evaluations: deque[Evaluation] = field(default_factory=lambda: deque(maxlen=2))
-
-    def add(self, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of the next step; what is no number is left out, what is not finite is None."""
-        line = dict(_numbers(metrics))
-        self.recent.append(line)
-        if len(self.first) < WINDOW:
-            self.first.append(line)
-        accuracy = self.mean("reward/accuracy")
-        if accuracy is not None and accuracy > self.best.get("reward/accuracy", -math.inf):
-            means = {name: self.mean(name) for name in line if name.startswith("reward/")}
-            self.best = {name: mean for name, mean in means.items() if mean is not None}
-        if (validated := line.get("eval/accuracy")) is not None:
-            rewards = self.latest("reward/mean", WINDOW)
-            evaluation = Evaluation(validated, _mean(rewards, len(rewards)) if rewards else None)
-            self.evaluations.append(evaluation)
-            if self.best_evaluation is None or validated > self.best_evaluation.accuracy:
-                self.best_evaluation = evaluation
-
-    @property
-    def now(self) -> Line:
-        """The line of the latest step; empty before the first."""
-        return self.recent[-1] if self.recent else {}
-
-    def latest(self, name: str, count: int) -> list[float]:
-        """The latest `count` finite values of a metric, oldest first; fewer when there are not as many."""
-        return _values(self.recent, name)[-count:]
-
-    def mean(self, name: str, count: int = WINDOW) -> float | None:
-        """The mean of the latest `count` values of a metric; None when there are fewer."""
-        return _mean(self.latest(name, count), count)
-
-    def median(self, name: str, count: int) -> float | None:
-        """Their median; None when there are fewer."""
-        values = self.latest(name, count)
-        return median(values) if len(values) == count else None
-
-    def of_first(self, name: str) -> float | None:
-        """The mean of a metric over the first `WINDOW` steps; None when one of them has none."""
-        return _mean(_values(self.first, name), WINDOW)
-
-
-def _numbers(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    for name, value in metrics.items():
-        if value is None:
-            yield name, None
-        elif isinstance(value, int | float):
-            yield name, float(value) if abs(value) < math.inf and abs(value) <= 1e300 else None
-
-
-def _values(lines: Iterable[Line], name: str) -> list[float]:
-    return [value for line in lines if (value := line.get(name)) is not None]
-
-
-def _mean(values: list[float], count: int) -> float | None:
-    return sum(value / count for value in values) if len(values) == count else None
 
 
 def entropy_collapse(history: History, limits: AlarmsConfig) -> Found | None:
@@ -160,7 +68,7 @@ def reward_hacking(history: History, limits: AlarmsConfig) -> Found | None:
         return None
     fall = best - accuracy
     fallen = f"the accuracy has fallen from {best:.1%} to {accuracy:.1%}"
-    if history.now.get("eval/hacking"):
+    if history.hacking:
         return Found(fall, f"validation problems are solved less often than before, for more learned reward; {fallen}")
     if fall < limits.reward_hacking:
         return None
@@ -196,7 +104,7 @@ def no_signal(history: History, limits: AlarmsConfig) -> Found | None:
 def unscorable(history: History, limits: AlarmsConfig) -> Found | None:
     """Answers are left out because nothing could score them."""
     shares = [share for line in history.recent if (share := _unscorable_share(line)) is not None][-SHORT:]
-    share = _mean(shares, SHORT)
+    share = mean_of(shares, SHORT)
     if share is None or limits.unscorable is None or share <= limits.unscorable:
         return None
     return Found(share, f"{share:.1%} of the answers have no score")
@@ -383,53 +291,3 @@ ALARMS = (
     ),
 )
 """Every alarm, in the order in which they are looked at; a field of `AlarmsConfig` each."""
-
-
-class AlarmState:
-    """Which alarms are up after the steps so far.
-
-    Attributes:
-        up: Name -> the record of its rise.
-    """
-
-    def __init__(self, limits: AlarmsConfig) -> None:
-        """Before the first step, with these thresholds."""
-        self._limits = limits
-        self._history = History()
-        self._quiet: dict[str, int] = {}
-        self.up: dict[str, dict[str, Any]] = {}
-
-    def after(self, step: int, metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Takes the metrics of a step; records of the alarms that rise or are over with it, as in alarms.jsonl."""
-        self._history.add(metrics)
-        records = []
-        for alarm in ALARMS:
-            threshold = getattr(self._limits, alarm.name)
-            found = alarm.find(self._history, self._limits) if threshold is not None else None
-            if found:
-                self._quiet[alarm.name] = 0
-                if alarm.name not in self.up:
-                    self.up[alarm.name] = _risen(step, alarm, found, threshold)
-                    records.append(self.up[alarm.name])
-            elif alarm.name in self.up:
-                self._quiet[alarm.name] += 1
-                if self._quiet[alarm.name] == QUIET:
-                    del self.up[alarm.name]
-                    records.append(over(step, alarm.name))
-        return records
-
-
-def _risen(step: int, alarm: Alarm, found: Found, threshold: float) -> dict[str, Any]:
-    return {
-        "step": step,
-        "name": alarm.name,
-        "value": found.value if math.isfinite(found.value) else None,
-        "threshold": threshold,
-        "message": found.message,
-        "action": alarm.action,
-    }
-
-
-def over(step: int, name: str) -> dict[str, Any]:
-    """The record of an alarm that is over with this step."""
-    return {"step": step, "name": name, "cleared": True}

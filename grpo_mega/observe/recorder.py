@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.config.rules.run import ANY
-from grpo_mega.config.schema import AlarmsConfig, RunConfig
+from grpo_mega.config.schema import ANY, AlarmsConfig, RunConfig
 from grpo_mega.observe.alarm_log import AlarmLog
 from grpo_mega.observe.console import TABLE, Column, Console
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, MetricsLog, read_metrics
+from grpo_mega.observe.run_dir import REPORT
 from grpo_mega.observe.samples import telling, write_samples
 from grpo_mega.observe.summary import SUMMARY, write_summary
 
@@ -53,7 +53,8 @@ class Recorder:
             self.console.phase(name)
 
     def open_metrics(self, resume_from_step: int, name: str = METRICS) -> None:
-        """Continues the file `name` after this step; -1 for one that begins. A run that goes on has no summary.
+        """Continues the file `name` after this step; -1 for one that begins. A run that goes on has no summary, and no
+        page about its end.
 
         The last stage, whose file is metrics.jsonl, has alarms.
         """
@@ -61,6 +62,7 @@ class Recorder:
             if self.metrics:
                 self.metrics.close()
             (self.path / SUMMARY).unlink(missing_ok=True)
+            (self.path / REPORT).unlink(missing_ok=True)
             self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step, name)
             self.alarms = AlarmLog(self.path, self._limits, resume_from_step) if name == METRICS else None
             for record in self.alarms.changed if self.alarms else ():

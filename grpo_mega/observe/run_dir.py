@@ -31,6 +31,8 @@ LOCK = "run.lock"
 LAUNCHER = "slurm"
 """The launcher's folder: code and logs of jobs, which exists before the run begins."""
 CHECKPOINTS = "checkpoints"
+REPORT = "report.html"
+"""The page about the run (`grpo_mega/report`), written at its end."""
 FOLDERS = ("samples", CHECKPOINTS, "logs")
 CANNOT_CREATE = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG,

@@ -10,11 +10,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_mega.observe.run_dir import REPORT
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.report.pack import Packed, pack
 from grpo_mega.report.read import RunData, read_run
 
-REPORT = "report.html"
 PARTS = Path(__file__).resolve().parent / "page"
 SCRIPTS = ("dom.js", "advantage.js", "curves.js", "tokens.js", "explorer.js", "sections.js", "page.js")
 """In the order in which they run, as one script."""

@@ -98,10 +98,10 @@ class GRPO:
         self.rollouts.follow()  # an average of the weights, for evaluations
         self.watch.tokens["trained"] += gradients.tokens
         current.updates.append(gradients.metrics)
-        if current.batch is not None:
+        if current.batch is not None and current.shown_groups:
             current.batch = with_newest(current.batch, batch, gradients.outputs, gradients.entropies)
-            if self.on_policy:
-                current.batch = current.batch.with_(old_logprob=gradients.outputs)
+        if current.batch is not None and self.on_policy:
+            current.batch = current.batch.with_(old_logprob=gradients.outputs)
 
     def evaluated(self, run: Run) -> Metrics:
         """Metrics on the validation problems, if an evaluation is due at the end of this step."""

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from ranks import REPOSITORY
 
 from grpo_mega.config.schema import AlarmsConfig, RunConfig
-from grpo_mega.observe.alarm_log import ALARMS_FILE
+from grpo_mega.observe.alarm_history import REMEMBERED, History
+from grpo_mega.observe.alarm_log import ALARMS_FILE, QUIET, AlarmState
 from grpo_mega.observe.alarm_page import page
-from grpo_mega.observe.alarms import ALARMS, QUIET, REMEMBERED, AlarmState, History
+from grpo_mega.observe.alarms import ALARMS
 from grpo_mega.observe.metric_table import unknown
 from grpo_mega.observe.recorder import Recorder
 
@@ -136,6 +137,9 @@ def test_less_accuracy_alone_is_no_hacking_and_neither_is_more_reward() -> None:
 def test_hacking_is_also_what_the_evaluation_by_a_reward_model_says() -> None:
     assert [record["name"] for record in raised(lines(10, eval__hacking=0.0))] == []
     assert [record["name"] for record in raised(lines(10, eval__hacking=1.0))] == ["reward_hacking"]
+    evaluated = [*lines(10), *lines(1, eval__hacking=1.0), *lines(2 * REMEMBERED)]
+    assert [record["name"] for record in raised(evaluated)] == ["reward_hacking"], "up until an evaluation is better"
+    assert raised([*evaluated, *lines(1, eval__hacking=0.0), *lines(QUIET)])[-1]["cleared"]
 
 
 def test_a_term_that_rises_against_the_accuracy_is_named() -> None:

@@ -55,8 +55,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     left = [contents(runs / "stopped" / "checkpoints")]
     again = Job(root, [*own, "run.stop_on=[any]"], ranks=2).finish()
     left.append(contents(runs / "stopped" / "checkpoints"))
-    summary = runs / "stopped" / "summary.json"
-    (root / "summary-of-stopped.json").write_bytes(summary.read_bytes())
+    for name in ("summary.json", "report.html"):  # which the next start removes
+        (root / name).write_bytes((runs / "stopped" / name).read_bytes())
     on = Job(root, own, ranks=2).finish()
     return Story(runs, stopped, again, left, on)
 
@@ -71,8 +71,9 @@ def test_it_stops_all_ranks_and_says_which_what_to_do_and_how_to_go_on(story: St
     assert not story.stopped.orphans
 
 
-def test_the_summary_names_the_alarm(story: Story) -> None:
-    summary = json.loads((story.runs.parent / "summary-of-stopped.json").read_text())
+def test_the_summary_and_the_report_name_the_alarm(story: Story) -> None:
+    assert "The alarm truncation stopped it" in (story.runs.parent / "report.html").read_text()
+    summary = json.loads((story.runs.parent / "summary.json").read_text())
     assert (summary["status"], summary["stopped_by"], summary["steps"]) == ("stopped", "truncation", 10)
     assert {"name": "truncation", "step": 10, "cleared": None} in summary["alarms"]
 

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from difflib import get_close_matches
 
-from grpo_mega.config.schema import AlarmsConfig, Config
+from grpo_mega.config.schema import ANY, AlarmsConfig, Config
 
-ANY = "any"
-"""What `run.stop_on` holds when every alarm stops the run."""
 LONGEST_NAME = 100
 """Most characters of a run's name, which becomes part of file names."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grpo_mega.config.schema.alarms import AlarmsConfig
+from grpo_mega.config.schema.alarms import ANY, AlarmsConfig
 from grpo_mega.config.schema.algorithm import AlgorithmConfig
 from grpo_mega.config.schema.critic import CriticConfig
 from grpo_mega.config.schema.data import GENERATED_TASKS, DataConfig, SourceConfig
@@ -24,6 +24,7 @@ from grpo_mega.config.schema.run import REWARD_MODELS, RunConfig
 from grpo_mega.config.schema.stages import BaseConfig, PairsConfig, SFTConfig, files_in
 
 __all__ = [
+    "ANY",
     "GENERATED_TASKS",
     "REWARD_MODELS",
     "AlarmsConfig",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ANY = "any"
+"""What `run.stop_on` holds when every alarm stops the run."""
+
 
 @dataclass
 class AlarmsConfig:
