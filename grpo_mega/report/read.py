@@ -20,8 +20,8 @@ Metrics = dict[int, dict[str, float]]
 """Step -> name -> value; only finite numbers."""
 
 OF_A_RUN = ("config.yaml", "run.json", METRICS, SUMMARY)
-"""What makes a folder a run directory; one of them is enough. observe/run_dir.py writes the first two, and takes seconds
-to import."""
+"""What makes a folder a run directory; one of them is enough. The first two are of observe/run_dir.py, which takes
+seconds to import."""
 
 
 @dataclass(frozen=True)

@@ -438,7 +438,10 @@ def test_ten_thousand_steps_are_one_small_page(page: Browser, tmp_path: Path) ->
     text = page.run("document.body.innerText")
     assert "of up to 10,000 steps are drawn with fewer points" in text
     assert "of 10,000 steps are in this page, evenly spread" in text
-    points = page.run("[...document.querySelectorAll('.chart')].filter((c) => c.innerText.includes('Each point is up to 17 '"
-                      " + 'steps: line their mean, band from lowest to highest.')).map((c) => c.dataset.metric)")  # fmt: skip
+    points = page.run(
+        "[...document.querySelectorAll('.chart')].filter((card) => card.innerText.includes("
+        "'Each point is up to 17 steps: line their mean, band from lowest to highest.'"
+        ")).map((card) => card.dataset.metric)"
+    )
     assert "reward/mean" in points
     assert "eval/heldout/accuracy" not in points

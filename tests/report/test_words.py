@@ -39,9 +39,12 @@ def test_an_alarm_that_stopped_the_run_is_its_status(tmp_path: Path) -> None:
     [
         ({"teacher": None}, "made the better ones likelier."),
         ({"teacher": "runs/large"}, "moved towards what its teacher finds likely."),
-        ({"teacher": "a", "reward_coef": 0.5}, "made the better ones likelier, and moved towards what its teacher finds likely."),
+        (
+            {"teacher": "runs/large", "reward_coef": 0.5},
+            "made the better ones likelier, and moved towards what its teacher finds likely.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_teacher_moves_the_policy_too(tmp_path: Path, distill: dict[str, object], moved: str) -> None:
     run = made_run(tmp_path / "run", distill=distill)
     assert sentences(read_run(run))[0].endswith(f"2 problems, 4 answers each, and {moved}")
