@@ -9,7 +9,7 @@ from typing import Any
 from grpo_mega.config.schema import Config
 from grpo_mega.observe.metric_table import ROOMS, find
 from grpo_mega.report import words
-from grpo_mega.report.read import SAMPLES_BUDGET, Metrics, RunData, Samples, finite
+from grpo_mega.report.read import SAMPLES_BUDGET, STAGES, RunData, Samples, finite
 from grpo_mega.report.thin import thin
 
 CHARACTERS = 20_000
@@ -68,7 +68,7 @@ def _run(run: RunData, budget: int) -> Packed:
         "followed": _samples(run.followed, budget),
         "advantage": _estimator(run.config),
         "group_size": words.setting(run.config, "algorithm.group_size"),
-        "time": _time(run.metrics),
+        "time": _time(run),
     }
 
 
@@ -76,17 +76,29 @@ _OF_ONE_RUN = ("run.seed", "run.name", "run.root")
 
 
 def _curves(run: RunData) -> tuple[dict[str, Packed], list[list[int]]]:
-    """{metric: its curve, whose steps are a number of the axes}, and these axes, each once."""
+    """{metric: its curve, whose steps are a number of the axes}, and these axes, each once.
+
+    What every stage records, such as time/step, is of an earlier stage another curve: "sft: time/step".
+    """
     axes: dict[tuple[int, ...], int] = {}
     found = {}
-    for metrics in (run.metrics, *run.stages.values()):
+    for stage, metrics in ((None, run.metrics), *run.stages.items()):
         for name in dict.fromkeys(name for values in metrics.values() for name in values):
             steps = [step for step, values in metrics.items() if name in values]
             curve = thin(steps, [metrics[step][name] for step in steps])
             axis = axes.setdefault(tuple(curve.steps), len(axes))
             kept = {"mean": _short(curve.mean), "low": _short(curve.low), "high": _short(curve.high)}
-            found[name] = {"axis": axis, "count": len(steps), "per_point": curve.per_point, **kept}
+            shown = name if stage is None or name.startswith(STAGES[stage].prefix) else f"{stage}: {name}"
+            found[shown] = {
+                "axis": axis, "count": len(steps), "per_point": curve.per_point, "last_stage": stage is None, **kept,
+            }  # fmt: skip
     return found, [list(axis) for axis in axes]
+
+
+def _recorded(name: str) -> str:
+    """The name that a metric has in its file, of the name of its curve."""
+    stage, colon, rest = name.partition(": ")
+    return rest if colon and stage in STAGES else name
 
 
 def _short(values: Sequence[float]) -> list[float]:
@@ -99,7 +111,8 @@ def _explained(names: Sequence[str]) -> list[Packed]:
     found = []
     left = list(names)
     for room in ROOMS:
-        own = [name for name in left if find(name) in room.metrics and name.startswith(_heads(room.prefixes))]
+        heads = _heads(room.prefixes)
+        own = [name for name in left if find(_recorded(name)) in room.metrics and _recorded(name).startswith(heads)]
         left = [name for name in left if name not in own]
         if own:
             found.append({"title": room.title, "about": room.about, "metrics": [_metric(name) for name in own]})
@@ -115,7 +128,7 @@ def _heads(prefixes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _metric(name: str) -> Packed:
-    metric = find(name)
+    metric = find(_recorded(name))
     if metric is None:
         return {"name": name, "unit": "", "meaning": "", "taken": "", "good": ""}
     return {**asdict(metric), "name": name}
@@ -123,7 +136,9 @@ def _metric(name: str) -> Packed:
 
 def _facts(run: RunData) -> list[tuple[str, str]]:
     """What was run: layout, size, versions."""
-    facts = [("Status", str(run.summary.get("status", "not complete")))]
+    stopped_by = run.summary.get("stopped_by")
+    status = f"stopped by the alarm {stopped_by}" if stopped_by else str(run.summary.get("status", "not complete"))
+    facts = [("Status", status)]
     model = [f"{words.setting(run.config, f'model.{name}')} {name}" for name in ("layers", "hidden")]
     if run.config:
         facts.append(("Model", ", ".join(text for text in model if not text.startswith("None"))))
@@ -196,8 +211,12 @@ def _estimator(config: Packed) -> Packed:
         return {"why_not": "without config.yaml it is not known how rewards become advantages"}
     baseline, std = algorithm.get("advantage_baseline"), algorithm.get("advantage_std")
     found = {"baseline": baseline, "std": std, "objective": algorithm.get("objective")}
-    found |= {name: algorithm.get(name) for name in ("clip_low", "clip_high", "dual_clip")}
+    found |= {name: finite(algorithm.get(name)) for name in ("clip_low", "clip_high", "dual_clip")}  # None: no bound
     reasons = {
+        "a teacher's log-probabilities decide, token by token (distill.teacher)": words.setting(
+            config, "distill.teacher"
+        )
+        is not None,
         "a critic says what was to be expected, token by token (algorithm.advantage_baseline=critic)": baseline
         == "critic",
         "they depend on all samples of the step (algorithm.advantage_baseline=batch)": baseline == "batch",
@@ -287,8 +306,9 @@ def _bounded(alarm: Packed) -> Packed:
     } | {"cleared": bool(alarm.get("cleared"))}
 
 
-def _time(metrics: Metrics) -> Packed:
-    """Seconds by phase, of the whole run and of about `TIME_BARS` stretches of it; what bounds a step, in words."""
+def _time(run: RunData) -> Packed:
+    """Seconds by phase, of the last stage and of about `TIME_BARS` stretches of it; what bounds a step, in words."""
+    metrics = run.metrics
     phases = words.phase_seconds(metrics)
     apart = {name: sum(words.curve(metrics, f"time/{name}")) for name in words.APART if name != "step"}
     steps = [step for step, values in metrics.items() if any(f"time/{phase}" in values for phase in phases)]
@@ -299,7 +319,7 @@ def _time(metrics: Metrics) -> Packed:
         seconds = [sum(metrics[step].get(f"time/{phase}", 0.0) for step in own) / len(own) for phase in phases]
         bars.append({"first": own[0], "last": own[-1], "seconds": _short(seconds)})
     return {
-        "words": words.time_words(phases),
+        "words": words.time_words(phases, run.config),
         "phases": phases,
         "apart": {name: seconds for name, seconds in apart.items() if seconds},
         "bars": bars,

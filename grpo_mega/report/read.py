@@ -11,15 +11,29 @@ from typing import Any
 
 import yaml
 
+from grpo_mega.observe.alarm_log import ALARMS_FILE
+from grpo_mega.observe.metrics import METRICS
+from grpo_mega.observe.summary import SUMMARY
+
 Record = dict[str, Any]
 Metrics = dict[int, dict[str, float]]
 """Step -> name -> value; only finite numbers."""
 
-OF_A_RUN = ("config.yaml", "run.json", "metrics.jsonl", "summary.json")
-"""What makes a folder a run directory; one of them is enough."""
-METRICS = "metrics.jsonl"
-STAGES = ("pretrain", "sft")
-"""Earlier stages, whose metrics have files of their own."""
+OF_A_RUN = ("config.yaml", "run.json", METRICS, SUMMARY)
+"""What makes a folder a run directory; one of them is enough. The first two are of observe/run_dir.py, which takes
+seconds to import."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage before the last one: what it is, and what its own metrics begin with; time/ and machine/ are of all."""
+
+    words: str
+    prefix: str
+
+
+STAGES = {"pretrain": Stage("the base model's training", "base/"), "sft": Stage("supervised fine-tuning", "sft/")}
+"""Stages before the last one, in their order; each has a file of metrics of its own, such as sft.jsonl."""
 FOLLOWED = "followed"
 SAMPLES_BUDGET = 6_000_000
 """Bytes of samples files that are read for a report, and as many again of the problems that are followed."""
@@ -93,15 +107,15 @@ def read_run(path: Path) -> RunData:
         raise ValueError(f"{path} is no run directory ({what}): name a folder such as runs/tiny")
     run = RunData(path)
     run.config = _read_object(run, "config.yaml", "which settings the run had is not known")
-    run.summary = _read_object(run, "summary.json", "the run is still going, or was stopped before its end")
+    run.summary = _read_object(run, SUMMARY, "the run is still going, or was stopped before its end")
     if not (path / METRICS).is_file():
-        run.missing.append(f"{METRICS}: no step has been recorded")
+        run.missing.append(f"{METRICS}: no step of the last stage has been recorded")
     run.metrics = _metrics(run, METRICS)
     run.stages = {name: _metrics(run, f"{name}.jsonl") for name in STAGES if (path / f"{name}.jsonl").is_file()}
-    run.alarms = [record for record in _lines(run, "alarms.jsonl") if _is_alarm(record)]
+    run.alarms = [record for record in _lines(run, ALARMS_FILE) if _is_alarm(record)]
     run.samples = _samples(run, "step")
     run.followed = _samples(run, FOLLOWED)
-    if not run.samples.files:
+    if not run.samples.files and _writes_samples(run.config):
         run.missing.append("samples/: no answers were recorded")
     return run
 
@@ -173,6 +187,13 @@ def _metrics(run: RunData, name: str) -> Metrics:
         values = ((key, finite(value)) for key, value in record.items() if key != "step")
         found.setdefault(step, {}).update({key: value for key, value in values if value is not None})
     return dict(sorted(found.items()))
+
+
+def _writes_samples(config: Record) -> bool:
+    """Whether the steps of a run with this configuration leave answers, as those of a policy do unless it has none."""
+    settings = config.get("run")
+    of_run = settings if isinstance(settings, dict) else {}
+    return of_run.get("trains", "policy") == "policy" and of_run.get("sample_groups_per_step") != 0
 
 
 def _is_alarm(record: Record) -> bool:

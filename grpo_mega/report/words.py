@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_mega.report.read import Metrics, RunData, finite
+from grpo_mega.report.read import STAGES, Metrics, RunData, finite
 from grpo_mega.report.thin import mean
 
 APART = ("step", "evaluate", "checkpoint", "export", "base", "sft")
-"""Names under time/ that are no phase of a step."""
+"""Names under time/ that are no phase of a step: those of observe/machine.py, which imports torch, and what is of
+earlier stages."""
 ADVICE = {
     "generate": "Generation bounds a step: more or faster engines, shorter answers (rollout.max_new_tokens) or more "
     "sequences at once (rollout.concurrent_sequences) shorten it.",
@@ -37,7 +38,21 @@ def headline(run: RunData) -> str:
     rewards = curve(run.metrics, "reward/mean")
     if rewards:
         return f"{number(steps)} steps so far; the reward went from {rewards[0]:.3g} to {rewards[-1]:.3g}."
-    return f"{number(steps)} steps are recorded." if steps else "No training step is recorded yet."
+    if steps:
+        return f"{number(steps)} steps are recorded."
+    return _earlier_stage(run) or "No training step is recorded yet."
+
+
+def _earlier_stage(run: RunData) -> str:
+    """How far a run has come whose last stage has no line yet; empty where no earlier stage has one."""
+    begun = [name for name in STAGES if run.stages.get(name)]
+    if run.metrics or not begun:
+        return ""
+    stage = begun[-1]
+    steps = number(last_step(run.stages[stage]))
+    if run.summary.get("status") == "completed":
+        return f"The run ended with {STAGES[stage].words} ({stage}), after {steps} steps."
+    return f"The run is in an earlier stage, {STAGES[stage].words} ({stage}): step {steps}."
 
 
 def sentences(run: RunData) -> list[str]:
@@ -56,15 +71,16 @@ def accuracies(run: RunData) -> tuple[float | None, float | None]:
     return before, after
 
 
-def time_words(phases: dict[str, float]) -> str:
-    """What most of a step's time goes into, and what would shorten it."""
+def time_words(phases: dict[str, float], config: dict[str, Any]) -> str:
+    """What most of a step's time goes into, and what would shorten it: of a policy's steps, which `ADVICE` is about."""
     total = sum(phases.values())
     if not total:
         return "No step has recorded its time."
     first = max(phases, key=lambda name: phases[name])
     share = phases[first] / total
     words = f"{percent(share)} of the time of the steps goes into the phase “{first}”."
-    return f"{words} {ADVICE[first]}" if share > 0.4 and first in ADVICE else words
+    of_policy = setting(config, "run.trains") in ("policy", None)
+    return f"{words} {ADVICE[first]}" if share > 0.4 and first in ADVICE and of_policy else words
 
 
 def phase_seconds(metrics: Metrics) -> dict[str, float]:
@@ -136,10 +152,16 @@ def _what(run: RunData) -> str:
     where = f", on {number(ranks)} process{'es' if ranks != 1 else ''}" if ranks else ""
     prompts, group = setting(run.config, "algorithm.prompts_per_step"), setting(run.config, "algorithm.group_size")
     rl = isinstance(prompts, int) and isinstance(group, int) and kind == "A language model"
-    how = (
-        f" Every step asked {prompts} problems, {group} answers each, and made the better ones likelier." if rl else ""
-    )
+    how = f" Every step asked {prompts} problems, {group} answers each, and {_moved(run.config)}." if rl else ""
     return f"{kind}{size} was trained{on}{where}.{how}"
+
+
+def _moved(config: dict[str, Any]) -> str:
+    """Where a step moved the policy."""
+    if setting(config, "distill.teacher") is None:
+        return "made the better ones likelier"
+    better = "made the better ones likelier, and " if setting(config, "distill.reward_coef") else ""
+    return f"{better}moved towards what its teacher finds likely"
 
 
 def _format_and_length(run: RunData) -> str:

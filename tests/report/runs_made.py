@@ -14,7 +14,7 @@ import yaml
 Record = dict[str, Any]
 ALGORITHM = {
     "advantage_baseline": "mean", "advantage_std": "sample", "terms_apart": False, "supervision": "outcome",
-    "kl_in": "loss", "kl_coef": 0.0, "objective": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None,
+    "kl_in": "loss", "kl_coef": 0.0, "objective": "ppo", "clip_low": 0.2, "clip_high": math.inf, "dual_clip": None,
     "prompts_per_step": 2, "group_size": 4,
 }  # fmt: skip
 
@@ -47,8 +47,9 @@ def made_run(
     samples: dict[int, list[Record]] | None = None,
     seed: int = 0,
     algorithm: dict[str, Any] | None = None,
+    **rooms: dict[str, Any],
 ) -> Path:
-    """A whole run directory of so many steps, with these samples."""
+    """A whole run directory of so many steps after three supervised ones, with these samples and settings of rooms."""
     (path / "samples").mkdir(parents=True)
     config = {"run": {"name": path.name, "root": "runs", "seed": seed, "trains": "policy"}}
     config |= {
@@ -56,6 +57,7 @@ def made_run(
         "data": {"task": "sums"},
         "model": {"layers": 2, "hidden": 8},
     }
+    config |= {name: {**config.get(name, {}), **settings} for name, settings in rooms.items()}
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     numbers = random.Random(seed)
     records = [
@@ -65,6 +67,8 @@ def made_run(
         {"step": steps, "eval/heldout/accuracy": 0.9},
     ]  # fmt: skip
     (path / "metrics.jsonl").write_text(lines(records))
+    supervised = [{"step": step, "sft/loss": 1 / step, "time/sft": 500.0, "time/step": 500.0} for step in (1, 2, 3)]
+    (path / "sft.jsonl").write_text(lines(supervised))
     summary = {"status": "completed", "steps": steps, "held_out_accuracy_before": 0.1, "held_out_accuracy_after": 0.9}
     (path / "summary.json").write_text(json.dumps(summary | {"seconds": {"generate": 60.0}}))
     for step, of_step in (samples or {}).items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -238,6 +240,74 @@ def test_alarms_stand_at_their_step(page: Browser, tmp_path: Path) -> None:
     assert page.run("document.querySelector('.chart .read').textContent").endswith("alarm: entropy_collapse")
 
 
+def test_earlier_stages_have_curves_of_their_own(page: Browser, tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    alarm = {"step": 2, "name": "entropy_collapse", "value": 0.1, "threshold": 0.2, "message": "low", "action": "raise"}
+    (run / "alarms.jsonl").write_text(lines([alarm]))
+    opened(page, run)
+    page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    see_everything(page)
+    read = """((metric) => {
+        const card = document.querySelector(`[data-metric="${metric}"]`), plot = card.querySelector('.plot');
+        for (const key of ['Home', 'ArrowRight']) plot.dispatchEvent(new KeyboardEvent('keydown', { key }));
+        return card.querySelector('.read').textContent;
+    })"""
+    seconds = read_run(run).metrics[2]["time/step"]
+    assert page.run(f"{read}('time/step')") == f"Step 2 · {seconds:.4g} s · alarm: entropy_collapse"
+    assert page.run(f"{read}('sft: time/step')") == "Step 2 · 500 s"
+    assert page.run(f"{read}('sft/loss')").startswith("Step 2 · 0.5")
+    assert "alarm" not in page.run(f"{read}('sft/loss')")
+    assert "Others" not in page.run("document.getElementById('curves').textContent")
+    assert "sft" not in page.run("document.getElementById('time').textContent")
+
+
+def test_pushes_know_no_bound(page: Browser, tmp_path: Path) -> None:
+    """The first token has a ratio of e at a positive advantage, the second of 1 / e at a negative one."""
+    records = group(0, "2+3=?", [1.0, 0.0], [["a"], ["b"]])
+    for record, log in zip(records, (1.0, -1.0), strict=True):
+        record |= {"old_logprobs": [-2.0], "new_logprobs": [log - 2.0]}
+    up, down = math.sqrt(0.5) * math.e, -math.sqrt(0.5) / math.e
+    for name, bounds, pushes in (
+        ("high", {"clip_high": math.inf}, (up, 0.0)),
+        ("low", {"clip_low": math.inf, "clip_high": 0.2}, (0.0, down)),
+    ):
+        opened(page, made_run(tmp_path / name, samples={1: records}, algorithm=bounds))
+        for index, push in enumerate(pushes):
+            page.run(f"document.querySelectorAll('#answers .answer .text')[{index}].focus()")
+            page.press("ArrowRight")
+            read = page.run(f"document.querySelectorAll('#answers .answer .read')[{index}].textContent")
+            shown = re.search(r"push (\S+)", read.replace("\u2212", "-"))
+            assert shown is not None, read
+            assert float(shown[1]) == pytest.approx(push, rel=1e-3)
+        assert page.errors == []
+
+
+def test_a_teacher_decides_token_by_token(page: Browser, tmp_path: Path) -> None:
+    records = group(0, "2+3=?", REWARDS, TEXTS)
+    run = made_run(tmp_path / "run", samples={3: records}, distill={"teacher": "runs/large", "reward_coef": 0.0})
+    opened(page, run)
+    assert "a teacher's log-probabilities decide" in page.run("document.querySelector('.statistics').textContent")
+    assert page.run("[...document.querySelectorAll('.answer input')].every((slider) => slider.disabled)")
+    summary = page.run("document.getElementById('summary').textContent")
+    assert "4 answers each, and moved towards what its teacher finds likely." in summary
+
+
+def test_followed_problems_say_what_is_left_out(page: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made_run(tmp_path / "run")
+    records = [record for number in range(4) for record in group(number, f"{number}?", [1.0, 0.0], [["5"], ["6"]])]
+    for step in range(6):
+        (run / "samples" / f"followed-{step:06d}.jsonl").write_text(lines(records))
+    size = (run / "samples" / "followed-000000.jsonl").stat().st_size
+    opened(page, run)
+    assert page.run("document.querySelectorAll('#followed .note').length") == 0
+    monkeypatch.setattr("grpo_mega.report.read.SAMPLES_BUDGET", 3 * size)
+    monkeypatch.setattr("grpo_mega.report.pack.SAMPLES_BUDGET", 3)
+    opened(page, run)
+    note = page.run("document.querySelector('#followed .note').textContent")
+    assert note.startswith("Answers of 3 of 6 evaluations are in this page")
+    assert "9 groups of these evaluations are left out" in note
+
+
 @pytest.mark.parametrize(
     "lost", [["config.yaml"], ["metrics.jsonl"], ["summary.json"], ["config.yaml", "summary.json"]]
 )
@@ -263,6 +333,33 @@ def test_several_runs_and_seeds(page: Browser, tmp_path: Path) -> None:
     assert "seed0 and 2 other seeds" in text
     assert "algorithm.advantage_std" in text
     assert "3 seeds)" in text
+
+
+def test_runs_of_one_seed_are_no_seeds(page: Browser, tmp_path: Path) -> None:
+    opened(page, made_run(tmp_path / "a"), made_run(tmp_path / "b"))
+    text = page.run("document.getElementById('comparison').innerText")
+    assert "a and 1 other run" in text
+    assert "other seed" not in text
+
+
+@pytest.mark.long
+def test_seeds_of_unequal_length_are_one_line_between_them(page: Browser, tmp_path: Path) -> None:
+    runs = [made_run(tmp_path / f"seed{seed}", steps=steps, seed=seed) for seed, steps in enumerate((10_000, 9_000))]
+    for run, level in zip(runs, (1.0, 3.0), strict=True):
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        (run / "metrics.jsonl").write_text(
+            lines([record | {"policy/kl": level} if "policy/kl" in record else record for record in records])
+        )
+    opened(page, *runs)
+    curve = page.run("curveOf(families(data.runs)[0], 'policy/kl')")
+    assert curve["band"]
+    assert (curve["steps"][0], curve["steps"][-1]) == (1, 10_000)
+    both = [index for index, step in enumerate(curve["steps"]) if step <= 9_000]
+    assert len(both) > 600, "points of both"
+    for part, level in (("mean", 2.0), ("low", 1.0), ("high", 3.0)):
+        assert [curve[part][index] for index in both] == pytest.approx([level] * len(both))
+        assert {*curve[part][len(both) :]} == {1.0}, "where one seed is left"
+    assert page.errors == []
 
 
 CHECKS = """(() => {
@@ -341,4 +438,10 @@ def test_ten_thousand_steps_are_one_small_page(page: Browser, tmp_path: Path) ->
     text = page.run("document.body.innerText")
     assert "of up to 10,000 steps are drawn with fewer points" in text
     assert "of 10,000 steps are in this page, evenly spread" in text
-    assert page.run("document.querySelectorAll('.chart p').length") > 0
+    points = page.run(
+        "[...document.querySelectorAll('.chart')].filter((card) => card.innerText.includes("
+        "'Each point is up to 17 steps: line their mean, band from lowest to highest.'"
+        ")).map((card) => card.dataset.metric)"
+    )
+    assert "reward/mean" in points
+    assert "eval/heldout/accuracy" not in points

@@ -15,25 +15,38 @@ function families(runs) {
     found.get(key).runs.push(run);
   }
   return [...found.values()].map((family) => ({ ...family,
-    name: family.runs.length > 1 ? `${family.runs[0].name} and ${plural(family.runs.length - 1, 'other seed')}` : family.runs[0].name }));
+    name: family.runs.length > 1 ? `${family.runs[0].name} and ${plural(family.runs.length - 1, `other ${memberOf(family)}`)}` : family.runs[0].name }));
 }
+
+// What the runs of a family are: seeds, unless two of them have the same.
+const memberOf = ({ runs }) => (new Set(runs.map((run) => run.seed)).size === runs.length ? 'seed' : 'run');
 
 // Steps, mean, lowest and highest of a family's curve of a metric; null without one.
 function curveOf(family, name) {
   const own = family.runs.filter((run) => run.curves[name]);
   if (!own.length) return null;
-  const at = new Map();
-  for (const run of own) {
+  const steps = [...new Set(own.flatMap((run) => run.axes[run.curves[name].axis]))].sort((a, b) => a - b);
+  const lines = own.map((run) => {
     const { axis, mean, low, high } = run.curves[name];
-    run.axes[axis].forEach((step, index) => {
-      const point = at.get(step) || { sum: 0, count: 0, low: Infinity, high: -Infinity };
-      const [lowest, highest] = own.length > 1 || !low.length ? [mean[index], mean[index]] : [low[index], high[index]];
-      at.set(step, { sum: point.sum + mean[index], count: point.count + 1, low: Math.min(point.low, lowest), high: Math.max(point.high, highest) });
-    });
-  }
-  const steps = [...at.keys()].sort((a, b) => a - b), points = steps.map((step) => at.get(step));
-  return { steps, mean: points.map((p) => p.sum / p.count), low: points.map((p) => p.low), high: points.map((p) => p.high),
+    const [middle, lowest, highest] = [mean, low.length ? low : mean, high.length ? high : mean].map((values) => valuesAt(steps, run.axes[axis], values));
+    return { middle, lowest, highest };
+  });
+  const across = (part, fold) => steps.map((step, index) => fold(known(lines.map((line) => line[part][index]))));
+  return { steps, mean: across('middle', meanOf), low: across('lowest', (values) => Math.min(...values)), high: across('highest', (values) => Math.max(...values)),
     band: own.length > 1 || own[0].curves[name].low.length > 0 };
+}
+
+// The values of a curve at all of these steps, in order: on the line between its points, null before the first and after
+// the last. Runs of unequal length are thinned to unequal steps, and a mean needs all runs at each.
+function valuesAt(steps, own, values) {
+  let after = 0;
+  return steps.map((step) => {
+    while (after < own.length && own[after] < step) after += 1;
+    if (own[after] === step) return values[after];
+    if (after === 0 || after === own.length) return null;
+    const share = (step - own[after - 1]) / (own[after] - own[after - 1]);
+    return values[after - 1] * (1 - share) + values[after] * share;
+  });
 }
 
 function chart(metric, groups, runs) {
@@ -49,7 +62,7 @@ function chart(metric, groups, runs) {
     make('header', {}, make('h3', {}, breakable(metric.name)), make('span', { class: 'last' }, ends.length === 1 ? short(ends[0]) + unit : unit)),
     make('p', { class: 'small soft' }, coded([metric.meaning, better, metric.taken ? `(${metric.taken})` : ''].filter(Boolean).join(' '))), plot, read,
     thinned > 1 ? make('p', { class: 'small soft' }, `Each point is up to ${thinned} steps: line their mean, band from lowest to highest.`) : '');
-  const entry = { card, plot, read, lines, unit, alarms: runs.flatMap((run) => run.alarms), drawn: null };
+  const entry = { card, plot, read, lines, unit, alarms: runs.filter((run) => run.curves[metric.name]?.last_stage).flatMap((run) => run.alarms), drawn: null };
   charts.push(entry);
   plot.addEventListener('keydown', (event) => readStep(entry, event));
   seen.observe(plot);
@@ -161,7 +174,7 @@ function curvesSection(data) {
   }
   const thinned = runs.flatMap((run) => Object.values(run.curves)).filter((curve) => curve.per_point > 1);
   return section('curves', 'Curves',
-    make('p', { class: 'soft' }, 'The most telling ones first. Point at a curve, or focus it and use the arrow keys, to read single steps. Dashed lines are alarms.'),
+    make('p', { class: 'soft' }, 'The most telling ones first. Point at a curve, or focus it and use the arrow keys, to read single steps. Dashed lines are alarms, which only the last stage has.'),
     thinned.length ? make('p', { class: 'note' }, `${plural(thinned.length, 'curve')} of up to ${plural(Math.max(...thinned.map((curve) => curve.count)), 'step')} are drawn with fewer points. Each of them says how many steps a point stands for; the extremes are in the bands.`) : '',
     groups.length > 1 ? make('ul', { class: 'legend' }, groups.map((family, index) => make('li', {}, make('span', { class: 'dot', 'data-colour': index, style: `background:${colour(index)}` }), foreign(family.name)))) : '',
     make('div', { class: 'bar' }, make('label', { class: 'wide' }, 'Find a metric', box)), count, found, rest);

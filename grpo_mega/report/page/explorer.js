@@ -27,12 +27,17 @@ function explorerSection(run) {
     if (focus) (controls.querySelector(focus) || controls.querySelector('select')).focus();
   }
   show({});
-  const notes = [
-    usable.length < files ? `Answers of ${usable.length} of ${plural(files, 'step')} are in this page, evenly spread, to keep it small; all are in samples/.` : '',
-    leftOut ? `${plural(leftOut, 'group')} of these steps are left out for the same reason.` : ''].filter(Boolean);
   return section('answers', 'Answers, group by group',
     make('p', { class: 'soft' }, 'The model answers a problem several times; each answer is pushed up or down by how much better it is than the others. Move a slider to see what another reward would have changed.'),
-    notes.length ? make('p', { class: 'note' }, notes.join(' ')) : '', controls, body);
+    boundedNote(usable.length, files, leftOut, 'step'), controls, body);
+}
+
+// What of the answers is not in the page; nothing where all are.
+function boundedNote(shown, files, leftOut, when) {
+  const notes = [
+    shown < files ? `Answers of ${shown} of ${plural(files, when)} are in this page, evenly spread, to keep it small; all are in samples/.` : '',
+    leftOut ? `${plural(leftOut, 'group')} of these ${when}s ${leftOut === 1 ? 'is' : 'are'} left out, to keep the page small.` : ''].filter(Boolean);
+  return notes.length ? make('p', { class: 'note' }, notes.join(' ')) : '';
 }
 
 const rewardsOf = (group) => group.samples.map((sample) => sample.reward);

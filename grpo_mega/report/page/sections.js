@@ -55,7 +55,7 @@ function timeSection(run) {
 }
 
 function followedSection(run) {
-  const { steps } = run.followed;
+  const { steps, files, groups_left_out: leftOut } = run.followed;
   const problems = [...new Map(steps.flatMap(({ groups }) => groups.map((group) => [group.prompt_id, group.prompt]))).entries()];
   if (!problems.length) return null;
   const single = steps.every(({ groups }) => groups.every((group) => group.samples.length === 1)); // side by side
@@ -67,6 +67,7 @@ function followedSection(run) {
         make('div', { class: 'text code', dir: 'auto', tabindex: 0, role: 'textbox', 'aria-readonly': 'true', 'aria-label': `Answer ${index + 1} at step ${step}` }, printable(sample.text))))))));
   show(problems[0][0]);
   return section('followed', 'The same problems over training', make('p', { class: 'soft' }, 'Validation problems that were answered again at every evaluation.'),
+    boundedNote(steps.length, files, leftOut, 'evaluation'),
     make('div', { class: 'bar' }, choice('Problem', problems.map(([id, prompt]) => [id, prompt.slice(0, 120)]), problems[0][0], show, true)), body);
 }
 
@@ -83,12 +84,12 @@ function comparisonSection(data) {
   const value = (family, name) => {
     const own = known(family.runs.map((run) => run.results[name]));
     if (!own.length) return '–';
-    return Math.max(...own) > Math.min(...own) ? `${short(meanOf(own))} (${short(Math.min(...own))} to ${short(Math.max(...own))}, ${own.length} seeds)` : short(own[0]);
+    return Math.max(...own) > Math.min(...own) ? `${short(meanOf(own))} (${short(Math.min(...own))} to ${short(Math.max(...own))}, ${plural(own.length, memberOf(family))})` : short(own[0]);
   };
   return make('section', { id: 'comparison', 'aria-labelledby': 'comparison-title', style: 'padding-top:0' },
     make('p', { class: 'eyebrow' }, 'Comparison'), make('h1', { id: 'comparison-title' }, `${plural(runs.length, 'run')} side by side`),
     make('ul', {}, runs.map((run) => make('li', {}, make('strong', {}, foreign(run.name)), ': ', foreign(run.headline)))),
-    groups.some((family) => family.runs.length > 1) ? make('p', { class: 'soft' }, 'Runs that differ in the seed alone are one line: their mean, in the band from the lowest to the highest.') : '',
+    groups.some((family) => family.runs.length > 1) ? make('p', { class: 'soft' }, 'Runs whose settings differ in nothing but the seed are one line: their mean, in the band from the lowest to the highest.') : '',
     table('Results', ['', ...groups.map((family) => foreign(family.name))], names.map((name) => [foreign(name), ...groups.map((family) => value(family, name))])),
     data.differing.length ? table('Settings in which the runs differ', ['Setting', ...runs.map((run) => foreign(run.name))], data.differing.map(([name, values]) => [foreign(name), ...values.map((one) => make('code', {}, foreign(one)))])) : make('p', {}, 'The runs have the same settings.'),
     runs.map((run) => (run.missing.length || run.damaged.length ? make('div', {}, make('h3', {}, foreign(run.name)), notes(run)) : '')));

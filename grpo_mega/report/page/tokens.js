@@ -8,7 +8,7 @@ const difference = (first, second) => (sample, at) => (sample[first]?.[at] == nu
 const NUMBERS = [
   ['advantage', 'Advantage of the answer, or of the token where each has its own', true, advantageOf],
   ['push', 'Push: slope of the objective at the token’s log-probability, ratio × advantage, 0 where it is clipped', true, pushOf],
-  ['log ratio', 'log(new / old policy) at the last update', true, difference('new_logprobs', 'old_logprobs')],
+  ['log ratio', 'log(new / old policy): new is the policy as the token’s last update began, before that update moved the weights; with one update a step it is the old one', true, difference('new_logprobs', 'old_logprobs')],
   ['mismatch', 'Trainer − engine, log-probability', true, difference('old_logprobs', 'engine_logprobs')],
   ['reference', 'Policy − reference, log-probability', true, difference('old_logprobs', 'ref_logprobs')],
   ['entropy', 'Entropy of the policy, nats', false, (sample, at) => sample.entropies?.[at]],
@@ -22,8 +22,9 @@ function pushOf(sample, at, ofAnswer, estimator) {
   const log = difference('new_logprobs', 'old_logprobs')(sample, at);
   if (log == null) return null;
   const ratio = Math.exp(log);
-  const clipped = advantage > 0 ? ratio > 1 + Number(estimator.clip_high) : ratio < 1 - estimator.clip_low;
-  const dual = advantage < 0 && estimator.dual_clip && ratio > estimator.dual_clip;
+  const bound = (value) => value ?? Infinity; // JSON has no infinity: null is no bound
+  const clipped = advantage > 0 ? ratio > 1 + bound(estimator.clip_high) : ratio < 1 - bound(estimator.clip_low);
+  const dual = advantage < 0 && ratio > bound(estimator.dual_clip);
   return clipped || dual ? 0 : ratio * advantage;
 }
 

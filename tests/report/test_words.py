@@ -1,0 +1,58 @@
+"""What the report says of a run in words: how far it is, what stopped it, what moved it, and what would be faster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from runs_made import lines, made_run
+
+from grpo_mega.report.pack import pack
+from grpo_mega.report.read import read_run
+from grpo_mega.report.words import headline, sentences, time_words
+
+
+def test_a_run_in_an_earlier_stage_says_which(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    for name in ("metrics.jsonl", "summary.json"):
+        (run / name).unlink()
+    (run / "pretrain.jsonl").write_text(lines([{"step": 400, "base/loss": 1.0}]))
+    assert headline(read_run(run)) == "The run is in an earlier stage, supervised fine-tuning (sft): step 3."
+    (run / "sft.jsonl").unlink()
+    assert headline(read_run(run)) == "The run is in an earlier stage, the base model's training (pretrain): step 400."
+    (run / "summary.json").write_text(json.dumps({"status": "completed"}))
+    assert headline(read_run(run)) == "The run ended with the base model's training (pretrain), after 400 steps."
+    (run / "pretrain.jsonl").unlink()
+    assert headline(read_run(run)) == "No training step is recorded yet."
+
+
+def test_an_alarm_that_stopped_the_run_is_its_status(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    assert dict(pack([read_run(run)])["runs"][0]["facts"])["Status"] == "completed"
+    (run / "summary.json").write_text(json.dumps({"status": "stopped", "stopped_by": "kl_high"}))
+    assert dict(pack([read_run(run)])["runs"][0]["facts"])["Status"] == "stopped by the alarm kl_high"
+
+
+@pytest.mark.parametrize(
+    ("distill", "moved"),
+    [
+        ({"teacher": None}, "made the better ones likelier."),
+        ({"teacher": "runs/large"}, "moved towards what its teacher finds likely."),
+        (
+            {"teacher": "runs/large", "reward_coef": 0.5},
+            "made the better ones likelier, and moved towards what its teacher finds likely.",
+        ),
+    ],
+)
+def test_a_teacher_moves_the_policy_too(tmp_path: Path, distill: dict[str, object], moved: str) -> None:
+    run = made_run(tmp_path / "run", distill=distill)
+    assert sentences(read_run(run))[0].endswith(f"2 problems, 4 answers each, and {moved}")
+
+
+def test_advice_is_for_runs_that_train_a_policy() -> None:
+    phases = {"reward_model": 9.0, "sync": 1.0}
+    spent = "90% of the time of the steps goes into the phase “reward_model”."
+    assert time_words(phases, {"run": {"trains": "reward_model"}}) == spent
+    advised = f"{spent} The reward model bounds a step: a smaller one shortens it."
+    assert time_words(phases, {"run": {"trains": "policy"}}) == time_words(phases, {}) == advised
