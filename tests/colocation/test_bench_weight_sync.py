@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
-from limits import limit
+from forks import run_python
 from ranks import REPOSITORY, run_ranks
 
 TOOL = REPOSITORY / "tools" / "bench_weight_sync.py"
@@ -34,9 +32,7 @@ def test_ranks_that_share_an_engine_are_handed_their_own_experts() -> None:
 
 
 def test_the_plan_counts_671_billion_parameters() -> None:
-    done = subprocess.run(
-        [sys.executable, str(TOOL), "--plan"], capture_output=True, text=True, check=True, timeout=limit(120)
-    )
+    done = run_python(TOOL, "--plan")
     assert "671.0B parameters" in done.stdout
     in_fp8 = float(re.search(r"in fp8 with scales ([\d,.]+) GiB", done.stdout)[1].replace(",", ""))
     assert 625 < in_fp8 < 640, "671 GB, all but 1 % in 8 bits, is 625 GiB"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -14,9 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from forks import run_python
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from limits import limit
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_mega.config.load import compose_config, config_dir, groups, identity, identity_in, load, to_yaml
@@ -390,16 +388,8 @@ def entry(tmp_path: Path) -> Path:
 
 
 def start(entry: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(entry / "code"), str(config_dir().parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "0"}
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=entry / "work",
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=limit(120),
-    )
+    paths = (entry / "code", config_dir().parent)
+    return run_python("-m", *command, folder=entry / "work", paths=paths, environment={"HYDRA_FULL_ERROR": "0"})
 
 
 def test_the_command_line_shows_the_resolved_run(entry: Path) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import run_python
 from omegaconf import OmegaConf
 
-from grpo_mega.config.load import compose_config, config_dir, identity, to_yaml
+from grpo_mega.config.load import compose_config, identity, to_yaml
 from grpo_mega.config.rules import ConfigError
 
 LLAMA = {
@@ -137,15 +135,10 @@ def test_a_chat_template_may_be_a_file_of_its_own(name: str, tmp_path: Path) -> 
 
 
 def test_the_command_line_and_the_planner_show_what_the_folder_says(folder: Path) -> None:
-    path = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(config_dir().parent), str(config_dir().parent / "kernels")])
-    }
     words = [*OWN, f"run.init_from={folder}", "model.context=100"]
-    command = [sys.executable, "-m", "grpo_mega.train", *words, "--cfg", "job"]
-    shown = subprocess.run(command, env=path, capture_output=True, text=True, check=True).stdout
+    shown = run_python("-m", "grpo_mega.train", *words, "--cfg", "job").stdout
     assert OmegaConf.create(shown).model == OmegaConf.create(to_yaml(compose_config(words))).model
-    plan = [sys.executable, "tools/plan.py", "tiny_dense", "model=from_folder", "base=none", *words[3:], "--json"]
-    planned = subprocess.run(plan, cwd=config_dir().parent, env=path, capture_output=True, text=True, check=True).stdout
+    planned = run_python("tools/plan.py", "tiny_dense", "model=from_folder", "base=none", *words[3:], "--json").stdout
     layer = 64 * (64 + 2 * 32 + 64) + 3 * 64 * 96 + 2 * 64
     assert json.loads(planned)["parameters"] == 2 * 64 * 64 + 3 * layer + 64  # 40 tokens are padded to 64 rows
 

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
-from ranks import REPOSITORY
+from forks import run_python
 
 FOREIGN = ("Traceback", "full_key", "Lexer", "hydra.cc")
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels")))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *command], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +22,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 )
 def test_wrong_settings_are_refused(tool: str, settings: list[str], said: str) -> None:
     experiment = {"plan.py": ["tiny"], "bench_weight_sync.py": ["experiment=tiny"]}.get(tool, [])
-    done = run(f"tools/{tool}", *experiment, *settings)
+    done = run_python(f"tools/{tool}", *experiment, *settings)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ")
     assert said in done.stderr
@@ -42,14 +32,14 @@ def test_wrong_settings_are_refused(tool: str, settings: list[str], said: str) -
 @pytest.mark.long
 def test_under_torchrun_one_rank_says_it() -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run(*torchrun, "tools/bench_step.py", "layout=ep2")
+    done = run_python(*torchrun, "tools/bench_step.py", "layout=ep2")
     assert done.returncode != 0
     assert done.stderr.count("error: the configuration cannot run") == 1
     assert "layout.ep=2 needs experts" in done.stderr
 
 
 def test_the_planner_speaks_of_the_machines_that_were_given() -> None:
-    done = run("tools/plan.py", "tiny", "layout=tp2_pp2", "cluster.nodes=1", "cluster.gpus_per_node=1")
+    done = run_python("tools/plan.py", "tiny", "layout=tp2_pp2", "cluster.nodes=1", "cluster.gpus_per_node=1")
     assert done.returncode == 2
     assert "cluster.nodes=1 * cluster.gpus_per_node=1 = 1 is not divisible by layout.tp=2" in done.stderr
     assert "start 4 processes, or choose layout=single" in done.stderr

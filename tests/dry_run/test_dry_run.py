@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +13,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from forks import run_python
 from hypothesis import given
 from hypothesis import strategies as st
-from limits import limit
 from made_tokenizer import write_tokenizer
 from ranks import REPOSITORY
 from safetensors.torch import load_file, save_file
@@ -47,15 +45,9 @@ class Ended:
     """What a dry run printed."""
 
     def __init__(self, words: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
-        path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels", folder)))
-        done = subprocess.run(
-            [sys.executable, "-m", "grpo_mega.train", *words, "--dry-run"],
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | (environment or {}),
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=limit(120),
-        )
+        paths = (REPOSITORY, REPOSITORY / "kernels", folder)
+        command = ("-m", "grpo_mega.train", *words, "--dry-run")
+        done = run_python(*command, folder=folder, paths=paths, environment=environment)
         assert "Traceback" not in done.stderr, done.stderr
         self.code, self.text = done.returncode, done.stdout
         announced = re.search(r"^(\d+) problems?:$", done.stdout, re.MULTILINE)
@@ -254,9 +246,7 @@ def test_as_many_checkpoints_are_counted_as_a_run_ever_has(
 def imported(job: list[str], out: Path) -> list[str]:
     """The job, which starts from its folder converted to the checkpoint `out`."""
     (folder,) = (word.partition("=")[2] for word in job if word.startswith("run.init_from="))
-    path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels")))
-    tool = [sys.executable, str(REPOSITORY / "tools" / "import.py"), folder, str(out)]
-    subprocess.run(tool, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, check=True)
+    run_python(REPOSITORY / "tools" / "import.py", folder, out).check_returncode()
     return [*(word for word in job if not word.startswith("run.init_from=")), f"run.init_from={out}"]
 
 

@@ -9,16 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from limits import limit
-from ranks import REPOSITORY
+from forks import REPOSITORY, run_python
 
 TOOL = str(REPOSITORY / "tools" / "evaluate.py")
 
 
 def evaluate(*words: object, ranks: int = 0, environment: dict[str, str] | None = None, code: int = 0) -> str:
     """What the tool prints, under torchrun with `ranks` processes, or as a plain process with 0."""
-    command, environment = _command(words, ranks), _environment(environment or {})
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit(600))
+    done = run_python(*_words(words, ranks), environment=_environment(environment or {}))
     assert done.returncode == code, done.stdout + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -26,18 +24,19 @@ def evaluate(*words: object, ranks: int = 0, environment: dict[str, str] | None 
 def begun(log: Path, *words: object, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """The tool as a plain process that has just begun; what it prints goes to a file."""
     with log.open("wb") as file:
-        return subprocess.Popen(_command(words, 0), env=_environment(environment), stdout=file, stderr=file)
+        command = [sys.executable, *_words(words, 0)]
+        return subprocess.Popen(command, env=os.environ | _environment(environment), stdout=file, stderr=file)
 
 
-def _command(words: tuple[object, ...], ranks: int) -> list[str]:
+def _words(words: tuple[object, ...], ranks: int) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    return [sys.executable, *torchrun, TOOL, *map(str, words)]
+    return [*torchrun, TOOL, *map(str, words)]
 
 
 def _environment(given: dict[str, str]) -> dict[str, str]:
     rooms = (REPOSITORY, REPOSITORY / "kernels", REPOSITORY / "tests" / "train")
     path = os.pathsep.join([*map(str, rooms), *filter(None, [given.get("PYTHONPATH")])])
-    return os.environ | given | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return given | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def results(folder: Path) -> dict[str, Any]:

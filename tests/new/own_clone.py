@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
-from limits import limit
+from forks import run_python
 from made_tokenizer import write_tokenizer
 from ranks import REPOSITORY
 from safetensors.torch import save_file
@@ -48,11 +45,7 @@ class Clone:
 
     def runs(self, *words: str, code: int = 0) -> str:
         """What `python -m` or a tool prints."""
-        path = os.pathsep.join([str(self.root), str(REPOSITORY / "kernels")])
-        done = subprocess.run(
-            [sys.executable, *words], cwd=self.root, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, timeout=limit(300),
-        )  # fmt: skip
+        done = run_python(*words, folder=self.root, paths=(self.root, REPOSITORY / "kernels"))
         assert done.returncode == code, done.stdout + done.stderr
         assert "Traceback" not in done.stderr
         return done.stdout + done.stderr

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from limits import limit
+from forks import run_python
 from ranks import REPOSITORY, results, run_ranks
 from torch._C._distributed_c10d import Backend
 
@@ -354,14 +352,7 @@ def test_a_gpu_without_room_for_an_engine_is_refused(job: dict[str, Any]) -> Non
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels")))
-    return subprocess.run(
-        [sys.executable, str(REPOSITORY / "tools" / "plan.py"), *arguments],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=limit(120),
-    )
+    return run_python(REPOSITORY / "tools" / "plan.py", *arguments)
 
 
 def test_the_command_prints_a_plan_and_a_verdict() -> None:

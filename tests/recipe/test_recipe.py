@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import run_python
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import REPOSITORY
 
 from grpo_mega.config.load import config_dir
 from grpo_mega.recipe.commands import check, command_of
@@ -157,9 +154,7 @@ def test_every_run_of_a_recipe_of_the_repository_composes(path: Path) -> None:
 @pytest.mark.long
 def test_every_run_of_the_published_chain_fits_its_machines_and_one_that_does_not_is_named() -> None:
     def plan(*settings: str) -> tuple[int, list[str]]:
-        command = [sys.executable, "tools/recipe.py", "plan", "r1_671b", *settings]
-        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False)
+        done = run_python("tools/recipe.py", "plan", "r1_671b", *settings)
         return done.returncode, done.stdout.splitlines()
 
     code, lines = plan()

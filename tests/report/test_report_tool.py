@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import run_python
 from ranks import REPOSITORY
 from runs_made import group, made_run
 
@@ -14,9 +14,7 @@ from grpo_mega.report.page import in_script, write_own_report
 
 
 def report(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(REPOSITORY / "tools" / "report.py"), *map(str, words)], capture_output=True, text=True
-    )
+    return run_python(REPOSITORY / "tools" / "report.py", *words)
 
 
 def test_one_run_and_several(tmp_path: Path) -> None:

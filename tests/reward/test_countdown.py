@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from array import array
 from fractions import Fraction
 from itertools import product
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import REPOSITORY
@@ -126,8 +125,7 @@ def reachable(nums: list[Fraction]) -> set[Fraction]:
 
 def made(*words: str, code: int = 0) -> str:
     """What the tool that makes problems prints."""
-    tool = [sys.executable, str(REPOSITORY / "tools" / "countdown.py"), *words]
-    done = subprocess.run(tool, capture_output=True, text=True)
+    done = run_python(REPOSITORY / "tools" / "countdown.py", *words)
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from limits import limit
+from forks import run_python
 from metric_lines import of_steps
-from ranks import REPOSITORY, results, run_ranks
+from ranks import results, run_ranks
 
 from grpo_mega.stages.learned_reward import HackingAlarm
 
@@ -157,10 +154,7 @@ def test_a_dry_run_finds_nothing_wrong_with_a_reward_model_that_is_continued(run
         *(f"pairs.path={root}/pairs.jsonl", f"run.init_from={checkpoint}", "layout=single"),
         "pairs.warmup_steps=0",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_mega.train", *words, "--dry-run"], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}, timeout=limit(120),
-    )  # fmt: skip
+    done = run_python("-m", "grpo_mega.train", *words, "--dry-run")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "ready"), done.stdout + done.stderr
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from limits import limit
+from forks import run_python
 from made_pairs import write_pairs
 from made_steps import write_answers
 from metric_lines import of_steps, unexplained
@@ -168,12 +165,7 @@ def test_tools_for_policies_say_that_it_is_a_reward_model(
     runs: tuple[Path, dict], tmp_path: Path, tool: list[str]
 ) -> None:
     for of_run in ("one", f"whole/checkpoints/{next((runs[0] / 'whole' / 'checkpoints').glob('step-*')).name}"):
-        command = [sys.executable, str(REPOSITORY / "tools" / tool[0]), str(runs[0] / of_run), *tool[1:]]
-        done = subprocess.run(
-            [*command, str(tmp_path / "x")],
-            capture_output=True, text=True, timeout=limit(120),
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        done = run_python(REPOSITORY / "tools" / tool[0], runs[0] / of_run, *tool[1:], tmp_path / "x")
         assert done.returncode == 2, done.stderr
         assert f"{runs[0] / of_run} is a reward model, which has a scalar head" in done.stderr
         assert "damaged" not in done.stderr

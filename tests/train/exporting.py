@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
-from limits import limit
+from forks import run_python
 from safetensors.torch import load_file
 from train_jobs import REPOSITORY
 
@@ -21,14 +19,7 @@ def export(
 ) -> subprocess.CompletedProcess[str]:
     """The tool with these arguments, under torchrun with `ranks` processes, or as a plain process with 0."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels")))
-    return subprocess.run(
-        [sys.executable, *torchrun, TOOL, *map(str, words)],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | (environment or {}),
-        capture_output=True,
-        text=True,
-        timeout=limit(600),
-    )
+    return run_python(*torchrun, TOOL, *words, environment=environment)
 
 
 def exported(*words: object, ranks: int = 0) -> str:
