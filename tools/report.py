@@ -3,21 +3,28 @@
     python tools/report.py runs/tiny
     python tools/report.py runs/tiny runs/seed1 --out comparison.html
 
+    python tools/report.py runs/tiny --serve
+
 Of one run it goes to RUN/report.html, unless --out names another file. A run directory that is not whole, or still
 being written, is shown as it is: the page and this command say what is missing, and which lines cannot be read.
+With --serve nothing is written: the address that is printed shows the runs as they are now, and new steps as they come,
+to browsers on this machine. From another one: ssh -L 8265:127.0.0.1:8265 HOST, with --port 8265.
 
-Exit code: 0 written, 2 a folder is no run directory, or the file cannot be written.
+Exit code: 0 written, or served until Ctrl-C; 2 a folder is no run directory, the file cannot be written, or the port is
+taken.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from grpo_mega.observe.run_dir import REPORT
 from grpo_mega.report.page import write_report
 from grpo_mega.report.read import read_run
+from grpo_mega.report.serve import Server
 
 DONE, BAD_INPUT = 0, 2
 
@@ -27,6 +34,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
     made.add_argument("--out", type=Path, metavar="FILE", help="what to write (RUN/report.html); needed for several")
+    made.add_argument("--serve", action="store_true", help="show the runs to a browser on this machine until Ctrl-C")
+    made.add_argument("--port", type=int, default=0, metavar="N", help="of --serve (a free one)")
     return made
 
 
@@ -34,6 +43,8 @@ def main(arguments: list[str]) -> int:
     """The command; returns its exit code."""
     options = parser().parse_args(arguments)
     try:
+        if options.serve:
+            return serve(options.runs, options.port)
         if len(options.runs) > 1 and options.out is None:
             raise ValueError("several runs are compared in one file: name it with --out FILE")
         runs = [read_run(path) for path in options.runs]
@@ -48,6 +59,15 @@ def main(arguments: list[str]) -> int:
         for what in run.damaged:
             print(f"warning: {what}", file=sys.stderr)
     print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")
+    return DONE
+
+
+def serve(paths: list[Path], port: int) -> int:
+    """Shows the runs until Ctrl-C; returns the exit code."""
+    with Server(paths, port) as server:
+        print(f"{server.address} shows new steps as they come; Ctrl-C ends it", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
     return DONE
 
 

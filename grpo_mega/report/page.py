@@ -18,14 +18,20 @@ from grpo_mega.report.read import RunData, read_run
 PARTS = Path(__file__).resolve().parent / "page"
 SCRIPTS = ("dom.js", "advantage.js", "curves.js", "tokens.js", "explorer.js", "sections.js", "page.js")
 """In the order in which they run, as one script."""
+LIVE = "live.js"
+"""The last one of a page that is served."""
 
 logger = logging.getLogger(__name__)
 
 
 def write_report(runs: Sequence[RunData], path: Path) -> None:
     """Writes the page about these runs, atomically."""
-    title = f"{runs[0].name}: report" if len(runs) == 1 else f"{len(runs)} runs compared"
-    write_atomic(path, page_of(title, pack(runs)))
+    write_atomic(path, page_of(title_of(runs), pack(runs)))
+
+
+def title_of(runs: Sequence[RunData]) -> str:
+    """What the page is called."""
+    return f"{runs[0].name}: report" if len(runs) == 1 else f"{len(runs)} runs compared"
 
 
 def write_own_report(run_dir_path: Path) -> None:
@@ -40,13 +46,17 @@ def write_own_report(run_dir_path: Path) -> None:
         )
 
 
-def page_of(title: str, data: Packed) -> str:
-    """The HTML of the page; only scripts of this page run in it, whatever the data say."""
-    library, own = _part("uPlot.iife.min.js"), "\n".join(["'use strict';", *(_part(name) for name in SCRIPTS)])
+def page_of(title: str, data: Packed, live: bool = False) -> str:
+    """The HTML of the page; only scripts of this page run in it, whatever the data say.
+
+    One that is `live` asks where it comes from for newer data (`serve`); any other asks nobody for anything.
+    """
+    scripts = (*SCRIPTS, *([LIVE] if live else []))
+    library, own = _part("uPlot.iife.min.js"), "\n".join(["'use strict';", *(_part(name) for name in scripts)])
     parts = {
         "TITLE": html.escape(title),
         "POLICY": "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-        f"script-src {_hash(library)} {_hash(own)}",
+        f"script-src {_hash(library)} {_hash(own)}" + ("; connect-src 'self'" if live else ""),
         "LICENSE": html.escape(_part("uPlot.LICENSE")).replace("--", "- -"),
         "STYLE": _part("uPlot.min.css") + _part("page.css"),
         "LIBRARY": library,

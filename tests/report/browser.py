@@ -71,14 +71,14 @@ class Browser:
         event.setdefault("method", "")
         return event
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Opens a file, and waits until it is loaded."""
+    def open(self, page: Path | str, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Opens a file or an address, and waits until it is loaded."""
         self.size(width, height)
         self.call(
             "Emulation.setEmulatedMedia",
             features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
         )
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while self._next()["method"] != "Page.loadEventFired":
             pass
         self.settle()
@@ -105,6 +105,18 @@ class Browser:
         found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
+
+    def wait_until(self, script: str) -> None:
+        """Waits until an expression is true.
+
+        Raises:
+            AssertionError: It is not within `limit(60)` seconds.
+        """
+        look = f"({script}) ? done(true) : performance.now() > end ? done(false) : requestAnimationFrame(look)"
+        assert self.run(
+            f"new Promise((done) => {{ const end = performance.now() + {1000 * limit(60)};"
+            f" const look = () => ({look}); look(); }})"
+        ), f"never true: {script}"
 
     def press(self, key: str, times: int = 1) -> None:
         """Presses a key as a user does."""

@@ -145,6 +145,14 @@ function readStep(entry, event) {
   u.setCursor({ left: u.valToPos(u.data[0][index], 'x'), top: 40 });
 }
 
+// Before all sections are made anew.
+function forgetCharts() {
+  seen.disconnect();
+  sized.disconnect();
+  for (const entry of charts) entry.drawn?.destroy();
+  charts.length = 0;
+}
+
 function redrawCharts(all) {
   for (const entry of charts) if (entry.plot.isConnected && (all || entry.drawn)) draw(entry);
 }
