@@ -90,7 +90,7 @@ function comparisonSection(data) {
     make('p', { class: 'eyebrow' }, 'Comparison'), make('h1', { id: 'comparison-title' }, `${plural(runs.length, 'run')} side by side`),
     make('ul', {}, runs.map((run) => make('li', {}, make('strong', {}, foreign(run.name)), ': ', foreign(run.headline)))),
     groups.some((family) => family.runs.length > 1) ? make('p', { class: 'soft' }, 'Runs whose settings differ in nothing but the seed are one line: their mean, in the band from the lowest to the highest.') : '',
-    table('Results', ['', ...groups.map((family) => foreign(family.name))], names.map((name) => [foreign(name), ...groups.map((family) => value(family, name))])),
+    table('Results', ['Result', ...groups.map((family) => foreign(family.name))], names.map((name) => [foreign(name), ...groups.map((family) => value(family, name))])),
     data.differing.length ? table('Settings in which the runs differ', ['Setting', ...runs.map((run) => foreign(run.name))], data.differing.map(([name, values]) => [foreign(name), ...values.map((one) => make('code', {}, foreign(one)))])) : make('p', {}, 'The runs have the same settings.'),
-    runs.map((run) => (run.missing.length || run.damaged.length ? make('div', {}, make('h3', {}, foreign(run.name)), notes(run)) : '')));
+    runs.map((run) => (run.missing.length || run.damaged.length ? make('div', {}, make('h2', {}, foreign(run.name)), notes(run)) : '')));
 }
