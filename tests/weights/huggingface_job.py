@@ -1,8 +1,9 @@
 """Hugging Face directories into the policy and out of it again; started by run_ranks.
 
-Usage: huggingface_job.py FOLDER. On one rank: FOLDER/MODEL is read, its logits on FOLDER/tokens.pt are computed, it is
-written to FOLDER/out/MODEL; every directory of FOLDER/bad is tried; models that look ahead are written, too.
-On four ranks: every layout reads and streams. Writes FOLDER/report-WORLD_SIZE-RANK.pt.
+Usage: huggingface_job.py FOLDER [LAYOUT ...]. On one rank: FOLDER/MODEL is read, its logits on FOLDER/tokens.pt are
+computed, it is written to FOLDER/out/MODEL; every directory of FOLDER/bad is tried; models that look ahead are written,
+too. On four ranks: every layout that is named after the folder reads and streams. Writes
+FOLDER/report-WORLD_SIZE-RANK.pt.
 """
 
 import sys
@@ -117,10 +118,11 @@ def stream(policy: Policy, experts_of: range | None = None) -> tuple[list, Traff
     return [*hf_buckets(policy, 5000, experts_of, traffic)], traffic
 
 
-def four_ranks(folder: Path) -> dict:
+def four_ranks(folder: Path, layouts: list[str]) -> dict:
     report: dict = {"fp8": {}, "mxfp4": {}}
     rank = dist.get_rank()
-    for layout_name, layout in LAYOUTS.items():
+    for layout_name in layouts:
+        layout = LAYOUTS[layout_name]
         topology = join_layout(layout, seed=0)
         for name, model in {**MODELS, **AHEAD}.items():
             if (layout.ep * layout.etp > 1 and not model.moe.experts) or (model.gpt_oss and layout.etp > 1):
@@ -160,6 +162,6 @@ def four_ranks(folder: Path) -> dict:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     world_size = dist.get_world_size()
-    found = one_rank(folder) if world_size == 1 else four_ranks(folder)
+    found = one_rank(folder) if world_size == 1 else four_ranks(folder, sys.argv[2:])
     torch.save(found, folder / f"report-{world_size}-{dist.get_rank()}.pt")
     dist.destroy_process_group()

@@ -113,6 +113,8 @@ LAYOUTS = {
     "tp2_etp2_dp2": LayoutConfig(tp=2, sp=True, etp=2),
 }
 """Of four ranks."""
+FIRST_LAYOUTS = ("tp2_pp2", "tp2_ep4")
+"""Those of `make test`, which split all that can be split but for one expert."""
 
 
 def released_tensors(model: ModelConfig) -> dict[str, Any]:

@@ -24,6 +24,7 @@ start()  # before megatron.core is imported
 from huggingface_models import (  # noqa: E402
     AHEAD,
     EPS,
+    FIRST_LAYOUTS,
     IN_FP8,
     IN_MXFP4,
     LAYOUTS,
@@ -41,6 +42,7 @@ from grpo_mega.weights.families import family, hf_config  # noqa: E402
 from grpo_mega.weights.names import entries  # noqa: E402
 
 JOB = Path(__file__).with_name("huggingface_job.py")
+EVERY_LAYOUT = [pytest.param(name, marks=() if name in FIRST_LAYOUTS else pytest.mark.long) for name in LAYOUTS]
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -294,9 +296,11 @@ def report(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reports(folder: Path) -> list[dict[Any, Any]]:
-    """Of the four ranks."""
-    run_ranks(JOB, 4, [str(folder)])
+def reports(request: pytest.FixtureRequest, folder: Path) -> list[dict[Any, Any]]:
+    """Of the four ranks, under the first layouts and those that the selected tests are about."""
+    tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {*FIRST_LAYOUTS, *(test.callspec.params.get("layout") for test in tests)}
+    run_ranks(JOB, 4, [str(folder), *(name for name in LAYOUTS if name in asked)])
     return [torch.load(folder / f"report-4-{rank}.pt", weights_only=False) for rank in range(4)]
 
 
@@ -463,7 +467,7 @@ def test_modules_that_look_ahead_are_those_of_transformers(
     assert (report["ahead"][name] - logits).abs().max() < 1e-5 * logits.abs().max()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_every_layout_streams_the_same_bits_on_every_rank(
     layout: str, reports: list[dict[Any, Any]], folder: Path
 ) -> None:
@@ -479,7 +483,7 @@ def test_every_layout_streams_the_same_bits_on_every_rank(
             assert traffic.bytes == size_of(expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_a_rank_gets_the_experts_that_it_asks_for(layout: str, reports: list[dict[Any, Any]], folder: Path) -> None:
     for name in ("qwen3_moe", "deepseek_v3"):
         expected = stored(folder / name)
@@ -556,18 +560,20 @@ def test_a_model_of_no_family_is_refused(name: str, model: dict[str, Any], moe: 
         hf_config(replace(known, **model, moe=replace(known.moe, **moe)), VOCAB)
 
 
-def test_experts_in_mxfp4_are_read_under_every_layout(folder: Path, reports: list[dict[Any, Any]]) -> None:
+@pytest.mark.parametrize("layout", [layout for layout in EVERY_LAYOUT if LAYOUTS[layout.values[0]].etp == 1])
+def test_experts_in_mxfp4_are_read_under_every_layout(layout: str, folder: Path, reports: list[dict[Any, Any]]) -> None:
     """What test_mxfp4.py compares with transformers on one process."""
     stacked = {name: t for name, t in stored(folder / "mxfp4").items() if not name.endswith(("_blocks", "_scales"))}
     whole = load_file(folder / "mxfp4.safetensors")
     assert {name.removesuffix("_blocks") for name in stored(folder / "mxfp4") if name.endswith("_blocks")} == {*whole}
     for of_rank in reports:
-        assert len(of_rank["mxfp4"]) == len(LAYOUTS) - 1
-        for buckets, _ in of_rank["mxfp4"].values():
-            assert_same_bits(flat(buckets), {**stacked, **whole})
+        assert_same_bits(flat(of_rank["mxfp4"][layout][0]), {**stacked, **whole})
 
 
-def test_weights_in_fp8_are_multiplied_by_the_scale_of_their_block(folder: Path, reports: list[dict[Any, Any]]) -> None:
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+def test_weights_in_fp8_are_multiplied_by_the_scale_of_their_block(
+    layout: str, folder: Path, reports: list[dict[Any, Any]]
+) -> None:
     """Under every layout, where a shard may begin inside a block."""
     content = stored(folder / "fp8")
     expected = {name: tensor.float() for name, tensor in content.items() if not name.endswith(fp8.SCALE)}
@@ -578,5 +584,4 @@ def test_weights_in_fp8_are_multiplied_by_the_scale_of_their_block(folder: Path,
             blown_up = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
             expected[name] = expected[name] * blown_up
     for of_rank in reports:
-        for buckets, _ in of_rank["fp8"].values():
-            assert_same_bits(flat(buckets), expected)
+        assert_same_bits(flat(of_rank["fp8"][layout][0]), expected)
