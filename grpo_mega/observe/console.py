@@ -7,7 +7,12 @@ The table looks like this; a narrow terminal shows only the first columns:
 
 In a file, among other lines and far from any header, the same row is
 
-    step 10/80: reward 0.213, accuracy 4.7%, format 93.8%, length 18.2, clipped 0.1%, grad norm 0.412, 0.52 s, 0:36 left
+    step 10/80: reward 0.213, accuracy 4.7%, format 93.8%, length 18.2, clipped 0.1%, grad norm 0.412, 0.52 s, 0:05
+    elapsed, 0:36 left
+
+in one line. There a step that takes longer than a minute says so once a minute, and what it does:
+
+    after step 10/80: generate for 3:00, 1:12:05 elapsed
 
 A dash stands for a value that a step does not have, because nothing was trained in it.
 """
@@ -34,6 +39,8 @@ ROWS_PER_SAMPLES = 5
 ERASE_LINE = "\r\x1b[K"
 PHASE_SECONDS = 1.0
 """Between two drawings of a bar in which only the time of the phase has changed."""
+PLAIN_SECONDS = 60.0
+"""The longest silence off a terminal while a phase gives signs of life."""
 SECONDS = "time/step"
 
 
@@ -102,7 +109,10 @@ ACHIEVEMENTS = (
 
 
 class Console:
-    """Prints the progress of one run. Seconds per step are the metric "time/step"; its clock is for phases alone."""
+    """Prints the progress of one run.
+
+    Seconds per step are the metric "time/step"; its clock is for phases and for the time since it began.
+    """
 
     def __init__(
         self,
@@ -128,6 +138,8 @@ class Console:
         self._rows_until_header = 0
         self._bar: list[str] = []
         self._phase, self._phase_began, self._drawn = "", 0.0, 0.0
+        self._step = 0
+        self._began = self._last_line = time.monotonic()
 
     def start(self, lines: list[str]) -> None:
         """Prints the name of the run and lines that describe it, before the first step."""
@@ -138,6 +150,7 @@ class Console:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Shows a finished step: updates the bar, and prints a row when due (always for the first and last)."""
+        self._step = step
         if metrics.get(SECONDS) is not None:
             self._recent.append(metrics[SECONDS])
         if not self._begun or step % self._print_every == 0 or step == self._total:
@@ -150,14 +163,19 @@ class Console:
         self._redraw()
 
     def phase(self, name: str) -> None:
-        """Shows in the bar which phase runs, and for how long; called as it begins and, often, while it goes on."""
-        now = time.monotonic()
-        if name != self._phase:
+        """Shows which phase runs, and for how long: in the bar or, after a minute of silence, in a line of its own.
+
+        Called as it begins and, often, while it goes on.
+        """
+        now, begins = time.monotonic(), name != self._phase
+        if begins:
             self._phase, self._phase_began = name, now
-        elif now - self._drawn < PHASE_SECONDS:
-            return
-        self._drawn = now
-        self._redraw()
+        if self._live and (begins or now - self._drawn >= PHASE_SECONDS):
+            self._drawn = now
+            self._redraw()
+        elif not self._live and now - self._last_line >= PLAIN_SECONDS:
+            lasts = _clock(now - self._phase_began)
+            self._line(f"after step {self._step}/{self._total}: {name} for {lasts}, {self._elapsed()} elapsed")
 
     def has_columns_for(self, metrics: dict[str, float]) -> bool:
         """Whether the table has a column, besides the time, for one of these metrics."""
@@ -233,6 +251,7 @@ class Console:
                 self._printable(line), width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
             )
             self._stream.write(f"{erase}{wrapped}\n")
+        self._last_line = time.monotonic()
         self._redraw()
 
     def _redraw(self) -> None:
@@ -261,10 +280,19 @@ class Console:
         values = [f"{column.title} {column.text(metrics)}" for column in self._columns if column is not TIME]
         if TIME in self._columns:
             values.append(f"{TIME.text(metrics)} s")
+        values.append(f"{self._elapsed()} elapsed")
         if self._recent:
             values.append(f"{self._time_left(step)} left")
-        self._stream.write(f"step {step}/{self._total}: {', '.join(values)}\n")
+        self._line(f"step {step}/{self._total}: {', '.join(values)}")
+
+    def _line(self, text: str) -> None:
+        """Prints text off a terminal as one line, however long."""
+        self._stream.write(f"{text}\n")
         self._stream.flush()
+        self._last_line = time.monotonic()
+
+    def _elapsed(self) -> str:
+        return _clock(time.monotonic() - self._began)
 
     def _time_left(self, step: int) -> str:
         return _clock(fmean(self._recent) * max(self._total - step, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import itertools
 import os
 import pty
 import re
@@ -88,9 +89,9 @@ def test_off_a_terminal_every_line_stands_alone() -> None:
         "grpo_mega  tiny\n"
         "  layout: dp 2 on 2 processes\n"
         "\n"
-        f"step 1/10: {ROW}, 0:04 left\n"
-        f"step 5/10: {ROW}, 0:02 left\n"
-        f"step 10/10: {ROW}, 0:00 left\n"
+        f"step 1/10: {ROW}, 0:00 elapsed, 0:04 left\n"
+        f"step 5/10: {ROW}, 0:00 elapsed, 0:02 left\n"
+        f"step 10/10: {ROW}, 0:00 elapsed, 0:00 left\n"
         "  | 3+5=? -> <think>\\n\\x1b[31m\\x07</think><answer>8</answer>  [answer 8, reward 1.20]\n"
         "      10  validation: accuracy 50.0%, length 20.25\n"
         "tiny completed: 10 steps, held-out accuracy 5.2% -> 87.0%. Everything is in runs/tiny\n"
@@ -182,10 +183,28 @@ def test_on_a_terminal_the_bar_names_the_phase_that_runs(columns: int) -> None:
     assert drawn[-1] == ""
 
 
-def test_off_a_terminal_phases_are_no_lines() -> None:
+def test_off_a_terminal_a_long_phase_says_once_a_minute_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs of life come every second; steps that take less than a minute are lines by themselves."""
+    clock = itertools.count(1000.0)
+    now = next(clock)
+    monkeypatch.setattr("grpo_mega.observe.console.time.monotonic", lambda: now)
     stream = io.StringIO()
-    Console(80, "tiny", 5, stream=stream).phase("evaluate")
-    assert stream.getvalue() == ""
+    console = Console(80, "tiny", 1, COLUMNS, stream)
+    for name, seconds in (("evaluate", 150), ("generate", 40), ("update", 19)):
+        for _ in range(seconds):
+            now = next(clock)
+            console.phase(name)
+    console.step(7, METRICS)
+    for _ in range(61):
+        now = next(clock)
+        console.phase("generate")
+    assert stream.getvalue().splitlines() == [
+        "after step 0/80: evaluate for 0:59, 1:00 elapsed",
+        "after step 0/80: evaluate for 1:59, 2:00 elapsed",
+        "after step 0/80: generate for 0:29, 3:00 elapsed",
+        f"step 7/80: {ROW}, 3:29 elapsed, 0:36 left",
+        "after step 7/80: generate for 0:59, 4:29 elapsed",
+    ]
 
 
 def test_columns_follow_from_the_configuration() -> None:
