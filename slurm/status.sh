@@ -33,6 +33,9 @@ job=$(readlink -f "$run/slurm/latest")
 attempt=$(find "$job" -maxdepth 1 -name 'restart-*-attempt-*' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2)
 
 cat "$run/slurm/status"
+# The newest row of the run's table, what it has done since, and its newest alarms, as its main rank prints them.
+grep -hE '^(after )?step [0-9]+/[0-9]+: ' "$attempt/rank-0000.log" 2>/dev/null | tail -n 1
+grep -hE '^ *[0-9]+  (ALARM|alarm) ' "$attempt/rank-0000.log" 2>/dev/null | tail -n 3
 [[ ! -f $run/slurm/stages ]] || cat "$run/slurm/stages" # a recipe: as it was when the stage in progress began
 squeue --noheader --job="${job##*-}" --format='in the queue: %T, nodes %N, ends %e, %r' 2>/dev/null
 echo "phases (seconds since the job started):"

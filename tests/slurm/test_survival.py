@@ -153,6 +153,8 @@ def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluste
     assert "in _next_line" in log_of(launch, "restart-0-attempt-1", 1), "it waits for its reward function"
     assert f"no sign of life from rank 0 for {seconds} s" in launch.log
     assert re.search(r'user_functions\.py", line \d+ in \w+: rank-0001\n', (launch.files / "report.txt").read_text())
+    told = cluster.run(REPOSITORY / "slurm" / "status.sh", launch.run).stdout
+    assert re.search(r"^step (\d+)/\1: reward .* elapsed, 0:00 left$", told, re.MULTILINE), told
 
 
 def test_a_rank_that_is_killed_is_started_again_with_the_others(cluster, peace, caught):
