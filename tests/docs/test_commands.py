@@ -65,6 +65,7 @@ NOT_RUN = {
         "python -m", "python -m", "torchrun --standalone", "python tools/export.py",
     ],
     "tests/report run it on runs of their own": ["python tools/report.py"] * 3,
+    "tests/report take them of a run of their own": ["PYTHONPATH=.:tests:tests/report python"],
     "tests/data/test_data_tool.py runs it on files of its own": ["python tools/data.py"],
     "writes 10 MB; tests/reward/test_countdown.py makes fewer problems": ["python tools/countdown.py"],
     "needs reasoning-gym and a Hugging Face model": ["torchrun --standalone"],

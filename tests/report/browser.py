@@ -126,13 +126,14 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type="keyDown", **code, **text)
             self.call("Input.dispatchKeyEvent", type="keyUp", **code)
 
-    def picture(self, path: Path, whole: bool = False) -> None:
-        """Saves a PNG of the window, or of the whole page."""
+    def picture(self, path: Path, whole: bool = False, clip: dict[str, float] | None = None) -> None:
+        """Saves a PNG of the window, of the whole page, or of the rectangle `clip` of the page."""
         if whole:
             height = min(12000, self.run("document.documentElement.scrollHeight"))
             self.size(self.run("innerWidth"), height)
             self.settle()
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        own = {"clip": clip, "captureBeyondViewport": True} if clip else {}
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", **own)["data"]))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import struct
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from browser import CHROMIUM, WITHOUT, Browser, browser
+from forks import REPOSITORY
 from runs_made import group, lines, made_run
+from tour import pictures
 from train_jobs import SMALL, Job
 
 from grpo_mega.algorithm.advantage import group_advantages
@@ -426,3 +429,16 @@ def test_ten_thousand_steps_are_one_small_page(page: Browser, tmp_path: Path) ->
     )
     assert "reward/mean" in points
     assert "eval/heldout/accuracy" not in points
+
+
+@pytest.mark.long
+def test_the_tour_has_a_picture_for_each_of_its_steps(tmp_path: Path) -> None:
+    run = with_a_group(tmp_path / "run")
+    (run / "samples" / "followed-000000.jsonl").write_text(lines(group(0, "2+3=?", REWARDS, TEXTS)))
+    taken = pictures(run, tmp_path / "tour")
+    told = re.findall(r"images/tour/(\S+\.png)", (REPOSITORY / "docs" / "tour.md").read_text())
+    assert [file.name for file in taken] == told
+    assert len(told) == 10
+    for file in taken:
+        width, height = struct.unpack(">II", file.read_bytes()[16:24])  # of PNG's first chunk
+        assert min(width, height) > 100, file.name
