@@ -79,6 +79,18 @@ class Sample:
         """The policy version that sampled the first token."""
         return self.segments[0][1]
 
+    def repeated(self, size: int) -> float:
+        """The share of its stretches of `size` tokens that came before in it, in [0, 1); 0 when it is shorter than one.
+
+        In an answer that goes round in circles it is close to 1.
+        """
+        tokens, width = self.token_ids.tobytes(), self.token_ids.itemsize
+        count = len(self.token_ids) - size + 1
+        if count < 1:
+            return 0.0
+        different = {tokens[start : start + width * size] for start in range(0, width * count, width)}
+        return (count - len(different)) / count
+
 
 @dataclass(frozen=True)
 class Score:
@@ -101,6 +113,8 @@ class Score:
     steps: tuple[tuple[int, float], ...] = ()
 
 
+STRETCH = 8
+"""Tokens that hardly come twice in a text that gets on."""
 NOBODY = -1
 """The rank that holds a sample which no rank holds any more."""
 
@@ -114,6 +128,7 @@ class Answer:
         finish_reason, segments: See `Sample`.
         score: Its reward.
         holder: The rank that holds the sample; `NOBODY` of an answer that was read from a checkpoint.
+        repeated: The share of its stretches of `STRETCH` tokens that came before in it.
     """
 
     length: int
@@ -121,6 +136,7 @@ class Answer:
     segments: tuple[tuple[int, int], ...]
     score: Score
     holder: int = NOBODY
+    repeated: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ RANGES: dict[str, tuple[str, ...]] = {
         *(f"rollout.sglang.timeouts.{field.name}" for field in fields(Timeouts)),
     ),
     "[0, 1)": (
-        "alarms.truncation", "alarms.no_signal", "alarms.unscorable",
+        "alarms.truncation", "alarms.repetition", "alarms.no_signal", "alarms.unscorable",
         "optimizer.beta1", "optimizer.beta2", "optimizer.average_decay",
         *(f"optimizer.parts.{field.name}.weight_decay" for field in fields(PartsConfig)),
     ),

@@ -87,6 +87,14 @@ def truncation(history: History, limits: AlarmsConfig) -> Found | None:
     return Found(share, f"the length limit cut {share:.1%} of the answers")
 
 
+def repetition(history: History, limits: AlarmsConfig) -> Found | None:
+    """Answers go round in circles."""
+    share = history.mean("rollout/repeated")
+    if share is None or limits.repetition is None or share <= limits.repetition:
+        return None
+    return Found(share, f"{share:.1%} of an answer repeats what it has said before")
+
+
 def no_signal(history: History, limits: AlarmsConfig) -> Found | None:
     """Most groups teach nothing, and not because the run has learned their problems."""
     signal = history.mean("rollout/groups_with_signal")
@@ -235,6 +243,13 @@ ALARMS = (
         "Answers that are cut cannot be right, so the run learns to be short, or generation does not end by itself.",
         "Raise rollout.max_new_tokens, or check rollout.stop and the prompt's template when the texts in samples/ "
         "should have ended.",
+    ),
+    Alarm(
+        repetition,
+        f"`rollout/repeated`, mean of {WINDOW} steps, is above the threshold.",
+        "Answers go round in circles until the length limit cuts them: the policy breaks, or has never learned to end.",
+        "Go back to a checkpoint before the rise with a lower optimizer.lr or a higher algorithm.kl_coef, or add a "
+        "term of kind repetition to reward.terms; check rollout.stop where answers should have ended before.",
     ),
     Alarm(
         no_signal,

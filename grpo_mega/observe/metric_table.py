@@ -85,6 +85,10 @@ ROLLOUT = Room(
         Metric("length_p99", TOKENS, "One answer in 100 is longer.", "nearest rank: the ceil(0.99 n)-th shortest of n"),
         Metric("length_max", TOKENS, "The longest answer.", "maximum over samples"),
         Metric("truncated", SHARE, "Answers that the length limit cut.", "share of samples", "down"),
+        Metric(
+            "repeated", SHARE, "Stretches of 8 tokens of an answer that came before in it; near 1 where answers go in "
+            "circles.", "mean over samples", "down",
+        ),
         Metric("steps_mean", "steps", "Rewarded steps of an answer.", "mean over samples whose steps are scored"),
         Metric(
             "all_right", SHARE, "Groups in which every answer succeeds: `reward.success` is 1 or more. Problems that "

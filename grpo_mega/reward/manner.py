@@ -71,10 +71,4 @@ def repetition(sample: Sample, options: RepetitionOptions) -> float:
 
     0 for a completion shorter than one stretch.
     """
-    tokens, width = sample.token_ids.tobytes(), sample.token_ids.itemsize
-    count = len(sample.token_ids) - options.size + 1
-    if count < 1:
-        return 0.0
-    stretch = width * options.size
-    different = {tokens[start : start + stretch] for start in range(0, width * count, width)}
-    return (len(different) - count) / count
+    return -sample.repeated(options.size)

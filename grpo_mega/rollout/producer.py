@@ -15,7 +15,7 @@ from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.rollout.contract import EngineError, EngineRestarted
 from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.rollout.pool import Pool
-from grpo_mega.types import Answer, Group, Prompt, Rollout, Sample, Score
+from grpo_mega.types import STRETCH, Answer, Group, Prompt, Rollout, Sample, Score
 
 Announcement = tuple[str, int, Answer]
 """A sample that a rank holds: its prompt's id, its index among the prompt's samples, and its answer."""
@@ -141,10 +141,7 @@ class Producer:
         if len(scores) != len(samples):
             raise ValueError(f"{len(samples)} samples were to be scored, and there are {len(scores)} scores")
         holder = dist.get_rank()
-        return [
-            (s.prompt.id, s.index, Answer(len(s.token_ids), s.finish_reason, s.segments, score, holder))
-            for s, score in zip(samples, scores, strict=True)
-        ]
+        return [(s.prompt.id, s.index, _answer(s, score, holder)) for s, score in zip(samples, scores, strict=True)]
 
     def _take_complete(self) -> Rollout:
         """The groups that are complete and were not returned before, up to the first incomplete one."""
@@ -155,6 +152,11 @@ class Producer:
             self._handed_out += 1
         held = sorted(number for number in self._samples if number < self._handed_out * self._group_size)
         return Rollout(groups, {number - first: self._samples.pop(number) for number in held})
+
+
+def _answer(sample: Sample, score: Score, holder: int) -> Answer:
+    length, repeated = len(sample.token_ids), sample.repeated(STRETCH)
+    return Answer(length, sample.finish_reason, sample.segments, score, holder, repeated)
 
 
 def generate(

@@ -33,6 +33,7 @@ def rollout_metrics(groups: Sequence[Group], success: str) -> Metrics:
         "rollout/length_p99": nearest_rank(lengths, 99),
         "rollout/length_max": lengths[-1],
         "rollout/truncated": average(answer.finish_reason == "length" for answer in answers),
+        "rollout/repeated": average(answer.repeated for answer in answers),
         **({"rollout/steps_mean": average(steps)} if steps else {}),
         **unanimity(groups, success),
     }

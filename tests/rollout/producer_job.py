@@ -87,7 +87,7 @@ def whole(rollout: Rollout) -> list[Scored]:
     for number, answer in enumerate(answers):
         holder, s = held[number]
         assert (s.prompt, s.index) == (prompts[number], number % 3)
-        assert answer == Answer(len(s.token_ids), s.finish_reason, s.segments, answer.score, holder)
+        assert answer == Answer(len(s.token_ids), s.finish_reason, s.segments, answer.score, holder, s.repeated(8))
     return [(held[number][1], answer.score) for number, answer in enumerate(answers)]
 
 

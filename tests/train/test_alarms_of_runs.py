@@ -117,6 +117,14 @@ def test_a_policy_that_a_huge_learning_rate_makes_sure_of_nothing_right_has_coll
     assert json.loads((tmp_path / "runs" / "sure" / "summary.json").read_text())["stopped_by"] == "entropy_collapse"
 
 
+def test_answers_that_go_in_circles_are_noticed(tmp_path: Path) -> None:
+    """What a huge learning rate leaves says the same again and again."""
+    own = ["layout=single", "run.steps=40", "optimizer.lr=5e-3", "rollout.max_new_tokens=40", "run.name=circles"]
+    ended = Job(tmp_path, [*GAMED, *own, "run.stop_on=[repetition]"]).finish()
+    assert ended.code == 4, ended
+    assert "by the alarm repetition" in ended.stderr
+
+
 def test_five_good_runs_raise_none(tmp_path: Path) -> None:
     """As README.md trains: some of them end with a policy that is sure of itself, and problems that are solved."""
     for seed in range(5):

@@ -20,6 +20,8 @@ class AlarmsConfig:
     """Fall of the accuracy from its best, means of 10 steps, while the reward or another term rises by as much."""
     truncation: float | None = 0.25
     """Share of answers that the length limit cuts, mean of 10 steps."""
+    repetition: float | None = 0.3
+    """Share of an answer's stretches of tokens that came before in it, mean of 10 steps."""
     no_signal: float | None = 0.5
     """Share of groups without signal, mean of 10 steps, without those whose problems the run has learned to solve."""
     unscorable: float | None = 0.05
