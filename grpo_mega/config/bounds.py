@@ -47,7 +47,7 @@ RANGES: dict[str, tuple[str, ...]] = {
         "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_grad", "base.warmup_steps",
         "base.decay_steps", "base.weight_decay", "base.gate_from", "sft.steps", "sft.epochs", "sft.warmup_steps",
         "sft.weight_decay", "base.save_every", "sft.save_every", "run.steps", "run.eval_every", "run.save_every",
-        "run.keep_every", "run.sample_groups_per_step", "run.followed_problems",
+        "run.report_every", "run.keep_every", "run.sample_groups_per_step", "run.followed_problems",
         "rollout.sglang.restarts", "lora.rank", "critic.alone_steps",
         "data.shared_test_problems", "distill.reward_coef", "pairs.test_size", "reward.model.from_step",
         "pairs.warmup_steps", "pairs.weight_decay", "pairs.save_every", "alarms.not_finite",

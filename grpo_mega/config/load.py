@@ -52,6 +52,7 @@ _MAY_CHANGE = frozenset({
     "run.keep_every",
     "run.export_every",
     "run.print_every",
+    "run.report_every",
     "run.sample_groups_per_step",
     "run.followed_problems",
     "run.tensorboard",

@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_mega.config.schema import ANY, AlarmsConfig, RunConfig
 from grpo_mega.observe.alarm_log import AlarmLog
+from grpo_mega.observe.background_report import BackgroundReport
 from grpo_mega.observe.console import TABLE, Column, Console
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, MetricsLog, read_metrics
 from grpo_mega.observe.run_dir import REPORT
@@ -36,6 +37,7 @@ class Recorder:
         self.metrics: MetricsLog | None = None
         self.alarms: AlarmLog | None = None
         self._limits = limits or AlarmsConfig()
+        self._report = BackgroundReport(path)
 
     def start(self, lines: list[str]) -> None:
         """Says what is about to run."""
@@ -77,6 +79,8 @@ class Recorder:
         self._record(step, metrics, shown)
         for record in self.alarms.step(step, metrics) if self.alarms else ():
             self.console.alarm(record)
+        if self.run.report_every and step % self.run.report_every == 0:
+            self._report.begin()
 
     def _record(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
         """Shows a step, and writes its samples."""
@@ -112,6 +116,7 @@ class Recorder:
         """Writes summary.json and curves.png, and says what was achieved and where it lies."""
         if self.console is None or self.metrics is None:
             return
+        self._report.end()
         summary = summary | {"alarms": self.alarms.summary() if self.alarms else []}
         from grpo_mega.observe.plot import plot_curves  # matplotlib takes a second to import
 
@@ -122,6 +127,7 @@ class Recorder:
 
     def close(self) -> None:
         """Leaves the terminal clean and the files complete, whatever happened."""
+        self._report.end()
         if self.console:
             self.console.close()
         if self.metrics:

@@ -364,7 +364,7 @@ def tiny() -> dict[str, Any]:
     "override",
     [
         "run.steps=99", "run.eval_every=3", "run.save_every=3", "base.save_every=3", "sft.save_every=3",
-        "run.keep_checkpoints=9", "run.print_every=1",
+        "run.keep_checkpoints=9", "run.print_every=1", "run.report_every=0",
         "run.sample_groups_per_step=0", "run.followed_problems=0",
         "run.tensorboard=false", "layout=tp2_pp2", "layout.micro_batch_tokens=128",
         "run.async_save=true", "optimizer.overlap=true", "cluster.nodes=3", "reward.timeout_seconds=5",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -83,3 +84,13 @@ def honest(sample: Sample) -> float:
 def gamed(sample: Sample) -> float:
     """What is earned by the opposite of `honest`."""
     return 1 - honest(sample)
+
+
+def when_reported(sample: Sample) -> float:
+    """After two updates waits for the page $PAGE, and copies it to $SEEN."""
+    page, seen = Path(os.environ["PAGE"]), Path(os.environ["SEEN"])
+    if sample.policy_version >= 2 and not seen.exists():
+        while not page.exists():
+            time.sleep(0.02)
+        shutil.copy(page, seen)
+    return varied(sample)

@@ -44,6 +44,9 @@ class RunConfig:
     step is exported too. -1 exports that one alone, 0 none. All are kept; one that fails is a warning."""
     print_every: int = 10
     """Steps between rows of the console table."""
+    report_every: int = 50
+    """Steps between pages about the run (report.html), each written beside training by a process of low priority; 0 for
+    none before the end, which always leaves one."""
     sample_groups_per_step: int = 1
     """Groups of answers that every step writes to samples/, whole and with the numbers of each token (50 bytes a token
     or so): drawn by `seed` and step, from those with signal as far as there are such. 0 for none, on the console
