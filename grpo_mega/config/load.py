@@ -50,6 +50,8 @@ _MAY_CHANGE = frozenset({
     "run.async_save",
     "run.keep_checkpoints",
     "run.keep_every",
+    "run.keep_traces",
+    "run.profile_steps",
     "run.export_every",
     "run.print_every",
     "run.report_every",

@@ -56,6 +56,12 @@ class RunConfig:
     for none."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
+    keep_traces: int = 20
+    """Newest steps whose trace is kept in trace/, a file a rank, and up to as many before them; 0 for none. What each
+    rank did last is in flight/ in any case. See docs/traces.md."""
+    profile_steps: str | None = None
+    """Steps of the last stage that torch's profiler follows, FIRST:LAST, such as 3:5, into profile/, a file a rank; it
+    slows them down. null for none."""
     stop_on: list[str] = field(default_factory=list)
     """Alarms that stop the run, which is saved and ends with exit code 4; [any] for each of them. See `alarms`."""
     init_from: str | None = None
