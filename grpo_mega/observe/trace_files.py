@@ -77,7 +77,7 @@ def _is_event(event: Any) -> bool:
 
 
 def steps_of(trace: RankTrace) -> dict[int, tuple[str, Interval]]:
-    """Step -> its stage, and when it was, of the whole steps of the last stage; of one that ran again, the last time."""
+    """Step -> its stage and its time, of the whole steps of the last stage; of one that ran again, the last time."""
     found: dict[tuple[str, int], Interval] = {}
     begun: Event | None = None
     for event in trace.events:

@@ -41,7 +41,7 @@ _OF_NAMES = {
     "step": "other",
     "generate": "generation",
     "sync": "weight sync", "push": "weight sync", "verify": "weight sync",
-    "reward": "reward", "reward term": "reward", "reward_model": "reward",
+    "reward": "reward", "term": "reward", "reward_model": "reward",
     "update": "training", "logprobs": "training", "values": "training", "teacher": "training", "sft": "training",
     "base": "training",
     "wait": "waiting for other ranks", "reduce": "waiting for other ranks", "all-grads-sync": "waiting for other ranks",

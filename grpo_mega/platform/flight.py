@@ -57,7 +57,9 @@ class Flight:
     def _line(self, what: str, about: dict[str, Any]) -> None:
         if self._file is None:
             return
-        words = [f"{self._number} {self._clock.microseconds() / 1e6:.6f} {what} {'/'.join(self._open)}"]
+        words = [
+            f"{self._number} {self._clock.microseconds() / 1e6:.6f} {what} {'/'.join(self._open).replace(' ', '-')}"
+        ]
         words += [f"{name}={value}" for name, value in about.items()]
         text = " ".join(words).encode("ascii", "replace").replace(b"\n", b" ")
         try:

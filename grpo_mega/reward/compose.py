@@ -75,7 +75,7 @@ class Reward:
         unscorable: dict[int, str] = {}
         for term in self.terms:
             asked = [i for i, s in enumerate(samples) if term.has(s) and i not in unscorable]
-            with span("reward term", term=term.name, samples=len(asked)):
+            with span("term", name=term.name, samples=len(asked)):
                 outcomes = term.outcomes([samples[i] for i in asked])
             for i, outcome in zip(asked, outcomes, strict=True):
                 verdict = verdicts[i][term.name] = self._verdict(term, samples[i], outcome)
