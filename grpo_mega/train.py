@@ -18,7 +18,6 @@ import traceback
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from grpo_mega.config.help import answer
 from grpo_mega.dry_run import OPTION
@@ -51,9 +50,6 @@ from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.reward.scorable import check_problems
 from grpo_mega.reward.truths import why_unreachable
 from grpo_mega.rollout.sglang.release import check_installed
-
-if TYPE_CHECKING:
-    from grpo_mega.run import Run
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -96,11 +92,6 @@ class FailedInStep(Exception):
         super().__init__(f"failed {where}{after}. What each rank did last is in {flight}: tools/trace.py tells it")
 
 
-def failed(run: Run) -> FailedInStep:
-    """The error of a run that has begun."""
-    return FailedInStep(run.where(), run.newest, Path(run.config.root) / run.config.name / FLIGHT)
-
-
 def train(config: Config) -> None:
     """Runs one experiment to its end."""
     data, reward = read(config)
@@ -108,8 +99,9 @@ def train(config: Config) -> None:
         signal.signal(number, lambda *_: leave("stopped before the first step", STOPPED))
     started = platform.start()
     check_backend(config, started.backend)
+    flight = Path(config.run.root) / config.run.name / FLIGHT
     if started.backend == "nccl":
-        platform.record_collectives(Path(config.run.root) / config.run.name / FLIGHT)
+        platform.record_collectives(flight)
     platform.join_processes(started, config.cluster.timeout_seconds)
     # Megatron may only be imported now that the platform is prepared.
     from grpo_mega.assemble import assemble
@@ -125,10 +117,10 @@ def train(config: Config) -> None:
         except (ValueError, FileNotFoundError) as error:
             if not run.begun:  # such as a damaged base model in the cache: still bad input, refused on every rank
                 raise
-            raise failed(run) from error
+            raise FailedInStep(run.where(), run.newest, flight) from error
         except (Exception, SystemExit) as error:
             # The input was accepted on every rank; from now on an error may occur on one of them alone.
-            raise failed(run) from error
+            raise FailedInStep(run.where(), run.newest, flight) from error
     report(config)  # the ranks have left each other: none waits for the page
 
 

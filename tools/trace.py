@@ -3,9 +3,11 @@
     python tools/trace.py runs/tiny
     python tools/trace.py runs/tiny --steps 3:5 --out slow.json
     python tools/trace.py runs/tiny --last
+    python tools/trace.py runs/tiny --cost
 
 https://ui.perfetto.dev opens the file, RUN/trace/joined.json.gz without --out; a name that ends in .gz is compressed.
---last writes nothing: it tells what each rank did last, which is known whatever has become of the run.
+--last writes nothing: it tells what each rank did last, which is known whatever has become of the run. Nor does --cost:
+it measures what an event takes on this machine, and tells what share of the run's steps their events took.
 
 Exit code: 0 done, 2 the run has no such trace, or the file cannot be written.
 """
@@ -15,16 +17,23 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter_ns
 
 from grpo_mega.config.step_range import read_steps
-from grpo_mega.observe.trace_files import join, read_traces
+from grpo_mega.observe.trace_files import RankTrace, join, read_traces, steps_of
 from grpo_mega.observe.waterfall import waits, waterfall
+from grpo_mega.platform.clock import own_clock
 from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.flight import Moment, read_flight
 from grpo_mega.platform.trace import FOLDER as TRACE
+from grpo_mega.platform.trace import Process, Trace, phase, recording, span
 
 DONE, BAD_INPUT = 0, 2
+EVENTS = 10_000
+"""That are recorded to measure what one takes; fewer than a step may have."""
 MOMENTS = 8
 """Of each rank that --last tells."""
 
@@ -36,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", metavar="FIRST:LAST", help="only these steps, such as 3:5; all that are kept without")
     made.add_argument("--out", type=Path, metavar="FILE", help="what to write (RUN/trace/joined.json.gz)")
     made.add_argument("--last", action="store_true", help="tell what each rank did last, after a crash or in a hang")
+    made.add_argument("--cost", action="store_true", help="tell what share of a step recording takes")
     return made
 
 
@@ -48,6 +58,9 @@ def main(arguments: list[str]) -> int:
             return DONE
         steps = read_steps(options.steps) if options.steps else None
         traces = read_traces(options.run)
+        if options.cost:
+            print(_cost(traces))
+            return DONE
         out = options.out or options.run / TRACE / "joined.json.gz"
         events = join(traces, steps, out)
     except (ValueError, OSError) as error:
@@ -64,6 +77,30 @@ def main(arguments: list[str]) -> int:
             print(f"The ranks' clocks may differ by {found.clock_error_us:.0f} microseconds.")
     print(f"\n{out}: {events} events; open it at https://ui.perfetto.dev")
     return DONE
+
+
+def _cost(traces: Sequence[RankTrace]) -> str:
+    """What recording takes of a step: the events that the busiest rank has in one, and what an event takes here."""
+    shares = []
+    for trace in traces:
+        for begin, end in (when for _, when in steps_of(trace).values()):
+            events = sum(e["ph"] != "M" and begin <= e["ts"] <= end for e in trace.events)
+            shares.append((events / (end - begin), events, (end - begin) / 1e6))
+    if not shares:
+        raise ValueError("no step is whole: nothing can be said of what recording takes of one")
+    with TemporaryDirectory() as folder:
+        made = Trace(Path(folder), Process(0, "rank 0", 1), own_clock(), 1, dict)
+        with recording(made), phase("update"):
+            began = perf_counter_ns()
+            for number in range(EVENTS):
+                with span("forward-compute", micro=number):
+                    pass
+            each_us = (perf_counter_ns() - began) / EVENTS / 1e3
+    _, events, seconds = max(shares)
+    return (
+        f"An event takes {each_us:.1f} us here; of {len(shares)} steps of {len(traces)} ranks, the one with most for "
+        f"its time has {events} in {seconds:.3g} s: recording takes {events * each_us / seconds / 1e4:.3f} % of it"
+    )
 
 
 def _tell_last(run: Path) -> None:

@@ -190,7 +190,8 @@ def _spans(trace: RankTrace, within: Interval) -> list[tuple[float, float, str]]
             found.append((event["ts"], event["ts"] + event.get("dur", 0.0), event["name"]))
         elif begun and begun[-1]["name"] == event["name"]:
             found.append((begun.pop()["ts"], event["ts"], event["name"]))
-    return sorted(reversed(found), key=lambda span: (span[0], -span[1]))  # they are written as they end, inner first
+    found.reverse()  # they are written as they end: of two that are equally long, the inner one first
+    return sorted(found, key=lambda span: (span[0], -span[1]))
 
 
 def _phases(trace: RankTrace, step: Interval) -> list[Interval]:

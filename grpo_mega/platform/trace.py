@@ -93,7 +93,7 @@ class Trace:
         return self._descriptor is not None
 
     @contextmanager
-    def phase(self, name: str, **about: Any) -> Iterator[None]:
+    def phase(self, name: str, /, **about: Any) -> Iterator[None]:
         """Records the body as it begins and as it ends, at once, with the memory."""
         self._edge("B", name, about)
         try:
@@ -224,7 +224,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 @contextmanager
-def phase(name: str, **about: Any) -> Iterator[None]:
+def phase(name: str, /, **about: Any) -> Iterator[None]:
     """Records the body as a phase, or a step: what others wait for, and what is known of it after a crash."""
     if _trace is None:
         yield
@@ -253,7 +253,7 @@ class span:
 
     __slots__ = ("about", "name", "since")
 
-    def __init__(self, name: str, **about: Any) -> None:
+    def __init__(self, name: str, /, **about: Any) -> None:
         self.name, self.about, self.since = name, about, 0
 
     def start(self, *_: Any, **__: Any) -> None:
@@ -277,7 +277,7 @@ class span:
         self.stop()
 
 
-def under_way(kind: str, name: str, since: int, **about: Any) -> None:
+def under_way(kind: str, name: str, since: int, /, **about: Any) -> None:
     """Records what goes on beside the phases, such as a sample of an engine, from a time of `now` until now."""
     if _trace is None:
         return

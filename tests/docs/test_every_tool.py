@@ -22,6 +22,7 @@ RUN_BY = {
     "evaluate.py": "tests/evaluate/evaluating.py",
     "recipe.py": "tests/recipe/test_walk.py",
     "report.py": "tests/report/test_report_tool.py",
+    "trace.py": "tests/observe/test_trace_tool.py",
     "rejection_sample.py": "tests/evaluate/test_rejection_sampling.py",
     "export.py": "tests/train/exporting.py",
     "import.py": "tests/train/test_import.py",

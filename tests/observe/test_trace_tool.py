@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,16 @@ def test_refusals_say_what_to_change(run: Path, options: list[str], said: str) -
     done = tool(run, *options)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
+
+
+def test_what_recording_takes_is_that_of_the_step_with_most_events_for_its_time(run: Path) -> None:
+    crowded = events(2, [("step", 100, 101), *[("poll", 100 + n / 100, 100 + n / 50) for n in range(98)]])
+    write(run, 2, crowded)
+    done = tool(run, "--cost")
+    assert (done.returncode, done.stderr) == (0, "")
+    each, share = (float(re.search(words, done.stdout)[1]) for words in (r"takes ([\d.]+) us", r"takes ([\d.]+) % of"))
+    assert "of 5 steps of 3 ranks, the one with most for its time has 100 in 1 s" in done.stdout
+    assert share == pytest.approx(100 * each / 1e4, rel=0.1)
 
 
 def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
