@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from difflib import get_close_matches
+from importlib.util import find_spec
 
-from grpo_mega.config.schema import ANY, REWARD_MODELS, AlarmsConfig, Config
+from grpo_mega.config.schema import ANY, REWARD_MODELS, TRACKERS, AlarmsConfig, Config
 from grpo_mega.config.step_range import read_steps
 
 LONGEST_NAME = 100
@@ -26,6 +27,7 @@ def run_problems(config: Config) -> Iterator[str]:
     if not config.run.root.strip():
         yield "run.root='' names no directory; set run.root=. for the working directory, or run.root=runs"
     yield from _profile_problems(config)
+    yield from _tracker_problems(config)
     known = [field.name for field in fields(AlarmsConfig)]
     for name in config.run.stop_on:
         if name not in (ANY, *known):
@@ -50,3 +52,14 @@ def _profile_problems(config: Config) -> Iterator[str]:
             f"run.profile_steps={config.run.profile_steps} begins after the last step: run.steps={config.run.steps}; "
             "choose steps of the run, or null for none"
         )
+
+
+def _tracker_problems(config: Config) -> Iterator[str]:
+    """A message for each tracker that is not known, or not installed here."""
+    for name in config.run.trackers:
+        if name not in TRACKERS:
+            close = get_close_matches(name, TRACKERS, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            yield f"run.trackers names {name!r}: choose of {', '.join(TRACKERS)}{meant}"
+        elif find_spec(name) is None:
+            yield f"run.trackers names {name}, which is not installed: pip install {name}"
