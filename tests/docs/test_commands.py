@@ -65,6 +65,7 @@ NOT_RUN = {
         "python -m", "python -m", "torchrun --standalone", "python tools/export.py",
     ],
     "tests/observe and tests/train run it on runs of their own": 4 * ["python tools/trace.py"],
+    "tests/observe run it on runs of their own": ["pip install", "torchrun --standalone", "python -m"],
     "tests/report run it on runs of their own": ["python tools/report.py"] * 3,
     "tests/report take them of a run of their own": ["PYTHONPATH=.:tests:tests/report python"],
     "tests/data/test_data_tool.py runs it on files of its own": ["python tools/data.py"],

@@ -82,7 +82,9 @@ def known_of(tool: str) -> set[str]:
 
 def test_documented_options_exist() -> None:
     """After a tool's name they are the tool's own; elsewhere those of some tool, or of a program that is not ours."""
-    ours = [tool for tool in [*TOOLS, "grpo_mega.train", "grpo_mega.new"] if tool not in PARTS]
+    ours = [
+        tool for tool in [*TOOLS, "grpo_mega.train", "grpo_mega.new", "grpo_mega.observe.follow"] if tool not in PARTS
+    ]
     anywhere = options_in((REPOSITORY / "tests" / "parity" / "report.py").read_text())
     anywhere = anywhere.union(*map(known_of, ours), *(options.split() for options in OTHERS.values()))
     lines = [(f"{path.name}:{number}", text) for path in CHECKED for number, text in code(path)]
@@ -90,7 +92,7 @@ def test_documented_options_exist() -> None:
         lines += [(tool, line) for line in (REPOSITORY / "tools" / tool).read_text().split('"""')[1].splitlines()]
     unknown, seen = [], set()
     for where, text in lines:
-        before, *named = re.split(r"(?:tools/|-m )(\w+\.py|grpo_mega\.(?:train|new))", text, maxsplit=1)
+        before, *named = re.split(r"(?:tools/|-m )(\w+\.py|grpo_mega\.(?:train|new|observe\.follow))", text, maxsplit=1)
         seen |= options_in(text)
         unknown += [f"{where}: --{option}" for option in options_in(before) - anywhere]
         if named:
