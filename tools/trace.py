@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter_ns
+from time import process_time_ns
 
 from grpo_mega.config.step_range import read_steps
 from grpo_mega.observe.trace_files import RankTrace, join, read_traces, steps_of
@@ -80,7 +80,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _cost(traces: Sequence[RankTrace]) -> str:
-    """What recording takes of a step: the events that the busiest rank has in one, and what an event takes here."""
+    """What recording takes of a step: the events of the busiest rank and step, and what an event takes here, in time
+    of a CPU: others may use this machine meanwhile."""
     shares = []
     for trace in traces:
         for begin, end in (when for _, when in steps_of(trace).values()):
@@ -91,15 +92,16 @@ def _cost(traces: Sequence[RankTrace]) -> str:
     with TemporaryDirectory() as folder:
         made = Trace(Path(folder), Process(0, "rank 0", 1), own_clock(), 1, dict)
         with recording(made), phase("update"):
-            began = perf_counter_ns()
+            began = process_time_ns()
             for number in range(EVENTS):
                 with span("forward-compute", micro=number):
                     pass
-            each_us = (perf_counter_ns() - began) / EVENTS / 1e3
+            each_us = (process_time_ns() - began) / EVENTS / 1e3
     _, events, seconds = max(shares)
     return (
-        f"An event takes {each_us:.1f} us here; of {len(shares)} steps of {len(traces)} ranks, the one with most for "
-        f"its time has {events} in {seconds:.3g} s: recording takes {events * each_us / seconds / 1e4:.3f} % of it"
+        f"An event takes {each_us:.1f} us of a CPU here; of {len(shares)} steps of {len(traces)} ranks, the one with "
+        f"most for its time has {events} in {seconds:.3g} s: "
+        f"recording takes {events * each_us / seconds / 1e4:.3f} % of it"
     )
 
 

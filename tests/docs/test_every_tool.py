@@ -82,9 +82,8 @@ def known_of(tool: str) -> set[str]:
 
 def test_documented_options_exist() -> None:
     """After a tool's name they are the tool's own; elsewhere those of some tool, or of a program that is not ours."""
-    ours = [
-        tool for tool in [*TOOLS, "grpo_mega.train", "grpo_mega.new", "grpo_mega.observe.follow"] if tool not in PARTS
-    ]
+    modules = ["grpo_mega.train", "grpo_mega.new", "grpo_mega.observe.follow"]
+    ours = [tool for tool in [*TOOLS, *modules] if tool not in PARTS]
     anywhere = options_in((REPOSITORY / "tests" / "parity" / "report.py").read_text())
     anywhere = anywhere.union(*map(known_of, ours), *(options.split() for options in OTHERS.values()))
     lines = [(f"{path.name}:{number}", text) for path in CHECKED for number, text in code(path)]

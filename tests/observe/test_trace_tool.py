@@ -86,7 +86,7 @@ def test_what_recording_takes_is_that_of_the_step_with_most_events_for_its_time(
     write(run, 2, crowded)
     done = tool(run, "--cost")
     assert (done.returncode, done.stderr) == (0, "")
-    each, share = (float(re.search(words, done.stdout)[1]) for words in (r"takes ([\d.]+) us", r"takes ([\d.]+) % of"))
+    each, share = map(float, re.findall(r"takes ([\d.]+) (?:us|%) of", done.stdout))
     assert "of 5 steps of 3 ranks, the one with most for its time has 100 in 1 s" in done.stdout
     assert share == pytest.approx(100 * each / 1e4, rel=0.1)
 

@@ -190,6 +190,17 @@ def test_what_a_step_has_too_much_of_is_counted_and_left_out_but_for_phases(
     assert sum(e["name"] == "update" for e in found if e["ph"] == "B") == 2
 
 
+def test_what_an_error_leaves_open_ends_with_what_is_around_it(tmp_path: Path) -> None:
+    with recording(trace_in(tmp_path)):
+        with trace.phase("update"):
+            trace.span("forward-compute").start()
+        with trace.phase("checkpoint"):
+            pass
+    found = read_flight(tmp_path / "flight" / "rank-00003")
+    assert found[-2].open == ("checkpoint",)
+    assert found[-1].inside == ()
+
+
 def test_the_flight_recorder_is_a_ring(tmp_path: Path) -> None:
     with recording(trace_in(tmp_path, keep=0)):
         for number in range(LINES):
