@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import grpo_mega
+
 SECONDS_AT_THE_END = 60.0
 """Until all that was recorded must be sent; what is not, is sent later."""
 
@@ -27,6 +29,7 @@ class Trackers:
         self._processes = {kind: self._started(kind) for kind in dict.fromkeys(kinds)}
 
     def _started(self, kind: str) -> subprocess.Popen[bytes]:
+        packages = [str(Path(grpo_mega.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         options = ["--project", self._project, "--parent", str(os.getpid())]
         with self._log(kind).open("wb") as log:
             return subprocess.Popen(
@@ -34,6 +37,7 @@ class Trackers:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(packages), "CUDA_VISIBLE_DEVICES": ""},
                 start_new_session=True,
             )
 
