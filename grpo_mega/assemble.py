@@ -7,6 +7,7 @@ that trains a reward model (`run.trains`).
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -47,8 +48,10 @@ from grpo_mega.observe.logs import setup_rank_logging
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.run_dir import RunDir, open_run_dir
 from grpo_mega.observe.timer import PhaseTimer
-from grpo_mega.platform import Platform
+from grpo_mega.platform import Platform, memory_gb
+from grpo_mega.platform.clock import shared_clock
 from grpo_mega.platform.collectives import from_main_rank
+from grpo_mega.platform.trace import Process, Trace, recording
 from grpo_mega.reward.compose import Reward
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
@@ -134,13 +137,22 @@ def _ground(config: Config, platform: Platform, data: Data | ExampleData) -> Ite
     steps = data.examples.steps if isinstance(data, ExampleData) else config.run.steps
     recorder = Recorder(replace(config.run, steps=steps), path, main, columns_of(config), config.alarms)
     try:
-        timer = PhaseTimer(Heartbeat(), recorder.phase)
-        yield Ground(config, path, vocab_size, platform, topology, recorder, timer)
-        leave_layout()
+        with recording(_trace(config, path, platform, topology)):
+            timer = PhaseTimer(Heartbeat(), recorder.phase)
+            yield Ground(config, path, vocab_size, platform, topology, recorder, timer)
+            leave_layout()
     finally:
         recorder.close()
         if run_dir:
             run_dir.close()
+
+
+def _trace(config: Config, path: Path, platform: Platform, topology: Topology) -> Trace:
+    """The trace of this rank; every rank must call it."""
+    own = {"pp": topology.pp_rank, "dp": topology.dp_rank, "cp": topology.cp_rank}
+    name = f"rank {topology.rank} on {socket.gethostname()}: " + ", ".join(f"{kind} {n}" for kind, n in own.items())
+    process = Process(topology.rank, name, topology.world_size)
+    return Trace(path, process, shared_clock(), config.run.keep_traces, partial(memory_gb, platform))
 
 
 def _reward_model_run(ground: Ground, data: ExampleData) -> Run:

@@ -20,9 +20,11 @@ from grpo_mega.models.average import Copy
 from grpo_mega.models.model import Model
 from grpo_mega.observe.machine import peak_memory, step_seconds, throughput
 from grpo_mega.observe.metrics import METRICS
+from grpo_mega.observe.profile import Profile
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.summary import versions, warn_of_other_versions
 from grpo_mega.observe.timer import PhaseTimer
+from grpo_mega.platform import trace
 from grpo_mega.platform.collectives import from_main_rank
 from grpo_mega.platform.stop import Interrupted, Stopped, StoppedByAlarm, StopRequest
 
@@ -155,6 +157,7 @@ class Run:
         self.begun = False
         self.newest: Path | None = None
         self._saving: checkpoint.Saving | None = None
+        self._saving_since = 0
         self._seconds_before: Metrics = {}
 
     # What stages call.
@@ -172,7 +175,9 @@ class Run:
 
     def raise_if_stopping(self) -> None:
         """Raises `Interrupted` on every rank when any of them was asked to stop; every rank must call it."""
-        if self.model.topology.any_rank(self.stop.asked(), self.model.platform.device):
+        with trace.span("wait"):
+            stopping = self.model.topology.any_rank(self.stop.asked(), self.model.platform.device)
+        if stopping:
             raise Interrupted
 
     def is_asked_to_stop(self) -> bool:
@@ -205,7 +210,8 @@ class Run:
         try:
             for stage in self.stages[self.stages.index(self.stage) :]:
                 self.enter(stage)
-                self._train()
+                with Profile(self.config, self._is_last, self.model.topology.rank) as profile:
+                    self._train(profile)
                 stage.end(self)
         except Interrupted:
             raise Stopped(self._save_and_report()) from None
@@ -220,7 +226,7 @@ class Run:
             stage.begin(self)
             self.begun = True
 
-    def _train(self) -> None:
+    def _train(self, profile: Profile) -> None:
         """Does the stage's steps, records each, and saves and exports every so many steps and at the end."""
         self.timer.step_seconds()  # earlier seconds belong to no step
         self._export_if_due(missing_only=True)  # of a start that was killed after its checkpoint
@@ -228,8 +234,11 @@ class Run:
             self.save()
         self._stop_on_alarm()  # of an earlier start
         while not self.stage.is_done(self.step):
-            record = self.stage.step(self)
+            profile.before(self.step + 1)
+            with trace.step(self.step + 1, self.stage.name):
+                record = self.stage.step(self)
             self.step += 1
+            profile.after(self.step)
             self.recorder.step(self.step, self._measured(record.metrics), record.shown)
             self.finish_saving(wait=False)
             last = self.stage.is_done(self.step)
@@ -355,8 +364,9 @@ class Run:
         if path == self.newest:
             return
         with self.timer("checkpoint"):
-            self._saving = checkpoint.Saving(
-                path, self.stage.models, self.state_dict(), not wait, self.stage.in_progress
+            self._saving, self._saving_since = (
+                checkpoint.Saving(path, self.stage.models, self.state_dict(), not wait, self.stage.in_progress),
+                trace.now(),
             )
         if wait:
             self.finish_saving()
@@ -369,6 +379,7 @@ class Run:
             if not self._saving.finish(wait):
                 return
             self.newest, self._saving = self._saving.path, None
+            trace.under_way("checkpoint", self.newest.name, self._saving_since)
             if self.model.topology.is_main:
                 checkpoint.prune(self.newest, self.config.keep_checkpoints, self.config.keep_every)
                 logger.info("the checkpoint %s is complete", self.newest)

@@ -42,6 +42,7 @@ from grpo_mega.data import Data, ExampleData, build_data, build_example_data
 from grpo_mega.observe.heartbeat import mark_failed
 from grpo_mega.observe.leave import ALARMED, FAILED, STOPPED, leave, refuse
 from grpo_mega.platform.collectives import succeed_together
+from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.orphans import end_with_launcher
 from grpo_mega.platform.stop import SIGNALS, Stopped, StoppedByAlarm
 from grpo_mega.report.page import write_own_report
@@ -84,11 +85,11 @@ def main(raw: DictConfig) -> None:
 class FailedInStep(Exception):
     """An error after training had begun; the message is where it failed, and what the same command will do."""
 
-    def __init__(self, where: str, newest: Path | None) -> None:
+    def __init__(self, where: str, newest: Path | None, flight: Path) -> None:
         after = (
             f"; the same command continues at the newest checkpoint, {newest}" if newest else ", nothing is saved yet"
         )
-        super().__init__(f"failed {where}{after}")
+        super().__init__(f"failed {where}{after}. What each rank did last is in {flight}: tools/trace.py tells it")
 
 
 def train(config: Config) -> None:
@@ -98,6 +99,9 @@ def train(config: Config) -> None:
         signal.signal(number, lambda *_: leave("stopped before the first step", STOPPED))
     started = platform.start()
     check_backend(config, started.backend)
+    flight = Path(config.run.root) / config.run.name / FLIGHT
+    if started.backend == "nccl":
+        platform.record_collectives(flight)
     platform.join_processes(started, config.cluster.timeout_seconds)
     # Megatron may only be imported now that the platform is prepared.
     from grpo_mega.assemble import assemble
@@ -113,10 +117,10 @@ def train(config: Config) -> None:
         except (ValueError, FileNotFoundError) as error:
             if not run.begun:  # such as a damaged base model in the cache: still bad input, refused on every rank
                 raise
-            raise FailedInStep(run.where(), run.newest) from error
+            raise FailedInStep(run.where(), run.newest, flight) from error
         except (Exception, SystemExit) as error:
             # The input was accepted on every rank; from now on an error may occur on one of them alone.
-            raise FailedInStep(run.where(), run.newest) from error
+            raise FailedInStep(run.where(), run.newest, flight) from error
     report(config)  # the ranks have left each other: none waits for the page
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from grpo_mega.algorithm.mismatch import explained_by_rounding
 from grpo_mega.models.policy import Policy
+from grpo_mega.platform import trace
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.types import pack_tokens
@@ -52,7 +53,8 @@ class WeightSync:
         self._policy.gather_parameters()
         self._engine.begin_update()
         for bucket in hf_buckets(self._policy, self._byte_budget, self._engine.experts_of, self.traffic):
-            self._engine.push(bucket)
+            with trace.span("push", tensors=len(bucket)):
+                self._engine.push(bucket)
             between()
         self._engine.end_update(version)
         self._syncs += 1
@@ -74,7 +76,9 @@ class WeightSync:
         Raises:
             EngineError: They differ by more than rounding.
         """
-        distances = {name: _distance(expected, logprobs) for name, logprobs in self._engine.scores(self._text).items()}
+        with trace.span("verify"):
+            scores = self._engine.scores(self._text)
+        distances = {name: _distance(expected, logprobs) for name, logprobs in scores.items()}
         for name, distance in distances.items():
             if not distance <= self._explained:
                 raise EngineError(

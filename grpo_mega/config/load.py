@@ -50,12 +50,16 @@ _MAY_CHANGE = frozenset({
     "run.async_save",
     "run.keep_checkpoints",
     "run.keep_every",
+    "run.keep_traces",
+    "run.profile_steps",
     "run.export_every",
     "run.print_every",
     "run.report_every",
     "run.sample_groups_per_step",
     "run.followed_problems",
     "run.tensorboard",
+    "run.tracker_project",
+    "run.prometheus",
     "run.root",
     "run.name",
     "reward.timeout_seconds",
@@ -64,7 +68,7 @@ _MAY_CHANGE = frozenset({
     "optimizer.overlap",
     "data.shared_test_problems",
 })  # fmt: skip
-_MAY_CHANGE_WHOLE = ("layout.", "cluster.", "rollout.sglang.", "eval.", "alarms.", "run.stop_on")
+_MAY_CHANGE_WHOLE = ("layout.", "cluster.", "rollout.sglang.", "eval.", "alarms.", "run.stop_on", "run.trackers")
 _OF_SERVICES = re.compile(r"reward\.terms\[\d+\]\.options\.(?:url|key|cache|batch|at_once|retries|backoff|boxes)")
 """Where the services of reward terms are, and how patiently they are asked, may change too."""
 

@@ -25,13 +25,14 @@ from grpo_mega.models.finite import refuse_non_finite_gradients, refuse_non_fini
 from grpo_mega.models.megatron.changes import TO_PARALLEL_CHUNK, apply_changes
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.megatron.router import expert_loads, start_counting
+from grpo_mega.models.megatron.timers import SpanTimers
 from grpo_mega.models.microbatch import MicroBatch, MicroBatches, gathered, share
 from grpo_mega.models.optimizer import build_optimizer, set_learning_rate
 from grpo_mega.models.parts import freeze, frozen_parts, part_of
 from grpo_mega.models.replicas import gather_gradients, gather_parameters
 from grpo_mega.models.shards import count_parameters, gather_whole, initialize
 from grpo_mega.models.topology import Topology
-from grpo_mega.platform import Platform
+from grpo_mega.platform import Platform, trace
 from grpo_mega.types import Batch
 
 
@@ -137,6 +138,7 @@ class Model:
         kept = frozen_parts(frozen, self.lora)
         freeze(self.chunks, lambda name: not trained or part_of(name, model.tie_embeddings) in kept)
         self.chunks.config.finalize_model_grads_func = finalize_model_grads
+        self.chunks.config.timers = SpanTimers()
         self._distributed_optimizer = distributed_optimizer
         pieces = enumerate(self.chunks)
         # The gradients of later pieces are ready early and need no buckets, as in Megatron's training loop.
@@ -218,7 +220,8 @@ class Model:
 
         with torch.no_grad():
             self._forward_backward(micros, of_micro_batch, forward_only=True)
-        return self.topology.whole_in_replica(result).cpu()
+        with trace.span("reduce"):
+            return self.topology.whole_in_replica(result).cpu()
 
     def _backward(self, micros: MicroBatches, loss: Callable[[MicroBatch, torch.Tensor], MicroLoss]) -> Pass:
         """Forward and backward pass of `loss(micro, output)` over all replicas' batches; replaces earlier gradients.
@@ -248,9 +251,10 @@ class Model:
             return result.total * micro.packed.loss_scale, {}
 
         self._forward_backward(micros, of_micro_batch, forward_only=False)
-        refuse_non_finite_gradients(self.chunks, self.ddp_chunks)
-        self.topology.whole_in_replica(outputs)
-        sums_and_counts = self.topology.sum_by_name(sums)
+        with trace.span("reduce"):  # ranks that are done wait here for those that are not
+            refuse_non_finite_gradients(self.chunks, self.ddp_chunks)
+            self.topology.whole_in_replica(outputs)
+            sums_and_counts = self.topology.sum_by_name(sums)
         metrics = {name: total / max(tokens, 1.0) for name, (total, tokens) in sums_and_counts.items()}
         loads = expert_loads(self.chunks) if self._config.moe.experts else {}
         if loads:
@@ -262,7 +266,8 @@ class Model:
         """One optimizer step along these gradients; adds "grad_norm" (before clipping) and "lr" to their metrics."""
         assert self.optimizer is not None, "call use_optimizer before update"
         set_learning_rate(self.optimizer, lr)
-        _, grad_norm, _ = self.optimizer.step()
+        with trace.span("optimizer"):
+            _, grad_norm, _ = self.optimizer.step()
         self.updates += 1
         gradients.metrics |= {"grad_norm": float(grad_norm), "lr": lr}
         return gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ from grpo_mega.observe.alarm_log import AlarmLog
 from grpo_mega.observe.background_report import BackgroundReport
 from grpo_mega.observe.console import TABLE, Column, Console
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, MetricsLog, read_metrics
+from grpo_mega.observe.prometheus import write_prometheus
 from grpo_mega.observe.run_dir import REPORT
 from grpo_mega.observe.samples import telling, write_samples
 from grpo_mega.observe.summary import SUMMARY, write_summary
+from grpo_mega.observe.trackers import Trackers
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -36,6 +41,8 @@ class Recorder:
         self.console = Console(run.steps, run.name, run.print_every, columns) if main else None
         self.metrics: MetricsLog | None = None
         self.alarms: AlarmLog | None = None
+        self.trackers: Trackers | None = None
+        self._unexposed = False
         self._limits = limits or AlarmsConfig()
         self._report = BackgroundReport(path)
 
@@ -67,6 +74,8 @@ class Recorder:
             (self.path / REPORT).unlink(missing_ok=True)
             self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step, name)
             self.alarms = AlarmLog(self.path, self._limits, resume_from_step) if name == METRICS else None
+            if name == METRICS and self.run.trackers and self.trackers is None:
+                self.trackers = Trackers(self.path, self.run.trackers, self.run.tracker_project)
             for record in self.alarms.changed if self.alarms else ():
                 self.console.alarm(record)
 
@@ -76,11 +85,24 @@ class Recorder:
         if self.console is None or self.metrics is None:
             return
         self.metrics.write(step, metrics)
+        if self.trackers:
+            self.trackers.check()
+        self._expose(step, metrics)
         self._record(step, metrics, shown)
         for record in self.alarms.step(step, metrics) if self.alarms else ():
             self.console.alarm(record)
         if self.run.report_every and step % self.run.report_every == 0:
             self._report.begin()
+
+    def _expose(self, step: int, metrics: dict[str, float]) -> None:
+        """Shows a step to Prometheus, if configured; what fails is a warning, once."""
+        if self.run.prometheus is None or self._unexposed:
+            return
+        try:
+            write_prometheus(Path(self.run.prometheus), self.run.name, step, metrics)
+        except OSError as error:
+            self._unexposed = True
+            logger.warning("run.prometheus=%s: %s; no further step is written there", self.run.prometheus, error)
 
     def _record(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
         """Shows a step, and writes its samples."""
@@ -126,9 +148,12 @@ class Recorder:
         self.console.finish(summary, self.path)
 
     def close(self) -> None:
-        """Leaves the terminal clean and the files complete, whatever happened."""
+        """Leaves the terminal clean, the files complete and the trackers with all there is, whatever happened."""
         self._report.end()
         if self.console:
             self.console.close()
         if self.metrics:
             self.metrics.close()
+        if self.trackers:
+            self.trackers.finish()
+            self.trackers = None

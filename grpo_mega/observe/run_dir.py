@@ -1,6 +1,7 @@
 """The run directory: one experiment, one live process.
 
     runs/NAME/  config.yaml  run.json  run.lock  metrics.jsonl  samples/  checkpoints/  tensorboard/  logs/
+                trace/  flight/  profile/  trackers/
                 pretrain.jsonl  sft.jsonl  alarms.jsonl  summary.json  curves.png  report.html  slurm/
 
 `run.json` holds the identity of the experiment: the part of the configuration that must not change between starts. The

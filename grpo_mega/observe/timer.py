@@ -1,4 +1,4 @@
-"""Measures the time of a step: wall-clock and CPU seconds by phase."""
+"""Measures the time of a step: wall-clock and CPU seconds by phase, which are phases of the trace, too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+
+from grpo_mega.platform import trace
 
 
 class Seconds(NamedTuple):
@@ -38,7 +40,8 @@ class PhaseTimer:
             raise ValueError(f"phase {phase!r} starts inside phase {self._current!r}: end that one first")
         self._begin(phase)
         try:
-            yield
+            with trace.phase(phase):
+                yield
         finally:
             self._end()
 
@@ -51,7 +54,8 @@ class PhaseTimer:
         self._end()
         self._begin(phase)
         try:
-            yield
+            with trace.phase(phase):
+                yield
         finally:
             self._end()
             self._begin(outer)

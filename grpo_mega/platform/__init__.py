@@ -17,6 +17,7 @@ import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -115,6 +116,30 @@ def refuse(message: str) -> NoReturn:
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(2)
+
+
+def record_collectives(folder: Path) -> None:
+    """Has torch record NCCL's last collectives, and write them into `folder` when one runs into its time limit.
+
+    Call it before `join_processes`. Settings of the user's own stay.
+    """
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # since torch 2.9, and before
+        os.environ.setdefault(name, "2000")
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        os.environ.setdefault(name, str(folder.absolute() / "nccl-rank-"))  # torch adds the rank
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def memory_gb(platform: Platform) -> dict[str, float]:
+    """10^9 bytes that this process holds now: resident, and with CUDA those of torch's allocator on the device."""
+    import torch
+
+    with open("/proc/self/statm", "rb") as file:
+        held = {"resident GB": int(file.read().split()[1]) * resource.getpagesize() / 1e9}
+    if platform.device.type == "cuda":
+        held["allocated GB"] = torch.cuda.memory_allocated(platform.device) / 1e9
+        held["reserved GB"] = torch.cuda.memory_reserved(platform.device) / 1e9
+    return held
 
 
 def peak_memory_bytes(platform: Platform) -> int:

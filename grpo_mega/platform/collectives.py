@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from grpo_mega.platform.trace import span
+
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")
 
@@ -30,7 +32,8 @@ class FailedElsewhere(Exception):
 def from_main_rank(ask: Callable[[], Answer]) -> Answer:
     """The result of `ask()` on the main rank (0), returned on all ranks; only that rank calls it."""
     answer = [ask() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(answer, src=0, group=host_group())
+    with span("wait"):
+        dist.broadcast_object_list(answer, src=0, group=host_group())
     return answer[0]  # type: ignore[return-value]
 
 
@@ -59,7 +62,8 @@ def from_all_ranks(work: Callable[[], Result]) -> list[Result]:
         failure = error
     problem = f"rank {dist.get_rank()}: {type(failure).__name__}: {failure}" if failure else None
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, problem, isinstance(failure, ValueError)), group=host_group())
+    with span("wait"):
+        dist.all_gather_object(everyone, (mine, problem, isinstance(failure, ValueError)), group=host_group())
     if failed := [(problem, refused) for _, problem, refused in everyone if problem]:
         kind = ValueError if all(refused for _, refused in failed) else RuntimeError
         raise kind("; ".join(problem for problem, _ in failed)) from failure or FailedElsewhere("not on this rank")

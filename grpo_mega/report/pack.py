@@ -323,4 +323,15 @@ def _time(run: RunData) -> Packed:
         "phases": phases,
         "apart": {name: seconds for name, seconds in apart.items() if seconds},
         "bars": bars,
+        "traced": _traced(run),
     }
+
+
+def _traced(run: RunData) -> Packed | None:
+    """What the traces of the newest steps say; None without any."""
+    found = run.waterfall
+    if found is None:
+        return None
+    parts = [{"name": part.name, "seconds": part.seconds, "share": part.share} for part in found.parts]
+    about = f"Steps {found.steps[0]} to {found.steps[-1]}, {found.ranks} ranks traced; medians over the steps."
+    return {"words": found.words, "about": about, "parts": parts}

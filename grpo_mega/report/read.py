@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,6 +15,10 @@ import yaml
 from grpo_mega.observe.alarm_log import ALARMS_FILE
 from grpo_mega.observe.metrics import METRICS
 from grpo_mega.observe.summary import SUMMARY
+from grpo_mega.observe.trace_files import ranks_of, read_traces
+from grpo_mega.observe.waterfall import Waterfall, waterfall
+
+logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 Metrics = dict[int, dict[str, float]]
@@ -35,6 +40,8 @@ class Stage:
 STAGES = {"pretrain": Stage("the base model's training", "base/"), "sft": Stage("supervised fine-tuning", "sft/")}
 """Stages before the last one, in their order; each has a file of metrics of its own, such as sft.jsonl."""
 FOLLOWED = "followed"
+TRACED_RANKS = 16
+"""Ranks whose traces are read: those of hundreds would take minutes."""
 SAMPLES_BUDGET = 6_000_000
 """Bytes of samples files that are read for a report, and as many again of the problems that are followed."""
 
@@ -77,6 +84,7 @@ class RunData:
         followed: Answers to the problems that are followed over all of training.
         missing: What is not there, in words.
         damaged: What cannot be read, each as "FILE:LINE: why".
+        waterfall: Where the time of its traced steps goes; None without a trace.
     """
 
     path: Path
@@ -89,6 +97,7 @@ class RunData:
     followed: Samples = field(default_factory=Samples)
     missing: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
+    waterfall: Waterfall | None = None
 
     @property
     def name(self) -> str:
@@ -115,9 +124,21 @@ def read_run(path: Path) -> RunData:
     run.alarms = [record for record in _lines(run, ALARMS_FILE) if _is_alarm(record)]
     run.samples = _samples(run, "step")
     run.followed = _samples(run, FOLLOWED)
+    run.waterfall = _waterfall(path)
     if not run.samples.files and _writes_samples(run.config):
         run.missing.append("samples/: no answers were recorded")
     return run
+
+
+def _waterfall(path: Path) -> Waterfall | None:
+    """Where the time of traced steps goes, on up to `TRACED_RANKS` ranks, evenly spread over those there are."""
+    ranks = ranks_of(path)
+    chosen = ranks[:: -(-len(ranks) // TRACED_RANKS)] if ranks else []
+    try:
+        return waterfall(read_traces(path, chosen)) if chosen else None
+    except (ValueError, KeyError, TypeError, OSError) as error:  # of another version, or damaged: no reason for no page
+        logger.warning("%s: its traces cannot be read: %s", path, error)
+        return None
 
 
 def finite(value: object) -> float | None:

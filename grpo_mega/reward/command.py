@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from grpo_mega.config.schema.terms import CommandOptions
+from grpo_mega.platform.trace import span
 from grpo_mega.reward.read_verdict import NoVerdict, read_verdict
 from grpo_mega.reward.sample_json import sample_json
 from grpo_mega.reward.verdict import Verdict
@@ -59,13 +60,14 @@ class Command:
         A program that takes too long leaves its sample without a score. One that fails, or prints no verdict, is an
         error.
         """
-        with ThreadPoolExecutor(self.options.at_once) as threads:
+        with ThreadPoolExecutor(self.options.at_once, "reward worker") as threads:
             return list(threads.map(partial(_outcome, self.options.command, self.seconds), samples))
 
 
 def _outcome(command: Sequence[str], seconds: float, sample: Sample) -> Verdict | Exception:
     try:
-        ended = run(command, json.dumps(sample_json(sample)).encode(), seconds)
+        with span("command"):
+            ended = run(command, json.dumps(sample_json(sample)).encode(), seconds)
     except OSError as error:  # such as no process left; of this sample, and not the end of the others' threads
         return RuntimeError(f"{command[0]} could not be run: {type(error).__name__}: {error}")
     if len(ended.output) > MOST_OUTPUT:

@@ -10,6 +10,7 @@ from functools import partial
 from grpo_mega.config.rules.reward import check_reward
 from grpo_mega.config.rules.terms import read_options
 from grpo_mega.config.schema import RewardConfig, RewardTerm
+from grpo_mega.platform.trace import span
 from grpo_mega.reward.kinds import GUARDED, built_in
 from grpo_mega.reward.steps import steps_of_tokens
 from grpo_mega.reward.user_functions import UserFunction, UserFunctions
@@ -74,7 +75,8 @@ class Reward:
         unscorable: dict[int, str] = {}
         for term in self.terms:
             asked = [i for i, s in enumerate(samples) if term.has(s) and i not in unscorable]
-            outcomes = term.outcomes([samples[i] for i in asked])
+            with span("term", name=term.name, samples=len(asked)):
+                outcomes = term.outcomes([samples[i] for i in asked])
             for i, outcome in zip(asked, outcomes, strict=True):
                 verdict = verdicts[i][term.name] = self._verdict(term, samples[i], outcome)
                 if verdict.unscorable:

@@ -42,7 +42,7 @@ class Http:
         """
         options = self.options
         batches = [samples[start : start + options.batch] for start in range(0, len(samples), options.batch)]
-        with ThreadPoolExecutor(options.at_once) as threads:
+        with ThreadPoolExecutor(options.at_once, "reward worker") as threads:
             return [*chain.from_iterable(threads.map(partial(_of_batch, self.service), batches))]
 
 

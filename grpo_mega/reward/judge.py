@@ -66,7 +66,7 @@ class Judge:
         """
         questions = [question(self.options.rubric, sample) for sample in samples]
         different = [*dict.fromkeys(questions)]
-        with ThreadPoolExecutor(self.options.at_once) as threads:
+        with ThreadPoolExecutor(self.options.at_once, "reward worker") as threads:
             outcomes = dict(zip(different, threads.map(self._outcome, different), strict=True))
         return [outcomes[text] for text in questions]
 

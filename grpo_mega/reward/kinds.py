@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from grpo_mega.platform.trace import span
 from grpo_mega.reward.answers import accuracy, boxed_accuracy, exact, last_number, multiple_choice
 from grpo_mega.reward.command import Command
 from grpo_mega.reward.countdown import countdown
@@ -62,13 +63,14 @@ def built_in(kind: str, options: Any, seconds: float) -> Outcomes:
 
 
 def _in_threads(outcome: Callable[[Sample], Verdict | Exception], samples: Sequence[Sample]) -> list[Any]:
-    with ThreadPoolExecutor(VERIFY_THREADS) as threads:
+    with ThreadPoolExecutor(VERIFY_THREADS, "reward worker") as threads:
         return list(threads.map(outcome, samples))
 
 
 def _outcome(formula: Formula, options: Any, sample: Sample) -> Verdict | Exception:
     try:
-        made = formula(sample, options)
+        with span("score"):
+            made = formula(sample, options)
         return made if isinstance(made, Verdict) else Verdict(made)
     except Exception as error:
         failure = RuntimeError(f"{type(error).__name__}: {error}")

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from grpo_mega.config.schema.terms import CodeOptions
+from grpo_mega.platform.trace import span
 from grpo_mega.reward.code import code_score
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.sandbox import Limits, Sandbox, SandboxUnavailable
@@ -41,7 +42,7 @@ class Programs:
         A program that the sandbox could not run leaves its sample without a score. A problem whose tests are none is an
         error.
         """
-        with ThreadPoolExecutor(self.sandbox.boxes) as threads:
+        with ThreadPoolExecutor(self.sandbox.boxes, "reward worker") as threads:
             return list(threads.map(self._outcome, samples))
 
     def _outcome(self, sample: Sample) -> Verdict | Exception:
@@ -52,6 +53,7 @@ class Programs:
             memory_bytes=options.memory_mib << 20,
         )
         try:
-            return code_score(sample, limits, options.all_or_nothing, self.sandbox)
+            with span("program"):
+                return code_score(sample, limits, options.all_or_nothing, self.sandbox)
         except ValueError as error:
             return error

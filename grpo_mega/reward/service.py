@@ -14,6 +14,8 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from grpo_mega.platform.trace import span
+
 MOST_BYTES = 64 << 20
 """Longest answer that is read."""
 LONGEST_PAUSE = 30.0
@@ -87,7 +89,8 @@ class Service:
             if self._given_up():
                 raise Away(f"{self.url} was given up after {self.lost} requests without an answer")
             try:
-                answer = self._attempt(content)
+                with span("request"):
+                    answer = self._attempt(content)
             except Away as away:
                 if attempt == self.retries:
                     self._lose()

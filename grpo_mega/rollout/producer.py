@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 
+from grpo_mega.platform import trace
 from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.rollout.contract import EngineError, EngineRestarted
 from grpo_mega.rollout.engine import Engine, SamplingParams
@@ -62,6 +63,7 @@ class Producer:
         self._unscored_everywhere = 0
         self._samples: dict[int, Sample] = {}  # held here and announced: number -> sample
         self._handed_out = 0  # groups
+        self._since: dict[tuple[str, int], int] = {}  # prompt id, index -> when it was submitted, for the trace
 
     def add(self, prompts: Iterable[Prompt]) -> None:
         """Adds prompts, whose answers come after those to all earlier prompts; also while some are generated."""
@@ -107,8 +109,14 @@ class Producer:
         if wanted := self._pool.waiting:
             self._engine.submit(wanted, self._sampling, self._version)
             self._pool.begin()
+            self._since |= dict.fromkeys(((prompt.id, index) for prompt, index in wanted), trace.now())
         try:
-            finished = self._engine.poll(interrupted is not None and interrupted())
+            with trace.span("poll"):
+                finished = self._engine.poll(interrupted is not None and interrupted())
+            for sample in finished.samples:
+                about = {"tokens": len(sample.token_ids), "finish": sample.finish_reason, "version": self._version}
+                name = f"{sample.prompt.id} #{sample.index}"
+                trace.under_way("sample", name, self._since[sample.prompt.id, sample.index], **about)
             self._unscored += finished.samples
             self._unscored_everywhere += finished.everywhere
             if self._unscored_everywhere >= self._at_least or not self._engine.busy:

@@ -451,6 +451,14 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"run.name": ""}, "run.name=''"),
     ({"run.name": ".."}, "run.name='..'"),
     ({"run.name": "a b\n"}, "run.name='a b\\n'"),
+    ({"run.profile_steps": "5:3"}, "run.profile_steps: '5:3' has no step: its last one comes before its first"),
+    ({"run.profile_steps": "a:b"}, "run.profile_steps: 'a:b' is no range of steps: write FIRST:LAST, such as 3:5"),
+    ({"run.profile_steps": "0:3"}, "run.profile_steps: '0:3' begins before the first step"),
+    ({"run.profile_steps": "9:12", "run.steps": 8}, "run.profile_steps=9:12 begins after the last step: run.steps=8"),
+    (
+        {"run.trackers": ["wandbb"]},
+        "run.trackers names 'wandbb': choose of wandb, trackio, mlflow; did you mean",
+    ),
     ({"run.stop_on": ["any", "truncatio"]}, "run.stop_on names the alarm 'truncatio': choose of any, entropy_collapse"),
     ({"run.stop_on": ["mismatch"], "alarms.mismatch": None}, "run.stop_on names the alarm mismatch, which is off"),
 ]

@@ -37,7 +37,7 @@ NOT_RUN = {
     "it is what runs the documents": ["make test"],
     "SGLang has an environment of its own, in which make test-sglang runs it": ["torchrun --standalone"],
     "tests/train run it on runs of their own": [
-        "python tools/export.py", "python tools/export.py", "torchrun --standalone",
+        "python tools/export.py", "python tools/export.py", "torchrun --standalone", "torchrun --standalone",
     ],
     "the folder is yours; tests/train/test_own_model.py runs it with a small one": ["torchrun --standalone"],
     "tests/train run a shorter one": ["torchrun --standalone", "torchrun --standalone", "python tools/export.py"],
@@ -64,6 +64,8 @@ NOT_RUN = {
     "the folder is yours; tests/new/test_new.py runs these with a small one": [
         "python -m", "python -m", "torchrun --standalone", "python tools/export.py",
     ],
+    "tests/observe and tests/train run it on runs of their own": 4 * ["python tools/trace.py"],
+    "tests/observe run it on runs of their own": ["pip install", "torchrun --standalone", "python -m"],
     "tests/report run it on runs of their own": ["python tools/report.py"] * 3,
     "tests/report take them of a run of their own": ["PYTHONPATH=.:tests:tests/report python"],
     "tests/data/test_data_tool.py runs it on files of its own": ["python tools/data.py"],

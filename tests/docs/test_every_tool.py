@@ -22,6 +22,7 @@ RUN_BY = {
     "evaluate.py": "tests/evaluate/evaluating.py",
     "recipe.py": "tests/recipe/test_walk.py",
     "report.py": "tests/report/test_report_tool.py",
+    "trace.py": "tests/observe/test_trace_tool.py",
     "rejection_sample.py": "tests/evaluate/test_rejection_sampling.py",
     "export.py": "tests/train/exporting.py",
     "import.py": "tests/train/test_import.py",
@@ -81,7 +82,8 @@ def known_of(tool: str) -> set[str]:
 
 def test_documented_options_exist() -> None:
     """After a tool's name they are the tool's own; elsewhere those of some tool, or of a program that is not ours."""
-    ours = [tool for tool in [*TOOLS, "grpo_mega.train", "grpo_mega.new"] if tool not in PARTS]
+    modules = ["grpo_mega.train", "grpo_mega.new", "grpo_mega.observe.follow"]
+    ours = [tool for tool in [*TOOLS, *modules] if tool not in PARTS]
     anywhere = options_in((REPOSITORY / "tests" / "parity" / "report.py").read_text())
     anywhere = anywhere.union(*map(known_of, ours), *(options.split() for options in OTHERS.values()))
     lines = [(f"{path.name}:{number}", text) for path in CHECKED for number, text in code(path)]
@@ -89,7 +91,7 @@ def test_documented_options_exist() -> None:
         lines += [(tool, line) for line in (REPOSITORY / "tools" / tool).read_text().split('"""')[1].splitlines()]
     unknown, seen = [], set()
     for where, text in lines:
-        before, *named = re.split(r"(?:tools/|-m )(\w+\.py|grpo_mega\.(?:train|new))", text, maxsplit=1)
+        before, *named = re.split(r"(?:tools/|-m )(\w+\.py|grpo_mega\.(?:train|new|observe\.follow))", text, maxsplit=1)
         seen |= options_in(text)
         unknown += [f"{where}: --{option}" for option in options_in(before) - anywhere]
         if named:

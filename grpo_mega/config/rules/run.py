@@ -1,4 +1,4 @@
-"""Rules about the run's name and directory, and about the alarms that stop it."""
+"""Rules about the run's name and directory, about the alarms that stop it, and the steps that it profiles."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from difflib import get_close_matches
+from importlib.util import find_spec
 
-from grpo_mega.config.schema import ANY, AlarmsConfig, Config
+from grpo_mega.config.schema import ANY, REWARD_MODELS, TRACKERS, AlarmsConfig, Config
+from grpo_mega.config.step_range import read_steps
 
 LONGEST_NAME = 100
 """Most characters of a run's name, which becomes part of file names."""
@@ -24,6 +26,8 @@ def run_problems(config: Config) -> Iterator[str]:
         yield f"run.name has {len(config.run.name)} characters and names a directory; choose at most {LONGEST_NAME}"
     if not config.run.root.strip():
         yield "run.root='' names no directory; set run.root=. for the working directory, or run.root=runs"
+    yield from _profile_problems(config)
+    yield from _tracker_problems(config)
     known = [field.name for field in fields(AlarmsConfig)]
     for name in config.run.stop_on:
         if name not in (ANY, *known):
@@ -32,3 +36,30 @@ def run_problems(config: Config) -> Iterator[str]:
             yield f"run.stop_on names the alarm {name!r}: choose of {', '.join((ANY, *known))}{meant}"
         elif name != ANY and getattr(config.alarms, name) is None:
             yield f"run.stop_on names the alarm {name}, which is off: give alarms.{name} a threshold"
+
+
+def _profile_problems(config: Config) -> Iterator[str]:
+    """A message when `run.profile_steps` is no range, or has no step of this run."""
+    if config.run.profile_steps is None:
+        return
+    try:
+        steps = read_steps(config.run.profile_steps)
+    except ValueError as error:
+        yield f"run.profile_steps: {error}; null profiles none"
+        return
+    if config.run.trains not in REWARD_MODELS and steps[0] > config.run.steps:
+        yield (
+            f"run.profile_steps={config.run.profile_steps} begins after the last step: run.steps={config.run.steps}; "
+            "choose steps of the run, or null for none"
+        )
+
+
+def _tracker_problems(config: Config) -> Iterator[str]:
+    """A message for each tracker that is not known, or not installed here."""
+    for name in config.run.trackers:
+        if name not in TRACKERS:
+            close = get_close_matches(name, TRACKERS, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            yield f"run.trackers names {name!r}: choose of {', '.join(TRACKERS)}{meant}"
+        elif find_spec(name) is None:
+            yield f"run.trackers names {name}, which is not installed: pip install {name}"

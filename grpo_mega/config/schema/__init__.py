@@ -20,13 +20,14 @@ from grpo_mega.config.schema.model import Llama3RopeConfig, MLAConfig, ModelConf
 from grpo_mega.config.schema.optimizer import OptimizerConfig, PartConfig, PartsConfig
 from grpo_mega.config.schema.reward import RewardConfig, RewardModelConfig, RewardTerm
 from grpo_mega.config.schema.rollout import RolloutConfig, SGLangConfig, Timeouts
-from grpo_mega.config.schema.run import REWARD_MODELS, RunConfig
+from grpo_mega.config.schema.run import REWARD_MODELS, TRACKERS, RunConfig
 from grpo_mega.config.schema.stages import BaseConfig, PairsConfig, SFTConfig, files_in
 
 __all__ = [
     "ANY",
     "GENERATED_TASKS",
     "REWARD_MODELS",
+    "TRACKERS",
     "AlarmsConfig",
     "AlgorithmConfig",
     "BaseConfig",

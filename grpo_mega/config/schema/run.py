@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
+TRACKERS = ("wandb", "trackio", "mlflow")
+"""Where metrics can be sent."""
 REWARD_MODELS = ("reward_model", "process_reward_model")
 """What `run.trains` is for runs that train a reward model."""
 
@@ -56,6 +58,20 @@ class RunConfig:
     for none."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
+    keep_traces: int = 20
+    """Newest steps whose trace is kept in trace/, a file a rank, and up to as many before them; 0 for none. What each
+    rank did last is in flight/ in any case. See docs/traces.md."""
+    profile_steps: str | None = None
+    """Steps of the last stage that torch's profiler follows, FIRST:LAST, such as 3:5, into profile/, a file a rank; it
+    slows them down. null for none."""
+    trackers: list[str] = field(default_factory=list)
+    """Where the metrics of every step are sent besides: wandb, trackio, mlflow, which are installed apart. A process of
+    its own sends them; one that fails is a warning. See docs/trackers.md."""
+    tracker_project: str = "grpo_mega"
+    """The project, or experiment, that the trackers file the run under."""
+    prometheus: str | None = None
+    """Folder for the newest metrics as a file of Prometheus' node exporter (its --collector.textfile.directory); null
+    for none."""
     stop_on: list[str] = field(default_factory=list)
     """Alarms that stop the run, which is saved and ends with exit code 4; [any] for each of them. See `alarms`."""
     init_from: str | None = None

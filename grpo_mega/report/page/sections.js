@@ -38,8 +38,21 @@ function summarySection(run) {
     make('div', { class: 'tiles' }, tiles), alarmList(run.alarms), notes(run));
 }
 
+// What bounds a step, from the traces of its ranks: a bar for each part, which begins where the one before ends.
+function tracedSteps(traced) {
+  if (!traced) return null;
+  const whole = traced.parts.reduce((sum, { seconds }) => sum + seconds, 0) || 1;
+  let before = 0;
+  const rows = traced.parts.map(({ name, seconds: spent, share }, index) => {
+    const bar = make('span', { 'aria-hidden': 'true', style: `display:block;height:.7rem;min-width:2px;background:${colour(index)};margin-left:${(100 * before) / whole}%;width:${(100 * spent) / whole}%` });
+    before += spent;
+    return [foreign(name), seconds(spent), percentage(share), make('span', { style: 'display:block;min-width:8rem' }, bar)];
+  });
+  return make('div', { class: 'card' }, make('p', {}, printable(traced.words)), table(traced.about, ['Part of a step', 'Time', 'Share', 'In a step'], rows));
+}
+
 function timeSection(run) {
-  const { phases, apart, bars, words } = run.time, names = Object.keys(phases);
+  const { phases, apart, bars, words, traced } = run.time, names = Object.keys(phases);
   if (!names.length) return null;
   const total = names.reduce((sum, name) => sum + phases[name], 0), highest = Math.max(...bars.map((bar) => bar.seconds.reduce((a, b) => a + b, 0)));
   const paint = (index) => make('span', { class: 'dot', 'data-colour': index, style: `background:${colour(index)}` });
@@ -51,7 +64,8 @@ function timeSection(run) {
       make('div', { class: 'stack', role: 'img', 'aria-label': `Shares of the steps' time: ${names.map((name) => `${printable(name)} ${percentage(phases[name] / (total || 1))}`).join(', ')}` }, names.map((name, index) => part(index, `flex:${phases[name] / (total || 1)} 1 0`))),
       table('Seconds of all steps, by phase', ['Phase', 'Time', 'Share'], rows),
       make('div', { class: 'bars', 'aria-hidden': 'true' }, bars.map((bar) => make('div', {}, bar.seconds.map((value, index) => part(index, `height:${(9 * value) / (highest || 1)}rem`))))),
-      make('div', { class: 'axis small soft' }, make('span', {}, `step ${bars[0].first}`), make('span', {}, `seconds of a step by phase; the highest bar is ${short(highest)} s`), make('span', {}, `step ${bars[bars.length - 1].last}`))));
+      make('div', { class: 'axis small soft' }, make('span', {}, `step ${bars[0].first}`), make('span', {}, `seconds of a step by phase; the highest bar is ${short(highest)} s`), make('span', {}, `step ${bars[bars.length - 1].last}`))),
+    tracedSteps(traced));
 }
 
 function followedSection(run) {

@@ -1,0 +1,216 @@
+"""Sends the metrics of a run to a tracker: a program that reads metrics.jsonl, while the run goes on or afterwards.
+
+    python -m grpo_mega.observe.follow runs/tiny wandb
+
+A run starts one for each of `run.trackers`, on rank 0's machine alone (`trackers.py`). What a tracker does, hang, raise
+or end its process, it does here. metrics.jsonl is the queue: what was not sent, because a network was away or the run
+was killed, is sent by the next start of the run, or by this command, into the same run of the tracker. Its id, and the
+last line that was sent, are in trackers/TRACKER.json. Steps that run again after a kill are not sent again.
+
+Trackers read their own variables: WANDB_API_KEY, WANDB_MODE, WANDB_ENTITY; TRACKIO_DIR, TRACKIO_SPACE_ID;
+MLFLOW_TRACKING_URI.
+
+Exit code: 0 all was sent, 1 the tracker failed, 2 the run has no metrics or the tracker is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import select
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from grpo_mega.config.schema.run import TRACKERS
+from grpo_mega.observe.metric_table import find
+from grpo_mega.observe.metrics import METRICS, is_held_out
+from grpo_mega.platform.files import write_atomic
+from grpo_mega.platform.orphans import end_with_parent
+
+DONE, FAILED, BAD_INPUT = 0, 1, 2
+FOLDER = "trackers"
+"""In the run directory."""
+SECONDS_BETWEEN_LOOKS = 1.0
+Place = tuple[int, bool]
+"""A line's step, and whether it has held-out results; lines come in this order."""
+
+
+class Tracker(Protocol):
+    """A run of a tracker.
+
+    Attributes:
+        id: What it is found by again.
+    """
+
+    id: str
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Sends the metrics of a step."""
+        ...
+
+    def define(self, meanings: dict[str, str]) -> None:
+        """Tells what metrics mean that it has not been told of."""
+        ...
+
+    def close(self) -> None:
+        """Completes what was sent."""
+        ...
+
+
+class WandB:
+    """W&B, or trackio, which has the same interface."""
+
+    def __init__(self, module: str, run: Path, project: str, known: str | None, config: dict[str, Any]) -> None:
+        self._module = import_module(module)
+        if module == "wandb":
+            made = self._module.init(
+                project=project, name=run.name, id=known, resume="allow", dir=str(run), config=config,
+                settings=self._module.Settings(console="off", disable_git=True),
+            )  # fmt: skip
+            self.id = str(made.id)
+        else:
+            self.id = known or run.name
+            made = self._module.init(project=project, name=self.id, resume="allow", config=config)
+        self._run = made
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Sends the metrics of a step."""
+        self._module.log(values, step=step)
+
+    def define(self, meanings: dict[str, str]) -> None:
+        """Into the run's configuration, under "metrics"."""
+        if self._module.__name__ == "wandb":
+            self._run.config.update({"metrics": meanings}, allow_val_change=True)
+
+    def close(self) -> None:
+        """Completes what was sent."""
+        self._module.finish()
+
+
+class MLflow:
+    """MLflow: an experiment is a project, and what metrics mean its run's metrics.json."""
+
+    def __init__(self, run: Path, project: str, known: str | None, config: dict[str, Any]) -> None:
+        self._mlflow = import_module("mlflow")
+        self._mlflow.set_experiment(project)
+        made = self._mlflow.start_run(run_id=known, run_name=None if known else run.name, log_system_metrics=False)
+        self.id = str(made.info.run_id)
+        if known is None:
+            self._mlflow.log_dict(config, "config.yaml")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Sends the metrics of a step; characters that MLflow refuses in names become "_"."""
+        self._mlflow.log_metrics({re.sub(r"[^\w/. :-]", "_", name): value for name, value in values.items()}, step=step)
+
+    def define(self, meanings: dict[str, str]) -> None:
+        """As an artifact."""
+        self._mlflow.log_dict(meanings, "metrics.json")
+
+    def close(self) -> None:
+        """Completes what was sent."""
+        self._mlflow.end_run()
+
+
+def open_tracker(kind: str, run: Path, project: str, known: str | None) -> Tracker:
+    """The run of a tracker, the one that is `known` by its id if there is one.
+
+    Raises:
+        ImportError: The tracker is not installed.
+    """
+    file = run / "config.yaml"
+    config = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    return MLflow(run, project, known, config) if kind == "mlflow" else WandB(kind, run, project, known, config)
+
+
+def lines_after(file: Path, last: Place | None) -> Iterator[tuple[Place, dict[str, float]]]:
+    """The whole lines of a metrics.jsonl that come after `last`: their places, and their metrics that are numbers."""
+    for line in file.read_text().splitlines(keepends=True) if file.is_file() else ():
+        if not line.endswith("\n"):  # it is being written
+            return
+        record = json.loads(line)
+        place = record.pop("step"), is_held_out(record)
+        if last is None or place > last:
+            yield place, {name: value for name, value in record.items() if value is not None}
+
+
+def meaning(name: str) -> str:
+    """What the table says of a metric: its definition, and its unit."""
+    metric = find(name)
+    if metric is None:
+        return ""
+    return f"{metric.meaning} [{metric.unit}]" if metric.unit else metric.meaning
+
+
+class Following:
+    """What was sent of a run to a tracker, and what is left."""
+
+    def __init__(self, kind: str, run: Path, project: str) -> None:
+        """Opens the tracker's run, the one that the run directory knows if it does."""
+        self._metrics, self._state = run / METRICS, run / FOLDER / f"{kind}.json"
+        known = json.loads(self._state.read_text()) if self._state.is_file() else {}
+        if known and known["project"] != project:
+            known = {}  # of another project: it gets all of it
+        self._project, self._defined = project, set[str]()
+        self.last: Place | None = (known["sent"][0], known["sent"][1]) if known.get("sent") else None
+        self.tracker = open_tracker(kind, run, project, known.get("id"))
+        self._remember()
+
+    def send(self) -> None:
+        """Sends the lines that are new."""
+        for place, values in lines_after(self._metrics, self.last):
+            if not values.keys() <= self._defined:
+                self._defined |= values.keys()
+                self.tracker.define({name: meaning(name) for name in sorted(self._defined)})
+            self.tracker.log(place[0], values)
+            self.last = place
+            self._remember()
+
+    def _remember(self) -> None:
+        self._state.parent.mkdir(exist_ok=True)
+        known = {"id": self.tracker.id, "project": self._project, "sent": self.last}
+        write_atomic(self._state, json.dumps(known) + "\n")
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns its exit code."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    made.add_argument("tracker", choices=TRACKERS, help="where the metrics go")
+    made.add_argument("--project", default="grpo_mega", help="the tracker's project, or experiment (%(default)s)")
+    made.add_argument("--parent", type=int, help="used by runs: go on until its standard input says end")
+    options = made.parse_args(arguments)
+    if options.parent:
+        end_with_parent(options.parent)
+    elif not (options.run / METRICS).is_file():
+        print(f"error: {options.run / METRICS} is not there: name a run directory, such as runs/tiny", file=sys.stderr)
+        return BAD_INPUT
+    try:
+        following = Following(options.tracker, options.run.resolve(), options.project)
+        going = True
+        while going:
+            going = bool(options.parent) and not _is_over()
+            following.send()
+        following.tracker.close()
+    except ImportError as error:
+        print(f"{error}: pip install {'mlflow' if options.tracker == 'mlflow' else options.tracker}", file=sys.stderr)
+        return BAD_INPUT
+    except Exception as error:  # whatever a tracker raises
+        print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)
+        return FAILED
+    return DONE
+
+
+def _is_over() -> bool:
+    """Waits a while; whether the run has ended."""
+    ready, _, _ = select.select([sys.stdin], [], [], SECONDS_BETWEEN_LOOKS)
+    return bool(ready)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""torch's profiler over some steps of the last stage (`run.profile_steps`).
+
+It leaves a file a rank in profile/, which Perfetto and TensorBoard open.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from grpo_mega.config.schema import RunConfig
+from grpo_mega.config.step_range import read_steps
+
+FOLDER = "profile"
+"""In the run directory."""
+
+logger = logging.getLogger(__name__)
+
+
+class Profile:
+    """Profiles this rank while the stage's steps are in the range, and writes what was seen, also after a stop.
+
+    A run that continues inside the range profiles what is left of it, into a file of its own.
+    """
+
+    def __init__(self, config: RunConfig, is_last: bool, rank: int) -> None:
+        """Of the last stage, if `run.profile_steps` is set."""
+        self._steps = read_steps(config.profile_steps) if config.profile_steps and is_last else range(0)
+        self._folder, self._rank = Path(config.root) / config.name / FOLDER, rank
+        self._profiler: profile | None = None
+        self._first = 0
+
+    def before(self, step: int) -> None:
+        """Begins when the step is in the range."""
+        if self._profiler is None and step in self._steps:
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            self._first, self._profiler = step, profile(activities=kinds)
+            self._profiler.start()
+
+    def after(self, step: int) -> None:
+        """Writes the file when the step was the range's last one."""
+        if self._profiler and step == self._steps[-1]:
+            self._write(f"{self._first}-{step}")
+
+    def _write(self, steps: str) -> None:
+        """Ends; a file that cannot be written is a warning, and training goes on."""
+        assert self._profiler
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        file = self._folder / f"rank-{self._rank:05d}-steps-{steps}.pt.trace.json.gz"
+        temporary = self._folder / f".{file.name}"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(temporary))
+            temporary.replace(file)
+            logger.info("the profile of steps %s is %s", steps, file)
+        except (OSError, RuntimeError) as error:
+            logger.warning("%s is not written: %s", file, error)
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """A range that a stop cuts short is written as far as it came."""
+        if self._profiler:
+            self._write(f"{self._first}-stopped")

@@ -1,0 +1,46 @@
+"""The newest metrics as a file for Prometheus' node exporter (its textfile collector), replaced at every step.
+
+The format is the text format 0.0.4 of Prometheus: three lines a metric, so that a library would save nothing but the
+rename, which `platform/files.py` does with a flush to the disk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo_mega.observe.metric_table import find
+from grpo_mega.platform.files import write_atomic
+
+
+def write_prometheus(folder: Path, run: str, step: int, metrics: Mapping[str, float | None]) -> None:
+    """Writes grpo_mega_RUN.prom, atomically, into a folder that is there.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    write_atomic(folder / f"grpo_mega_{run}.prom", prometheus_text(run, {"step": step, **metrics}))
+
+
+def prometheus_text(run: str, metrics: Mapping[str, float | None]) -> str:
+    """A gauge for each metric, with its own name as a label: families whose names become alike are one family."""
+    families: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        if value is None:
+            continue
+        family = "grpo_mega_" + re.sub(r"[^A-Za-z0-9_]", "_", name)
+        known = find(name)
+        help_ = f"{known.meaning} [{known.unit or 'a pure number'}]" if known else name
+        head = [f"# HELP {family} {_escaped(help_)}", f"# TYPE {family} gauge"]
+        line = f'{family}{{run="{_quoted(run)}",metric="{_quoted(name)}"}} {float(value)!r}'
+        families.setdefault(family, head).append(line)
+    return "".join(line + "\n" for lines in families.values() for line in lines)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n")
+
+
+def _quoted(text: str) -> str:
+    return _escaped(text).replace('"', '\\"')

@@ -1,0 +1,162 @@
+"""Reads the traces that the ranks of a run leave (`platform/trace.py`), whole or cut off, and joins them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.platform.files import writing_atomic
+from grpo_mega.platform.trace import FOLDER as TRACE
+
+Event = dict[str, Any]
+Interval = tuple[float, float]
+"""Microseconds of the common clock: its beginning and its end."""
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The events of a rank, of the file before and of the newest one, in the order of the files."""
+
+    rank: int
+    events: list[Event]
+
+    @property
+    def clock_error_us(self) -> float:
+        """By how much its clock may differ from that of the main rank."""
+        return max((e["args"].get("error_us", 0.0) for e in self.events if e.get("name") == "clock"), default=0.0)
+
+
+def ranks_of(run: Path) -> list[int]:
+    """The ranks that have left a trace, in order."""
+    found = (re.fullmatch(r"rank-(\d+)\.json", path.name) for path in (run / TRACE).glob("rank-*.json"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def read_traces(run: Path, ranks: Iterable[int] | None = None) -> list[RankTrace]:
+    """The traces of these ranks of a run directory, or of all.
+
+    Raises:
+        ValueError: The run has left none; names the setting that keeps them.
+    """
+    chosen = ranks_of(run) if ranks is None else list(ranks)
+    if not chosen:
+        raise ValueError(
+            f"{run / TRACE} has no trace: name a run directory, such as runs/tiny, of a run that kept some "
+            "(run.keep_traces; 0 keeps none)"
+        )
+    return [RankTrace(rank, [*_events(run, rank)]) for rank in chosen]
+
+
+def _events(run: Path, rank: int) -> Iterator[Event]:
+    for name in (f"rank-{rank:05d}.before.json", f"rank-{rank:05d}.json"):
+        path = run / TRACE / name
+        if path.is_file():
+            yield from events_in(path.read_text(errors="replace"))
+
+
+def events_in(text: str) -> Iterator[Event]:
+    """The events of a file; lines that are not whole, as kill -9 leaves the last one, are left out."""
+    for line in text.splitlines():
+        try:
+            event = json.loads(line.rstrip().removesuffix(","))
+        except ValueError:
+            continue
+        if _is_event(event):
+            yield event
+
+
+def _is_event(event: Any) -> bool:
+    known = isinstance(event, dict) and isinstance(event.get("ph"), str) and isinstance(event.get("name"), str)
+    return known and (event["ph"] == "M" or isinstance(event.get("ts"), (int, float)))
+
+
+def steps_of(trace: RankTrace) -> dict[int, tuple[str, Interval]]:
+    """Step -> its stage and its time, of the whole steps of the last stage; of one that ran again, the last time."""
+    found: dict[tuple[str, int], Interval] = {}
+    begun: Event | None = None
+    for event in trace.events:
+        if event["name"] == "step" and event["ph"] == "B":
+            begun = event
+        elif event["name"] == "step" and event["ph"] == "E" and begun is not None:
+            found[str(begun["args"].get("stage")), int(begun["args"]["step"])] = (begun["ts"], event["ts"])
+            begun = None
+    stage = next(reversed(found))[0] if found else ""
+    return {step: (of, when) for (of, step), when in found.items() if of == stage}
+
+
+def join(traces: Sequence[RankTrace], steps: range | None, out: Path) -> int:
+    """Writes one file for Perfetto, with the groups of samples as rows of their own; the number of its events.
+
+    Args:
+        traces: Of the ranks that it is to show.
+        steps: Those that it is to show; all that the traces have, and what was before and after them, with None.
+        out: A file, which is complete or absent; compressed when its name ends in .gz.
+
+    Raises:
+        ValueError: No trace has a whole step of `steps`; names those there are.
+    """
+    window = _window(traces, steps) if steps is not None else None
+    number = 0
+    with writing_atomic(out) as raw, gzip.open(raw, "wb") if out.suffix == ".gz" else nullcontext(raw) as file:
+        file.write(b"[\n")
+        for event in _shown(traces, window):
+            file.write((b",\n" if number else b"") + json.dumps(event, separators=(",", ":")).encode())
+            number += 1
+        file.write(b"\n]\n")
+    return number
+
+
+def _window(traces: Sequence[RankTrace], steps: range) -> Interval:
+    """From the beginning of the first of these steps to the end of the last one, on any rank."""
+    there = [steps_of(trace) for trace in traces]
+    times = [when for of_rank in there for step, (_, when) in of_rank.items() if step in steps]
+    if not times:
+        known = sorted({step for of_rank in there for step in of_rank})
+        raise ValueError(
+            f"no whole step of {steps[0]}:{steps[-1]} is in the traces: "
+            + (f"they have {known[0]} to {known[-1]}" if known else "they have none")
+        )
+    return min(begin for begin, _ in times), max(end for _, end in times)
+
+
+def _shown(traces: Sequence[RankTrace], window: Interval | None) -> Iterator[Event]:
+    told = set()
+    for trace in traces:
+        for event in trace.events:
+            if event["ph"] == "M":
+                line = json.dumps(event, sort_keys=True)
+                if line not in told:
+                    told.add(line)
+                    yield event
+            elif window is None or window[0] <= event["ts"] <= window[1]:
+                yield event
+    for event in groups(traces):
+        if window is None or window[0] <= event["ts"] <= window[1]:
+            yield event
+
+
+def groups(traces: Sequence[RankTrace]) -> Iterator[Event]:
+    """Events of the groups: from the submission of a prompt's samples to the end of its last one, on whatever ranks."""
+    spans: dict[tuple[str, float], Interval] = {}
+    for trace in traces:
+        begun: dict[str, Event] = {}
+        for event in trace.events:
+            if event.get("cat") != "sample":
+                continue
+            if event["ph"] == "b":
+                begun[event["id"]] = event
+            elif event["ph"] == "e" and (first := begun.pop(event["id"], None)):
+                prompt = event["name"].rpartition(" #")[0]
+                key = prompt, round(first["ts"] / 1e6, 1)  # ranks submit together, to some milliseconds
+                since, until = spans.get(key, (first["ts"], event["ts"]))
+                spans[key] = min(since, first["ts"]), max(until, event["ts"])
+    for (prompt, _), (since, until) in spans.items():
+        common = {"name": prompt, "cat": "group", "id": f"{prompt} @{since}", "pid": 0, "tid": 0}
+        yield {"ph": "b", "ts": since, **common}
+        yield {"ph": "e", "ts": until, **common}

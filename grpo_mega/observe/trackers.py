@@ -1,0 +1,86 @@
+"""The trackers of a run, each in a process of its own (`follow.py`): no step waits for one, whatever it does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import grpo_mega
+
+SECONDS_AT_THE_END = 60.0
+"""Until all that was recorded must be sent; what is not, is sent later."""
+
+logger = logging.getLogger(__name__)
+
+
+class Trackers:
+    """The processes that send this run's metrics; only the main rank has any."""
+
+    def __init__(self, run: Path, kinds: Sequence[str], project: str) -> None:
+        """Starts them; what they print goes to logs/tracker-NAME.log. The main thread must call it."""
+        self._run, self._project = run, project
+        self._processes = {kind: self._started(kind) for kind in dict.fromkeys(kinds)}
+
+    def _started(self, kind: str) -> subprocess.Popen[bytes]:
+        packages = [str(Path(grpo_mega.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        options = ["--project", self._project, "--parent", str(os.getpid())]
+        with self._log(kind).open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "grpo_mega.observe.follow", str(self._run), kind, *options],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(packages), "CUDA_VISIBLE_DEVICES": ""},
+                start_new_session=True,
+            )
+
+    def _log(self, kind: str) -> Path:
+        return self._run / "logs" / f"tracker-{kind}.log"
+
+    def check(self) -> None:
+        """Warns, once, of a tracker that has ended; called between steps, and never waits."""
+        for kind, process in [*self._processes.items()]:
+            if process.poll() is not None:
+                del self._processes[kind]
+                self._end(process)
+                self._warn(kind, f"ended with exit code {process.returncode}")
+
+    def finish(self, seconds: float = SECONDS_AT_THE_END) -> None:
+        """Has them send the rest, for `seconds` at most, and ends them."""
+        for process in self._processes.values():
+            assert process.stdin
+            with suppress(BrokenPipeError):  # it has ended
+                process.stdin.write(b"end\n")
+                process.stdin.close()
+        deadline = time.monotonic() + seconds
+        for kind, process in self._processes.items():
+            try:
+                code = process.wait(max(0.0, deadline - time.monotonic()))
+                why = f"ended with exit code {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                why = f"has not sent all that was recorded within {seconds:g} s"
+            self._end(process)
+            if why:
+                self._warn(kind, why)
+        self._processes = {}
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """Ends the tracker, and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _warn(self, kind: str, why: str) -> None:
+        said = self._log(kind).read_text(errors="replace").strip().splitlines()
+        logger.warning(
+            "the tracker %s %s%s; the run goes on. python -m grpo_mega.observe.follow %s %s --project %s sends what is "
+            "left, and so does the next start of the run; %s has what it printed",
+            kind, why, f" ({said[-1]})" if said else "", self._run, kind, self._project, self._log(kind),
+        )  # fmt: skip

@@ -1,0 +1,93 @@
+"""One clock for all ranks: microseconds of the main rank's wall clock, as the run began.
+
+Processes of a machine share its monotonic clock. Between machines the distance of two such clocks is measured as NTP
+does: a rank asks the main one for the time, some times over, and the answer that came back fastest counts. It is wrong
+by half of that round trip at most, plus what the clocks drift apart afterwards: machines that keep time with NTP or PTP
+drift by microseconds an hour, others by some tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+QUESTIONS = 16
+"""To the main rank, of each other machine."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The common time.
+
+    Attributes:
+        origin: Nanoseconds between this machine's monotonic clock and the common one.
+        error_us: Microseconds by which it may differ from the main rank's as it was measured; 0 on its machine.
+    """
+
+    origin: int
+    error_us: float = 0.0
+
+    def microseconds(self, at: int | None = None) -> float:
+        """The common time, since 1970, of a time of `time.perf_counter_ns`; now without one."""
+        return (self.origin + (time.perf_counter_ns() if at is None else at)) / 1e3
+
+
+def own_clock() -> Clock:
+    """A clock of this process alone."""
+    return Clock(time.time_ns() - time.perf_counter_ns())
+
+
+def shared_clock(read: Callable[[], int] = time.perf_counter_ns, machine: str | None = None) -> Clock:
+    """The clock of all ranks; every rank must call it.
+
+    Args:
+        read: This machine's monotonic clock, in nanoseconds.
+        machine: What tells it from others; by default the id of its kernel's start.
+    """
+    import torch.distributed as dist
+
+    from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
+
+    origin = from_main_rank(lambda: time.time_ns() - read())
+    machines = from_all_ranks(lambda: machine or _machine())
+    mine: tuple[int, float] = (0, 0.0)
+    for name in dict.fromkeys(machines):
+        first = machines.index(name)
+        if first and dist.get_rank() in (0, first):
+            mine = _distance(first, read)
+    distance, error_us = from_all_ranks(lambda: mine)[machines.index(machines[dist.get_rank()])]
+    return Clock(origin + distance, error_us)
+
+
+def _distance(other: int, read: Callable[[], int]) -> tuple[int, float]:
+    """Nanoseconds from the clock of rank `other` to the main rank's, and half of the round trip in microseconds.
+
+    The main rank, which answers, has 0 and 0.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from grpo_mega.platform.collectives import host_group
+
+    message, group = torch.zeros(1, dtype=torch.int64), host_group()
+    measured = []
+    for _ in range(QUESTIONS):
+        if dist.get_rank() == 0:
+            dist.recv(message, other, group)
+            message[0] = read()
+            dist.send(message, other, group)
+        else:
+            asked = read()
+            dist.send(message, 0, group)
+            dist.recv(message, 0, group)
+            answered = read()
+            measured.append((answered - asked, int(message) - (asked + answered) // 2))
+    trip, distance = min(measured, default=(0, 0))
+    return distance, trip / 2e3
+
+
+def _machine() -> str:
+    """The id that Linux gives each start of a machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,288 @@
+"""What this process does, as trace events: phases, what goes on inside them, samples under way, memory.
+
+Any room may call `span`, `phase` and `under_way`; they record into the trace that `recording` opened, and do nothing
+without one. A trace has two files, neither of which needs this process to end well:
+
+* `trace/rank-NNNNN.json`: Chrome's JSON trace events (the "Trace Event Format" of the Chromium project), one a line, in
+  an array that is never closed, which Perfetto and Chrome accept. It holds so many steps; then it becomes
+  `rank-NNNNN.before.json`, in place of the one before, and a new one begins. So a run of any length leaves at least the
+  newest steps, and at most twice as many.
+* `flight/rank-NNNNN`: what began and ended last, see `flight.py`.
+
+Times are those of one clock for all ranks, see `clock.py`. They are the host's: work that is queued on a GPU ends
+later than the span that queued it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from grpo_mega.platform.clock import Clock
+from grpo_mega.platform.flight import Flight
+
+FOLDER = "trace"
+"""In the run directory; the file of rank 3 is rank-00003.json, the one before it rank-00003.before.json."""
+MOST_EVENTS = 20_000
+"""Of one step and rank; what is more is counted and left out, except for phases, so that a file cannot grow at will."""
+BUFFERED = 200
+"""Events that are written together at most; a phase that begins or ends writes all of them."""
+SECONDS_BETWEEN_WRITES = 1.0
+
+logger = logging.getLogger(__name__)
+
+_encoded = json.JSONEncoder(separators=(",", ":")).encode
+"""As json.dumps, which would make an encoder for every event."""
+now = time.perf_counter_ns
+"""Nanoseconds of the clock that all processes of this machine share."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """Whose events they are.
+
+    Attributes:
+        rank: Of this process.
+        name: What its row is called, such as "rank 3: tp 1, pp 0".
+        world_size: How many ranks the run has.
+    """
+
+    rank: int
+    name: str
+    world_size: int
+
+
+class Trace:
+    """The events of this process; made by `recording`."""
+
+    def __init__(
+        self, path: Path, process: Process, clock: Clock, keep: int, memory: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """Begins the files of one start of a run, in the run directory `path`; `keep` 0 begins the flight's alone.
+
+        Args:
+            path: The run directory.
+            process: Whose events they are.
+            clock: The time that all ranks share.
+            keep: Steps of a file.
+            memory: Name -> 10^9 bytes, recorded when a phase begins or ends.
+        """
+        self.flight = Flight(path, process.rank, clock)
+        self._file = path / FOLDER / f"rank-{process.rank:05d}.json"
+        self._process, self._clock, self._keep, self._memory = process, clock, keep, memory
+        self._main = threading.get_ident()
+        self._descriptor: int | None = None
+        self._lines: list[str] = []
+        self._lock = threading.Lock()
+        self._tracks: dict[str, int] = {}
+        self._steps = self._events = self._left_out = 0
+        self._written = now()
+        if keep:
+            self._begin_file()
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether there is a file of events."""
+        return self._descriptor is not None
+
+    @contextmanager
+    def phase(self, name: str, /, **about: Any) -> Iterator[None]:
+        """Records the body as it begins and as it ends, at once, with the memory."""
+        self._edge("B", name, about)
+        try:
+            yield
+        finally:
+            self._edge("E", name, {})
+
+    def _edge(self, kind: str, name: str, about: dict[str, Any]) -> None:
+        self.flight.begin(name, about) if kind == "B" else self.flight.end(name)
+        if self.is_recorded:
+            self.event(kind, name, now(), {"args": about} if about else {}, always=True)
+            self.event("C", "memory", now(), {"args": dict(self._memory())}, always=True)
+            self.write()
+
+    def end_step(self) -> None:
+        """A step is over: after so many of them another file begins."""
+        if self._left_out:
+            self.event("i", f"{self._left_out} events of this step are left out", now(), {"s": "p"}, always=True)
+        self._events = self._left_out = 0
+        self._steps += 1
+        if self.is_recorded and self._steps % self._keep == 0:
+            self.write()
+            self._begin_file()
+
+    def event(self, kind: str, name: str, at: int, more: Mapping[str, Any], always: bool = False) -> None:
+        """Records one event at a time of `now`; `more` are further fields of it. Thread-safe."""
+        if not self.is_recorded:
+            return
+        self._events += 1
+        if self._events > MOST_EVENTS and not always:
+            self._left_out += 1
+            return
+        fields = {"ph": kind, "name": name, "ts": self._clock.microseconds(at), "pid": self._process.rank}
+        line = _encoded({**fields, "tid": self._track(), **more}) + ",\n"
+        with self._lock:
+            self._lines.append(line)
+        if len(self._lines) >= BUFFERED or now() - self._written > SECONDS_BETWEEN_WRITES * 1e9:
+            self.write()
+
+    def _track(self) -> int:
+        """The row of the calling thread: 0 for the main one; pools that name their threads alike share rows."""
+        if threading.get_ident() == self._main:
+            return 0
+        name = threading.current_thread().name
+        with self._lock:
+            if name not in self._tracks:
+                self._tracks[name] = 1 + len(self._tracks)
+                self._lines.append(self._told("thread_name", self._tracks[name], name=name))
+        return self._tracks[name]
+
+    def write(self) -> None:
+        """Writes what is recorded; when that fails, a warning says so, and the run goes on without a trace."""
+        with self._lock:
+            lines, self._lines = self._lines, []
+            self._written = now()
+            if self._descriptor is None or not lines:
+                return
+            try:
+                os.write(self._descriptor, "".join(lines).encode())
+            except OSError as error:
+                self._give_up(error)
+
+    def _begin_file(self) -> None:
+        """Begins a file; the one that was there becomes the one before."""
+        try:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+            self._file.parent.mkdir(exist_ok=True)
+            if self._file.exists():
+                self._file.replace(self._file.with_suffix(".before.json"))
+            self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        except OSError as error:
+            self._give_up(error)
+            return
+        process = self._process
+        head = [
+            "[\n",
+            self._told("process_name", 0, name=process.name),
+            self._told("process_sort_index", 0, sort_index=process.rank),
+            self._told("thread_name", 0, name="phases"),
+            self._told("clock", 0, error_us=self._clock.error_us, world_size=process.world_size),
+            *(self._told("thread_name", track, name=name) for name, track in self._tracks.items()),
+        ]
+        with self._lock:
+            self._lines = head + self._lines
+        self.write()
+
+    def _told(self, what: str, track: int, **about: Any) -> str:
+        """A line of metadata."""
+        return json.dumps({"ph": "M", "name": what, "pid": self._process.rank, "tid": track, "args": about}) + ",\n"
+
+    def _give_up(self, error: OSError) -> None:
+        self._descriptor = None
+        logger.warning("%s: %s; the run goes on, and its trace ends here", self._file, error)
+
+    def close(self) -> None:
+        """Completes the files."""
+        self.write()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        self.flight.close()
+
+
+_trace: Trace | None = None
+
+
+@contextmanager
+def recording(trace: Trace) -> Iterator[None]:
+    """Makes this the trace of the process, and closes it at the end of the block."""
+    global _trace
+    _trace = trace
+    try:
+        yield
+    finally:
+        _trace = None
+        trace.close()
+
+
+def _forget() -> None:
+    """A fork, such as one that writes a checkpoint, has no trace: it is not the rank."""
+    global _trace
+    _trace = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@contextmanager
+def phase(name: str, /, **about: Any) -> Iterator[None]:
+    """Records the body as a phase, or a step: what others wait for, and what is known of it after a crash."""
+    if _trace is None:
+        yield
+        return
+    with _trace.phase(name, **about):
+        yield
+
+
+@contextmanager
+def step(number: int, stage: str) -> Iterator[None]:
+    """Records the body as a step of a stage."""
+    if _trace is None:
+        yield
+        return
+    trace = _trace
+    with trace.phase("step", step=number, stage=stage):
+        yield
+    trace.end_step()
+
+
+class span:
+    """Records the body of `with span("optimizer"):`, or what is between `start` and `stop`, inside a phase.
+
+    Threads have rows of their own. What an error or a stop ends is recorded too.
+    """
+
+    __slots__ = ("about", "name", "since")
+
+    def __init__(self, name: str, /, **about: Any) -> None:
+        self.name, self.about, self.since = name, about, 0
+
+    def start(self, *_: Any, **__: Any) -> None:
+        """Begins; arguments such as Megatron's `barrier` have no effect."""
+        self.since = now()
+        if _trace is not None:
+            _trace.flight.begin(self.name, self.about)
+
+    def stop(self, *_: Any, **__: Any) -> None:
+        """Ends."""
+        if _trace is None:
+            return
+        _trace.flight.end(self.name)
+        took: dict[str, Any] = {"dur": (now() - self.since) / 1e3}
+        _trace.event("X", self.name, self.since, took | ({"args": self.about} if self.about else {}))
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+
+def under_way(kind: str, name: str, since: int, /, **about: Any) -> None:
+    """Records what goes on beside the phases, such as a sample of an engine, from a time of `now` until now."""
+    if _trace is None:
+        return
+    common = {"cat": kind, "id": f"{name} @{since}"}
+    _trace.event("b", name, since, {**common, "args": about})
+    _trace.event("e", name, now(), common)

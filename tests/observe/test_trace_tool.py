@@ -1,0 +1,113 @@
+"""tools/trace.py: ranks become one file, of the steps that are asked for; what each rank did last; clear refusals."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import REPOSITORY
+from traced import Span, events, write
+
+from grpo_mega.platform.clock import Clock
+from grpo_mega.platform.flight import Flight
+
+STEPS: list[Span] = [
+    ("step", 100, 104), ("generate", 100, 103), ("update", 103, 104),
+    ("step", 105, 109), ("generate", 105, 107), ("update", 107, 109),
+]  # fmt: skip
+SAMPLES: dict[int, list[Span]] = {
+    0: [("sum 1 #0", 100.1, 102), ("sum 1 #1", 100.1, 102.5), ("sum 1 #0", 105.1, 106)],
+    1: [("sum 1 #2", 100.1, 102.9), ("sum 2 #0", 100.1, 101)],
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for rank, samples in SAMPLES.items():
+        write(tmp_path, rank, events(rank, STEPS, samples))
+    return tmp_path
+
+
+def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(REPOSITORY / "tools" / "trace.py"), *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+def test_the_ranks_become_one_file_with_groups_and_the_waterfall_is_told(run: Path) -> None:
+    with (run / "trace" / "rank-00001.json").open("a") as file:
+        file.write('{"ph":"B","name":"upd')  # killed
+    done = tool(run)
+    assert (done.returncode, done.stderr) == (0, "")
+    whole = json.loads(gzip.decompress((run / "trace" / "joined.json.gz").read_bytes()))
+    assert {e["pid"] for e in whole} == {0, 1}
+    assert sum(e["ph"] == "M" for e in whole) == 2
+    groups = {(e["name"], e["ph"]): e["ts"] / 1e6 for e in whole if e.get("cat") == "group" and e["ts"] < 104e6}
+    assert groups == {
+        ("sum 1", "b"): 100.1, ("sum 1", "e"): 102.9, ("sum 2", "b"): 100.1, ("sum 2", "e"): 101.0,
+    }  # fmt: skip
+    assert sum(e.get("cat") == "group" for e in whole) == 6
+    assert "Steps 1 to 2, 2 ranks" in done.stdout
+    assert "A step is bound by" in done.stdout
+    assert f"{len(whole)} events" in done.stdout
+
+
+def test_only_the_steps_that_are_asked_for(run: Path, tmp_path: Path) -> None:
+    done = tool(run, "--steps", "2:9", "--out", tmp_path / "some.json")
+    assert done.returncode == 0, done.stderr
+    whole = json.loads((tmp_path / "some.json").read_text())
+    times = [e["ts"] / 1e6 for e in whole if e["ph"] != "M"]
+    assert (min(times), max(times)) == (105, 109)
+    assert "Steps 2 to 2" in done.stdout
+    assert not (run / "trace" / "joined.json.gz").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--steps", "3:5"], "no whole step of 3:5 is in the traces: they have 1 to 2"),
+        (["--steps", "5:3"], "'5:3' has no step: its last one comes before its first; write 3:5"),
+        (["--steps", "a"], "'a' is no range of steps: write FIRST:LAST, such as 3:5, or one step"),
+        (["--out", "/dev/null/x"], "/dev/null"),
+    ],
+)
+def test_refusals_say_what_to_change(run: Path, options: list[str], said: str) -> None:
+    done = tool(run, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+
+
+def test_what_recording_takes_is_that_of_the_step_with_most_events_for_its_time(run: Path) -> None:
+    crowded = events(2, [("step", 100, 101), *[("poll", 100 + n / 100, 100 + n / 50) for n in range(98)]])
+    write(run, 2, crowded)
+    done = tool(run, "--cost")
+    assert (done.returncode, done.stderr) == (0, "")
+    each, share = map(float, re.findall(r"takes ([\d.]+) (?:us|%) of", done.stdout))
+    assert "of 5 steps of 3 ranks, the one with most for its time has 100 in 1 s" in done.stdout
+    assert share == pytest.approx(100 * each / 1e4, rel=0.1)
+
+
+def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
+    done = tool(tmp_path)
+    assert done.returncode == 2
+    assert "run.keep_traces" in done.stderr
+    assert tool(tmp_path, "--last").returncode == 2
+
+
+def test_what_each_rank_did_last_and_which_one_the_others_wait_for(tmp_path: Path) -> None:
+    for rank, inside in enumerate((["step", "update", "reduce"], ["step", "update", "forward-compute"])):
+        flight = Flight(tmp_path, rank, Clock(10**18))
+        flight.begin("setup", {})
+        flight.end("setup")
+        for name in inside:
+            flight.begin(name, {"mini_batch": 2} if name == "update" else {})
+        flight.close()
+    done = tool(tmp_path, "--last")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "rank-00000: in step > update > reduce" in done.stdout
+    assert "step/update begins mini_batch=2" in done.stdout
+    assert done.stdout.splitlines()[-1] == "Not waiting for others: rank-00001"

@@ -1,0 +1,139 @@
+"""Joins the traces of a run's ranks into one file for Perfetto, and says where the time of a step goes.
+
+    python tools/trace.py runs/tiny
+    python tools/trace.py runs/tiny --steps 3:5 --out slow.json
+    python tools/trace.py runs/tiny --last
+    python tools/trace.py runs/tiny --cost
+
+https://ui.perfetto.dev opens the file, RUN/trace/joined.json.gz without --out; a name that ends in .gz is compressed.
+--last writes nothing: it tells what each rank did last, which is known whatever has become of the run. Nor does --cost:
+it measures what an event takes on this machine, and tells what share of the run's steps their events took.
+
+Exit code: 0 done, 2 the run has no such trace, or the file cannot be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import process_time_ns
+
+from grpo_mega.config.step_range import read_steps
+from grpo_mega.observe.trace_files import RankTrace, join, read_traces, steps_of
+from grpo_mega.observe.waterfall import waits, waterfall
+from grpo_mega.platform.clock import own_clock
+from grpo_mega.platform.flight import FOLDER as FLIGHT
+from grpo_mega.platform.flight import Moment, read_flight
+from grpo_mega.platform.trace import FOLDER as TRACE
+from grpo_mega.platform.trace import Process, Trace, phase, recording, span
+
+DONE, BAD_INPUT = 0, 2
+EVENTS = 10_000
+"""That are recorded to measure what one takes; fewer than a step may have."""
+MOMENTS = 8
+"""Of each rank that --last tells."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    made.add_argument("--steps", metavar="FIRST:LAST", help="only these steps, such as 3:5; all that are kept without")
+    made.add_argument("--out", type=Path, metavar="FILE", help="what to write (RUN/trace/joined.json.gz)")
+    made.add_argument("--last", action="store_true", help="tell what each rank did last, after a crash or in a hang")
+    made.add_argument("--cost", action="store_true", help="tell what share of a step recording takes")
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns its exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        if options.last:
+            _tell_last(options.run)
+            return DONE
+        steps = read_steps(options.steps) if options.steps else None
+        traces = read_traces(options.run)
+        if options.cost:
+            print(_cost(traces))
+            return DONE
+        out = options.out or options.run / TRACE / "joined.json.gz"
+        events = join(traces, steps, out)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    found = waterfall(traces, steps)
+    if found is None:
+        print("no step is whole on every rank: nothing can be said of where its time goes")
+    else:
+        print(f"Steps {found.steps[0]} to {found.steps[-1]}, {found.ranks} ranks; medians over steps:\n")
+        print("\n".join(found.lines()))
+        print(f"\n{found.words}")
+        if found.clock_error_us:
+            print(f"The ranks' clocks may differ by {found.clock_error_us:.0f} microseconds.")
+    print(f"\n{out}: {events} events; open it at https://ui.perfetto.dev")
+    return DONE
+
+
+def _cost(traces: Sequence[RankTrace]) -> str:
+    """What recording takes of a step: the events of the busiest rank and step, and what an event takes here, in time
+    of a CPU: others may use this machine meanwhile."""
+    shares = []
+    for trace in traces:
+        for begin, end in (when for _, when in steps_of(trace).values()):
+            events = sum(e["ph"] != "M" and begin <= e["ts"] <= end for e in trace.events)
+            shares.append((events / (end - begin), events, (end - begin) / 1e6))
+    if not shares:
+        raise ValueError("no step is whole: nothing can be said of what recording takes of one")
+    with TemporaryDirectory() as folder:
+        made = Trace(Path(folder), Process(0, "rank 0", 1), own_clock(), 1, dict)
+        with recording(made), phase("update"):
+            began = process_time_ns()
+            for number in range(EVENTS):
+                with span("forward-compute", micro=number):
+                    pass
+            each_us = (process_time_ns() - began) / EVENTS / 1e3
+    _, events, seconds = max(shares)
+    return (
+        f"An event takes {each_us:.1f} us of a CPU here; of {len(shares)} steps of {len(traces)} ranks, the one with "
+        f"most for its time has {events} in {seconds:.3g} s: "
+        f"recording takes {events * each_us / seconds / 1e4:.3f} % of it"
+    )
+
+
+def _tell_last(run: Path) -> None:
+    """Prints what each rank did last, and for which ranks the others may wait.
+
+    Raises:
+        ValueError: The run has left nothing.
+    """
+    files = sorted((run / FLIGHT).glob("rank-*"))
+    if not files:
+        raise ValueError(f"{run / FLIGHT} has no file: name a run directory, such as runs/tiny")
+    last = {file.name: read_flight(file) for file in files}
+    waiting = {name: bool(found) and any(map(waits, found[-1].inside)) for name, found in last.items()}
+    for name, found in last.items():
+        inside = " > ".join(found[-1].inside) if found and found[-1].inside else "nothing"
+        when = f", since {_clock(found[-1].time)}" if found else ""
+        print(f"{name}: in {inside}{when}, line {found[-1].number if found else 0}")
+        for moment in found[-MOMENTS:]:
+            print(f"    {_in_words(moment)}")
+    if 0 < sum(waiting.values()) < len(waiting):
+        print(f"Not waiting for others: {', '.join(name for name in last if not waiting[name])}")
+
+
+def _in_words(moment: Moment) -> str:
+    what = "begins" if moment.begins else "ends"
+    return f"{_clock(moment.time)} {'/'.join(moment.open)} {what} {moment.about}".rstrip()
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds)) + f"{seconds % 1:.6f}"[1:]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
