@@ -151,6 +151,7 @@ report() {
             echo "behind the others: $(slowest)"
             echo "where each rank is (whole stacks in $ATTEMPT/rank-*.log):"
             stacks
+            [[ ! -d $RUN/flight ]] || echo "what each rank did last: python tools/trace.py $RUN --last"
         elif [[ -n $first ]]; then
             rank=$((10#${first##*-}))
             echo "first to fail: rank $rank on ${chosen[rank / RANKS_PER_NODE]}, exit code $(cat "$first.code" 2>/dev/null || echo none)," \

@@ -152,7 +152,9 @@ def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluste
     assert cluster.job(launch.number)["Restarts"] == "0"
     assert "in _next_line" in log_of(launch, "restart-0-attempt-1", 1), "it waits for its reward function"
     assert f"no sign of life from rank 0 for {seconds} s" in launch.log
-    assert re.search(r'user_functions\.py", line \d+ in \w+: rank-0001\n', (launch.files / "report.txt").read_text())
+    report = (launch.files / "report.txt").read_text()
+    assert re.search(r'user_functions\.py", line \d+ in \w+: rank-0001\n', report)
+    assert f"tools/trace.py {launch.run} --last" in report
     told = cluster.run(REPOSITORY / "slurm" / "status.sh", launch.run).stdout
     assert re.search(r"^step (\d+)/\1: reward .* elapsed, 0:00 left$", told, re.MULTILINE), told
 
