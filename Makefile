@@ -15,8 +15,10 @@ SGLANG_VENV := .venv-sglang
 SGLANG_READY := $(SGLANG_VENV)/.ready
 SGLANG_BEFORE_READY := $(SGLANG_VENV)/before/.ready
 SGLANG_SHIM := $(CURDIR)/tests/sglang/cpu_shim
+REHEARSE_VENV := .venv-rehearse
+REHEARSE_READY := $(REHEARSE_VENV)/.ready
 # Rooms with a long suite of their own.
-LONG_ROOMS := parity slurm train sandbox docs
+LONG_ROOMS := parity slurm train sandbox docs rehearsal
 # On both sides of 0.5.21, which changed how weights are pushed.
 SGLANG := 0.5.23
 SGLANG_BEFORE := 0.5.20
@@ -100,7 +102,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(REHEARSE_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml
@@ -135,4 +137,15 @@ $(SGLANG_READY): pyproject.toml tests/sglang/requirements.txt tests/sglang/const
 
 $(SGLANG_BEFORE_READY): $(SGLANG_READY)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(SGLANG_VENV)/before sglang==$(SGLANG_BEFORE)
+	@touch $@
+
+# A CUDA build of torch, whose libraries are the default index's: 7 GB. The headers are what compiles against it.
+$(REHEARSE_READY): pyproject.toml $(wildcard grpo_mega/rehearsal/nullgpu/*) grpo_mega/rehearsal/build.py
+	@echo "Setting up $(REHEARSE_VENV): torch for CUDA, Transformer Engine, and a GPU that computes nothing; 7 GB, minutes."
+	@$(PYTHON) -m venv $(REHEARSE_VENV)
+	$(REHEARSE_VENV)/bin/python -m pip install --quiet --no-cache-dir torch==2.11.0 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
+	$(REHEARSE_VENV)/bin/python -m pip install --quiet --no-cache-dir setuptools -e .
+	$(REHEARSE_VENV)/bin/python -m pip install --quiet --no-cache-dir --no-deps transformer-engine==2.11.0 transformer-engine-cu13==2.11.0
+	$(REHEARSE_VENV)/bin/python -m pip install --quiet --no-cache-dir einops importlib-metadata onnx onnxscript pydantic
+	$(REHEARSE_VENV)/bin/python -m grpo_mega.rehearsal.build --transformer-engine
 	@touch $@
