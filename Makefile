@@ -32,10 +32,13 @@ make test-all  run the whole test suite: the long suites below as well, two hour
     test-slurm     faults of jobs on a real Slurm
     test-train     runs that are killed, stopped, and continued under other layouts
     test-sandbox   attacks of programs on the machine that runs them, many times over
+    test-rehearsal  ranks of every GPU experiment on a GPU that computes nothing, in $(REHEARSE_VENV)
     test-docs      every command of README.md and docs/ that runs on a CPU, shortened
     test-rooms     what takes long in the other rooms; test-reward is a part of it
     test-sglang    generation in SGLang $(SGLANG) and $(SGLANG_BEFORE) on a CPU, in $(SGLANG_VENV): 3 GB, under an hour;
                    test-sglang-newest is the first of them, test-sglang-contract the shortest part of that
+make rehearse  run the stages of every GPU experiment on a GPU that computes nothing, and hold their budgets of memory,
+              launches and waits (docs/gpu.md); in $(REHEARSE_VENV), 7 GB
 make lint     check style and types
 make clean    remove virtual environments and caches; runs/ stays
 
@@ -53,7 +56,7 @@ The others make $(VENV) when it is missing or older than pyproject.toml. Variabl
                     make test: further pytest options, such as '-k advantage'
 endef
 
-.PHONY: help train r1-tiny test test-all test-parity test-slurm test-train test-sandbox test-docs test-rooms test-reward \
+.PHONY: help rehearse test-rehearsal train r1-tiny test test-all test-parity test-slurm test-train test-sandbox test-docs test-rooms test-reward \
     test-sglang test-sglang-newest test-sglang-contract slurm lint clean
 
 help:
@@ -74,6 +77,11 @@ test-all: test $(LONG_ROOMS:%=test-%) test-rooms test-sglang
 # What `make test` leaves out of a room, and of all others.
 $(LONG_ROOMS:%=test-%) test-reward: $(READY) slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/$(@:test-%=%) $(ARGS)
+
+rehearse: $(READY) $(REHEARSE_READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m long tests/rehearsal/test_rehearsal_budgets.py $(ARGS)
+
+test-rehearsal: $(REHEARSE_READY)
 
 test-rooms: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests $(LONG_ROOMS:%=--ignore tests/%) $(ARGS)

@@ -91,6 +91,6 @@ def frame_in_words(path: str, line: int | None, function: str) -> str:
     if any(part in path for part in HIDDEN):
         return ""
     if LIBRARIES in path:
-        return f"{path.split(LIBRARIES)[1]}:{line} {function}"
+        return f"{path.rsplit(LIBRARIES)[-1]}:{line} {function}"
     room = next((room for room in PROJECT if f"/{room}" in path), None)
-    return f"{room}{path.split(f'/{room}')[1]}:{line} {function}" if room else ""
+    return f"{room}{path.rsplit(f'/{room}')[-1]}:{line} {function}" if room else ""

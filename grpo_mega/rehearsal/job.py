@@ -25,6 +25,10 @@ UNSEEN = 508 * 2**20
 """Bytes that nvidia-smi counts and CUDA does not: an H100 has 81,559 MiB for one and 81,051 for the other."""
 
 
+CUDA = "lib/python3*/site-packages/nvidia/cu13/lib"
+"""CUDA's libraries in an environment, as a pattern."""
+
+
 class NoEnvironment(Exception):
     """Nothing here can rehearse; says what to do."""
 
@@ -57,7 +61,7 @@ class Environment:
                 f"{folder} is missing: make .venv-rehearse/.ready installs torch for CUDA there (7 GB) and compiles "
                 "the null GPU"
             )
-        if not [*folder.glob("lib/python3*/site-packages/nvidia/cu13/lib/libcudart.so.13")]:
+        if not [*folder.glob(f"{CUDA}/libcudart.so.13")]:
             raise NoEnvironment(
                 f"{folder} has no torch for CUDA 13: remove it, and run make .venv-rehearse/.ready with an index that "
                 "has the default build of torch"
@@ -72,7 +76,7 @@ class Environment:
         """
         with tempfile.TemporaryDirectory() as scratch:
             out = Path(scratch) / "measured.json"
-            command = [self.folder / "bin" / "python", program, spec.to_json(), out]
+            command = [self.folder / "bin" / "python", "-X", "faulthandler", program, spec.to_json(), out]
             done = subprocess.run([*map(str, command)], env=self._variables(spec), capture_output=True, text=True)
             if done.returncode or not out.exists():
                 raise RuntimeError(

@@ -68,7 +68,7 @@ def skewed(config: Config, cells: int) -> tuple[int, ...]:
     layout = config.layout
     longest = min(layout.micro_batch_tokens, config.model.context)
     others = cells * layout.micro_batch_tokens // longest - 1
-    short = (layout.micro_batch_tokens - longest) // others if others else 0
+    short = min(longest, (layout.micro_batch_tokens - longest) // others) if others else 0
     return ((longest,) + (short,) * (others if short >= 2 else 0)) * layout.pp
 
 
