@@ -15,8 +15,10 @@ SGLANG_VENV := .venv-sglang
 SGLANG_READY := $(SGLANG_VENV)/.ready
 SGLANG_BEFORE_READY := $(SGLANG_VENV)/before/.ready
 SGLANG_SHIM := $(CURDIR)/tests/sglang/cpu_shim
+REHEARSE_VENV := .venv-rehearse
+REHEARSE_READY := $(REHEARSE_VENV)/.ready
 # Rooms with a long suite of their own.
-LONG_ROOMS := parity slurm train sandbox docs
+LONG_ROOMS := parity slurm train sandbox docs rehearsal
 # On both sides of 0.5.21, which changed how weights are pushed.
 SGLANG := 0.5.23
 SGLANG_BEFORE := 0.5.20
@@ -30,10 +32,13 @@ make test-all  run the whole test suite: the long suites below as well, two hour
     test-slurm     faults of jobs on a real Slurm
     test-train     runs that are killed, stopped, and continued under other layouts
     test-sandbox   attacks of programs on the machine that runs them, many times over
+    test-rehearsal  ranks of every GPU experiment on a GPU that computes nothing, in $(REHEARSE_VENV)
     test-docs      every command of README.md and docs/ that runs on a CPU, shortened
     test-rooms     what takes long in the other rooms; test-reward is a part of it
     test-sglang    generation in SGLang $(SGLANG) and $(SGLANG_BEFORE) on a CPU, in $(SGLANG_VENV): 3 GB, under an hour;
                    test-sglang-newest is the first of them, test-sglang-contract the shortest part of that
+make rehearse  run the stages of every GPU experiment on a GPU that computes nothing, and hold their budgets of memory,
+              launches and waits (docs/gpu.md); in $(REHEARSE_VENV), 7 GB
 make lint     check style and types
 make clean    remove virtual environments and caches; runs/ stays
 
@@ -51,7 +56,7 @@ The others make $(VENV) when it is missing or older than pyproject.toml. Variabl
                     make test: further pytest options, such as '-k advantage'
 endef
 
-.PHONY: help train r1-tiny test test-all test-parity test-slurm test-train test-sandbox test-docs test-rooms test-reward \
+.PHONY: help rehearse test-rehearsal train r1-tiny test test-all test-parity test-slurm test-train test-sandbox test-docs test-rooms test-reward \
     test-sglang test-sglang-newest test-sglang-contract slurm lint clean
 
 help:
@@ -72,6 +77,11 @@ test-all: test $(LONG_ROOMS:%=test-%) test-rooms test-sglang
 # What `make test` leaves out of a room, and of all others.
 $(LONG_ROOMS:%=test-%) test-reward: $(READY) slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/$(@:test-%=%) $(ARGS)
+
+rehearse: $(READY) $(REHEARSE_READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m long tests/rehearsal/test_rehearsal_budgets.py $(ARGS)
+
+test-rehearsal: $(REHEARSE_READY)
 
 test-rooms: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests $(LONG_ROOMS:%=--ignore tests/%) $(ARGS)
@@ -100,7 +110,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(REHEARSE_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml
@@ -135,4 +145,15 @@ $(SGLANG_READY): pyproject.toml tests/sglang/requirements.txt tests/sglang/const
 
 $(SGLANG_BEFORE_READY): $(SGLANG_READY)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(SGLANG_VENV)/before sglang==$(SGLANG_BEFORE)
+	@touch $@
+
+# A CUDA build of torch, whose libraries are the default index's: 7 GB. The headers are what compiles against it.
+$(REHEARSE_READY): pyproject.toml $(wildcard grpo_mega/rehearsal/nullgpu/*) grpo_mega/rehearsal/build.py
+	@echo "Setting up $(REHEARSE_VENV): torch for CUDA, Transformer Engine, and a GPU that computes nothing; 7 GB, minutes."
+	@$(PYTHON) -m venv $(REHEARSE_VENV)
+	$(REHEARSE_VENV)/bin/python -m pip install --quiet --no-cache-dir torch==2.11.0 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
+	$(REHEARSE_VENV)/bin/python -m pip install --quiet --no-cache-dir setuptools -e .
+	$(REHEARSE_VENV)/bin/python -m pip install --quiet --no-cache-dir --no-deps transformer-engine==2.11.0 transformer-engine-cu13==2.11.0
+	$(REHEARSE_VENV)/bin/python -m pip install --quiet --no-cache-dir einops importlib-metadata onnx onnxscript pydantic
+	$(REHEARSE_VENV)/bin/python -m grpo_mega.rehearsal.build --transformer-engine
 	@touch $@

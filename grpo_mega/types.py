@@ -9,7 +9,7 @@ Shape letters used in the project: T packed tokens, N sequences, G samples per p
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -303,11 +303,11 @@ class ScoredTokens(TokenColumns):
         columns = {name: column[part] for name, column in self.columns().items()}
         return ScoredTokens(index=self.index[part], **columns)
 
-    def to(self, device: torch.device) -> ScoredTokens:
-        """The tokens with all columns on a device."""
-        cu_seqlens = self.cu_seqlens if self.cu_seqlens is None else self.cu_seqlens.to(device)
-        columns = {name: column.to(device) for name, column in self.columns().items()}
-        return ScoredTokens(index=self.index.to(device), cu_seqlens=cu_seqlens, **columns)
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ScoredTokens:
+        """The tokens with all columns changed by `change`, such as moved to a device."""
+        cu_seqlens = self.cu_seqlens if self.cu_seqlens is None else change(self.cu_seqlens)
+        columns = {name: change(column) for name, column in self.columns().items()}
+        return ScoredTokens(index=change(self.index), cu_seqlens=cu_seqlens, **columns)
 
 
 def pack_tokens(sequences: Sequence[Sequence[int] | np.ndarray], starts: Sequence[int]) -> Batch:

@@ -238,10 +238,6 @@ def _drop_activations(gpt: ModelChunks) -> None:
     """Lets go of what modules still hold of the last micro-batch; the next one replaces it anyway."""
     for chunk in gpt:
         chunk.set_input_tensor(None)  # what the pipeline stage before has sent
-    for module in gpt.modules():
-        dispatcher = getattr(module, "token_dispatcher", None)
-        if dispatcher is not None:  # [tokens, experts] each
-            dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer | None) -> Iterator[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.schedule import cells_per_token, deal, fill
 from grpo_mega.models.topology import Topology
+from grpo_mega.models.transfer import moved
 from grpo_mega.types import Batch, ScoredTokens
 
 
@@ -192,10 +194,12 @@ def _micro_batch(
     scored_index = index[scored[local]]
     per_sequence = packed.sequence[scored[local]].bincount(minlength=len(sequences))
     return MicroBatch(
-        tokens=_in_rows(tokens, packed)[None].to(device),
+        tokens=moved(_in_rows(tokens, packed)[None], device),
         packed=packed.to(device),
-        rows=rows.to(device),
-        scored=ScoredTokens.of(batch, scored_index, F.pad(per_sequence.cumsum(0), (1, 0))).to(device),
+        rows=moved(rows, device),
+        scored=ScoredTokens.of(batch, scored_index, F.pad(per_sequence.cumsum(0), (1, 0))).each(
+            partial(moved, device=device)
+        ),
         ahead=[_predicted(scored, tokens, depth, packed, device) for depth in range(1, depths + 1)],
     )
 
@@ -238,4 +242,4 @@ def _predicted(
     scored: torch.Tensor, tokens: torch.Tensor, depth: int, packed: PackedTokens, device: torch.device
 ) -> Predicted:
     rows, which = _rows_before(scored, 1 + depth, packed)
-    return Predicted(rows.to(device), tokens[scored[which]].to(device))
+    return Predicted(moved(rows, device), moved(tokens[scored[which]], device))

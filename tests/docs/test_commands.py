@@ -56,6 +56,9 @@ NOT_RUN = {
         "torchrun --standalone", "python tools/evaluate.py", "python tools/rejection_sample.py",
         "torchrun --standalone", "torchrun --standalone",
     ],
+    "needs make .venv-rehearse/.ready, 7 GB; tests/rehearsal run it": [
+        "make rehearse", "python tools/rehearse.py", "python tools/rehearse.py",
+    ],
     "TRL has an environment of its own": ["OMP_NUM_THREADS=1 python", "OMP_NUM_THREADS=1 python"],
     "needs a Slurm cluster; tests/slurm run the scripts on a Slurm of their own": [
         "git clone", "make .venv/.ready", "slurm/tiny.sh --partition=NAME", "slurm/status.sh runs/tiny",

@@ -27,6 +27,7 @@ RUN_BY = {
     "export.py": "tests/train/exporting.py",
     "import.py": "tests/train/test_import.py",
     "plan.py": "tests/planning/test_plan.py",
+    "rehearse.py": "tests/rehearsal/test_rehearsed_ranks.py",
     "bench_weight_sync.py": "tests/colocation/test_bench_weight_sync.py",
     "bench_kernels.py": "tests/kernels/test_bench_kernels.py",
     "parity.py": "tests/parity/test_parity_tool.py",
@@ -34,7 +35,10 @@ RUN_BY = {
 """Tests of `make test` that run those which no document's command runs there."""
 PARTS = {"kernel_check.py": "bench_kernels.py", "kernel_contenders.py": "bench_kernels.py"}
 """What is no tool, but a part of one."""
-NOT_RUN = {"bench_trl.py": "TRL has an environment of its own"}
+NOT_RUN = {
+    "bench_trl.py": "TRL has an environment of its own",
+    "rehearse_rank.py": "tools/rehearse.py starts it in an environment of its own",
+}
 OTHERS = {
     "Slurm": "account container-image container-save gpus-per-node no-kill no-requeue nodes ntasks-per-node partition"
     " signal time",

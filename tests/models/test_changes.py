@@ -14,6 +14,8 @@ from megatron.core.transformer.mlp import MLP
 from ranks import REPOSITORY, results, run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo_kernels import GRPOLoss
+from grpo_mega.algorithm.objective import grpo_loss
 from grpo_mega.config.schema import OptimizerConfig
 from grpo_mega.models.megatron import changes
 from grpo_mega.models.megatron.layers import GatedMLP, WholeColumnLinear, WholeRowLinear
@@ -135,3 +137,13 @@ def test_an_optimizer_has_moments_before_its_first_update(make_policy: MakePolic
     ]
     assert len(states) == len([*policy.chunks.parameters()])
     assert all({"exp_avg", "exp_avg_sq"} <= state.keys() for state in states)
+
+
+def test_no_layer_keeps_the_routing_of_a_micro_batch(make_policy: MakePolicy, batch: Batch) -> None:
+    """Its probabilities hang on the graph of a micro-batch, which would stay in memory with them."""
+    policy = make_policy("moe")
+    dispatchers = [m.token_dispatcher for m in policy.chunks.modules() if hasattr(m, "token_dispatcher")]
+    assert dispatchers
+    for work in (lambda: policy.logprobs(batch, 1.0), lambda: policy.gradients(batch, grpo_loss(GRPOLoss(), True))):
+        work()
+        assert all(one.probs is None and one.routing_map is None for one in dispatchers)

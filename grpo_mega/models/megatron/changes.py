@@ -143,6 +143,16 @@ def _mark_experts(chunk: Chunk) -> None:
             parameter.allreduce = False
 
 
+def _forget_routing(chunk: Chunk) -> None:
+    def forget(layer: Any, *_: Any) -> None:
+        dispatcher = layer.token_dispatcher
+        dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
+
+    for module in chunk.gpt.modules():
+        if hasattr(module, "token_dispatcher"):
+            module.register_forward_hook(forget)
+
+
 def _mark_predictors(chunk: Chunk) -> None:
     for name, parameter in chunk.gpt.named_parameters():
         if name.startswith("mtp."):
@@ -300,6 +310,14 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         "summed them as replicas; and their norm counts on the first of these alone (docs/parity.md, defect 8)",
         "tests/parity/test_layouts.py::test_as_on_one_process[gpt_oss:tp2ep2-gradients]",
         lambda chunk: mark_expert_biases(chunk.gpt),
+    ),
+    Change(
+        "forgotten_routing",
+        "a layer of experts lets go of a micro-batch's routing when its forward pass ends",
+        "Megatron's dispatcher keeps it until the next one, and with the probabilities the graph that made them: 2 GB "
+        "of DeepSeek-V3's stages (docs/gpu.md)",
+        "tests/models/test_changes.py::test_no_layer_keeps_the_routing_of_a_micro_batch",
+        _forget_routing,
     ),
     Change(
         "predictor_marks",

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from grpo_mega.models.transfer import moved
+
 HOST = torch.device("cpu")
 
 
@@ -268,4 +270,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     for the GPU in every layer.
     """
     movable = {f.name: getattr(value, f.name) for f in fields(value) if not f.name.startswith("cu_seqlens")}
-    return replace(value, **{name: x.to(device) for name, x in movable.items() if hasattr(x, "to")})
+    tensors = {name: moved(x, device) for name, x in movable.items() if torch.is_tensor(x)}
+    return replace(
+        value, **tensors, **{name: x.to(device) for name, x in movable.items() if isinstance(x, ContextShard)}
+    )

@@ -1,0 +1,83 @@
+"""What rehearsals measured, as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_mega.rehearsal.job import planned_bytes
+
+WAITS, COLLECTIVES = 6, 8
+"""Rows that are printed of each."""
+
+
+def peak(measured: dict[str, Any]) -> int:
+    """Most bytes that torch's allocator held of the GPU."""
+    return max(phase["peak_reserved"] for phase in measured["phases"])
+
+
+def show(measured: dict[str, Any], lines: Mapping[str, float]) -> None:
+    """Prints one rank's phases, beside the planner's `lines` of its stage."""
+    sizes = measured["lengths"]
+    print(
+        f"\nrank {measured['rank']}, pipeline stage {measured['stage']}: {len(sizes)} sequences of {min(sizes):,} to "
+        f"{max(sizes):,} tokens ({measured['sequences']}), "
+        f"{'with' if measured['transformer_engine'] else 'without'} Transformer Engine"
+    )
+    columns = ("GB: held", "peak", "reserved", "launches", "TFLOP", "waits", "pageable MB", "seconds")
+    _row("", columns)
+    for phase in measured["phases"]:
+        pageable = phase["to_device_pageable"] + phase["to_host_pageable"]
+        memory = [f"{phase[name] / 1e9:.1f}" for name in ("allocated", "peak_allocated", "peak_reserved")]
+        counts = [f"{phase['launches']:,}", f"{phase['flops'] / 1e12:,.1f}", f"{phase['waits']:,}"]
+        _row(phase["name"], [*memory, *counts, f"{pageable / 1e6:.1f}", f"{phase['seconds']:.1f}"])
+    _show_busiest(measured["phases"])
+    print(f"planned for this stage: {planned_bytes(lines) / 1e9:.1f} GB beside libraries and engines")
+    print(verdict(measured))
+
+
+def _show_busiest(phases: Sequence[dict[str, Any]]) -> None:
+    """Waits and collectives of the phase that has most waits; not the first, in which libraries start."""
+    busiest = max(phases[1:] or phases, key=lambda phase: phase["waits"])
+    if busiest["places"]:
+        print(f"where the host waits, {busiest['name']}:")
+        for place, times in [*busiest["places"].items()][:WAITS]:
+            print(f"{times:>8,}  {place}")
+    rows = [row for phase in phases for row in phase["collectives"] if phase is busiest]
+    if rows:
+        print(f"what is sent, {busiest['name']}:")
+        for row in rows[:COLLECTIVES]:
+            print(f"{row['bytes'] / 1e9:>10.2f} GB  {row['calls']:>6,} x {row['collective']}, {row['group']}")
+
+
+def verdict(measured: dict[str, Any]) -> str:
+    """One line: whether the rank fits, and by how much."""
+    others = f"{measured['taken'] / 1e9:.1f} GB of libraries and a sleeping engine"
+    if failure := measured["failure"]:
+        return f"does not fit beside {others}: {failure['phase']}, at {failure['owner']}: {failure['message']}"
+    most = peak(measured)
+    spare = measured["capacity"] - measured["taken"] - most
+    return f"fits: {most / 1e9:.1f} GB at most, beside {others}; {spare / 1e9:.1f} GB to spare"
+
+
+def show_all(everyone: Sequence[dict[str, Any]], memories: Sequence[Mapping[str, float]]) -> None:
+    """Prints a line for each rank, and the whole of the worst."""
+    print()
+    _row("rank (stage), sequences", ("planned GB", "held", "peak", "reserved", "launches", "waits"))
+    for measured in everyone:
+        lines, phases = memories[measured["stage"]], measured["phases"]
+        gradients = [phase for phase in phases if phase["name"].startswith("gradients")][-1:] or phases[-1:]
+        sizes = (planned_bytes(lines), phases[0]["allocated"], max(p["peak_allocated"] for p in phases), peak(measured))
+        _row(
+            f"{measured['rank']} ({measured['stage']}), {measured['sequences']}",
+            [f"{size / 1e9:.1f}" for size in sizes] + [f"{gradients[0][name]:,}" for name in ("launches", "waits")],
+        )
+        if measured["failure"]:
+            print(f"  {verdict(measured)}")
+    worst = max(everyone, key=lambda measured: (measured["failure"] is not None, peak(measured)))
+    print("\nthe worst of these:", end="")
+    show(worst, memories[worst["stage"]])
+
+
+def _row(name: str, values: Sequence[Any]) -> None:
+    print(f"{name:<28}" + "".join(f"{value!s:>12}" for value in values))

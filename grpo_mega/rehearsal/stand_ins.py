@@ -1,0 +1,155 @@
+"""What a rehearsal replaces because a GPU that computes nothing, or ranks that are not there, cannot give it.
+
+Everything else is what a job runs: torch's CUDA build and its allocator, Transformer Engine, Megatron, this project.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from grpo_kernels import cuda_rows
+from grpo_mega.models import model as trained_model
+from grpo_mega.models.chunks import ModelChunks
+from grpo_mega.rehearsal.spec import RankSpec
+from grpo_mega.types import Batch
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """One thing that is replaced.
+
+    Attributes:
+        name: What it is called in reports.
+        reason: Why there is nothing real.
+        apply: Replaces it.
+    """
+
+    name: str
+    reason: str
+    apply: Callable[[RankSpec], None]
+
+
+rows_coming: deque[int] = deque()
+"""Rows of the micro-batches whose hidden states the stage before is still to send; `rank.py` fills it for a pass."""
+rows_returning: deque[int] = deque()
+"""Rows of those whose gradients the stage after is still to send."""
+
+
+def _balanced_experts(spec: RankSpec) -> None:
+    """Every rank's experts get `imbalance` times the average, all of them equally many tokens."""
+    original = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
+
+    def balanced(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> Any:
+        found = original(self, point, tokens_per_expert)  # with the copies and waits that it makes
+        routed = self.hidden_shape.numel() // self.hidden_shape[-1] * self.config.moe_router_topk
+        arriving = int(routed * spec.imbalance)
+        counts = np.array([arriving])
+        if self.input_splits is not None:
+            counts = _parts(arriving, self.ep_size)
+            self.input_splits, self.output_splits = _parts(routed, self.ep_size), counts
+            self.output_splits_tp = np.array([arriving] * self.tp_size)
+        of_experts = [_parts(int(n), self.num_local_experts) for _ in range(self.tp_size) for n in counts]
+        self.num_global_tokens_per_local_expert = torch.from_numpy(np.stack(of_experts))
+        return None if found is None else self.num_global_tokens_per_local_expert.sum(0)
+
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = balanced
+
+
+def _parts(total: int, parts: int) -> np.ndarray:
+    """[parts] integers as equal as can be, whose sum is `total`."""
+    return total // parts + (np.arange(parts) < total % parts)
+
+
+def _permuted_rows(spec: RankSpec) -> None:
+    """`masked_select` in Megatron's permutation finds `top_k` experts for every token."""
+    select = torch.Tensor.masked_select
+    permute = moe_utils.permute
+
+    def of_every_token(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        select(self.detach(), mask)  # its kernels, its memory and its wait
+        return self.reshape(-1)[: mask.shape[1] * spec.config.model.moe.top_k]
+
+    def permuted(*args: Any, **kwargs: Any) -> Any:
+        torch.Tensor.masked_select = of_every_token  # type: ignore[method-assign,assignment]
+        try:
+            return permute(*args, **kwargs)
+        finally:
+            torch.Tensor.masked_select = select  # type: ignore[method-assign]
+
+    moe_utils.permute = token_dispatcher.permute = permuted
+
+
+def _shapes_between_stages(spec: RankSpec) -> None:
+    original = P2PCommunicator._communicate_shapes
+
+    def shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> Any:
+        original(self, send_next, send_prev, recv_prev, recv_next)  # with the waits that it makes
+        coming = [rows_coming.popleft(), 1, spec.config.model.hidden] if recv_prev else None
+        returning = [rows_returning.popleft(), 1, spec.config.model.hidden] if recv_next else None
+        return coming, returning
+
+    P2PCommunicator._communicate_shapes = shapes
+
+
+def _finite(spec: RankSpec) -> None:
+    def of_losses(losses: torch.Tensor, index: torch.Tensor, batch: Batch) -> None:
+        bool((~torch.isfinite(losses)).any())
+
+    check = trained_model.refuse_non_finite_gradients
+
+    def of_gradients(gpt: ModelChunks, model: list[Any]) -> None:
+        with suppress(FloatingPointError):
+            check(gpt, model)
+
+    trained_model.refuse_non_finite_losses = of_losses
+    trained_model.refuse_non_finite_gradients = of_gradients
+
+
+def _no_compiler(spec: RankSpec) -> None:
+    cuda_rows.why_not = lambda *_: "NVRTC does not run beside a null GPU"
+
+
+STAND_INS = (
+    StandIn(
+        "balanced experts",
+        "which experts tokens go to is computed by kernels: all get equally many, times --imbalance",
+        _balanced_experts,
+    ),
+    StandIn(
+        "permuted rows",
+        "how many rows a mask selects is computed by a kernel: those of top_k experts for every token",
+        _permuted_rows,
+    ),
+    StandIn(
+        "shapes between stages",
+        "neighbouring stages are not there: micro-batches have the rows that this stage's have",
+        _shapes_between_stages,
+    ),
+    StandIn(
+        "finite numbers",
+        "no kernel writes, so memory holds zeros or leftovers: checks are made, and what they find is ignored",
+        _finite,
+    ),
+    StandIn(
+        "Triton's loss",
+        "NVRTC, which compiles the loss of whole vocabularies for a GPU, ends a process with the null GPU; why is not "
+        "known. Triton's kernels take the place of that one",
+        _no_compiler,
+    ),
+)
+
+
+def apply(spec: RankSpec) -> None:
+    """Puts all of them in place, after Megatron was imported and before a model is built."""
+    for stand_in in STAND_INS:
+        stand_in.apply(spec)

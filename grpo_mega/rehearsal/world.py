@@ -1,0 +1,186 @@
+"""The other ranks of a job, who are not there: process groups whose collectives are counted and send nothing."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public one
+
+from grpo_mega.config.schema import LayoutConfig
+from grpo_mega.models.topology import Topology, make_groups
+
+NAME = "null"
+SMALL = 1 << 20
+"""Most bytes that are given to this rank as what another one sent: sizes, flags, objects."""
+
+Traffic = Counter[tuple[str, str]]
+"""(group, collective) -> number or bytes."""
+calls: Traffic = Counter()
+sent: Traffic = Counter()
+
+
+def taken() -> list[dict[str, Any]]:
+    """Collectives since the last call, most bytes first."""
+    rows = [
+        {"group": group, "collective": kind, "calls": calls[group, kind], "bytes": size}
+        for (group, kind), size in sent.most_common()
+    ]
+    calls.clear()
+    sent.clear()
+    return rows
+
+
+class NullGroup(dist.ProcessGroup):
+    """A process group of which this rank is the only one that exists.
+
+    The others say what this one says, where that is small; otherwise nothing arrives and memory keeps what it has.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._members = size
+
+    def getBackendName(self) -> str:
+        """Its name among torch's backends."""
+        return NAME
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        """Counted; every rank keeps what it has."""
+        return self._done("all-reduce", tensors, tensors)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Counted; every rank keeps what it has."""
+        return self._done("all-reduce", tensors, tensors)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        """Counted; whoever sends, this rank has what it had."""
+        return self._done("broadcast", tensors, tensors)
+
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Every other rank's part is this one's."""
+        for others, mine in zip(outputs, inputs, strict=True):
+            for other in others:
+                _say(other, mine)
+        return self._done("all-gather", [t for others in outputs for t in others], outputs)
+
+    def _allgather_base(self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> Any:
+        for other in output.view(-1).chunk(self._members):
+            _say(other, mine)
+        return self._done("all-gather", [output], output)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Counted."""
+        return self._done("all-gather", outputs, outputs)
+
+    def reduce_scatter(  # type: ignore[override]
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
+    ) -> Any:
+        """Counted."""
+        return self._done("reduce-scatter", [t for parts in inputs for t in parts], outputs)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> Any:
+        return self._done("reduce-scatter", [whole], output)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Counted."""
+        return self._done("reduce-scatter", inputs, outputs)
+
+    def alltoall_base(
+        self, output: torch.Tensor, mine: torch.Tensor, coming: list[int], going: list[int], opts: Any = None
+    ) -> Any:
+        """Counted."""
+        return self._done("all-to-all", [mine], output)
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        """Counted."""
+        return self._done("all-to-all", inputs, outputs)
+
+    def send(self, tensors: list[torch.Tensor], *_: Any) -> Any:
+        """Counted."""
+        return self._done("send", tensors, tensors)
+
+    def recv(self, tensors: list[torch.Tensor], *_: Any) -> Any:
+        """Counted; nothing arrives."""
+        return self._done("receive", tensors, tensors)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Nobody is late."""
+        return self._done("barrier", [], None)
+
+    def _done(self, kind: str, moved: Sequence[torch.Tensor], result: Any) -> Any:
+        group = self.group_desc if self.group_desc not in ("", "undefined") else self.group_name
+        calls[group, kind] += 1
+        sent[group, kind] += sum(tensor.nbytes for tensor in moved)
+        future: Future = Future()
+        future.set_result(result)
+        return _create_work_from_future(future)
+
+
+def _say(other: torch.Tensor, mine: torch.Tensor) -> None:
+    """Another rank's part is what this one has: copied as bytes, which are the host's on a null GPU, too."""
+    if mine.nbytes <= SMALL and other.nbytes == mine.nbytes and other.data_ptr() != mine.data_ptr():
+        ctypes.memmove(other.data_ptr(), mine.contiguous().data_ptr(), mine.nbytes)
+
+
+def _create(_: Any, rank: int, size: int, __: Any) -> NullGroup:
+    return NullGroup(rank, size)
+
+
+@dataclass(frozen=True)
+class AloneInWorld(Topology):
+    """A rank's place in a layout whose other ranks do not exist: what they would say is what this one says."""
+
+    def of_every_replica(self, numbers: Sequence[int]) -> list[list[int]]:
+        """This replica's integers, as often as there are replicas."""
+        return [[*numbers]] * self.dp_size
+
+    def sum_by_name(self, sums: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+        """This rank's own sums; a stage without the loss has none."""
+        if self.is_last_stage:
+            values = torch.stack([sums[name] for name in sorted(sums)])
+            if self.scorers > 1:
+                dist.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+            return dict(zip(sorted(sums), values.tolist(), strict=True))
+        return {"loss": [0.0, 1.0]}
+
+
+def join_alone(layout: LayoutConfig, rank: int, world_size: int, seed: int) -> Topology:
+    """Makes this process rank `rank` of `world_size`, and Megatron's process groups."""
+    dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
+    dist.init_process_group(NAME, rank=rank, world_size=world_size, store=FakeStore())
+    new_group = dist.new_group
+
+    def null_group(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **kwargs | {"backend": NAME})
+
+    dist.new_group = null_group  # groups that ask for gloo, which would wait for the others
+    make_groups(layout, seed)
+    return AloneInWorld(
+        rank=rank,
+        world_size=world_size,
+        tp_size=layout.tp,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=layout.pp,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=layout.cp,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        replica_of_rank=[parallel_state.get_data_parallel_rank()] * world_size,
+        interleaved=layout.vpp > 1,
+        lock_step=parallel_state.get_model_parallel_group(),
+    )

@@ -1,0 +1,78 @@
+"""A rank of DeepSeekMath, and one that does not fit, on a null GPU by the command: sizes and work by arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rehearsing import needs_environment, rehearse
+
+from grpo_mega.config.load import compose_config
+from grpo_mega.rehearsal.job import planned_bytes
+
+pytestmark = [pytest.mark.long, needs_environment]
+TOKENS, TP, DP = 16_384, 2, 4
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return rehearse(tmp_path_factory.mktemp("math"), 0, "deepseekmath_7b", "--rank", "7")
+
+
+def phase(measured: dict[str, Any], name: str) -> dict[str, Any]:
+    [found] = [phase for phase in measured["ranks"][0]["phases"] if phase["name"] == name]
+    return found
+
+
+def test_what_is_held_is_what_the_planner_counts(measured: dict[str, Any]) -> None:
+    lines = measured["planned"]["memory"][0]
+    counted = sum(lines[name] for name in ("weights", "gradients", "optimizer", "reference policy"))
+    assert phase(measured, "build")["allocated"] == pytest.approx(counted, rel=0.005)
+    peak = max(phase["peak_reserved"] for phase in measured["ranks"][0]["phases"])
+    assert peak == pytest.approx(planned_bytes(lines), abs=3e9)
+
+
+def test_products_are_those_of_the_architecture(measured: dict[str, Any]) -> None:
+    model = compose_config(["experiment=deepseekmath_7b"]).model
+    matrices = model.layers * (4 * model.hidden**2 + 3 * model.hidden * model.ffn_hidden)
+    forward = 2 * matrices * TOKENS / TP
+    scored = 8 * 1024  # of 8 sequences of 2,048 the second half
+    head = 2 * model.hidden * (model.vocab_size or 0) * scored / TP
+    assert phase(measured, "reference log-probs")["flops"] == pytest.approx(forward + head, rel=0.02)
+    # Forward, once more for recomputation, and backward twice; the head computes its logits once.
+    assert phase(measured, "gradients, update 1")["flops"] == pytest.approx(4 * forward + 3 * head, rel=0.02)
+
+
+def test_gradients_are_reduced_once(measured: dict[str, Any]) -> None:
+    rows = phase(measured, "gradients, update 1")["collectives"]
+    [reduced] = [
+        row for row in rows if (row["collective"], row["group"]) == ("reduce-scatter", "DATA_PARALLEL_GROUP_WITH_CP")
+    ]
+    trained = measured["planned"]["stages"][0]["trained_dense"]
+    assert reduced["bytes"] == pytest.approx(4 * trained, rel=0.001)
+
+
+def test_the_host_waits_for_no_copy_of_a_micro_batch(measured: dict[str, Any]) -> None:
+    gradients = phase(measured, "gradients, update 1")
+    assert gradients["waits"] == sum(gradients["places"].values()) <= 4
+    assert not [place for place in gradients["places"] if "microbatch.py" in place or "packed.py" in place]
+    assert gradients["to_device"] > 10
+    assert gradients["to_device_pageable"] == 0
+
+
+def test_all_leaves_and_comes_back(measured: dict[str, Any]) -> None:
+    built, away, back = (phase(measured, name) for name in ("build", "weights leave", "trainer returns"))
+    assert away["reserved"] < 1e9
+    assert back["allocated"] == pytest.approx(built["allocated"], abs=0.2e9)
+    assert back["to_device_bytes"] == pytest.approx(built["allocated"] - 4 * 3.46e9, rel=0.01)  # gradients are not kept
+
+
+def test_a_rank_that_does_not_fit_says_who_asked_for_the_memory(tmp_path: Any) -> None:
+    arguments = ("deepseekmath_7b", "--rank", "0", "layout.recompute=none", "layout.micro_batch_tokens=65536")
+    measured = rehearse(tmp_path, 1, *arguments)
+    [rank] = measured["ranks"]
+    assert rank["failure"]["phase"] == "gradients, update 1"
+    assert rank["failure"]["message"].startswith("CUDA out of memory. Tried to allocate")
+    assert ".py:" in rank["failure"]["owner"]  # of a layer's forward pass, whichever comes too late
+    assert "does not fit" in measured["text"]
+    assert rank["phases"][-1]["peak_reserved"] <= rank["capacity"] - rank["taken"]

@@ -1,0 +1,31 @@
+"""One rank of tools/rehearse.py, in a process whose CUDA libraries are the null GPU; prints numbers as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+from grpo_mega import platform
+from grpo_mega.rehearsal.spec import RankSpec
+
+
+def main(specification: str, out: Path) -> None:
+    """Rehearses the rank of a `RankSpec` in JSON, and writes what it measured."""
+    warnings.filterwarnings("ignore")
+    spec = RankSpec.from_json(specification)
+    here = platform.start()
+    # These import Megatron, which needs the platform to be prepared.
+    from grpo_mega.rehearsal.rank import rehearse
+    from grpo_mega.stages.corrections import needs_old_logprobs
+    from grpo_mega.stages.loss import loss_of
+
+    algorithm = spec.config.algorithm
+    on_policy = algorithm.epochs * algorithm.mini_batches == 1 and not needs_old_logprobs(spec.config)
+    measured = rehearse(spec, here, loss_of(algorithm, on_policy), on_policy)
+    out.write_text(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
