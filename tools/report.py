@@ -17,6 +17,7 @@ taken.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -63,7 +64,9 @@ def main(arguments: list[str]) -> int:
 
 
 def serve(paths: list[Path], port: int) -> int:
-    """Shows the runs until Ctrl-C; returns the exit code."""
+    """Shows the runs until Ctrl-C or SIGTERM; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # scripts start what runs in the background with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     with Server(paths, port) as server:
         print(f"{server.address} shows new steps as they come; Ctrl-C ends it", flush=True)
         with suppress(KeyboardInterrupt):

@@ -36,6 +36,16 @@ def serving(*paths: Path) -> Iterator[Server]:
             thread.join()
 
 
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that has ended after the block, whatever happens there."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.fixture
 def going_on(tmp_path: Path) -> Path:
     """A run that has done 3 steps, and has answers of the first two."""
@@ -141,9 +151,12 @@ def test_an_open_page_follows_the_run_and_keeps_what_was_chosen(page: Browser, g
     page.wait_until(f"{live} === 'not live: the server does not answer'")
 
 
-def test_the_command_serves_until_it_is_interrupted(going_on: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_until_it_is_asked_to_end(going_on: Path, number: signal.Signals) -> None:
+    """Also where it was started as scripts start what runs in the background: with SIGINT ignored."""
     command = [sys.executable, REPOSITORY / "tools" / "report.py", going_on, "--serve"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as served:
+    ignoring = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command]
+    with ended(subprocess.Popen(ignoring, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)) as served:
         assert served.stdout is not None
         address = served.stdout.readline().split()[0]
         port, path = address.removeprefix("http://127.0.0.1:").split("/", 1)
@@ -153,5 +166,5 @@ def test_the_command_serves_until_it_is_interrupted(going_on: Path) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=limit(60))
         connection.request("GET", f"/{path}")
         assert connection.getresponse().status == 200
-        served.send_signal(signal.SIGINT)
+        served.send_signal(number)
         assert served.wait(limit(60)) == 0
