@@ -319,7 +319,7 @@ def _time(run: RunData) -> Packed:
         seconds = [sum(metrics[step].get(f"time/{phase}", 0.0) for step in own) / len(own) for phase in phases]
         bars.append({"first": own[0], "last": own[-1], "seconds": _short(seconds)})
     return {
-        "words": words.time_words(phases, run.config),
+        "words": words.time_words(phases, run.config, traced=run.waterfall is not None),
         "phases": phases,
         "apart": {name: seconds for name, seconds in apart.items() if seconds},
         "bars": bars,

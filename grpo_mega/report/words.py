@@ -71,16 +71,19 @@ def accuracies(run: RunData) -> tuple[float | None, float | None]:
     return before, after
 
 
-def time_words(phases: dict[str, float], config: dict[str, Any]) -> str:
-    """What most of a step's time goes into, and what would shorten it: of a policy's steps, which `ADVICE` is about."""
+def time_words(phases: dict[str, float], config: dict[str, Any], traced: bool = False) -> str:
+    """What most of a step's time goes into, and what would shorten it: of a policy's steps, which `ADVICE` is about.
+
+    Where a step was traced, the waterfall knows better.
+    """
     total = sum(phases.values())
     if not total:
         return "No step has recorded its time."
     first = max(phases, key=lambda name: phases[name])
     share = phases[first] / total
     words = f"{percent(share)} of the time of the steps goes into the phase “{first}”."
-    of_policy = setting(config, "run.trains") in ("policy", None)
-    return f"{words} {ADVICE[first]}" if share > 0.4 and first in ADVICE and of_policy else words
+    advised = setting(config, "run.trains") in ("policy", None) and not traced
+    return f"{words} {ADVICE[first]}" if share > 0.4 and first in ADVICE and advised else words
 
 
 def phase_seconds(metrics: Metrics) -> dict[str, float]:

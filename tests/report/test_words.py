@@ -54,5 +54,6 @@ def test_advice_is_for_runs_that_train_a_policy() -> None:
     phases = {"reward_model": 9.0, "sync": 1.0}
     spent = "90% of the time of the steps goes into the phase “reward_model”."
     assert time_words(phases, {"run": {"trains": "reward_model"}}) == spent
+    assert time_words(phases, {}, traced=True) == spent
     advised = f"{spent} The reward model bounds a step: a smaller one shortens it."
     assert time_words(phases, {"run": {"trains": "policy"}}) == time_words(phases, {}) == advised
