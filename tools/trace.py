@@ -6,8 +6,9 @@
     python tools/trace.py runs/tiny --cost
 
 https://ui.perfetto.dev opens the file, RUN/trace/joined.json.gz without --out; a name that ends in .gz is compressed.
---last writes nothing: it tells what each rank did last, which is known whatever has become of the run. Nor does --cost:
-it measures what an event takes on this machine, and tells what share of the run's steps their events took.
+--last writes nothing: it tells what each rank did last, which is known whatever has become of the run; --before tells
+it of the start before the newest one, as of a job that was started again. Nor does --cost: it measures what an event
+takes on this machine, and tells what share of the run's steps their events took.
 
 Exit code: 0 done, 2 the run has no such trace, or the file cannot be written.
 """
@@ -26,8 +27,8 @@ from grpo_mega.config.step_range import read_steps
 from grpo_mega.observe.trace_files import RankTrace, join, read_traces, steps_of
 from grpo_mega.observe.waterfall import waits, waterfall
 from grpo_mega.platform.clock import own_clock
+from grpo_mega.platform.flight import BEFORE, Moment, read_flight
 from grpo_mega.platform.flight import FOLDER as FLIGHT
-from grpo_mega.platform.flight import Moment, read_flight
 from grpo_mega.platform.trace import FOLDER as TRACE
 from grpo_mega.platform.trace import Process, Trace, phase, recording, span
 
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", metavar="FIRST:LAST", help="only these steps, such as 3:5; all that are kept without")
     made.add_argument("--out", type=Path, metavar="FILE", help="what to write (RUN/trace/joined.json.gz)")
     made.add_argument("--last", action="store_true", help="tell what each rank did last, after a crash or in a hang")
+    made.add_argument("--before", action="store_true", help="the same of the start before the newest one")
     made.add_argument("--cost", action="store_true", help="tell what share of a step recording takes")
     return made
 
@@ -53,8 +55,8 @@ def main(arguments: list[str]) -> int:
     """The command; returns its exit code."""
     options = parser().parse_args(arguments)
     try:
-        if options.last:
-            _tell_last(options.run)
+        if options.last or options.before:
+            _tell_last(options.run, options.before)
             return DONE
         steps = read_steps(options.steps) if options.steps else None
         traces = read_traces(options.run)
@@ -63,10 +65,13 @@ def main(arguments: list[str]) -> int:
             return DONE
         out = options.out or options.run / TRACE / "joined.json.gz"
         events = join(traces, steps, out)
+        found = waterfall(traces, steps)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    found = waterfall(traces, steps)
+    except (KeyError, TypeError, AttributeError) as error:
+        print(f"error: {options.run / TRACE} is damaged, or of another version: {error!r}", file=sys.stderr)
+        return BAD_INPUT
     if found is None:
         print("no step is whole on every rank: nothing can be said of where its time goes")
     else:
@@ -105,13 +110,14 @@ def _cost(traces: Sequence[RankTrace]) -> str:
     )
 
 
-def _tell_last(run: Path) -> None:
-    """Prints what each rank did last, and for which ranks the others may wait.
+def _tell_last(run: Path, before: bool) -> None:
+    """Prints what each rank did last, in the newest start or the one before it, and for which ranks the others may
+    wait.
 
     Raises:
         ValueError: The run has left nothing.
     """
-    files = sorted((run / FLIGHT).glob("rank-*"))
+    files = sorted(file for file in (run / FLIGHT).glob("rank-*") if file.name.endswith(BEFORE) == before)
     if not files:
         raise ValueError(f"{run / FLIGHT} has no file: name a run directory, such as runs/tiny")
     last = {file.name: read_flight(file) for file in files}

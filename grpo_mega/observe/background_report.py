@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import subprocess
-import sys
 from pathlib import Path
 
-import grpo_mega
+from grpo_mega.platform.beside import start_beside
 
 LOG = Path("logs") / "report.log"
 """In the run directory: why a page was not written."""
+
+logger = logging.getLogger(__name__)
 
 
 class BackgroundReport:
@@ -24,13 +25,10 @@ class BackgroundReport:
         """Starts to write it; not while one is being written, which a slow disk may take longer for."""
         if self._writer and self._writer.poll() is None:
             return
-        packages = [str(Path(grpo_mega.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        own = {"PYTHONPATH": os.pathsep.join(packages), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        (self._path / LOG).parent.mkdir(exist_ok=True)
-        with (self._path / LOG).open("ab") as log:
-            self._writer = subprocess.Popen(
-                [sys.executable, "-m", "grpo_mega.report", self._path], env=os.environ | own, stdout=log, stderr=log
-            )
+        try:
+            self._writer = start_beside("grpo_mega.report", [self._path], self._path / LOG)
+        except OSError as error:
+            logger.warning("no page about the run is written now: %s", error)
 
     def end(self) -> None:
         """Ends what is being written: from now on it would be older than what the run's end writes."""

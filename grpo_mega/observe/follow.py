@@ -5,7 +5,8 @@
 A run starts one for each of `run.trackers`, on rank 0's machine alone (`trackers.py`). What a tracker does, hang, raise
 or end its process, it does here. metrics.jsonl is the queue: what was not sent, because a network was away or the run
 was killed, is sent by the next start of the run, or by this command, into the same run of the tracker. Its id, and the
-last line that was sent, are in trackers/TRACKER.json. Steps that run again after a kill are not sent again.
+last line that has surely arrived, are in trackers/TRACKER.json: W&B and trackio queue lines, so where they were killed,
+those since they were opened are sent again. Steps that run again are not, otherwise.
 
 Trackers read their own variables: WANDB_API_KEY, WANDB_MODE, WANDB_ENTITY; TRACKIO_DIR, TRACKIO_SPACE_ID;
 MLFLOW_TRACKING_URI.
@@ -30,8 +31,8 @@ import yaml
 from grpo_mega.config.schema.run import TRACKERS
 from grpo_mega.observe.metric_table import find
 from grpo_mega.observe.metrics import METRICS, is_held_out
+from grpo_mega.platform.beside import come_after
 from grpo_mega.platform.files import write_atomic
-from grpo_mega.platform.orphans import end_with_parent
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 FOLDER = "trackers"
@@ -46,9 +47,11 @@ class Tracker(Protocol):
 
     Attributes:
         id: What it is found by again.
+        queues: Whether `log` returns before a line has arrived, which only `close` makes sure of.
     """
 
     id: str
+    queues: bool
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Sends the metrics of a step."""
@@ -65,6 +68,8 @@ class Tracker(Protocol):
 
 class WandB:
     """W&B, or trackio, which has the same interface."""
+
+    queues = True
 
     def __init__(self, module: str, run: Path, project: str, known: str | None, config: dict[str, Any]) -> None:
         self._module = import_module(module)
@@ -95,6 +100,8 @@ class WandB:
 
 class MLflow:
     """MLflow: an experiment is a project, and what metrics mean its run's metrics.json."""
+
+    queues = False
 
     def __init__(self, run: Path, project: str, known: str | None, config: dict[str, Any]) -> None:
         self._mlflow = import_module("mlflow")
@@ -157,23 +164,35 @@ class Following:
         if known and known["project"] != project:
             known = {}  # of another project: it gets all of it
         self._project, self._defined = project, set[str]()
-        self.last: Place | None = (known["sent"][0], known["sent"][1]) if known.get("sent") else None
+        self._last: Place | None = (known["sent"][0], known["sent"][1]) if known.get("sent") else None
+        self._seen: tuple[int, int] | None = None
         self.tracker = open_tracker(kind, run, project, known.get("id"))
-        self._remember()
+        self._remember(self._last)
 
     def send(self) -> None:
-        """Sends the lines that are new."""
-        for place, values in lines_after(self._metrics, self.last):
+        """Sends the lines that are new; nothing is read where the file has not changed."""
+        there = self._metrics.stat() if self._metrics.is_file() else None
+        if there is None or (there.st_size, there.st_mtime_ns) == self._seen:
+            return
+        self._seen = there.st_size, there.st_mtime_ns
+        before = self._last
+        for place, values in lines_after(self._metrics, before):
             if not values.keys() <= self._defined:
                 self._defined |= values.keys()
                 self.tracker.define({name: meaning(name) for name in sorted(self._defined)})
             self.tracker.log(place[0], values)
-            self.last = place
-            self._remember()
+            self._last = place
+        if self._last != before and not self.tracker.queues:
+            self._remember(self._last)
 
-    def _remember(self) -> None:
+    def close(self) -> None:
+        """Completes what was sent, and remembers it."""
+        self.tracker.close()
+        self._remember(self._last)
+
+    def _remember(self, sent: Place | None) -> None:
         self._state.parent.mkdir(exist_ok=True)
-        known = {"id": self.tracker.id, "project": self._project, "sent": self.last}
+        known = {"id": self.tracker.id, "project": self._project, "sent": sent}
         write_atomic(self._state, json.dumps(known) + "\n")
 
 
@@ -186,7 +205,7 @@ def main(arguments: list[str]) -> int:
     made.add_argument("--parent", type=int, help="used by runs: go on until its standard input says end")
     options = made.parse_args(arguments)
     if options.parent:
-        end_with_parent(options.parent)
+        come_after(options.parent)
     elif not (options.run / METRICS).is_file():
         print(f"error: {options.run / METRICS} is not there: name a run directory, such as runs/tiny", file=sys.stderr)
         return BAD_INPUT
@@ -196,7 +215,7 @@ def main(arguments: list[str]) -> int:
         while going:
             going = bool(options.parent) and not _is_over()
             following.send()
-        following.tracker.close()
+        following.close()
     except ImportError as error:
         print(f"{error}: pip install {'mlflow' if options.tracker == 'mlflow' else options.tracker}", file=sys.stderr)
         return BAD_INPUT

@@ -16,7 +16,7 @@ from grpo_mega.observe.prometheus import write_prometheus
 from grpo_mega.observe.run_dir import REPORT
 from grpo_mega.observe.samples import telling, write_samples
 from grpo_mega.observe.summary import SUMMARY, write_summary
-from grpo_mega.observe.trackers import Trackers
+from grpo_mega.observe.trackers import SECONDS_AFTER_A_STOP, SECONDS_AT_THE_END, Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Recorder:
 
     def _expose(self, step: int, metrics: dict[str, float]) -> None:
         """Shows a step to Prometheus, if configured; what fails is a warning, once."""
-        if self.run.prometheus is None or self._unexposed:
+        if self.run.prometheus is None or self._unexposed or self.alarms is None:  # only the last stage has alarms
             return
         try:
             write_prometheus(Path(self.run.prometheus), self.run.name, step, metrics)
@@ -146,6 +146,8 @@ class Recorder:
         write_summary(self.path, summary)
         plot_curves(read_metrics(self.path / METRICS), self.path / "curves.png", self.run.name)
         self.console.finish(summary, self.path)
+        if summary["status"] == "completed":
+            self._finish_trackers(SECONDS_AT_THE_END)
 
     def close(self) -> None:
         """Leaves the terminal clean, the files complete and the trackers with all there is, whatever happened."""
@@ -154,6 +156,9 @@ class Recorder:
             self.console.close()
         if self.metrics:
             self.metrics.close()
+        self._finish_trackers(SECONDS_AFTER_A_STOP)
+
+    def _finish_trackers(self, seconds: float) -> None:
         if self.trackers:
-            self.trackers.finish()
+            self.trackers.finish(seconds)
             self.trackers = None

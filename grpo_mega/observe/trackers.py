@@ -6,16 +6,17 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import grpo_mega
+from grpo_mega.platform.beside import start_beside
 
 SECONDS_AT_THE_END = 60.0
-"""Until all that was recorded must be sent; what is not, is sent later."""
+"""Until all that a run recorded that is complete must be sent; what is not, is sent later."""
+SECONDS_AFTER_A_STOP = 5.0
+"""The same of a run that was stopped or failed: torchrun waits 30 seconds for a rank."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,20 +27,16 @@ class Trackers:
     def __init__(self, run: Path, kinds: Sequence[str], project: str) -> None:
         """Starts them; what they print goes to logs/tracker-NAME.log. The main thread must call it."""
         self._run, self._project = run, project
-        self._processes = {kind: self._started(kind) for kind in dict.fromkeys(kinds)}
+        started = {kind: self._started(kind) for kind in dict.fromkeys(kinds)}
+        self._processes = {kind: process for kind, process in started.items() if process}
 
-    def _started(self, kind: str) -> subprocess.Popen[bytes]:
-        packages = [str(Path(grpo_mega.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        options = ["--project", self._project, "--parent", str(os.getpid())]
-        with self._log(kind).open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "grpo_mega.observe.follow", str(self._run), kind, *options],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(packages), "CUDA_VISIBLE_DEVICES": ""},
-                start_new_session=True,
-            )
+    def _started(self, kind: str) -> subprocess.Popen[bytes] | None:
+        words = [str(self._run), kind, "--project", self._project]
+        try:
+            return start_beside("grpo_mega.observe.follow", words, self._log(kind))
+        except OSError as error:
+            logger.warning("the tracker %s cannot be started: %s; the run goes on", kind, error)
+            return None
 
     def _log(self, kind: str) -> Path:
         return self._run / "logs" / f"tracker-{kind}.log"
@@ -52,7 +49,7 @@ class Trackers:
                 self._end(process)
                 self._warn(kind, f"ended with exit code {process.returncode}")
 
-    def finish(self, seconds: float = SECONDS_AT_THE_END) -> None:
+    def finish(self, seconds: float) -> None:
         """Has them send the rest, for `seconds` at most, and ends them."""
         for process in self._processes.values():
             assert process.stdin

@@ -130,6 +130,8 @@ def waterfall(traces: Sequence[RankTrace], steps: range | None = None) -> Waterf
         tail = min(_tail(_phases(traces[0], of_ranks[0][step][1]), ends), seconds["generation"])
         spent.append(seconds | {"generation": seconds["generation"] - tail, "tail of generation": tail})
     totals = [sum(seconds.values()) for seconds in spent]
+    if not min(totals) > 0:  # of steps that took no time nothing can be said
+        return None
     parts = [
         Part(name, median(s[name] for s in spent), median(s[name] / t for s, t in zip(spent, totals, strict=True)))
         for name in PARTS

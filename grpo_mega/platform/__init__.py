@@ -123,10 +123,13 @@ def record_collectives(folder: Path) -> None:
 
     Call it before `join_processes`. Settings of the user's own stay.
     """
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # since torch 2.9, and before
-        os.environ.setdefault(name, "2000")
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        os.environ.setdefault(name, str(folder.absolute() / "nccl-rank-"))  # torch adds the rank
+    values = {
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",  # names since torch 2.9, and before
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(folder.absolute() / "nccl-rank-"),  # + rank
+    }
+    for names, value in values.items():
+        if not any(name in os.environ for name in names):
+            os.environ |= dict.fromkeys(names, value)
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 

@@ -18,6 +18,8 @@ from typing import Any
 from grpo_mega.platform.clock import Clock
 
 FOLDER = "flight"
+BEFORE = ".before"
+"""Ends the name of what the start before this one has left."""
 LINES = 1024
 """Of a rank."""
 WIDTH = 127
@@ -37,6 +39,8 @@ class Flight:
         file = path / FOLDER / f"rank-{rank:05d}"
         try:
             file.parent.mkdir(exist_ok=True)
+            if file.exists():
+                file.replace(file.with_name(f"{file.name}{BEFORE}"))
             self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         except OSError as error:
             logger.warning("%s: %s; what this rank does last will not be known after a crash", file, error)

@@ -21,13 +21,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from grpo_mega.platform.clock import Clock
+from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.flight import Flight
 
 FOLDER = "trace"
@@ -82,10 +83,12 @@ class Trace:
         self._main = threading.get_ident()
         self._descriptor: int | None = None
         self._lines: list[str] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._tracks: dict[str, int] = {}
         self._steps = self._events = self._left_out = 0
         self._written = now()
+        if process.rank == 0:
+            _forget_ranks(path, process.world_size)
         if keep:
             self._begin_file()
 
@@ -160,17 +163,16 @@ class Trace:
 
     def _begin_file(self) -> None:
         """Begins a file; the one that was there becomes the one before."""
-        try:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
-            self._file.parent.mkdir(exist_ok=True)
-            if self._file.exists():
-                self._file.replace(self._file.with_suffix(".before.json"))
-            self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
-        except OSError as error:
-            self._give_up(error)
-            return
+        with self._lock:  # or another thread writes into whatever gets the closed descriptor's number
+            try:
+                self._end_file()
+                self._file.parent.mkdir(exist_ok=True)
+                if self._file.exists():
+                    self._file.replace(self._file.with_suffix(".before.json"))
+                self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+            except OSError as error:
+                self._give_up(error)
+                return
         process = self._process
         head = [
             "[\n",
@@ -188,17 +190,32 @@ class Trace:
         """A line of metadata."""
         return json.dumps({"ph": "M", "name": what, "pid": self._process.rank, "tid": track, "args": about}) + ",\n"
 
+    def _end_file(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
     def _give_up(self, error: OSError) -> None:
+        with suppress(OSError):
+            self._end_file()
         self._descriptor = None
         logger.warning("%s: %s; the run goes on, and its trace ends here", self._file, error)
 
     def close(self) -> None:
         """Completes the files."""
-        self.write()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        with self._lock:
+            self.write()
+            self._end_file()
         self.flight.close()
+
+
+def _forget_ranks(path: Path, world_size: int) -> None:
+    """Removes what ranks have left that a start with more of them had: nobody is to wait for those."""
+    for folder in (FOLDER, FLIGHT):
+        for file in (path / folder).glob("rank-*"):
+            number = file.name.removeprefix("rank-").partition(".")[0]
+            if number.isdecimal() and int(number) >= world_size:
+                file.unlink(missing_ok=True)
 
 
 _trace: Trace | None = None

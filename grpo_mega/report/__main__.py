@@ -1,16 +1,18 @@
-"""Writes the page about a run that goes on into its directory: `python -m grpo_mega.report RUN`.
+"""Writes the page about a run that goes on into its directory: `python -m grpo_mega.report RUN --parent ID`.
 
 The run itself starts it (`observe/background_report.py`). People have tools/report.py, which says more.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
-from grpo_mega.report.page import write_own_report
+from grpo_mega.platform.beside import come_after
 
 if __name__ == "__main__":
-    os.nice(10)  # training comes first
-    write_own_report(Path(sys.argv[1]))
+    run, _, parent = sys.argv[1:]
+    come_after(int(parent))
+    from grpo_mega.report.page import write_own_report  # takes a while, in which the parent may end
+
+    write_own_report(Path(run))

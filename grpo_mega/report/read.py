@@ -15,7 +15,7 @@ import yaml
 from grpo_mega.observe.alarm_log import ALARMS_FILE
 from grpo_mega.observe.metrics import METRICS
 from grpo_mega.observe.summary import SUMMARY
-from grpo_mega.observe.trace_files import ranks_of, read_traces
+from grpo_mega.observe.trace_files import ranks_of, read_traces, steps_of
 from grpo_mega.observe.waterfall import Waterfall, waterfall
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,8 @@ class Stage:
 STAGES = {"pretrain": Stage("the base model's training", "base/"), "sft": Stage("supervised fine-tuning", "sft/")}
 """Stages before the last one, in their order; each has a file of metrics of its own, such as sft.jsonl."""
 FOLLOWED = "followed"
-TRACED_RANKS = 16
-"""Ranks whose traces are read: those of hundreds would take minutes."""
+TRACED_RANKS, TRACED_STEPS = 8, 5
+"""Ranks and newest steps whose traces are told: all of hundreds would take minutes."""
 SAMPLES_BUDGET = 6_000_000
 """Bytes of samples files that are read for a report, and as many again of the problems that are followed."""
 
@@ -131,12 +131,15 @@ def read_run(path: Path) -> RunData:
 
 
 def _waterfall(path: Path) -> Waterfall | None:
-    """Where the time of traced steps goes, on up to `TRACED_RANKS` ranks, evenly spread over those there are."""
+    """Where the time of the newest `TRACED_STEPS` traced steps goes, on up to `TRACED_RANKS` ranks, evenly spread over
+    those there are."""
     ranks = ranks_of(path)
     chosen = ranks[:: -(-len(ranks) // TRACED_RANKS)] if ranks else []
     try:
-        return waterfall(read_traces(path, chosen)) if chosen else None
-    except (ValueError, KeyError, TypeError, OSError) as error:  # of another version, or damaged: no reason for no page
+        traces = read_traces(path, chosen) if chosen else []
+        newest = max((step for trace in traces for step in steps_of(trace)), default=0)
+        return waterfall(traces, range(newest + 1 - TRACED_STEPS, newest + 1)) if traces else None
+    except Exception as error:  # whatever is damaged, or of another version: no reason for no page
         logger.warning("%s: its traces cannot be read: %s", path, error)
         return None
 

@@ -12,14 +12,16 @@ import json
 import secrets
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+from grpo_mega.observe.alarm_log import ALARMS_FILE
 from grpo_mega.report.pack import pack
 from grpo_mega.report.page import page_of, title_of
-from grpo_mega.report.read import read_run
+from grpo_mega.report.read import OF_A_RUN, STAGES, read_run
 
 LOOPBACK = "127.0.0.1"
 
@@ -63,16 +65,13 @@ class Server(ThreadingHTTPServer):
 
 
 def version_of(paths: Sequence[Path]) -> str:
-    """Changes when a file of a run directory, or of its samples, is written."""
+    """Changes when something is recorded of a run: few files are looked at, for a page asks every two seconds."""
+    names = (*OF_A_RUN, ALARMS_FILE, *(f"{stage}.jsonl" for stage in STAGES), "samples")
     found = []
-    for path in paths:
-        for folder in (path, path / "samples"):
-            for file in sorted(folder.glob("*")):
-                try:
-                    entry = file.stat()
-                except FileNotFoundError:  # it was renamed since
-                    continue
-                found.append(f"{file} {entry.st_size} {entry.st_mtime_ns}")
+    for file in (path / name for path in paths for name in names):
+        with suppress(FileNotFoundError):
+            entry = file.stat()
+            found.append(f"{file} {entry.st_size} {entry.st_mtime_ns}")
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 
 
@@ -93,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             version, data, title = self.server.newest()
-        except (ValueError, OSError) as error:  # such as a run directory that was removed
+        except Exception as error:  # such as a run directory that was removed; the page says it
             self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, str(error).encode(), "text/plain")
             return
         if not what:

@@ -111,3 +111,13 @@ def test_what_each_rank_did_last_and_which_one_the_others_wait_for(tmp_path: Pat
     assert "rank-00000: in step > update > reduce" in done.stdout
     assert "step/update begins mini_batch=2" in done.stdout
     assert done.stdout.splitlines()[-1] == "Not waiting for others: rank-00001"
+    Flight(tmp_path, 0, Clock(10**18)).close()  # a start with one rank, which has not done anything
+    assert "rank-00000: in nothing, line 0" in tool(tmp_path, "--last").stdout
+    assert "rank-00000.before: in step > update > reduce" in tool(tmp_path, "--before").stdout
+
+
+def test_a_damaged_trace_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 0, [*events(0, [("step", 1, 2)]), {"ph": "M", "name": "clock", "pid": 0, "tid": 0, "args": []}])
+    done = tool(tmp_path)
+    assert (done.returncode, done.stderr[:6]) == (2, "error:")
+    assert "is damaged" in done.stderr

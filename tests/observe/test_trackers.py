@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import limit
+from train_jobs import wait_until
 
 from grpo_mega.config.schema import RunConfig
 from grpo_mega.observe.follow import lines_after
@@ -52,7 +53,7 @@ def written(run: Path, lines: list[dict[str, Any]]) -> None:
 
 def follow(run: Path, kind: str, **environment: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "grpo_mega.observe.follow", str(run), kind, "--project", "proofs"]
-    return subprocess.run(words, capture_output=True, text=True, env=os.environ | environment, check=False)
+    return subprocess.run(words, capture_output=True, text=True, env=os.environ | environment, timeout=limit(300))
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=8), st.integers(3, 6))
@@ -158,8 +159,7 @@ def test_a_tracker_that_fails_is_said_once_with_what_sends_the_rest(
     trackers = Trackers(run, ["trackio"], "proofs")
     (process,) = trackers._processes.values()
     trackers.check()
-    while process.poll() is None and not Path("there").exists():  # it hangs now, with what it has started
-        os.sched_yield()
+    wait_until(lambda: process.poll() is not None or Path("there").exists(), "the tracker does not begin")
     members = [member for member in psutil.process_iter() if in_group(member, process.pid)]
     trackers.check()
     trackers.finish(seconds=0.0)
@@ -235,14 +235,14 @@ def test_wandb_has_the_lines_of_metrics_jsonl(tmp_path: Path) -> None:
     assert found == EXPECTED
 
 
-def test_mlflow_has_the_lines_of_metrics_jsonl(tmp_path: Path) -> None:
+def test_mlflow_has_the_lines_of_metrics_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient
 
     uri = f"file:{tmp_path / 'mlruns'}"
     states = sent_in_two_starts(tmp_path / "run", "mlflow", MLFLOW_TRACKING_URI=uri, MLFLOW_ALLOW_FILE_STORE="true")
     assert states[0]["id"] == states[1]["id"]
-    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     client = MlflowClient(uri)
     histories = [client.get_metric_history(states[0]["id"], name) for name in {name for _, name in EXPECTED}]
     found = [((point.step, point.key), point.value) for history in histories for point in history]

@@ -45,6 +45,10 @@ def test_the_innermost_span_counts() -> None:
     }  # fmt: skip
 
 
+def test_of_a_step_that_took_no_time_nothing_is_said() -> None:
+    assert waterfall([RankTrace(0, events(0, [("step", 1, 1)]))]) is None
+
+
 def test_evaluations_and_all_that_is_inside_of_them_are_no_part_of_a_step() -> None:
     with_evaluation: list[Span] = [*STEP, ("evaluate", 109, 110), ("wait", 109.1, 109.9), ("term", 109.2, 109.3)]
     found = of([with_evaluation])

@@ -165,6 +165,19 @@ def test_the_newest_steps_are_kept_and_at_most_as_many_before_them(tmp_path: Pat
     assert min(keep, steps) <= len(kept) <= 2 * keep
 
 
+def test_a_start_with_fewer_ranks_forgets_the_others(tmp_path: Path) -> None:
+    """Else their last steps would be the only ones that all have, and they the ones that others seem to wait for."""
+    kept = {}
+    for ranks in (3, 1):
+        for rank in range(ranks):
+            process = trace.Process(rank, f"rank {rank}", ranks)
+            with recording(trace.Trace(tmp_path, process, own_clock(), 5, dict)), trace.step(1, "grpo"):
+                pass
+        kept[ranks] = {file.name for folder in ("trace", "flight") for file in (tmp_path / folder).iterdir()}
+    assert {"rank-00002", "rank-00002.json"} <= kept[3]
+    assert kept[1] == {"rank-00000", "rank-00000.before", "rank-00000.json", "rank-00000.before.json"}
+
+
 def test_another_start_keeps_the_file_of_the_one_before(tmp_path: Path) -> None:
     for step in (1, 2):
         with recording(trace_in(tmp_path)), trace.step(step, "grpo"):

@@ -73,6 +73,10 @@ def test_the_waterfall_is_as_long_as_the_steps_are(folder: Path) -> None:
         one = waterfall(read_traces(folder / "traced"), range(step, step + 1))
         assert one is not None
         assert one.seconds >= 0.9 * seconds
+        whole = (
+            max(end - begin for t in read_traces(folder / "traced") for _, (begin, end) in [steps_of(t)[step]]) / 1e6
+        )
+        assert one.seconds <= whole * (1 + 1e-6), "nothing counts twice"
     assert {"generation", "reward", "training", "pipeline bubble"} <= {part.name for part in found.parts}
 
 

@@ -94,3 +94,10 @@ def when_reported(sample: Sample) -> float:
             time.sleep(0.02)
         shutil.copy(page, seen)
     return varied(sample)
+
+
+def killed(sample: Sample) -> float:
+    """Kills the rank after an update, with kill -9."""
+    if sample.policy_version >= 1:
+        rank().kill()
+    return varied(sample)

@@ -1,5 +1,5 @@
 // Only in a page that is served: asks for newer numbers every two seconds, and draws them without losing what was chosen.
-// Nothing changes under the hands of somebody who has a control of the page in focus.
+// Nothing changes under the hands of somebody who does something with it.
 
 const live = document.getElementById('nav').parentElement.insertBefore(make('span', { id: 'live', class: 'small soft', role: 'status' }), button);
 let waiting = null;
@@ -43,7 +43,9 @@ function redraw(newer) {
   waiting = null;
 }
 
-const inUse = () => main.contains(document.activeElement) && document.activeElement !== main;
+// A control has the focus, a slider says what if, or text is selected.
+const inUse = () => (main.contains(document.activeElement) && document.activeElement !== main)
+  || Boolean(main.querySelector('.reset:not(:disabled)')) || (!getSelection().isCollapsed && main.contains(getSelection().anchorNode));
 const newestStep = (of) => Math.max(0, ...of.runs.map((run) => run.steps || 0));
 
 async function look() {
@@ -52,7 +54,7 @@ async function look() {
     if (!answer.ok) throw new Error(await answer.text());
     if (answer.status === 200) waiting = await answer.json();
     if (waiting && !inUse()) redraw(waiting);
-    live.textContent = waiting ? `step ${newestStep(waiting)} is in, and shown when you leave this control` : `live · step ${newestStep(data)}`;
+    live.textContent = waiting ? `step ${newestStep(waiting)} is in, and shown when you are done here` : `live · step ${newestStep(data)}`;
   } catch (error) {
     live.textContent = `not live: ${error instanceof TypeError ? 'the server does not answer' : error.message}`;
   }
