@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("run", type=Path, metavar="RUN", help="a run directory")
     made.add_argument("--steps", metavar="FIRST:LAST", help="only these steps, such as 3:5; all that are kept without")
+    made.add_argument("--ranks", type=int, nargs="+", metavar="N", help="only these ranks; all without")
     made.add_argument("--out", type=Path, metavar="FILE", help="what to write (RUN/trace/joined.json.gz)")
     made.add_argument("--last", action="store_true", help="tell what each rank did last, after a crash or in a hang")
     made.add_argument("--before", action="store_true", help="the same of the start before the newest one")
@@ -59,7 +60,7 @@ def main(arguments: list[str]) -> int:
             _tell_last(options.run, options.before)
             return DONE
         steps = read_steps(options.steps) if options.steps else None
-        traces = read_traces(options.run)
+        traces = read_traces(options.run, options.ranks)
         if options.cost:
             print(_cost(traces))
             return DONE

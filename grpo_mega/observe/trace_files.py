@@ -44,12 +44,15 @@ def read_traces(run: Path, ranks: Iterable[int] | None = None) -> list[RankTrace
     Raises:
         ValueError: The run has left none; names the setting that keeps them.
     """
-    chosen = ranks_of(run) if ranks is None else list(ranks)
-    if not chosen:
+    there = ranks_of(run)
+    if not there:
         raise ValueError(
             f"{run / TRACE} has no trace: name a run directory, such as runs/tiny, of a run that kept some "
             "(run.keep_traces; 0 keeps none)"
         )
+    chosen = there if ranks is None else [*ranks]
+    if absent := sorted({*chosen} - {*there}):
+        raise ValueError(f"{run / TRACE} has no trace of rank {absent[0]}: it has those of {there[0]} to {there[-1]}")
     return [RankTrace(rank, [*_events(run, rank)]) for rank in chosen]
 
 

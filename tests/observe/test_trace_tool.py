@@ -116,6 +116,16 @@ def test_what_each_rank_did_last_and_which_one_the_others_wait_for(tmp_path: Pat
     assert "rank-00000.before: in step > update > reduce" in tool(tmp_path, "--before").stdout
 
 
+def test_single_ranks_of_many_are_enough(tmp_path: Path) -> None:
+    for rank in range(3):
+        write(tmp_path, rank, events(rank, [("step", 1, 2)]))
+    done = tool(tmp_path, "--ranks", "0", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 ranks" in done.stdout
+    done = tool(tmp_path, "--ranks", "3")
+    assert (done.returncode, "no trace of rank 3: it has those of 0 to 2" in done.stderr) == (2, True)
+
+
 def test_a_damaged_trace_is_refused(tmp_path: Path) -> None:
     write(tmp_path, 0, [*events(0, [("step", 1, 2)]), {"ph": "M", "name": "clock", "pid": 0, "tid": 0, "args": []}])
     done = tool(tmp_path)
