@@ -181,7 +181,8 @@ def test_a_tracker_that_is_not_installed_says_what_to_install(tmp_path: Path) ->
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "wandb.py").write_text("raise ModuleNotFoundError(\"No module named 'wandb'\")")
-    done = follow(tmp_path / "run", "wandb", PYTHONPATH=os.pathsep.join([str(hidden), os.environ["PYTHONPATH"]]))
+    path = os.pathsep.join([str(hidden), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = follow(tmp_path / "run", "wandb", PYTHONPATH=path)
     assert (done.returncode, "No module named 'wandb': pip install wandb" in done.stderr) == (2, True)
     assert follow(tmp_path / "none", "wandb").returncode == 2
 

@@ -379,8 +379,11 @@ def violations(page: Browser) -> list[str]:
     return page.run(VIOLATIONS)
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [1280, 768, 390])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [(1280, False), (390, True), *(pytest.param(*each, marks=pytest.mark.long) for each in
+     ((1280, True), (768, False), (768, True), (390, False)))],
+)  # fmt: skip
 def test_everybody_can_use_it_at_any_width(page: Browser, tmp_path: Path, width: int, dark: bool) -> None:
     run = with_a_group(tmp_path / "run")
     (run / "samples" / "followed-000000.jsonl").write_text(lines(group(0, "2+3=?", REWARDS, TEXTS)))
