@@ -170,6 +170,30 @@ def test_a_tracker_that_fails_is_said_once_with_what_sends_the_rest(
     assert psutil.wait_procs(members, timeout=limit(20))[1] == []
 
 
+QUEUEING = """
+import time
+def init(**_): pass
+def log(values, step): print("queued", step, flush=True)
+def finish(): time.sleep(1000)
+"""
+"""A trackio that takes lines at once, and whose network is away."""
+
+
+def test_what_was_only_queued_when_a_tracker_was_killed_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", faulty(tmp_path / "library", "pass"))
+    (tmp_path / "library" / "trackio.py").write_text(QUEUEING)
+    run = tmp_path / "run"
+    written(run, LINES)
+    log = run / "logs" / "tracker-trackio.log"
+    for start in (1, 2):
+        trackers = Trackers(run, ["trackio"], "proofs")
+        wait_until(lambda: log.read_text().count("queued 3") == 2 * start, "not all lines are queued")  # noqa: B023
+        trackers.finish(seconds=0.0)
+        assert json.loads((run / "trackers" / "trackio.json").read_text())["sent"] is None
+
+
 def in_group(process: psutil.Process, group: int) -> bool:
     with suppress(ProcessLookupError):
         return os.getpgid(process.pid) == group
