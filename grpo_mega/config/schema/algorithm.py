@@ -17,12 +17,17 @@ class AlgorithmConfig:
     """Prompts sampled per step."""
     group_size: Annotated[int, Interval("[1, inf)")] = 8
     """G, samples per prompt; at least 2 where advantages are relative to the group."""
-    groups_without_signal: Annotated[str, OneOf("count", "drop")] = "count"
+    groups_without_signal: Annotated[str, OneOf("count", "drop", "refill")] = "count"
     """What to do with groups whose rewards are all equal, so that every advantage is 0. (Samples that could not be
     scored are no part of their group; one with fewer than two others is such a group.) count: their sequences and
     tokens count in the denominators of `aggregation`, and the KL term and an entropy bonus act on them (DeepSeekMath,
     equation 3; Dr. GRPO); with neither they have no gradient and are not computed, so they do not take part in experts'
-    balance and prediction modules' loss either. drop: as if never sampled (DAPO, equation 8, without refilling)."""
+    balance and prediction modules' loss either. drop: as if never sampled, so the step is smaller. refill: dropped, and
+    another prompt is drawn for each (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2), so that the step has
+    `prompts_per_step` groups with signal."""
+    refill_limit: Annotated[int, Interval("[1, inf)")] = 10
+    """Under `groups_without_signal=refill` the most prompts that a step draws, in multiples of `prompts_per_step`; a
+    step that has fewer groups with signal by then learns from these."""
     advantage_baseline: Annotated[str, OneOf("mean", "leave_one_out", "optimal", "batch", "critic")] = "mean"
     """What is subtracted from a reward. Of the group: mean (GRPO); leave_one_out, the mean of the others (RLOO, arXiv
     2402.14740); optimal, the mean weighted by length (OPO, arXiv 2505.23585). Of all samples of the step: batch
