@@ -358,6 +358,11 @@ def continued_by_step() -> dict[str, Any]:
     return _continued("_by_step", "reward.terms=[{name:own,function:step_rewards:stepwise}]", *PROCESS)
 
 
+def continued_with_others() -> dict[str, Any]:
+    """The like, in which other prompts take the place of those whose groups have no signal."""
+    return _continued("_with_others", "algorithm.groups_without_signal=refill")
+
+
 PROCESS = ("algorithm.supervision=process", "algorithm.advantage_std=none")
 
 
@@ -706,6 +711,7 @@ if __name__ == "__main__":
         equal_rewards,
         continued,
         continued_by_step,
+        continued_with_others,
         refilled,
         resumed_without_update,
         run_state,

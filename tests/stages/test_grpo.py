@@ -240,7 +240,7 @@ def test_second_epoch_is_measured_against_the_policy_before_the_first(seen):
     assert outcome["trained"] == 2 * outcome["completion_tokens"]
 
 
-@pytest.mark.parametrize("case", ["continued", "continued_by_step"])
+@pytest.mark.parametrize("case", ["continued", "continued_by_step", "continued_with_others"])
 def test_a_step_with_groups_that_are_left_out_goes_on_behind_every_update_as_if_never_stopped(seen, case):
     outcome = seen[case]
     assert 0 < outcome["with_signal"] < 4
