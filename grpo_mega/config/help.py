@@ -19,7 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
-from grpo_mega.config.bounds import CHOICES, RANGES
+from grpo_mega.config.limits import limits_of
 from grpo_mega.config.load import config_dir, groups
 from grpo_mega.config.schema import Config
 
@@ -113,6 +113,5 @@ def _default(field: Field[Any]) -> str:
 
 def _allowed(name: str) -> str:
     """The interval or the choices of a field, or an empty text."""
-    if name in CHOICES:
-        return f"  one of {', '.join(CHOICES[name])}"
-    return "".join(f"  in {interval}" for interval, names in RANGES.items() if name in names)
+    limit = limits_of(Config).get(name)
+    return f"  {limit}" if limit else ""

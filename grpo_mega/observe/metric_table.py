@@ -102,6 +102,10 @@ ROLLOUT = Room(
             "groups_with_signal", SHARE, "Groups with an advantage that is not 0; absent with a critic or a teacher, "
             "where a group is no unit.", "share of groups", "up",
         ),
+        Metric(
+            "refilled", "prompts", "Prompts that were drawn for groups without signal "
+            "(`algorithm.groups_without_signal=refill`).", "number of the step",
+        ),
     ),
 )  # fmt: skip
 UPDATE = (
