@@ -54,6 +54,10 @@ class RewardTerm:
         return "" if self.function is not None else self.kind or self.name
 
 
+LEARNED = "model"
+"""Name of a reward model's score among the terms of the reward."""
+
+
 @dataclass
 class RewardModelConfig:
     """A reward model whose score is the term `model` of the reward, beside the others or alone.
