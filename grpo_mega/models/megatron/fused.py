@@ -1,9 +1,9 @@
 """Megatron's fused paths that are Transformer Engine's kernels: which of them a model takes, where that is installed.
 
 Not taken: `apply_rope_fusion`, which counts positions along the row (grouped-query attention rotates in
-`PackedAttention`, and latent attention gathers its angles by position); and `gradient_accumulation_fusion` as a setting,
-which Megatron's own output layer refuses without Apex: `add_weight_gradients_in_place` does the same for the layers
-that have it.
+`PackedAttention`, and latent attention gathers its angles by position); and `gradient_accumulation_fusion` as a
+setting, which Megatron's own output layer refuses without Apex: `add_weight_gradients_in_place` does the same for the
+layers that have it.
 """
 
 from __future__ import annotations
