@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
-from grpo_mega.config.bounds import CHOICES, RANGES
+from grpo_mega.config.limits import limits_of
 from grpo_mega.config.load import config_dir
 from grpo_mega.config.schema import Config
 
@@ -54,14 +54,14 @@ def rooms() -> dict[str, Any]:
 def sections(owner: Any, name: str) -> Iterator[Section]:
     """The sections of a dataclass called `name`: its own, those of its lists and mappings (with 0 or NAME for the entry
     in their names), then those of the dataclasses in it."""
-    docstrings, hints = _docstrings(owner), get_type_hints(owner)
+    docstrings, hints, limits = _docstrings(owner), get_type_hints(owner), limits_of(owner)
     inner = [field for field in fields(owner) if is_dataclass(hints[field.name])]
     own = [field for field in fields(owner) if field not in inner]
     yield Section(
         name,
         " ".join((owner.__doc__ or "").split()),
         [
-            Setting(f"{name}.{field.name}", _default(field), _values(f"{name}.{field.name}"), docstrings[field.name])
+            Setting(f"{name}.{field.name}", _default(field), str(limits.get(field.name, "")), docstrings[field.name])
             for field in own
         ],
     )
@@ -97,10 +97,3 @@ def _default(field: Field[Any]) -> str | None:
     if value == "???":  # omegaconf.MISSING
         return None
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _values(name: str) -> str:
-    """The interval or the choices of a field, in words."""
-    if name in CHOICES:
-        return f"one of {', '.join(CHOICES[name])}"
-    return "".join(f"in {interval}" for interval, names in RANGES.items() if name in names)

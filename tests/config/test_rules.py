@@ -259,6 +259,7 @@ BROKEN: list[tuple[dict[str, object], str]] = [
                 for std in ("sample", "population", "mean")
             ),
             ("groups_without_signal", "drop", "drops by the reward alone", "none"),
+            ("groups_without_signal", "refill", "drops by the reward alone", "none"),
         )
     ),
     *(
@@ -361,6 +362,22 @@ BROKEN: list[tuple[dict[str, object], str]] = [
             "algorithm.groups_without_signal": "drop",
         },
         "algorithm.groups_without_signal=drop drops none with algorithm.advantage_baseline=batch",
+    ),
+    (
+        {
+            "algorithm.advantage_baseline": "batch",
+            "algorithm.advantage_std": "batch",
+            "algorithm.groups_without_signal": "refill",
+        },
+        "algorithm.groups_without_signal=refill drops none with algorithm.advantage_baseline=batch",
+    ),
+    (
+        {"algorithm.refill_limit": 3},
+        "algorithm.refill_limit=3 has no effect with algorithm.groups_without_signal=count; set that to refill",
+    ),
+    (
+        {"algorithm.groups_without_signal": "refill", "reward.model.path": "runs/judge"},
+        "algorithm.groups_without_signal=refill asks for a group's rewards while others are generated",
     ),
     ({"algorithm.kl_unbiased": True}, "algorithm.kl_unbiased=true has no effect without a KL term"),
     (
