@@ -158,6 +158,8 @@ if __name__ == "__main__":
     asked |= {"qwen2.5_1.5b": ["experiment=r1_distilled_1_5b", "sft.path=x"]}
     asked["lora_with_reference"] = ["experiment=qwen3_30b_a3b_lora", "algorithm.kl_coef=0.1"]
     asked["qwen3_tp8"] = ["experiment=qwen3_30b_a3b", "rollout.sglang.tp=8"]
+    eight = ["cluster.gpus_per_node=8", "optimizer.distributed=true", "optimizer.overlap=true"]
+    asked |= {f"{name} on eight": [f"experiment={name}", *eight] for name in ("gsm8k_0.5b", "countdown_1b")}
     asked["tiny_reward_model"] = ["experiment=tiny_reward_model", "pairs.path=pairs.jsonl"]
     asked["tiny_scored"] = ["experiment=tiny", "reward.model.path=runs/tiny_reward_model"]
     found = {name: plan(compose_config(overrides)) for name, overrides in asked.items()}
