@@ -67,7 +67,7 @@ RANGES: dict[str, tuple[str, ...]] = {
     ),
     "(-inf, inf)": ("data.frontier_low", "data.frontier_high", "reward.model.weight"),
     "[-1, inf)": ("run.export_every",),
-    "(1, inf)": ("algorithm.dual_clip", "alarms.expert_imbalance", "alarms.slow_phase"),
+    "(1, inf)": ("algorithm.dual_clip", "alarms.expert_imbalance", "alarms.slow_phase", "alarms.stragglers"),
     "[0, inf]": ("algorithm.clip_low", "algorithm.clip_high"),
     "[60, 604800]": ("cluster.timeout_seconds",),
     "[-1, 1]": ("algorithm.entropy_coef",),
