@@ -55,6 +55,9 @@ NOT_RUN = {
         "torchrun --standalone", "python tools/evaluate.py", "python tools/rejection_sample.py",
         "torchrun --standalone", "torchrun --standalone",
     ],
+    "minutes of sampling; tests/evaluate continue answers of a smaller run": [
+        "python tools/evaluate.py", "python tools/rejection_sample.py",
+    ],
     "needs make .venv-rehearse/.ready, 7 GB; tests/rehearsal run it": [
         "make rehearse", "python tools/rehearse.py", "python tools/rehearse.py",
     ],
