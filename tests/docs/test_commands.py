@@ -88,7 +88,7 @@ NOT_RUN = {
         "python3.12 -m", ".venv/bin/pip install", ".venv/bin/pip install", ".venv/bin/pip install",
         ".venv/bin/python tools/doctor.py", "hf download",
         "python3.12 -m", ".venv/bin/pip install", ".venv/bin/pip install", ".venv/bin/python tools/doctor.py",
-        "make gpu-smoke",
+        ".venv/bin/pip install", "make gpu-smoke",
     ],
     "needs GPUs and Apptainer": ["cat >grpo.def", "apptainer build", "RUNTIME=apptainer IMAGE=/images/grpo.sif"],
     "needs GPUs and pyxis": ["srun --partition=NAME", "srun --partition=NAME", "RUNTIME=pyxis IMAGE=/images/grpo.sqsh"],
