@@ -15,8 +15,8 @@ Every setting, and every file of settings that comes with the project. This page
 `python -m grpo_mega.config.setting_page`; a test compares them. `python -m grpo_mega.train --help` prints the same,
 `--help rollout` one part of it.
 
-A command is a list of words. `GROUP=OPTION` takes the file `OPTION.yaml` of that folder in `configs`, `FIELD=VALUE`
-sets one field, and later words win:
+A command is a list of words. `GROUP=OPTION` takes the file of that name in the group's folder in `configs`,
+`FIELD=VALUE` sets one field, and later words win:
 
 ```bash
 python -m grpo_mega.train experiment=tiny layout=single optimizer.lr=1e-4 --cfg job   # prints what would run

@@ -48,7 +48,7 @@ OTHERS = {
     "Slurm": "account container-image container-save gpus-per-node no-kill no-requeue nodes ntasks-per-node partition"
     " signal time",
     "torchrun": "standalone nproc-per-node",
-    "what installs and checks": "clear no-build-isolation local-dir python tool",
+    "what installs and checks": "clear no-build-isolation local-dir python repo-type tool",
 }
 """Options that are not ours."""
 

@@ -180,6 +180,27 @@ def test_a_dry_run_finds_nothing_wrong_with_a_reward_model_that_is_continued(run
 
 
 @pytest.mark.long
+def test_a_dry_run_looks_into_the_reward_model_that_is_learned_from(runs: tuple[Path, list, str]) -> None:
+    root, paths = runs[0], (REPOSITORY, REPOSITORY / "kernels", JOB.parent)
+
+    def said(*more: str) -> str:
+        words = policy_of(root, "single", "run.name=tried", *more)
+        return run_python("-m", "grpo_mega.train", *words, "--dry-run", paths=paths).stdout
+
+    assert said().splitlines()[-1] == "ready"
+    (checkpoint,) = (root / "likes_length" / "checkpoints").glob("step-*")
+    shutil.copytree(root / "likes_length", root / "cut")
+    next((root / "cut" / "checkpoints" / checkpoint.name).glob("*/*.distcp")).write_bytes(b"")
+    for setting, problem in {
+        f"reward.model.path={root}/hacker": "hacker holds no reward model that is finished",
+        "data=tiny_code": "was trained with another tokenizer than data.tokenizer=chars",
+        "layout.tp=3": "is of a model that this run cannot hold",
+        f"reward.model.path={root}/cut": f"the checkpoint {root}/cut/checkpoints/{checkpoint.name} is damaged",
+    }.items():
+        assert problem in said(setting), setting
+
+
+@pytest.mark.long
 def test_what_is_no_reward_model_for_this_policy_is_refused(runs: tuple[Path, list, str]) -> None:
     none, other = runs[1][5], runs[1][6]
     assert "hacker holds no reward model; name the directory of a run with run.trains=reward_model" in none["error"]
