@@ -8,6 +8,7 @@ have it.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -42,3 +43,13 @@ def add_weight_gradients_in_place(gpt: GPTModel) -> None:
     for module in modules:
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
+
+
+def forget_placeholders() -> None:
+    """Lets go of the tensors that stand in autograd for gradients that were added in place, one for each shape.
+
+    Transformer Engine keeps them for as long as the process lives, and makes them anew when they are not there.
+    """
+    kept = sys.modules.get("transformer_engine.pytorch.module.base")
+    if kept is not None:
+        kept._dummy_wgrads.clear()
