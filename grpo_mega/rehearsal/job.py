@@ -20,6 +20,8 @@ from grpo_mega.rehearsal.spec import RankSpec, balanced, check_lengths, skewed
 
 OTHERS = ("libraries", "engine, asleep")
 """The planner's lines for what is on a GPU beside the trainer's tensors."""
+AT_WORK = ("activations kept", "one layer, saved", "one layer, at work", "output layer")
+"""Those for what comes and goes within a step; the rest is held."""
 AFTERWARDS = "exports, beyond these"
 UNSEEN = 508 * 2**20
 """Bytes that nvidia-smi counts and CUDA does not: an H100 has 81,559 MiB for one and 81,051 for the other."""

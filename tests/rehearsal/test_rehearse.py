@@ -16,7 +16,10 @@ TOKENS, TP, DP = 16_384, 2, 4
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return rehearse(tmp_path_factory.mktemp("math"), 0, "deepseekmath_7b", "--rank", "7")
+    folder = tmp_path_factory.mktemp("math")
+    found = rehearse(folder, 0, "deepseekmath_7b", "--rank", "7", "--picture", str(folder / "memory.png"))
+    assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+    return found
 
 
 def phase(measured: dict[str, Any], name: str) -> dict[str, Any]:
@@ -30,6 +33,17 @@ def test_what_is_held_is_what_the_planner_counts(measured: dict[str, Any]) -> No
     assert phase(measured, "build")["allocated"] == pytest.approx(counted, rel=0.005)
     peak = max(phase["peak_reserved"] for phase in measured["ranks"][0]["phases"])
     assert peak == pytest.approx(planned_bytes(lines), abs=3e9)
+
+
+def test_memory_is_told_by_owner_and_over_time(measured: dict[str, Any]) -> None:
+    lines = measured["planned"]["memory"][0]
+    gradients, away = phase(measured, "gradients, update 1"), phase(measured, "weights leave")
+    assert gradients["held"]["policy weights"] == pytest.approx(lines["weights"], rel=0.01)
+    assert gradients["held"]["policy optimizer"] == pytest.approx(lines["optimizer"], rel=0.01)
+    assert {*away["held"].values()} == {0}
+    assert max(gradients["curve"]) == pytest.approx(gradients["peak_allocated"], rel=0.001)
+    assert gradients["curve"][-1] == pytest.approx(gradients["allocated"], rel=0.001)
+    assert "planned for this stage" in measured["text"]
 
 
 def test_products_are_those_of_the_architecture(measured: dict[str, Any]) -> None:
