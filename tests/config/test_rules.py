@@ -127,8 +127,10 @@ BROKEN: list[tuple[dict[str, object], str]] = [
         {"layout.tp": 2, "model.moe.experts": 0, "model.attention": "mla", "model.kv_heads": 4},
         "layout.sp=false: Megatron needs sequence parallelism for latent attention",
     ),
-    (EIGHT_BITS | {"model.dtype": "fp32"}, "layout.fp8=true needs model.dtype=bf16, not fp32; set it, or layout.fp8=false"),
-    (EIGHT_BITS | {"lora.rank": 4}, "layout.fp8=true does not go with lora.rank=4"),
+    (
+        EIGHT_BITS | {"model.dtype": "fp32"},
+        "layout.fp8=true needs model.dtype=bf16, not fp32; set it, or layout.fp8=false",
+    ),
     (EIGHT_BITS | {"algorithm.correction": "none"}, "layout.fp8=true moves the trainer's probabilities away"),
     (
         EIGHT_BITS | {"model.hidden": 100, "model.heads": 5, "model.kv_heads": 5, "model.head_dim": 20},
@@ -548,6 +550,7 @@ ADAPTERS = {"base.train": False, "lora.rank": 8, "model.moe.bias_update_rate": 0
     ("values", "message"),
     [
         ({"lora.rank": -1}, "lora.rank=-1: choose a value in [0, inf)"),
+        (EIGHT_BITS, "layout.fp8=true does not go with lora.rank=8: adapters are products of their own"),
         ({"lora.alpha": 0.0}, "lora.alpha=0.0: choose a value in (0, inf)"),
         ({"lora.targets": ["attention", "expert"]}, "lora.targets has expert: choose from"),
         ({"lora.targets": []}, "lora.targets=[] names no matrix of this model that every token meets"),

@@ -16,7 +16,7 @@ class Budget:
 
     Attributes:
         reserved: GB that torch's allocator holds.
-        launches, waits: Of one pass forward and backward.
+        launches, waits: Of the second pass forward and backward: in the first, kernels are compiled, and some tried.
     """
 
     reserved: float
@@ -66,11 +66,11 @@ def test_every_stage_keeps_to_its_budget(experiment: str, tmp_path: Path) -> Non
     budget = BUDGETS[experiment]
     for rank in rehearse(tmp_path, 0, experiment)["ranks"]:
         which = f"{experiment}, rank {rank['rank']}, {rank['sequences']}"
-        passes = [phase for phase in rank["phases"] if phase["name"].startswith("gradients")]
+        [second] = [phase for phase in rank["phases"] if phase["name"] == "gradients, update 2"]
         reserved = max(phase["peak_reserved"] for phase in rank["phases"]) / 1e9
         assert reserved <= budget.reserved, f"{which}: {reserved:.1f} GB"
-        assert max(phase["launches"] for phase in passes) <= budget.launches, which
-        assert max(phase["waits"] for phase in passes) <= budget.waits, which
+        assert second["launches"] <= budget.launches, which
+        assert second["waits"] <= budget.waits, which
 
 
 @pytest.mark.long
