@@ -96,6 +96,8 @@ class Environment:
             "NULLGPU_TAKEN": str(spec.taken),
             # cuDNN's attention asks a GPU which plans it has; torch's own kernels take the same memory.
             "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+            # NVRTC ends a process with the null GPU; Transformer Engine has kernels that are compiled already.
+            "NVTE_DISABLE_NVRTC": "1",
             "OMP_NUM_THREADS": "1",
             "LOCAL_RANK": "0",
         }

@@ -35,6 +35,10 @@ class LayoutConfig:
     """Most tokens in one micro-batch, prompts of a group counted once, context parallel ranks together."""
     recompute: Annotated[str, OneOf("none", "selective", "full")] = "none"
     """What the backward pass recomputes instead of keeping in memory: none, selective (attention) or full (layers)."""
+    fp8: bool = False
+    """Matrix products of layers in 8 bits, forward and backward, by Transformer Engine's block recipe (DeepSeek-V3,
+    arXiv 2412.19437, section 3.3), on H100 or newer. Weights stay bf16; embedding, output layer, router and attention
+    are computed as before. It moves the trainer's probabilities away from the engine's: see `algorithm.correction`."""
 
 
 @dataclass
