@@ -43,8 +43,8 @@ SENT = {".log", ".json", ".jsonl", ".yaml", ".html", ".png", ".md", ".txt"}
 """What the tar file takes of the folder, by its ending."""
 LARGEST = 20 * 2**20
 """Bytes of a file that the tar file takes at most."""
-PATIENCE = 20.0
-"""Seconds that a step which is ended may take to end by itself."""
+PATIENCE = 60.0
+"""Seconds that a step which is ended may take to end by itself: torchrun gives its ranks 30."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def run_steps(steps: list[Step], out: Path, machine: str) -> bool:
     A step is skipped when a step that it builds on did not pass here. Ctrl-C ends the step and those after it.
     """
     out.mkdir(parents=True, exist_ok=True)
-    versions = {found.metadata["Name"]: found.version for found in distributions()}
+    versions = {str(found.metadata["Name"]): found.version for found in distributions()}
     write_atomic(out / "versions.json", json.dumps(versions, indent=1, sort_keys=True) + "\n")
     results: list[Result] = []
     interrupted = False
