@@ -178,6 +178,15 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"data.template": "chat"}, "data.template='chat' has no effect with data.tokenizer=chars"),
     ({"data.question": "{prompt}?"}, "data.question='{prompt}?' has no effect with data.tokenizer=chars"),
     ({"algorithm.group_size": 1}, "algorithm.group_size=1: algorithm.advantage_baseline=mean is relative to the group"),
+    (
+        {"distill.teacher": "http://host:30000", "rollout.temperature": 0.7},
+        "rollout.temperature=0.7 does not go with distill.teacher=http://host:30000: SGLang scores a text at",
+    ),
+    (TAUGHT | {"distill.timeout_seconds": 9.0}, "distill.timeout_seconds=9 is for a teacher that is a server"),
+    (
+        {"distill.teacher": "http://host:30000", "layout.ep": 2, "model.moe.experts": 0},
+        "layout.ep=2 needs experts; set model.moe.experts above 0, or layout.ep=1",
+    ),
     ({"distill.reward_coef": 1.0}, "distill.reward_coef=1.0 has no effect without a teacher; set distill.teacher"),
     (
         TAUGHT | {"algorithm.group_size": 1, "distill.reward_coef": 0.5},
