@@ -55,6 +55,7 @@ NOT_RUN = {
         "torchrun --standalone", "python tools/evaluate.py", "python tools/rejection_sample.py",
         "torchrun --standalone", "torchrun --standalone",
     ],
+    "minutes of training; tests/recipe compose it": ["python tools/recipe.py"],
     "minutes of sampling; tests/evaluate continue answers of a smaller run": [
         "python tools/evaluate.py", "python tools/rejection_sample.py",
     ],
