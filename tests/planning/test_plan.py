@@ -449,6 +449,14 @@ def test_a_reward_model_is_planned_where_it_is_trained_and_where_it_scores(plans
     assert beside["checkpoint"] == policy["checkpoint"]
 
 
+def test_a_reward_model_is_planned_in_the_shape_of_its_own_run(job: dict[str, Any]) -> None:
+    """Larger than the policy that learns from it; a layout that cannot split it is refused."""
+    scored = job["scored"]
+    beside = scored["beside"]["memory"][0]
+    assert beside["reward model"] == scored["alone"]["memory"][0]["weights"] > beside["weights"]
+    assert "is of a model that this run cannot hold: model.layers=4 cannot be shared out equally" in scored["refused"]
+
+
 @pytest.mark.long
 def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path) -> None:
     """With reference policy, average, frozen parts and adapters; its few numbers beside weights are not planned."""
