@@ -25,6 +25,7 @@ from typing import TextIO
 
 from rich import box
 from rich.console import Console, ConsoleDimensions, Group, RenderableType
+from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -183,6 +184,17 @@ class LivePanel:
         if self._up:
             yield Text()
             yield Text(f"alarms: {'; '.join(self._up)}", style="yellow", no_wrap=True, overflow="ellipsis")
+
+
+def _leave_the_panel() -> None:
+    """A fork, such as one that writes a checkpoint, prints past the panel, whose locks another thread may have held."""
+    if isinstance(sys.stdout, FileProxy):
+        sys.stdout = sys.stdout.rich_proxied_file
+    if isinstance(sys.stderr, FileProxy):
+        sys.stderr = sys.stderr.rich_proxied_file
+
+
+os.register_at_fork(after_in_child=_leave_the_panel)
 
 
 class Curve:

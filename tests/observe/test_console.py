@@ -290,6 +290,35 @@ def test_what_others_print_to_the_terminal_stands_above_the_panel(tmp_path: Path
     assert file.read_text() == "for a file\n"
 
 
+def test_a_fork_that_prints_does_not_wait_for_the_panel() -> None:
+    """As one does that writes a checkpoint, whatever the thread that draws has been doing when it was made."""
+    program = """
+        import os, sys, threading
+        from grpo_mega.observe.console import Console
+        console = Console(80, "tiny", 5)
+        held, done = threading.Event(), threading.Event()
+        def hold():
+            with console._out._live._lock:
+                held.set()
+                done.wait()
+        threading.Thread(target=hold, daemon=True).start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            print("from a fork", file=sys.stderr, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        done.set()
+        console.close()
+    """
+
+    def run(stream: TextIO) -> None:
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        subprocess.run(command, stderr=stream, cwd=REPOSITORY, check=True, timeout=limit(120))
+
+    assert "from a fork" in on_a_terminal(80, run)
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_that_does_not_know_utf_8_gets_what_it_knows(encoding: str) -> None:
     def body(stream: TextIO) -> None:
