@@ -77,6 +77,11 @@ class LivePanel:
         """Most characters in a line. The last column is not used, because some terminals wrap there."""
         return self._size()[0]
 
+    @property
+    def lines_per_sample(self) -> int:
+        """Most lines that a sample takes: a third of the terminal."""
+        return max(self._size()[1] // 3, 1)
+
     def _size(self) -> tuple[int, int]:
         columns, lines = os.get_terminal_size(self._stream.fileno())
         return (columns or 80) - 1, lines or 24

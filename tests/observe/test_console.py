@@ -135,6 +135,24 @@ def test_on_a_terminal_the_panel_never_wraps_and_is_gone_at_the_end(columns: int
     assert (screen.lines[-1], screen.cursor_shown) == ("", True)
 
 
+def test_on_a_terminal_a_sample_is_whole_unless_it_takes_more_than_a_third() -> None:
+    texts = ["0123456789" * 40, " ".join(["word"] * 80), "x" * 5000]
+
+    def body(stream: TextIO) -> None:
+        console = Console(10, "tiny", 5, COLUMNS, stream)
+        for text in texts:
+            console.sample("3+5=?", text, "8", 1.2, "best of 4")
+        console.close()
+
+    lines = Screen(on_a_terminal(80, body)).lines
+    assert max(map(len, lines)) < 80
+    shown = "".join(line.removeprefix("    ") for line in lines)
+    assert f"| 3+5=? -> {texts[0]}  [best of 4, answer 8, reward 1.20]" in shown
+    assert "word" * 80 in shown.replace(" ", "")
+    assert "xxx..." in shown
+    assert len(lines) <= 3 * 8 + 1
+
+
 def panel(columns: int, body: Callable[[Console], None], steps: int = 7210, lines: int = 24) -> list[str]:
     """The lines of the panel, without its frame, that a terminal shows after `body`."""
 
