@@ -154,7 +154,8 @@ class LivePanel:
         if times := width >= NARROW:
             bars.add_column(no_wrap=True, justify="right", style="default")
             bars.add_column(no_wrap=True, justify="right", style="default")
-        took = (progress.elapsed, f"{progress.left} left" if progress.left else "") if times else ()
+        left = f"{progress.left} {'at most' if progress.stage else 'left'}" if progress.left else ""
+        took = (progress.elapsed, left) if times else ()
         done = f"{progress.step}/{progress.total}"
         bars.add_row(progress.stage or "run", _bar(progress.step / max(progress.total, 1)), done, *took)
         if progress.phase:

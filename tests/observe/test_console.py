@@ -219,7 +219,7 @@ def test_an_earlier_stage_has_a_bar_of_its_own_and_its_loss() -> None:
     bar, _, numbers = panel(80, base_model)
     assert bar.startswith("pretrain")
     assert "35/200" in bar
-    assert bar.endswith("1:22 left")
+    assert bar.endswith("1:22 at most")
     assert numbers.split()[:2] == ["loss", "1.2500"]
     assert "loss" not in " ".join(panel(80, what_follows))
 
