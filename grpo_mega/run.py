@@ -39,10 +39,12 @@ Saved = Model | Copy
 
 @dataclass
 class StepRecord:
-    """The records of a finished step: its metrics, and some of the answers if there were any."""
+    """The records of a finished step: its metrics, some of the answers if there were any, and layer by layer the tokens
+    that each expert got in its last update, if there are experts and was one."""
 
     metrics: Metrics
     shown: list[dict[str, Any]] = field(default_factory=list)
+    loads: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Stateful(Protocol):
@@ -242,7 +244,7 @@ class Run:
                 record = self.stage.step(self)
             self.step += 1
             profile.after(self.step)
-            self.recorder.step(self.step, self._measured(record.metrics), record.shown)
+            self.recorder.step(self.step, self._measured(record.metrics), record.shown, record.loads)
             self.finish_saving(wait=False)
             last = self.stage.is_done(self.step)
             if last or is_due(self.stage.save_every, self.step):

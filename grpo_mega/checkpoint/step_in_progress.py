@@ -40,6 +40,8 @@ class StepInProgress:
         updates: The metrics of each update done so far.
         mismatch: Without a batch, how far the trainer's log-probs of the answers are from the engine's, for the log.
         shown_groups: Indices of the groups whose answers `shown` has; on every rank.
+        loads: Number of a layer -> tokens that each of its experts got in the last update that is done; {} without one,
+            and for a dense model.
     """
 
     groups: list[Group]
@@ -48,6 +50,7 @@ class StepInProgress:
     updates: list[dict[str, float]] = field(default_factory=list)
     mismatch: dict[str, float] = field(default_factory=dict)
     shown_groups: list[int] = field(default_factory=list)
+    loads: dict[str, list[float]] = field(default_factory=dict)
 
 
 def save(checkpoint: Path, step: StepInProgress, topology: Topology) -> None:
@@ -84,6 +87,7 @@ def load(checkpoint: Path, topology: Topology) -> StepInProgress | None:
         record["updates"],
         record["mismatch"],
         record.get("shown_groups", []),
+        record.get("loads", {}),  # as above
     )
 
 

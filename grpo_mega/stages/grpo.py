@@ -62,7 +62,7 @@ class GRPO:
         self.in_progress = None
         if self.reference and is_due(self.algorithm.reference_refresh, run.step + 1):
             self.reference.refresh()  # pi_ref <- pi_theta
-        return StepRecord(metrics, with_numbers(current, self.config, self.topology))
+        return StepRecord(metrics, with_numbers(current, self.config, self.topology), current.loads)
 
     def experience(self, run: Run) -> StepInProgress:
         """The data for the updates of a step: questions, groups of answers, rewards, advantages, log-probs."""
@@ -100,6 +100,7 @@ class GRPO:
         gradients = self.policy.update(batch, self.loss, self.schedule.next(step), self.temperature)
         self.rollouts.follow()  # an average of the weights, for evaluations
         self.watch.tokens["trained"] += gradients.tokens
+        current.loads = {str(layer): load for layer, load in gradients.expert_loads.items()}
         current.updates.append(gradients.metrics)
         if current.batch is not None and current.shown_groups:
             current.batch = with_newest(current.batch, batch, gradients.outputs, gradients.entropies)
