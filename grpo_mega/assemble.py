@@ -42,7 +42,7 @@ from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel
 from grpo_mega.models.teacher import Teacher
 from grpo_mega.models.topology import Topology, join_layout, leave_layout
-from grpo_mega.observe.console import columns_of
+from grpo_mega.observe.columns import columns_of
 from grpo_mega.observe.heartbeat import Heartbeat
 from grpo_mega.observe.logs import setup_rank_logging
 from grpo_mega.observe.recorder import Recorder

@@ -34,7 +34,8 @@ class GRPO:
     def __init__(
         self, config: Config, policy: Policy, reference: ReferencePolicy | None, data: Data, rollouts: Rollouts
     ) -> None:
-        self.config, self.algorithm, self.data, self.save_every = config, config.algorithm, data, config.run.save_every
+        self.config, self.algorithm, self.data = config, config.algorithm, data
+        self.save_every, self.most_steps = config.run.save_every, config.run.steps
         self.policy, self.topology, self.reference, self.rollouts = policy, policy.topology, reference, rollouts
         self.copies = [copy for copy in (reference, rollouts.average) if copy]
         self.models: list[Saved] = [policy, *self.copies]

@@ -55,6 +55,9 @@ NOT_RUN = {
         "torchrun --standalone", "python tools/evaluate.py", "python tools/rejection_sample.py",
         "torchrun --standalone", "torchrun --standalone",
     ],
+    "minutes of sampling; tests/evaluate continue answers of a smaller run": [
+        "python tools/evaluate.py", "python tools/rejection_sample.py",
+    ],
     "needs make .venv-rehearse/.ready, 7 GB; tests/rehearsal run it": [
         "make rehearse", "python tools/rehearse.py", "python tools/rehearse.py",
     ],
@@ -85,7 +88,7 @@ NOT_RUN = {
         "python3.12 -m", ".venv/bin/pip install", ".venv/bin/pip install", ".venv/bin/pip install",
         ".venv/bin/python tools/doctor.py", "hf download",
         "python3.12 -m", ".venv/bin/pip install", ".venv/bin/pip install", ".venv/bin/python tools/doctor.py",
-        "make gpu-smoke",
+        ".venv/bin/pip install", "make gpu-smoke",
     ],
     "needs GPUs and Apptainer": ["cat >grpo.def", "apptainer build", "RUNTIME=apptainer IMAGE=/images/grpo.sif"],
     "needs GPUs and pyxis": ["srun --partition=NAME", "srun --partition=NAME", "RUNTIME=pyxis IMAGE=/images/grpo.sqsh"],

@@ -101,7 +101,7 @@ def test_killed_anywhere_it_continues(toy: Evaluated, tmp_path: Path, fsyncs: in
     assert_same(tmp_path / "out", toy.folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
 def test_asked_to_stop_it_keeps_what_is_scored_and_ends_with_75(
     toy: Evaluated, tmp_path: Path, number: signal.Signals
 ) -> None:
