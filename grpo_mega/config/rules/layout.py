@@ -15,7 +15,7 @@ def layout_problems(config: Config) -> Iterator[str]:
     for name in ("model.heads", "model.kv_heads", "model.ffn_hidden", "model.vocab_multiple"):
         yield from divisible(config, name, "layout.tp")
     if experts:
-        # The expert that every token visits is split like a dense layer, by tp; only routed experts are split by etp.
+        # The shared expert is split like a dense layer, by tp; only routed experts are split by etp.
         yield from divisible(config, "model.moe.ffn_hidden", "layout.etp")
         yield from divisible(config, "model.moe.shared_ffn_hidden", "layout.tp")
         yield from divisible(config, "model.moe.experts", "layout.ep")
@@ -26,12 +26,12 @@ def layout_problems(config: Config) -> Iterator[str]:
         what = "experts" if experts > 0 else "latent attention (model.attention=mla)"
         yield f"layout.sp=false: Megatron needs sequence parallelism for {what} with layout.tp > 1; set layout.sp=true"
     for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
-        if size > 1 and experts == 0 and not config.distill.teacher:  # which may have some: see config/teacher.py
+        if size > 1 and experts == 0 and not config.distill.teacher:  # a teacher may have some: see config/teacher.py
             yield f"{name}={size} needs experts; set model.moe.experts above 0, or {name}=1"
 
 
 def _equal_stages(config: Config) -> Iterator[str]:
-    """A message when pipeline stages cannot have equally many layers, except a first and last that are given."""
+    """A message when layers cannot be split evenly over pipeline stages, apart from given first and last stages."""
     layout, layers = config.layout, config.model.layers
     given = {
         name: size
