@@ -34,7 +34,7 @@ NEWEST_TORCH = "python -m pip install --force-reinstall torch"
 
 
 def torch(gpus: list[GPU]) -> Iterator[Finding]:
-    """The findings about torch, its CUDA and NCCL; none where torch is missing or too old, which `required` reports."""
+    """Findings about torch, its CUDA and NCCL; none if torch is missing or too old, which `required` reports."""
     if not _usable("torch"):
         return
     output, problem = run([sys.executable, "-c", PROBE])
@@ -58,7 +58,7 @@ def torch(gpus: list[GPU]) -> Iterator[Finding]:
 
 
 def judge_torch(able: dict, gpus: list[GPU]) -> Finding:
-    """The finding about torch: whether it can use the GPUs that the driver reports."""
+    """Finding about torch: whether it can use the GPUs that the driver reports."""
     release = able["version"]
     if not able["cuda"]:
         return Finding("torch", release, FAILURE, f"a build for CPUs, on a machine with {len(gpus)} GPUs", NEWEST_TORCH)
@@ -73,11 +73,11 @@ def judge_torch(able: dict, gpus: list[GPU]) -> Finding:
 
 
 OLDEST_DRIVER = {"11": "450", "12": "525", "13": "580"}
-"""Major version of CUDA -> the driver branch that it needs (CUDA's release notes, minor version compatibility)."""
+"""Major version of CUDA -> required driver branch (CUDA's release notes, minor version compatibility)."""
 
 
 def judge_driver(cuda: str, driver: str) -> Finding:
-    """The finding about torch's CUDA: whether the driver is new enough."""
+    """Finding about torch's CUDA: whether the driver is recent enough."""
     needed = OLDEST_DRIVER.get(cuda.split(".")[0])
     if needed and _numbers(driver) < _numbers(needed):
         why = f"needs driver {needed} or newer, and this is {driver}"
@@ -88,7 +88,7 @@ def judge_driver(cuda: str, driver: str) -> Finding:
 
 
 def required() -> Iterator[Finding]:
-    """The findings about the packages that pyproject.toml lists; a usable torch is reported by `torch`."""
+    """Findings about the packages in pyproject.toml; a usable torch is reported by `torch`."""
     for name, wanted in _wanted().items():
         release, fix = installed(name), f"python -m pip install '{name}{wanted}'"
         if release is None:
@@ -100,7 +100,7 @@ def required() -> Iterator[Finding]:
 
 
 def _wanted() -> dict[str, str]:
-    """{package: bounds of its version}."""
+    """{package: version bounds}, from pyproject.toml."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     return dict(re.split(r"(?=[<>=]|$)", entry, maxsplit=1) for entry in listed)
 
@@ -121,14 +121,14 @@ ACCELERATORS = (
     ("torch-memory-saver", "torch_memory_saver", "SGLang can give its memory to the trainer and take it back",
      "python -m pip install torch-memory-saver"),
 )  # fmt: skip
-"""Package, module, its use, and the command that installs it."""
+"""(package, module, use, command that installs it) of optional packages."""
 
 BOUNDS = {"transformer-engine": ">=2.9,<2.12"}
-"""Versions of optional packages that work, the same as in pyproject.toml and platform/transformer_engine.py."""
+"""Working versions of optional packages, as in pyproject.toml and platform/transformer_engine.py."""
 
 
 def accelerators(on_gpu: bool) -> Iterator[Finding]:
-    """The findings about optional packages; one that is installed and cannot be imported is worse than none."""
+    """Findings about optional packages; one that is installed but cannot be imported is worse than none."""
     for name, module, use, fix in ACCELERATORS:
         release = installed(name)
         if release is None:
@@ -150,7 +150,7 @@ def accelerators(on_gpu: bool) -> Iterator[Finding]:
 
 
 def apex(on_gpu: bool) -> Finding:
-    """The finding about NVIDIA's Apex, which is not on PyPI: the package of that name there is something else."""
+    """Finding about NVIDIA's Apex, which is not on PyPI: the package of that name there is something else."""
     if importlib.util.find_spec("apex") is None:
         return Finding("apex", "missing", ABSENT, "Transformer Engine has what is needed of it" if on_gpu else "")
     _, problem = run([sys.executable, "-c", "import apex.multi_tensor_apply, apex.optimizers"])
@@ -161,7 +161,7 @@ def apex(on_gpu: bool) -> Finding:
 
 
 def installed(name: str) -> str | None:
-    """Version of a package, without importing it; None when it is not installed."""
+    """Version of a package, found without importing it; None when it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -184,5 +184,5 @@ def _satisfies(installed_version: str, wanted: str) -> bool:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a version: (2, 13, 0) of 2.13.0+cpu."""
+    """Numbers of a version: (2, 13, 0) for 2.13.0+cpu."""
     return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[+a-zA-Z-]", text)[0]))
