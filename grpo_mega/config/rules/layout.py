@@ -15,7 +15,7 @@ def layout_problems(config: Config) -> Iterator[str]:
     for name in ("model.heads", "model.kv_heads", "model.ffn_hidden", "model.vocab_multiple"):
         yield from divisible(config, name, "layout.tp")
     if experts:
-        # The expert that every token visits is split like a dense layer, by tp; only routed experts are split by etp.
+        # The shared expert is split like a dense layer, by tp; only routed experts are split by etp.
         yield from divisible(config, "model.moe.ffn_hidden", "layout.etp")
         yield from divisible(config, "model.moe.shared_ffn_hidden", "layout.tp")
         yield from divisible(config, "model.moe.experts", "layout.ep")
@@ -61,7 +61,7 @@ def _eight_bit_problems(config: Config) -> Iterator[str]:
 
 
 def _equal_stages(config: Config) -> Iterator[str]:
-    """A message when pipeline stages cannot have equally many layers, except a first and last that are given."""
+    """A message when layers cannot be split evenly over pipeline stages, apart from given first and last stages."""
     layout, layers = config.layout, config.model.layers
     given = {
         name: size
