@@ -150,7 +150,8 @@ def _model(gpus: int, layout: str, out: str, model: str, after: str) -> Iterator
     settings = (
         f"experiment=countdown_1b model=from_folder run.init_from={model} {layout} data.validation_size=16"
         f" {source}.path={out}/countdown/train.jsonl {source}.test_path={out}/countdown/test.jsonl"
-        f" algorithm.prompts_per_step={prompts} cluster.gpus_per_node={gpus} run.name=model run.steps={steps}"
+        f" algorithm.prompts_per_step={prompts} cluster.gpus_per_node={gpus} rollout.stop=null"
+        f" run.name=model run.steps={steps}"
     )
     yield _run("model", gpus, settings, out, "a real model takes turns with its engine", ("problems", after), _sglang())
 

@@ -24,6 +24,7 @@ from grpo_mega.models.body import DTYPES, build_model
 from grpo_mega.models.finite import refuse_non_finite_gradients, refuse_non_finite_losses
 from grpo_mega.models.flops import learning_flops
 from grpo_mega.models.megatron.changes import TO_PARALLEL_CHUNK, apply_changes
+from grpo_mega.models.megatron.eight_bits import check_eight_bits
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.megatron.router import expert_loads, start_counting
 from grpo_mega.models.megatron.timers import SpanTimers
@@ -127,6 +128,7 @@ class Model:
             frozen: Parts of it that are not, fields of `PartsConfig`.
             lora: Trains adapters and no other weights, see `LoRAConfig`; None, or rank 0, for no adapters.
         """
+        check_eight_bits(layout, platform)
         self.role = role
         self.updates = 0
         self.flops = 0.0
