@@ -94,6 +94,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("fp32", "bf16"),
     "model.moe.score": ("sigmoid", "softmax"),
     "layout.recompute": ("none", "selective", "full"),
+    "layout.attention": ("auto", "padded", "torch", "flash3", "flash4"),
     "data.task": (*GENERATED_TASKS, "jsonl"),
     "data.curriculum": ("none", "frontier"),
     "sft.too_long": ("refuse", "cut"),

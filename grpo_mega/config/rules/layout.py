@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from grpo_mega.config.attention import why_padded
 from grpo_mega.config.rules.problems import divisible, divisors, multiples, refuse
 from grpo_mega.config.schema import Config, LayoutConfig
 
@@ -25,6 +26,8 @@ def layout_problems(config: Config) -> Iterator[str]:
     if layout.tp > 1 and not layout.sp and (experts > 0 or config.model.attention == "mla"):
         what = "experts" if experts > 0 else "latent attention (model.attention=mla)"
         yield f"layout.sp=false: Megatron needs sequence parallelism for {what} with layout.tp > 1; set layout.sp=true"
+    if layout.attention not in ("auto", "padded") and (why := why_padded(config.model)):
+        yield f"layout.attention={layout.attention}: {why}; set layout.attention=padded, or auto"
     for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
         if size > 1 and experts == 0 and not config.distill.teacher:  # which may have some: see config/teacher.py
             yield f"{name}={size} needs experts; set model.moe.experts above 0, or {name}=1"

@@ -32,6 +32,10 @@ class LayoutConfig:
     """Most tokens in one micro-batch, prompts of a group counted once, context parallel ranks together."""
     recompute: str = "none"
     """What the backward pass recomputes instead of keeping in memory: none, selective (attention) or full (layers)."""
+    attention: str = "auto"
+    """What computes attention. padded: torch's fused attention, in a table as wide as the longest sequence. torch,
+    flash3, flash4: FlashAttention-2 (part of torch), 3 or 4 (packages) for sequences of any length, in bf16 on a GPU;
+    a shared prompt is there once. auto: torch, where the model allows it; padded on a CPU."""
 
 
 @dataclass
