@@ -190,7 +190,9 @@ def _policy_run(
         policy = _policy(ground)
         embedded = EmbeddedEngine(policy, decode, config.rollout.concurrent_sequences)
         critic = _critic(ground)
-        scorer, learned = _learned_reward(ground, preferred, decode) if preferred else (None, None)
+        scorer, learned = None, None
+        if preferred:
+            scorer, learned = learned_reward(config, preferred, ground.topology, ground.platform, decode)
         teacher = _teacher(ground, *taught) if taught else None
     ground.recorder.start(_introduction(config, policy))
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
@@ -247,15 +249,16 @@ def _critic(ground: Ground) -> ScalarModel | None:
     return ScalarModel("critic", config.model, config.layout, ground.vocab_size, *parallel, before=True)
 
 
-def _learned_reward(ground: Ground, found: FoundRewardModel, decode: Decode) -> tuple[ScalarModel, LearnedReward]:
+def learned_reward(
+    config: Config, found: FoundRewardModel, topology: Topology, platform: Platform, decode: Decode
+) -> tuple[ScalarModel, LearnedReward]:
     """The reward model that answers, or their steps, are scored by, and what adds its scores to theirs."""
-    config = ground.config
-    scorer = load_reward_model(config, found, ground.topology, ground.platform)
+    scorer = load_reward_model(config, found, topology, platform)
     if found.separators:
         scores: ScoresOf = StepScores(scorer, found.separators, config.reward.model.outcome, decode)
     else:
         scores = WholeScores(scorer, Scale(**found.stage["scale"]) if config.reward.model.normalize else None)
-    return scorer, LearnedReward(config, ground.topology, scores, found.checksum)
+    return scorer, LearnedReward(config, topology, scores, found.checksum)
 
 
 def _check_teacher(config: Config, tokenizer: Tokenizer) -> tuple[ModelConfig, int] | None:
@@ -372,4 +375,5 @@ def _size_in_words(config: Config, model: Model) -> str:
     names = ("tp", "pp", "vpp", "cp", "ep", "etp")
     sizes = {"dp": topology.dp_size} | {name: getattr(layout, name) for name in names}
     arranged = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-    return f"{model.parameters():,} parameters on {topology.world_size} processes: {arranged}"
+    kernel = "" if model.attention == "padded" else f", layout.attention={model.attention}"
+    return f"{model.parameters():,} parameters on {topology.world_size} processes: {arranged}{kernel}"

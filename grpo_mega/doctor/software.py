@@ -115,13 +115,16 @@ ACCELERATORS = (
      "python -m pip install nvidia-ml-py"),
     ("transformer-engine", "transformer_engine.pytorch", "much faster layers: without it experts compute one by one",
      "python -m pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12'"),
-    ("flash-attn", "flash_attn", "attention over long sequences in little memory",
-     "python -m pip install --no-build-isolation flash-attn"),
+    ("flash-attn-4", "flash_attn.cute", "layout.attention=flash4; torch's FlashAttention-2 does without it",
+     "python -m pip install --pre flash-attn-4"),
     ("sglang", "sglang", "fast generation", "python -m pip install sglang"),
     ("torch-memory-saver", "torch_memory_saver", "SGLang can give its memory to the trainer and take it back",
      "python -m pip install torch-memory-saver"),
 )  # fmt: skip
 """Package, module, its use, and the command that installs it."""
+
+OPTIONAL = ("flash-attn-4",)
+"""Of these, what is not missed until a setting asks for it."""
 
 BOUNDS = {"transformer-engine": ">=2.9,<2.12"}
 """Versions of optional packages that work, the same as in pyproject.toml and platform/transformer_engine.py."""
@@ -132,7 +135,8 @@ def accelerators(on_gpu: bool) -> Iterator[Finding]:
     for name, module, use, fix in ACCELERATORS:
         release = installed(name)
         if release is None:
-            yield Finding(name, "missing", WARNING if on_gpu else ABSENT, use, fix if on_gpu else "")
+            verdict = WARNING if on_gpu and name not in OPTIONAL else ABSENT
+            yield Finding(name, "missing", verdict, use, fix if on_gpu else "")
             continue
         bounds = BOUNDS.get(name, "")
         if not _satisfies(release, bounds):

@@ -102,6 +102,10 @@ ROLLOUT = Room(
             "groups_with_signal", SHARE, "Groups with an advantage that is not 0; absent with a critic or a teacher, "
             "where a group is no unit.", "share of groups", "up",
         ),
+        Metric(
+            "refilled", "prompts", "Prompts that were drawn for groups without signal "
+            "(`algorithm.groups_without_signal=refill`).", "number of the step",
+        ),
     ),
 )  # fmt: skip
 UPDATE = (
@@ -222,6 +226,7 @@ EVAL = Room(
         Metric("truncated", SHARE, "Answers that the length limit cut; with several samples a problem.", "", "down"),
         Metric("pass@{k}", SHARE, "The best of k answers, without bias (Chen et al., arXiv 2107.03374).", "", "up"),
         Metric("maj@{k}", SHARE, "The answer that most of k give (Wang et al., arXiv 2203.11171).", "", "up"),
+        Metric("rm@{k}", SHARE, "The answer of k with the highest score by the reward model; with one.", "", "up"),
         Metric("unscorable", "samples", "Answers without a score; absent when all have one.", "number", "down"),
         Metric("hacking", "", "1 when the learned reward rose while success fell, else 0.", "", "down"),
         Metric(

@@ -19,6 +19,7 @@ from grpo_mega.stages.batches import batch_of, batch_of_all, make_batch, mini_ba
 from grpo_mega.stages.corrections import corrected, needs_old_logprobs, penalised
 from grpo_mega.stages.loss import loss_of
 from grpo_mega.stages.metrics import achieved
+from grpo_mega.stages.refill import refill_of
 from grpo_mega.stages.rollouts import Rollouts
 from grpo_mega.stages.shown import with_numbers, with_old_logprobs
 from grpo_mega.stages.watch import Watch
@@ -65,7 +66,8 @@ class GRPO:
     def experience(self, run: Run) -> StepInProgress:
         """The data for the updates of a step: questions, groups of answers, rewards, advantages, log-probs."""
         prompts = self.data.train.take(self.algorithm.prompts_per_step)  # q ~ P(Q)
-        rollout = self.rollouts.answers(run, prompts, self.algorithm.group_size)  # o_1 ... o_G ~ pi_old, r_1 ... r_G
+        refill = refill_of(self.config, self.data.train.take)  # for groups without signal, where the algorithm says so
+        rollout = self.rollouts.answers(run, prompts, self.algorithm.group_size, refill)  # o_i ~ pi_old, r_i
         self.data.train.learn(rollout.groups)
         shown_groups, shown = self.rollouts.shown(rollout, run.step)
         with run.phase("logprobs"):

@@ -60,6 +60,14 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"layout.pp": 2, "layout.last_stage_layers": 2}, "model.layers=2 - layout.last_stage_layers=2 leaves 0"),
     ({"layout.last_stage_layers": 1}, "layout.last_stage_layers=1 needs pipeline stages; set layout.pp=2"),
     ({"layout.vpp": 2}, "layout.vpp=2 needs pipeline stages; set layout.pp=2"),
+    (
+        {"layout.attention": "torch"},
+        "layout.attention=torch: model.dtype=fp32: the kernels compute in bf16; set layout.",
+    ),
+    (
+        {"layout.attention": "flash4", "model.dtype": "bf16", "model.head_dim": 320},
+        "layout.attention=flash4: heads have 320 channels: the kernels take 256",
+    ),
     ({"layout.pp": 2, "layout.vpp": 2}, "layout.vpp=2 does not divide the 1 layers of a pipeline stage"),
     ({"model.moe.ffn_hidden": 65, "layout.etp": 2}, "model.moe.ffn_hidden=65 is not divisible by layout.etp=2"),
     ({"model.moe.shared_ffn_hidden": 65, "layout.tp": 2, "layout.sp": True}, "model.moe.shared_ffn_hidden=65"),
@@ -259,6 +267,7 @@ BROKEN: list[tuple[dict[str, object], str]] = [
                 for std in ("sample", "population", "mean")
             ),
             ("groups_without_signal", "drop", "drops by the reward alone", "none"),
+            ("groups_without_signal", "refill", "drops by the reward alone", "none"),
         )
     ),
     *(
@@ -361,6 +370,22 @@ BROKEN: list[tuple[dict[str, object], str]] = [
             "algorithm.groups_without_signal": "drop",
         },
         "algorithm.groups_without_signal=drop drops none with algorithm.advantage_baseline=batch",
+    ),
+    (
+        {
+            "algorithm.advantage_baseline": "batch",
+            "algorithm.advantage_std": "batch",
+            "algorithm.groups_without_signal": "refill",
+        },
+        "algorithm.groups_without_signal=refill drops none with algorithm.advantage_baseline=batch",
+    ),
+    (
+        {"algorithm.refill_limit": 3},
+        "algorithm.refill_limit=3 has no effect with algorithm.groups_without_signal=count; set that to refill",
+    ),
+    (
+        {"algorithm.groups_without_signal": "refill", "reward.model.path": "runs/judge"},
+        "algorithm.groups_without_signal=refill asks for a group's rewards while others are generated",
     ),
     ({"algorithm.kl_unbiased": True}, "algorithm.kl_unbiased=true has no effect without a KL term"),
     (

@@ -160,8 +160,8 @@ def test_activations_of_r1_zero_with_16384_tokens_on_a_gpu(plans: dict[str, Any]
 
 def test_attention_without_tables_has_no_keys_of_heads_and_no_mask(plans: dict[str, Any]) -> None:
     """A rank's 32 heads have keys and values of 192 channels, as wide as each other: copies of those of all ranks'
-    65,536 tokens and of its own 16,384 queries and outputs, a gradient of each and a call's part of it; and a query's in
-    fp32, with room for 128 rows in 512 more.
+    65,536 tokens and of its own 16,384 queries and outputs, a gradient of each and a call's part of it; and a query's
+    in fp32, with room for 128 rows in 512 more.
     """
     own, all_rows, head = 16_384, 65_536, 32 * 192
     copies, gradients = 2 * own + 2 * all_rows, 2 * own + 2 * all_rows
@@ -169,7 +169,6 @@ def test_attention_without_tables_has_no_keys_of_heads_and_no_mask(plans: dict[s
     for padded, lines in zip(plans["r1zero_16k_padded"]["memory"], plans["r1zero_16k"]["memory"], strict=True):
         assert lines["one layer, at work"] == 2 * head * (copies + gradients + parts + sums)
         assert {name for name in lines if lines[name] != padded[name]} == {"one layer, at work"}
-
 
 
 @pytest.mark.parametrize(("case", "measured"), [("33000 and 4 x 8000", 15.7e9), ("60000 and 3 x 2500", 21.3e9)])
@@ -461,6 +460,14 @@ def test_a_reward_model_is_planned_where_it_is_trained_and_where_it_scores(plans
     assert beside["memory"][0]["reward model"] == alone["memory"][0]["weights"]
     assert "reward model" not in policy["memory"][0]
     assert beside["checkpoint"] == policy["checkpoint"]
+
+
+def test_a_reward_model_is_planned_in_the_shape_of_its_own_run(job: dict[str, Any]) -> None:
+    """Larger than the policy that learns from it; a layout that cannot split it is refused."""
+    scored = job["scored"]
+    beside = scored["beside"]["memory"][0]
+    assert beside["reward model"] == scored["alone"]["memory"][0]["weights"] > beside["weights"]
+    assert "is of a model that this run cannot hold: model.layers=4 cannot be shared out equally" in scored["refused"]
 
 
 @pytest.mark.long

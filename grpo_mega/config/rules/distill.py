@@ -29,7 +29,7 @@ def distill_problems(config: Config) -> Iterator[str]:
         ),
         "algorithm.objective": (algorithm.objective in ("gspo", "gmpo", "vespo"), "ppo or gspo_token", own),
         "algorithm.groups_without_signal": (
-            algorithm.groups_without_signal == "drop",
+            algorithm.groups_without_signal != "count",
             "count",
             "has something to say of every group",
         ),
