@@ -81,7 +81,7 @@ def test_outputs_and_gradients_are_those_of_a_table(
         above = above.index_add(0, packed.rows, upstream)
         grads = torch.autograd.grad(out, [*leaves[:3], *attention.parameters()], above)
         found.append([out[packed.rows], *grads])
-    off = 5e-6 if sinks else 1e-12  # a sink in a table is rounded to float32
+    off = 5e-6 if sinks else 1e-6  # a table rounds sinks, and sums of gradients, to float32
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() <= off * max(1.0, one.norm().item())
 

@@ -32,8 +32,9 @@ from grpo_mega.config.attention import attention_on_gpu
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
 from grpo_mega.models.megatron.runs import Call
 
-PACKAGES = {"flash3": ("FA3", "flash_attn_interface"), "flash4": ("FA4", "flash_attn.cute")}
-"""Values of `layout.attention` -> what torch calls the kernel, and the module that it comes from."""
+PACKAGES = {"flash3": ("FA3", "flash_attn_interface", (9,)), "flash4": ("FA4", "flash_attn.cute", (9, 10))}
+"""Values of `layout.attention` -> what torch calls the kernel, the module that it comes from, and for which GPUs it is:
+the first numbers of their compute capability."""
 CHANNELS = 8
 """FlashAttention's heads have a multiple of so many channels."""
 
@@ -42,7 +43,7 @@ def choose(layout: LayoutConfig, model: ModelConfig, device: torch.device) -> st
     """What computes attention on this device: "padded" for tables, or a kernel that `attend` uses from now on.
 
     Raises:
-        ValueError: The kernel that is asked for is not there.
+        ValueError: The kernel that is asked for is not there, or not for this device.
     """
     cuda = device.type == "cuda"
     chosen = attention_on_gpu(layout, model) if cuda else layout.attention.replace("auto", "padded")
@@ -51,14 +52,19 @@ def choose(layout: LayoutConfig, model: ModelConfig, device: torch.device) -> st
     if not cuda and not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", "CPU"):
         raise ValueError(f"layout.attention={chosen} needs a GPU, and this is a CPU; set layout.attention=auto")
     if chosen in PACKAGES:
-        name, module = PACKAGES[chosen]
+        name, module, made_for = PACKAGES[chosen]
+        if cuda and torch.cuda.get_device_capability(device)[0] not in made_for:
+            raise ValueError(
+                f"layout.attention={chosen} is not made for {torch.cuda.get_device_name(device)}; set "
+                "layout.attention=torch"
+            )
         if current_flash_attention_impl() != name:
             try:
                 activate_flash_attention_impl(name)
             except Exception as error:  # whatever goes wrong in another package
                 raise ValueError(
-                    f"layout.attention={chosen} needs {module}, which cannot be used: {error}; install it (tools/"
-                    "doctor.py says how), or set layout.attention=torch"
+                    f"layout.attention={chosen} needs {module}, which cannot be used: {error}; install it, or set "
+                    "layout.attention=torch"
                 ) from error
     return chosen
 
