@@ -189,7 +189,7 @@ def fit_layout(made: Draft, config: Config) -> None:
     Raises:
         ConfigError: None fits, however small a micro-batch that holds a sequence.
     """
-    from grpo_mega.planning.propose import differing, propose
+    from grpo_mega.planning.search import differing, propose
 
     smaller, least = config, config.model.context
     while True:

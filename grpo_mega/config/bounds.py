@@ -29,7 +29,8 @@ RANGES: dict[str, tuple[str, ...]] = {
         "base.batch_size", "base.gate_every", "base.gate_passes", "sft.batch_size", "sft.max_tokens",
         "pairs.epochs", "pairs.batch_size", "pairs.max_tokens",
         "run.keep_checkpoints", "run.print_every",
-        "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu_memory_mib", "algorithm.correction_cap",
+        "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu_memory_mib", "cluster.host_memory_gib",
+        "algorithm.correction_cap",
     ),
     "[1, 10000000]": ("model.vocab_size",),
     "[1, 256]": ("eval.samples",),
@@ -114,6 +115,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.kl_in": ("loss", "reward"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "algorithm.aggregation": ("sequence_mean", "token_mean", "constant"),
+    "cluster.gpu": ("h100", "h200", "h800", "h20", "a100", "b200", "gb200", "gb300"),
 }
 
 REASONS: dict[str, str] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from grpo_kernels.chunked import BLOCK_GPU
-from grpo_mega.config.schema import REWARD_MODELS, Config, ModelConfig, MoEConfig
+from grpo_mega.config.schema import REWARD_MODELS, Config, LayoutConfig, ModelConfig, MoEConfig
 from grpo_mega.models.body import head_channels
 from grpo_mega.models.megatron.sinks import CHANNELS
 from grpo_mega.models.schedule import cells_per_token
@@ -120,15 +120,19 @@ def kept(config: Config, stage: Stage, number: int) -> float:
     more micro-batches (Narayanan et al., 2021: 1F1B, and interleaved).
     """
     layout = config.layout
-    in_flight = float(layout.pp - number)
-    if layout.vpp > 1:
-        in_flight = (2 * (layout.pp - number - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
     each = _layer(config, stage)
     if layout.recompute == "full":
         each = 2.0 * config.model.hidden / _split(config) * _tokens(config)
     elif layout.recompute == "none":
         each += attention(config, *most_skewed(config), gradients=False)
-    return in_flight * (stage.layers + stage.predictors) * each
+    return in_flight(layout, number) * (stage.layers + stage.predictors) * each
+
+
+def in_flight(layout: LayoutConfig, number: int) -> float:
+    """Micro-batches that pipeline stage `number` holds at most, of as many as there are."""
+    if layout.vpp > 1:
+        return (2 * (layout.pp - number - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
+    return float(layout.pp - number)
 
 
 def most_skewed(config: Config) -> tuple[float, float, float]:

@@ -56,17 +56,18 @@ def plan(config: Config) -> dict[str, Any]:
         "capacity": capacity,
         "limit": limit,
         "fits": max(totals) <= limit if limit else None,
-        "engine": _engine(config, vocab_size, gpus, memories) if config.rollout.engine == "sglang" else None,
+        "engine": engine_of(config, vocab_size, gpus, roles) if config.rollout.engine == "sglang" else None,
     }
 
 
-def _engine(config: Config, vocab_size: int, gpus: int, trainer: list[dict[str, float]]) -> dict[str, Any] | None:
+def engine_of(config: Config, vocab_size: int, gpus: int, roles: list[Role]) -> dict[str, Any] | None:
     """Memory of an engine that shares the GPUs; None when their size is not given, or the engine has its own GPUs."""
     mib, algorithm = config.cluster.gpu_memory_mib, config.algorithm
     if mib is None or config.rollout.sglang.first_gpu is not None:
         return None
     capacity = mib * 2**20
-    engine = plan_engine(config, vocab_size, max(lines["weights"] for lines in trainer), capacity)
+    weights = max(held(config, roles, number)["weights"] for number in range(config.layout.pp))
+    engine = plan_engine(config, vocab_size, weights, capacity)
     peak = sum(engine["hand-over"].values())
     excess = sum(engine["generation"].values()) - capacity  # SGLang fills its share of a GPU
     engines = gpus // config.rollout.sglang.tp

@@ -45,6 +45,11 @@ class ClusterConfig:
     """GPUs of one machine."""
     gpu_memory_mib: int | None = None
     """Memory of one GPU in MiB, as nvidia-smi shows it (H100: 81559, H200: 143771); null gives no verdict."""
+    gpu: str | None = None
+    """Which GPU it is: h100, h200, h800, h20, a100, b200, gb200 or gb300. The planner's times go by its data sheet;
+    null gives none."""
+    host_memory_gib: int | None = None
+    """Main memory of one machine in GiB; null gives no verdict."""
     timeout_seconds: int = 1800
     """How long a rank waits in a collective for the others before it ends the job. A rank that has read its part of a
     checkpoint waits there, too: it has to be more than the slowest takes. Writing and checking one is not limited."""
