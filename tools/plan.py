@@ -88,7 +88,7 @@ def planned(config: Config, options: argparse.Namespace) -> int:
     proposed = propose(config, assumed) if options.propose else config
     result = plan(proposed)
     result["time"] = hours(proposed, result, assumed)
-    turns = [result["fits"], result["engine"] and result["engine"]["fits"]]
+    turns = [result["fits"], result["engine"] and result["engine"]["fits"], result["host_fits"]]
     result["changes"] = changes_that_fit(proposed) if False in turns else []
     if options.propose:
         result["settings"] = dict(differing(config, proposed))

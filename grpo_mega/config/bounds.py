@@ -144,7 +144,7 @@ def field_problems(config: Config, room: str = "") -> Iterator[str]:
             yield f"{name}={value}: choose a value in {interval}{reason}"
     for name, allowed in CHOICES.items():
         value = attrgetter(name)(config)
-        if name.startswith(room) and value not in allowed:
+        if name.startswith(room) and value is not None and value not in allowed:
             close = get_close_matches(value, allowed, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             yield f"{name}={value}: choose one of {', '.join(allowed)}{meant}"

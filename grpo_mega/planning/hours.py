@@ -7,6 +7,7 @@ from typing import Any
 from grpo_mega.config.schema import REWARD_MODELS, Config
 from grpo_mega.planning.hardware import RATES, Rates, machines_of
 from grpo_mega.planning.plan import roles_of, vocabulary
+from grpo_mega.planning.supplies import problems_at_hand
 from grpo_mega.planning.time import Assumed, StepTime, run_time
 from grpo_mega.rollout.sglang.memory import plan_engine
 
@@ -37,6 +38,7 @@ def hours(config: Config, planned: dict[str, Any], assumed: Assumed, rates: Rate
         "hours": seconds / 3600,
         "gpu_hours": seconds / 3600 * machines.gpus,
         "prompts": config.algorithm.prompts_per_step * sum(kind.steps for kind in steps),
+        "problems": problems_at_hand(config),
         "warnings": [line for kind in steps for line in warnings_of(kind)],
     }
 

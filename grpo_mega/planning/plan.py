@@ -12,6 +12,7 @@ from grpo_mega.data.tokenizer import character_tokenizer
 from grpo_mega.models.parts import frozen_parts
 from grpo_mega.planning.inventory import Role, Stage, adapters_alone, elements, take_stock, total, trained_elements
 from grpo_mega.planning.memory import MAY_BE_PLANNED, held, leaves, memory, optimizer_bytes, weight_bytes
+from grpo_mega.planning.supplies import MAIN_MEMORY, PINNED, checkpoints_at_once, exports_in_all
 from grpo_mega.rollout.sglang.memory import plan_engine
 
 
@@ -38,6 +39,11 @@ def plan(config: Config) -> dict[str, Any]:
     totals = [sum(lines.values()) for lines in memories]
     capacity = cluster.gpu_memory_mib * 2**20 if cluster.gpu_memory_mib else None
     limit = MAY_BE_PLANNED * capacity if capacity else None
+    host = min(gpus, cluster.gpus_per_node) * max(
+        leaves(held(config, roles, number)) + _average(config, policy.stages[number]) for number in numbers
+    )
+    main_memory = cluster.host_memory_gib * 2**30 if cluster.host_memory_gib else None
+    size, export = checkpoint(config, roles), weight_bytes(config) * (parameters + ahead)
     return {
         "experiment": config.run.name,
         "parameters": parameters,
@@ -49,10 +55,12 @@ def plan(config: Config) -> dict[str, Any]:
         "memory": memories,
         "static": [sum(held(config, [policy], number).values()) for number in numbers],
         "total": totals,
-        "checkpoint": checkpoint(config, roles),
-        "export": weight_bytes(config) * (parameters + ahead),
-        "host": min(gpus, cluster.gpus_per_node)
-        * max(leaves(held(config, roles, number)) + _average(config, policy.stages[number]) for number in numbers),
+        "checkpoint": size,
+        "export": export,
+        "disk": checkpoints_at_once(config.run) * size + exports_in_all(config.run) * export,
+        "host": host,
+        "main_memory": main_memory,
+        "host_fits": PINNED * host <= MAIN_MEMORY * main_memory if main_memory else None,
         "capacity": capacity,
         "limit": limit,
         "fits": max(totals) <= limit if limit else None,

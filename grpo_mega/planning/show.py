@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from grpo_mega.planning.verdict import engine_verdict, in_gb, verdict
+from grpo_mega.planning.verdict import engine_verdict, host_verdict, in_gb, verdict
 
 
 def show(planned: dict[str, Any]) -> None:
@@ -41,6 +41,9 @@ def show(planned: dict[str, Any]) -> None:
         f"{size / 600e9:.1f} GB/s to do so in 10 minutes"
     )
     print(f"{verdict(planned)}\nmain memory of a machine while an engine has its GPUs: {in_gb(planned['host'])} GB")
+    if planned["main_memory"]:
+        print(host_verdict(planned))
+    print(f"disk: {in_gb(planned['disk'])} GB for the checkpoints that lie there at once, and exports")
     if planned["engine"]:
         show_engine(planned["engine"])
 

@@ -32,7 +32,9 @@ def show_hours(found: dict[str, Any], gpus: int) -> None:
     row("answers at once in an engine", [f"{kind['engine']['at_once']:,}" for kind in kinds])
     row("waves of answers", [f"{kind['engine']['waves']:.1f}" for kind in kinds])
     row("KV cache", [f"{'overflows' if kind['engine']['evicted'] else 'has room'}" for kind in kinds])
-    print(f"\nthe run: {found['hours']:,.0f} hours, {found['gpu_hours']:,.0f} GPU-hours, {found['prompts']:,} prompts")
+    prompts, problems = found["prompts"], found["problems"]
+    passes = f", each of {problems:,} problems {prompts / problems:.1f} times" if problems else ""
+    print(f"\nthe run: {found['hours']:,.1f} hours, {found['gpu_hours']:,.0f} GPU-hours, {prompts:,} prompts{passes}")
     for kind in kinds:
         print(f"what bounds a step with answers up to {kind['longest']:,} tokens: {kind['bound']}")
     for line in found["warnings"]:
