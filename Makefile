@@ -6,6 +6,7 @@ TORCH_INDEX_URL ?=
 NPROC ?= 2
 TEST_PROCESSES ?= 2
 EXPERIMENT ?= tiny
+SMOKE ?= one
 ARGS ?=
 
 VENV := .venv
@@ -39,6 +40,9 @@ make test-all  run the whole test suite: the long suites below as well, two hour
                    test-sglang-newest is the first of them, test-sglang-contract the shortest part of that
 make rehearse  run the stages of every GPU experiment on a GPU that computes nothing, and hold their budgets of memory,
               launches and waits (docs/gpu.md); in $(REHEARSE_VENV), 7 GB
+make gpu-smoke  the first hour on a GPU: what has not run on one yet, step by step, collected in gpu-smoke/ to be sent back;
+              SMOKE=two for two GPUs, SMOKE=node for all of a machine (docs/first_gpu.md)
+make site     build the documentation as a web site, in site/
 make lint     check style and types
 make clean    remove virtual environments and caches; runs/ stays
 
@@ -51,12 +55,13 @@ The others make $(VENV) when it is missing or older than pyproject.toml. Variabl
   EXPERIMENT        make train: a file of configs/experiment ($(EXPERIMENT))
   NPROC             make train: number of processes ($(NPROC))
   TEST_PROCESSES    make test: files that are tested at once ($(TEST_PROCESSES))
+  SMOKE             make gpu-smoke: one, two or node ($(SMOKE))
   ARGS              make train: further settings, such as 'run.seed=1 run.name=second';
                     make r1-tiny: settings of all its runs, and --root FOLDER for another chain;
                     make test: further pytest options, such as '-k advantage'
 endef
 
-.PHONY: help rehearse test-rehearsal train r1-tiny test test-all test-parity test-slurm test-train test-sandbox test-docs test-rooms test-reward \
+.PHONY: help site gpu-smoke rehearse test-rehearsal train r1-tiny test test-all test-parity test-slurm test-train test-sandbox test-docs test-rooms test-reward \
     test-sglang test-sglang-newest test-sglang-contract slurm lint clean
 
 help:
@@ -95,13 +100,21 @@ test-sglang-newest: $(SGLANG_READY)
 test-sglang-contract: $(SGLANG_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang -k 'contract or grpo' $(ARGS)
 
-# tests/slurm start a Slurm of their own, tests/sandbox need bubblewrap, tests/report Chromium. Where they cannot be
-# installed, tests are skipped.
+# tests/slurm start a Slurm of their own, tests/sandbox need bubblewrap, tests/report Chromium, tests/train tmux. Where they
+# cannot be installed, tests are skipped.
 slurm:
-	@PATH="$$PATH:/usr/sbin"; { command -v slurmctld && command -v bwrap && command -v chromium; } >/dev/null || { \
-	    test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Slurm, bubblewrap and Chromium for tests." && \
-	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm bubblewrap chromium >/dev/null; } || \
-	    echo "Slurm, bubblewrap or Chromium is not installed: their tests will be skipped." >&2
+	@PATH="$$PATH:/usr/sbin"; { command -v slurmctld && command -v bwrap && command -v chromium && command -v tmux; } >/dev/null || { \
+	    test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Slurm, bubblewrap, Chromium and tmux for tests." && \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm bubblewrap chromium tmux >/dev/null; } || \
+	    echo "Slurm, bubblewrap, Chromium or tmux is not installed: their tests will be skipped." >&2
+
+site: $(READY)
+	$(BIN)/python -m mkdocs build --strict --clean
+
+# The environment is the one that docs/first_gpu.md has made: nothing is installed into it here.
+gpu-smoke:
+	@test -x $(BIN)/python || { echo "$(BIN) is missing: docs/first_gpu.md says how to make it for GPUs" >&2; exit 1; }
+	$(BIN)/python tools/gpu_smoke.py $(SMOKE) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.checkpoint.model_state import folder_of
-from grpo_mega.config.rules.layout import layout_problems
-from grpo_mega.config.rules.model import model_problems
-from grpo_mega.config.schema import Config, ModelConfig, RewardModelConfig
-from grpo_mega.convert.source import configuration, find, holds_reward_model
-from grpo_mega.data.tokenizer import Tokenizer, fingerprint, vocabulary
+from grpo_mega.config.reward_model import check_reward_model, read_reward_model
+from grpo_mega.config.schema import Config, ModelConfig
+from grpo_mega.convert.source import find, holds_reward_model
+from grpo_mega.data.reward_model_state import check_reward_model_state
+from grpo_mega.data.tokenizer import Tokenizer, vocabulary
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel
 from grpo_mega.models.topology import Topology
@@ -142,57 +142,12 @@ def find_reward_model(config: Config, tokenizer: Tokenizer) -> FoundRewardModel 
             "run.trains=reward_model or process_reward_model, or one of its checkpoints"
         )
     source = find(path, REWARD_MODEL)
-    model = config.model
-    if source.run is not None:
-        model = replace(configuration(source, [], 1).model, context=config.model.context)
-    _refuse_unsplit(config, model, path)
+    model = read_reward_model(config) or config.model
+    check_reward_model(config, model)
     state: dict[str, Any] = source.state["stage"]
-    if state["tokenizer"] != fingerprint(tokenizer):
-        raise ValueError(
-            f"reward.model.path={path} was trained with another tokenizer than data.tokenizer={config.data.tokenizer}: "
-            "it would read other words than the policy writes; train one with this tokenizer"
-        )
-    if "separators" in state:
-        return _found(source.path, model, tokenizer, state)
-    _refuse_outcome_model(config, path)
-    if config.reward.model.normalize and state["scale"] and not state["scale"]["std"] > 0:
-        raise ValueError(
-            f"{source.path} gives every response the same score, which no deviation can normalise; train it for longer"
-        )
-    if config.reward.model.normalize and not state["scale"]:
-        raise ValueError(
-            f"{source.path} is of a training that has not ended, and only its end measures what scores are normalised "
-            "by; let it end, or set reward.model.normalize=false"
-        )
-    return _found(source.path, model, tokenizer, state)
-
-
-def _found(path: Path, model: ModelConfig, tokenizer: Tokenizer, state: dict[str, Any]) -> FoundRewardModel:
-    checksum = hashlib.sha256(from_main_rank((path / MANIFEST).read_bytes)).hexdigest()
-    return FoundRewardModel(path, model, vocabulary(model, tokenizer), state, checksum)
-
-
-def _refuse_outcome_model(config: Config, path: Path) -> None:
-    """Raises a ValueError when a setting needs the scores of steps, which a reward model of whole answers has not."""
-    asked = {
-        "algorithm.supervision": (config.algorithm.supervision, "outcome"),
-        "reward.model.outcome": (config.reward.model.outcome, RewardModelConfig.outcome),
-    }
-    for name, (value, fix) in asked.items():
-        if value != fix:
-            raise ValueError(
-                f"{name}={value} is about the scores of steps, and reward.model.path={path} scores whole answers; name "
-                f"a run with run.trains=process_reward_model, or set {name}={fix}"
-            )
-
-
-def _refuse_unsplit(config: Config, model: ModelConfig, path: Path) -> None:
-    """Raises a ValueError when the layout cannot split a reward model; one without experts is whole on every rank that
-    shares the policy's."""
-    layout = config.layout if model.moe.experts else replace(config.layout, ep=1, etp=1)
-    beside = replace(config, model=model, layout=layout)
-    if problems := [*model_problems(beside), *layout_problems(beside)]:
-        raise ValueError(f"reward.model.path={path} is of a model that this run cannot hold: {'; '.join(problems)}")
+    check_reward_model_state(config, source.path, state, tokenizer)
+    checksum = hashlib.sha256(from_main_rank((source.path / MANIFEST).read_bytes)).hexdigest()
+    return FoundRewardModel(source.path, model, vocabulary(model, tokenizer), state, checksum)
 
 
 def load_reward_model(config: Config, found: FoundRewardModel, topology: Topology, platform: Platform) -> ScalarModel:

@@ -18,14 +18,15 @@ from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import Config
 from grpo_mega.models.average import Copy
 from grpo_mega.models.model import Model
-from grpo_mega.observe.machine import peak_memory, step_seconds, throughput
+from grpo_mega.observe.machine import Use, step_seconds, throughput, use_of_ranks, working_seconds
 from grpo_mega.observe.metrics import METRICS
 from grpo_mega.observe.profile import Profile
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.summary import versions, warn_of_other_versions
 from grpo_mega.observe.timer import PhaseTimer
-from grpo_mega.platform import trace
-from grpo_mega.platform.collectives import from_main_rank
+from grpo_mega.platform import peak_memory_bytes, trace
+from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
+from grpo_mega.platform.peaks import peak_tflops
 from grpo_mega.platform.stop import Interrupted, Stopped, StoppedByAlarm, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -62,11 +63,13 @@ class Stage(Stateful, Protocol):
     Attributes:
         name: Names the stage's checkpoints and metrics; those of a run's last stage have no prefix.
         save_every: Steps between checkpoints; 0 saves only the last step.
+        most_steps: Steps that it takes, or the most that it may take where that follows from what it learns.
         in_progress: A step that was stopped between two of its updates; None otherwise.
     """
 
     name: str
     save_every: int
+    most_steps: int
     in_progress: StepInProgress | None
 
     @property
@@ -222,7 +225,7 @@ class Run:
             self.stage, self.step, self.begun = stage, 0, False
         if not self.begun:
             random_state.reseed(self.config.seed, step=0)
-            self.recorder.open_metrics(-1, self._metrics_file)
+            self.recorder.open_metrics(-1, self._metrics_file, stage.most_steps)
             stage.begin(self)
             self.begun = True
 
@@ -314,9 +317,21 @@ class Run:
 
     def _measured(self, metrics: Metrics) -> Metrics:
         """The metrics of a step, with its seconds, speed and memory; every rank must call it."""
-        seconds = step_seconds(self.timer.step_seconds())
+        spent = self.timer.step_seconds()
+        seconds = step_seconds(spent)
         speed = throughput(metrics.get("rollout/tokens"), seconds)
-        return metrics | seconds | speed | peak_memory(self.model.platform)
+        platform = self.model.platform
+        own = Use(peak_memory_bytes(platform), self._take_flops(), working_seconds(spent))
+        peak = peak_tflops(platform, self.model.architecture.dtype)
+        return metrics | seconds | speed | use_of_ranks(from_all_ranks(lambda: own), seconds, peak)
+
+    def _take_flops(self) -> float:
+        """Operations that the stage's models have learned with since the last call, this rank's part."""
+        learning = [model for model in self.stage.models if isinstance(model, Model)]
+        flops = sum(model.flops for model in learning)
+        for model in learning:
+            model.flops = 0.0
+        return flops
 
     def total_seconds(self) -> Metrics:
         """Wall seconds of the whole run by phase, over all its starts."""
@@ -405,7 +420,7 @@ class Run:
         of = "" if self._is_last else f" of {self.stage.name}"
         where = self.where() if self.stage.in_progress else f"after step {self.step}{of}"
         self.recorder.note(f"continuing {where}, from {newest}")
-        self.recorder.open_metrics(self.step, self._metrics_file)
+        self.recorder.open_metrics(self.step, self._metrics_file, self.stage.most_steps)
         return True
 
     @property

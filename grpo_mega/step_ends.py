@@ -29,11 +29,21 @@ def step_ends(text: str, separators: Sequence[str]) -> list[int]:
     A separator divides steps and belongs to neither; of separators at the same place the longest counts. What lies
     between two is a step unless it is blank. The last step reaches to the end of the text, whatever follows it.
     """
+    return [*(end for _, end in _steps(text, separators)[:-1]), len(text)]
+
+
+def beginnings(text: str, separators: Sequence[str]) -> list[str]:
+    """What a text is up to where each of its steps but the first begins: after each of the `step_ends` but the last,
+    the separators that follow it included."""
+    return [text[:start] for start, _ in _steps(text, separators)[1:]]
+
+
+def _steps(text: str, separators: Sequence[str]) -> list[tuple[int, int]]:
+    """(first character, one past the last) of what lies between separators and is not blank."""
     pattern = "|".join(re.escape(each) for each in sorted(separators, key=len, reverse=True))
     cuts = [(match.start(), match.end()) for match in re.finditer(pattern, text)]
     starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]
-    steps = [end for start, end in zip(starts, ends, strict=True) if text[start:end].strip()]
-    return [*steps[:-1], len(text)]
+    return [(start, end) for start, end in zip(starts, ends, strict=True) if text[start:end].strip()]
 
 
 def step_tokens(text: str, token_ids: Sequence[int], decode: Decode, separators: Sequence[str]) -> list[int]:

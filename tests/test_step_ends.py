@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mega.data.tokenizer import CharTokenizer
-from grpo_mega.step_ends import step_ends, step_tokens
+from grpo_mega.step_ends import beginnings, step_ends, step_tokens
 
 CHARS = CharTokenizer()
 SUM = [";", "</think>"]
@@ -31,6 +31,9 @@ def test_separators_divide_steps_and_blanks_are_none(text: str, separators: list
     assert ends[-1] == len(text)
     for end, step in zip(ends[:-1], steps[:-1], strict=True):
         assert text[:end].endswith(step)
+    for begun, end, further in zip(beginnings(text, separators), ends[:-1], steps[1:], strict=True):
+        assert text.startswith(begun + further)
+        assert begun.startswith(text[:end])
 
 
 @given(st.lists(st.sampled_from(["1", "+", "=", ";", "</think>", "<answer>", "23"]), max_size=20))

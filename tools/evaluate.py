@@ -6,14 +6,22 @@
     python tools/evaluate.py models/Qwen2.5-0.5B-Instruct --data problems.jsonl
     python tools/evaluate.py runs/mine rollout.engine=sglang --budgets 1024 2048 4096 8192
     python tools/evaluate.py runs/tiny --train 1000 --samples 4 --out pool
+    python tools/evaluate.py runs/tiny --train 1000 --samples 8 --continue pool --separators ';' --out continued
 
 It takes the newest whole checkpoint of a run directory, the named one, or a Hugging Face folder. A run is asked its own
 test problems, or with --train the first of its training problems, and scored with its own reward, unless --data and
 --reward name others; further words are settings, such as rollout.max_new_tokens=64. A folder is asked as python -m
 grpo_mega.new has it asked, with DeepSeek-R1's settings: temperature 0.6, top-p 0.95, up to 32,768 tokens.
 
+With the setting reward.model.path=RUN a reward model scores the samples too: the term model, and rm@k, the accuracy of
+the one of k that it likes best. A run's own is not asked unless it is named so.
+
 Generation is by the embedded engine unless rollout.engine=sglang is given. --budgets also tells the accuracy of
 completions that are cut after so many tokens: each is scored again up to there, and nothing is generated again.
+
+With --continue the answers of a pool are continued after each of their steps, which --separators divide, and scored as
+whole answers: labels of steps for a process reward model (tools/rejection_sample.py --steps --continued). It is asked
+the problems of the pool: give its --train or --data again.
 
 The results lie in a folder (--out; evaluations/ of the run directory): results.json, every sample in samples.jsonl,
 curves.png and, with --budgets, budgets.png. A command that was killed is started again and continues with the problems
@@ -26,11 +34,11 @@ Exit code: 0 the results are there, 1 a reward or the disk failed, 2 nothing was
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,9 +50,14 @@ from grpo_mega.observe.leave import STOPPED, leave, refusing_options
 from grpo_mega.platform.stop import SIGNALS, Interrupted, Stopped, StopRequest
 
 if TYPE_CHECKING:
+    from grpo_mega.config.schema import Config
+    from grpo_mega.evaluate.continuing import Begun
     from grpo_mega.evaluate.subject import Subject
+    from grpo_mega.first_weights import FoundRewardModel
     from grpo_mega.rollout.engine import SamplingParams
 
+PREFERRED = "reward.model.path="
+"""The setting that has a reward model score the samples."""
 ROLES = ("policy", "average", "reference")
 AGAIN = "Mend that; the same command continues with what is missing"
 
@@ -61,6 +74,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, help="of the samples, 0 for greedy (as the run; 0.6 for a folder)")
     parser.add_argument("--top-p", type=float, help="nucleus sampling (as the run; 0.95 for a folder)")
     parser.add_argument("--budgets", type=int, nargs="+", default=[], metavar="TOKENS", help="where to cut completions")
+    parser.add_argument(
+        "--continue", dest="pool", type=Path, metavar="POOL", help="continue the answers of an evaluation, step by step"
+    )
+    parser.add_argument("--separators", nargs="+", default=[], metavar="TEXT", help="what divides steps (\\n)")
     parser.add_argument("--reward", help="of configs/reward, or module:function (the run's; boxed for a folder)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the results lie")
     return parser.parse_intermixed_args(arguments)
@@ -88,6 +105,8 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
 
     from grpo_mega.data.stops import stop_ids
     from grpo_mega.evaluate import results
+    from grpo_mega.evaluate.conclude import conclude, shown
+    from grpo_mega.evaluate.continuing import CONTINUES
     from grpo_mega.evaluate.subject import Asked, subject
     from grpo_mega.platform.collectives import from_main_rank, succeed_together
     from grpo_mega.rollout.engine import SamplingParams
@@ -95,6 +114,9 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
 
     asked = Asked(options.data, options.train, options.reward, _settings(options), options.config, options.model)
     made = subject(options.source, asked, dist.get_world_size())
+    continues, begun = _continuations(options, made)
+    if begun:
+        made = replace(made, prompts=[each.asked for each in begun.values()], name=f"{made.name}, from {options.pool}")
     config, own = made.config, made.config.eval
     sampling = SamplingParams(
         max_new_tokens=longest_completion(config.rollout, made.draw),
@@ -113,13 +135,58 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
         )
     settings = made.identity | {"sampling": vars(sampling), "samples": own.samples}
     settings |= {"budgets": budgets} if budgets else {}
+    settings |= {CONTINUES: continues} if begun else {}
+    preferred = _reward_model(made) if any(word.startswith(PREFERRED) for word in options.settings) else None
+    settings |= {"reward_model": preferred.checksum} if preferred else {}
     with ExitStack() as held:
         if problem := from_main_rank(lambda: _refusal(folder, settings, held)):
             raise ValueError(problem)
         if not from_main_rank((folder / results.RESULTS).is_file):
-            _generate(folder, made, sampling, budgets, here)
-            succeed_together(lambda: _conclude(folder, made, settings) if dist.get_rank() == 0 else None)
-    return from_main_rank(lambda: _shown(folder, made, settings))
+            _generate(folder, made, sampling, budgets, preferred, begun, here)
+            succeed_together(lambda: conclude(folder, made, settings) if dist.get_rank() == 0 else None)
+    return from_main_rank(lambda: shown(folder, made, settings))
+
+
+def _continuations(options: argparse.Namespace, made: Subject) -> tuple[dict[str, Any], dict[str, Begun]]:
+    """What is continued, for settings.json and by id; nothing without --continue.
+
+    Raises:
+        ValueError: The options do not go together, or the pool has nothing to continue.
+    """
+    from grpo_mega.config.schema import PairsConfig
+    from grpo_mega.evaluate.continuing import begun_of
+    from grpo_mega.evaluate.selection import open_pool
+
+    if options.pool is None:
+        if options.separators:
+            raise ValueError("--separators divide the steps of --continue; give that, or leave them out")
+        return {}, {}
+    if options.budgets or options.out is None:
+        raise ValueError("--continue needs --out FOLDER, and goes without --budgets: a continuation is no whole answer")
+    separators = [text.replace("\\n", "\n") for text in options.separators] or PairsConfig().separators
+    pool = open_pool(options.pool)
+    begun = begun_of(pool, made.prompts, separators, made.tokenizer, made.config.model.context)
+    return {"pool": pool.sha256, "separators": separators}, begun
+
+
+def _reward_model(made: Subject) -> FoundRewardModel:
+    """The reward model that the settings name. Raises ValueError when it cannot score these samples."""
+    from grpo_mega.first_weights import find_reward_model
+
+    config = made.config
+    if config.rollout.engine == "sglang":
+        raise ValueError(
+            f"{PREFERRED}{config.reward.model.path} with rollout.engine=sglang: engines have the GPUs until the last "
+            "sample, and the reward model would need them between; leave rollout.engine out"
+        )
+    found = find_reward_model(_of_whole_answers(config), made.tokenizer)
+    assert found is not None, "the setting has a value"
+    return found
+
+
+def _of_whole_answers(config: Config) -> Config:
+    """The configuration as one that scores whole answers, however the run was trained."""
+    return replace(config, algorithm=replace(config.algorithm, supervision="outcome"))
 
 
 def _refusal(folder: Path, settings: dict[str, Any], held: ExitStack) -> str | None:
@@ -137,13 +204,21 @@ def _refusal(folder: Path, settings: dict[str, Any], held: ExitStack) -> str | N
 
 
 def _generate(
-    folder: Path, made: Subject, sampling: SamplingParams, budgets: tuple[int, ...], here: platform.Platform
+    folder: Path,
+    made: Subject,
+    sampling: SamplingParams,
+    budgets: tuple[int, ...],
+    preferred: FoundRewardModel | None,
+    begun: dict[str, Begun],
+    here: platform.Platform,
 ) -> None:
     """Builds model and engine, and generates and scores the samples that the folder lacks."""
     import torch.distributed as dist
 
+    from grpo_mega.assemble import learned_reward
     from grpo_mega.colocation.turns import Turns
     from grpo_mega.data.tokenizer import vocabulary
+    from grpo_mega.evaluate.continuing import scored_whole
     from grpo_mega.evaluate.generate import Scorer, generate_missing
     from grpo_mega.evaluate.votes import ballot_of
     from grpo_mega.models.policy import Policy
@@ -170,7 +245,9 @@ def _generate(
 
     beat("load the model")
     reward = build_reward(config.reward, config.run.seed)
-    scorer = Scorer(reward.score, config.reward.success, ballot_of(config.reward), budgets, decode)
+    score = scored_whole(reward.score, begun) if begun else reward.score
+    ballot = None if begun else ballot_of(config.reward)  # an answer is read from the whole
+    scorer = Scorer(score, config.reward.success, ballot, budgets, decode)
     topology = join_layout(config.layout, seed=config.run.seed)
     vocab_size, at_once = vocabulary(config.model, tokenizer), config.rollout.concurrent_sequences
     together = max(1, at_once // config.eval.samples) * topology.scorers
@@ -181,6 +258,9 @@ def _generate(
     try:
         policy = Policy(config.model, config.layout, vocab_size, topology, here, trained=False, lora=config.lora)
         made.read(policy)
+        if preferred:
+            _, learned = learned_reward(_of_whole_answers(config), preferred, topology, here, decode)
+            scorer = replace(scorer, learned=learned.added)
         engine = sglang or EmbeddedEngine(policy, decode, at_once)
         samples = config.eval.samples
         stop.listen()
@@ -203,46 +283,6 @@ def _generate(
     finally:
         if sglang:
             sglang.close()
-
-
-def _conclude(folder: Path, made: Subject, settings: dict[str, Any]) -> None:
-    """Writes samples.jsonl, curves.png and, last, results.json."""
-    from grpo_mega.evaluate import results
-    from grpo_mega.evaluate.measure import by_task, measure, unscorable_in
-    from grpo_mega.evaluate.show import draw, draw_budgets
-    from grpo_mega.evaluate.votes import ballot_of
-
-    records = results.collect(folder, made.prompts)
-    groups, votes = results.groups_of(made.prompts, records)
-    success, cast = made.config.reward.success, votes if ballot_of(made.config.reward) else None
-    within = results.within_of(records, settings.get("budgets", ()))
-    overall = measure(groups, cast, success, within)
-    if made.config.eval.samples > 1:
-        draw(overall, folder / results.CURVES, made.name)
-    if within:
-        draw_budgets(overall, settings["sampling"]["max_new_tokens"], folder / results.BUDGETS, made.name)
-    tasks = by_task(groups, cast, success, within)
-    found = {"of": made.name, "unscorable": unscorable_in(groups), "all": overall, "tasks": tasks}
-    results.write_results(folder, found | {"settings": settings})
-
-
-def _shown(folder: Path, made: Subject, settings: dict[str, Any]) -> str:
-    """The results of the folder as text."""
-    from grpo_mega.evaluate.estimates import Estimate
-    from grpo_mega.evaluate.results import RESULTS
-    from grpo_mega.evaluate.show import table
-
-    found = json.loads((folder / RESULTS).read_text())
-    columns = {"all": found["all"]} | (found["tasks"] if len(found["tasks"]) > 1 else {})
-    estimates = {title: {n: Estimate(**e) for n, e in column.items()} for title, column in columns.items()}
-    sampling = settings["sampling"]
-    title = (
-        f"{made.name}: {len(made.prompts)} problems x {settings['samples']} samples, temperature "
-        f"{sampling['temperature']:g}, top-p {sampling['top_p']:g}, up to {sampling['max_new_tokens']} tokens"
-        f"{', by SGLang' if 'engine' in settings else ''}"
-    )
-    unscorable = f"\n{found['unscorable']} samples could not be scored" if found["unscorable"] else ""
-    return f"{title}\n\n{table(estimates)}{unscorable}\n\nmeans with 95 % intervals; everything is in {folder}"
 
 
 def _settings(options: argparse.Namespace) -> list[str]:

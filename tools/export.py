@@ -30,7 +30,8 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # there is nothing to compute, and main memory is larger
 
 from grpo_mega import platform
-from grpo_mega.config.bounds import CHOICES
+from grpo_mega.config.limits import limits_of
+from grpo_mega.config.schema import ModelConfig
 from grpo_mega.convert.command import parser_of, run
 
 ROLES = ("policy", "average", "reference", "critic")
@@ -41,7 +42,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = parser_of(__doc__, "RUN|CHECKPOINT", ROLES, "policy")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what to write; it must not exist")
     parser.add_argument("layout", nargs="*", metavar="layout.X=N", help="how processes share the model (single)")
-    parser.add_argument("--dtype", choices=CHOICES["model.dtype"], help="of the weights (as they were trained)")
+    parser.add_argument(
+        "--dtype", choices=limits_of(ModelConfig)["dtype"].choices, help="of the weights (as they were trained)"
+    )
     parser.add_argument("--adapter", action="store_true", help="the adapters alone, for the library peft")
     return parser.parse_intermixed_args(arguments)
 

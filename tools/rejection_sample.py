@@ -16,7 +16,9 @@ rejected, one of the same problem that ended by itself and whose success is belo
 
 With --steps the output is for a process reward model (run.trains=process_reward_model, pairs.path): prompt, completion,
 steps and labels, of samples of chain sums, right and wrong; the verifier of worked sums labels the steps, the success
-what follows them. --separators divide steps, and must be pairs.separators of the run that learns them.
+what follows them. --separators divide steps, and must be pairs.separators of the run that learns them. With --continued
+labels come from continuations instead, for problems of any kind (Math-Shepherd): a step's is the share of them that
+ended right, or with --hard whether any did, and the last step's is the success.
 
 --also appends rows of the user's own, such as those of other tasks, to the chosen ones.
 
@@ -41,8 +43,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.data.supervised import plain_rows
-from grpo_mega.evaluate.labelling import SUM_SEPARATORS, StepSelection, label_steps
+from grpo_mega.evaluate.continuing import Continued, read_continued
+from grpo_mega.evaluate.labelling import SUM_SEPARATORS, StepSelection, by_continuations, label_steps, verified
 from grpo_mega.evaluate.preferences import PairSelection, rows_of_pairs, select_pairs
+from grpo_mega.evaluate.results import SAMPLES
 from grpo_mega.evaluate.selection import CHOICES, THOUGHTS, Filters, Pool, Selection, condition, open_pool, rows, select
 from grpo_mega.observe.heartbeat import Heartbeat, mark_refused
 from grpo_mega.observe.leave import BAD_INPUT, STOPPED, leave, refusing_options
@@ -76,6 +80,10 @@ def parser() -> argparse.ArgumentParser:
     either.add_argument(
         "--steps", action="store_true", help="write worked sums whose steps have labels, for pairs.path"
     )
+    made.add_argument(
+        "--continued", nargs="+", type=Path, default=[], metavar="FOLDER", help="--steps: continuations of each pool"
+    )
+    made.add_argument("--hard", action="store_true", help="--continued: 1 for a step that any continuation ends right")
     made.add_argument("--separators", nargs="+", metavar="TEXT", help="what divides the steps (; </think>)")
     return made
 
@@ -105,8 +113,13 @@ def chosen(options: argparse.Namespace) -> Chosen:
     if options.also and (options.pairs or options.steps):
         kind = "--pairs" if options.pairs else "--steps"
         raise ValueError(f"--also adds rows that are learned, and {kind} writes none; leave one of them out")
-    if options.separators and not options.steps:
-        raise ValueError("--separators divide the steps of --steps; give that, or leave them out")
+    if options.separators and (not options.steps or options.continued):
+        raise ValueError(
+            "--separators divide the steps of --steps, and those of --continued are divided already; leave them out, "
+            "or give --steps alone"
+        )
+    if (options.continued and not options.steps) or (options.hard and not options.continued):
+        raise ValueError("--continued is for --steps, and --hard for --continued; give these too, or leave them out")
     filters = Filters(
         tuple(condition(text) for text in options.keep),
         options.shortest,
@@ -119,8 +132,12 @@ def chosen(options: argparse.Namespace) -> Chosen:
     selection: Chosen
     written: Iterable[dict[str, Any]]
     if options.steps:
+        continued = _continued(options, pools)
         separators = [_unescaped(text) for text in options.separators or SUM_SEPARATORS]
-        selection = label_steps(pools, filters, separators, begin)
+        if continued:
+            separators = next(iter(continued.values())).separators
+        judge = by_continuations(continued, options.hard) if continued else verified
+        selection = label_steps(pools, filters, judge, separators, begin)
         written = selection.rows
     elif options.pairs:
         selection = select_pairs(pools, filters)
@@ -137,9 +154,32 @@ def chosen(options: argparse.Namespace) -> Chosen:
             count += 1
         also = {str(path): _sha256(path) for path in options.also}
         of_all = report(pools, filters, selection) | {"begin": options.begin, "also": also}
+        if options.continued:
+            of_all |= {
+                "hard": options.hard,
+                "continued": {str(path): _sha256(path / SAMPLES) for path in options.continued},
+            }
         of_all["output"] = {"file": str(options.output), "rows": count, "sha256": digest.hexdigest()}
         write_atomic(report_file, json.dumps(of_all, indent=2) + "\n")
     return selection
+
+
+def _continued(options: argparse.Namespace, pools: list[Pool]) -> dict[str, Continued]:
+    """The continuations of each pool, by its checksum; {} when labels do not come from continuations.
+
+    Raises:
+        ValueError: They are not those of the pools, each in its place, or divide steps in several ways.
+    """
+    if not options.continued:
+        return {}
+    if len(options.continued) != len(pools):
+        raise ValueError(
+            f"--continued names {len(options.continued)} folders for {len(pools)} pools; name one for each, in order"
+        )
+    found = {pool.sha256: read_continued(folder, pool) for folder, pool in zip(options.continued, pools, strict=True)}
+    if len({tuple(each.separators) for each in found.values()}) > 1:
+        raise ValueError("--continued: the folders' continuations begin after steps of different --separators")
+    return found
 
 
 def _unescaped(text: str) -> str:

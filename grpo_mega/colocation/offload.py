@@ -23,6 +23,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
+from grpo_mega.colocation.host_memory import HostMemory, aligned
 from grpo_mega.models.chunks import ModelChunks
 from grpo_mega.models.model import Model
 from grpo_mega.models.reference import ReferencePolicy
@@ -67,9 +68,9 @@ class TrainerMemory:
         self._suspends = suspend_process_groups
         self._suspended: list[Any] = []
         self._away: list[_Away] = []
-        self._freed: list[torch.UntypedStorage] = []
+        self._freed: list[tuple[torch.UntypedStorage, list[torch.Tensor]]] = []
         self._staying: list[torch.UntypedStorage] = []
-        self._host: dict[int, torch.Tensor] = {}
+        self._host = HostMemory(pin=self._device.type == "cuda")
 
     def held(self) -> dict[str, int]:
         """Bytes on the device by role and kind, 0 for what is offloaded: "policy weights", "policy optimizer",
@@ -115,8 +116,7 @@ class TrainerMemory:
         _refuse_fixed(storages)
         for model in self._models:
             _drop_activations(model.chunks)
-        present = {s._cdata for s in chain(*storages.values())}
-        self._host = {key: host for key, host in self._host.items() if key in present}
+        self._host.reserve(sum(aligned(s.nbytes()) for s in chain(*storages.values())))
         staying = storages.pop(self._sent) if keep_weights else []
         self._free([*chain(*storages.values())])
         self._staying = staying
@@ -137,12 +137,11 @@ class TrainerMemory:
 
     def _free(self, storages: list[torch.UntypedStorage]) -> None:
         torch.cuda.synchronize()  # does nothing on a CPU (platform/cpu.py)
-        # Nothing is freed before everything is copied: a host with too little memory changes nothing.
-        self._host |= {s._cdata: self._copied(s) for s in storages}
+        copies = [(storage, self._copied(storage)) for storage in storages]
         torch.cuda.synchronize()
-        for storage in storages:
+        for storage in storages:  # none is freed before all are copied
             storage.resize_(0)
-        self._freed += storages
+        self._freed += copies
 
     def onload(self) -> None:
         """Brings everything back in place; when the device had too little memory it can be called again.
@@ -153,10 +152,10 @@ class TrainerMemory:
         if not self._away:
             raise RuntimeError("the trainer is on the device: call offload before onload")
         process_groups.resume(self._suspended)
-        for storage in self._freed:
-            host = self._host[storage._cdata]
-            storage.resize_(host.nbytes)
-            _as_bytes(storage).copy_(host, non_blocking=True)
+        for storage, kept in self._freed:
+            storage.resize_(sum(len(part) for part in kept))
+            for there, part in _side_by_side(storage, kept):
+                there.copy_(part, non_blocking=True)
         for chunk in chain(*(away.ddp_chunks for away in self._away)):
             vars(chunk).pop("zero_grad_buffer", None)
             chunk.restore_grad_buffers()  # with zeros; and waits for the copies
@@ -186,13 +185,12 @@ class TrainerMemory:
                     storages[kind].append(storage)
         return storages
 
-    def _copied(self, storage: torch.UntypedStorage) -> torch.Tensor:
+    def _copied(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
         """The storage's bytes, on their way to the host."""
-        host = self._host.get(storage._cdata)
-        if host is None or host.nbytes != storage.nbytes():
-            pin = storage.device.type == "cuda"
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
-        return host.copy_(_as_bytes(storage), non_blocking=True)
+        kept = self._host.take(storage.nbytes())
+        for there, part in _side_by_side(storage, kept):
+            part.copy_(there, non_blocking=True)
+        return kept
 
 
 class _StandIn:
@@ -262,3 +260,10 @@ def _refuse_fixed(storages: dict[str, list[torch.UntypedStorage]]) -> None:
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """[bytes] all of a storage, whatever is in it; without the version counters of the tensors that view it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _side_by_side(
+    storage: torch.UntypedStorage, parts: list[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each part of the host's memory that holds a storage, after the bytes of the storage that it holds."""
+    return zip(_as_bytes(storage).split([len(part) for part in parts]), parts, strict=True)

@@ -5,23 +5,14 @@ Only the schema is imported, so that it is printed at once.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import json
 import os
 import signal
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import Field, fields, is_dataclass
-from typing import Any, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
-
-from grpo_mega.config.bounds import CHOICES, RANGES
-from grpo_mega.config.load import config_dir, groups
-from grpo_mega.config.schema import Config
+from grpo_mega.config import listing
+from grpo_mega.config.load import groups
 
 INTRODUCTION = """\
 Trains a policy with GRPO. Settings are words: GROUP=OPTION takes a file of configs/GROUP/, FIELD=VALUE sets one field.
@@ -46,73 +37,33 @@ def answer(words: list[str]) -> None:
     """Prints the help and ends the process when the command line has -h or --help."""
     if not {"-h", "--help"} & {*words}:
         return
-    rooms = [word for word in words if word in {field.name for field in fields(Config)}]
+    chosen = [word for word in words if word in listing.rooms()]
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe early
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join(help_text(rooms)))
+        print("\n".join(help_text(chosen)))
     sys.exit(0)
 
 
-def help_text(rooms: list[str]) -> Iterator[str]:
-    """The lines of the help: the groups and all fields, or only the fields of `rooms`."""
-    if not rooms:
+def help_text(chosen: list[str]) -> Iterator[str]:
+    """The lines of the help: the groups and all fields, or only the fields of the `chosen` rooms."""
+    if not chosen:
         yield INTRODUCTION
-        defaults = _defaults()
+        defaults = listing.chosen_options()
         for group, options in groups().items():
             taken = f"[{defaults.get(group) or 'none'}]"
             yield from textwrap.wrap(
                 f"{group:<12} {taken:<16} {' '.join(options)}", WIDTH, initial_indent="  ", subsequent_indent=" " * 32
             )
-    hints = get_type_hints(Config)
-    for room in rooms or [field.name for field in fields(Config)]:
-        yield from _of_class(hints[room], f"{room}.")
+    for room, owner in listing.rooms().items():
+        if not chosen or room in chosen:
+            for section in listing.sections(owner, room):
+                yield from _of_section(section)
 
 
-def _defaults() -> dict[str, str | None]:
-    """{group: default option}, from configs/config.yaml."""
-    config: Any = OmegaConf.to_container(OmegaConf.load(config_dir() / "config.yaml"))
-    return {group: option for entry in config["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
-
-
-def _of_class(owner: Any, prefix: str) -> Iterator[str]:
-    """The lines for a dataclass of the schema: its own fields, then those of the dataclasses in it."""
-    docstrings, hints = _docstrings(owner), get_type_hints(owner)
-    yield f"\n{prefix.rstrip('.')}: {' '.join((owner.__doc__ or '').split())}"
-    inner = [field for field in fields(owner) if is_dataclass(hints[field.name])]
-    for field in fields(owner):
-        if field not in inner:
-            yield f"  {prefix}{field.name}{_default(field)}{_allowed(prefix + field.name)}"
-            yield textwrap.fill(docstrings[field.name], WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        for item in get_args(hints[field.name]):
-            if is_dataclass(item):  # a list of them, or a mapping to them
-                entry = "NAME" if get_origin(hints[field.name]) is dict else "0"
-                yield from _of_class(item, f"{prefix}{field.name}.{entry}.")
-    for field in inner:
-        yield from _of_class(hints[field.name], f"{prefix}{field.name}.")
-
-
-def _docstrings(owner: type) -> dict[str, str]:
-    """{field: the docstring under it}."""
-    (tree,) = ast.parse(inspect.getsource(owner)).body
-    assert isinstance(tree, ast.ClassDef)
-    return {
-        before.target.id: " ".join(after.value.value.split())
-        for before, after in zip(tree.body, tree.body[1:], strict=False)
-        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
-    }
-
-
-def _default(field: Field[Any]) -> str:
-    """The default value of a field, in the command line's notation."""
-    value = field.default if field.default_factory is NO_DEFAULT else field.default_factory()
-    if value == "???":  # omegaconf.MISSING
-        return ", must be given"
-    return f"={value}" if isinstance(value, str) else f"={json.dumps(value, ensure_ascii=False)}"
-
-
-def _allowed(name: str) -> str:
-    """The interval or the choices of a field, or an empty text."""
-    if name in CHOICES:
-        return f"  one of {', '.join(CHOICES[name])}"
-    return "".join(f"  in {interval}" for interval, names in RANGES.items() if name in names)
+def _of_section(section: listing.Section) -> Iterator[str]:
+    """The lines for a dataclass of the schema: what it is for, then each of its settings."""
+    yield f"\n{section.name}: {section.about}"
+    for one in section.settings:
+        default = ", must be given" if one.default is None else f"={one.default}"
+        yield f"  {one.name}{default}" + (f"  {one.values}" if one.values else "")
+        yield textwrap.fill(one.meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.checkpoint.integrity import damage, files_in_manifest
 from grpo_mega.checkpoint.model_state import folder_of, load_into
-from grpo_mega.config.load import explained, load
-from grpo_mega.config.rules import ConfigError, check_layout
-from grpo_mega.config.schema import Config, LayoutConfig, SGLangConfig
+from grpo_mega.config.load import load
+from grpo_mega.config.reading import read_under
+from grpo_mega.config.schema import Config
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.scalar import REWARD_MODEL
 from grpo_mega.observe.run_dir import CHECKPOINTS
 from grpo_mega.observe.run_dir import CONFIG as RUN_CONFIG
 from grpo_mega.platform.collectives import from_main_rank
-
-LAYOUT = "layout."
-"""What settings begin with that a model can be read under; all others are those that it was trained with."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,7 @@ def holds_reward_model(path: Path) -> bool:
 
 
 def configuration(source: Source, settings: Sequence[str], world_size: int, file: Path | None = None) -> Config:
-    """What the model was trained with, under another layout: one process, or what the `settings` say.
+    """What the model was trained with, under the layout in which the processes read it; see `read_under`.
 
     Args:
         source: The checkpoint.
@@ -106,42 +102,7 @@ def configuration(source: Source, settings: Sequence[str], world_size: int, file
     Raises:
         ValueError: There is no configuration, it cannot be read, or the layout does not fit the processes.
     """
-    if wrong := [word for word in settings if not word.startswith(LAYOUT)]:
-        raise ValueError(f"{wrong[0]}: only {LAYOUT}* can be given, the rest is as the model was trained")
-    trained = _raw(source, file)
-    # Rules of training want a sequence in one micro-batch.
-    context, tokens = OmegaConf.select(trained, "model.context"), LayoutConfig().micro_batch_tokens
-    trained["layout"] = {"micro_batch_tokens": max(context, tokens) if isinstance(context, int) else tokens}
-    try:
-        raw = OmegaConf.merge(trained, OmegaConf.from_dotlist([*settings]))
-    except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explained(error, settings)) from error
-    assert isinstance(raw, DictConfig)
-    config = load(raw)
-    check_layout(without_training(without_engines(config), world_size), world_size)
-    return config
-
-
-def without_engines(config: Config) -> Config:
-    """The configuration with the embedded engine in place of engines beside the trainer, and without their settings.
-
-    That engine must hold the completions that are sampled for one prompt, which other engines divide as they like.
-    """
-    rollout, samples = config.rollout, max(config.algorithm.group_size, config.eval.samples)
-    if rollout.engine != "embedded":
-        rollout = replace(
-            rollout,
-            engine="embedded",
-            sglang=SGLangConfig(),
-            concurrent_sequences=max(rollout.concurrent_sequences, samples),
-        )
-    return replace(config, rollout=rollout)
-
-
-def without_training(config: Config, world_size: int) -> Config:
-    """The configuration without what training alone asks of a layout of `world_size` processes."""
-    optimizer = replace(config.optimizer, overlap=False)
-    return replace(config, optimizer=optimizer, algorithm=replace(config.algorithm, prompts_per_step=world_size))
+    return read_under(load(_raw(source, file)), settings, world_size)
 
 
 def read(source: Source, policy: Policy, role: str) -> None:

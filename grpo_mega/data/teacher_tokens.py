@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_mega.config.schema import Config
-from grpo_mega.config.teacher import TeacherSettings
+from grpo_mega.config.trained_model import TrainedModel
 from grpo_mega.data import build_tokenizer
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
 
@@ -13,7 +13,7 @@ INSTEAD = (
 )
 
 
-def teacher_vocabulary(config: Config, teacher: TeacherSettings, tokenizer: Tokenizer) -> int:
+def teacher_vocabulary(config: Config, teacher: TrainedModel, tokenizer: Tokenizer) -> int:
     """Tokens that the teacher scores, which are the policy's with the same ids.
 
     Raises:

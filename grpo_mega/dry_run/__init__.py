@@ -23,7 +23,7 @@ from grpo_mega.config.rules import check_config, check_layout
 from grpo_mega.config.schema import Config
 from grpo_mega.dry_run.answers import show_rewards
 from grpo_mega.dry_run.machine import check_readable, check_run_directory, planned, show_plan
-from grpo_mega.dry_run.origin import check_distillation, check_origin
+from grpo_mega.dry_run.origin import check_distillation, check_learned_reward, check_origin
 from grpo_mega.dry_run.problems import Problems
 from grpo_mega.dry_run.prompts import read_data, show_prompts
 from grpo_mega.rollout.sglang.release import check_installed
@@ -101,6 +101,7 @@ def _check(config: Config, processes: int | None, problems: Problems) -> Config:
     vocab_size = data.vocab_size(config.model, problems)
     problems.attempt("run.init_from", lambda: check_origin(config, vocab_size, problems))
     problems.attempt("distill.teacher", lambda: check_distillation(config, data.tokenizer))
+    problems.attempt("reward.model.path", lambda: check_learned_reward(config, data.tokenizer))
     problems.attempt("the run directory", lambda: check_run_directory(config))
     if valid and vocab_size:
         if plan := problems.attempt("the plan", lambda: planned(config, vocab_size, processes)):

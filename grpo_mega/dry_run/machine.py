@@ -81,7 +81,8 @@ def show_plan(config: Config, plan: dict[str, Any], problems: Problems) -> None:
     if plan["fits"] is False:
         problems.add(
             f"the memory of a GPU: {lines['training']}; lower layout.micro_batch_tokens or model.context, or spread "
-            "the model over more GPUs (layout.tp, layout.pp, layout.ep)"
+            "the model over more GPUs (layout.tp, layout.pp, layout.ep); tools/plan.py with these settings and "
+            "--propose finds a layout that fits"
         )
     if plan["engine"] and not plan["engine"]["fits"]:
         problems.add(f"the memory of a GPU while engines have it: {lines['engines']}")

@@ -9,14 +9,17 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from grpo_mega import platform
+from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.schema import REWARD_MODELS, Config
 from grpo_mega.config.teacher import check_teacher, read_teacher
+from grpo_mega.data.reward_model_state import check_reward_model_state
 from grpo_mega.data.teacher_tokens import teacher_vocabulary
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.dry_run.machine import run_directory
 from grpo_mega.dry_run.problems import Problems
+from grpo_mega.observe.run_dir import CHECKPOINTS, has_checkpoints
 from grpo_mega.observe.run_dir import CONFIG as RUN_CONFIG
-from grpo_mega.observe.run_dir import has_checkpoints
+from grpo_mega.platform.manifest import MANIFEST
 
 TOKENIZER = "tokenizer.json"
 
@@ -64,6 +67,38 @@ def check_distillation(config: Config, tokenizer: Tokenizer | None) -> None:
         check_teacher(config, teacher)
         if tokenizer:
             teacher_vocabulary(config, teacher, tokenizer)
+
+
+def check_learned_reward(config: Config, tokenizer: Tokenizer | None) -> None:
+    """Checks that the reward model, if there is one, is whole, can be split as the layout says, and reads the policy's
+    tokens.
+
+    Raises:
+        ValueError: It is not, cannot or does not.
+    """
+    path = Path(config.reward.model.path or "")
+    if config.reward.model.path is None or not path.exists():  # which is said already
+        return
+    platform.start_planning()
+    from grpo_mega.checkpoint.checkpoint import STATE
+    from grpo_mega.checkpoint.contents import check_files
+    from grpo_mega.checkpoint.model_state import folder_of
+    from grpo_mega.models.scalar import REWARD_MODEL
+
+    folder = folder_of(REWARD_MODEL)
+    own = [path] if (path / STATE).is_file() else sorted((path / CHECKPOINTS).glob("step-*"))
+    whole = [each for each in own if (each / folder).is_dir() and (each / MANIFEST).is_file()]
+    if not whole:
+        raise ValueError(
+            f"reward.model.path={path} holds no reward model that is finished; name the directory of a run with "
+            "run.trains=reward_model or process_reward_model, or one of its checkpoints"
+        )
+    check_files(whole[-1], folder)
+    if model := read_reward_model(config):
+        check_reward_model(config, model)
+    if tokenizer:
+        state = json.loads((whole[-1] / STATE).read_text())["stage"]
+        check_reward_model_state(config, whole[-1], state, tokenizer)
 
 
 def _check_checkpoint(config: Config, origin: Path, vocab_size: int | None, problems: Problems) -> None:

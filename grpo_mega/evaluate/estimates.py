@@ -53,6 +53,32 @@ def best_of(values: Sequence[float], k: int) -> float:
     return math.fsum(ranked[i] * (math.comb(i, k - 1) / subsets) for i in range(k - 1, len(values)))
 
 
+def preferred_of(values: Sequence[float], scores: Sequence[float], k: int) -> float:
+    """Expected value of the sample that has the highest score of k: best of k by a reward model (rm@k).
+
+    Of the C(n, k) subsets, those whose highest score has one of the samples ranked i to j, which score alike, number
+    C(j, k) - C(i - 1, k); each of the alike is then taken with equal probability.
+
+    Args:
+        values: n values.
+        scores: n scores.
+        k: From 1 to n.
+
+    Raises:
+        ValueError: k is outside 1 to n.
+    """
+    _check(k, len(values))
+    alike: dict[float, list[float]] = {}
+    for score, value in sorted(zip(scores, values, strict=True)):
+        alike.setdefault(score, []).append(value)
+    expected, below, subsets = 0.0, 0, math.comb(len(values), k)
+    for group in alike.values():
+        ways = math.comb(below + len(group), k) - math.comb(below, k)
+        expected += math.fsum(group) / len(group) * (ways / subsets)
+        below += len(group)
+    return expected
+
+
 def majority_of(values: Sequence[float], votes: Sequence[int | None]) -> list[float]:
     """Expected value of the answer that most of k samples give, for k = 1 ... n (maj@k).
 

@@ -14,7 +14,7 @@ from grpo_mega.evaluate.votes import Ballot, votes_of
 from grpo_mega.platform.collectives import from_all_ranks, from_main_rank, succeed_together
 from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.rollout.producer import Producer
-from grpo_mega.types import Answer, Prompt, Sample, Score
+from grpo_mega.types import Answer, Prompt, Rollout, Sample, Score
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Scorer:
         ballot: How answers are read for votes; None when nobody can vote.
         budgets: Numbers of tokens after which completions are cut, to be scored once more.
         decode: Turns token ids into text.
+        learned: Adds a reward model's scores to those of a rollout, on every rank; None without one.
     """
 
     score: Callable[[Sequence[Sample]], Sequence[Score]]
@@ -34,6 +35,7 @@ class Scorer:
     ballot: Ballot | None
     budgets: tuple[int, ...]
     decode: Callable[[Sequence[int]], str]
+    learned: Callable[[Rollout], Rollout] | None = None
 
 
 def generate_missing(
@@ -92,6 +94,8 @@ def _part(
     producer = Producer(engine, scorer.score, samples, sampling, 0, len(prompts) * samples)
     producer.add(prompts)
     rollout = producer.run(interrupted)
+    if scorer.learned:
+        rollout = scorer.learned(rollout)
     ballot = scorer.ballot
     votes = [vote for of_group in votes_of(rollout, ballot) for vote in of_group] if ballot else None
     answers = [*rollout.answers]

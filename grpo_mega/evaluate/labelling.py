@@ -1,14 +1,15 @@
-"""Labels of steps for a process reward model, of scored samples: a verifier's rewards of steps, and the success."""
+"""Labels of steps for a process reward model, of scored samples: by a verifier of steps, or by their continuations."""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_mega.config.schema.terms import NoOptions
+from grpo_mega.evaluate.continuing import Continued
 from grpo_mega.evaluate.results import Record
 from grpo_mega.evaluate.selection import Filters, Pool, check_terms, noted, problem_of, records_of
 from grpo_mega.reward.sums import sum_steps
@@ -44,20 +45,26 @@ class StepSelection:
             f"{self.samples:,} samples of {self.problems:,} problems",
             *(f"  {number:,} {why}" for why, number in self.left_out.items()),
             f"{len(self.rows):,} answers of {self.labelled:,} problems have labels: {len(labels):,} steps, "
-            f"{sum(labels) / max(1, len(labels)):.1%} of them right",
+            f"{sum(labels) / max(1, len(labels)):.1%} right",
         ]
 
 
-def label_steps(pools: Sequence[Pool], filters: Filters, separators: Sequence[str], begin: str = "") -> StepSelection:
-    """Labels the steps of samples of chain sums that ended by themselves and pass the conditions of the filters.
+Judge = Callable[[Record, Pool, str], list[tuple[int, float]] | None]
+"""A sample, its pool, what is put before its completion -> (one past its last character in both together, label) of
+each step; None where that is not known."""
 
-    Of what the `separators` divide, the verifier of worked sums (`reward/sums.py`) says which steps are right; what
-    follows them, the answer, is as right as the sample is successful. `begin` is put before every completion. No
+
+def label_steps(
+    pools: Sequence[Pool], filters: Filters, judge: Judge, separators: Sequence[str], begin: str = ""
+) -> StepSelection:
+    """Labels the steps of samples that ended by themselves and pass the conditions of the filters.
+
+    The steps of the `judge` must be those that the `separators` divide. `begin` is put before every completion. No
     completion of a problem is there twice, and `filters.per_problem` limits them.
 
     Raises:
-        ValueError: A pool cannot be chosen from, its task has no verifier of steps, or no sample can be labelled; says
-            what became of them.
+        ValueError: A pool cannot be chosen from, the judge knows nothing of its task, or no sample can be labelled;
+            says what became of them.
     """
     selection = StepSelection()
     check_terms(pools, filters)
@@ -70,8 +77,8 @@ def label_steps(pools: Sequence[Pool], filters: Filters, separators: Sequence[st
             row = None
             why = filters.why_not(record, filters.conditions) or _already(completion, own, filters.per_problem)
             if why is None:
-                row = _labelled(record, pool, separators, begin)
-                why = "have other steps than the separators divide, or no success" if row is None else None
+                row = _labelled(record, pool, judge, separators, begin)
+                why = "have steps without a label, or others than the separators divide" if row is None else None
             if row is None:
                 selection.left_out[str(why)] += 1
                 continue
@@ -89,27 +96,56 @@ def _already(completion: bytes, own: set[bytes], most: int | None) -> str | None
     return f"are more than {most} of a problem" if most is not None and len(own) >= most else None
 
 
-def _labelled(record: Record, pool: Pool, separators: Sequence[str], begin: str) -> dict[str, Any] | None:
-    """The row of a sample; None when the verifier has other steps, or when its success is unknown."""
-    text, success = begin + record["completion"], record["terms"].get(pool.settings["reward"]["success"])
+def verified(record: Record, pool: Pool, begin: str) -> list[tuple[int, float]] | None:
+    """The labels of a worked chain sum, a `Judge`: its verifier (`reward/sums.py`) says which steps are right; what
+    follows them, the answer, is as right as the sample is successful.
+
+    Raises:
+        ValueError: The problem is no chain sum.
+    """
+    text, success = begin + record["completion"], success_of(record, pool)
     prompt = Prompt(record["problem"], (), record["prompt"], record["answer"], record["task"])
     sample = Sample(prompt, record["index"], array("i"), array("f"), record["finish_reason"], ((0, 0),), text)
     try:
         judged = list(sum_steps(sample, NoOptions()).steps)
     except ValueError as error:
-        raise ValueError(f"{pool.folder}, problem {record['problem']!r}: --steps is for chain sums: {error}") from error
+        raise ValueError(
+            f"{pool.folder}, problem {record['problem']!r}: --steps without --continued is for chain sums: {error}"
+        ) from error
     if success is None or not judged:
         return None
     if text[judged[-1][0] :].strip():
         judged.append((len(text), min(1.0, max(0.0, success))))
-    ends, labels = [end for end, _ in judged], [label for _, label in judged]
-    if ends != step_ends(text, separators):
+    return judged
+
+
+def by_continuations(continued: Mapping[str, Continued], hard: bool) -> Judge:
+    """The labels that continuations give, of each pool by its checksum; soft estimation unless `hard`."""
+
+    def judge(record: Record, pool: Pool, begin: str) -> list[tuple[int, float]] | None:
+        success = success_of(record, pool)
+        found = None if success is None else continued[pool.sha256].labelled(record, success, hard)
+        return found and [(len(begin) + end, label) for end, label in found]
+
+    return judge
+
+
+def success_of(record: Record, pool: Pool) -> float | None:
+    """The term of a sample that is reported as accuracy; None where its task does not have it."""
+    return record["terms"].get(pool.settings["reward"]["success"])
+
+
+def _labelled(record: Record, pool: Pool, judge: Judge, separators: Sequence[str], begin: str) -> dict[str, Any] | None:
+    """The row of a sample; None when the judge has other steps than the separators, or does not know them."""
+    text, judged = begin + record["completion"], judge(record, pool, begin)
+    ends = [end for end, _ in judged or ()]
+    if judged is None or ends != step_ends(text, separators):
         return None
     return {
         "prompt": record["asked"],
         "completion": text,
         "steps": [_without(text[start:end], separators) for start, end in zip([0, *ends], ends, strict=False)],
-        "labels": labels,
+        "labels": [label for _, label in judged],
         "problem": record["problem"],
         "task": record["task"],
         "pool": str(pool.folder),

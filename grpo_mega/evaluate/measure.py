@@ -1,10 +1,11 @@
-"""What is reported of scored answers: the accuracy and other terms, lengths, pass@k and maj@k; by task too."""
+"""What is reported of scored answers: the accuracy and other terms, lengths, pass@k, maj@k and rm@k; by task too."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from grpo_mega.evaluate.estimates import Estimate, best_of, majority_of, mean_over_problems, sizes
+from grpo_mega.config.schema.reward import LEARNED
+from grpo_mega.evaluate.estimates import Estimate, best_of, majority_of, mean_over_problems, preferred_of, sizes
 from grpo_mega.evaluate.votes import Votes
 from grpo_mega.types import Answer, Group
 
@@ -41,18 +42,19 @@ def measure(
 
     Returns:
         Name -> estimate: accuracy, each other term, length (tokens), truncated (share that the length limit cut), and
-        with several samples pass@k and maj@k for every k of `sizes`; within@TOKENS for every budget. A sample without a
-        score counts in length and truncated alone; a problem counts where it has enough scored samples, and a name
-        without a problem is absent.
+        with several samples pass@k, maj@k and, with a reward model's scores, rm@k for every k of `sizes`; within@TOKENS
+        for every budget. A sample without a score counts in length and truncated alone; a problem counts where it has
+        enough scored samples, and a name without a problem is absent.
     """
     terms: dict[str, list[float]] = {}
     others: dict[str, list[float]] = {}
     for number, group in enumerate(groups):
         chosen = [i for i, answer in enumerate(group.answers) if success in answer.score.terms]
         solved = [group.answers[i].score.terms[success] for i in chosen]
+        learned = [group.answers[i].score.terms.get(LEARNED) for i in chosen]
         own_votes = [votes[number][i] for i in chosen] if votes is not None else None
         _append(terms, _of_terms(group.answers, success))  # without a score, no terms
-        _append(others, _of_lengths(group.answers) | _of_sizes(solved, own_votes, len(group.answers)))
+        _append(others, _of_lengths(group.answers) | _of_sizes(solved, own_votes, learned, len(group.answers)))
     collected = terms | others  # a term that is named like a length gives way to it
     estimates = {name: mean_over_problems(collected[name]) for name in sorted(collected, key=_order)}
     return estimates | measure_within(within or {})
@@ -115,18 +117,22 @@ def _of_lengths(answers: Sequence[Answer]) -> dict[str, float]:
     return {"length": _mean([answer.length for answer in answers]), "truncated": _mean(cut)}
 
 
-def _of_sizes(solved: Sequence[float], votes: Sequence[int | None] | None, samples: int) -> dict[str, float]:
-    """pass@k and maj@k of a problem for every k for which it has enough samples."""
+def _of_sizes(
+    solved: Sequence[float], votes: Sequence[int | None] | None, learned: Sequence[float | None], samples: int
+) -> dict[str, float]:
+    """pass@k, maj@k and rm@k of a problem for every k for which it has enough samples."""
     ks = [k for k in sizes(samples) if k <= len(solved)]
     passed = {f"pass@{k}": best_of(solved, k) for k in ks}
     majority = majority_of(solved, votes) if votes is not None and ks else []
-    return passed | {f"maj@{k}": majority[k - 1] for k in ks if majority}
+    preferred = [score for score in learned if score is not None]
+    by_model = {f"rm@{k}": preferred_of(solved, preferred, k) for k in ks} if len(preferred) == len(solved) else {}
+    return passed | {f"maj@{k}": majority[k - 1] for k in ks if majority} | by_model
 
 
 def _order(name: str) -> tuple[int, int]:
-    """Accuracy first, then terms in the order in which they occur, then lengths, pass@k and maj@k by k."""
+    """Accuracy first, then terms in the order in which they occur, then lengths, pass@k, maj@k and rm@k by k."""
     kind, _, k = name.partition("@")
-    place = {ACCURACY: 0, "length": 2, "truncated": 3, "pass": 4, "maj": 5}.get(kind if k else name, 1)
+    place = {ACCURACY: 0, "length": 2, "truncated": 3, "pass": 4, "maj": 5, "rm": 6}.get(kind if k else name, 1)
     return place, int(k or 0)
 
 

@@ -18,6 +18,7 @@ from operator import ge, le
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.config.schema.reward import LEARNED
 from grpo_mega.data.fields import checked_text
 from grpo_mega.evaluate.results import RESULTS, SAMPLES, SETTINGS, Record
 
@@ -128,6 +129,7 @@ class Pool:
         """
         reward = self.settings["reward"]
         terms = [term["name"] for term in reward["terms"] if not term.get("tasks") or task in term["tasks"]]
+        terms += [LEARNED] if "reward_model" in self.settings else []
         success = Condition(reward["success"], ">=", 1.0)
         own = [each for each in filters.conditions if each.term in terms]
         if success.term in terms and all(each.term != success.term for each in own):
@@ -285,6 +287,7 @@ def check_terms(pools: Sequence[Pool], filters: Filters) -> None:
     """Raises ValueError when a condition is about a term that the reward of a pool does not have."""
     for pool in pools:
         known = [term["name"] for term in pool.settings["reward"]["terms"]]
+        known += [LEARNED] if "reward_model" in pool.settings else []
         for each in filters.conditions:
             if each.term not in known:
                 raise ValueError(

@@ -30,14 +30,14 @@ def table(columns: Mapping[str, Mapping[str, Estimate]]) -> str:
 
 
 def draw(estimates: Mapping[str, Estimate], path: Path, title: str) -> None:
-    """Draws pass@k and maj@k against k, with their intervals, and writes a PNG atomically.
+    """Draws pass@k, maj@k and rm@k against k, with their intervals, and writes a PNG atomically.
 
     Args:
         estimates: Those of all problems, by name.
         path: The PNG file.
         title: Text above, printed literally.
     """
-    curves = {f"{kind}@k": _curve(estimates, kind) for kind in ("pass", "maj")}
+    curves = {f"{kind}@k": _curve(estimates, kind) for kind in ("pass", "maj", "rm")}
     if ACCURACY in estimates:
         curves["pass@k"] = {1: estimates[ACCURACY]} | curves["pass@k"]
     _draw(curves, "k", path, title)
@@ -61,13 +61,13 @@ def _curve(estimates: Mapping[str, Estimate], kind: str) -> dict[int, Estimate]:
 
 
 def _draw(curves: Mapping[str, Mapping[int, Estimate]], across: str, path: Path, title: str) -> None:
-    """Draws up to two curves, by their labels, on a logarithmic axis."""
+    """Draws up to three curves, by their labels, on a logarithmic axis."""
     from matplotlib.figure import Figure  # imported here: it takes a second, and only the end of an evaluation draws
 
     figure = Figure(figsize=(6, 3.6), dpi=150, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, parse_math=False)
     axes = figure.subplots()
-    for (label, curve), color in zip(curves.items(), (BLUE, ORANGE), strict=False):
+    for (label, curve), color in zip(curves.items(), (BLUE, ORANGE, INK), strict=False):
         if not curve:
             continue
         axes.plot(

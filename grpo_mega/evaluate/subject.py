@@ -16,6 +16,7 @@ from grpo_mega.checkpoint import checkpoint
 from grpo_mega.config.from_folder import TOKENIZER
 from grpo_mega.config.huggingface.architecture import model_settings
 from grpo_mega.config.load import compose_config, config_dir, explained, groups, load
+from grpo_mega.config.reading import LAYOUT, without_engines, without_training
 from grpo_mega.config.rules import ConfigError, check_layout
 from grpo_mega.config.schema import Config, RewardTerm, SourceConfig
 from grpo_mega.convert import source as checkpoints
@@ -122,11 +123,11 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
     source = checkpoints.find(path)
     if chosen := next((word for word in wanted.settings if word.partition("=")[0] in groups()), None):
         raise ConfigError(f"{chosen}: a run has its configuration; give single fields, such as layout.tp=2")
-    layout = [word for word in wanted.settings if word.startswith(checkpoints.LAYOUT)]
+    layout = [word for word in wanted.settings if word.startswith(LAYOUT)]
     trained = checkpoints.configuration(source, layout, world_size, wanted.config)
     others = [word for word in wanted.settings if word not in layout]
     config = of_run(trained, wanted.reward, others)
-    check_layout(checkpoints.without_training(config, world_size), world_size)
+    check_layout(without_training(config, world_size), world_size)
     if config.model != trained.model:
         raise ConfigError(f"model.*: {source.path} is a model of another shape; leave these settings out")
     tokenizer = build_tokenizer(config.data)
@@ -178,7 +179,7 @@ def of_run(trained: Config, reward: str | None, settings: Sequence[str]) -> Conf
     """
     engines = [word.partition("=")[2] for word in settings if word.startswith("rollout.engine=")]
     stays = engines and engines[-1] != "embedded"
-    return _changed(trained if stays else checkpoints.without_engines(trained), reward, settings)
+    return _changed(trained if stays else without_engines(trained), reward, settings)
 
 
 def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig, MoEConfig, YarnConfig
 from grpo_mega.models.chunks import ModelChunks
 from grpo_mega.models.megatron.changes import TO_CHUNK, TO_SPECIFICATION, Chunk, Specification, apply_changes
+from grpo_mega.models.megatron.fused import fused_options
 from grpo_mega.models.megatron.layers import gelu_tanh
 from grpo_mega.models.megatron.sinks import LIMIT
 from grpo_mega.platform import Platform
@@ -138,12 +139,12 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         # previous stage is also the next one (pp = 2). gloo has no batched point-to-point operations on CPU tensors.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=platform.backend == "nccl" and layout.vpp == 1,
-        # Fused kernels of Megatron need Apex or Transformer Engine.
+        # Those that need neither Apex nor Transformer Engine; attention and dropout are not Megatron's own here.
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
         persist_layer_norm=False,
+        **fused_options(model, _activation(model), platform.transformer_engine),
     )
     if model.moe.experts:
         common |= _moe_options(model.moe, model.layers, platform)

@@ -91,6 +91,18 @@ class Topology:
             dist.all_reduce(vector, group=parallel_state.get_pipeline_model_parallel_group())
         return vector
 
+    def from_first_of_replica(self, vector: torch.Tensor) -> torch.Tensor:
+        """The vector of CPU numbers that the lowest rank of the replica passes, on all its ranks; others pass zeros."""
+        device = torch.device("cuda") if torch.cuda.is_available() else vector.device
+        spread = vector.to(device)
+        for group in (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_context_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        ):
+            dist.all_reduce(spread, group=group)
+        return spread.cpu()
+
     def of_every_replica(self, numbers: Sequence[int]) -> list[list[int]]:
         """The integers that each replica passes, by replica; equally many, and the same on all ranks of a replica."""
         if self.replicas is None:

@@ -10,7 +10,8 @@ from typing import Any
 from grpo_mega.config.schema import ANY, AlarmsConfig, RunConfig
 from grpo_mega.observe.alarm_log import AlarmLog
 from grpo_mega.observe.background_report import BackgroundReport
-from grpo_mega.observe.console import TABLE, Column, Console
+from grpo_mega.observe.columns import TABLE, Column
+from grpo_mega.observe.console import Console
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, MetricsLog, read_metrics
 from grpo_mega.observe.prometheus import write_prometheus
 from grpo_mega.observe.run_dir import REPORT
@@ -61,13 +62,21 @@ class Recorder:
         if self.console:
             self.console.phase(name)
 
-    def open_metrics(self, resume_from_step: int, name: str = METRICS) -> None:
+    def samples(self, done: int, needed: int) -> None:
+        """Shows how many samples of the phase are there, and how many it needs."""
+        if self.console:
+            self.console.samples(done, needed)
+
+    def open_metrics(self, resume_from_step: int, name: str = METRICS, steps: int | None = None) -> None:
         """Continues the file `name` after this step; -1 for one that begins. A run that goes on has no summary, and no
         page about its end.
 
-        The last stage, whose file is metrics.jsonl, has alarms.
+        The last stage, whose file is metrics.jsonl, has alarms. The stage takes at most `steps` steps, `run.steps` with
+        None.
         """
         if self.console:
+            stage = "" if name == METRICS else name.removesuffix(".jsonl")
+            self.console.stage(stage, max(resume_from_step, 0), self.run.steps if steps is None else steps)
             if self.metrics:
                 self.metrics.close()
             (self.path / SUMMARY).unlink(missing_ok=True)
@@ -108,6 +117,7 @@ class Recorder:
         """Shows a step, and writes its samples."""
         assert self.console
         if not shown and not self.console.has_columns_for(metrics):
+            self.console.count(step, metrics)
             return
         if shown:
             write_samples(self.path, step, shown)

@@ -45,7 +45,7 @@ GPUS = {
     "gb200": GPU(flops=2450e12, memory=8.0e12, nvlink=900e9, host=200e9, domain=72),
     "gb300": GPU(flops=2450e12, memory=8.0e12, nvlink=900e9, network=100e9, host=200e9, domain=72),
 }
-"""`cluster.gpu`, as `config/bounds.py` allows it -> its data sheet (NVIDIA's); adapters of 400 Gbit/s, of A100 machines 200, of GB300's 800."""
+"""`cluster.gpu` -> its data sheet (NVIDIA's); adapters of 400 Gbit/s, of A100 machines 200, of GB300's 800."""
 
 
 @dataclass(frozen=True)

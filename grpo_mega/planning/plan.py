@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.rules import ConfigError, check_layout, fewest_processes
 from grpo_mega.config.schema import REWARD_MODELS, Config
 from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.data.tokenizer import character_tokenizer
 from grpo_mega.models.parts import frozen_parts
+from grpo_mega.models.scalar import REWARD_MODEL
 from grpo_mega.planning.inventory import Role, Stage, adapters_alone, elements, take_stock, total, trained_elements
 from grpo_mega.planning.memory import MAY_BE_PLANNED, held, leaves, memory, optimizer_bytes, weight_bytes
 from grpo_mega.planning.supplies import MAIN_MEMORY, PINNED, checkpoints_at_once, exports_in_all
@@ -89,26 +91,29 @@ def engine_of(config: Config, vocab_size: int, gpus: int, roles: list[Role]) -> 
 
 
 def roles_of(config: Config, vocab_size: int, gpus: int) -> list[Role]:
-    """The models of a run, the one that it trains first; of a teacher the configuration is read.
-
-    A reward model that is learned from counts as one of the policy's architecture.
-    """
+    """The models of a run, the one that it trains first; of a teacher and a reward model the configuration is read."""
     if config.run.trains in REWARD_MODELS:
         scalar = take_stock(config.model, config.layout, vocab_size, gpus, scalar=True)
-        return [Role("reward model", True, True, scalar)]
+        return [Role(REWARD_MODEL, True, True, scalar)]
     stages = take_stock(config.model, config.layout, vocab_size, gpus, frozen=config.optimizer.frozen, lora=config.lora)
     teacher = None
     if taught := read_teacher(config):  # which knows the policy's tokens
         size = taught.model.vocab_size or vocab_size
         teacher = Role("teacher", False, False, take_stock(taught.model, config.layout, size, gpus), taught.model)
     scalar = take_stock(config.model, config.layout, vocab_size, gpus, scalar=True) if scalar_models(config) else []
-    return roles_beside(config, stages, scalar, teacher)
+    roles = roles_beside(config, stages, scalar, teacher)
+    preferred = read_reward_model(config)
+    if preferred is None:
+        return roles
+    check_reward_model(config, preferred)
+    own = take_stock(preferred, config.layout, preferred.vocab_size or vocab_size, gpus, scalar=True)
+    return [replace(role, stages=own, model=preferred) if role.name == REWARD_MODEL else role for role in roles]
 
 
 def scalar_models(config: Config) -> list[Role]:
     """The models with a scalar head beside a policy, without their stages: a critic, a reward model."""
     critic = [Role("critic", True, True, [])] if config.algorithm.advantage_baseline == "critic" else []
-    return critic + ([Role("reward model", False, False, [])] if config.reward.model.path is not None else [])
+    return critic + ([Role(REWARD_MODEL, False, False, [])] if config.reward.model.path is not None else [])
 
 
 def roles_beside(config: Config, stages: list[Stage], scalar: list[Stage], teacher: Role | None = None) -> list[Role]:

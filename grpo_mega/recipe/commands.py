@@ -15,9 +15,11 @@ from pathlib import Path
 
 from grpo_mega.config.inputs import inputs
 from grpo_mega.config.load import compose_config, identity
+from grpo_mega.config.reading import LAYOUT, read_under
+from grpo_mega.config.schema import Config
 from grpo_mega.recipe.products import checksum, folder_of
 from grpo_mega.recipe.progress import CHANGED, DONE, Progress, again_mark, set_aside, write_report
-from grpo_mega.recipe.recipe import Recipe, Stage
+from grpo_mega.recipe.recipe import REFERENCE, Recipe, Stage
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 TRAIN = "grpo_mega.train"
@@ -75,11 +77,15 @@ def refuse_changes(recipe: Recipe, known: Mapping[str, Progress]) -> None:
 
 
 def check(recipe: Recipe) -> None:
-    """Composes the settings of every training run. Raises a ValueError that names all stages whose cannot be used."""
+    """Composes the settings of every training run, and arranges the processes of every pool.
+
+    Raises a ValueError that names all stages whose settings cannot be used.
+    """
     problems = []
     for stage in recipe.stages.values():
         try:
             settings_of(recipe, stage)
+            config_of_pool(recipe, stage)
         except (ValueError, FileNotFoundError) as error:
             problems.append(f"stage {stage.name}: {error}")
     if problems:
@@ -95,6 +101,24 @@ def settings_of(recipe: Recipe, stage: Stage) -> str:
         return ""
     stays = identity(compose_config([*planned_words(stage), *place(recipe, stage)]))
     return hashlib.sha256(json.dumps(stays, sort_keys=True).encode()).hexdigest()
+
+
+def config_of_pool(recipe: Recipe, stage: Stage) -> Config | None:
+    """The configuration under which a pool reads the model of an earlier run; None for what else a stage may be, and
+    where the settings of that run cannot be used.
+
+    Raises:
+        ValueError: The stage's processes cannot be arranged in its layout.
+    """
+    source = REFERENCE.fullmatch(stage.words[0]) if stage.kind == "samples" else None
+    if source is None or recipe.stages[source[1]].kind != "run":
+        return None
+    try:
+        trained = compose_config(planned_words(recipe.stages[source[1]]))
+    except (ValueError, FileNotFoundError):  # which is told of the run
+        return None
+    layout = [word for word in stage.words if word.startswith(LAYOUT)]
+    return read_under(trained, layout, stage.processes)
 
 
 def planned_words(stage: Stage) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from grpo_kernels import cuda_rows
@@ -59,8 +58,7 @@ def _balanced_experts(spec: RankSpec) -> None:
             self.input_splits, self.output_splits = _parts(routed, self.ep_size), counts
             self.output_splits_tp = np.array([arriving] * self.tp_size)
         of_experts = [_parts(int(n), self.num_local_experts) for _ in range(self.tp_size) for n in counts]
-        self.num_global_tokens_per_local_expert = torch.from_numpy(np.stack(of_experts))
-        return None if found is None else self.num_global_tokens_per_local_expert.sum(0)
+        return None if found is None else torch.from_numpy(np.stack(of_experts)).sum(0)
 
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = balanced
 
@@ -68,25 +66,6 @@ def _balanced_experts(spec: RankSpec) -> None:
 def _parts(total: int, parts: int) -> np.ndarray:
     """[parts] integers as equal as can be, whose sum is `total`."""
     return total // parts + (np.arange(parts) < total % parts)
-
-
-def _permuted_rows(spec: RankSpec) -> None:
-    """`masked_select` in Megatron's permutation finds `top_k` experts for every token."""
-    select = torch.Tensor.masked_select
-    permute = moe_utils.permute
-
-    def of_every_token(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        mask.sum().item()  # its wait, for a number that nothing has computed
-        return self.reshape(-1)[: mask.shape[1] * spec.config.model.moe.top_k].clone()
-
-    def permuted(*args: Any, **kwargs: Any) -> Any:
-        torch.Tensor.masked_select = of_every_token  # type: ignore[method-assign,assignment]
-        try:
-            return permute(*args, **kwargs)
-        finally:
-            torch.Tensor.masked_select = select  # type: ignore[method-assign]
-
-    moe_utils.permute = token_dispatcher.permute = permuted
 
 
 def _shapes_between_stages(spec: RankSpec) -> None:
@@ -124,11 +103,6 @@ STAND_INS = (
         "balanced experts",
         "which experts tokens go to is computed by kernels: all get equally many, times --imbalance",
         _balanced_experts,
-    ),
-    StandIn(
-        "permuted rows",
-        "how many rows a mask selects is computed by a kernel: those of top_k experts for every token",
-        _permuted_rows,
     ),
     StandIn(
         "shapes between stages",

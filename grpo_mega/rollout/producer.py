@@ -21,6 +21,14 @@ from grpo_mega.types import STRETCH, Answer, Group, Prompt, Rollout, Sample, Sco
 Announcement = tuple[str, int, Answer]
 """A sample that a rank holds: its prompt's id, its index among the prompt's samples, and its answer."""
 
+Refill = Callable[[Sequence[Group]], Sequence[Prompt]]
+"""Groups that have just been completed -> prompts to add because of them; the same on every rank."""
+
+
+def no_refill(groups: Sequence[Group]) -> Sequence[Prompt]:
+    """The `Refill` that adds nothing."""
+    return ()
+
 
 class Producer:
     """Prompts in, scored answers out: in the order of the prompts, whichever sample finishes first.
@@ -41,6 +49,7 @@ class Producer:
         version: int,
         at_least: int = 1,
         scoring: Callable[[], AbstractContextManager[object]] = nullcontext,
+        refill: Refill = no_refill,
     ) -> None:
         """A producer without prompts.
 
@@ -54,8 +63,9 @@ class Producer:
             at_least: Least number of samples, over all ranks, that are scored together, unless nothing more is under
                 way; with as many as there are ranks, most ranks have one to score.
             scoring: Context in which samples are scored and announced, such as a timer.
+            refill: Gets every group once, when it is complete, and says which prompts are added then.
         """
-        self._engine, self._score, self._scoring = engine, score, scoring
+        self._engine, self._score, self._scoring, self._refill = engine, score, scoring, refill
         self._sampling, self._version, self._at_least = sampling, version, at_least
         self._group_size = group_size
         self._pool = Pool(group_size)
@@ -73,6 +83,11 @@ class Producer:
     def busy(self) -> bool:
         """Whether answers are missing; the same on all ranks."""
         return not self._pool.complete
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Samples that the engine has finished, on all ranks together, and all that were asked for."""
+        return self._pool.done + self._unscored_everywhere, self._pool.wanted
 
     def poll(self, interrupted: Callable[[], bool] | None = None) -> Rollout:
         """Polls the engine once, scores and announces what is due; the groups that are complete, in order.
@@ -133,16 +148,20 @@ class Producer:
             raise
 
     def _announce(self) -> None:
-        """Scores the samples that this rank holds and has not announced yet, and announces their answers."""
+        """Scores the samples that this rank holds and has not announced yet, announces their answers, and refills."""
         if not self._unscored_everywhere:
             return
         samples, self._unscored, self._unscored_everywhere = self._unscored, [], 0
         with self._scoring():
             of_all_ranks = from_all_ranks(lambda: self._announcements(samples))
+        announced: set[int] = set()  # groups
         for rank, announcements in enumerate(of_all_ranks):
             numbers = [self._pool.take(*announcement) for announcement in announcements]
+            announced |= {number // self._group_size for number in numbers}
             if rank == dist.get_rank():
                 self._samples |= zip(numbers, samples, strict=True)
+        complete = [group for index in sorted(announced) if (group := self._pool.group(index))]
+        self.add(self._refill(complete))
 
     def _announcements(self, samples: Sequence[Sample]) -> list[Announcement]:
         scores = self._score(samples)

@@ -30,7 +30,7 @@ def advantage_options(config: Config) -> AdvantageOptions:
     algorithm = config.algorithm
     weights = {term.name: term.weight for term in config.reward.terms if term.weight}
     terms = weights if algorithm.terms_apart else {}
-    drop = algorithm.groups_without_signal == "drop"
+    drop = algorithm.groups_without_signal != "count"
     by_step = algorithm.supervision == "process"
     return AdvantageOptions(algorithm.advantage_baseline, algorithm.advantage_std, terms, drop, by_step)
 
@@ -50,7 +50,7 @@ def trained_and_counted(groups: Sequence[Group], config: Config) -> tuple[list[i
         return [*range(len(samples))], [*range(len(samples))]
     scored = [i for i, (_, answer) in enumerate(samples) if not answer.score.unscorable]
     with_signal = [i for i in scored if samples[i][0]]
-    if config.algorithm.groups_without_signal == "drop":
+    if config.algorithm.groups_without_signal != "count":
         return with_signal, with_signal
     return (scored if config.algorithm.kl_coef or config.algorithm.entropy_coef else with_signal), scored
 

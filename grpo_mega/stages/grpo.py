@@ -20,6 +20,7 @@ from grpo_mega.stages.batches import batch_of, batch_of_all, make_batch, mini_ba
 from grpo_mega.stages.corrections import corrected, penalised
 from grpo_mega.stages.loss import loss_of
 from grpo_mega.stages.metrics import achieved
+from grpo_mega.stages.refill import refill_of
 from grpo_mega.stages.rollouts import Rollouts
 from grpo_mega.stages.shown import with_numbers, with_old_logprobs
 from grpo_mega.stages.watch import Watch
@@ -34,7 +35,8 @@ class GRPO:
     def __init__(
         self, config: Config, policy: Policy, reference: ReferencePolicy | None, data: Data, rollouts: Rollouts
     ) -> None:
-        self.config, self.algorithm, self.data, self.save_every = config, config.algorithm, data, config.run.save_every
+        self.config, self.algorithm, self.data = config, config.algorithm, data
+        self.save_every, self.most_steps = config.run.save_every, config.run.steps
         self.policy, self.topology, self.reference, self.rollouts = policy, policy.topology, reference, rollouts
         self.copies = [copy for copy in (reference, rollouts.average) if copy]
         self.models: list[Saved] = [policy, *self.copies]
@@ -66,7 +68,8 @@ class GRPO:
     def experience(self, run: Run) -> StepInProgress:
         """The data for the updates of a step: questions, groups of answers, rewards, advantages, log-probs."""
         prompts = self.data.train.take(self.algorithm.prompts_per_step)  # q ~ P(Q)
-        rollout = self.rollouts.answers(run, prompts, self.algorithm.group_size)  # o_1 ... o_G ~ pi_old, r_1 ... r_G
+        refill = refill_of(self.config, self.data.train.take)  # for groups without signal, where the algorithm says so
+        rollout = self.rollouts.answers(run, prompts, self.algorithm.group_size, refill)  # o_i ~ pi_old, r_i
         self.data.train.learn(rollout.groups)
         shown_groups, shown = self.rollouts.shown(rollout, run.step)
         with run.phase("logprobs"):

@@ -19,6 +19,7 @@ import torch
 
 from grpo_mega.algorithm.step_scores import outcome_of_steps
 from grpo_mega.config.schema import Config
+from grpo_mega.config.schema.reward import LEARNED
 from grpo_mega.evaluate.measure import ACCURACY
 from grpo_mega.models.scalar import ScalarModel
 from grpo_mega.models.topology import Topology
@@ -31,8 +32,6 @@ from grpo_mega.types import Answer, Batch, Rollout
 
 logger = logging.getLogger(__name__)
 
-TERM = "model"
-"""Name of the score among the terms of the reward."""
 FALL = 0.1
 """What success may fall below the best evaluation's before a higher learned reward counts as hacking: three standard
 errors of a success of one half on 200 problems."""
@@ -137,7 +136,7 @@ class LearnedReward:
         return step >= self._settings.from_step
 
     def added(self, rollout: Rollout) -> Rollout:
-        """The answers with the term `TERM`, and with `weight` times it in their totals; every rank must call it.
+        """The answers with the term `model`, and with `weight` times it in their totals; every rank must call it.
 
         With process supervision the scores of steps, times `weight`, are added to the rewards of steps. An answer that
         other terms could not score stays without a score.
@@ -165,7 +164,7 @@ class LearnedReward:
             return answer
         total = score.total + self._settings.weight * value
         steps = self._steps(answer, learned) if self._by_step else score.steps
-        return replace(answer, score=replace(score, total=total, terms=score.terms | {TERM: value}, steps=steps))
+        return replace(answer, score=replace(score, total=total, terms=score.terms | {LEARNED: value}, steps=steps))
 
     def _steps(self, answer: Answer, learned: Learned) -> tuple[tuple[int, float], ...]:
         """The rewards of steps of all terms and the model's; terms without steps count as one that ends the answer."""
@@ -193,9 +192,9 @@ class HackingAlarm:
 
     def heard(self, measured: Metrics) -> Metrics:
         """Takes an evaluation; its metric `hacking`, 1 with a warning or 0; {} where one of the numbers is missing."""
-        if ACCURACY not in measured or TERM not in measured:
+        if ACCURACY not in measured or LEARNED not in measured:
             return {}
-        success, learned = measured[ACCURACY], measured[TERM]
+        success, learned = measured[ACCURACY], measured[LEARNED]
         if self.best is None or success > self.best[0]:
             self.best = success, learned
             return {"hacking": 0.0}

@@ -14,7 +14,7 @@ from grpo_mega.models.average import AveragedPolicy
 from grpo_mega.models.policy import Policy
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.rollout.engine import Engine, SamplingParams
-from grpo_mega.rollout.producer import Producer
+from grpo_mega.rollout.producer import Producer, Refill, no_refill
 from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.batches import longest_completion
 from grpo_mega.stages.learned_reward import LearnedReward
@@ -100,15 +100,19 @@ class Rollouts:
             top_p=sampling.top_p if top_p is None else top_p,
         )
 
-    def answers(self, run: Run, prompts: list[Prompt], group_size: int) -> Rollout:
-        """Scored answers to every prompt; the same on every rank, except for the samples that each holds.
+    def answers(self, run: Run, prompts: list[Prompt], group_size: int, refill: Refill = no_refill) -> Rollout:
+        """Scored answers to every prompt, and to those that `refill` adds.
+
+        They are the same on every rank, except for the samples that each holds.
 
         Raises:
             Interrupted: A signal arrived in the meantime.
         """
-        return self.produced(run, "generate", prompts, group_size, run.step)
+        return self.produced(run, "generate", prompts, group_size, run.step, refill)
 
-    def produced(self, run: Run, phase: str, prompts: list[Prompt], group_size: int, step: int) -> Rollout:
+    def produced(
+        self, run: Run, phase: str, prompts: list[Prompt], group_size: int, step: int, refill: Refill = no_refill
+    ) -> Rollout:
         """Scored answers of the policy after `step` steps, timed as `phase`.
 
         An engine with weights of its own gets the policy's first.
@@ -121,9 +125,14 @@ class Rollouts:
         version = self._policy.updates
         at_least = self._policy.topology.world_size if self._generates_meanwhile else len(prompts) * group_size
         sampling = self.evaluation_sampling(step) if phase == "evaluate" else self.sampling(step)
-        producer = Producer(self.engine, self.score, group_size, sampling, version, at_least, scoring)
+        producer = Producer(self.engine, self.score, group_size, sampling, version, at_least, scoring, refill)
         producer.add(prompts)
-        rollout = self.in_turn(version, phase, lambda: producer.run(run.is_asked_to_stop))
+
+        def stopping() -> bool:
+            run.recorder.samples(*producer.progress)
+            return run.is_asked_to_stop()
+
+        rollout = self.in_turn(version, phase, lambda: producer.run(stopping))
         if self._learned is None or not (phase == "evaluate" or self._learned.is_due(step)):
             return rollout
         with run.phase("reward_model" if phase == "generate" else phase):

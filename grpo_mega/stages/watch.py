@@ -61,7 +61,10 @@ class Watch:
             current.mismatch = self.mismatch(current.batch, current.batch.old_logprob)
             current.mismatch |= correction_metrics(current.batch, self._algorithm, self._topology)
         noise = self.noise(policy, schedule) if current.updates else {}
-        return step_metrics(current, self._success, signal) | current.mismatch | noise
+        refilled = {}
+        if self._algorithm.groups_without_signal == "refill":
+            refilled = {"rollout/refilled": len(current.groups) - self._algorithm.prompts_per_step}
+        return step_metrics(current, self._success, signal) | refilled | current.mismatch | noise
 
     def evaluated(self, measured: Metrics) -> Metrics:
         """Metrics of an evaluation, with a warning when a reward model seems to be gamed."""

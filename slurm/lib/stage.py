@@ -88,9 +88,10 @@ def stage_problems(recipe: Recipe, stage: Stage, options: argparse.Namespace) ->
     if not options.queued:
         absent = (named for path, named in files_named(recipe, stage).items() if not os.path.exists(path))
         yield from (f"{named} does not exist" for named in absent)
-    if stage.kind != "run":
-        return
     try:
+        commands.config_of_pool(recipe, stage)
+        if stage.kind != "run":
+            return
         config = config_of(recipe, stage)
         check_layout(config, nodes * ranks)
         check.check_machines(config, nodes, ranks)

@@ -178,6 +178,15 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"data.template": "chat"}, "data.template='chat' has no effect with data.tokenizer=chars"),
     ({"data.question": "{prompt}?"}, "data.question='{prompt}?' has no effect with data.tokenizer=chars"),
     ({"algorithm.group_size": 1}, "algorithm.group_size=1: algorithm.advantage_baseline=mean is relative to the group"),
+    (
+        {"distill.teacher": "http://host:30000", "rollout.temperature": 0.7},
+        "rollout.temperature=0.7 does not go with distill.teacher=http://host:30000: SGLang scores a text at",
+    ),
+    (TAUGHT | {"distill.timeout_seconds": 9.0}, "distill.timeout_seconds=9 is for a teacher that is a server"),
+    (
+        {"distill.teacher": "http://host:30000", "layout.ep": 2, "model.moe.experts": 0},
+        "layout.ep=2 needs experts; set model.moe.experts above 0, or layout.ep=1",
+    ),
     ({"distill.reward_coef": 1.0}, "distill.reward_coef=1.0 has no effect without a teacher; set distill.teacher"),
     (
         TAUGHT | {"algorithm.group_size": 1, "distill.reward_coef": 0.5},
@@ -259,6 +268,7 @@ BROKEN: list[tuple[dict[str, object], str]] = [
                 for std in ("sample", "population", "mean")
             ),
             ("groups_without_signal", "drop", "drops by the reward alone", "none"),
+            ("groups_without_signal", "refill", "drops by the reward alone", "none"),
         )
     ),
     *(
@@ -361,6 +371,22 @@ BROKEN: list[tuple[dict[str, object], str]] = [
             "algorithm.groups_without_signal": "drop",
         },
         "algorithm.groups_without_signal=drop drops none with algorithm.advantage_baseline=batch",
+    ),
+    (
+        {
+            "algorithm.advantage_baseline": "batch",
+            "algorithm.advantage_std": "batch",
+            "algorithm.groups_without_signal": "refill",
+        },
+        "algorithm.groups_without_signal=refill drops none with algorithm.advantage_baseline=batch",
+    ),
+    (
+        {"algorithm.refill_limit": 3},
+        "algorithm.refill_limit=3 has no effect with algorithm.groups_without_signal=count; set that to refill",
+    ),
+    (
+        {"algorithm.groups_without_signal": "refill", "reward.model.path": "runs/judge"},
+        "algorithm.groups_without_signal=refill asks for a group's rewards while others are generated",
     ),
     ({"algorithm.kl_unbiased": True}, "algorithm.kl_unbiased=true has no effect without a KL term"),
     (

@@ -11,7 +11,7 @@ from made_tokenizer import write_tokenizer
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import DataConfig
-from grpo_mega.config.teacher import TeacherSettings
+from grpo_mega.config.trained_model import TrainedModel
 from grpo_mega.data import build_tokenizer
 from grpo_mega.data.teacher_tokens import teacher_vocabulary
 
@@ -21,7 +21,7 @@ INSTEAD = "learn from its samples instead .tools/evaluate.py, tools/rejection_sa
 
 def scored(ours: DataConfig, theirs: DataConfig, of_policy: int | None = None, of_teacher: int | None = None) -> int:
     config = replace(CONFIG, data=ours, model=replace(CONFIG.model, vocab_size=of_policy))
-    teacher = TeacherSettings(replace(CONFIG.model, vocab_size=of_teacher), theirs)
+    teacher = TrainedModel(replace(CONFIG.model, vocab_size=of_teacher), theirs)
     return teacher_vocabulary(config, teacher, build_tokenizer(ours))
 
 

@@ -7,7 +7,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from documents import CHECKED, code
+from documents import CHECKED, code, text_without_blocks
 from ranks import REPOSITORY
 
 from grpo_mega.config.load import groups, settings
@@ -28,6 +28,7 @@ NOT_OURS = {
     "report.txt": "a job leaves it",
     "job-12/report.txt": "a job leaves it",
     "kernels.png": "tools/bench_kernels.py writes it",
+    "summary.md": "tools/gpu_smoke.py writes it",
     "slurm/NAME.sh": "any of the scripts",
 }
 """Files that are named and that the repository does not have."""
@@ -71,6 +72,23 @@ def test_links_lead_somewhere() -> None:
     links = [(path, link) for path in CHECKED for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())]
     assert len(links) > 20
     assert not [(path.name, link) for path, link in links if not (path.parent / link).exists()]
+
+
+def test_anchors_are_headings() -> None:
+    """As GitHub makes them: small letters, hyphens for spaces, no other marks."""
+    found = [
+        (path, target, anchor)
+        for path in CHECKED
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", path.read_text())
+    ]
+    assert len(found) > 10
+    wrong = []
+    for path, target, anchor in found:
+        lines = [line for _, line in text_without_blocks((path.parent / target) if target else path)]
+        titles = [line.lstrip("#").strip().lower() for line in lines if line.startswith("#")]
+        if anchor not in {re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles}:
+            wrong.append(f"{path.name}: {target}#{anchor}")
+    assert not wrong, wrong
 
 
 def test_make_targets_exist() -> None:

@@ -18,6 +18,7 @@ RUN_BY = {
     "bench_sandbox.py": "tests/sandbox/test_bench_sandbox.py",
     "countdown.py": "tests/reward/test_countdown.py",
     "data.py": "tests/data/test_data_tool.py",
+    "gpu_smoke.py": "tests/doctor/test_gpu_smoke.py",
     "bench_step.py": "tests/stages/test_bench_step.py",
     "evaluate.py": "tests/evaluate/evaluating.py",
     "recipe.py": "tests/recipe/test_walk.py",
@@ -33,7 +34,11 @@ RUN_BY = {
     "parity.py": "tests/parity/test_parity_tool.py",
 }
 """Tests of `make test` that run those which no document's command runs there."""
-PARTS = {"kernel_check.py": "bench_kernels.py", "kernel_contenders.py": "bench_kernels.py"}
+PARTS = {
+    "gpu_smoke_steps.py": "gpu_smoke.py",
+    "kernel_check.py": "bench_kernels.py",
+    "kernel_contenders.py": "bench_kernels.py",
+}
 """What is no tool, but a part of one."""
 NOT_RUN = {
     "bench_trl.py": "TRL has an environment of its own",
@@ -43,7 +48,7 @@ OTHERS = {
     "Slurm": "account container-image container-save gpus-per-node no-kill no-requeue nodes ntasks-per-node partition"
     " signal time",
     "torchrun": "standalone nproc-per-node",
-    "what installs and checks": "clear no-build-isolation local-dir python tool",
+    "what installs and checks": "clear no-build-isolation local-dir python repo-type tool",
 }
 """Options that are not ours."""
 

@@ -48,6 +48,7 @@ if __name__ == "__main__":
     sums.write_text("".join(json.dumps({"prompt": f"{i}+5=?", "answer": i + 5}) + "\n" for i in range(3)))
     bare = scratch / "bare"
     shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    own = run / "evaluations" / "step-000002"
     terms = "reward.terms=[{name: accuracy, tasks: [sums]}]"
     said = {
         "no data": refusal(folder),
@@ -66,6 +67,11 @@ if __name__ == "__main__":
         "finished": told(run, "--samples", 4, "--budgets", 3, 8),
         "other settings": told(run, "--samples", 2, "--temperature", 0.5, "--budgets", 3, 8),
         "budget of all": told(run, "--samples", 4, "--budgets", 8, 16),
+        "separators alone": told(run, "--separators", ";"),
+        "no place": told(run, "--continue", own),
+        "other problems": told(run, "--train", 2, "--continue", own, "--out", scratch / "none"),
+        "no steps": told(run, "--continue", own, "--separators", 99 * "9", "--out", scratch / "none"),
+        "a reward model beside engines": told(run, f"reward.model.path={run}", "rollout.engine=sglang"),
         "no tokens": told(run, "--samples", 4, "--budgets", 0),
     }
     print(json.dumps(said))

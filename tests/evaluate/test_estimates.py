@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.evaluate.estimates import Z, best_of, majority_of, mean_over_problems, sizes, wilson
+from grpo_mega.evaluate.estimates import Z, best_of, majority_of, mean_over_problems, preferred_of, sizes, wilson
 
 VALUES = st.lists(st.sampled_from([0.0, 0.25, 1.0, -0.5]), min_size=1, max_size=8)
 
@@ -56,6 +56,18 @@ def test_the_majority_of_k_is_the_mean_over_all_subsets(values: list[float], dat
     assert found == pytest.approx(expected, abs=1e-12)
 
 
+@given(VALUES, st.data())
+def test_the_preferred_of_k_is_the_mean_over_all_subsets(values: list[float], data: st.DataObject) -> None:
+    """Of several with the highest score each is taken with equal probability."""
+    scores = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=len(values), max_size=len(values)))
+    k = data.draw(st.integers(1, len(values)))
+    total = Fraction(0)
+    for subset in combinations(range(len(values)), k):
+        best = [i for i in subset if scores[i] == max(scores[j] for j in subset)]
+        total += sum(Fraction(values[i]) for i in best) / len(best)
+    assert preferred_of(values, scores, k) == pytest.approx(float(total / math.comb(len(values), k)))
+
+
 def test_a_tie_is_won_by_each_with_equal_probability_and_no_vote_is_worth_nothing() -> None:
     assert majority_of([1.0, 0.0], [0, 1]) == [0.5, 0.5]
     assert majority_of([1.0, 0.0, 0.0], [0, 1, 2])[-1] == pytest.approx(1 / 3)
@@ -72,6 +84,8 @@ def test_the_largest_number_of_samples_is_exact() -> None:
 
 
 def test_a_k_above_the_samples_is_named() -> None:
+    with pytest.raises(ValueError, match="k=3: choose a k from 1 to 2"):
+        preferred_of([0.0, 1.0], [1.0, 2.0], 3)
     with pytest.raises(ValueError, match="k=3: choose a k from 1 to 2"):
         best_of([0.0, 1.0], 3)
 

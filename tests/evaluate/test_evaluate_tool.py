@@ -18,7 +18,9 @@ from train_jobs import SMALL, Job, rewarded_by, wait_until
 
 from grpo_mega.config.schema import DataConfig
 from grpo_mega.data.tokenizer import character_tokenizer
+from grpo_mega.evaluate.continuing import begun_id
 from grpo_mega.evaluate.estimates import best_of
+from grpo_mega.step_ends import beginnings
 
 FILES = {"budgets.png", "curves.png", "results.json", "samples.jsonl", "settings.json"}
 SAME = ("--samples", 4, "--budgets", 8, 3)
@@ -99,7 +101,7 @@ def test_killed_anywhere_it_continues(toy: Evaluated, tmp_path: Path, fsyncs: in
     assert_same(tmp_path / "out", toy.folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
 def test_asked_to_stop_it_keeps_what_is_scored_and_ends_with_75(
     toy: Evaluated, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -138,6 +140,31 @@ def assert_same(folder: Path, other: Path) -> None:
     assert {file.name for file in folder.iterdir()} == FILES
     for name in ("results.json", "samples.jsonl"):
         assert (folder / name).read_bytes() == (other / name).read_bytes()
+
+
+def test_answers_are_continued_after_each_step_and_scored_as_whole_ones(toy: Evaluated, tmp_path: Path) -> None:
+    pool, continued, signs = tmp_path / "pool", tmp_path / "continued", ["1", "+", "="]
+    here = {"PYTHONPATH": str(Path(__file__).parent)}
+    words = (toy.run, "--reward", "evaluation_rewards:read", "--temperature", 1)
+    evaluate(*words, "--samples", 8, "--out", pool, environment=here)
+    more = ("--continue", pool, "--separators", *signs)
+    shown = evaluate(*words, "--samples", 3, *more, "--out", continued, environment=here)
+    whole = {record["problem"]: record["prompt"] for record in samples(pool)}
+    begun = {
+        begun_id(record["problem"], text): (record["problem"], text)
+        for record in samples(pool)
+        if record["finish_reason"] == "stop"
+        for text in beginnings(record["completion"], signs)
+    }
+    drawn = samples(continued)
+    assert {record["problem"] for record in drawn} == begun.keys()
+    assert f"{len(begun)} problems x 3 samples" in shown
+    assert "maj@" not in shown
+    for record in drawn:
+        problem, text = begun[record["problem"]]
+        assert record["prompt"] == whole[problem] + text
+        assert record["terms"]["read"] == (len(text + record["completion"]) + len(whole[problem])) % 3 / 2
+    assert len({record["completion"] for record in drawn}) > 1
 
 
 def test_a_folder_is_asked_as_the_papers_ask(tmp_path: Path) -> None:
@@ -183,3 +210,8 @@ def test_what_has_finished_is_shown_again_and_what_cannot_be_evaluated_is_named_
     assert "two problems have the id" in said["same ids"]
     assert "is a model of another shape" in said["another model"]
     assert "does not exist" in said["nothing there"]
+    assert "--separators divide the steps of --continue" in said["separators alone"]
+    assert "--continue needs --out FOLDER" in said["no place"]
+    assert "is not among those that are asked here; give the --train or --data" in said["other problems"]
+    assert "name what its steps have between them" in said["no steps"]
+    assert "engines have the GPUs until the last sample" in said["a reward model beside engines"]

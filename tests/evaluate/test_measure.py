@@ -61,6 +61,18 @@ def test_several_samples() -> None:
     assert [name for name in metrics(groups, None, "accuracy") if "maj" in name] == []
 
 
+def test_a_reward_model_chooses_of_k_where_it_has_scored_all() -> None:
+    """Of the first problem it prefers the right answer, of the second a wrong one."""
+    groups = [
+        group(score(accuracy=1.0, model=2.0), score(accuracy=0.0, model=1.0), AWAY),
+        group(score(accuracy=1.0, model=-1.0), score(accuracy=0.0, model=3.0), score(accuracy=1.0, model=0.0)),
+    ]
+    found = metrics(groups, None, "accuracy")
+    assert (found["rm@2"], found["rm@3"]) == (pytest.approx((1 + 1 / 3) / 2), 0.0)
+    unscored = group(score(accuracy=1.0, model=2.0), score(accuracy=0.0))
+    assert "rm@2" not in metrics([unscored], None, "accuracy")
+
+
 def test_each_task_has_metrics_of_its_own_when_there_are_several() -> None:
     groups = [group(score(accuracy=1.0)), group(score(accuracy=0.0), task="code"), group(score(accuracy=0.0))]
     found = metrics(groups, None, "accuracy")

@@ -77,6 +77,21 @@ def passes(drawn: Drawn, filters: Filters) -> bool:
     return accuracy == (0.0 if "accuracy" in asked else 1.0)
 
 
+def test_a_reward_model_s_scores_are_conditions_where_it_has_scored(tmp_path: Path) -> None:
+    write_pool(tmp_path / "pool", {"1+2=?": [("1+2=3", 5, "stop", 1.0, 1.0), ("3", 1, "stop", 1.0, 1.0)]})
+    code, said = tool(tmp_path / "pool", "--keep", "model>=0", "--output", tmp_path / "none.jsonl")
+    assert (code, "model>=0: the reward of" in said) == (2, True)
+    settings, lines = tmp_path / "pool" / results.SETTINGS, tmp_path / "pool" / results.SAMPLES
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"reward_model": "0" * 64}))
+    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    for record, score in zip(records, (-1.0, 0.5), strict=True):
+        record["terms"]["model"] = score
+    lines.write_text("".join(json.dumps(record) + "\n" for record in records))
+    code, said = tool(tmp_path / "pool", "--keep", "model>=0", "--output", tmp_path / "liked.jsonl")
+    assert code == 0, said
+    assert [json.loads(line)["completion"] for line in (tmp_path / "liked.jsonl").read_text().splitlines()] == ["3"]
+
+
 @settings(max_examples=60)
 @given(POOLS, FILTERS)
 def test_what_passes_is_chosen_once_and_the_rest_is_counted(

@@ -111,6 +111,22 @@ def taught() -> dict[str, Any]:
     return {"teacher": plan(own), "student": alone, **found}
 
 
+def scored() -> dict[str, Any]:
+    """A dense policy that learns from a reward model with experts and four layers; what that takes where it is trained;
+    and the layouts that cannot split it."""
+    own = ["model.layers=4", "pairs.path=pairs.jsonl", "layout=single"]
+    with TemporaryDirectory() as folder:
+        trained = compose_config(["experiment=tiny_reward_model", *own])
+        (Path(folder) / "config.yaml").write_text(to_yaml(trained))
+        words = ["experiment=tiny_dense", "layout=single", f"reward.model.path={folder}"]
+        three = [*words, "layout.pp=3", "model.layers=3"]
+        return {
+            "alone": plan(trained),
+            "beside": plan(compose_config(words)),
+            "refused": refused(lambda: plan(compose_config(three))),
+        }
+
+
 def no_vocabulary() -> None:
     unknown = compose_config(["experiment=tiny"])
     unknown.data.tokenizer = "models/elsewhere"
@@ -144,6 +160,8 @@ if __name__ == "__main__":
     asked |= {"qwen2.5_1.5b": ["experiment=r1_distilled_1_5b", "sft.path=x"]}
     asked["lora_with_reference"] = ["experiment=qwen3_30b_a3b_lora", "algorithm.kl_coef=0.1"]
     asked["qwen3_tp8"] = ["experiment=qwen3_30b_a3b", "rollout.sglang.tp=8"]
+    eight = ["cluster.gpus_per_node=8", "optimizer.distributed=true", "optimizer.overlap=true"]
+    asked |= {f"{name} on eight": [f"experiment={name}", *eight] for name in ("gsm8k_0.5b", "countdown_1b")}
     asked["tiny_reward_model"] = ["experiment=tiny_reward_model", "pairs.path=pairs.jsonl"]
     asked["tiny_scored"] = ["experiment=tiny", "reward.model.path=runs/tiny_reward_model"]
     composed = {name: compose_config(overrides) for name, overrides in asked.items()}
@@ -161,7 +179,12 @@ if __name__ == "__main__":
         for capacity in (int(config.cluster.gpu_memory_mib) * 2**20,)
         for free in (capacity - int(held * 1e9) for held in (0, 0.5, 2, 8, 16))
     ]
-    said = {"plans": found, "shares": shares, "refused": [refused(case) for case in (no_vocabulary, no_room)]}
+    said = {
+        "plans": found,
+        "shares": shares,
+        "scored": scored(),
+        "refused": [refused(case) for case in (no_vocabulary, no_room)],
+    }
     print(
         json.dumps(
             said

@@ -12,9 +12,9 @@ from grpo_mega import platform
 
 platform.start()
 
-from grpo_mega.config.bounds import CHOICES  # noqa: E402
+from grpo_mega.config.limits import limits_of  # noqa: E402
 from grpo_mega.config.load import compose_config  # noqa: E402
-from grpo_mega.config.schema import Config  # noqa: E402
+from grpo_mega.config.schema import ClusterConfig, Config  # noqa: E402
 from grpo_mega.planning.hardware import GPUS, RATES, Machines, machines_of  # noqa: E402
 from grpo_mega.planning.hours import bound, warnings_of  # noqa: E402
 from grpo_mega.planning.search import roles_about  # noqa: E402
@@ -152,7 +152,7 @@ def test_micro_batches_have_every_token_once(lengths: list[int], replicas: int) 
 
 
 def test_every_gpu_that_may_be_named_has_a_data_sheet() -> None:
-    assert GPUS.keys() == {*CHOICES["cluster.gpu"]}
+    assert GPUS.keys() == {*limits_of(ClusterConfig)["gpu"].choices}
     assert machines_of(compose_config(["experiment=tiny"]).cluster, 8) is None
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mega.config.load import config_dir
-from grpo_mega.recipe.commands import check, command_of
+from grpo_mega.recipe.commands import check, command_of, config_of_pool
 from grpo_mega.recipe.progress import progress_of
 from grpo_mega.recipe.recipe import Recipe, Stage, read_recipe
 
@@ -151,6 +151,18 @@ def test_every_run_of_a_recipe_of_the_repository_composes(path: Path) -> None:
     check(read_recipe(path))
 
 
+def test_pools_of_the_published_chain_split_the_model_as_the_run_before_does() -> None:
+    """671 billion parameters are on no single GPU."""
+    chain = read_recipe(config_dir() / "recipe" / "r1_671b.yaml")
+    found = {name: config_of_pool(chain, stage) for name, stage in chain.stages.items()}
+    layouts = {name: config.layout for name, config in found.items() if config}
+    assert {name: (own.tp, own.pp, own.cp, own.ep) for name, own in layouts.items()} == {
+        "cold_start_pool": (4, 4, 4, 64),
+        "pool": (4, 4, 4, 64),
+        "teacher_pool": (4, 4, 4, 128),
+    }
+
+
 @pytest.mark.long
 def test_every_run_of_the_published_chain_fits_its_machines_and_one_that_does_not_is_named() -> None:
     def plan(*settings: str) -> tuple[int, list[str]]:
@@ -176,3 +188,11 @@ def test_every_stage_whose_settings_cannot_be_used_is_named(tmp_path: Path) -> N
         check(chain)
     assert "stage learned: " in str(error.value)
     assert "algorithm.group_size=0" in str(error.value)
+
+
+def test_a_pool_whose_processes_do_not_fit_its_layout_is_named_before_anything_runs(tmp_path: Path) -> None:
+    chain = recipe(tmp_path, CHAIN, settings=["pool:layout.tp=2", "pool:layout.sp=true"])
+    with pytest.raises(ValueError, match="stage pool: ") as error:
+        check(chain)
+    assert "the world size 1 is not divisible by layout.tp=2" in str(error.value)
+    check(recipe(tmp_path, CHAIN.replace("processes: 1", "processes: 2"), settings=["pool:layout.ep=2"]))

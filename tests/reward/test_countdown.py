@@ -138,8 +138,9 @@ def test_the_problems_that_are_made_differ_and_can_be_solved(tmp_path: Path) -> 
     assert {name: len(of) for name, of in rows.items()} == {"train": 60, "test": 20}
     every = [row for of in rows.values() for row in of]
     assert len({key(row["nums"], row["answer"]) for row in every}) == 80
-    for row in every:
+    for row in every[::5]:  # trying everything takes a second
         assert Fraction(row["answer"]) in reachable([Fraction(n) for n in row["nums"]])
+    for row in every:
         assert str(row["nums"]) in row["prompt"]
         assert f"equals {row['answer']}." in row["prompt"]
     assert "test.jsonl exists; remove it" in made(str(tmp_path / "made"), "--seed", "1", code=2)

@@ -28,7 +28,7 @@ from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.rollout.contract import EngineRestarted
 from grpo_mega.rollout.producer import Producer, generate
 from grpo_mega.stages.rollouts import Rollouts, without_turns
-from grpo_mega.types import Answer, Prompt, Rollout, Sample, Score
+from grpo_mega.types import Answer, Group, Prompt, Rollout, Sample, Score
 
 HOW = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5, 6))
 REWARD = build_reward(
@@ -150,6 +150,28 @@ def check_groups_come_in_turn_while_others_are_generated(bench: Bench) -> None:
     assert alike(outcome, expected(bench, prompts))
     score.check_each_was_scored_once(prompts)
     refused(producer.poll, "no sample is under way")
+
+
+def check_prompts_that_are_asked_for_follow_the_others(bench: Bench) -> None:
+    """Every group is shown once, when it is complete, to all ranks in one order; some ask for one more prompt."""
+    score, prompts = Scorer(bench), many(bench)
+    first, later = prompts[:-6], iter(prompts[-6:])
+    asking = [*first[::4], prompts[-6]]
+    shown: list[str] = []
+
+    def refill(groups: Sequence[Group]) -> list[Prompt]:
+        shown.extend(group.prompt.id for group in groups)
+        return [next(later) for group in groups if group.prompt in asking]
+
+    producer = Producer(bench.engine, score, 3, HOW, bench.version, refill=refill)
+    producer.add(first)
+    rollout = producer.run()
+    drawn = [group.prompt for group in rollout.groups]
+    assert drawn == prompts[: len(first) + len(asking)]
+    assert sorted(shown) == sorted(prompt.id for prompt in drawn)
+    assert all(theirs == shown for theirs in everyones(shown))
+    assert alike(whole(rollout), expected(bench, drawn))
+    score.check_each_was_scored_once(drawn)
 
 
 def check_ranks_share_the_samples(bench: Bench) -> None:

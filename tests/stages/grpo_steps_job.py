@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config, load
 from grpo_mega.config.schema import Config
-from grpo_mega.platform.stop import Interrupted
+from grpo_mega.platform.stop import Interrupted, StopRequest
 
 here = platform.start()
 
@@ -357,6 +358,11 @@ def continued_by_step() -> dict[str, Any]:
     return _continued("_by_step", "reward.terms=[{name:own,function:step_rewards:stepwise}]", *PROCESS)
 
 
+def continued_with_others() -> dict[str, Any]:
+    """The like, in which other prompts take the place of those whose groups have no signal."""
+    return _continued("_with_others", "algorithm.groups_without_signal=refill")
+
+
 PROCESS = ("algorithm.supervision=process", "algorithm.advantage_std=none")
 
 
@@ -392,6 +398,37 @@ def _continued(name: str, *more: str) -> dict[str, Any]:
         "same": again == expected,
         "losses": [*before, *(outcome.metrics for _, outcome in watched)] == updates,
     }
+
+
+def refilled() -> dict[str, Any]:
+    """Steps that draw prompts for groups without signal: in peace, stopped among the first answers, and bounded."""
+    how = ("algorithm.groups_without_signal=refill", "algorithm.mini_batches=2")
+    half.touch()
+    with grpo("refilled", *how) as built:
+        numbered = [built.stage.data.train.prompt_at(k) for k in range(40)]
+        metrics, drawn, expected = step(built), built.stage.data.train.cursor, digest(built)
+    with grpo("refilled_again", *how) as built:
+        score = built.stage.rollouts.score
+        built.stage.rollouts.score = lambda samples: built.stop._record(signal.SIGTERM, None) or score(samples)
+        stopped = None
+        try:
+            built.stage.step(built)
+        except Interrupted:
+            stopped = built.stage.data.train.cursor
+        built.stage.rollouts.score = score
+        built.stop = StopRequest()
+        again = step(built), built.stage.data.train.cursor, digest(built)
+    equal.touch()
+    with grpo("refilled_in_vain", *how, "algorithm.refill_limit=3") as built:
+        vain = step(built) | {"drawn": built.stage.data.train.cursor}
+    equal.unlink()
+    half.unlink()
+    has_signal = [sum(prompt.token_ids) % 2 for prompt in numbered]
+    first = next(n for n in range(len(has_signal)) if sum(has_signal[:n]) == 4)
+    return {
+        "metrics": metrics, "drawn": drawn, "expected": first, "stopped": stopped, "vain": vain,
+        "same": again == (metrics, drawn, expected),
+    }  # fmt: skip
 
 
 def _by_sample(batch: Batch) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
@@ -674,6 +711,8 @@ if __name__ == "__main__":
         equal_rewards,
         continued,
         continued_by_step,
+        continued_with_others,
+        refilled,
         resumed_without_update,
         run_state,
         on_policy,

@@ -240,7 +240,7 @@ def test_second_epoch_is_measured_against_the_policy_before_the_first(seen):
     assert outcome["trained"] == 2 * outcome["completion_tokens"]
 
 
-@pytest.mark.parametrize("case", ["continued", "continued_by_step"])
+@pytest.mark.parametrize("case", ["continued", "continued_by_step", "continued_with_others"])
 def test_a_step_with_groups_that_are_left_out_goes_on_behind_every_update_as_if_never_stopped(seen, case):
     outcome = seen[case]
     assert 0 < outcome["with_signal"] < 4
@@ -249,6 +249,22 @@ def test_a_step_with_groups_that_are_left_out_goes_on_behind_every_update_as_if_
     ]
     assert outcome["same"] is True
     assert outcome["losses"] is True
+
+
+def test_a_step_draws_prompts_until_enough_groups_have_signal(seen):
+    outcome = seen["refilled"]
+    assert outcome["drawn"] == outcome["expected"] > 4
+    assert outcome["metrics"]["rollout/refilled"] == outcome["drawn"] - 4
+    assert outcome["metrics"]["rollout/groups_with_signal"] == pytest.approx(4 / outcome["drawn"])
+    assert outcome["stopped"] == 0, "prompts of a step that was given up are drawn again"
+    assert outcome["same"] is True
+
+
+def test_a_step_whose_groups_never_have_signal_draws_no_more_than_it_may(seen):
+    outcome = seen["refilled"]["vain"]
+    assert outcome["drawn"] == 3 * 4
+    assert outcome["rollout/groups_with_signal"] == 0
+    assert "policy/loss" not in outcome
 
 
 def test_steps_that_differ_move_a_policy_whose_completions_earn_the_same(seen):

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from forks import run_python
-from metric_lines import of_steps
-from ranks import results, run_ranks
+from metric_lines import held_out, of_steps
+from ranks import REPOSITORY, results, run_ranks
 
 from grpo_mega.stages.learned_reward import HackingAlarm
 
@@ -120,6 +120,27 @@ def test_the_weight_and_the_first_step_are_as_configured(runs: tuple[Path, list,
 
 
 @pytest.mark.long
+def test_an_evaluation_is_scored_by_the_reward_model_that_is_named(runs: tuple[Path, list, str]) -> None:
+    """As in the run's own last evaluation; its choice of k is reported."""
+    root, _, _ = runs
+    paths = (REPOSITORY, REPOSITORY / "kernels", JOB.parent)
+    words = (f"{root}/hacker", "--samples", "4", "--out")
+    plain = run_python("tools/evaluate.py", *words, f"{root}/plain", paths=paths)
+    assert "rm@2" not in plain.stdout, plain.stdout + plain.stderr
+    model = f"reward.model.path={root}/likes_length"
+    done = run_python("tools/evaluate.py", *words, f"{root}/scored", model, paths=paths)
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = [json.loads(line) for line in (root / "scored" / "samples.jsonl").read_text().splitlines()]
+    of_problems = [samples[i : i + 4] for i in range(0, len(samples), 4)]
+    best = [max(four, key=lambda one: one["terms"]["model"])["terms"]["short"] for four in of_problems]
+    found = json.loads((root / "scored" / "results.json").read_text())["all"]
+    assert found["rm@4"]["mean"] == pytest.approx(sum(best) / len(best))
+    firsts = [four[0]["terms"]["model"] for four in of_problems]
+    last = [line for line in held_out(root / "hacker") if "eval/heldout/model" in line][-1]
+    assert sum(firsts) / len(firsts) == pytest.approx(last["eval/heldout/model"], rel=1e-4)
+
+
+@pytest.mark.long
 def test_expert_parallel_ranks_score_the_same_samples(runs: tuple[Path, list, str]) -> None:
     root, _, _ = runs
     one, two = (of_steps(root / name)[0] for name in ("hacker", "two"))
@@ -156,6 +177,27 @@ def test_a_dry_run_finds_nothing_wrong_with_a_reward_model_that_is_continued(run
     ]
     done = run_python("-m", "grpo_mega.train", *words, "--dry-run")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "ready"), done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_a_dry_run_looks_into_the_reward_model_that_is_learned_from(runs: tuple[Path, list, str]) -> None:
+    root, paths = runs[0], (REPOSITORY, REPOSITORY / "kernels", JOB.parent)
+
+    def said(*more: str) -> str:
+        words = policy_of(root, "single", "run.name=tried", *more)
+        return run_python("-m", "grpo_mega.train", *words, "--dry-run", paths=paths).stdout
+
+    assert said().splitlines()[-1] == "ready"
+    (checkpoint,) = (root / "likes_length" / "checkpoints").glob("step-*")
+    shutil.copytree(root / "likes_length", root / "cut")
+    next((root / "cut" / "checkpoints" / checkpoint.name).glob("*/*.distcp")).write_bytes(b"")
+    for setting, problem in {
+        f"reward.model.path={root}/hacker": "hacker holds no reward model that is finished",
+        "data=tiny_code": "was trained with another tokenizer than data.tokenizer=chars",
+        "layout.tp=3": "is of a model that this run cannot hold",
+        f"reward.model.path={root}/cut": f"the checkpoint {root}/cut/checkpoints/{checkpoint.name} is damaged",
+    }.items():
+        assert problem in said(setting), setting
 
 
 @pytest.mark.long

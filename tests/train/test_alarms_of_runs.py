@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from train_jobs import SMALL, Ended, Job, contents, numbers, saved, without_seconds
+from train_jobs import SMALL, Ended, Job, contents, numbers, rewarded_by, saved, without_seconds
 
 pytestmark = pytest.mark.long
 
@@ -123,6 +123,14 @@ def test_answers_that_go_in_circles_are_noticed(tmp_path: Path) -> None:
     ended = Job(tmp_path, [*GAMED, *own, "run.stop_on=[repetition]"]).finish()
     assert ended.code == 4, ended
     assert "by the alarm repetition" in ended.stderr
+
+
+def test_a_rank_whose_rewards_take_longer_than_those_of_others_is_named(tmp_path: Path) -> None:
+    own = [rewarded_by("laborious"), "run.steps=11", "run.eval_every=0", "run.name=slow", "run.stop_on=[stragglers]"]
+    ended = Job(tmp_path, [*SMALL, *own], ranks=2).finish()
+    said = " ".join(ended.stderr.split())
+    assert said.count("exitcode : 4 ") >= 1, said
+    assert "by the alarm stragglers of step 10: rank 1 works" in said
 
 
 def test_five_good_runs_raise_none(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from grpo_mega.config.bounds import field_problems
+from grpo_mega.config.limits import limit_problems
 from grpo_mega.config.rules.algorithm import algorithm_problems
 from grpo_mega.config.rules.data import data_problems, wording_problems
 from grpo_mega.config.rules.distill import distill_problems
@@ -64,7 +64,7 @@ def check_config(config: Config) -> None:
     of_kind = _of_reward_models if config.run.trains in REWARD_MODELS else _of_policies
     refuse(
         [
-            *field_problems(config),
+            *limit_problems(config),
             *model_problems(config),
             *lora_problems(config),
             *layout_problems(config),

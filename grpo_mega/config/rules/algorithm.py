@@ -30,6 +30,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "group, and a group of 1 has no others; set it to 2 or more"
         )
     yield from _reward_model_problems(config)
+    yield from _refill_problems(config)
     if algorithm.advantage_baseline == "critic":
         yield from _critic_problems(config)
     else:
@@ -162,7 +163,7 @@ def _reward_problems(config: Config) -> Iterator[str]:
             "none",
             "divides by what is left of a group of equal rewards, the penalties' rounding,",
         ),
-        "groups_without_signal": (algorithm.groups_without_signal == "drop", "count", "drops by the reward alone"),
+        "groups_without_signal": (algorithm.groups_without_signal != "count", "count", "drops by the reward alone"),
     }
     for name, (is_set, other, why) in refused.items():
         if is_set:
@@ -171,6 +172,23 @@ def _reward_problems(config: Config) -> Iterator[str]:
                 f"algorithm.{name}={value} {why}, and does not go with algorithm.kl_in=reward; "
                 f"set algorithm.{name}={other} or algorithm.kl_in=loss"
             )
+
+
+def _refill_problems(config: Config) -> Iterator[str]:
+    """A message for each setting that does not go with prompts for groups without signal, or needs them."""
+    algorithm = config.algorithm
+    if algorithm.groups_without_signal != "refill":
+        if algorithm.refill_limit != AlgorithmConfig.refill_limit:
+            yield (
+                f"algorithm.refill_limit={algorithm.refill_limit} has no effect with algorithm.groups_without_signal="
+                f"{algorithm.groups_without_signal}; set that to refill, or leave algorithm.refill_limit out"
+            )
+    elif config.reward.model.path is not None:
+        yield (
+            "algorithm.groups_without_signal=refill asks for a group's rewards while others are generated, and the "
+            f"reward model reward.model.path={config.reward.model.path} scores when all are; set "
+            "algorithm.groups_without_signal=drop"
+        )
 
 
 def _supervision_problems(config: Config) -> Iterator[str]:
@@ -228,10 +246,10 @@ def _advantage_problems(config: Config) -> Iterator[str]:
             f"algorithm.advantage_std=mean needs rewards that are never negative, and the reward term {negative[0]!r} "
             "has a negative weight; choose another advantage_std or weight"
         )
-    if baseline == "batch" and algorithm.groups_without_signal == "drop":
+    if baseline == "batch" and algorithm.groups_without_signal != "count":
         yield (
-            "algorithm.groups_without_signal=drop drops none with algorithm.advantage_baseline=batch, with which equal "
-            "rewards have advantages, too; set it to count"
+            f"algorithm.groups_without_signal={algorithm.groups_without_signal} drops none with "
+            "algorithm.advantage_baseline=batch, with which equal rewards have advantages, too; set it to count"
         )
     if algorithm.terms_apart and (baseline == "batch" or std not in ("sample", "population")):
         yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from grpo_mega.config.bounds import field_problems
+from grpo_mega.config.limits import limit_problems
 from grpo_mega.config.numerals import NUMERALS
 from grpo_mega.config.puzzles import why_refused
 from grpo_mega.config.rules.problems import at_most, refuse
@@ -14,7 +14,7 @@ from grpo_mega.config.schema import GENERATED_TASKS, Config, DataConfig, SourceC
 
 def check_data(config: Config) -> None:
     """Raises a ConfigError that lists every rule that `config.data` violates; no other part of `config` need be set."""
-    refuse([*field_problems(config, "data."), *data_problems(config)])
+    refuse([*limit_problems(config, "data."), *data_problems(config)])
 
 
 def data_problems(config: Config) -> Iterator[str]:

@@ -25,8 +25,9 @@ def layout_problems(config: Config) -> Iterator[str]:
     if layout.tp > 1 and not layout.sp and (experts > 0 or config.model.attention == "mla"):
         what = "experts" if experts > 0 else "latent attention (model.attention=mla)"
         yield f"layout.sp=false: Megatron needs sequence parallelism for {what} with layout.tp > 1; set layout.sp=true"
+    theirs = config.distill.teacher and not config.distill.served  # may have experts, see config/teacher.py
     for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
-        if size > 1 and experts == 0 and not config.distill.teacher:  # which may have some: see config/teacher.py
+        if size > 1 and experts == 0 and not theirs:
             yield f"{name}={size} needs experts; set model.moe.experts above 0, or {name}=1"
 
 

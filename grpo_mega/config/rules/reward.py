@@ -10,6 +10,7 @@ from dataclasses import fields
 from grpo_mega.config.rules.problems import refuse
 from grpo_mega.config.rules.terms import read_options
 from grpo_mega.config.schema import RewardConfig, RewardModelConfig, RewardTerm
+from grpo_mega.config.schema.reward import LEARNED
 from grpo_mega.config.schema.terms import OPTIONS
 
 HEAVIEST = 1000000
@@ -73,8 +74,8 @@ def _model_problems(reward: RewardConfig) -> Iterator[str]:
     if not 0 < abs(model.weight) <= HEAVIEST:
         yield f"reward.model.weight={model.weight}: choose a value in [-{HEAVIEST}, {HEAVIEST}], not 0"
     for index, term in enumerate(reward.terms):
-        if term.name == "model":
-            yield f"reward.terms[{index}].name=model is the name of the reward model's score; give the term another"
+        if term.name == LEARNED:
+            yield f"reward.terms[{index}].name={LEARNED} is the name of the reward model's score; give the term another"
     if model.from_step and not any(term.weight for term in reward.terms):
         yield (
             f"reward.model.from_step={model.from_step} leaves the steps before it without any reward; set it to 0, or "

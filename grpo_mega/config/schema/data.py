@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import MISSING
+
+from grpo_mega.config.limits import Interval, OneOf
 
 GENERATED_TASKS = ("chain_sum", "tiny_code", "tiny_mixture")
 """Tasks whose problems are generated; those of all others are stored."""
@@ -62,7 +64,7 @@ class SourceConfig:
 class DataConfig:
     """Where prompts come from."""
 
-    task: str = MISSING
+    task: Annotated[str, OneOf(*GENERATED_TASKS, "jsonl")] = MISSING
     """chain_sum, tiny_code or tiny_mixture, which is both (generated), or jsonl (stored: train_path or sources)."""
     tokenizer: str = "chars"
     """chars (built in: digits, operators and tags, and words of Python for tasks with programs), or a directory with
@@ -80,17 +82,17 @@ class DataConfig:
     parse_special: bool = False
     """Special tokens, such as <|im_end|>, that are spelt in a problem count as such: for problems that are whole
     dialogues. Otherwise they are ordinary text, and only the template writes special tokens."""
-    min_terms: int = 3
+    min_terms: Annotated[int, Interval("[2, inf)")] = 3
     """chain_sum, tiny_mixture: fewest numbers in a sum."""
-    max_terms: int = 5
+    max_terms: Annotated[int, Interval("[2, inf)")] = 5
     """chain_sum, tiny_mixture: most numbers in a sum."""
     languages: list[str] = field(default_factory=list)
     """chain_sum: languages of the working, english and chinese, whose words stand for the digits; with two of them the
     base model mixes both, as it has read both. Empty: the working is in digits."""
-    validation_size: int = 200
+    validation_size: Annotated[int, Interval("[1, inf)")] = 200
     """Problems for tuning: for generated tasks disjoint from training and test, permutations of the same numbers
     included; for jsonl taken off the training problems of all sources."""
-    test_size: int = 400
+    test_size: Annotated[int, Interval("[1, inf)")] = 400
     """Held-out problems for the reported accuracy: generated, or for jsonl, when there is no test_path,
     taken off the training problems of all sources."""
     train_path: str | None = None
@@ -98,18 +100,18 @@ class DataConfig:
     and "task"."""
     test_path: str | None = None
     """jsonl: held-out problems in the same form; null to hold out data.test_size of the training problems."""
-    shared_test_problems: int = 0
+    shared_test_problems: Annotated[int, Interval("[0, inf)")] = 0
     """jsonl: how many problems of a test file may be trained on too, in the same words; more are refused, with their
     names."""
-    curriculum: str = "none"
+    curriculum: Annotated[str, OneOf("none", "frontier")] = "none"
     """jsonl: none (every pass has all problems) or frontier (problems that are always or never solved come in every
     data.frontier_revisit-th pass only)."""
-    frontier_low: float = 0.1
+    frontier_low: Annotated[float, Interval("(-inf, inf)")] = 0.1
     """Lowest pass rate of a problem that comes in every pass, inclusive: the mean of reward.success over the answers of
     its latest group."""
-    frontier_high: float = 0.9
+    frontier_high: Annotated[float, Interval("(-inf, inf)")] = 0.9
     """Highest pass rate of a problem that comes in every pass, inclusive."""
-    frontier_revisit: int = 4
+    frontier_revisit: Annotated[int, Interval("[2, inf)")] = 4
     """Passes in which a problem with another pass rate comes once."""
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     """jsonl: instead of train_path and test_path, any number of sources by name, for example

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from grpo_mega.config.limits import Interval
 
 
 @dataclass
 class LoRAConfig:
     """LoRA (Hu et al., 2021, arXiv 2106.09685): W x becomes W x + alpha / rank * B (A x); only A and B are trained."""
 
-    rank: int = 0
+    rank: Annotated[int, Interval("[0, inf)")] = 0
     """Rows of A, columns of B; 0 trains all weights and has no adapters."""
-    alpha: float = 32.0
+    alpha: Annotated[float, Interval("(0, inf)")] = 32.0
     """The adapters' output is multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=lambda: ["attention", "mlp", "experts"])
     """Which matrices get adapters, in Hugging Face's words. attention: q_proj, k_proj, v_proj and o_proj; of latent

@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from omegaconf import MISSING
+
+from grpo_mega.config.limits import Interval, OneOf
 
 
 @dataclass
 class MoEConfig:
     """Mixture of experts. `experts: 0` makes the model dense."""
 
-    experts: int = 0
+    experts: Annotated[int, Interval("[0, inf)")] = 0
     """Routed experts per MoE layer; 0 for a dense model."""
-    top_k: int = 2
+    top_k: Annotated[int, Interval("[1, inf)")] = 2
     """Experts each token is sent to."""
-    ffn_hidden: int = 64
+    ffn_hidden: Annotated[int, Interval("[1, inf)")] = 64
     """Hidden size of one routed expert."""
-    shared_ffn_hidden: int = 0
+    shared_ffn_hidden: Annotated[int, Interval("[0, inf)")] = 0
     """Hidden size of the expert every token visits; 0 for none."""
-    first_dense: int = 0
+    first_dense: Annotated[int, Interval("[0, inf)")] = 0
     """How many of the first layers stay dense (DeepSeek-V3: 3)."""
-    score: str = "sigmoid"
+    score: Annotated[str, OneOf("sigmoid", "softmax")] = "sigmoid"
     """Router scores: sigmoid (DeepSeek-V3) or softmax."""
-    bias_update_rate: float = 1e-3
+    bias_update_rate: Annotated[float, Interval("[0, inf)")] = 1e-3
     """Step of the auxiliary-loss-free balancing bias (DeepSeek-V3, section 2.1.2); 0 turns it off. Needs sigmoid."""
     frozen_bias: bool = False
     """Keep the balancing bias as it was loaded; needs bias_update_rate=0."""
-    aux_loss_coef: float = 0.0
+    aux_loss_coef: Annotated[float, Interval("[0, inf)")] = 0.0
     """Coefficient of the balance loss within each sequence (DeepSeek-V3, equations 17 to 20: 0.0001)."""
-    z_loss_coef: float = 0.0
+    z_loss_coef: Annotated[float, Interval("[0, inf)")] = 0.0
     """Coefficient of the router's z-loss (ST-MoE, equation 5), which keeps its logits small."""
-    groups: int = 0
+    groups: Annotated[int, Interval("[0, inf)")] = 0
     """Group-limited routing: number of expert groups; 0 for none."""
-    group_top_k: int = 0
+    group_top_k: Annotated[int, Interval("[0, inf)")] = 0
     """Group-limited routing: groups a token may use."""
-    scaling: float = 1.0
+    scaling: Annotated[float, Interval("(0, inf)")] = 1.0
     """Factor on the routed experts' output (DeepSeek-V3: 2.5)."""
 
 
@@ -43,15 +46,15 @@ class MoEConfig:
 class MLAConfig:
     """Multi-head latent attention (DeepSeek-V2, section 2.1); read when `model.attention` is mla."""
 
-    q_lora_rank: int | None = 32
+    q_lora_rank: Annotated[int | None, Interval("[1, inf)")] = 32
     """Rank of the compressed query; null for queries that are not compressed (Moonlight)."""
-    kv_lora_rank: int = 16
+    kv_lora_rank: Annotated[int, Interval("[1, inf)")] = 16
     """Rank of the compressed key and value."""
-    qk_head_dim: int = 16
+    qk_head_dim: Annotated[int, Interval("[1, inf)")] = 16
     """Query and key channels per head without position."""
-    qk_rope_dim: int = 8
+    qk_rope_dim: Annotated[int, Interval("[1, inf)")] = 8
     """Query and key channels per head that carry the rotary position."""
-    v_head_dim: int = 16
+    v_head_dim: Annotated[int, Interval("[1, inf)")] = 16
     """Value channels per head."""
 
 
@@ -59,15 +62,15 @@ class MLAConfig:
 class YarnConfig:
     """YaRN (Peng et al., 2023): rotary positions stretched over a longer context; for latent attention, and GPT-OSS."""
 
-    factor: float = 1.0
+    factor: Annotated[float, Interval("[1, inf)")] = 1.0
     """How many times longer the context has become (DeepSeek-V3: 40); 1 for plain rotary positions."""
-    original_context: int = 4096
+    original_context: Annotated[int, Interval("[1, inf)")] = 4096
     """Context of pre-training, in tokens."""
-    beta_fast: float = 32.0
+    beta_fast: Annotated[float, Interval("(0, inf)")] = 32.0
     """Channels that turn more often than this within the original context keep their frequency."""
-    beta_slow: float = 1.0
+    beta_slow: Annotated[float, Interval("(0, inf)")] = 1.0
     """Channels that turn less often than this are slowed down by `factor`; those in between by less."""
-    mscale: float = 1.0
+    mscale: Annotated[float, Interval("(0, inf)")] = 1.0
     """Attention logits are multiplied by (0.1 * mscale * ln(factor) + 1)^2; `mscale_all_dim` in DeepSeek's files."""
     truncate: bool = True
     """Between the two kinds of channels is a whole number of pairs (DeepSeek-V3); false for GPT-OSS."""
@@ -77,13 +80,13 @@ class YarnConfig:
 class Llama3RopeConfig:
     """Rotary positions stretched over a longer context as in Llama 3.1; for grouped-query attention."""
 
-    factor: float = 1.0
+    factor: Annotated[float, Interval("[1, inf)")] = 1.0
     """Channels that turn seldom are slowed down by this (Llama 3.1: 8); 1 for plain rotary positions."""
-    original_context: int = 8192
+    original_context: Annotated[int, Interval("[1, inf)")] = 8192
     """Context of pre-training, in tokens."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: Annotated[float, Interval("(0, inf)")] = 1.0
     """Channels that turn less often than this within the original context are slowed down by `factor`."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: Annotated[float, Interval("(0, inf)")] = 4.0
     """Channels that turn more often than this keep their frequency; those in between are slowed down by less."""
 
 
@@ -91,21 +94,21 @@ class Llama3RopeConfig:
 class ModelConfig:
     """The policy's architecture."""
 
-    layers: int = MISSING
+    layers: Annotated[int, Interval("[1, inf)")] = MISSING
     """Transformer layers."""
-    hidden: int = MISSING
+    hidden: Annotated[int, Interval("[1, inf)")] = MISSING
     """Hidden size."""
-    heads: int = MISSING
+    heads: Annotated[int, Interval("[1, inf)")] = MISSING
     """Attention heads."""
-    kv_heads: int = MISSING
+    kv_heads: Annotated[int, Interval("[1, inf)")] = MISSING
     """Key-value heads (grouped-query attention); equal to `heads` for plain multi-head attention."""
-    head_dim: int | None = None
+    head_dim: Annotated[int | None, Interval("[1, inf)")] = None
     """Channels per head of grouped-query attention (Qwen3: 128); null for hidden / heads."""
-    ffn_hidden: int = MISSING
+    ffn_hidden: Annotated[int, Interval("[1, inf)")] = MISSING
     """Hidden size of a dense feed-forward layer: SwiGLU, or GeGLU with `gemma`."""
-    context: int = MISSING
+    context: Annotated[int, Interval("[1, inf)")] = MISSING
     """Longest sequence, prompt and completion, in tokens."""
-    attention: str = "gqa"
+    attention: Annotated[str, OneOf("gqa", "mla")] = "gqa"
     """gqa or mla."""
     qk_norm: bool = False
     """RMSNorm on queries and keys (Qwen3)."""
@@ -113,19 +116,19 @@ class ModelConfig:
     """Bias on queries, keys and values of grouped-query attention (Qwen2.5)."""
     tie_embeddings: bool = False
     """Share input embedding and output weights."""
-    rope_base: int = 10000
+    rope_base: Annotated[int, Interval("[1, inf)")] = 10000
     """Base of the rotary frequencies."""
-    rope_fraction: float = 1.0
+    rope_fraction: Annotated[float, Interval("(0, 1]")] = 1.0
     """Fraction of a head's channels, the first ones, that turn with the position (GLM-4.5: 0.5); for grouped-query
     attention."""
-    window: int | None = None
+    window: Annotated[int | None, Interval("[1, inf)")] = None
     """Tokens that each token sees, itself and those just before it (Mistral-7B-v0.1: 4096); null for all before it. For
     grouped-query attention."""
-    full_every: int = 0
+    full_every: Annotated[int, Interval("[0, inf)")] = 0
     """Every so many layers one sees all tokens before it, whatever the window (Gemma 3: 6); 0 for none."""
-    window_rope_base: int | None = None
+    window_rope_base: Annotated[int | None, Interval("[1, inf)")] = None
     """Base of the rotary frequencies in layers with the window (Gemma 3: 10000); null for `rope_base`."""
-    query_pre_attn_scalar: int | None = None
+    query_pre_attn_scalar: Annotated[int | None, Interval("[1, inf)")] = None
     """Attention logits are divided by the square root of it (Gemma 3); null for the channels of a head."""
     gemma: bool = False
     """Gemma 3's dense layers: norms that multiply by 1 + weight, also after attention and after feed-forward; GELU (its
@@ -133,20 +136,22 @@ class ModelConfig:
     gpt_oss: bool = False
     """GPT-OSS's layers: a learned sink for every head, which takes part of its attention; biases in all projections and
     in the router; experts whose gate and its factor are clamped at 7: x sigmoid(1.702 x) (y + 1)."""
-    norm_eps: float = 1e-6
+    norm_eps: Annotated[float, Interval("(0, inf)")] = 1e-6
     """Epsilon of RMSNorm."""
-    init_std: float = 0.02
+    init_std: Annotated[float, Interval("(0, inf)", "with 0 every channel stays the same")] = 0.02
     """Standard deviation of the initial weights."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[
+        int | None, Interval("[1, 10000000]", "today's largest vocabularies have some 300,000 tokens")
+    ] = None
     """Tokens of the embedding and the output layer, where they have more than the tokenizer (released models); null for
     the tokenizer's number."""
-    vocab_multiple: int = 32
+    vocab_multiple: Annotated[int, Interval("[1, inf)")] = 32
     """Embedding rows are padded up to a multiple of this; padding is never sampled. Same in every layout."""
-    dtype: str = "fp32"
+    dtype: Annotated[str, OneOf("fp32", "bf16")] = "fp32"
     """fp32 or bf16 (with fp32 master weights)."""
-    mtp_layers: int = 0
+    mtp_layers: Annotated[int, Interval("[0, inf)")] = 0
     """Multi-token prediction modules (DeepSeek-V3: 1); 0 for none. They learn to draft the policy's tokens."""
-    mtp_loss_coef: float = 0.1
+    mtp_loss_coef: Annotated[float, Interval("(0, inf)")] = 0.1
     """Coefficient of the prediction modules' loss, the mean over depths and trained tokens; it trains only these
     modules, which the gradient norm leaves out."""
     moe: MoEConfig = field(default_factory=MoEConfig)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import MISSING
+
+from grpo_mega.config.limits import Interval, OneOf
 
 
 @dataclass
@@ -52,6 +54,10 @@ class RewardTerm:
         return "" if self.function is not None else self.kind or self.name
 
 
+LEARNED = "model"
+"""Name of a reward model's score among the terms of the reward."""
+
+
 @dataclass
 class RewardModelConfig:
     """A reward model whose score is the term `model` of the reward, beside the others or alone.
@@ -62,15 +68,15 @@ class RewardModelConfig:
     path: str | None = None
     """The run directory of a run with run.trains=reward_model or process_reward_model, for its newest checkpoint, or a
     checkpoint; null for no reward model. Its architecture is that of its run, its tokenizer must be the policy's."""
-    weight: float = 1.0
+    weight: Annotated[float, Interval("(-inf, inf)")] = 1.0
     """Factor in the total reward."""
-    from_step: int = 0
+    from_step: Annotated[int, Interval("[0, inf)")] = 0
     """Steps before its score counts, and is computed other than for evaluations: DeepSeek-R1 learns from preferences in
     the last 400 steps only."""
     normalize: bool = True
     """Subtract the mean, and divide by the deviation, of the scores of the responses that it was trained on. A process
     reward model's are probabilities, and stay as they are."""
-    outcome: str = "min"
+    outcome: Annotated[str, OneOf("min", "product", "last")] = "min"
     """What a process reward model says of a whole answer: min (of the scores of its steps; Math-Shepherd, arXiv
     2312.08935), product (Let's Verify Step by Step, arXiv 2305.20050) or last (the score of the last step)."""
 
@@ -84,9 +90,9 @@ class RewardConfig:
     for none beside it."""
     success: str = "accuracy"
     """The term whose mean is reported as accuracy."""
-    timeout_seconds: float = 60.0
+    timeout_seconds: Annotated[float, Interval("(0, inf)")] = 60.0
     """Longest time that a call of a term's `function`, of a program or of a service may take."""
-    on_error: str = "stop"
+    on_error: Annotated[str, OneOf("stop", "leave_out")] = "stop"
     """What follows when a term fails on a sample: an exception, an exit, a value that is no number, a call of a
     function that takes too long. stop: the run ends with an error that shows where the function was; leave_out: the
     sample has no score, is left out of its group and counted in reward/unscorable."""

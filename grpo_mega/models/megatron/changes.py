@@ -27,6 +27,7 @@ from grpo_mega.models.heads import use_logprob_head
 from grpo_mega.models.megatron.adam import GroupStepAdamW
 from grpo_mega.models.megatron.adapted import use_adapters
 from grpo_mega.models.megatron.attention import PackedAttention
+from grpo_mega.models.megatron.fused import add_weight_gradients_in_place
 from grpo_mega.models.megatron.gemma import scale_embedding, use_post_norms
 from grpo_mega.models.megatron.latent import set_latent_norms, sum_latent_key_gradient
 from grpo_mega.models.megatron.layers import RMSNorm, use_gated_mlps, use_whole_linears
@@ -318,6 +319,14 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         "of DeepSeek-V3's stages (docs/gpu.md)",
         "tests/models/test_changes.py::test_no_layer_keeps_the_routing_of_a_micro_batch",
         _forget_routing,
+    ),
+    Change(
+        "gradients_in_place",
+        "Transformer Engine's products add the gradients of their weights to Megatron's float32 buffers",
+        "each micro-batch's gradient is rounded to bf16 and added afterwards; Megatron's output layer, which wants Apex, "
+        "refuses the setting for it",
+        "tests/rehearsal/test_rehearsed_ranks.py::test_weight_gradients_are_added_where_they_are_summed",
+        lambda chunk: add_weight_gradients_in_place(chunk.gpt) if chunk.transformer_engine else None,
     ),
     Change(
         "predictor_marks",

@@ -10,6 +10,7 @@ weighted by this router's own scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from grpo_mega.models.megatron.packed import PackedTokens
@@ -29,8 +31,19 @@ class PackedRouter(TopKRouter):
     """
 
     packed: PackedTokens
+    unfused: TransformerConfig
+    """The configuration without Transformer Engine's choice of experts, which knows no replay."""
     load: torch.Tensor
     """[experts] tokens of this rank's rows that each expert got since `start_counting`, while training."""
+
+    def routing(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's choice of experts, fused where its configuration says so and nothing is replayed."""
+        config = self.config
+        self.config = config if self.packed.experts is None else self.unfused
+        try:
+            return super().routing(*args, **kwargs)
+        finally:
+            self.config = config
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: Any = None) -> None:
         """Adds up tokens per expert; `routing_map` is [rows of this rank, experts]."""
@@ -154,6 +167,8 @@ def use_packed_router(model: torch.nn.Module) -> None:
                 )
             router.__class__ = PackedRouter
             router.router_replay = _Replay(router)
+            router.unfused = copy(router.config)
+            router.unfused.moe_router_fusion = False
             module.register_forward_pre_hook(_set_packed, with_kwargs=True)
     start_counting(model)
 

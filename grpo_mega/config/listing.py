@@ -1,0 +1,99 @@
+"""Every setting with its docstring, default and values, read from the schema itself: what `--help` prints, and
+docs/configuration.md has. Only the schema is imported, so that it is there at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, dataclass, fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
+
+from grpo_mega.config.limits import limits_of
+from grpo_mega.config.load import config_dir
+from grpo_mega.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of the schema.
+
+    Attributes:
+        name: Its dotted name, such as run.steps.
+        default: Its default in the command line's notation; None when it must be given.
+        values: The interval or the choices that it is held to, in words; empty when any value of its type will do.
+        meaning: Its docstring, on one line.
+    """
+
+    name: str
+    default: str | None
+    values: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A dataclass of the schema: the dotted prefix of its settings, its docstring on one line, its own settings."""
+
+    name: str
+    about: str
+    settings: list[Setting]
+
+
+def rooms() -> dict[str, Any]:
+    """{room, such as "run": its dataclass}, in the schema's order."""
+    hints = get_type_hints(Config)
+    return {field.name: hints[field.name] for field in fields(Config)}
+
+
+def sections(owner: Any, name: str) -> Iterator[Section]:
+    """The sections of a dataclass called `name`: its own, those of its lists and mappings (with 0 or NAME for the entry
+    in their names), then those of the dataclasses in it."""
+    docstrings, hints, limits = _docstrings(owner), get_type_hints(owner), limits_of(owner)
+    inner = [field for field in fields(owner) if is_dataclass(hints[field.name])]
+    own = [field for field in fields(owner) if field not in inner]
+    yield Section(
+        name,
+        " ".join((owner.__doc__ or "").split()),
+        [
+            Setting(f"{name}.{field.name}", _default(field), str(limits.get(field.name, "")), docstrings[field.name])
+            for field in own
+        ],
+    )
+    for field in own:
+        entry = "NAME" if get_origin(hints[field.name]) is dict else "0"
+        for item in filter(is_dataclass, get_args(hints[field.name])):
+            yield from sections(item, f"{name}.{field.name}.{entry}")
+    for field in inner:
+        yield from sections(hints[field.name], f"{name}.{field.name}")
+
+
+def chosen_options() -> dict[str, str | None]:
+    """{group: the option that is used unless something chooses another}, from configs/config.yaml."""
+    config: Any = OmegaConf.to_container(OmegaConf.load(config_dir() / "config.yaml"))
+    return {group: option for entry in config["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
+
+
+def _docstrings(owner: type) -> dict[str, str]:
+    """{field: the docstring under it}."""
+    (tree,) = ast.parse(inspect.getsource(owner)).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        before.target.id: " ".join(after.value.value.split())
+        for before, after in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+    }
+
+
+def _default(field: Field[Any]) -> str | None:
+    """The default value of a field, in the command line's notation; None when it has none."""
+    value = field.default if field.default_factory is NO_DEFAULT else field.default_factory()
+    if value == "???":  # omegaconf.MISSING
+        return None
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,76 @@
+"""How a trained model is read again, by an evaluation, a pool of a recipe or an export: layout and engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_mega.config.load import explained, load
+from grpo_mega.config.rules import ConfigError, check_layout
+from grpo_mega.config.schema import Config, LayoutConfig, SGLangConfig
+
+LAYOUT = "layout."
+"""What settings begin with that a model can be read under; all others are those that it was trained with."""
+
+
+def read_under(trained: Config, words: Sequence[str], world_size: int) -> Config:
+    """The configuration under the layout in which so many processes read a trained model.
+
+    It is the one that `words` describe, such as layout.tp=2. Without words it is the one that the model was trained
+    under, where so many processes can be arranged in it; otherwise every process holds the whole model.
+
+    Raises:
+        ConfigError: The words are no layout, or the processes cannot be arranged in it.
+    """
+    if wrong := [word for word in words if not word.startswith(LAYOUT)]:
+        raise ConfigError(f"{wrong[0]}: only {LAYOUT}* can be given, the rest is as the model was trained")
+    if not words and world_size > 1 and _fits(trained, world_size):
+        return trained
+    # Rules of training want a sequence in one micro-batch.
+    alone = LayoutConfig(micro_batch_tokens=max(trained.model.context, LayoutConfig().micro_batch_tokens))
+    raw = OmegaConf.create(asdict(replace(trained, layout=alone)))
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), raw, OmegaConf.from_dotlist([*words]))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(explained(error, words)) from error
+    config = load(cast(DictConfig, merged))
+    _check(config, world_size)
+    return config
+
+
+def _fits(config: Config, world_size: int) -> bool:
+    try:
+        _check(config, world_size)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check(config: Config, world_size: int) -> None:
+    check_layout(without_training(without_engines(config), world_size), world_size)
+
+
+def without_engines(config: Config) -> Config:
+    """The configuration with the embedded engine in place of engines beside the trainer, and without their settings.
+
+    That engine must hold the completions that are sampled for one prompt, which other engines divide as they like.
+    """
+    rollout, samples = config.rollout, max(config.algorithm.group_size, config.eval.samples)
+    if rollout.engine != "embedded":
+        rollout = replace(
+            rollout,
+            engine="embedded",
+            sglang=SGLangConfig(),
+            concurrent_sequences=max(rollout.concurrent_sequences, samples),
+        )
+    return replace(config, rollout=rollout)
+
+
+def without_training(config: Config, world_size: int) -> Config:
+    """The configuration without what training alone asks of a layout of `world_size` processes."""
+    optimizer = replace(config.optimizer, overlap=False)
+    return replace(config, optimizer=optimizer, algorithm=replace(config.algorithm, prompts_per_step=world_size))

@@ -1,0 +1,41 @@
+"""The reward model that a run learns from as its files describe it: an architecture of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from grpo_mega.config.rules.layout import layout_problems
+from grpo_mega.config.rules.model import model_problems
+from grpo_mega.config.rules.problems import refuse
+from grpo_mega.config.schema import Config, ModelConfig
+from grpo_mega.config.trained_model import is_described, read_trained_model
+
+SETTING = "reward.model.path"
+
+
+def read_reward_model(config: Config) -> ModelConfig | None:
+    """The architecture of the run that trained `reward.model.path`, for sequences of this run's length.
+
+    None without a reward model, and where nothing says how it was trained: of a checkpoint that was copied out of its
+    run, and of one that an earlier stage of a recipe has yet to make. It then has the policy's architecture.
+
+    Raises:
+        ValueError: The run's configuration cannot be read; names it.
+    """
+    path = config.reward.model.path
+    if path is None or not is_described(Path(path)):
+        return None
+    found = read_trained_model(SETTING, path, config.model.context)
+    return replace(found.model, context=config.model.context)
+
+
+def check_reward_model(config: Config, model: ModelConfig) -> None:
+    """Raises a ConfigError when the layout cannot split a reward model of this architecture.
+
+    One without experts is whole on every rank that shares the policy's.
+    """
+    layout = config.layout if model.moe.experts else replace(config.layout, ep=1, etp=1)
+    beside = replace(config, model=model, layout=layout)
+    if problems := [*model_problems(beside), *layout_problems(beside)]:
+        refuse([f"{SETTING}={config.reward.model.path} is of a model that this run cannot hold: {'; '.join(problems)}"])

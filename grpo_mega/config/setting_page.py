@@ -1,0 +1,89 @@
+"""Prints docs/configuration.md, made of the schema and the files of configs/:
+
+python -m grpo_mega.config.setting_page > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+from grpo_mega.config.listing import Section, Setting, chosen_options, rooms, sections
+from grpo_mega.config.load import config_dir, groups
+
+HEAD = """# Configuration
+
+Every setting, and every file of settings that comes with the project. This page is made of the dataclasses in
+`grpo_mega/config/schema` and the first comments of the files in `configs`, by
+`python -m grpo_mega.config.setting_page`; a test compares them. `python -m grpo_mega.train --help` prints the same,
+`--help rollout` one part of it.
+
+A command is a list of words. `GROUP=OPTION` takes the file of that name in the group's folder in `configs`,
+`FIELD=VALUE` sets one field, and later words win:
+
+```bash
+python -m grpo_mega.train experiment=tiny layout=single optimizer.lr=1e-4 --cfg job   # prints what would run
+python -m grpo_mega.train experiment=tiny --dry-run                                   # lists all that is wrong with it
+```
+
+- Text with special characters is quoted twice, because the shell removes one pair: `"rollout.stop=['<|im_end|>']"`.
+- `FIELD=null` means none. A new entry of a mapping takes a plus: `+rollout.sglang.arguments.schedule_policy=lpm`.
+- A setting that does not exist, is out of its range or does not go with another is refused before anything is built,
+  with what to change (exit code 2).
+- With a Hugging Face folder as `run.init_from`, its model, tokenizer and chat template are defaults
+  ([data.md](data.md)).
+- Settings that belong together go into a file: copy one of `configs/experiment`, or let
+  `python -m grpo_mega.new` write it ([models.md](models.md)).
+"""
+CHOSEN = "`{group}={option}` unless the experiment or the command line says otherwise."
+
+
+def page() -> str:
+    """The whole document."""
+    parts = [HEAD, "## Groups and their options\n"]
+    parts += [_of_group(group, options, chosen_options().get(group)) for group, options in groups().items()]
+    parts.append("## Settings\n")
+    parts += [_of_section(section) for room, owner in rooms().items() for section in sections(owner, room)]
+    return "\n".join(parts)
+
+
+def _of_group(group: str, options: list[str], chosen: str | None) -> str:
+    """The table of a group's files, each with its first comment."""
+    taken = CHOSEN.format(group=group, option=chosen) if chosen else "None by default."
+    rows = [f"| `{option}` | {_cell(_comment(group, option))} |" for option in options]
+    return "\n".join([f"### Group {group}\n", f"{taken}\n", "| option | what it is |", "| --- | --- |", *rows, ""])
+
+
+def _comment(group: str, option: str) -> str:
+    """The first comment of a file that says what it is.
+
+    Raises:
+        ValueError: It has none.
+    """
+    path = config_dir() / group / f"{option}.yaml"
+    lines = path.read_text().splitlines()
+    said = [line.removeprefix("# ") for line in lines if line.startswith("# ") and "@package" not in line]
+    if not said:
+        raise ValueError(f"{path} does not say what it is: begin it with a comment of one line")
+    return said[0]
+
+
+def _of_section(section: Section) -> str:
+    """The table of a dataclass's settings; nothing but its title where all are in dataclasses of its own."""
+    depth = "#" * min(5, 3 + section.name.count("."))
+    head = [f"{depth} {section.name}\n", f"{section.about}\n"]
+    table = ["| setting | default | meaning |", "| --- | --- | --- |", *map(_row, section.settings), ""]
+    return "\n".join(head + (table if section.settings else []))
+
+
+def _row(setting: Setting) -> str:
+    """The line of a setting."""
+    default = "must be given" if setting.default is None else f"`{setting.default}`" if setting.default else "empty"
+    meaning = f"{setting.meaning} Values: {setting.values.removeprefix('in ')}." if setting.values else setting.meaning
+    return f"| `{setting.name}` | {default} | {_cell(meaning)} |"
+
+
+def _cell(text: str) -> str:
+    """Text as a cell of a table takes it."""
+    return text.replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

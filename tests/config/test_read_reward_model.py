@@ -1,0 +1,53 @@
+"""What a reward model's files say of it, and layouts that cannot split it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.config.load import compose_config, to_yaml
+from grpo_mega.config.reward_model import check_reward_model, read_reward_model
+from grpo_mega.config.rules import ConfigError
+from grpo_mega.config.schema import Config
+
+TRAINED = compose_config(["experiment=tiny_reward_model", "pairs.path=pairs.jsonl", "layout=single", "model.layers=4"])
+
+
+def policy(path: Path | None, *words: str) -> Config:
+    return compose_config(["experiment=tiny_dense", f"reward.model.path={path or 'null'}", *words])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The directory of a run that has a checkpoint."""
+    checkpoint = tmp_path / "liked" / "checkpoints" / "step-000003"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "liked" / "config.yaml").write_text(to_yaml(TRAINED))
+    (checkpoint / "state.json").write_text("{}")
+    return tmp_path / "liked"
+
+
+def test_a_run_and_its_checkpoint_have_the_architecture_of_the_run(run: Path) -> None:
+    for path in (run, run / "checkpoints" / "step-000003"):
+        assert read_reward_model(policy(path, "model.context=100")) == replace(TRAINED.model, context=100)
+
+
+def test_of_one_that_does_not_say_or_is_yet_to_come_it_is_the_policy_s(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "checkpoints" / "step-000003", tmp_path / "copied")
+    assert [read_reward_model(policy(path)) for path in (tmp_path / "copied", tmp_path / "later", None)] == [None] * 3
+
+
+def test_a_configuration_that_cannot_be_read_is_named(run: Path) -> None:
+    (run / "config.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match=r"reward.model.path=.*config.yaml cannot be read"):
+        read_reward_model(policy(run))
+
+
+def test_a_layout_that_cannot_split_it_is_refused() -> None:
+    config = replace(policy(Path("liked")), layout=replace(TRAINED.layout, ep=3))
+    with pytest.raises(ConfigError, match=r"cannot hold: model.moe.experts=4 is not divisible by layout.ep=3"):
+        check_reward_model(config, TRAINED.model)
+    check_reward_model(config, policy(None).model)  # dense: whole on every rank

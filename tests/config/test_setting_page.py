@@ -1,0 +1,24 @@
+"""docs/configuration.md is the schema's and the configuration files' own text."""
+
+from __future__ import annotations
+
+from ranks import REPOSITORY
+
+from grpo_mega.config.load import groups, settings
+from grpo_mega.config.setting_page import page
+
+
+def test_the_page_is_made_of_the_schema_and_the_files() -> None:
+    written = (REPOSITORY / "docs" / "configuration.md").read_text()
+    assert written == page(), "python -m grpo_mega.config.setting_page > docs/configuration.md"
+
+
+def test_every_setting_and_every_option_has_a_row() -> None:
+    lines = page().splitlines()
+    for name in settings():
+        (row,) = [line for line in lines if line.startswith(f"| `{name}` | ")]
+        assert row.count(" | ") >= 2
+        assert len(row.split(" | ")[2]) > 10, f"{name} says nothing"
+    for options in groups().values():
+        for option in options:
+            assert any(line.startswith(f"| `{option}` | ") and len(line) > 30 for line in lines), option

@@ -1,0 +1,52 @@
+"""Which prompts a step draws for groups without signal: the same ones, whichever groups are complete first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_mega.config.load import compose_config
+from grpo_mega.config.schema import Config
+from grpo_mega.stages.refill import refill_of
+from grpo_mega.types import Answer, Group, Prompt, Score
+
+PROMPTS = 4
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return compose_config(["experiment=tiny", "algorithm=dapo", f"algorithm.prompts_per_step={PROMPTS}"])
+
+
+def group(number: int, signal: bool) -> Group:
+    answers = [Answer(1, "stop", ((0, 0),), Score(float(i * signal), {})) for i in range(2)]
+    return Group(Prompt(str(number), (), "", "", "sums"), tuple(answers))
+
+
+@given(signal=st.lists(st.booleans(), min_size=40, max_size=40), limit=st.integers(1, 10), data=st.data())
+def test_they_are_the_first_ones_that_suffice(
+    config: Config, signal: list[bool], limit: int, data: st.DataObject
+) -> None:
+    config = replace(config, algorithm=replace(config.algorithm, refill_limit=limit))
+    drawn = PROMPTS
+
+    def take(n: int) -> list[Prompt]:
+        nonlocal drawn
+        drawn += n
+        return [group(number, signal[number]).prompt for number in range(drawn - n, drawn)]
+
+    refill, under_way = refill_of(config, take), [*range(PROMPTS)]
+    while under_way:
+        complete = data.draw(st.lists(st.sampled_from(under_way), min_size=1, unique=True))
+        under_way = [number for number in under_way if number not in complete]
+        under_way += [int(prompt.id) for prompt in refill([group(number, signal[number]) for number in complete])]
+    enough = (n for n in range(PROMPTS, limit * PROMPTS) if sum(signal[:n]) >= PROMPTS)
+    assert drawn == next(enough, limit * PROMPTS)
+
+
+def test_a_group_is_replaced_only_where_the_algorithm_says_so(config: Config) -> None:
+    config = replace(config, algorithm=replace(config.algorithm, groups_without_signal="drop"))
+    assert not refill_of(config, lambda n: [group(0, False).prompt] * n)([group(0, False)])
