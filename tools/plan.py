@@ -62,49 +62,57 @@ def main(arguments: list[str]) -> int:
     experiment = options.experiment.removeprefix("experiment=")
     try:
         config = compose_config([f"experiment={experiment}", *options.overrides])
-        return planned(config, options)
+        return print_layouts(config, options) if options.search else print_plan(config, options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
 
 
-def planned(config: Config, options: argparse.Namespace) -> int:
+def print_layouts(config: Config, options: argparse.Namespace) -> int:
+    """Searches and prints what was found; returns the exit code. Raises ValueError when nothing fits."""
+    from grpo_mega.planning.search import search  # it imports Megatron, which needs the platform to be prepared
+    from grpo_mega.planning.show import show_layouts
+    from grpo_mega.planning.time import Assumed
+
+    found = search(config, Assumed(options.answer_tokens, options.prompt_tokens))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show_layouts(found)
+    return FITS
+
+
+def print_plan(config: Config, options: argparse.Namespace) -> int:
     """Plans and prints; returns the exit code. Raises ValueError when the settings cannot run."""
-    # These import Megatron, which needs the platform to be prepared.
     from grpo_mega.planning.advice import changes_that_fit
     from grpo_mega.planning.explain import explain
     from grpo_mega.planning.hours import hours
     from grpo_mega.planning.plan import plan
-    from grpo_mega.planning.search import differing, propose, search
-    from grpo_mega.planning.show import show, show_changes, show_layouts
+    from grpo_mega.planning.search import differing, propose
+    from grpo_mega.planning.show import as_words, show, show_changes
     from grpo_mega.planning.show_hours import show_hours
     from grpo_mega.planning.time import Assumed
 
     assumed = Assumed(options.answer_tokens, options.prompt_tokens)
-    if options.search:
-        found = search(config, assumed)
-        print(json.dumps(found)) if options.json else show_layouts(found)
-        return FITS
     proposed = propose(config, assumed) if options.propose else config
-    result = plan(proposed)
-    result["time"] = hours(proposed, result, assumed)
-    turns = [result["fits"], result["engine"] and result["engine"]["fits"], result["host_fits"]]
-    result["changes"] = changes_that_fit(proposed) if False in turns else []
+    planned = plan(proposed)
+    planned["time"] = hours(proposed, planned, assumed)
+    needs = [planned["fits"], planned["engine"] and planned["engine"]["fits"], planned["host_fits"]]
+    planned["changes"] = changes_that_fit(proposed) if False in needs else []
     if options.propose:
-        result["settings"] = dict(differing(config, proposed))
+        planned["settings"] = dict(differing(config, proposed))
     if options.json:
-        print(json.dumps(result))
-    else:
-        if options.propose:
-            words = [f"{name}={json.dumps(value)}" for name, value in result["settings"].items()]
-            print("proposed:", " ".join(words) or "the layout that is set", end="\n\n")
-        show(result)
-        show_changes(result["changes"])
-        if result["time"]:
-            show_hours(result["time"], result["gpus"])
-            if options.explain:
-                explain(proposed, result, assumed)
-    return TOO_BIG if False in turns else FITS
+        print(json.dumps(planned))
+        return TOO_BIG if False in needs else FITS
+    if options.propose:
+        print("proposed:", as_words(planned["settings"]) or "the layout that is set", end="\n\n")
+    show(planned)
+    show_changes(planned["changes"])
+    if planned["time"]:
+        show_hours(planned["time"], planned["gpus"])
+        if options.explain:
+            explain(proposed, planned, assumed)
+    return TOO_BIG if False in needs else FITS
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def answer_lengths(count: int, mean: float, longest: int, spread: float = SPREAD
     Raises:
         ValueError: The mean is not between 1 and the limit.
     """
-    if not 1 <= mean <= longest:
+    if not 1 <= mean <= longest:  # NaN, too
         raise ValueError(f"answers of {mean:g} tokens on average are not between 1 and the longest, {longest}")
     normal = NormalDist()
     quantiles = [normal.inv_cdf((number + 0.5) / count) for number in range(count)]

@@ -165,7 +165,8 @@ def candidates(config: Config) -> Iterator[Config]:
 
 
 def roles_about(config: Config, gpus: int) -> list[Role]:
-    """The models of a run as `plan.roles_of` has them, their stages counted and not built."""
+    """The models of a run as `plan.roles_of` has them, their stages counted and not built; frozen parts count as
+    trained."""
     vocab_size = vocabulary(config)
     whole = replace(config, lora=LoRAConfig())
     if config.run.trains in REWARD_MODELS:
@@ -200,25 +201,26 @@ def differing(config: Config, other: Config) -> list[tuple[str, Any]]:
 
 
 def _with_engine(config: Config, assumed: Assumed) -> Config | None:
-    """The configuration with the engines that fit and generate fastest; None when none do."""
-    machines = _machines(config)
+    """The configuration with the engines that fit and generate fastest; None when none do.
+
+    Larger ones than a machine are tried only if the run has them already.
+    """
+    if config.rollout.engine != "sglang":
+        return config
+    machines, vocab_size, own = _machines(config), vocabulary(config), config.rollout.sglang.tp
     found = []
-    for size in {config.rollout.sglang.tp, *SIZES}:
+    for size in {own, *(size for size in SIZES if size <= config.cluster.gpus_per_node)}:
         other = deepcopy(config)
         other.rollout.sglang.tp = size
-        if config.rollout.engine != "sglang":
-            return config
-        engines_fit = size <= config.cluster.gpus_per_node or size == config.rollout.sglang.tp
-        if not engines_fit or machines.gpus % size or not _valid(other):
+        if machines.gpus % size or not _valid(other):
             continue
         roles = roles_about(other, machines.gpus)
-        engine = engine_of(other, vocabulary(other), machines.gpus, roles)
-        if engine is not None and not engine["fits"]:
+        engine = engine_of(other, vocab_size, machines.gpus, roles)
+        phase = generation_phase(other, vocab_size, machines, _room(other), assumed)
+        if phase is None or (engine is not None and not engine["fits"]):
             continue
-        phase = generation_phase(other, vocabulary(other), machines, _room(other), assumed)
-        pushed = hand_over_phases(other, vocabulary(other), machines, roles)
-        if phase is not None:
-            found.append((phase.seconds + sum(phase.seconds for phase in pushed), size, other))
+        pushed = hand_over_phases(other, vocab_size, machines, roles)
+        found.append((phase.seconds + sum(each.seconds for each in pushed), size, other))
     return min(found, key=lambda each: each[:2])[2] if found else None
 
 

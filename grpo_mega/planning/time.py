@@ -44,8 +44,9 @@ class Assumed:
 
     def mean(self, config: Config, longest: int) -> float:
         """Mean tokens of answers that may have up to `longest`."""
-        share = SHARE if self.answer is None else self.answer / config.rollout.max_new_tokens
-        return max(1.0, share * longest)
+        if self.answer is None:
+            return max(1.0, SHARE * longest)
+        return self.answer / config.rollout.max_new_tokens * longest
 
 
 @dataclass(frozen=True)

@@ -368,6 +368,33 @@ def test_the_command_prints_a_plan_and_a_verdict() -> None:
     assert "it would fit" not in done.stdout
 
 
+def test_the_command_prints_times_with_what_they_are_made_of(tmp_path: Path) -> None:
+    """Two kinds of steps, as answers become longer; the phases add up to a step, and steps to the run."""
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"prompt": "1 + 1", "answer": "2"}\n' * 40)
+    words = ["rollout.longer_from_step=100", "rollout.longer_max_new_tokens=2000", "cluster.host_memory_gib=200"]
+    words += [f"data.train_path={problems}", "run.steps=150", "--answer-tokens=256", "--explain"]
+    done = command("deepseekmath_7b", *words)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "does not fit: " in done.stdout
+    assert " as pinned memory, and 90% may be planned; spread the model over more machines" in done.stdout
+    lines = done.stdout.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("time on H100, if prompts have 200"))
+    assert "answers on average 256 of 1,024 and 500 of 2,000" in lines[begin]
+    rows = {line[:40].strip(): line[40:].replace(",", "").split() for line in lines[begin + 1 :]}
+    phases = ["generation", "log-probs of the reference policy", "updates", "weights to the engines", "turns"]
+    for column in (0, 1):
+        total = sum(float(rows[phase][column]) for phase in phases)
+        assert total == pytest.approx(float(rows["in all"][column]), abs=0.4)
+    hours = (100 * float(rows["in all"][0]) + 50 * float(rows["in all"][1])) / 3600
+    assert f"the run: {hours:,.1f} hours" in done.stdout
+    assert "2,400 prompts, each of 40 problems 60.0 times" in done.stdout
+    assert sum(line.startswith("what bounds a step") for line in lines) == 2
+    explained = done.stdout.split("how these come about")[1]
+    assert "a step with 1: max(" in explained
+    assert "MFLOP a token / (989 TFLOP/s x 0.62)" in explained
+
+
 def test_the_command_says_what_does_not_fit(plans: dict[str, Any]) -> None:
     done = command("qwen3_30b_a3b", "cluster.nodes=1", "--json")
     assert done.returncode == 1
@@ -395,6 +422,11 @@ def test_the_command_says_that_an_engine_takes_more_than_there_is() -> None:
             "cluster.nodes=2 * cluster.gpus_per_node=7 = 14 is not divisible by layout.tp=4",
         ),
         (["r1zero_700b"], "Could not find 'experiment/r1zero_700b'"),
+        (
+            ["deepseekmath_7b", "--answer-tokens", "4000"],
+            "answers of 4000 tokens on average are not between 1 and the longest, 1024",
+        ),
+        (["deepseekmath_7b", "cluster.gpu=h1000"], "cluster.gpu=h1000: choose one of h100, h200"),
     ],
 )
 def test_settings_that_cannot_run_are_refused(arguments: list[str], message: str) -> None:

@@ -12,7 +12,7 @@ from ranks import results, run_ranks
 SEVEN, SIXTEEN = ["experiment=deepseekmath_7b"], ["experiment=moonlight_16b", "model.layers=9"]
 CASES = {
     "one machine": SEVEN,
-    "larger GPUs": [*SEVEN, "cluster=h200", "cluster.nodes=2"],
+    "larger GPUs": [*SEVEN, "cluster=h200", "cluster.nodes=2", "layout.micro_batch_tokens=32768"],
     "experts": SIXTEEN,
     "too small": [*SEVEN, "cluster.gpus_per_node=1"],
     "unknown": [*SEVEN, "cluster=any"],
