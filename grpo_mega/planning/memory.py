@@ -130,11 +130,11 @@ def kept(config: Config, stage: Stage, number: int) -> float:
         each = 2.0 * config.model.hidden / _split(config) * _tokens(config)
     elif layout.recompute == "none":
         each += attention(config, gradients=False)
-    return _in_flight(layout, number) * (stage.layers + stage.predictors) * each
+    return in_flight(layout, number) * (stage.layers + stage.predictors) * each
 
 
-def _in_flight(layout: LayoutConfig, number: int) -> float:
-    """Micro-batches of which a stage keeps something at its fullest, each of all its layers."""
+def in_flight(layout: LayoutConfig, number: int) -> float:
+    """Micro-batches that pipeline stage `number` holds at most, of as many as there are."""
     if layout.vpp > 1:
         return (2 * (layout.pp - number - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
     return float(layout.pp - number)
@@ -147,7 +147,7 @@ def eight_bits(config: Config, stage: Stage, number: int) -> float:
     """
     layers = stage.layers + stage.predictors
     whole = 2.0 * (stage.dense + stage.experts)
-    return whole / layers if config.layout.recompute == "full" else whole * _in_flight(config.layout, number)
+    return whole / layers if config.layout.recompute == "full" else whole * in_flight(config.layout, number)
 
 
 def most_skewed(config: Config) -> tuple[float, float, float]:

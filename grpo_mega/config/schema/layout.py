@@ -58,6 +58,10 @@ class ClusterConfig:
     gpu_memory_mib: Annotated[int | None, Interval("[1, inf)")] = None
     """Memory of one GPU in MiB, as nvidia-smi shows it (H100: 81559, H200: 143771); null: the planner does not say
     whether it fits."""
+    gpu: Annotated[str | None, OneOf("h100", "h200", "h800", "h20", "a100", "b200", "gb200", "gb300")] = None
+    """Which GPU it is; the planner's times go by its data sheet. null: no times."""
+    host_memory_gib: Annotated[int | None, Interval("[1, inf)")] = None
+    """Main memory of one machine in GiB; null gives no verdict."""
     timeout_seconds: Annotated[
         int, Interval("[60, 604800]", "a minute to a week: busy ranks are late, and a job that hangs has to end")
     ] = 1800
