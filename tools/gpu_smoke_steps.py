@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 SIZES = ("one", "two", "node")
-"""For one GPU, for two, and for all of a machine, which are four or more."""
+"""Sizes of the check: one GPU, two, and all of a machine (four or more)."""
 TEST = "-m pytest -q -rs -p no:cacheprovider tests/gpu/test_gpu_{name}.py"
 COMPLETED = r"completed: \d+ steps"
-"""What a run's last line says."""
+"""Pattern in the last line of a run that completed."""
 PASSED = r"\d+ passed"
-"""What pytest's last line says unless every test was skipped."""
+"""Pattern in pytest's last line unless every test was skipped."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Step:
     """A step of the check.
 
     Attributes:
-        name: Of the step, and of its log.
-        command: What follows the interpreter's name, quoted as a shell wants it.
-        shows: What is known when it has passed.
-        proof: Regular expression that its output holds when it has passed; exit code 0 alone proves nothing, as of
-            tests that were all skipped.
-        seconds: Limit after which it is ended.
-        after: Steps that must have passed: without them it could only fail again.
-        lacks: What is not here and the step needs, with the fix; empty when everything is there.
+        name: Name of the step and of its log.
+        command: Command after the interpreter's name, with shell quoting.
+        shows: What a pass proves.
+        proof: Regular expression that the output of a passed step matches; exit code 0 does not suffice, e.g. if all
+            tests were skipped.
+        seconds: Time limit of the step.
+        after: Steps that must have passed, without which it would fail too.
+        lacks: What the step needs and is missing here, with the fix; empty if nothing is missing.
     """
 
     name: str
@@ -51,9 +51,9 @@ def steps_of(size: str, gpus: int, out: Path, model: Path) -> list[Step]:
 
     Args:
         size: One of SIZES.
-        gpus: GPUs that take part: 1, 2, or an even number from 4 on.
-        out: The folder for what they write.
-        model: The folder of a small Hugging Face model, such as Qwen2.5-0.5B.
+        gpus: Number of GPUs: 1, 2, or an even number from 4 on.
+        out: Folder for the output.
+        model: Folder of a small Hugging Face model, such as Qwen2.5-0.5B.
     """
     of_size = {"one": _one, "two": _two, "node": _node}[size]
     folders = shlex.quote(str(out)), shlex.quote(str(model))
@@ -63,7 +63,7 @@ def steps_of(size: str, gpus: int, out: Path, model: Path) -> list[Step]:
 
 
 def train(processes: int, settings: str, out: str) -> str:
-    """The command of a training run whose directory lies in `out`."""
+    """Command of a training run whose directory is in `out`."""
     return (
         f"-m torch.distributed.run --standalone --nproc-per-node {processes} -m grpo_mega.train {settings}"
         f" run.root={out}/runs run.eval_every=0 run.save_every=10"
@@ -71,12 +71,12 @@ def train(processes: int, settings: str, out: str) -> str:
 
 
 def _doctor(out: str) -> Step:
-    """Whether the machine is fit at all."""
+    """Step that checks whether the machine can train."""
     return Step("doctor", f"tools/doctor.py --json --runs {out}/runs", "packages, driver, limits", '"fit": true', 300)
 
 
 def _one(gpus: int, out: str, model: str) -> Iterator[Step]:
-    """One GPU: kernels, memory, a run without and with an engine that takes turns, a real model, and how fast."""
+    """Steps on one GPU: kernels, memory, runs without and with an engine that takes turns, a real model, speed."""
     yield _doctor(out)
     yield Step("kernels", "tools/bench_kernels.py --check", "losses and gradients agree with float64", "all right", 900)
     yield Step(
@@ -116,7 +116,7 @@ def _one(gpus: int, out: str, model: str) -> Iterator[Step]:
 
 
 def _two(gpus: int, out: str, model: str) -> Iterator[Step]:
-    """Two GPUs: NCCL's collectives, layouts, an engine over both, and one that has a GPU of its own."""
+    """Steps on two GPUs: NCCL's collectives, layouts, an engine over both, and one with a GPU of its own."""
     yield _doctor(out)
     yield Step("suspend", TEST.format(name="process_groups"), "groups of two ranks give memory back", PASSED, 600)
     yield from _parity(2)
@@ -156,7 +156,7 @@ def _two(gpus: int, out: str, model: str) -> Iterator[Step]:
 
 
 def _node(gpus: int, out: str, model: str) -> Iterator[Step]:
-    """All GPUs of a machine: layouts with pipeline stages, engines of two, a real model on all of them."""
+    """Steps on all GPUs of a machine: layouts with pipeline stages, engines of two GPUs, a real model on all."""
     yield _doctor(out)
     yield Step("suspend", TEST.format(name="process_groups"), "groups of two ranks give memory back", PASSED, 600)
     yield from _parity(gpus)
@@ -189,7 +189,7 @@ def _parity(gpus: int) -> Iterator[Step]:
 
 
 def _model(gpus: int, layout: str, out: str, model: str) -> Iterator[Step]:
-    """A few steps of a real small model on problems that are made here."""
+    """Steps that train a real small model on problems generated here."""
     count = 2 * 16 * gpus * 4
     problems = f"tools/countdown.py {out}/countdown --train {count} --test 100"
     yield Step("problems", problems, "problems of Countdown, made here", "", 300)

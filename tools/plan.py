@@ -11,7 +11,7 @@ the fewest processes that fit the layout.
 
 When engines share the GPUs, a second table shows the memory while they run (grpo_mega/rollout/sglang/memory.py).
 
-`--propose` searches for a layout (grpo_mega/planning/propose.py) and prints the settings that make it.
+`--propose` searches for a layout (grpo_mega/planning/propose.py) and prints the settings of it.
 
 Exit code: 0 the run fits (or the GPUs' memory is unknown), 1 it does not, 2 the settings cannot run.
 """
@@ -24,7 +24,7 @@ import os
 import sys
 import warnings
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # models that are built here must not be on a GPU
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # models built here must not be on a GPU
 
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config
@@ -33,7 +33,7 @@ FITS, TOO_BIG, BAD_INPUT = 0, 1, 2
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", help="a file of configs/experiment, with or without experiment= before it")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for training")
