@@ -42,7 +42,7 @@ from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel
 from grpo_mega.models.teacher import Teacher
 from grpo_mega.models.topology import Topology, join_layout, leave_layout
-from grpo_mega.observe.console import columns_of
+from grpo_mega.observe.columns import columns_of
 from grpo_mega.observe.heartbeat import Heartbeat
 from grpo_mega.observe.logs import setup_rank_logging
 from grpo_mega.observe.recorder import Recorder
@@ -56,6 +56,7 @@ from grpo_mega.reward.compose import Reward
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.sglang.engine import SGLangEngine
+from grpo_mega.rollout.sglang.teacher import ServedTeacher, TeacherServer
 from grpo_mega.run import Run, Stage
 from grpo_mega.stages.distill import Distill
 from grpo_mega.stages.grpo import GRPO
@@ -109,8 +110,9 @@ def assemble(
     Raises:
         ValueError: The layout, the run directory or its checkpoints cannot be used.
     """
-    # Both before the run directory is created.
+    # All before the run directory is made.
     taught = _check_teacher(config, data.tokenizer)
+    served = _check_served(config, data.tokenizer)
     preferred = find_reward_model(config, data.tokenizer)
     with _ground(config, platform, data) as ground:
         if isinstance(data, ExampleData):
@@ -119,7 +121,7 @@ def assemble(
         assert reward is not None, "a policy is trained on answers that a reward scores"
         decode = partial(_decode, data.tokenizer)
         with _sglang(ground, decode) as sglang:
-            yield _policy_run(ground, data, reward, decode, sglang, taught, preferred)
+            yield _policy_run(ground, data, reward, decode, sglang, taught, served, preferred)
 
 
 @contextmanager
@@ -179,11 +181,12 @@ def _policy_run(
     decode: Decode,
     sglang: SGLangEngine | None,
     taught: tuple[ModelConfig, int] | None,
+    served: tuple[TeacherServer, str] | None,
     preferred: FoundRewardModel | None,
 ) -> Run:
     """A run that trains a policy: reinforcement learning and the stages before it.
 
-    `taught` has the architecture and vocabulary of a teacher, `preferred` a reward model; either may be None.
+    A teacher, of the architecture and vocabulary `taught` or of a server, and a reward model may take part.
     """
     config = ground.config
     with ground.timer("setup"):
@@ -193,11 +196,12 @@ def _policy_run(
         scorer, learned = None, None
         if preferred:
             scorer, learned = learned_reward(config, preferred, ground.topology, ground.platform, decode)
-        teacher = _teacher(ground, *taught) if taught else None
+        own_teacher = _teacher(ground, *taught) if taught else None
     ground.recorder.start(_introduction(config, policy))
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     score = partial(reward.score, decode=decode) if config.algorithm.supervision == "process" else reward.score
-    others = [model for model in (critic, reference, scorer, teacher) if model]
+    others = [model for model in (critic, reference, scorer, own_teacher) if model]
+    teacher = ServedTeacher(*served, ground.topology) if served else own_teacher
     rollouts = _rollouts(ground, data, policy, others, score, learned, embedded, sglang, decode)
     if critic:
         last: Stage = PPO(config, policy, critic, reference, data, rollouts)
@@ -280,6 +284,18 @@ def _teacher(ground: Ground, model: ModelConfig, vocab_size: int) -> Teacher:
     teacher = Teacher(model, ground.config.layout, vocab_size, ground.topology, ground.platform)
     load_teacher(Path(str(ground.config.distill.teacher)), teacher)
     return teacher
+
+
+def _check_served(config: Config, tokenizer: Tokenizer) -> tuple[TeacherServer, str] | None:
+    """The server that teaches, if one does, and the checksum of its model.
+
+    Raises:
+        ValueError: It does not answer, or has other tokens.
+    """
+    if not config.distill.served:
+        return None
+    server = TeacherServer(str(config.distill.teacher), config.distill.timeout_seconds)
+    return server, server.check(tokenizer.vocab_size, tokenizer.decode)
 
 
 def _rollouts(

@@ -18,14 +18,15 @@ from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import Config
 from grpo_mega.models.average import Copy
 from grpo_mega.models.model import Model
-from grpo_mega.observe.machine import peak_memory, step_seconds, throughput
+from grpo_mega.observe.machine import Use, step_seconds, throughput, use_of_ranks, working_seconds
 from grpo_mega.observe.metrics import METRICS
 from grpo_mega.observe.profile import Profile
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.summary import versions, warn_of_other_versions
 from grpo_mega.observe.timer import PhaseTimer
-from grpo_mega.platform import trace
-from grpo_mega.platform.collectives import from_main_rank
+from grpo_mega.platform import peak_memory_bytes, trace
+from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
+from grpo_mega.platform.peaks import peak_tflops
 from grpo_mega.platform.stop import Interrupted, Stopped, StoppedByAlarm, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -38,10 +39,12 @@ Saved = Model | Copy
 
 @dataclass
 class StepRecord:
-    """Records of a finished step: its metrics, and some of the answers if there were any."""
+    """The records of a finished step: its metrics, some of the answers if there were any, and layer by layer the tokens
+    that each expert got in its last update, if there are experts and was one."""
 
     metrics: Metrics
     shown: list[dict[str, Any]] = field(default_factory=list)
+    loads: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Stateful(Protocol):
@@ -62,11 +65,13 @@ class Stage(Stateful, Protocol):
     Attributes:
         name: Name of the stage, the prefix of its checkpoints and metrics except in a run's last stage.
         save_every: Steps between checkpoints; 0 saves only the last step.
-        in_progress: A step that was stopped between two of its updates, or None.
+        most_steps: Steps that it takes, or the most that it may take where that follows from what it learns.
+        in_progress: A step that was stopped between two of its updates; None otherwise.
     """
 
     name: str
     save_every: int
+    most_steps: int
     in_progress: StepInProgress | None
 
     @property
@@ -222,7 +227,7 @@ class Run:
             self.stage, self.step, self.begun = stage, 0, False
         if not self.begun:
             random_state.reseed(self.config.seed, step=0)
-            self.recorder.open_metrics(-1, self._metrics_file)
+            self.recorder.open_metrics(-1, self._metrics_file, stage.most_steps)
             stage.begin(self)
             self.begun = True
 
@@ -239,7 +244,7 @@ class Run:
                 record = self.stage.step(self)
             self.step += 1
             profile.after(self.step)
-            self.recorder.step(self.step, self._measured(record.metrics), record.shown)
+            self.recorder.step(self.step, self._measured(record.metrics), record.shown, record.loads)
             self.finish_saving(wait=False)
             last = self.stage.is_done(self.step)
             if last or is_due(self.stage.save_every, self.step):
@@ -313,10 +318,22 @@ class Run:
         return f"{where}; {self.newest} is saved, the same command continues there"
 
     def _measured(self, metrics: Metrics) -> Metrics:
-        """The metrics of a step, with its time, speed and memory added; every rank must call it."""
-        seconds = step_seconds(self.timer.step_seconds())
+        """The metrics of a step, with its seconds, speed and memory; every rank must call it."""
+        spent = self.timer.step_seconds()
+        seconds = step_seconds(spent)
         speed = throughput(metrics.get("rollout/tokens"), seconds)
-        return metrics | seconds | speed | peak_memory(self.model.platform)
+        platform = self.model.platform
+        own = Use(peak_memory_bytes(platform), self._take_flops(), working_seconds(spent))
+        peak = peak_tflops(platform, self.model.architecture.dtype)
+        return metrics | seconds | speed | use_of_ranks(from_all_ranks(lambda: own), seconds, peak)
+
+    def _take_flops(self) -> float:
+        """Operations that the stage's models have learned with since the last call, this rank's part."""
+        learning = [model for model in self.stage.models if isinstance(model, Model)]
+        flops = sum(model.flops for model in learning)
+        for model in learning:
+            model.flops = 0.0
+        return flops
 
     def total_seconds(self) -> Metrics:
         """Wall seconds of the whole run by phase, over all its starts."""
@@ -405,7 +422,7 @@ class Run:
         of = "" if self._is_last else f" of {self.stage.name}"
         where = self.where() if self.stage.in_progress else f"after step {self.step}{of}"
         self.recorder.note(f"continuing {where}, from {newest}")
-        self.recorder.open_metrics(self.step, self._metrics_file)
+        self.recorder.open_metrics(self.step, self._metrics_file, self.stage.most_steps)
         return True
 
     @property

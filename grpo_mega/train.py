@@ -27,6 +27,8 @@ if __name__ == "__main__":
     answer(sys.argv[1:])  # before torch is imported, which takes seconds
     if OPTION in sys.argv:
         sys.exit(dry_run(sys.argv[1:]))
+    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":  # the next words come seconds later
+        print("grpo_mega is starting: libraries, settings, data", file=sys.stderr)
 
 import hydra
 from hydra.errors import HydraException

@@ -128,7 +128,7 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
         before = stage.watch.tokens["trained"]
         stage.step(run)
         run.step += 1
-        phases = {name: list(spent) for name, spent in timer.step_seconds().items()}
+        phases = {name: [spent.wall, spent.cpu] for name, spent in timer.step_seconds().items()}
         all_ranks: list = [None] * topology.world_size
         dist.all_gather_object(all_ranks, {name: cpu for name, (_, cpu) in phases.items()})
         for name, phase in phases.items():

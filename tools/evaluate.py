@@ -136,7 +136,7 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
     settings = made.identity | {"sampling": vars(sampling), "samples": own.samples}
     settings |= {"budgets": budgets} if budgets else {}
     settings |= {CONTINUES: continues} if begun else {}
-    preferred = _reward_model(made) if any(word.startswith(PREFERRED) for word in options.settings) else None
+    preferred = _reward_model(made) if _asks_reward_model(options) else None
     settings |= {"reward_model": preferred.checksum} if preferred else {}
     with ExitStack() as held:
         if problem := from_main_rank(lambda: _refusal(folder, settings, held)):
@@ -161,12 +161,18 @@ def _continuations(options: argparse.Namespace, made: Subject) -> tuple[dict[str
         if options.separators:
             raise ValueError("--separators divide the steps of --continue; give that, or leave them out")
         return {}, {}
-    if options.budgets or options.out is None:
-        raise ValueError("--continue needs --out FOLDER, and goes without --budgets: a continuation is no whole answer")
+    if options.budgets or options.out is None or _asks_reward_model(options):
+        raise ValueError(
+            f"--continue needs --out FOLDER, and goes without --budgets and {PREFERRED}: it is no whole answer"
+        )
     separators = [text.replace("\\n", "\n") for text in options.separators] or PairsConfig().separators
     pool = open_pool(options.pool)
     begun = begun_of(pool, made.prompts, separators, made.tokenizer, made.config.model.context)
     return {"pool": pool.sha256, "separators": separators}, begun
+
+
+def _asks_reward_model(options: argparse.Namespace) -> bool:
+    return any(word.startswith(PREFERRED) for word in options.settings)
 
 
 def _reward_model(made: Subject) -> FoundRewardModel:

@@ -33,13 +33,15 @@ class StepInProgress:
     """A step whose answers are generated and scored.
 
     Attributes:
-        groups: Answers without tokens, on every rank.
-        batch: This replica's share of the samples that updates compute, with all log-probs that they need; None when
-            there is nothing to learn.
-        shown: Records of some answers for display; on the main rank, empty on others.
-        updates: Metrics of each update done so far.
-        mismatch: Without a batch, metrics of the difference between trainer's and engine's log-probs.
-        shown_groups: Indices of the groups in `shown`; on every rank.
+        groups: What every rank knows of the answers.
+        batch: This replica's part of those that updates compute, with every log-prob these need; None when nothing can
+            move the policy.
+        shown: Records of some of the answers, for people to read; on the main rank, none on the others.
+        updates: The metrics of each update done so far.
+        mismatch: Without a batch, how far the trainer's log-probs of the answers are from the engine's, for the log.
+        shown_groups: Indices of the groups whose answers `shown` has; on every rank.
+        loads: Number of a layer -> tokens that each of its experts got in the last update that is done; {} without one,
+            and for a dense model.
     """
 
     groups: list[Group]
@@ -48,6 +50,7 @@ class StepInProgress:
     updates: list[dict[str, float]] = field(default_factory=list)
     mismatch: dict[str, float] = field(default_factory=dict)
     shown_groups: list[int] = field(default_factory=list)
+    loads: dict[str, list[float]] = field(default_factory=dict)
 
 
 def save(checkpoint: Path, step: StepInProgress, topology: Topology) -> None:
@@ -83,6 +86,7 @@ def load(checkpoint: Path, topology: Topology) -> StepInProgress | None:
         record["updates"],
         record["mismatch"],
         record.get("shown_groups", []),
+        record.get("loads", {}),  # as above
     )
 
 

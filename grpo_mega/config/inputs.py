@@ -21,7 +21,7 @@ def _problems(config: Config) -> dict[str, str | None]:
     for name, source in config.data.sources.items():
         named |= {f"data.sources.{name}.path": source.path, f"data.sources.{name}.test_path": source.test_path}
     paths = {"sft.path": config.sft.path, "reward.model.path": config.reward.model.path}
-    return named | paths | {"distill.teacher": config.distill.teacher}
+    return named | paths | ({} if config.distill.served else {"distill.teacher": config.distill.teacher})
 
 
 def _pairs(config: Config) -> dict[str, str | None]:

@@ -67,6 +67,7 @@ _MAY_CHANGE = frozenset({
     "rollout.concurrent_sequences",
     "optimizer.overlap",
     "data.shared_test_problems",
+    "distill.timeout_seconds",
 })  # fmt: skip
 _MAY_CHANGE_WHOLE = ("layout.", "cluster.", "rollout.sglang.", "eval.", "alarms.", "run.stop_on", "run.trackers")
 _OF_SERVICES = re.compile(r"reward\.terms\[\d+\]\.options\.(?:url|key|cache|batch|at_once|retries|backoff|boxes)")
@@ -283,7 +284,10 @@ def must_stay(values: Mapping[str, object]) -> dict[str, object]:
     return {
         name: value
         for name, value in values.items()
-        if name not in _MAY_CHANGE and not name.startswith(_MAY_CHANGE_WHOLE) and not _OF_SERVICES.fullmatch(name)
+        if name not in _MAY_CHANGE
+        and not name.startswith(_MAY_CHANGE_WHOLE)
+        and not _OF_SERVICES.fullmatch(name)
+        and not (name == "distill.teacher" and str(value).startswith("http"))  # its model is compared, wherever it is
     }
 
 

@@ -13,11 +13,11 @@ from grpo_mega.config.trained_model import TrainedModel, read_trained_model
 
 
 def read_teacher(config: Config) -> TrainedModel | None:
-    """Reads the description of `distill.teacher` from its files; None when the run has no teacher.
+    """What the files of `distill.teacher` say; None when the run has no teacher, or a server's.
 
     Raises: see `read_trained_model`.
     """
-    if not config.distill.teacher:
+    if not config.distill.teacher or config.distill.served:
         return None
     return read_trained_model("distill.teacher", config.distill.teacher, config.model.context)
 

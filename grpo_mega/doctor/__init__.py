@@ -21,7 +21,7 @@ def examine(runs: Path) -> Iterator[Finding]:
     yield driver
     yield from software.torch(gpus)
     yield from software.required()
-    yield from software.accelerators(bool(gpus))
+    yield from software.optional(bool(gpus))
     yield software.apex(bool(gpus))
     yield machine.shared_memory(machine.size_of(Path("/dev/shm")), bool(gpus))
     yield machine.host_memory(machine.main_memory(), sum(gpu.memory for gpu in gpus))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from grpo_mega.doctor.finding import ABSENT, FAILURE, WARNING, Finding, run
 from grpo_mega.doctor.machine import GPU
+from grpo_mega.doctor.packages import APEX_USE, APEX_WITHOUT, PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,36 +111,20 @@ def _usable(name: str) -> bool:
     return release is not None and _satisfies(release, _wanted()[name])
 
 
-ACCELERATORS = (
-    ("nvidia-ml-py", "pynvml", "what GPUs are and hold; a Slurm job calls a node with GPUs and without it unfit",
-     "python -m pip install nvidia-ml-py"),
-    ("transformer-engine", "transformer_engine.pytorch", "much faster layers: without it experts compute one by one",
-     "python -m pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12'"),
-    ("flash-attn", "flash_attn", "attention over long sequences in little memory",
-     "python -m pip install --no-build-isolation flash-attn"),
-    ("sglang", "sglang", "fast generation", "python -m pip install sglang"),
-    ("torch-memory-saver", "torch_memory_saver", "SGLang can give its memory to the trainer and take it back",
-     "python -m pip install torch-memory-saver"),
-)  # fmt: skip
-"""(package, module, use, command that installs it) of optional packages."""
-
-BOUNDS = {"transformer-engine": ">=2.9,<2.12"}
-"""Working versions of optional packages, as in pyproject.toml and platform/transformer_engine.py."""
-
-
-def accelerators(on_gpu: bool) -> Iterator[Finding]:
-    """Findings about optional packages; one that is installed but cannot be imported is worse than none."""
-    for name, module, use, fix in ACCELERATORS:
-        release = installed(name)
+def optional(on_gpu: bool) -> Iterator[Finding]:
+    """The findings about optional packages; one that is installed and cannot be imported is worse than none."""
+    for package in PACKAGES:
+        name, release, fix = package.name, installed(package.name), package.install
         if release is None:
-            yield Finding(name, "missing", WARNING if on_gpu else ABSENT, use, fix if on_gpu else "")
+            why = f"for {package.used_for}; without it: {package.without}"
+            warned = on_gpu and package.missed
+            yield Finding(name, "missing", WARNING if warned else ABSENT, why, fix if warned else "")
             continue
-        bounds = BOUNDS.get(name, "")
-        if not _satisfies(release, bounds):
-            why = f"{bounds} is what megatron-core works with; training refuses this one"
+        if not _satisfies(release, package.bounds):
+            why = f"{package.bounds} is what megatron-core works with; training refuses this one"
             yield Finding(name, release, FAILURE if on_gpu else WARNING, why, fix)
             continue
-        _, problem = run([sys.executable, "-c", f"import {module}"])
+        _, problem = run([sys.executable, "-c", f"import {package.module}"])
         if problem:
             why = f"cannot be imported: {problem}"
             yield Finding(
@@ -152,7 +137,7 @@ def accelerators(on_gpu: bool) -> Iterator[Finding]:
 def apex(on_gpu: bool) -> Finding:
     """Finding about NVIDIA's Apex, which is not on PyPI: the package of that name there is something else."""
     if importlib.util.find_spec("apex") is None:
-        return Finding("apex", "missing", ABSENT, "Transformer Engine has what is needed of it" if on_gpu else "")
+        return Finding("apex", "missing", ABSENT, f"for {APEX_USE}; without it: {APEX_WITHOUT}" if on_gpu else "")
     _, problem = run([sys.executable, "-c", "import apex.multi_tensor_apply, apex.optimizers"])
     if not problem:
         return Finding("apex", f"NVIDIA's {installed('apex') or ''}".strip())

@@ -17,7 +17,7 @@ from typing import Any
 from grpo_mega.data.chat import Turn
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.evaluate.results import Record
-from grpo_mega.evaluate.selection import Pool, open_pool, records_of
+from grpo_mega.evaluate.selection import Pool, is_text, open_pool, records_of
 from grpo_mega.step_ends import beginnings, step_ends
 from grpo_mega.types import Prompt, Sample, Score
 
@@ -46,7 +46,8 @@ def begun_of(
 ) -> dict[str, Begun]:
     """Beginnings to continue, by id: those of every answer of a pool that ended by itself and has a score.
 
-    Equal beginnings are continued once. A beginning that leaves no room in `context` tokens is left out.
+    Equal beginnings are continued once. A beginning that leaves no room in `context` tokens, and an answer with
+    characters that are not allowed in text, are left out; their steps get no labels.
 
     Raises:
         ValueError: The pool has problems that are not among `prompts`, or there is nothing to continue.
@@ -59,7 +60,7 @@ def begun_of(
                 f"problem {record['problem']!r} of {pool.folder} is not among those that are asked here; give the "
                 "--train or --data of the pool's own command"
             )
-        if record["finish_reason"] != "stop" or record.get("unscorable"):
+        if record["finish_reason"] != "stop" or record.get("unscorable") or not is_text(record["completion"]):
             continue
         for text in beginnings(record["completion"], separators):
             begun = _begun(known[record["problem"]], text, tokenizer)

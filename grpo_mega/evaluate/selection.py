@@ -98,11 +98,16 @@ class Filters:
             return f"have fewer than {self.shortest} tokens"
         if self.longest is not None and record["tokens"] > self.longest:
             return f"have more than {self.longest} tokens"
-        try:
-            checked_text(record["completion"], "completion", "")
-        except ValueError:
-            return "are empty, or hold what no text may"
-        return None
+        return None if is_text(record["completion"]) else "are empty, or hold what no text may"
+
+
+def is_text(completion: str) -> bool:
+    """Whether a completion can be learned: it is not empty, and holds nothing that no text may."""
+    try:
+        checked_text(completion, "completion", "")
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig, MoEConfig, YarnConfig
 from grpo_mega.models.chunks import ModelChunks
 from grpo_mega.models.megatron.changes import TO_CHUNK, TO_SPECIFICATION, Chunk, Specification, apply_changes
+from grpo_mega.models.megatron.eight_bits import eight_bit_options
 from grpo_mega.models.megatron.fused import fused_options
 from grpo_mega.models.megatron.layers import gelu_tanh
 from grpo_mega.models.megatron.sinks import LIMIT
@@ -146,6 +147,7 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         **fused_options(model, _activation(model), platform.transformer_engine),
+        **eight_bit_options(layout, platform),
     )
     if model.moe.experts:
         common |= _moe_options(model.moe, model.layers, platform)

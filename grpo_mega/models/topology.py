@@ -13,6 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import distributed_c10d
 
 from grpo_mega.config.schema import LayoutConfig
+from grpo_mega.models.megatron.eight_bits import ROWS
 
 Item = TypeVar("Item")
 
@@ -30,6 +31,7 @@ class Topology:
         dp_rank, dp_size: This rank's data parallel replica, and the number of replicas.
         replica_of_rank: The replica of every rank of the job.
         interleaved: Whether pipeline ranks hold several pieces of the model.
+        fp8: Whether matrix products are in 8 bits.
         lock_step: Group of the ranks that generate in lock-step with this one: those of its replica, those that share
             experts with one of them, the replicas of these, and so on.
     """
@@ -45,6 +47,7 @@ class Topology:
     dp_size: int
     replica_of_rank: list[int]
     interleaved: bool
+    fp8: bool
     lock_step: dist.ProcessGroup
 
     @property
@@ -61,9 +64,9 @@ class Topology:
     def row_multiple(self) -> int:
         """Divisor of the number of a rank's packed rows.
 
-        Rotary embeddings cut a context parallel rank's rows in half.
+        Rotary embeddings cut a context parallel rank's rows in half; 8 bits are for blocks of rows.
         """
-        return self.tp_size * (2 if self.cp_size > 1 else 1)
+        return self.tp_size * (2 if self.cp_size > 1 else 1) * (ROWS if self.fp8 else 1)
 
     @property
     def scorers(self) -> int:
@@ -90,6 +93,18 @@ class Topology:
         if self.pp_size > 1:
             dist.all_reduce(vector, group=parallel_state.get_pipeline_model_parallel_group())
         return vector
+
+    def from_first_of_replica(self, vector: torch.Tensor) -> torch.Tensor:
+        """The vector of CPU numbers that the lowest rank of the replica passes, on all its ranks; others pass zeros."""
+        device = torch.device("cuda") if torch.cuda.is_available() else vector.device
+        spread = vector.to(device)
+        for group in (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_context_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        ):
+            dist.all_reduce(spread, group=group)
+        return spread.cpu()
 
     def of_every_replica(self, numbers: Sequence[int]) -> list[list[int]]:
         """Integers of each replica, by replica; of equal number, and the same on all ranks of a replica."""
@@ -219,6 +234,7 @@ def join_layout(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800) ->
         dp_size=parallel_state.get_data_parallel_world_size(),
         replica_of_rank=replica_of_rank,
         interleaved=layout.vpp > 1,
+        fp8=layout.fp8,
         lock_step=_lock_step(timeout_seconds),
     )
 

@@ -41,6 +41,9 @@ SECONDS_BETWEEN_WRITES = 1.0
 
 logger = logging.getLogger(__name__)
 
+WAITS = ("wait", "reduce", "all-grads-sync")
+"""Spans in which a rank waits for others; as well as sends and receives of pipelines, in which it waits for one."""
+
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 """As json.dumps, which would make an encoder for every event."""
 now = time.perf_counter_ns
@@ -219,6 +222,7 @@ def _forget_ranks(path: Path, world_size: int) -> None:
 
 
 _trace: Trace | None = None
+_waited = 0.0
 
 
 @contextmanager
@@ -264,6 +268,16 @@ def step(number: int, stage: str) -> Iterator[None]:
     trace.end_step()
 
 
+def is_wait_for_one(name: str) -> bool:
+    """Whether a span of this name is a pipeline's send or receive."""
+    return "recv" in name or name.endswith("-send")
+
+
+def waited() -> float:
+    """Seconds that this process has spent in waits for other ranks, also without a trace."""
+    return _waited
+
+
 class span:
     """Records the body of `with span("optimizer"):`, or what is between `start` and `stop`, inside a phase.
 
@@ -283,10 +297,14 @@ class span:
 
     def stop(self, *_: Any, **__: Any) -> None:
         """Ends."""
+        global _waited
+        spent = now() - self.since
+        if self.name in WAITS or is_wait_for_one(self.name):
+            _waited += spent / 1e9
         if _trace is None:
             return
         _trace.flight.end(self.name)
-        took: dict[str, Any] = {"dur": (now() - self.since) / 1e3}
+        took: dict[str, Any] = {"dur": spent / 1e3}
         _trace.event("X", self.name, self.since, took | ({"args": self.about} if self.about else {}))
 
     def __enter__(self) -> None:

@@ -53,9 +53,14 @@ class Pool:
         return len(self._done)
 
     @property
+    def wanted(self) -> int:
+        """Number of all samples."""
+        return len(self._wanted)
+
+    @property
     def complete(self) -> bool:
         """Whether all samples are done."""
-        return self.done == len(self._wanted)
+        return self.done == self.wanted
 
     def begin(self) -> None:
         """Marks all waiting samples as in flight."""

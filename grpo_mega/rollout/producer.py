@@ -84,6 +84,11 @@ class Producer:
         """Whether answers are missing; the same on all ranks."""
         return not self._pool.complete
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Samples that the engine has finished, on all ranks together, and all that were asked for."""
+        return self._pool.done + self._unscored_everywhere, self._pool.wanted
+
     def poll(self, interrupted: Callable[[], bool] | None = None) -> Rollout:
         """Polls the engine once, scores and announces due samples, and returns complete groups in order.
 

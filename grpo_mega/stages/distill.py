@@ -16,6 +16,7 @@ from grpo_mega.data import Data
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.models.teacher import Teacher
+from grpo_mega.rollout.sglang.teacher import ServedTeacher
 from grpo_mega.run import Run
 from grpo_mega.stages.grpo import GRPO
 from grpo_mega.stages.rollouts import Rollouts
@@ -31,7 +32,7 @@ class Distill(GRPO):
         self,
         config: Config,
         policy: Policy,
-        teacher: Teacher,
+        teacher: Teacher | ServedTeacher,
         reference: ReferencePolicy | None,
         data: Data,
         rollouts: Rollouts,
@@ -72,7 +73,7 @@ class Distill(GRPO):
         super().load_state_dict(state)
 
 
-def with_teacher(batch: Batch, teacher: Teacher, config: Config) -> Batch:
+def with_teacher(batch: Batch, teacher: Teacher | ServedTeacher, config: Config) -> Batch:
     """The replica's batch with the teacher's log-probs, at the temperature of the samples, and advantages from them.
 
     On input, `advantage` comes from rewards, and `old_logprob` from the policy. Every rank must call it.

@@ -34,7 +34,8 @@ class GRPO:
     def __init__(
         self, config: Config, policy: Policy, reference: ReferencePolicy | None, data: Data, rollouts: Rollouts
     ) -> None:
-        self.config, self.algorithm, self.data, self.save_every = config, config.algorithm, data, config.run.save_every
+        self.config, self.algorithm, self.data = config, config.algorithm, data
+        self.save_every, self.most_steps = config.run.save_every, config.run.steps
         self.policy, self.topology, self.reference, self.rollouts = policy, policy.topology, reference, rollouts
         self.copies = [copy for copy in (reference, rollouts.average) if copy]
         self.models: list[Saved] = [policy, *self.copies]
@@ -61,7 +62,7 @@ class GRPO:
         self.in_progress = None
         if self.reference and is_due(self.algorithm.reference_refresh, run.step + 1):
             self.reference.refresh()  # pi_ref <- pi_theta
-        return StepRecord(metrics, with_numbers(current, self.config, self.topology))
+        return StepRecord(metrics, with_numbers(current, self.config, self.topology), current.loads)
 
     def experience(self, run: Run) -> StepInProgress:
         """The data for the updates of a step: questions, groups of answers, rewards, advantages, log-probs."""
@@ -99,6 +100,7 @@ class GRPO:
         gradients = self.policy.update(batch, self.loss, self.schedule.next(step), self.temperature)
         self.rollouts.follow()  # an average of the weights, for evaluations
         self.watch.tokens["trained"] += gradients.tokens
+        current.loads = {str(layer): load for layer, load in gradients.expert_loads.items()}
         current.updates.append(gradients.metrics)
         if current.batch is not None and current.shown_groups:
             current.batch = with_newest(current.batch, batch, gradients.outputs, gradients.entropies)

@@ -49,7 +49,7 @@ class Pretrain:
     def __init__(self, config: Config, policy: Policy, engine: Engine, task: GeneratedTask) -> None:
         """A stage that trains `policy` on `task`; `engine` generates with the policy's own weights."""
         self.config, self.base = config, config.base
-        self.save_every = config.base.save_every
+        self.save_every, self.most_steps = config.base.save_every, config.base.max_steps
         self.policy = policy
         self.models = [policy]
         self.engine = engine

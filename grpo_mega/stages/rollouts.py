@@ -127,7 +127,12 @@ class Rollouts:
         sampling = self.evaluation_sampling(step) if phase == "evaluate" else self.sampling(step)
         producer = Producer(self.engine, self.score, group_size, sampling, version, at_least, scoring, refill)
         producer.add(prompts)
-        rollout = self.in_turn(version, phase, lambda: producer.run(run.is_asked_to_stop))
+
+        def stopping() -> bool:
+            run.recorder.samples(*producer.progress)
+            return run.is_asked_to_stop()
+
+        rollout = self.in_turn(version, phase, lambda: producer.run(stopping))
         if self._learned is None or not (phase == "evaluate" or self._learned.is_due(step)):
             return rollout
         with run.phase("reward_model" if phase == "generate" else phase):

@@ -34,8 +34,9 @@ class ScalarTraining(ABC, Generic[E]):
     in_progress: StepInProgress | None = None
 
     def __init__(self, config: Config, model: ScalarModel, examples: Examples[E]) -> None:
-        """A stage that trains `model`, which has its initial weights, on the examples."""
-        self.config, self.save_every = config.pairs, config.pairs.save_every
+        """A stage that trains `model`, whose weights are the first ones, on the examples."""
+        self.config = config.pairs
+        self.save_every, self.most_steps = config.pairs.save_every, examples.steps
         self.eval_every = config.run.eval_every
         self.optimizer = replace(config.optimizer, lr=config.pairs.lr, weight_decay=config.pairs.weight_decay)
         self.model = model

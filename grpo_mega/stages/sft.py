@@ -29,7 +29,7 @@ class SFT:
     def __init__(self, config: SFTConfig, policy: Policy, rows: SupervisedRows) -> None:
         """A stage that trains `policy` on `rows`."""
         self.config = config
-        self.save_every = config.save_every
+        self.save_every, self.most_steps = config.save_every, rows.steps
         self.policy = policy
         self.models = [policy]
         self.rows = rows

@@ -20,6 +20,16 @@ def distill_problems(config: Config) -> Iterator[str]:
                     f"distill.{field.name} out"
                 )
         return
+    if distill.served and config.rollout.temperature != 1:
+        yield (
+            f"rollout.temperature={config.rollout.temperature:g} does not go with distill.teacher={distill.teacher}: "
+            "SGLang scores a text at temperature 1; set rollout.temperature=1, or name the teacher's files"
+        )
+    if not distill.served and distill.timeout_seconds != DistillConfig.timeout_seconds:
+        yield (
+            f"distill.timeout_seconds={distill.timeout_seconds:g} is for a teacher that is a server, http://HOST:PORT; "
+            "leave it out"
+        )
     own = "gives every token an advantage of its own"
     refused = {
         "algorithm.advantage_baseline": (

@@ -15,9 +15,17 @@ class DistillConfig:
     """
 
     teacher: str | None = None
-    """Teacher: a run directory of grpo_mega (its newest checkpoint), a checkpoint, or a Hugging Face folder, of any
-    architecture but with the policy's tokens; null for no distillation."""
+    """A run directory of grpo_mega, whose newest checkpoint counts, a checkpoint, or a Hugging Face folder; it has an
+    architecture of its own, and the policy's tokens. Or the address of a server of SGLang, http://HOST:PORT, which
+    scores on GPUs of its own. Null for no distillation."""
+    timeout_seconds: Annotated[float, Interval("(0, inf)")] = 300.0
+    """Longest time that a server may take to score a sample."""
     coef: Annotated[float, Interval("(0, inf)")] = 1.0
     """Factor of log(teacher / policy), the advantage of a sampled token: minus the k1 estimate of the reverse KL."""
     reward_coef: Annotated[float, Interval("[0, inf)")] = 0.0
-    """Factor of the advantage from rewards, which is added to the teacher's; with 0, rewards are only measured."""
+    """Factor of the algorithm's advantage from rewards, which is added to it; with 0 rewards are measured, no more."""
+
+    @property
+    def served(self) -> bool:
+        """Whether the teacher is a server's, of which there are no files here."""
+        return (self.teacher or "").startswith(("http://", "https://"))
