@@ -35,7 +35,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     options = _options(arguments)
     warnings.filterwarnings("ignore", module="megatron")
     platform.start_planning()

@@ -71,3 +71,24 @@ def test_every_stage_keeps_to_its_budget(experiment: str, tmp_path: Path) -> Non
         assert reserved <= budget.reserved, f"{which}: {reserved:.1f} GB"
         assert second["launches"] <= budget.launches, which
         assert second["waits"] <= budget.waits, which
+
+
+GATHERED = ("TENSOR_MODEL_PARALLEL_GROUP", "all-gather")
+
+
+@pytest.mark.long
+@needs_environment
+def test_a_rank_computes_in_8_bits_and_sends_fewer_bytes(tmp_path: Path) -> None:
+    """Quantised anew for each micro-batch: more launches, and no more memory from step to step."""
+    words = ["moonlight_16b", "--rank", "0", "algorithm.correction=truncate"]
+    [before], [after] = (rehearse(tmp_path, 0, *words, *more)["ranks"] for more in ([], ["layout.fp8=true"]))
+    for name in ("gradients, update 2", "old log-probs"):
+        plain, eight = (next(phase for phase in rank["phases"] if phase["name"] == name) for rank in (before, after))
+        gathered, fewer = (
+            sum(row["bytes"] for row in phase["collectives"] if (row["group"], row["collective"]) == GATHERED)
+            for phase in (plain, eight)
+        )
+        assert eight["launches"] > plain["launches"] * 1.1
+        assert fewer < 0.7 * gathered
+        assert eight["waits"] == plain["waits"]
+        assert abs(eight["allocated"] - plain["allocated"]) < 0.1e9
