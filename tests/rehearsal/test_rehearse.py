@@ -75,8 +75,8 @@ def test_the_host_waits_for_no_copy_of_a_micro_batch(measured: dict[str, Any]) -
 
 
 def test_weight_gradients_are_added_where_they_are_summed(measured: dict[str, Any]) -> None:
-    """Not by a kernel of its own after each of 4 products of 30 layers: 3,224 launches, then."""
-    assert phase(measured, "gradients, update 1")["launches"] < 3_224 - 4 * 30 // 2
+    """Not by a kernel of its own after each of 4 products of 30 layers, which would make 3,074 launches of 2,954."""
+    assert phase(measured, "gradients, update 1")["launches"] < 3_074 - 4 * 30 // 2
 
 
 def test_the_host_has_as_much_pinned_memory_as_leaves(measured: dict[str, Any]) -> None:
