@@ -98,7 +98,8 @@ def grpo_rows_(
         tokens: [n] vectors, float32. A row of weight 0 is not read, and gets outputs and a gradient of 0; a row masked
             by the correction gets a loss and a gradient of 0.
         options: The loss.
-        with_gradient: False leaves the logits unchanged. others: As in `row_gradient_`. out: As in `row_gradient_`.
+        with_gradient: False leaves the logits unchanged.
+        out, others: As in `row_gradient_`.
         grad_scale: Factor of the gradient only.
 
     Returns:
