@@ -1,7 +1,7 @@
 """Assembles a run: process groups, run directory, models, engine, stages and the first weights.
 
-This is the only file that names concrete engines and stages: those of a run that trains a policy, and the one of a run
-that trains a reward model (`run.trains`).
+The only file that names concrete engines and stages, for runs that train a policy and for runs that train a reward
+model (`run.trains`).
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ from grpo_mega.stages.sft import SFT
 from grpo_mega.types import Sample, Score
 
 Decode = Callable[[Iterable[int]], str]
-"""Token ids -> their text."""
+"""Decodes token ids to text."""
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What a run of either kind stands on.
+    """Common parts of a run that trains a policy and of one that trains a reward model.
 
     Attributes:
         config: The configuration.
         path: The run directory.
-        vocab_size: Tokens that the models score.
-        platform, topology: Of this process.
-        recorder, timer: Of the run.
+        vocab_size: Number of tokens that the models score.
+        platform, topology: Platform and topology of this process.
+        recorder, timer: Recorder and phase timer of the run.
     """
 
     config: Config
@@ -99,10 +99,10 @@ class Ground:
 def assemble(
     config: Config, platform: Platform, data: Data | ExampleData, reward: Reward | None = None
 ) -> Iterator[Run]:
-    """A run, resumed from its directory if that has a checkpoint, ready to `execute`.
+    """Context with a run that is ready to `execute`, resumed from its directory if that has a checkpoint.
 
     Args:
-        config: The configuration, whose `run.trains` says what the run trains.
+        config: The configuration; `run.trains` selects the kind of run.
         platform: Device and backend of this process.
         data: Examples for a run that trains a reward model, otherwise problems.
         reward: Scores answers to problems.
@@ -126,7 +126,7 @@ def assemble(
 
 @contextmanager
 def _ground(config: Config, platform: Platform, data: Data | ExampleData) -> Iterator[Ground]:
-    """Opens the run directory and makes the process groups; closes and leaves them."""
+    """Context that opens the run directory and creates the process groups; closes and destroys them at its end."""
     path = Path(config.run.root) / config.run.name
     vocab_size = vocabulary(config.model, data.tokenizer)
     check_origin(config, path, vocab_size)
@@ -158,7 +158,7 @@ def _trace(config: Config, path: Path, platform: Platform, topology: Topology) -
 
 
 def _reward_model_run(ground: Ground, data: ExampleData) -> Run:
-    """A run of one stage, which trains a reward model, of whole answers or of their steps."""
+    """A run of one stage, which trains a reward model of whole answers or of their steps."""
     config, recorder, settings = ground.config, ground.recorder, ground.config.optimizer
     with ground.timer("setup"):
         parallel = (ground.topology, ground.platform, settings.distributed, settings.overlap)
@@ -184,7 +184,7 @@ def _policy_run(
     served: tuple[TeacherServer, str] | None,
     preferred: FoundRewardModel | None,
 ) -> Run:
-    """A run that trains a policy: the stages before reinforcement learning, and this.
+    """A run that trains a policy: reinforcement learning and the stages before it.
 
     A teacher, of the architecture and vocabulary `taught` or of a server, and a reward model may take part.
     """
@@ -219,7 +219,7 @@ def _policy_run(
 
 @contextmanager
 def _sglang(ground: Ground, decode: Decode) -> Iterator[SGLangEngine | None]:
-    """The engines of SGLang, if the run has them. They are made before the policy: they measure how much is free."""
+    """Context with SGLang's engines, if the run has them. Created before the policy, as they measure free memory."""
     if ground.config.rollout.engine != "sglang":
         yield None
         return
@@ -245,7 +245,7 @@ def _policy(ground: Ground) -> Policy:
 
 
 def _critic(ground: Ground) -> ScalarModel | None:
-    """A critic, if advantages are to come from one."""
+    """A critic, if `algorithm.advantage_baseline` is critic."""
     config, settings = ground.config, ground.config.optimizer
     if config.algorithm.advantage_baseline != "critic":
         return None
@@ -256,7 +256,7 @@ def _critic(ground: Ground) -> ScalarModel | None:
 def learned_reward(
     config: Config, found: FoundRewardModel, topology: Topology, platform: Platform, decode: Decode
 ) -> tuple[ScalarModel, LearnedReward]:
-    """The reward model that answers, or their steps, are scored by, and what adds its scores to theirs."""
+    """The reward model that scores answers or their steps, and the component that adds its scores to rewards."""
     scorer = load_reward_model(config, found, topology, platform)
     if found.separators:
         scores: ScoresOf = StepScores(scorer, found.separators, config.reward.model.outcome, decode)
@@ -266,11 +266,11 @@ def learned_reward(
 
 
 def _check_teacher(config: Config, tokenizer: Tokenizer) -> tuple[ModelConfig, int] | None:
-    """A teacher's architecture and vocabulary, checked; None without one.
+    """Checks the teacher; returns its architecture and vocabulary size, None without a teacher.
 
     Raises:
-        FileNotFoundError: There is no such path.
-        ValueError: The layout cannot split it, or it has other tokens.
+        FileNotFoundError: The teacher's path does not exist.
+        ValueError: The layout cannot split the teacher, or it has other tokens.
     """
     teacher = read_teacher(config)
     if teacher is None:
@@ -280,7 +280,7 @@ def _check_teacher(config: Config, tokenizer: Tokenizer) -> tuple[ModelConfig, i
 
 
 def _teacher(ground: Ground, model: ModelConfig, vocab_size: int) -> Teacher:
-    """The teacher, with its weights."""
+    """The teacher, with its weights loaded."""
     teacher = Teacher(model, ground.config.layout, vocab_size, ground.topology, ground.platform)
     load_teacher(Path(str(ground.config.distill.teacher)), teacher)
     return teacher
@@ -309,7 +309,7 @@ def _rollouts(
     sglang: SGLangEngine | None,
     decode: Decode,
 ) -> Rollouts:
-    """Generation with the trainer's own weights, or with engines of SGLang, whose turn the `others` leave room for."""
+    """Generation with the trainer's own weights, or with SGLang engines, for which the `others` are offloaded too."""
     config, timer = ground.config, ground.timer
     decay = config.optimizer.average_decay
     average = AveragedPolicy(policy, decay) if decay else None
@@ -370,12 +370,12 @@ def _open_run_dir(path: Path, config: Config) -> RunDir | None:
 
 
 def _decode(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
-    """The text of the tokens, without those that only the model has, as with Hugging Face's tokenizers."""
+    """Text of the tokens, skipping ids that only the model has, as Hugging Face's tokenizers do."""
     return tokenizer.decode(i for i in ids if i < tokenizer.vocab_size)
 
 
 def _introduction(config: Config, policy: Policy) -> list[str]:
-    """The lines that introduce a policy's run: its size, layout and number of steps."""
+    """Lines that introduce a policy's run: its size, layout and number of steps."""
     algorithm = config.algorithm
     adapters = [f"adapters of rank {config.lora.rank} are trained: {policy.adapter_parameters():,} parameters"]
     return [
@@ -386,9 +386,10 @@ def _introduction(config: Config, policy: Policy) -> list[str]:
 
 
 def _size_in_words(config: Config, model: Model) -> str:
-    """The size of the model that is trained, and its layout; every rank must call it."""
+    """Size and layout of the trained model, in words; every rank must call it."""
     layout, topology = config.layout, model.topology
     names = ("tp", "pp", "vpp", "cp", "ep", "etp")
     sizes = {"dp": topology.dp_size} | {name: getattr(layout, name) for name in names}
     arranged = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-    return f"{model.parameters():,} parameters on {topology.world_size} processes: {arranged}"
+    kernel = "" if model.attention == "padded" else f", layout.attention={model.attention}"
+    return f"{model.parameters():,} parameters on {topology.world_size} processes: {arranged}{kernel}"

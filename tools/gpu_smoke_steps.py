@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 SIZES = ("one", "two", "node")
-"""For one GPU, for two, and for all of a machine, which are four or more."""
+"""Sizes of the check: one GPU, two, and all of a machine (four or more)."""
 COMPLETED = r"completed: \d+ steps"
-"""What a run's last line says."""
+"""Pattern in the last line of a run that completed."""
 PASSED = r"\d+ passed"
-"""What pytest's last line says unless every test was skipped."""
+"""Pattern in pytest's last line unless every test was skipped."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Step:
     """A step of the check.
 
     Attributes:
-        name: Of the step, and of its log.
-        command: What follows the interpreter's name, quoted as a shell wants it.
-        shows: What is known when it has passed.
+        name: Name of the step and of its log.
+        command: Command after the interpreter's name, with shell quoting.
+        shows: What a pass proves.
         proof: Regular expression that its output holds when it has passed; exit code 0 alone proves nothing, as of
             tests that were all skipped.
-        seconds: Limit after which it is ended.
-        after: Steps that must have passed: without them it could only fail again.
-        lacks: What is not here and the step needs, with the fix; empty when everything is there.
+        seconds: Time limit of the step.
+        after: Steps that must have passed, without which it would fail too.
+        lacks: What the step needs and is missing here, with the fix; empty if nothing is missing.
     """
 
     name: str
@@ -50,8 +50,8 @@ def steps_of(size: str, gpus: int, out: Path, model: Path) -> list[Step]:
 
     Args:
         size: One of SIZES.
-        gpus: GPUs that take part: 1, 2, or an even number from 4 on.
-        out: The folder for what they write.
+        gpus: Number of GPUs: 1, 2, or an even number from 4 on.
+        out: Folder for the output.
         model: The folder of a small Hugging Face model, such as Qwen2.5-0.5B.
     """
     of_size = {"one": _one, "two": _two, "node": _node}[size]
@@ -62,7 +62,7 @@ def steps_of(size: str, gpus: int, out: Path, model: Path) -> list[Step]:
 
 
 def _one(gpus: int, out: str, model: str) -> Iterator[Step]:
-    """One GPU: kernels, memory, a run without and with an engine that takes turns, a real model, and how fast."""
+    """Steps on one GPU: kernels, memory, runs without and with an engine that takes turns, a real model, speed."""
     yield _doctor(out)
     yield Step("kernels", "tools/bench_kernels.py --check", "losses and gradients agree with float64", "all right", 900)
     yield _tests("kernel-tests", "rows", "kernels on hostile rows, launches, repeatability", 2400)
@@ -80,7 +80,7 @@ def _one(gpus: int, out: str, model: str) -> Iterator[Step]:
 
 
 def _two(gpus: int, out: str, model: str) -> Iterator[Step]:
-    """Two GPUs: NCCL's collectives, layouts, an engine over both, and one that has a GPU of its own."""
+    """Steps on two GPUs: NCCL's collectives, layouts, an engine over both, and one with a GPU of its own."""
     yield _doctor(out)
     yield _parity(2)
     settings = "experiment=tiny layout=ep2 run.name=tiny_ep2 run.steps=20"
@@ -97,7 +97,7 @@ def _two(gpus: int, out: str, model: str) -> Iterator[Step]:
 
 
 def _node(gpus: int, out: str, model: str) -> Iterator[Step]:
-    """All GPUs of a machine: layouts with pipeline stages, engines of two, a real model on all of them."""
+    """Steps on all GPUs of a machine: layouts with pipeline stages, engines of two GPUs, a real model on all."""
     yield _doctor(out)
     yield _parity(gpus)
     layout = "layout=tp2_pp2" if gpus % 4 == 0 else "layout=tp2"
@@ -112,12 +112,12 @@ def _node(gpus: int, out: str, model: str) -> Iterator[Step]:
 
 
 def _doctor(out: str) -> Step:
-    """Whether the machine is fit at all."""
+    """Step that checks whether the machine can train."""
     return Step("doctor", f"tools/doctor.py --json --runs {out}/runs", "packages, driver, limits", '"fit": true', 300)
 
 
 def _tests(name: str, file: str, shows: str, seconds: int, lacks: str = "") -> Step:
-    """A file of tests/gpu."""
+    """Step that runs a file of tests/gpu."""
     command = f"-m pytest -q -rs -p no:cacheprovider tests/gpu/test_gpu_{file}.py"
     tools = all(map(importlib.util.find_spec, ("pytest", "hypothesis")))
     lacks = lacks or ("" if tools else "pytest is not installed: python -m pip install pytest hypothesis")
@@ -127,7 +127,7 @@ def _tests(name: str, file: str, shows: str, seconds: int, lacks: str = "") -> S
 def _run(
     name: str, processes: int, settings: str, out: str, shows: str, after: tuple[str, ...] = (), lacks: str = ""
 ) -> Step:
-    """A training run whose directory lies in `out`."""
+    """Step of a training run whose directory is in `out`."""
     command = (
         f"-m torch.distributed.run --standalone --nproc-per-node {processes} -m grpo_mega.train {settings}"
         f" run.root={out}/runs run.eval_every=0 run.save_every=10"
@@ -136,13 +136,13 @@ def _run(
 
 
 def _parity(gpus: int) -> Step:
-    """Every layout that fits the GPUs, compared with one process."""
+    """Step that compares every layout that fits the GPUs with one process."""
     command = f"-m torch.distributed.run --standalone --nproc-per-node {gpus} tools/parity.py --all"
     return Step("parity", command, "layouts train as one process does, over NCCL", "", 3600)
 
 
 def _model(gpus: int, layout: str, out: str, model: str, after: str) -> Iterator[Step]:
-    """A few steps of a real small model on problems that are made here."""
+    """Steps that train a real small model on problems generated here."""
     prompts, steps = 16 * gpus, 4
     problems = f"tools/countdown.py {out}/countdown --train {2 * prompts * steps} --test 100"
     yield Step("problems", problems, "problems of Countdown, made here", "", 300)
@@ -150,11 +150,12 @@ def _model(gpus: int, layout: str, out: str, model: str, after: str) -> Iterator
     settings = (
         f"experiment=countdown_1b model=from_folder run.init_from={model} {layout} data.validation_size=16"
         f" {source}.path={out}/countdown/train.jsonl {source}.test_path={out}/countdown/test.jsonl"
-        f" algorithm.prompts_per_step={prompts} cluster.gpus_per_node={gpus} run.name=model run.steps={steps}"
+        f" algorithm.prompts_per_step={prompts} cluster.gpus_per_node={gpus} rollout.stop=null"
+        f" run.name=model run.steps={steps}"
     )
     yield _run("model", gpus, settings, out, "a real model takes turns with its engine", ("problems", after), _sglang())
 
 
 def _sglang() -> str:
-    """What is missing for steps with engines."""
+    """Requirements of steps with engines that are missing here; empty if none."""
     return "" if importlib.util.find_spec("sglang") else "SGLang is not installed: docs/clusters.md says how"

@@ -31,7 +31,7 @@ import os
 import sys
 import warnings
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # models that are built here must not be on a GPU
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # models built here must not be on a GPU
 
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config
@@ -41,7 +41,7 @@ FITS, TOO_BIG, BAD_INPUT = 0, 1, 2
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", help="a file of configs/experiment, with or without experiment= before it")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for training")

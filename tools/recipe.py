@@ -11,15 +11,14 @@
 
 A recipe is a file of configs/recipe, or any YAML file of that form. Its products lie in runs/NAME, or in --root.
 
-run       does all stages that are not done, one after the other. A command that was killed or stopped (SIGTERM, Ctrl-C)
-          is started again and goes on where it was. Settings are added to the training runs of all stages
-          (run.seed=1) or of one (r1_zero:run.steps=40); give them again when it goes on. With --again, a stage and all
-          that depend on it are done again; what they made is set aside.
-status    says how far it is, what the stages came to, and what has changed since they were done; draws chain.png.
-show      prints the commands of all stages.
-plan      says of every training run whether it fits its GPUs (tools/plan.py); exit code 1 when one does not.
-again     sets aside what a stage and all that depend on it have made: what runs the recipe next does them again.
-replace   puts a checkpoint, a folder or a file in the place of what a stage makes.
+run       runs all unfinished stages, one after the other. After a kill or stop (SIGTERM, Ctrl-C), start the command
+again to resume. Settings are added to the training runs of all stages (run.seed=1) or of one (r1_zero:run.steps=40);
+give them again when resuming. With --again, a stage and all that depend on it are done again; their products are set
+aside. status    says how far it is, what the stages came to, and what has changed since they were done; draws
+chain.png. show      prints the commands of all stages. plan      says of every training run whether it fits its GPUs
+(tools/plan.py); exit code 1 when one does not. again     sets aside what a stage and all that depend on it have made:
+what runs the recipe next does them again. replace   puts a checkpoint, a folder or a file in the place of what a stage
+makes.
 
 Exit code: 0 done, 1 a stage failed, 2 it cannot be done so, 75 it was stopped and can go on.
 """
@@ -44,7 +43,7 @@ DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Parser of the options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("what", choices=("run", "status", "show", "plan", "again", "replace"), help="see above")
     made.add_argument("recipe", metavar="RECIPE", help="of configs/recipe, or a file")
@@ -56,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     options = parser().parse_intermixed_args(arguments)
     try:
         settings = [] if options.what in ("again", "replace") else options.settings
@@ -83,7 +82,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _replace(recipe: Recipe, words: list[str]) -> None:
-    """Replaces the product of the stage that the first word names by what the second is the path of."""
+    """Replaces the product of the stage named by the first word with the path in the second word."""
     if len(words) != 2:
         raise ValueError(
             "replace takes the recipe, a stage and a path, as in: replace r1_tiny cold_start_data my.jsonl"
@@ -92,7 +91,7 @@ def _replace(recipe: Recipe, words: list[str]) -> None:
 
 
 def _again(recipe: Recipe, words: list[str]) -> None:
-    """Has the stage that the one word names done again by what runs the recipe next, a job for instance."""
+    """Marks the named stage to be done again by the next run of the recipe, for instance a job."""
     if len(words) != 1:
         raise ValueError("again takes the recipe and a stage, as in: again r1_tiny reasoning_data")
     with only_one(recipe.root / "recipe"):
@@ -100,7 +99,7 @@ def _again(recipe: Recipe, words: list[str]) -> None:
 
 
 def commands(recipe: Recipe) -> str:
-    """The commands of all stages, to be typed in a shell; {NAME} stands for what is not there yet."""
+    """Commands of all stages, for a shell; {NAME} stands for products that do not exist yet."""
     known = progress_of(recipe)
     return "\n\n".join(
         f"# {stage.name}{f': {stage.about}' if stage.about else ''}\n{shlex.join(command_of(recipe, stage, known))}"
@@ -109,7 +108,7 @@ def commands(recipe: Recipe) -> str:
 
 
 def plan(recipe: Recipe) -> int:
-    """Prints what tools/plan.py says of every training run; returns the exit code."""
+    """Prints the plan (tools/plan.py) of every training run; returns the exit code."""
     unfit = 0
     for stage in recipe.stages.values():
         if stage.kind == "run":
@@ -123,7 +122,7 @@ def plan(recipe: Recipe) -> int:
 
 
 def status(recipe: Recipe) -> str:
-    """How far the recipe is, in a table; also draws it once a run is done."""
+    """Progress of the recipe as a table; also draws it once a run is done."""
     known = progress_of(recipe)
     picture = plot_chain(recipe, known)
     return "\n".join([*table(recipe, known), *([f"drawn in {picture}"] if picture else [])])

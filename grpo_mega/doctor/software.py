@@ -35,7 +35,7 @@ NEWEST_TORCH = "python -m pip install --force-reinstall torch"
 
 
 def torch(gpus: list[GPU]) -> Iterator[Finding]:
-    """The findings about torch, its CUDA and NCCL; none where torch is missing or too old, which `required` reports."""
+    """Findings about torch, its CUDA and NCCL; none if torch is missing or too old, which `required` reports."""
     if not _usable("torch"):
         return
     output, problem = run([sys.executable, "-c", PROBE])
@@ -59,7 +59,7 @@ def torch(gpus: list[GPU]) -> Iterator[Finding]:
 
 
 def judge_torch(able: dict, gpus: list[GPU]) -> Finding:
-    """The finding about torch: whether it can use the GPUs that the driver reports."""
+    """Finding about torch: whether it can use the GPUs that the driver reports."""
     release = able["version"]
     if not able["cuda"]:
         return Finding("torch", release, FAILURE, f"a build for CPUs, on a machine with {len(gpus)} GPUs", NEWEST_TORCH)
@@ -74,11 +74,11 @@ def judge_torch(able: dict, gpus: list[GPU]) -> Finding:
 
 
 OLDEST_DRIVER = {"11": "450", "12": "525", "13": "580"}
-"""Major version of CUDA -> the driver branch that it needs (CUDA's release notes, minor version compatibility)."""
+"""Major version of CUDA -> required driver branch (CUDA's release notes, minor version compatibility)."""
 
 
 def judge_driver(cuda: str, driver: str) -> Finding:
-    """The finding about torch's CUDA: whether the driver is new enough."""
+    """Finding about torch's CUDA: whether the driver is recent enough."""
     needed = OLDEST_DRIVER.get(cuda.split(".")[0])
     if needed and _numbers(driver) < _numbers(needed):
         why = f"needs driver {needed} or newer, and this is {driver}"
@@ -89,7 +89,7 @@ def judge_driver(cuda: str, driver: str) -> Finding:
 
 
 def required() -> Iterator[Finding]:
-    """The findings about the packages that pyproject.toml lists; a usable torch is reported by `torch`."""
+    """Findings about the packages in pyproject.toml; a usable torch is reported by `torch`."""
     for name, wanted in _wanted().items():
         release, fix = installed(name), f"python -m pip install '{name}{wanted}'"
         if release is None:
@@ -101,7 +101,7 @@ def required() -> Iterator[Finding]:
 
 
 def _wanted() -> dict[str, str]:
-    """{package: bounds of its version}."""
+    """{package: version bounds}, from pyproject.toml."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     return dict(re.split(r"(?=[<>=]|$)", entry, maxsplit=1) for entry in listed)
 
@@ -135,7 +135,7 @@ def optional(on_gpu: bool) -> Iterator[Finding]:
 
 
 def apex(on_gpu: bool) -> Finding:
-    """The finding about NVIDIA's Apex, which is not on PyPI: the package of that name there is something else."""
+    """Finding about NVIDIA's Apex, which is not on PyPI: the package of that name there is something else."""
     if importlib.util.find_spec("apex") is None:
         return Finding("apex", "missing", ABSENT, f"for {APEX_USE}; without it: {APEX_WITHOUT}" if on_gpu else "")
     _, problem = run([sys.executable, "-c", "import apex.multi_tensor_apply, apex.optimizers"])
@@ -146,7 +146,7 @@ def apex(on_gpu: bool) -> Finding:
 
 
 def installed(name: str) -> str | None:
-    """Version of a package, without importing it; None when it is not installed."""
+    """Version of a package, found without importing it; None when it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -169,5 +169,5 @@ def _satisfies(installed_version: str, wanted: str) -> bool:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a version: (2, 13, 0) of 2.13.0+cpu."""
+    """Numbers of a version: (2, 13, 0) for 2.13.0+cpu."""
     return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[+a-zA-Z-]", text)[0]))

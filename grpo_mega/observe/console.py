@@ -18,6 +18,8 @@ from grpo_mega.observe.panel import STEP_WIDTH, LivePanel
 from grpo_mega.observe.progress import Progress
 
 ROWS_PER_SAMPLES = 5
+INDENT = "    "
+"""Of the lines after the first one of a text."""
 
 ACHIEVEMENTS = (
     ("held-out accuracy", "held_out_accuracy", ".1%"),
@@ -108,14 +110,17 @@ class Console:
     def sample(
         self, prompt_text: str, completion_text: str, answer: str, reward: float | None, chosen: str = ""
     ) -> None:
-        """Prints a prompt with its completion, its reward or none, and how it was chosen; long texts are shortened in
-        the middle."""
+        """Prints a prompt with its completion, its reward or none, and how it was chosen; what takes more than a line,
+        on a terminal more than several, is shortened in the middle."""
         prompt, completion, answer = (self._printable(text) for text in (prompt_text, completion_text, answer))
         scored = "no score" if reward is None else f"reward {reward:.2f}"
         verdict = f"  [{chosen}{', ' if chosen else ''}answer {shorten(answer, 20)}, {scored}]"
-        room = max(self._out.width - len(verdict) - len("  | ") - len(" -> "), 20)
+        lines = self._out.lines_per_sample
+        whole = lines * self._out.width - (lines - 1) * len(INDENT)
+        room = max(whole - len(verdict) - len("  | ") - len(" -> "), 20)
         prompt = shorten(prompt, room // 3)
-        self._print(f"  | {prompt} -> {shorten(completion, room - len(prompt))}{verdict}")
+        text = f"  | {prompt} -> {shorten(completion, room - len(prompt))}{verdict}"
+        self._print(text, whole_words=lines == 1)
         self._out.interrupt_table()
 
     def evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
@@ -158,13 +163,14 @@ class Console:
         self._out.close()
         self._progress.begin("")
 
-    def _print(self, text: str) -> None:
-        """Prints text, wrapped to the width; a long word, such as a path, stays whole."""
+    def _print(self, text: str, whole_words: bool = True) -> None:
+        """Prints text, wrapped to the width; a long word, such as a path, stays whole unless it need not."""
         width = max(self._out.width, 10)  # textwrap needs more room than the indent
         for line in text.splitlines() or [""]:
             wrapped = textwrap.fill(
-                self._printable(line), width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-            )
+                self._printable(line), width, subsequent_indent=INDENT, break_long_words=not whole_words,
+                break_on_hyphens=False,
+            )  # fmt: skip
             self._out.print(wrapped)
 
     def _printable(self, text: str) -> str:

@@ -35,6 +35,11 @@ class Lines:
         """Most characters in a line of text."""
         return WIDTH
 
+    @property
+    def lines_per_sample(self) -> int:
+        """Most lines that a sample takes."""
+        return 1
+
     def row(self, step: int, metrics: dict[str, float]) -> None:
         """A step, never cut or wrapped."""
         progress = self._progress

@@ -251,7 +251,7 @@ EVAL = Room(
         Metric("truncated", SHARE, "Answers that the length limit cut; with several samples a problem.", "", "down"),
         Metric("pass@{k}", SHARE, "The best of k answers, without bias (Chen et al., arXiv 2107.03374).", "", "up"),
         Metric("maj@{k}", SHARE, "The answer that most of k give (Wang et al., arXiv 2203.11171).", "", "up"),
-        Metric("rm@{k}", SHARE, "The answer of k with the highest score by the reward model; with one.", "", "up"),
+        Metric("rm@{k}", SHARE, "The answer of k that the reward model scores highest, where there is one.", "", "up"),
         Metric("unscorable", "samples", "Answers without a score; absent when all have one.", "number", "down"),
         Metric("hacking", "", "1 when the learned reward rose while success fell, else 0.", "", "down"),
         Metric(

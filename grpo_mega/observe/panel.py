@@ -25,6 +25,7 @@ from typing import TextIO
 
 from rich import box
 from rich.console import Console, ConsoleDimensions, Group, RenderableType
+from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -75,6 +76,11 @@ class LivePanel:
     def width(self) -> int:
         """Most characters in a line. The last column is not used, because some terminals wrap there."""
         return self._size()[0]
+
+    @property
+    def lines_per_sample(self) -> int:
+        """Most lines that a sample takes: a third of the terminal."""
+        return max(self._size()[1] // 3, 1)
 
     def _size(self) -> tuple[int, int]:
         columns, lines = os.get_terminal_size(self._stream.fileno())
@@ -148,7 +154,8 @@ class LivePanel:
         if times := width >= NARROW:
             bars.add_column(no_wrap=True, justify="right", style="default")
             bars.add_column(no_wrap=True, justify="right", style="default")
-        took = (progress.elapsed, f"{progress.left} left" if progress.left else "") if times else ()
+        left = f"{progress.left} {'at most' if progress.stage else 'left'}" if progress.left else ""
+        took = (progress.elapsed, left) if times else ()
         done = f"{progress.step}/{progress.total}"
         bars.add_row(progress.stage or "run", _bar(progress.step / max(progress.total, 1)), done, *took)
         if progress.phase:
@@ -183,6 +190,17 @@ class LivePanel:
         if self._up:
             yield Text()
             yield Text(f"alarms: {'; '.join(self._up)}", style="yellow", no_wrap=True, overflow="ellipsis")
+
+
+def _leave_the_panel() -> None:
+    """A fork, such as one that writes a checkpoint, prints past the panel, whose locks another thread may have held."""
+    if isinstance(sys.stdout, FileProxy):
+        sys.stdout = sys.stdout.rich_proxied_file
+    if isinstance(sys.stderr, FileProxy):
+        sys.stderr = sys.stderr.rich_proxied_file
+
+
+os.register_at_fork(after_in_child=_leave_the_panel)
 
 
 class Curve:

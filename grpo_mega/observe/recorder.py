@@ -12,6 +12,7 @@ from grpo_mega.observe.alarm_log import AlarmLog
 from grpo_mega.observe.background_report import BackgroundReport
 from grpo_mega.observe.columns import TABLE, Column
 from grpo_mega.observe.console import Console
+from grpo_mega.observe.experts import ExpertLog, Loads
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, MetricsLog, read_metrics
 from grpo_mega.observe.prometheus import write_prometheus
 from grpo_mega.observe.run_dir import REPORT
@@ -42,6 +43,7 @@ class Recorder:
         self.console = Console(run.steps, run.name, run.print_every, columns) if main else None
         self.metrics: MetricsLog | None = None
         self.alarms: AlarmLog | None = None
+        self.experts: ExpertLog | None = None
         self.trackers: Trackers | None = None
         self._unexposed = False
         self._limits = limits or AlarmsConfig()
@@ -83,17 +85,22 @@ class Recorder:
             (self.path / REPORT).unlink(missing_ok=True)
             self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step, name)
             self.alarms = AlarmLog(self.path, self._limits, resume_from_step) if name == METRICS else None
+            self.experts = ExpertLog(self.path, resume_from_step) if name == METRICS else None
             if name == METRICS and self.run.trackers and self.trackers is None:
                 self.trackers = Trackers(self.path, self.run.trackers, self.run.tracker_project)
             for record in self.alarms.changed if self.alarms else ():
                 self.console.alarm(record)
 
-    def step(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
-        """A finished step; records of its samples, if there are any, go into samples/. It goes into the table unless
-        that is about another stage."""
+    def step(
+        self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]], loads: Loads | None = None
+    ) -> None:
+        """A finished step; records of its samples, if there are any, go into samples/, the `loads` of its experts into
+        experts.jsonl. It goes into the table unless that is about another stage."""
         if self.console is None or self.metrics is None:
             return
         self.metrics.write(step, metrics)
+        if self.experts and loads:
+            self.experts.write(step, loads)
         if self.trackers:
             self.trackers.check()
         self._expose(step, metrics)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from grpo_mega.config.attention import attention_on_gpu
 from grpo_mega.config.schema import Config
 from grpo_mega.models.schedule import cells_per_token, deal
 from grpo_mega.models.topology import Topology
@@ -16,12 +17,13 @@ from grpo_mega.types import Batch, Prompt, Rollout
 
 
 def exchange_samples(rollout: Rollout, parts: Sequence[Sequence[int]], config: Config, topology: Topology) -> Batch:
-    """The samples that this replica computes, packed; every rank must call it.
+    """Exchanges samples and packs those that this replica computes; every rank must call it.
 
     `parts` are lists of sample numbers, such as mini-batches; each is distributed evenly over the replicas.
     """
     prompts = [group.prompt for group in rollout.groups for _ in group.answers]
-    assigned = assign_samples(rollout, parts, config.layout.micro_batch_tokens, topology)
+    padded = attention_on_gpu(config.layout, config.model) == "padded"  # on a CPU it may be, and the load less even
+    assigned = assign_samples(rollout, parts, config.layout.micro_batch_tokens, topology, padded)
     moe, replayed = config.model.moe, config.rollout.engine == "sglang" and config.rollout.sglang.routing_replay
     experts = (config.model.layers - moe.first_dense, moe.top_k) if replayed else None
     completions = _exchanged(rollout, prompts, assigned, topology, experts)
@@ -31,12 +33,12 @@ def exchange_samples(rollout: Rollout, parts: Sequence[Sequence[int]], config: C
 
 
 def assign_samples(
-    rollout: Rollout, parts: Sequence[Sequence[int]], budget: int, topology: Topology
+    rollout: Rollout, parts: Sequence[Sequence[int]], budget: int, topology: Topology, padded: bool = True
 ) -> list[list[int]]:
     """Numbers of the samples that each replica computes, ascending.
 
-    A sample stays on one replica for the whole step. When `parts` are the mini-batches of the first epoch, each of
-    these is distributed evenly; those of later epochs, which are shuffled again, only on average.
+    A sample stays on one replica for the whole step. Each of `parts`, the mini-batches of the first epoch, is
+    distributed evenly; mini-batches of later epochs, which are shuffled again, only on average.
     """
     prompts = [group.prompt.token_ids for group in rollout.groups for _ in group.answers]
     number, answers = number_prompts(prompts), list(rollout.answers)
@@ -45,7 +47,7 @@ def assign_samples(
     for part in parts:
         lengths = [len(prompts[i]) + answers[i].length for i in part]
         of_prompt, shared = [number[prompts[i]] for i in part], [len(prompts[i]) for i in part]
-        dealt = deal(lengths, of_prompt, shared, topology.dp_size, budget, cells_per_token(topology.cp_size))
+        dealt = deal(lengths, of_prompt, shared, topology.dp_size, budget, cells_per_token(topology.cp_size, padded))
         for of_replica, indices in zip(assigned, dealt, strict=True):
             of_replica += [part[i] for i in indices]
     return [sorted(of_replica) for of_replica in assigned]
@@ -58,9 +60,9 @@ def _exchanged(
     topology: Topology,
     experts: tuple[int, int] | None,
 ) -> dict[int, Completion]:
-    """The completions that this replica computes, by number.
+    """Exchanges completions; returns those that this replica computes, by number.
 
-    `experts`: (MoE layers, top k) if samples have their experts, for routing replay; None if not.
+    `experts` is (MoE layers, top k) if samples have experts for routing replay, else None.
     """
     answers = list(rollout.answers)
     leaving = [[Completion.of(rollout.samples[i]) for i in numbers if i in rollout.samples] for numbers in assigned]
@@ -86,7 +88,7 @@ def _column(
     shapes: Sequence[tuple[int, ...]],
     topology: Topology,
 ) -> list[torch.Tensor]:
-    """Sends this rank's tensors, listed by replica; the tensors that arrive, from these ranks and of these shapes."""
+    """Sends this rank's tensors, listed by replica; returns those arriving from ranks `sources`, with these shapes."""
     of_replica = [torch.cat([torch.empty(0, dtype=dtype), *(part.flatten() for part in parts)]) for parts in leaving]
     sizes = [0] * topology.world_size
     for source, shape in zip(sources, shapes, strict=True):

@@ -18,6 +18,11 @@ from grpo_mega.weights import fp8
 
 TINY = compose_config(["experiment=tiny", "layout=single"])
 DENSE = compose_config(["experiment=tiny_dense"])
+EIGHT_BITS: dict[str, object] = {
+    "layout.fp8": True,
+    "model.dtype": "bf16",
+    "algorithm.correction": "truncate",
+}
 TAUGHT: dict[str, object] = {"distill.teacher": "runs/teacher"}
 CRITIC: dict[str, object] = {"algorithm.advantage_baseline": "critic", "algorithm.advantage_std": "batch"}
 
@@ -60,6 +65,14 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"layout.pp": 2, "layout.last_stage_layers": 2}, "model.layers=2 - layout.last_stage_layers=2 leaves 0"),
     ({"layout.last_stage_layers": 1}, "layout.last_stage_layers=1 needs pipeline stages; set layout.pp=2"),
     ({"layout.vpp": 2}, "layout.vpp=2 needs pipeline stages; set layout.pp=2"),
+    (
+        {"layout.attention": "torch"},
+        "layout.attention=torch: model.dtype=fp32: the kernels compute in bf16; set layout.",
+    ),
+    (
+        {"layout.attention": "flash4", "model.dtype": "bf16", "model.head_dim": 320},
+        "layout.attention=flash4: heads have 320 channels: the kernels take 256",
+    ),
     ({"layout.pp": 2, "layout.vpp": 2}, "layout.vpp=2 does not divide the 1 layers of a pipeline stage"),
     ({"model.moe.ffn_hidden": 65, "layout.etp": 2}, "model.moe.ffn_hidden=65 is not divisible by layout.etp=2"),
     ({"model.moe.shared_ffn_hidden": 65, "layout.tp": 2, "layout.sp": True}, "model.moe.shared_ffn_hidden=65"),
@@ -121,6 +134,19 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     (
         {"layout.tp": 2, "model.moe.experts": 0, "model.attention": "mla", "model.kv_heads": 4},
         "layout.sp=false: Megatron needs sequence parallelism for latent attention",
+    ),
+    (
+        EIGHT_BITS | {"model.dtype": "fp32"},
+        "layout.fp8=true needs model.dtype=bf16, not fp32; set it, or layout.fp8=false",
+    ),
+    (EIGHT_BITS | {"algorithm.correction": "none"}, "layout.fp8=true moves the trainer's probabilities away"),
+    (
+        EIGHT_BITS | {"model.hidden": 100, "model.heads": 5, "model.kv_heads": 5, "model.head_dim": 20},
+        "layout.fp8=true needs model.hidden=100 to be a multiple of 16; set layout.fp8=false",
+    ),
+    (
+        EIGHT_BITS | {"layout.tp": 2, "layout.sp": True, "model.moe.shared_ffn_hidden": 48},
+        "layout.fp8=true needs model.moe.shared_ffn_hidden=48 to be a multiple of 16 on each of 2 ranks",
     ),
     ({"data.min_terms": 6}, "data.min_terms=6"),
     ({"data.languages": ["english", "latin"]}, "data.languages[1]=latin: choose one of english, chinese"),
@@ -532,6 +558,7 @@ ADAPTERS = {"base.train": False, "lora.rank": 8, "model.moe.bias_update_rate": 0
     ("values", "message"),
     [
         ({"lora.rank": -1}, "lora.rank=-1: choose a value in [0, inf)"),
+        (EIGHT_BITS, "layout.fp8=true does not go with lora.rank=8: adapters are products of their own"),
         ({"lora.alpha": 0.0}, "lora.alpha=0.0: choose a value in (0, inf)"),
         ({"lora.targets": ["attention", "expert"]}, "lora.targets has expert: choose from"),
         ({"lora.targets": []}, "lora.targets=[] names no matrix of this model that every token meets"),

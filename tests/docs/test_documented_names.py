@@ -74,6 +74,12 @@ def test_links_lead_somewhere() -> None:
     assert not [(path.name, link) for path, link in links if not (path.parent / link).exists()]
 
 
+def test_the_index_has_every_page() -> None:
+    folder = REPOSITORY / "docs"
+    linked = set(re.findall(r"\]\((\w+\.md)\)", (folder / "README.md").read_text()))
+    assert linked == {path.name for path in folder.glob("*.md")} - {"README.md"}
+
+
 def test_anchors_are_headings() -> None:
     """As GitHub makes them: small letters, hyphens for spaces, no other marks."""
     found = [

@@ -135,6 +135,24 @@ def test_on_a_terminal_the_panel_never_wraps_and_is_gone_at_the_end(columns: int
     assert (screen.lines[-1], screen.cursor_shown) == ("", True)
 
 
+def test_on_a_terminal_a_sample_is_whole_unless_it_takes_more_than_a_third() -> None:
+    texts = ["0123456789" * 40, " ".join(["word"] * 80), "x" * 5000]
+
+    def body(stream: TextIO) -> None:
+        console = Console(10, "tiny", 5, COLUMNS, stream)
+        for text in texts:
+            console.sample("3+5=?", text, "8", 1.2, "best of 4")
+        console.close()
+
+    lines = Screen(on_a_terminal(80, body)).lines
+    assert max(map(len, lines)) < 80
+    shown = "".join(line.removeprefix("    ") for line in lines)
+    assert f"| 3+5=? -> {texts[0]}  [best of 4, answer 8, reward 1.20]" in shown
+    assert "word" * 80 in shown.replace(" ", "")
+    assert "xxx..." in shown
+    assert len(lines) <= 3 * 8 + 1
+
+
 def panel(columns: int, body: Callable[[Console], None], steps: int = 7210, lines: int = 24) -> list[str]:
     """The lines of the panel, without its frame, that a terminal shows after `body`."""
 
@@ -201,7 +219,7 @@ def test_an_earlier_stage_has_a_bar_of_its_own_and_its_loss() -> None:
     bar, _, numbers = panel(80, base_model)
     assert bar.startswith("pretrain")
     assert "35/200" in bar
-    assert bar.endswith("1:22 left")
+    assert bar.endswith("1:22 at most")
     assert numbers.split()[:2] == ["loss", "1.2500"]
     assert "loss" not in " ".join(panel(80, what_follows))
 
@@ -288,6 +306,35 @@ def test_what_others_print_to_the_terminal_stands_above_the_panel(tmp_path: Path
     screen = Screen(on_a_terminal(80, run))
     assert "".join(screen.lines) == f"WARNING grpo_mega.mine: beware of {'x' * 100}a library speakswelldone"
     assert file.read_text() == "for a file\n"
+
+
+def test_a_fork_that_prints_does_not_wait_for_the_panel() -> None:
+    """As one does that writes a checkpoint, whatever the thread that draws has been doing when it was made."""
+    program = """
+        import os, sys, threading
+        from grpo_mega.observe.console import Console
+        console = Console(80, "tiny", 5)
+        held, done = threading.Event(), threading.Event()
+        def hold():
+            with console._out._live._lock:
+                held.set()
+                done.wait()
+        threading.Thread(target=hold, daemon=True).start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            print("from a fork", file=sys.stderr, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        done.set()
+        console.close()
+    """
+
+    def run(stream: TextIO) -> None:
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        subprocess.run(command, stderr=stream, cwd=REPOSITORY, check=True, timeout=limit(120))
+
+    assert "from a fork" in on_a_terminal(80, run)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -90,7 +90,17 @@ def test_then_it_is_bit_for_bit_the_run_that_nothing_stopped(story: Story) -> No
     assert saved(stopped / last) == saved(peace / last)
     assert numbers(stopped) == numbers(peace)
     assert (stopped / "alarms.jsonl").read_bytes() == (peace / "alarms.jsonl").read_bytes()
+    assert (stopped / "experts.jsonl").read_bytes() == (peace / "experts.jsonl").read_bytes()
     assert without_seconds(stopped / "summary.json") == without_seconds(peace / "summary.json")
+
+
+def test_the_loads_of_experts_are_those_of_the_imbalance_that_is_logged(story: Story) -> None:
+    """A step of these runs has one update."""
+    lines = [json.loads(line) for line in (story.runs / "peace" / "experts.jsonl").read_text().splitlines()]
+    logged = {line["step"]: line["policy/expert_imbalance"] for line in numbers(story.runs / "peace")}
+    assert {line["step"] for line in lines} == logged.keys()
+    for line in lines:
+        assert max(map(max, line["loads"].values())) == pytest.approx(logged[line["step"]], rel=5e-3)
 
 
 def test_a_reward_that_pays_for_something_else_is_noticed(story: Story) -> None:

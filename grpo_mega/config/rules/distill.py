@@ -1,4 +1,4 @@
-"""Rules about on-policy distillation; what the teacher's own files say is checked in `config/teacher.py`."""
+"""Rules about on-policy distillation; the teacher's own files are checked in `config/teacher.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_mega.config.schema import Config, DistillConfig
 
 
 def distill_problems(config: Config) -> Iterator[str]:
-    """A message for each setting that does not go with a teacher, or has no effect without one."""
+    """A message for each setting that is incompatible with a teacher, or has no effect without one."""
     distill, algorithm = config.distill, config.algorithm
     if not distill.teacher:
         for field in fields(DistillConfig):

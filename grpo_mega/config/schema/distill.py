@@ -10,8 +10,8 @@ from grpo_mega.config.limits import Interval
 
 @dataclass
 class DistillConfig:
-    """The policy samples, and learns from a teacher's log-probs of its own tokens, in place of rewards or beside them
-    (MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649). There is a teacher where `teacher` names one.
+    """On-policy distillation: the policy learns from a teacher's log-probs of the policy's own samples, instead of
+    rewards or in addition to them (MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649). Used when `teacher` is set.
     """
 
     teacher: str | None = None
