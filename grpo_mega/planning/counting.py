@@ -39,13 +39,8 @@ def attention_matrices(model: ModelConfig) -> list[Matrix]:
     hidden, heads = model.hidden, model.heads
     if model.attention == "gqa":
         channels = model.head_dim or hidden // heads
-        keys = model.kv_heads * channels
-        return [
-            Matrix(hidden, heads * channels),
-            Matrix(hidden, keys),
-            Matrix(hidden, keys),
-            Matrix(heads * channels, hidden),
-        ]
+        own, keys = heads * channels, model.kv_heads * channels
+        return [Matrix(hidden, own), Matrix(hidden, keys), Matrix(hidden, keys), Matrix(own, hidden, joins=True)]
     mla = model.mla
     per_query = heads * (mla.qk_head_dim + mla.qk_rope_dim)
     queries = [Matrix(hidden, per_query)]
