@@ -27,13 +27,13 @@ class Budget:
 BUDGETS = {
     "gsm8k_0.5b": Budget(reserved=45.5, launches=2100, waits=6),
     "countdown_1b": Budget(reserved=52.1, launches=2400, waits=6),
-    "deepseekmath_7b": Budget(reserved=46.4, launches=3400, waits=6),
-    "moonlight_16b": Budget(reserved=54.6, launches=9100, waits=171),
-    "qwen3_30b_a3b": Budget(reserved=55.2, launches=13200, waits=309),
-    "qwen3_30b_a3b_lora": Budget(reserved=18.7, launches=24100, waits=328),
-    "deepseek_v3_lora": Budget(reserved=37.6, launches=36100, waits=463),
-    "r1zero_671b": Budget(reserved=65.5, launches=26200, waits=452),
-    "r1zero_671b_h200": Budget(reserved=84.1, launches=26200, waits=452),
+    "deepseekmath_7b": Budget(reserved=46.4, launches=3260, waits=6),
+    "moonlight_16b": Budget(reserved=52.8, launches=6360, waits=60),
+    "qwen3_30b_a3b": Budget(reserved=54.0, launches=8640, waits=107),
+    "qwen3_30b_a3b_lora": Budget(reserved=17.2, launches=21300, waits=107),
+    "deepseek_v3_lora": Budget(reserved=36.7, launches=29200, waits=147),
+    "r1zero_671b": Budget(reserved=65.5, launches=19100, waits=182),
+    "r1zero_671b_h200": Budget(reserved=84.1, launches=19100, waits=182),
 }
 """What was measured, with room for a twentieth."""
 NOT_REHEARSED = {
