@@ -1,8 +1,8 @@
 """A checkpoint is one directory, which is complete or absent.
 
-    step-000020/  weights/  reference/  critic/  random/  state.json  manifest.json step-000020-updates-0003/  also
-    step-in-progress*: the first three updates of step 21 are done 1-pretrain-step-000200/  of an earlier stage of the
-    run, the first
+    step-000020/  weights/  reference/  critic/  random/  state.json  manifest.json
+    step-000020-updates-0003/  the same and step-in-progress*: the first three updates of step 21 are done
+    1-pretrain-step-000200/  of an earlier stage of the run, the first
 
 `weights` holds the policy and its optimizer. Every other model of a stage has a folder with the name of its role: the
 reference policy's holds weights, a critic's weights and optimizer. All of them can be read under any layout. `random`
@@ -157,7 +157,7 @@ class Saving:
     def _nothing_left_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except (Exception, CheckpointException) as error:  # CancelledError is not an Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             why = _cause(error, self.path)
             if self.is_main:
                 shutil.rmtree(self._temporary, ignore_errors=True)

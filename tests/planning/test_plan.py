@@ -141,7 +141,7 @@ def test_of_a_model_with_adapters_these_alone_have_gradients_and_moments(name: s
 
 
 def test_activations_of_r1_zero_with_16384_tokens_on_a_gpu(plans: dict[str, Any]) -> None:
-    memory, tokens = plans["r1zero_16k"]["memory"], 16_384
+    memory, tokens = plans["r1zero_16k_padded"]["memory"], 16_384
     layers = (16, 16, 16, 14)
     for number, lines in enumerate(memory):  # a layer's input for every micro-batch on its way, split over 4 ranks
         assert lines["activations kept"] == (4 - number) * layers[number] * 2 * V3_HIDDEN * tokens / 4
@@ -156,6 +156,19 @@ def test_activations_of_r1_zero_with_16384_tokens_on_a_gpu(plans: dict[str, Any]
     assert memory[0]["activations kept"] / 1e9 == pytest.approx(3.8, abs=0.1)
     assert memory[1]["one layer, saved"] / 1e9 == pytest.approx(2.4, abs=0.05)
     assert [lines["output layer"] > 0 for lines in memory] == [False, False, False, True]
+
+
+def test_attention_without_tables_has_no_keys_of_heads_and_no_mask(plans: dict[str, Any]) -> None:
+    """A rank's 32 heads have keys and values of 192 channels, as wide as each other: copies of those of all ranks'
+    65,536 tokens and of its own 16,384 queries and outputs, a gradient of each and a call's part of it; and a query's
+    in fp32, with room for 128 rows in 512 more.
+    """
+    own, all_rows, head = 16_384, 65_536, 32 * 192
+    copies, gradients = 2 * own + 2 * all_rows, 2 * own + 2 * all_rows
+    parts, sums = own + 2 * all_rows, 2 * 1.25 * own
+    for padded, lines in zip(plans["r1zero_16k_padded"]["memory"], plans["r1zero_16k"]["memory"], strict=True):
+        assert lines["one layer, at work"] == 2 * head * (copies + gradients + parts + sums)
+        assert {name for name in lines if lines[name] != padded[name]} == {"one layer, at work"}
 
 
 @pytest.mark.parametrize(("case", "measured"), [("33000 and 4 x 8000", 15.7e9), ("60000 and 3 x 2500", 21.3e9)])
@@ -174,7 +187,7 @@ def test_no_micro_batch_takes_more_than_the_most_skewed(job: dict[str, Any]) -> 
 
 
 def test_without_recomputation_every_layer_keeps_its_tables(plans: dict[str, Any]) -> None:
-    full, none = (plans[name]["memory"][0] for name in ("moonlight_16b", "moonlight_keeps_all"))
+    full, none = (plans[name]["memory"][0] for name in ("moonlight_16b", "moonlight_keeps_tables"))
     layers, tokens = 27, 16_384
     # q, k, v and the output of 8 heads of a rank, of tables of 4 x 16,384 cells
     tables = 2 * 4 * tokens * 2 * 8 * (128 + 64 + 128)
@@ -192,7 +205,7 @@ def test_layers_in_flight_of_interleaved_stages(plans: dict[str, Any]) -> None:
 def test_what_fits_and_what_does_not(plans: dict[str, Any]) -> None:
     fits = {name: found["fits"] for name, found in plans.items() if not name.startswith("tiny")}
     assert fits.pop("qwen3_one_node") is False, "with its optimizer on the GPUs it needs a second machine"
-    assert fits.pop("moonlight_keeps_all") is False, "without recomputation"
+    assert fits.pop("moonlight_keeps_all") is fits.pop("moonlight_keeps_tables") is False, "without recomputation"
     assert fits.pop("gpt_oss_120b") is False, "117 billion parameters on the machines of 30"
     assert all(fits.values())
     assert plans["tiny"]["fits"] is None
