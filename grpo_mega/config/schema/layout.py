@@ -35,7 +35,7 @@ class LayoutConfig:
     """Largest number of tokens in a micro-batch, over all context parallel ranks, with the prompt of a group counted
     once."""
     recompute: Annotated[str, OneOf("none", "selective", "full")] = "none"
-    """What the backward pass recomputes instead of keeping in memory: none, selective (attention) or full (layers)."""
+    """Activations that the backward pass recomputes: none, selective (attention) or full (layers)."""
     fp8: bool = False
     """Matrix products of layers in 8 bits, forward and backward, by Transformer Engine's block recipe (DeepSeek-V3,
     arXiv 2412.19437, section 3.3), on H100 or newer. Weights stay bf16; embedding, output layer, router and attention
