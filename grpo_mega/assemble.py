@@ -391,4 +391,5 @@ def _size_in_words(config: Config, model: Model) -> str:
     names = ("tp", "pp", "vpp", "cp", "ep", "etp")
     sizes = {"dp": topology.dp_size} | {name: getattr(layout, name) for name in names}
     arranged = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-    return f"{model.parameters():,} parameters on {topology.world_size} processes: {arranged}"
+    kernel = "" if model.attention == "padded" else f", layout.attention={model.attention}"
+    return f"{model.parameters():,} parameters on {topology.world_size} processes: {arranged}{kernel}"

@@ -189,7 +189,7 @@ def fit_layout(made: Draft, config: Config) -> None:
     Raises:
         ConfigError: No layout fits, even with the smallest micro-batch that holds a sequence.
     """
-    from grpo_mega.planning.propose import differing, propose
+    from grpo_mega.planning.search import differing, propose
 
     smaller, least = config, config.model.context
     while True:

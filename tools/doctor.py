@@ -3,8 +3,9 @@
     python tools/doctor.py                        on a laptop, a login node or a GPU node
     srun --ntasks-per-node=1 python tools/doctor.py --runs /shared/runs --json
 
-It checks driver, CUDA, NCCL, torch, megatron-core and the other packages, Transformer Engine, Apex, flash-attn, SGLang,
-torch_memory_saver, shared and main memory, limits and the filesystem of the run directories. It needs only Python.
+It checks driver, CUDA, NCCL, torch, megatron-core and the other packages, Transformer Engine, Apex, flash-attn-4,
+SGLang, torch_memory_saver, shared and main memory, limits and the filesystem of the run directories. It needs only
+Python.
 
 Exit code: 0 no check failed, 1 a check failed.
 """

@@ -1,7 +1,7 @@
 """State of a step that was stopped after some of its updates, in a checkpoint.
 
-    step-in-progress.json            shared by all ranks step-in-progress-0003-of-0008.pt columns of the sequences that
-    replica 3 of 8 computes
+    step-in-progress.json            shared by all ranks
+    step-in-progress-0003-of-0008.pt columns of the sequences that replica 3 of 8 computes
 
 Sequences have numbers that are independent of the layout.
 """

@@ -48,11 +48,11 @@ PACKAGES = (
         ">=2.9,<2.12",
     ),
     Package(
-        "flash-attn",
-        "flash_attn",
-        "nothing yet",
-        "attention in training goes through torch's fused attention",
-        "python -m pip install --no-build-isolation flash-attn",
+        "flash-attn-4",
+        "flash_attn.cute",
+        "attention in training with layout.attention=flash4",
+        "FlashAttention-2, which is part of torch",
+        "python -m pip install --pre flash-attn-4",
         missed=False,
     ),
     Package(

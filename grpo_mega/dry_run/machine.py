@@ -6,15 +6,15 @@ import os
 import shutil
 import tempfile
 from dataclasses import replace
-from math import lcm
 from pathlib import Path
 from typing import Any
 
 from grpo_mega import platform
 from grpo_mega.config.load import identity
-from grpo_mega.config.schema import Config, RunConfig
+from grpo_mega.config.schema import Config
 from grpo_mega.dry_run.problems import Problems
 from grpo_mega.observe.run_dir import CHECKPOINTS, check_run_dir
+from grpo_mega.planning.supplies import checkpoints_at_once, exports_in_all
 from grpo_mega.planning.verdict import engine_verdict, in_gb, verdict
 
 EXPORTS = "export"
@@ -108,18 +108,3 @@ def _show_disk(config: Config, plan: dict[str, Any], problems: Problems) -> None
             f"{run.keep_every}, and one that is being written), exports {in_gb(needed['exports'])} GB "
             f"(run.export_every={run.export_every}): make room, choose another run.root, or keep fewer"
         )
-
-
-def checkpoints_at_once(run: RunConfig) -> int:
-    """Largest number of checkpoints of the last stage in the run directory, including the one being written."""
-    steps = max(1, run.steps)  # without steps after the earlier stages there is one checkpoint too
-    every = run.save_every or steps
-    before = -(-steps // every) - 1  # the last step is saved too
-    newest = min(before, run.keep_checkpoints)
-    milestones = (before - newest) * every // lcm(every, run.keep_every) if run.keep_every else 0
-    return newest + milestones + 1
-
-
-def exports_in_all(run: RunConfig) -> int:
-    """Number of exports that a run writes; all are kept."""
-    return 1 if run.export_every < 0 else -(-max(1, run.steps) // run.export_every) if run.export_every else 0

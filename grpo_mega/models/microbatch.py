@@ -78,6 +78,7 @@ class MicroBatches:
         topology, device: Of the process that computes them.
         depths: How many tokens ahead multi-token prediction reads.
         own_state: Whether a scored token is scored by its own hidden state, not by the one that predicts it.
+        padded: Whether attention is computed in a table.
     """
 
     batch: Batch
@@ -87,6 +88,7 @@ class MicroBatches:
     device: torch.device
     depths: int
     own_state: bool
+    padded: bool
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -114,16 +116,16 @@ class MicroBatches:
         return [read(queue) for queue in queues]
 
     def _made(self, sequences: list[int]) -> MicroBatch:
-        micro = _micro_batch(self.batch, sequences, self.topology, self.device, self.depths, self.own_state)
+        micro = _micro_batch(self, sequences)
         micro.packed.batch_sequences, micro.packed.batch_tokens = self.totals.sequences, self.totals.tokens
         micro.packed.loss_scale = len(self) * self.topology.dp_size
         return micro
 
 
-def share(batch: Batch, topology: Topology, budget: int) -> Batch:
+def share(batch: Batch, topology: Topology, budget: int, padded: bool = True) -> Batch:
     """This replica's sequences of a global batch that every rank has: for small batches."""
     lengths, prompts, shared = batch.lengths.tolist(), batch.prompts.tolist(), batch.prompt_lengths.tolist()
-    shares = deal(lengths, prompts, shared, topology.dp_size, budget, cells_per_token(topology.cp_size))
+    shares = deal(lengths, prompts, shared, topology.dp_size, budget, cells_per_token(topology.cp_size, padded))
     return batch if topology.dp_size == 1 else batch.select(shares[topology.dp_rank])
 
 
@@ -138,7 +140,13 @@ def gathered(vector: torch.Tensor, batch: Batch, topology: Topology) -> torch.Te
 
 
 def micro_batches(
-    batch: Batch, topology: Topology, budget: int, device: torch.device, depths: int = 0, own_state: bool = False
+    batch: Batch,
+    topology: Topology,
+    budget: int,
+    device: torch.device,
+    depths: int = 0,
+    own_state: bool = False,
+    padded: bool = True,
 ) -> MicroBatches:
     """A replica's micro-batches of at most `budget` tokens; equally many on every replica, all of which must call it.
 
@@ -152,6 +160,7 @@ def micro_batches(
         depths: Depths of multi-token prediction, which reads that many tokens ahead: the last tokens of a prompt then
             compute something different in every sequence, and are not shared.
         own_state: Whether a token is scored by its own hidden state; otherwise the one before it, which predicts it.
+        padded: Whether attention is computed in a table, which limits what a micro-batch holds.
 
     Raises:
         ValueError: The first token of a sequence is to be scored, and nothing predicts it.
@@ -161,18 +170,17 @@ def micro_batches(
         raise ValueError("mask marks the first token of a sequence, which nothing predicts; set it to False")
     batch = batch.with_(prompt_lengths=(batch.prompt_lengths - depths).clamp(min=0))
     lengths, prompts, shared = batch.lengths.tolist(), batch.prompts.tolist(), batch.prompt_lengths.tolist()
-    plan = fill(lengths, prompts, shared, budget, cells_per_token(topology.cp_size))
+    plan = fill(lengths, prompts, shared, budget, cells_per_token(topology.cp_size, padded))
     sizes = topology.of_every_replica([len(plan), len(lengths), len(batch.tokens), int(batch.mask.sum())])
     counts, *totals = zip(*sizes, strict=True)
     count = max(1, *counts)
     count += -count % (topology.pp_size if topology.interleaved else 1)
     plan += [[] for _ in range(count - len(plan))]
-    return MicroBatches(batch, plan, Totals(*map(sum, totals)), topology, device, depths, own_state)
+    return MicroBatches(batch, plan, Totals(*map(sum, totals)), topology, device, depths, own_state, padded)
 
 
-def _micro_batch(
-    batch: Batch, sequences: list[int], topology: Topology, device: torch.device, depths: int, own_state: bool
-) -> MicroBatch:
+def _micro_batch(of: MicroBatches, sequences: list[int]) -> MicroBatch:
+    batch, topology, device, depths, own_state = of.batch, of.topology, of.device, of.depths, of.own_state
     chosen = torch.tensor(sequences, dtype=torch.int64)
     lengths, starts = batch.lengths[chosen], batch.cu_seqlens[chosen]
     packed = PackedTokens.of_sequences(
@@ -180,6 +188,7 @@ def _micro_batch(
         topology.row_multiple * topology.cp_size,
         prompts=batch.prompts[chosen],
         prompt_lengths=batch.prompt_lengths[chosen],
+        table=of.padded,
     ).sharded(topology.cp_rank, topology.cp_size)
     index = torch.cat([torch.arange(0), *map(torch.arange, starts, starts + lengths)])  # [E] in the batch
     ends = lengths.cumsum(0)[packed.sequence]  # [E] where the token's sequence ends, among the E

@@ -28,7 +28,8 @@ from grpo_mega.models.megatron.eight_bits import check_eight_bits
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.megatron.router import expert_loads, start_counting
 from grpo_mega.models.megatron.timers import SpanTimers
-from grpo_mega.models.microbatch import MicroBatch, MicroBatches, gathered, share
+from grpo_mega.models.megatron.varlen import choose
+from grpo_mega.models.microbatch import MicroBatch, MicroBatches, gathered, micro_batches, share
 from grpo_mega.models.optimizer import build_optimizer, set_learning_rate
 from grpo_mega.models.parts import freeze, frozen_parts, part_of
 from grpo_mega.models.replicas import gather_gradients, gather_parameters
@@ -90,6 +91,7 @@ class Model:
             that engines are compared with: after other replacements of its weights they must be told (`Turns.outdate`).
         trained: Whether the model has gradients.
         lora: The settings of its adapters, which alone are trained; None when it has none.
+        attention: What computes attention here: a value of `layout.attention` that is not auto.
         flops: Operations that its learning has needed since somebody set it to 0 (`learning_flops`): this rank's part,
             as if each rank of the replica did equally much.
     """
@@ -139,6 +141,7 @@ class Model:
         self.vocab_size = vocab_size
         self._config = model
         self._budget = layout.micro_batch_tokens
+        self.attention = choose(layout, model, platform.device)
         self.lora = lora if lora is not None and lora.rank else None
         self.chunks = build_model(model, layout, vocab_size, platform, scalar, self.lora)
         self.trained = trained
@@ -198,7 +201,7 @@ class Model:
 
     def share(self, batch: Batch) -> Batch:
         """This replica's sequences of a global batch that every rank has; see `microbatch.share`."""
-        return share(batch, self.topology, self._budget)
+        return share(batch, self.topology, self._budget, self.attention == "padded")
 
     def gathered(self, vector: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[T] a vector of the replica's batch -> that of the global batch; see `microbatch.gathered`."""
@@ -217,6 +220,11 @@ class Model:
             config, self.ddp_chunks, dtype, self._distributed_optimizer, self._config.tie_embeddings
         )
         self.chunks.config.grad_scale_func = self.optimizer.scale_loss
+
+    def _micro_batches(self, batch: Batch, depths: int = 0, own_state: bool = False) -> MicroBatches:
+        """The replica's micro-batches of its batch; see `microbatch.micro_batches`."""
+        device, padded = self.platform.device, self.attention == "padded"
+        return micro_batches(batch, self.topology, self._budget, device, depths, own_state, padded)
 
     def _scored(self, micros: MicroBatches, score: Callable[[MicroBatch, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """[T] the results of `score(micro, output)` for the scored tokens, 0 elsewhere; without gradients."""

@@ -12,7 +12,7 @@ from grpo_mega.algorithm.objective import Loss, logged_mean, logged_sum
 from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig
 from grpo_mega.models.heads import LogProbHead
 from grpo_mega.models.megatron.packed import PackedTokens
-from grpo_mega.models.microbatch import MicroBatch, MicroBatches, micro_batches
+from grpo_mega.models.microbatch import MicroBatch
 from grpo_mega.models.model import MicroLoss, Model, Pass
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
@@ -117,6 +117,3 @@ class Policy(Model):
             for depth, ahead in enumerate(micro.ahead, start=1)
         ]
         return torch.stack(losses).mean()
-
-    def _micro_batches(self, batch: Batch, depths: int = 0) -> MicroBatches:
-        return micro_batches(batch, self.topology, self._budget, self.platform.device, depths)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from grpo_mega.algorithm.objective import logged_mean, logged_sum
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
-from grpo_mega.models.microbatch import MicroBatch, MicroBatches, micro_batches
+from grpo_mega.models.microbatch import MicroBatch, MicroBatches
 from grpo_mega.models.model import MicroLoss, Model, Pass
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
@@ -144,7 +144,7 @@ class ScalarModel(Model):
         Of all tokens, prompts included; with `before`, of the masked-in tokens, and 0 elsewhere.
         """
         everything = batch if self.before else batch.with_(mask=torch.ones_like(batch.mask))
-        return self._scored(self._micro_batches(everything), lambda micro, values: values[0, micro.rows])
+        return self._scored(self._cut(everything), lambda micro, values: values[0, micro.rows])
 
     def scores(self, batch: Batch, count: int) -> torch.Tensor:
         """[count] float64 scores (values at the last tokens) of a global batch's sequences, by number.
@@ -194,15 +194,15 @@ class ScalarModel(Model):
             }
             return MicroLoss(total, losses, scored, {"loss": logged_sum(total.detach()), "value": mean} | further)
 
-        return self._backward(self._micro_batches(batch), of_micro_batch)
+        return self._backward(self._cut(batch), of_micro_batch)
 
     def update(self, batch: Batch, loss: ScalarLoss, lr: float) -> Pass:
         """One optimizer update along the gradients of the loss; see `gradients` and `apply`."""
         return self.apply(self.gradients(batch, loss), lr)
 
-    def _micro_batches(self, batch: Batch) -> MicroBatches:
-        batch = batch.with_(experts=None)  # the engine's routing is for the policy; this model's router chooses itself
-        return micro_batches(batch, self.topology, self._budget, self.platform.device, own_state=not self.before)
+    def _cut(self, batch: Batch) -> MicroBatches:
+        batch = batch.with_(experts=None)  # an engine's choices are for the policy; this model's router makes its own
+        return self._micro_batches(batch, own_state=not self.before)
 
 
 def body_of(model: ModelConfig) -> ModelConfig:

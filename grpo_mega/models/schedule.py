@@ -1,7 +1,8 @@
 """Assigns sequences to data parallel replicas (`deal`), and those of a replica to micro-batches (`fill`).
 
 Sequences of one prompt stay together as far as the budget and a balanced load allow; their prompt is then computed
-once. Attention still arranges every sequence in full, in a table as wide as the longest of the micro-batch.
+once. Attention that is computed in a table arranges every sequence in full there, as wide as the longest of the
+micro-batch; kernels for sequences of any length need none.
 
 Invariants, whatever the lengths: every sequence is in exactly one replica, and in exactly one micro-batch of it; a
 micro-batch holds at most `budget` tokens, prompts counted once, in a table of at most `cells` * budget cells, unless it
@@ -11,6 +12,7 @@ is one longer sequence alone. Pure Python.
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 
 CELLS = 4
@@ -21,8 +23,13 @@ CELLS_WITH_MASKS = 1
 Twice as many would take 8 GB more of a GPU that trains DeepSeek-V3, with a quarter fewer micro-batches."""
 
 
-def cells_per_token(cp_size: int) -> int:
-    """Largest size of the attention's table, in cells per token of the budget, for `cp_size` context parallel ranks."""
+def cells_per_token(cp_size: int, padded: bool = True) -> float:
+    """Largest size of the attention's table, in cells per token of the budget, for `cp_size` context parallel ranks.
+
+    Without limit where attention is not `padded`, and has no table.
+    """
+    if not padded:
+        return math.inf
     return CELLS if cp_size == 1 else CELLS_WITH_MASKS
 
 
@@ -42,7 +49,7 @@ class _Bin:
     sequences: int
     longest: int
 
-    def has_room(self, more: _Bin, tokens: int, budget: int, cells: int) -> bool:
+    def has_room(self, more: _Bin, tokens: int, budget: int, cells: float) -> bool:
         """Whether `more`, which needs `tokens` additional rows in this bin, fits."""
         table = (self.sequences + more.sequences) * max(self.longest, more.longest)
         return self.tokens + tokens <= budget and table <= cells * budget
@@ -56,7 +63,7 @@ class _Bin:
 
 
 def deal(
-    lengths: list[int], prompts: list[int], prompt_lengths: list[int], replicas: int, budget: int, cells: int = CELLS
+    lengths: list[int], prompts: list[int], prompt_lengths: list[int], replicas: int, budget: int, cells: float = CELLS
 ) -> list[list[int]]:
     """Indices of the sequences of each replica, ascending, with about equally many tokens in each.
 
@@ -77,14 +84,14 @@ def deal(
 
 
 def fill(
-    lengths: list[int], prompts: list[int], prompt_lengths: list[int], budget: int, cells: int = CELLS
+    lengths: list[int], prompts: list[int], prompt_lengths: list[int], budget: int, cells: float = CELLS
 ) -> list[list[int]]:
     """Indices of the sequences of each micro-batch of one replica: as few micro-batches as first fit needs."""
     bundles = sorted(_bundles(lengths, prompts, prompt_lengths, budget, cells), key=lambda b: -b.tokens)
     return [micro.members for micro in _first_fit(bundles, 0, budget, cells)]
 
 
-def _bundles(lengths: list[int], prompts: list[int], prompt_lengths: list[int], limit: int, cells: int) -> list[_Bin]:
+def _bundles(lengths: list[int], prompts: list[int], prompt_lengths: list[int], limit: int, cells: float) -> list[_Bin]:
     """Bins of sequences that share a prompt, of at most `limit` tokens."""
     by_prompt: dict[int, list[_Bin]] = {}
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -93,7 +100,7 @@ def _bundles(lengths: list[int], prompts: list[int], prompt_lengths: list[int], 
     return [b for prompt, group in by_prompt.items() for b in _first_fit(group, shared[prompt], limit, cells)]
 
 
-def _first_fit(items: list[_Bin], shared: int, limit: int, cells: int) -> list[_Bin]:
+def _first_fit(items: list[_Bin], shared: int, limit: int, cells: float) -> list[_Bin]:
     """Packs items, longest first, into bins of at most `limit` tokens; items of a bin share their `shared` tokens."""
     bins: list[_Bin] = []
     for item in items:

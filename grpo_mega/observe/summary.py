@@ -37,7 +37,7 @@ ORDER = (
 DECIDING = ("torch", "megatron-core")
 """Packages whose version can change results in the last bit."""
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "sglang")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn-4", "sglang")
 
 
 def write_summary(run_dir_path: Path, summary: dict[str, Any]) -> None:

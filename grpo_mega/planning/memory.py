@@ -1,8 +1,8 @@
 """How many bytes of a GPU training takes: exact for weights, gradients and optimizer, estimated for the rest.
 
 The estimate assumes attention that never holds its matrix of scores, and sequence parallelism where there is tensor
-parallelism. Micro-batches are as skewed as schedule.py lets them be: one long sequence, and short ones in a table as
-wide. Lines of the result add up to the peak of the trainer's turn on the device.
+parallelism. Where attention has a table, micro-batches are as skewed as schedule.py lets them be: one long sequence,
+and short ones in a table as wide. Lines of the result add up to the peak of the trainer's turn on the device.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from grpo_kernels.chunked import BLOCK_GPU
+from grpo_mega.config.attention import attention_on_gpu, key_channels
 from grpo_mega.config.schema import REWARD_MODELS, Config, LayoutConfig, ModelConfig, MoEConfig
 from grpo_mega.models.body import head_channels
 from grpo_mega.models.megatron.sinks import CHANNELS
@@ -23,6 +24,8 @@ MAY_BE_PLANNED = 0.92
 """Share of a GPU's memory; the rest is lost to fragments."""
 IMBALANCE = 1.5
 """Tokens of the busiest rank's experts over the average."""
+RUN = 512
+"""Tokens of an average run of a micro-batch, for FlashAttention-2: it has room for 128 rows more of each."""
 
 
 def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> dict[str, float]:
@@ -35,7 +38,7 @@ def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> d
     working = {
         "activations kept": kept(config, stage, number),
         "one layer, saved": _layer(config, stage),
-        "one layer, at work": max(_layer(config, stage), attention(config, *most_skewed(config))),
+        "one layer, at work": max(_layer(config, stage), attention(config)),
         "output layer": _output(config, vocab_size) if number == config.layout.pp - 1 and _has_output(config) else 0.0,
     }
     if config.layout.fp8:
@@ -126,12 +129,12 @@ def kept(config: Config, stage: Stage, number: int) -> float:
     if layout.recompute == "full":
         each = 2.0 * config.model.hidden / _split(config) * _tokens(config)
     elif layout.recompute == "none":
-        each += attention(config, *most_skewed(config), gradients=False)
-    return _in_flight(layout, number) * (stage.layers + stage.predictors) * each
+        each += attention(config, gradients=False)
+    return in_flight(layout, number) * (stage.layers + stage.predictors) * each
 
 
-def _in_flight(layout: LayoutConfig, number: int) -> float:
-    """Micro-batches of which a stage keeps something at its fullest, each of all its layers."""
+def in_flight(layout: LayoutConfig, number: int) -> float:
+    """Micro-batches that pipeline stage `number` holds at most, of as many as there are."""
     if layout.vpp > 1:
         return (2 * (layout.pp - number - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
     return float(layout.pp - number)
@@ -144,11 +147,11 @@ def eight_bits(config: Config, stage: Stage, number: int) -> float:
     """
     layers = stage.layers + stage.predictors
     whole = 2.0 * (stage.dense + stage.experts)
-    return whole / layers if config.layout.recompute == "full" else whole * _in_flight(config.layout, number)
+    return whole / layers if config.layout.recompute == "full" else whole * in_flight(config.layout, number)
 
 
 def most_skewed(config: Config) -> tuple[float, float, float]:
-    """The (sequences, tokens of the longest, most rows of one on a rank) that take the most room.
+    """The (sequences, tokens of the longest, most rows of one on a rank) that take the most room in a table.
 
     Under context parallelism a rank holds up to all of a sequence no longer than its own rows; the shortest for which
     that is so has the most sequences beside it.
@@ -158,7 +161,38 @@ def most_skewed(config: Config) -> tuple[float, float, float]:
     return cells_per_token(layout.cp) * layout.micro_batch_tokens / longest, longest, longest
 
 
-def attention(config: Config, sequences: float, longest: float, rows: float, gradients: bool = True) -> float:
+def attention(config: Config, gradients: bool = True) -> float:
+    """Bytes that one layer's attention holds on a GPU beside what the layer saves, with `gradients` or without."""
+    if attention_on_gpu(config.layout, config.model) == "padded":
+        return in_table(config, *most_skewed(config), gradients)
+    return in_row(config, gradients)
+
+
+def in_row(config: Config, gradients: bool = True) -> float:
+    """Bytes of one layer's attention by kernels for sequences of any length, see models/megatron/varlen.py.
+
+    The layer saves queries, keys, values and outputs. Copies are made where there are keys of other ranks, and where
+    keys and values have to be made equally wide. There are a gradient of each, and a call's part of it;
+    FlashAttention-2 has those of keys and values for every head that reads them, and adds up a query's in fp32.
+    """
+    model, layout = config.model, config.layout
+    keys = key_channels(model)
+    values = model.mla.v_head_dim if model.attention == "mla" else keys
+    widened = keys != values and attention_on_gpu(layout, model) == "torch"
+    if widened:
+        keys = values = max(keys, values)
+    heads, kv_heads = model.heads / layout.tp, model.kv_heads / layout.tp
+    rows, all_rows = _tokens(config), layout.micro_batch_tokens
+    asking, asked = rows * heads * (keys + values), all_rows * kv_heads * (keys + values)
+    copies = (asked if layout.cp > 1 or widened else 0.0) + (asking if widened else 0.0)
+    if not gradients:
+        return 2.0 * copies
+    for_heads = all_rows * heads * (keys + values) if kv_heads < heads else 0.0
+    sums = 2 * rows * (1 + 128 / RUN) * heads * keys  # of twice the width
+    return 2.0 * (copies + asking + rows * heads * keys + 2 * asked + for_heads + sums)
+
+
+def in_table(config: Config, sequences: float, longest: float, rows: float, gradients: bool = True) -> float:
     """Bytes that one layer's attention holds: tables, `gradients` of them, and a mask where there is one.
 
     There is one under context parallelism, for every sequence its own, and where a window is narrower than the longest

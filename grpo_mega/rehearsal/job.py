@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.config.attention import attention_on_gpu
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import REWARD_MODELS, Config
 from grpo_mega.models.schedule import cells_per_token
@@ -183,7 +184,8 @@ def _lengths(config: Config, kind: str) -> tuple[int, ...]:
     if kind == "balanced":
         return balanced(config)
     if kind == "skewed":
-        return skewed(config, cells_per_token(config.layout.cp))
+        padded = attention_on_gpu(config.layout, config.model) == "padded"
+        return skewed(config, cells_per_token(config.layout.cp, padded))
     words = kind.split(",")
     if not all(word.strip().isdecimal() for word in words):
         raise ConfigError(

@@ -35,9 +35,9 @@ def draw(measured: Mapping[str, Any], lines: Mapping[str, float], path: Path) ->
     for number, phase in enumerate(phases):
         curve = [size / GB for size in phase["curve"]]
         at = [number + i / max(len(curve) - 1, 1) for i in range(len(curve))]
-        axis.plot(at, curve, color="black", linewidth=0.9, label="allocated" if number == 0 else None)
+        axis.plot(at, curve, color="black", linewidth=0.9, label="allocated" if number == 0 else "")
         reserved = phase["peak_reserved"] / GB
-        axis.hlines(reserved, number, number + 1, color="gray", label="reserved, at most" if number == 0 else None)
+        axis.hlines(reserved, number, number + 1, color="gray", label="reserved, at most" if number == 0 else "")
     room = (measured["capacity"] - measured["taken"]) / GB
     axis.axhline(room, color="firebrick", label=f"room, beside {measured['taken'] / GB:.0f} GB of others")
     axis.axhline(planned_bytes(lines) / GB, color="firebrick", linestyle=":", label="planned")

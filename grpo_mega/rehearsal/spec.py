@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -60,14 +61,16 @@ def balanced(config: Config) -> tuple[int, ...]:
     return (longest,) * (layout.micro_batch_tokens // longest * layout.pp)
 
 
-def skewed(config: Config, cells: int) -> tuple[int, ...]:
+def skewed(config: Config, cells: float) -> tuple[int, ...]:
     """Lengths that fill as many micro-batches as there are stages with one sequence as long as can be, and short ones.
 
-    There are as many of these as the attention's table, of `cells` per token of the budget, has room for.
+    There are as many of these as the attention's table, of `cells` per token of the budget, has room for; and one for
+    every 256 tokens where attention has no table.
     """
     layout = config.layout
     longest = min(layout.micro_batch_tokens, config.model.context)
-    others = cells * layout.micro_batch_tokens // longest - 1
+    without_table = (layout.micro_batch_tokens - longest) // 256
+    others = without_table if math.isinf(cells) else int(cells * layout.micro_batch_tokens // longest) - 1
     short = min(longest, (layout.micro_batch_tokens - longest) // others) if others else 0
     return ((longest,) + (short,) * (others if short >= 2 else 0)) * layout.pp
 

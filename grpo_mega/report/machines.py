@@ -11,7 +11,9 @@ from grpo_mega.report.read import Record, RunData, finite
 Packed = dict[str, Any]
 
 CELLS = 300_000
-"""Numbers of experts' loads that a page holds: layers * experts * steps."""
+"""Numbers of experts' loads that a page holds: layers * experts * steps, of all its runs together."""
+MOST = 4096
+"""Layers, and experts of one, of a line that is taken for one of a run."""
 MOST_STEPS = 64
 """Of the loads; evenly spread."""
 
@@ -57,15 +59,15 @@ def _lane(lane: Lane, names: Sequence[str], of: Lanes) -> Packed:
     }
 
 
-def experts(run: RunData) -> Packed | None:
-    """The load of each expert, over the average one of its layer, in steps that are evenly spread; None of a dense
-    model. Lines of another shape than the last one's are left out."""
+def experts(run: RunData, cells: int = CELLS) -> Packed | None:
+    """The load of each expert, over the average one of its layer, in steps that are evenly spread: `cells` numbers at
+    most. None of a dense model, and where one step has more. Lines of another shape than the last are left out."""
     lines = [(int(record["step"]), loads) for record in run.experts if (loads := _loads(record)) is not None]
-    if not lines:
+    layers = {layer: len(own) for layer, own in lines[-1][1].items()} if lines else {}
+    if not 0 < sum(layers.values()) <= cells:
         return None
-    layers = {layer: len(own) for layer, own in lines[-1][1].items()}
     alike = [(step, loads) for step, loads in lines if {layer: len(own) for layer, own in loads.items()} == layers]
-    count = min(len(alike), max(1, min(MOST_STEPS, CELLS // sum(layers.values()))))
+    count = min(len(alike), min(MOST_STEPS, cells // sum(layers.values())))
     chosen = [alike[index * (len(alike) - 1) // max(count - 1, 1)] for index in range(count)]
     if count == 1:
         chosen = alike[-1:]
@@ -82,7 +84,7 @@ def _over_steps(layer: int, size: int, lines: Sequence[tuple[int, dict[int, list
 
 
 def _loads(record: Record) -> dict[int, list[float]] | None:
-    """Layer -> loads of a line of experts.jsonl; None of one that holds something else, or more than `CELLS`."""
+    """Layer -> loads of a line of experts.jsonl; None of one that holds something else."""
     step, given = record.get("step"), record.get("loads")
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53 or not isinstance(given, dict):
         return None
@@ -91,10 +93,10 @@ def _loads(record: Record) -> dict[int, list[float]] | None:
         if not (layer.isascii() and layer.isdigit() and len(layer) < 6 and isinstance(own, list) and own):
             return None
         values = [value for each in own if (value := finite(each)) is not None and 0 <= value <= len(own)]
-        if len(values) != len(own):
+        if len(values) != len(own) or len(own) > MOST:
             return None
         found[int(layer)] = values
-    return dict(sorted(found.items())) if 0 < sum(map(len, found.values())) <= CELLS else None
+    return dict(sorted(found.items())) if len(found) <= MOST else None
 
 
 def _short(seconds: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mega.algorithm.correction import CorrectionOptions, correction_factors, share_beyond
+from grpo_mega.config.passes import corrects_beyond_tokens
 from grpo_mega.config.schema import AlgorithmConfig, Config
 from grpo_mega.models.topology import Topology
 from grpo_mega.run import Metrics
@@ -17,21 +17,10 @@ from grpo_mega.stages.batches import with_advantages
 from grpo_mega.types import Answer, Batch, Group
 
 
-def needs_old_logprobs(config: Config) -> bool:
-    """Whether the old policy's log-probs are needed before the first update of a step."""
-    algorithm = config.algorithm
-    if config.distill.teacher:  # the teacher's log-probs are compared with them
-        return True
-    if algorithm.advantage_baseline == "critic":  # the critic may learn alone, without a pass of the policy
-        return True
-    return algorithm.kl_in == "reward" or correction_of(algorithm) is not None
-
-
 def correction_of(algorithm: AlgorithmConfig) -> CorrectionOptions | None:
     """Options of a correction that needs whole sequences or the batch; None where the loss corrects each token by
     itself."""
-    rejects = algorithm.rejection_floor > 0 or algorithm.rejection_cap < math.inf
-    if not (rejects or algorithm.correction_level != "token" or algorithm.correction_normalized):
+    if not corrects_beyond_tokens(algorithm):
         return None
     return CorrectionOptions(
         kind=algorithm.correction,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from grpo_mega.config.attention import attention_on_gpu
 from grpo_mega.config.schema import Config
 from grpo_mega.models.schedule import cells_per_token, deal
 from grpo_mega.models.topology import Topology
@@ -21,7 +22,8 @@ def exchange_samples(rollout: Rollout, parts: Sequence[Sequence[int]], config: C
     `parts` are lists of sample numbers, such as mini-batches; each is distributed evenly over the replicas.
     """
     prompts = [group.prompt for group in rollout.groups for _ in group.answers]
-    assigned = assign_samples(rollout, parts, config.layout.micro_batch_tokens, topology)
+    padded = attention_on_gpu(config.layout, config.model) == "padded"  # on a CPU it may be, and the load less even
+    assigned = assign_samples(rollout, parts, config.layout.micro_batch_tokens, topology, padded)
     moe, replayed = config.model.moe, config.rollout.engine == "sglang" and config.rollout.sglang.routing_replay
     experts = (config.model.layers - moe.first_dense, moe.top_k) if replayed else None
     completions = _exchanged(rollout, prompts, assigned, topology, experts)
@@ -31,7 +33,7 @@ def exchange_samples(rollout: Rollout, parts: Sequence[Sequence[int]], config: C
 
 
 def assign_samples(
-    rollout: Rollout, parts: Sequence[Sequence[int]], budget: int, topology: Topology
+    rollout: Rollout, parts: Sequence[Sequence[int]], budget: int, topology: Topology, padded: bool = True
 ) -> list[list[int]]:
     """Numbers of the samples that each replica computes, ascending.
 
@@ -45,7 +47,7 @@ def assign_samples(
     for part in parts:
         lengths = [len(prompts[i]) + answers[i].length for i in part]
         of_prompt, shared = [number[prompts[i]] for i in part], [len(prompts[i]) for i in part]
-        dealt = deal(lengths, of_prompt, shared, topology.dp_size, budget, cells_per_token(topology.cp_size))
+        dealt = deal(lengths, of_prompt, shared, topology.dp_size, budget, cells_per_token(topology.cp_size, padded))
         for of_replica, indices in zip(assigned, dealt, strict=True):
             of_replica += [part[i] for i in indices]
     return [sorted(of_replica) for of_replica in assigned]

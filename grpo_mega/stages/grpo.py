@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
+from grpo_mega.config.passes import is_on_policy
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data
 from grpo_mega.models.learning_rate import Schedule
@@ -16,7 +17,7 @@ from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.run import Metrics, Run, Saved, StepRecord, is_due
 from grpo_mega.stages.batches import batch_of, batch_of_all, make_batch, mini_batches, with_newest
-from grpo_mega.stages.corrections import corrected, needs_old_logprobs, penalised
+from grpo_mega.stages.corrections import corrected, penalised
 from grpo_mega.stages.loss import loss_of
 from grpo_mega.stages.metrics import achieved
 from grpo_mega.stages.refill import refill_of
@@ -41,7 +42,7 @@ class GRPO:
         self.models: list[Saved] = [policy, *self.copies]
         updates_per_step = config.algorithm.epochs * config.algorithm.mini_batches
         # Then the old policy is the policy itself, and its log-probs need no pass of their own.
-        self.on_policy = updates_per_step == 1 and not needs_old_logprobs(config)
+        self.on_policy = is_on_policy(config)
         self.loss = loss_of(config.algorithm, self.on_policy)
         self.temperature = config.rollout.temperature
         self.in_progress: StepInProgress | None = None

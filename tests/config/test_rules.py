@@ -65,6 +65,14 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"layout.pp": 2, "layout.last_stage_layers": 2}, "model.layers=2 - layout.last_stage_layers=2 leaves 0"),
     ({"layout.last_stage_layers": 1}, "layout.last_stage_layers=1 needs pipeline stages; set layout.pp=2"),
     ({"layout.vpp": 2}, "layout.vpp=2 needs pipeline stages; set layout.pp=2"),
+    (
+        {"layout.attention": "torch"},
+        "layout.attention=torch: model.dtype=fp32: the kernels compute in bf16; set layout.",
+    ),
+    (
+        {"layout.attention": "flash4", "model.dtype": "bf16", "model.head_dim": 320},
+        "layout.attention=flash4: heads have 320 channels: the kernels take 256",
+    ),
     ({"layout.pp": 2, "layout.vpp": 2}, "layout.vpp=2 does not divide the 1 layers of a pipeline stage"),
     ({"model.moe.ffn_hidden": 65, "layout.etp": 2}, "model.moe.ffn_hidden=65 is not divisible by layout.etp=2"),
     ({"model.moe.shared_ffn_hidden": 65, "layout.tp": 2, "layout.sp": True}, "model.moe.shared_ffn_hidden=65"),

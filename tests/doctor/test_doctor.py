@@ -54,12 +54,12 @@ def consult(
     return done.returncode, findings
 
 
-def plant(folder: Path, name: str, version: str, code: str = "") -> None:
-    """A package that can be found, and imported as far as `code` goes."""
-    module = folder / name.replace("-", "_")
-    module.mkdir(parents=True)
-    (module / "__init__.py").write_text(code)
-    about = folder / f"{module.name}-{version}.dist-info"
+def plant(folder: Path, name: str, version: str, code: str = "", module: str = "") -> None:
+    """A package that can be found, and imported as far as `code` goes; its module, or one of these, is `module`."""
+    own = name.replace("-", "_")
+    (folder / (module or own)).mkdir(parents=True)
+    (folder / (module or own) / "__init__.py").write_text(code)
+    about = folder / f"{own}-{version}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
@@ -77,7 +77,7 @@ def test_this_machine_is_fit_and_everything_is_looked_at(tmp_path: Path) -> None
     assert code == 0, found
     required = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {requirement.split(">")[0].split("<")[0] for requirement in required}
-    packages = {"nvidia-ml-py", "transformer-engine", "apex", "flash-attn", "sglang", "torch-memory-saver", "deep-ep"}
+    packages = {"nvidia-ml-py", "transformer-engine", "apex", "flash-attn-4", "sglang", "torch-memory-saver", "deep-ep"}
     others = {"python", "driver", "CUDA", "shared memory", "main memory", "open files", "sandbox", "filesystem"}
     assert names | packages | others == found.keys()
     assert all(finding["why"] and finding["fix"] for finding in found.values() if finding["verdict"] == WARNING)
@@ -116,7 +116,7 @@ def test_sick_packages_are_told_apart(tmp_path: Path) -> None:
     plant(tmp_path, "torch", "2.9.1+cu126")
     plant(tmp_path, "apex", "0.9.10.dev0", PYPI_APEX)
     plant(tmp_path, "transformer-engine", "2.9.0", "raise ImportError('undefined symbol: cublasLtGrouped')")
-    plant(tmp_path, "flash-attn", "2.8.3", "import os; os.kill(os.getpid(), 11)")
+    plant(tmp_path, "flash-attn-4", "4.0.0", "import os; os.kill(os.getpid(), 11)", "flash_attn/cute")
     plant(tmp_path, "sglang", "0.5.23")
     code, found = consult(tmp_path)
     assert code == 1
@@ -129,8 +129,8 @@ def test_sick_packages_are_told_apart(tmp_path: Path) -> None:
     # Without a GPU nobody uses these two.
     assert found["transformer-engine"]["verdict"] == WARNING
     assert "transformer_engine" in found["transformer-engine"]["why"] or "cublas" in found["transformer-engine"]["why"]
-    assert found["flash-attn"]["verdict"] == WARNING
-    assert found["flash-attn"]["why"] == "cannot be imported: ended by signal 11"
+    assert found["flash-attn-4"]["verdict"] == WARNING
+    assert found["flash-attn-4"]["why"] == "cannot be imported: ended by signal 11"
     assert (found["sglang"]["verdict"], found["sglang"]["found"]) == (OK, "0.5.23")
     assert found["torch-memory-saver"]["verdict"] == ABSENT
 
@@ -168,8 +168,8 @@ def test_a_gpu_that_torch_cannot_use(tmp_path: Path) -> None:
     assert "nvidia-smi -r -i 5" in found["driver"]["fix"]
     assert found["torch"]["verdict"] == FAILURE
     assert found["transformer-engine"]["verdict"] == FAILURE
-    assert found["sglang"]["verdict"] == (OK if util.find_spec("sglang") else WARNING)
-    assert found["flash-attn"]["verdict"] == ABSENT, "nothing calls it: nobody is to compile it for an hour"
+    assert found["sglang"]["verdict"] == (OK if software.installed("sglang") else WARNING)
+    assert found["flash-attn-4"]["verdict"] == ABSENT, "torch has what training uses"
     assert found["nvidia-ml-py"]["verdict"] == (OK if util.find_spec("pynvml") else WARNING)
 
 

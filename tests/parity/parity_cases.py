@@ -135,6 +135,12 @@ LAYOUTS = {
     "cp2ep2": LayoutConfig(cp=2, ep=2),
     "cp4": LayoutConfig(cp=4),
     "cp4ep4": LayoutConfig(cp=4, ep=4),
+    "flash": LayoutConfig(attention="torch", micro_batch_tokens=100),
+    "flashselective": LayoutConfig(attention="torch", recompute="selective"),
+    "pp2flash": LayoutConfig(pp=2, attention="torch", recompute="full", micro_batch_tokens=100),
+    "cp2flash": LayoutConfig(cp=2, attention="torch", micro_batch_tokens=150),
+    "cp2tp2flash": LayoutConfig(cp=2, tp=2, sp=True, attention="torch"),
+    "cp4flash": LayoutConfig(cp=4, attention="torch"),
     "dp2": LayoutConfig(micro_batch_tokens=100),
     "dp2zero": LayoutConfig(micro_batch_tokens=100),
     "ep2": LayoutConfig(ep=2),
@@ -160,6 +166,7 @@ _EXACT = {
     1: """
         dense:small dense_gspo:small moe:small mla:small balanced:small replayed:small
         moe:recompute moe:selective mtp:recompute gpt_oss:small gpt_oss:selective
+        dense:flash mla:flash gemma:flash replayed:flash gpt_oss:flashselective
     """,
     2: """
         dense:tp2 dense:tp2sp dense:pp2 dense:pp2small dense:dp2 dense:cp2 dense:dp2zero dense:cp2zero
@@ -186,6 +193,7 @@ _EXACT = {
         dense_lora:tp2 dense_lora:tp2sp dense_lora:pp2 dense_lora:cp2 dense_lora:dp2zero
         moe_lora:ep2 moe_lora:tp2etp2 moe_lora:tp2ep2zero moe_lora:pp2small
         mla_lora:tp2sp mtp_lora:vpp2recompute
+        dense:cp2flash moe:cp2flash gemma:cp2flash gpt_oss:cp2flash mla:cp2flash dense_mtp2:cp2flash mtp:pp2flash
     """,
     4: """
         dense:tp2pp2 dense:cp4 dense:cp2tp2 window:tp2pp2 window:cp4 gemma:tp2pp2
@@ -197,6 +205,7 @@ _EXACT = {
         mtp:tp2vpp2 mtp:cp2tp2 mtp:cp2pp2 mtp:ep4zero
         tied_parts:pp2dp2zero tied_frozen:pp2dp2zero head_only:pp2dp2zero
         dense_lora:tp2pp2 moe_lora:tp2dp2 mla_lora:tp2pp2 mla_lora:tp4etp4
+        dense:cp4flash gpt_oss:cp2tp2flash mla:cp2tp2flash
     """,
 }
 _ROUNDED = {2: "dense_bf16:tp2sp dense_bf16:pp2 deepseek_bf16:tp2sp deepseek_bf16:ep2zero deepseek_bf16:cp2"}
@@ -206,7 +215,7 @@ COMPARED = {case: size for table in (_EXACT, _ROUNDED) for size, cases in table.
 CORE = (
     "dense:small", "dense:pp2small", "dense:cp2zero", "tied:tp2", "biased:tp2sp", "latent:tp2sp", "moe:ep2", "mla:cp2",
     "deepseek:vpp2", "mtp:tp2sp", "replayed:ep2zero", "moe:tp2pp2", "tied_parts:pp2", "mtp_frozen:ep2zero",
-    "dense_lora:tp2", "mla_lora:tp2sp", "moe_lora:ep2", "gemma:cp2small", "gpt_oss:tp2ep2",
+    "dense_lora:tp2", "mla_lora:tp2sp", "moe_lora:ep2", "gemma:cp2small", "gpt_oss:tp2ep2", "gpt_oss:cp2flash",
 )  # fmt: skip
 """Cases of `make test`: each kind of parallelism, attention and expert layer. `make test-parity` runs the others."""
 

@@ -4,6 +4,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,8 +18,9 @@ platform.start_planning()
 
 from grpo_mega.models.schedule import cells_per_token  # noqa: E402
 from grpo_mega.planning.inventory import Role, take_stock, total  # noqa: E402
-from grpo_mega.planning.memory import attention, held, leaves, memory, most_skewed  # noqa: E402
+from grpo_mega.planning.memory import held, in_table, leaves, memory, most_skewed  # noqa: E402
 from grpo_mega.planning.plan import checkpoint, plan, roles_of  # noqa: E402
+from grpo_mega.planning.shares import shared_out  # noqa: E402
 from grpo_mega.rollout.contract import EngineError  # noqa: E402
 from grpo_mega.rollout.sglang.memory import mem_fraction_static, work  # noqa: E402
 
@@ -57,7 +59,7 @@ def skewed(found: dict) -> dict[str, float]:
     config, lines = compose_config(["experiment=r1zero_671b"]), found["memory"][-1]
     rest = lines["activations kept"] + lines["one layer, saved"]
     return {
-        name: rest + attention(config, sequences, longest, rows) + sequences * longest * rows
+        name: rest + in_table(config, sequences, longest, rows) + sequences * longest * rows
         for name, (sequences, longest, rows) in SKEWED.items()
     }
 
@@ -67,10 +69,10 @@ def others() -> list[dict[str, float]]:
     found = []
     for name in ("r1zero_671b", "qwen3_30b_a3b", "moonlight_16b"):
         config = compose_config([f"experiment={name}"])
-        budget, most = config.layout.micro_batch_tokens, attention(config, *most_skewed(config))
+        budget, most = config.layout.micro_batch_tokens, in_table(config, *most_skewed(config))
         cells, held = cells_per_token(config.layout.cp) * budget, budget // config.layout.cp
         for longest in range(256, config.model.context + 1, 1024):
-            size = attention(config, cells // longest, longest, min(longest, held))
+            size = in_table(config, cells // longest, longest, min(longest, held))
             found.append({"name": name, "longest": longest, "bytes": size, "most": most})
     return found
 
@@ -152,6 +154,8 @@ if __name__ == "__main__":
     asked |= {f"tiny_{name}": ["experiment=tiny", *overrides] for name, overrides in LAYOUTS.items()}
     asked |= {f"r1zero_{name}": ["experiment=r1zero_671b", *overrides] for name, overrides in ENGINES.items()}
     asked["moonlight_keeps_all"] = ["experiment=moonlight_16b", "layout.recompute=none"]
+    asked["moonlight_keeps_tables"] = [*asked["moonlight_keeps_all"], "layout.attention=padded"]
+    asked["r1zero_16k_padded"] = [*asked["r1zero_16k"], "layout.attention=padded"]
     asked["moonlight_frozen"] = ["experiment=moonlight_16b", "optimizer.frozen=[embedding,experts]"]
     asked |= {name: [*GPT_OSS, f"model={name}"] for name in ("gpt_oss_20b", "gpt_oss_120b")}
     asked |= {name: [f"experiment={name}"] for name in ("gsm8k_0.5b", "countdown_1b")}
@@ -162,7 +166,13 @@ if __name__ == "__main__":
     asked |= {f"{name} on eight": [f"experiment={name}", *eight] for name in ("gsm8k_0.5b", "countdown_1b")}
     asked["tiny_reward_model"] = ["experiment=tiny_reward_model", "pairs.path=pairs.jsonl"]
     asked["tiny_scored"] = ["experiment=tiny", "reward.model.path=runs/tiny_reward_model"]
-    found = {name: plan(compose_config(overrides)) for name, overrides in asked.items()}
+    composed = {name: compose_config(overrides) for name, overrides in asked.items()}
+    found = {name: plan(config) for name, config in composed.items()}
+    about = {
+        name: [asdict(stage) for stage in shared_out(config, config.model.vocab_size, found[name]["gpus"])]
+        for name, config in composed.items()
+        if config.model.vocab_size and config.run.trains == "policy"
+    }
     shares = [
         {"name": name, "free": free, "capacity": capacity, "share": mem_fraction_static(config, free, capacity)}
         | {"work": work(config, capacity), "bucket": config.rollout.sglang.bucket_bytes}
@@ -181,6 +191,7 @@ if __name__ == "__main__":
         json.dumps(
             said
             | {
+                "about": about,
                 "skewed": skewed(found["r1zero_671b"]),
                 "others": others(),
                 "more": with_more_models(),

@@ -66,7 +66,9 @@ def test_what_the_page_holds_is_bounded_and_has_the_last_step(layers: int, each:
 
 def test_a_line_with_more_experts_than_a_page_holds_is_left_out() -> None:
     loads = {str(layer): [1.0] * 4096 for layer in range(1 + CELLS // 4096)}
-    assert experts(RunData(Path("run"), experts=[{"step": 1, "loads": loads}])) is None
+    run = RunData(Path("run"), experts=[{"step": 1, "loads": loads}])
+    assert experts(run) is None
+    assert experts(run, cells=2 * CELLS) is not None
 
 
 def test_lines_of_another_model_and_damaged_ones_are_left_out(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from grpo_mega.config.attention import why_padded
 from grpo_mega.config.rules.problems import divisible, divisors, multiples, refuse
 from grpo_mega.config.schema import Config, LayoutConfig
 
@@ -28,6 +29,8 @@ def layout_problems(config: Config) -> Iterator[str]:
     if layout.fp8:
         yield from _eight_bit_problems(config)
     theirs = config.distill.teacher and not config.distill.served  # may have experts, see config/teacher.py
+    if layout.attention not in ("auto", "padded") and (why := why_padded(config.model)):
+        yield f"layout.attention={layout.attention}: {why}; set layout.attention=padded, or auto"
     for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
         if size > 1 and experts == 0 and not theirs:
             yield f"{name}={size} needs experts; set model.moe.experts above 0, or {name}=1"

@@ -36,6 +36,10 @@ class LayoutConfig:
     once."""
     recompute: Annotated[str, OneOf("none", "selective", "full")] = "none"
     """Activations that the backward pass recomputes: none, selective (attention) or full (layers)."""
+    attention: Annotated[str, OneOf("auto", "padded", "torch", "flash3", "flash4")] = "auto"
+    """Attention kernels. padded: torch's fused attention, on a table as wide as the longest sequence. torch,
+    flash3, flash4: FlashAttention-2 (part of torch), 3 or 4 (packages) for sequences of any length, in bf16 on a GPU;
+    a shared prompt is stored once. auto: torch, where the model allows it; padded on a CPU."""
     fp8: bool = False
     """Matrix products of layers in 8 bits, forward and backward, by Transformer Engine's block recipe (DeepSeek-V3,
     arXiv 2412.19437, section 3.3), on H100 or newer. Weights stay bf16; embedding, output layer, router and attention
@@ -54,6 +58,10 @@ class ClusterConfig:
     gpu_memory_mib: Annotated[int | None, Interval("[1, inf)")] = None
     """Memory of one GPU in MiB, as nvidia-smi shows it (H100: 81559, H200: 143771); null: the planner does not say
     whether it fits."""
+    gpu: Annotated[str | None, OneOf("h100", "h200", "h800", "h20", "a100", "b200", "gb200", "gb300")] = None
+    """Which GPU it is; the planner's times go by its data sheet. null: no times."""
+    host_memory_gib: Annotated[int | None, Interval("[1, inf)")] = None
+    """Main memory of one machine in GiB; null gives no verdict."""
     timeout_seconds: Annotated[
         int, Interval("[60, 604800]", "a minute to a week: busy ranks are late, and a job that hangs has to end")
     ] = 1800

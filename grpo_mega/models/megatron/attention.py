@@ -2,8 +2,9 @@
 
 Sequences are concatenated in a flat row of tokens, so that every other layer computes on real tokens only. Here they
 are arranged as a table [sequence, position] for torch's fused attention, which needs no mask for right-padded causal
-sequences, and the result is packed again. The embedded engine uses the same module: a prompt fills the cache, and a
-decoding step is a packed batch of one token per sequence.
+sequences, and the result is packed again; or kernels that take sequences of any length compute them in the row
+(`varlen.py`). The embedded engine uses the same module, and always tables: a prompt fills the cache, and a decoding
+step is a packed batch of one token per sequence.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from grpo_mega.config.schema import Llama3RopeConfig, YarnConfig
 from grpo_mega.models.megatron.packed import ContextShard, KVCache, PackedTokens, sees
 from grpo_mega.models.megatron.rotary import cos_sin, rotate
 from grpo_mega.models.megatron.sinks import attend_with_sinks, new_sinks
+from grpo_mega.models.megatron.varlen import attend
 
 
 class _ToTable(torch.autograd.Function):
@@ -141,6 +143,10 @@ class PackedAttention(MegatronModule):
                 packed.angles = packed.angles | {self.rope_base: angles}
             angles = packed.angles[self.rope_base]
             query, key = rotate(query, *angles), rotate(key, *angles)
+        if packed.runs is not None:
+            key, value = (_all_rows(x, packed.shard) if packed.shard else x for x in (key, value))
+            calls = packed.calls_in(self.window)
+            return attend(query, key, value, self.softmax_offset, calls, self.softmax_scale).flatten(1)
         if packed.shard is not None:
             return self._shared_context(query, key, value, packed, packed.shard).flatten(1)
         tokens = query.shape[0] - packed.padding

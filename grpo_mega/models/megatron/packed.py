@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from grpo_mega.models.megatron.runs import Call, Run, calls_of, in_runs
 from grpo_mega.models.transfer import moved
 
 HOST = torch.device("cpu")
@@ -45,6 +46,9 @@ class ContextShard:
     Attributes:
         rows: [T'] rows held here, ascending.
         gathered: [T] index of each row in the concatenation of all ranks' rows.
+        stretches: The rows held here, as two stretches [start, end).
+
+    And for attention by tables:
         queries: [n] which of the T' rows belong to a sequence.
         cells: [n] cells of the queries in a table of [N, longest].
         longest: Most rows of one sequence that this rank holds.
@@ -53,17 +57,22 @@ class ContextShard:
 
     rows: torch.Tensor
     gathered: torch.Tensor
-    queries: torch.Tensor
-    cells: torch.Tensor
-    longest: int
-    positions: torch.Tensor
+    stretches: tuple[tuple[int, int], ...]
+    queries: torch.Tensor = None  # type: ignore[assignment]
+    cells: torch.Tensor = None  # type: ignore[assignment]
+    longest: int = 0
+    positions: torch.Tensor = None  # type: ignore[assignment]
 
     @classmethod
     def of(cls, packed: PackedTokens, rank: int, size: int) -> ContextShard:
         """The rows of `rank`; T must be a multiple of 2 * size."""
         parts = torch.arange(packed.total, device=packed.rows.device).chunk(2 * size)
+        mine = parts[rank], parts[2 * size - 1 - rank]
         held = [torch.cat([parts[r], parts[2 * size - 1 - r]]) for r in range(size)]
-        rows = held[rank]
+        rows, gathered = held[rank], torch.cat(held).argsort()
+        stretches = tuple((int(part[0]), int(part[-1]) + 1) for part in mine)
+        if packed.runs is not None:
+            return cls(rows, gathered, stretches)
         queries = (rows < len(packed.owners)).nonzero()[:, 0]
         owners = packed.owners[rows[queries]]
         sequence, positions = packed.sequence[owners], packed.positions[rows[queries]]
@@ -73,7 +82,7 @@ class ContextShard:
         cells = sequence * longest + torch.arange(len(sequence), device=rows.device) - starts[sequence]
         table = positions.new_zeros(packed.sequences * longest).index_copy_(0, cells, positions).int()
         table = table.view(packed.sequences, 1, longest, 1)
-        return cls(rows, torch.cat(held).argsort(), queries, cells, longest, table)
+        return cls(rows, gathered, stretches, queries, cells, longest, table)
 
     def seen(self, keys: int, window: int | None) -> torch.Tensor:
         """[N, 1, longest, keys] whether a cell's token attends to a key of its sequence, see `sees`.
@@ -99,6 +108,9 @@ class PackedTokens(PackedSeqParams):
 
     Megatron's own fields `cu_seqlens_q` and `cu_seqlens_kv` are [0, T], as if the row were one sequence.
 
+    Attention is computed in a table of [N, longest], or by kernels that take sequences of any length, which have
+    `runs` in place of all that is about the table.
+
     Attributes:
         positions: [T'] position of each token in its sequence.
         copies: [T'] float32, number of the E tokens that a row stands for; 0 for padding.
@@ -109,6 +121,8 @@ class PackedTokens(PackedSeqParams):
             row.
         cells: [U] cell of the token `owners` of each row.
         more_rows, more_cells: [E - U] rows and cells of the tokens that are not `owners` of their row.
+        runs: What the row is a concatenation of, see runs.py; None for attention in a table.
+        calls: {window: the kernels' calls in layers with it}, once a layer has made them.
         total: Number of rows, T.
         sequences: Number of sequences, N.
         longest: Most tokens of one sequence.
@@ -134,6 +148,8 @@ class PackedTokens(PackedSeqParams):
     more_rows: torch.Tensor = None  # type: ignore[assignment]
     more_cells: torch.Tensor = None  # type: ignore[assignment]
     copies: torch.Tensor = None  # type: ignore[assignment]
+    runs: list[Run] | None = None
+    calls: dict[int | None, list[Call]] = field(default_factory=dict)
     total: int = 0
     sequences: int = 0
     longest: int = 0
@@ -156,6 +172,7 @@ class PackedTokens(PackedSeqParams):
         cache: KVCache | None = None,
         prompts: torch.Tensor | None = None,
         prompt_lengths: torch.Tensor | None = None,
+        table: bool = True,
     ) -> PackedTokens:
         """Packs whole sequences, padded to a multiple of `multiple` tokens.
 
@@ -166,33 +183,39 @@ class PackedTokens(PackedSeqParams):
             prompts: [N] number of each sequence's prompt: sequences with the same number begin with the same tokens;
                 None when nothing is shared.
             prompt_lengths: [N] number of tokens that those sequences share.
+            table: Whether attention is computed in a table; otherwise the row is in runs.
         """
         longest = int(lengths.max()) if len(lengths) else 0
         sequence = torch.repeat_interleave(lengths)
         starts = lengths.cumsum(0) - lengths
         tokens = torch.arange(len(sequence), device=lengths.device)
         positions = tokens - starts[sequence]
-        owner = tokens
+        owner, first, branches = tokens, torch.arange(len(lengths)), torch.zeros_like(lengths)
         if prompts is not None and prompt_lengths is not None and len(lengths):
             first = (prompts[:, None] == prompts).int().argmax(-1)  # [N] the first sequence with the same prompt
             owner = torch.where(positions < prompt_lengths[sequence], starts[first][sequence] + positions, tokens)
+            branches = _branches(lengths, prompt_lengths, first)
         owners, rows = owner.unique(return_inverse=True)
+        of_all = {"sequence": sequence, "sequences": len(lengths), "longest": longest, "cache": cache}
+        if not table:
+            order, runs = in_runs(sequence[owners], branches, first)
+            owners, rows = owners[order], order.argsort()[rows]
+            return cls._padded(
+                positions[owners], _copies(rows), multiple, rows=rows, owners=owners, runs=runs, **of_all
+            )
         cells = sequence * longest + positions
         repeated = owner != tokens
         return cls._padded(
             positions[owners],
-            torch.bincount(rows).float(),
+            _copies(rows),
             multiple,
             rows=rows,
             owners=owners,
-            sequence=sequence,
             table=rows.new_zeros(len(lengths) * longest).index_copy_(0, cells, rows),
             cells=cells[owners],
             more_rows=rows[repeated],
             more_cells=cells[repeated],
-            sequences=len(lengths),
-            longest=longest,
-            cache=cache,
+            **of_all,
         )
 
     @classmethod
@@ -226,7 +249,18 @@ class PackedTokens(PackedSeqParams):
         if size == 1:
             return self
         shard = ContextShard.of(self, rank, size)
-        return replace(self, shard=shard, positions=self.positions[shard.rows], copies=self.copies[shard.rows])
+        positions, copies = self.positions[shard.rows], self.copies[shard.rows]
+        return replace(self, shard=shard, positions=positions, copies=copies, calls={})
+
+    def calls_in(self, window: int | None) -> list[Call]:
+        """The kernels' calls for the rows here, in layers with this window; made once, on the device of the rows."""
+        assert self.runs is not None
+        window = None if window is None or window >= self.longest else window
+        if window not in self.calls:
+            stretches = self.shard.stretches if self.shard else [(0, self.total)]
+            calls = [call.to(self.positions.device) for call in calls_of(self.runs, stretches, window)]
+            self.calls = self.calls | {window: calls}
+        return self.calls[window]
 
     def counted_by(self, ranks: int) -> PackedTokens:
         """A copy whose row count for Megatron is that of `ranks` context parallel ranks with different rows each."""
@@ -255,6 +289,21 @@ class PackedTokens(PackedSeqParams):
             total=len(positions),
             **others,
         )
+
+
+def _copies(rows: torch.Tensor) -> torch.Tensor:
+    """[U] float32, how many tokens of sequences each row stands for."""
+    return torch.bincount(rows).float()
+
+
+def _branches(lengths: torch.Tensor, prompt_lengths: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """[N] tokens of each sequence that follow a prompt which another sequence has, too.
+
+    0 where nothing follows it in any of them.
+    """
+    beyond = lengths - prompt_lengths
+    shared = (first.bincount(minlength=len(first)) > 1)[first] & (prompt_lengths > 0)
+    return torch.where(shared, beyond, 0)
 
 
 def sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:

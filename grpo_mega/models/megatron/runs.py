@@ -1,0 +1,164 @@
+"""Which stretches of a packed row attend to which, for attention kernels that take sequences of any length.
+
+The row is a concatenation of runs: whole sequences, prompts that several sequences begin with, and branches, each of
+which is what follows a prompt in one of these. A run attends to itself, causally, and a branch to all of its prompt:
+
+    | whole | whole | prompt A | prompt B | branch of A | branch of A | branch of B |
+
+Branches are in the order of their prompts, so attention takes two calls over slices of the row, and nothing of it is
+repeated: one of every run over itself, and one of the branches over the prompts, in which all branches of a prompt are
+one sequence of queries. `varlen.py` merges the two. The idea is that of Hydragen (Juravsky et al., 2024, arXiv
+2402.05099), there for inference.
+
+Under context parallelism a rank has the keys of all rows, and queries of two stretches of them. A stretch cuts at most
+its first and its last run. What is left of a run are its queries up to some row, over its keys up to the same row: a
+causal mask that is aligned at the bottom right, as kernels have it. So there are two calls for each stretch, still over
+slices, and no mask.
+
+In layers with a window a branch sees the end of its prompt alone, and where that begins depends on the query. There the
+keys of a branch are gathered: those of the prompt that its first query sees, fewer than the window, and its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from grpo_mega.models.transfer import moved
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive rows [start, end) that attend to themselves; of a branch also to the run `prompt`, all of it."""
+
+    start: int
+    end: int
+    prompt: Run | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a kernel: several sequences of queries, each over keys of its own.
+
+    Attributes:
+        rows: Which of the rows here ask.
+        keys: Which rows of all they attend to: a slice, or [K] indices.
+        query_starts, key_starts: [sequences + 1] int32, where each sequence begins, and the last ends.
+        most_queries, most_keys: Of one sequence.
+        causal: Whether a sequence's last query sees all its keys, the one before it one fewer, and so on; otherwise
+            every query sees every key.
+        window: How many keys a query sees of a causal call, its own included; None for all before it.
+    """
+
+    rows: slice
+    keys: slice | torch.Tensor
+    query_starts: torch.Tensor
+    key_starts: torch.Tensor
+    most_queries: int
+    most_keys: int
+    causal: bool
+    window: int | None = None
+
+    @classmethod
+    def of(
+        cls, rows: slice, keys: slice | torch.Tensor, queries: Sequence[int], seen: Sequence[int], **how: Any
+    ) -> Call:
+        """A call of sequences with so many queries, and keys, each."""
+        return cls(rows, keys, _starts(queries), _starts(seen), max(queries), max(seen), **how)
+
+    def to(self, device: torch.device) -> Call:
+        """The call with its tensors on another device."""
+        keys = self.keys if isinstance(self.keys, slice) else moved(self.keys, device)
+        starts = (moved(self.query_starts, device), moved(self.key_starts, device))
+        return replace(self, keys=keys, query_starts=starts[0], key_starts=starts[1])
+
+
+def in_runs(sequence: torch.Tensor, branches: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, list[Run]]:
+    """The order of a row's tokens in which they form runs, and these runs.
+
+    Args:
+        sequence: [U] index of the sequence that each token is of, ascending; of a shared prompt the first that has it.
+        branches: [N] tokens at the end of each sequence that follow a prompt which it shares; 0 if it shares none.
+        first: [N] the first sequence with the same prompt.
+
+    Returns:
+        [U] indices of the tokens, run by run, and the runs.
+    """
+    n = len(first)
+    lengths = torch.bincount(sequence, minlength=n)
+    beyond = torch.arange(len(sequence)) - (lengths.cumsum(0) - branches)[sequence] >= 0
+    is_prompt = torch.zeros(n, dtype=torch.bool).index_fill_(0, first[branches > 0], True)[sequence] & ~beyond
+    kind = torch.where(beyond, 2, is_prompt.long())  # whole sequences, then prompts, then branches
+    order = (kind * n + first[sequence]).argsort(stable=True)
+    names, counts = torch.unique_consecutive((kind * n + sequence)[order], return_counts=True)
+    runs: dict[int, Run] = {}
+    ends = accumulate(counts.tolist())
+    for name, count, end in zip(names.tolist(), counts.tolist(), ends, strict=True):
+        prompt = runs[n + int(first[name - 2 * n])] if name >= 2 * n else None
+        runs[name] = Run(end - count, end, prompt)
+    return order, [*runs.values()]
+
+
+def calls_of(runs: Sequence[Run], held: Sequence[tuple[int, int]], window: int | None) -> list[Call]:
+    """The calls for the queries of the stretches [start, end) of the row that a rank holds one after the other.
+
+    In a layer with a window a token sees so many, itself included.
+    """
+    calls: list[Call] = []
+    before = 0
+    for start, end in held:
+        parts = [_Part(run, max(run.start, start), min(run.end, end)) for run in runs]
+        calls += _calls_of_stretch([part for part in parts if part.first < part.end], before - start, window)
+        before += end - start
+    return calls
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows [first, end) of a run, as far as a stretch holds it."""
+
+    run: Run
+    first: int
+    end: int
+
+
+def _calls_of_stretch(parts: list[_Part], shift: int, window: int | None) -> Iterator[Call]:
+    """The calls for consecutive parts of runs, whose rows here are `shift` more than in the whole row."""
+    if not parts:
+        return
+    rows = slice(parts[0].first + shift, parts[-1].end + shift)
+    queries = [part.end - part.first for part in parts]
+    branches = [part for part in parts if part.run.prompt]
+    if window is not None and branches:
+        keys = [_seen_in_window(part, window) for part in parts]
+        yield Call.of(rows, torch.cat(keys), queries, [len(each) for each in keys], causal=True, window=window)
+        return
+    own = [part.end - part.run.start for part in parts]
+    yield Call.of(rows, slice(parts[0].run.start, parts[-1].end), queries, own, causal=True, window=window)
+    if branches:
+        askers: dict[Run, int] = {}
+        for part in branches:
+            assert part.run.prompt is not None
+            askers[part.run.prompt] = askers.get(part.run.prompt, 0) + part.end - part.first
+        prompts = [*askers]
+        rows = slice(branches[0].first + shift, branches[-1].end + shift)
+        keys_of_prompts = slice(prompts[0].start, prompts[-1].end)
+        yield Call.of(rows, keys_of_prompts, [*askers.values()], [p.end - p.start for p in prompts], causal=False)
+
+
+def _seen_in_window(part: _Part, window: int) -> torch.Tensor:
+    """[K] the rows that some query of the part sees: of the prompt, if it has one, and of its run."""
+    own = torch.arange(max(part.run.start, part.first - window + 1), part.end)
+    if part.run.prompt is None:
+        return own
+    of_prompt = window - 1 - (part.first - part.run.start)
+    start = max(part.run.prompt.start, part.run.prompt.end - max(0, of_prompt))
+    return torch.cat([torch.arange(start, part.run.prompt.end), own])
+
+
+def _starts(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

@@ -1,0 +1,206 @@
+"""Attention of runs of any length by flash attention kernels, with shared prompts as a cascade and sinks, exactly.
+
+A query's keys are in one or two calls (`runs.py`), and a sink is one key more, of its own logit and no value. Softmax
+over all of them is had from the parts: with the output o_p and the log-sum-exp l_p of the logits of each part,
+
+    l = log sum_p exp(l_p),    o = sum_p exp(l_p - l) o_p,
+
+in which a sink takes part by l alone. The kernels' log-sum-exp has no gradient, and needs none. Flash attention's
+backward pass (Dao, 2023, arXiv 2307.08691, algorithm 2) makes probabilities anew from the log-sum-exp that it is given,
+P_ij = exp(s_ij - l_i), and the gradient of the logits from these and from the output, dS_ij = P_ij (do_i v_j - D_i)
+with D_i = do_i o_i. Given the merged o and l, it computes each part's share of the gradients of softmax over all
+keys: those of keys and values are theirs, those of a query add up. A sink's is -sum_i exp(sink - l_i) D_i. So the
+backward pass makes the same calls, and repeats nothing.
+
+The kernels are those behind torch's `_flash_attention_forward` and `_flash_attention_backward`: FlashAttention-2, which
+every CUDA build of torch has, or FlashAttention-3 or 4, which torch puts in their place once they are installed and
+activated. They are called as `torch.nn.attention.varlen` of torch 2.11 does, whose own function cannot be used: it
+drops the gradient of the log-sum-exp without a word, and its backward pass does not take another output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+
+from grpo_mega.config.attention import attention_on_gpu
+from grpo_mega.config.schema import LayoutConfig, ModelConfig
+from grpo_mega.models.megatron.runs import Call
+
+PACKAGES = {"flash3": ("FA3", "flash_attn_interface", (9,)), "flash4": ("FA4", "flash_attn.cute", (9, 10))}
+"""Values of `layout.attention` -> what torch calls the kernel, the module that it comes from, and for which GPUs it is:
+the first numbers of their compute capability."""
+CHANNELS = 8
+"""FlashAttention's heads have a multiple of so many channels."""
+
+
+def choose(layout: LayoutConfig, model: ModelConfig, device: torch.device) -> str:
+    """What computes attention on this device: "padded" for tables, or a kernel that `attend` uses from now on.
+
+    Raises:
+        ValueError: The kernel that is asked for is not there, or not for this device.
+    """
+    cuda = device.type == "cuda"
+    chosen = attention_on_gpu(layout, model) if cuda else layout.attention.replace("auto", "padded")
+    if chosen == "padded":
+        return chosen
+    if not cuda and not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", "CPU"):
+        raise ValueError(f"layout.attention={chosen} needs a GPU, and this is a CPU; set layout.attention=auto")
+    if chosen in PACKAGES:
+        name, module, made_for = PACKAGES[chosen]
+        if cuda and torch.cuda.get_device_capability(device)[0] not in made_for:
+            raise ValueError(
+                f"layout.attention={chosen} is not made for {torch.cuda.get_device_name(device)}; set "
+                "layout.attention=torch"
+            )
+        if current_flash_attention_impl() != name:
+            try:
+                activate_flash_attention_impl(name)
+            except Exception as error:  # whatever goes wrong in another package
+                raise ValueError(
+                    f"layout.attention={chosen} needs {module}, which cannot be used: {error}; install it, or set "
+                    "layout.attention=torch"
+                ) from error
+    return chosen
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    calls: Sequence[Call],
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention of rows here over rows of all; rows that are in no call get 0.
+
+    Args:
+        query: [T', heads, channels].
+        key: [T, kv heads, channels], every one of which serves heads / kv heads queries.
+        value: [T, kv heads, value channels].
+        sinks: [heads] logits that take part in every softmax; or None.
+        calls: Which rows attend to which. Those that are not causal are about rows of earlier ones.
+        scale: Factor of the logits; None for channels ** -0.5.
+
+    Returns:
+        [T', heads, value channels].
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    channels, outputs = query.shape[-1], value.shape[-1]
+    wide = channels + -channels % CHANNELS
+    # FlashAttention-2 has one size for keys and values. Zeros change neither logits nor other channels of the output.
+    wide_value = outputs + -outputs % CHANNELS
+    if current_flash_attention_impl() is None:
+        wide = wide_value = max(wide, wide_value)
+    query, key = (F.pad(x, (0, wide - channels)) if wide > channels else x for x in (query, key))
+    value = F.pad(value, (0, wide_value - outputs)) if wide_value > outputs else value
+    return _Attention.apply(query, key, value, sinks, calls, scale)[..., :outputs]
+
+
+class _Attention(torch.autograd.Function):
+    """All calls of one layer, merged; see the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        calls: Sequence[Call],
+        scale: float,
+    ) -> torch.Tensor:
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        out = query.new_zeros(*query.shape[:2], value.shape[2])
+        lse: torch.Tensor | None = None  # [heads, T']
+        for call in calls:
+            part, part_lse = _forward(query[call.rows], key[call.keys], value[call.keys], call, scale)
+            if lse is None:
+                lse = part_lse.new_full((query.shape[1], len(query)), -torch.inf)
+            if call.causal:
+                out[call.rows], lse[:, call.rows] = part, part_lse
+            else:
+                both = torch.logaddexp(lse[:, call.rows], part_lse)
+                kept, added = _per_row(lse[:, call.rows] - both), _per_row(part_lse - both)
+                out[call.rows] = (out[call.rows] * kept + part * added).to(out.dtype)
+                lse[:, call.rows] = both
+        if sinks is not None and lse is not None:
+            with_sinks = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
+            out = (out * _per_row(lse - with_sinks)).to(out.dtype)
+            lse = with_sinks
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.calls, ctx.scale = calls, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        grad = grad.contiguous()
+        to_query, to_key, to_value = (torch.zeros_like(x) for x in (query, key, value))
+        if any(torch.is_tensor(call.keys) for call in ctx.calls):  # rows occur several times: their gradients add up
+            to_key, to_value = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (to_key, to_value))
+        for call in ctx.calls:
+            asking = grad[call.rows], query[call.rows], out[call.rows], lse[:, call.rows].contiguous()
+            parts = _backward(asking, (key[call.keys], value[call.keys]), call, ctx.scale)
+            to_query[call.rows] += parts[0]
+            for total, part in ((to_key, parts[1]), (to_value, parts[2])):
+                if torch.is_tensor(call.keys):
+                    total.index_add_(0, call.keys, part.to(total.dtype))
+                else:
+                    total[call.keys] += part
+        to_sinks = None
+        if sinks is not None:
+            to_sinks = torch.zeros_like(sinks)
+            if lse is not None:
+                products = (grad.to(lse.dtype) * out).sum(-1).T  # D of the docstring, [heads, T']
+                shares = (sinks[:, None].to(lse.dtype) - lse).exp()
+                to_sinks = -(shares * products).sum(-1).to(sinks.dtype)
+        return to_query, to_key.to(key.dtype), to_value.to(value.dtype), to_sinks, None, None
+
+
+def _per_row(logarithms: torch.Tensor) -> torch.Tensor:
+    """Factors of outputs, [rows, heads, 1], from their logarithms [heads, rows]."""
+    return logarithms.exp().T[..., None]
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The call's output [rows, heads, value channels], and the log-sum-exp of its logits, [heads, rows]."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, *_lengths(call), 0.0, call.causal, False, scale=scale, **_window(call)
+    )
+    return out, lse
+
+
+def _backward(
+    asking: tuple[torch.Tensor, ...], asked: tuple[torch.Tensor, torch.Tensor], call: Call, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of queries, keys and values by the call; torch's deterministic algorithms fix their order.
+
+    Args:
+        asking: Gradient of the outputs, queries, outputs, and log-sum-exp of the call's rows, over all their keys.
+        asked: Keys and values.
+        call, scale: See `attend`.
+    """
+    grad, query, out, lse = asking
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+    return torch.ops.aten._flash_attention_backward(
+        *(grad, query, *asked, out, lse, *_lengths(call), 0.0, call.causal, *no_dropout), scale=scale, **_window(call)
+    )
+
+
+def _lengths(call: Call) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    # FlashAttention-2 arranges sequences of one query each in another way, whose log-sum-exp has another order.
+    return call.query_starts, call.key_starts, max(2, call.most_queries), call.most_keys
+
+
+def _window(call: Call) -> dict[str, int]:
+    """A window for the kernel, which counts tokens before and after the query. torch 2.11 knows none with FA4."""
+    return {} if call.window is None else {"window_size_left": call.window - 1, "window_size_right": 0}
