@@ -100,13 +100,13 @@ test-sglang-newest: $(SGLANG_READY)
 test-sglang-contract: $(SGLANG_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang -k 'contract or grpo' $(ARGS)
 
-# tests/slurm start a Slurm of their own, tests/sandbox need bubblewrap, tests/report Chromium. Where they cannot be
-# installed, tests are skipped.
+# tests/slurm start a Slurm of their own, tests/sandbox need bubblewrap, tests/report Chromium, tests/train tmux. Where they
+# cannot be installed, tests are skipped.
 slurm:
-	@PATH="$$PATH:/usr/sbin"; { command -v slurmctld && command -v bwrap && command -v chromium; } >/dev/null || { \
-	    test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Slurm, bubblewrap and Chromium for tests." && \
-	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm bubblewrap chromium >/dev/null; } || \
-	    echo "Slurm, bubblewrap or Chromium is not installed: their tests will be skipped." >&2
+	@PATH="$$PATH:/usr/sbin"; { command -v slurmctld && command -v bwrap && command -v chromium && command -v tmux; } >/dev/null || { \
+	    test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Slurm, bubblewrap, Chromium and tmux for tests." && \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm bubblewrap chromium tmux >/dev/null; } || \
+	    echo "Slurm, bubblewrap, Chromium or tmux is not installed: their tests will be skipped." >&2
 
 site: $(READY)
 	$(BIN)/python -m mkdocs build --strict --clean

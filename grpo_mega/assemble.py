@@ -1,7 +1,7 @@
 """Assembles a run: process groups, run directory, models, engine, stages and the first weights.
 
-This is the only file that names concrete engines and stages: those of a run that trains a policy, and the one of a run
-that trains a reward model (`run.trains`).
+The only file that names concrete engines and stages, for runs that train a policy and for runs that train a reward
+model (`run.trains`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel
 from grpo_mega.models.teacher import Teacher
 from grpo_mega.models.topology import Topology, join_layout, leave_layout
-from grpo_mega.observe.console import columns_of
+from grpo_mega.observe.columns import columns_of
 from grpo_mega.observe.heartbeat import Heartbeat
 from grpo_mega.observe.logs import setup_rank_logging
 from grpo_mega.observe.recorder import Recorder
@@ -56,6 +56,7 @@ from grpo_mega.reward.compose import Reward
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.sglang.engine import SGLangEngine
+from grpo_mega.rollout.sglang.teacher import ServedTeacher, TeacherServer
 from grpo_mega.run import Run, Stage
 from grpo_mega.stages.distill import Distill
 from grpo_mega.stages.grpo import GRPO
@@ -70,19 +71,19 @@ from grpo_mega.stages.sft import SFT
 from grpo_mega.types import Sample, Score
 
 Decode = Callable[[Iterable[int]], str]
-"""Token ids -> their text."""
+"""Decodes token ids to text."""
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What a run of either kind stands on.
+    """Common parts of a run that trains a policy and of one that trains a reward model.
 
     Attributes:
         config: The configuration.
         path: The run directory.
-        vocab_size: Tokens that the models score.
-        platform, topology: Of this process.
-        recorder, timer: Of the run.
+        vocab_size: Number of tokens that the models score.
+        platform, topology: Platform and topology of this process.
+        recorder, timer: Recorder and phase timer of the run.
     """
 
     config: Config
@@ -98,10 +99,10 @@ class Ground:
 def assemble(
     config: Config, platform: Platform, data: Data | ExampleData, reward: Reward | None = None
 ) -> Iterator[Run]:
-    """A run, resumed from its directory if that has a checkpoint, ready to `execute`.
+    """Context with a run that is ready to `execute`, resumed from its directory if that has a checkpoint.
 
     Args:
-        config: The configuration, whose `run.trains` says what the run trains.
+        config: The configuration; `run.trains` selects the kind of run.
         platform: Device and backend of this process.
         data: Examples for a run that trains a reward model, otherwise problems.
         reward: Scores answers to problems.
@@ -109,8 +110,9 @@ def assemble(
     Raises:
         ValueError: The layout, the run directory or its checkpoints cannot be used.
     """
-    # Both before the run directory is made.
+    # All before the run directory is made.
     taught = _check_teacher(config, data.tokenizer)
+    served = _check_served(config, data.tokenizer)
     preferred = find_reward_model(config, data.tokenizer)
     with _ground(config, platform, data) as ground:
         if isinstance(data, ExampleData):
@@ -119,12 +121,12 @@ def assemble(
         assert reward is not None, "a policy is trained on answers that a reward scores"
         decode = partial(_decode, data.tokenizer)
         with _sglang(ground, decode) as sglang:
-            yield _policy_run(ground, data, reward, decode, sglang, taught, preferred)
+            yield _policy_run(ground, data, reward, decode, sglang, taught, served, preferred)
 
 
 @contextmanager
 def _ground(config: Config, platform: Platform, data: Data | ExampleData) -> Iterator[Ground]:
-    """Opens the run directory and makes the process groups; closes and leaves them."""
+    """Context that opens the run directory and creates the process groups; closes and destroys them at its end."""
     path = Path(config.run.root) / config.run.name
     vocab_size = vocabulary(config.model, data.tokenizer)
     check_origin(config, path, vocab_size)
@@ -156,7 +158,7 @@ def _trace(config: Config, path: Path, platform: Platform, topology: Topology) -
 
 
 def _reward_model_run(ground: Ground, data: ExampleData) -> Run:
-    """A run of one stage, which trains a reward model, of whole answers or of their steps."""
+    """A run of one stage, which trains a reward model of whole answers or of their steps."""
     config, recorder, settings = ground.config, ground.recorder, ground.config.optimizer
     with ground.timer("setup"):
         parallel = (ground.topology, ground.platform, settings.distributed, settings.overlap)
@@ -179,11 +181,12 @@ def _policy_run(
     decode: Decode,
     sglang: SGLangEngine | None,
     taught: tuple[ModelConfig, int] | None,
+    served: tuple[TeacherServer, str] | None,
     preferred: FoundRewardModel | None,
 ) -> Run:
-    """A run that trains a policy: the stages before reinforcement learning, and this.
+    """A run that trains a policy: reinforcement learning and the stages before it.
 
-    A teacher, of the architecture and vocabulary `taught`, and a reward model may take part.
+    A teacher, of the architecture and vocabulary `taught` or of a server, and a reward model may take part.
     """
     config = ground.config
     with ground.timer("setup"):
@@ -193,11 +196,12 @@ def _policy_run(
         scorer, learned = None, None
         if preferred:
             scorer, learned = learned_reward(config, preferred, ground.topology, ground.platform, decode)
-        teacher = _teacher(ground, *taught) if taught else None
+        own_teacher = _teacher(ground, *taught) if taught else None
     ground.recorder.start(_introduction(config, policy))
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     score = partial(reward.score, decode=decode) if config.algorithm.supervision == "process" else reward.score
-    others = [model for model in (critic, reference, scorer, teacher) if model]
+    others = [model for model in (critic, reference, scorer, own_teacher) if model]
+    teacher = ServedTeacher(*served, ground.topology) if served else own_teacher
     rollouts = _rollouts(ground, data, policy, others, score, learned, embedded, sglang, decode)
     if critic:
         last: Stage = PPO(config, policy, critic, reference, data, rollouts)
@@ -215,7 +219,7 @@ def _policy_run(
 
 @contextmanager
 def _sglang(ground: Ground, decode: Decode) -> Iterator[SGLangEngine | None]:
-    """The engines of SGLang, if the run has them. They are made before the policy: they measure how much is free."""
+    """Context with SGLang's engines, if the run has them. Created before the policy, as they measure free memory."""
     if ground.config.rollout.engine != "sglang":
         yield None
         return
@@ -241,7 +245,7 @@ def _policy(ground: Ground) -> Policy:
 
 
 def _critic(ground: Ground) -> ScalarModel | None:
-    """A critic, if advantages are to come from one."""
+    """A critic, if `algorithm.advantage_baseline` is critic."""
     config, settings = ground.config, ground.config.optimizer
     if config.algorithm.advantage_baseline != "critic":
         return None
@@ -252,7 +256,7 @@ def _critic(ground: Ground) -> ScalarModel | None:
 def learned_reward(
     config: Config, found: FoundRewardModel, topology: Topology, platform: Platform, decode: Decode
 ) -> tuple[ScalarModel, LearnedReward]:
-    """The reward model that answers, or their steps, are scored by, and what adds its scores to theirs."""
+    """The reward model that scores answers or their steps, and the component that adds its scores to rewards."""
     scorer = load_reward_model(config, found, topology, platform)
     if found.separators:
         scores: ScoresOf = StepScores(scorer, found.separators, config.reward.model.outcome, decode)
@@ -262,11 +266,11 @@ def learned_reward(
 
 
 def _check_teacher(config: Config, tokenizer: Tokenizer) -> tuple[ModelConfig, int] | None:
-    """A teacher's architecture and vocabulary, checked; None without one.
+    """Checks the teacher; returns its architecture and vocabulary size, None without a teacher.
 
     Raises:
-        FileNotFoundError: There is no such path.
-        ValueError: The layout cannot split it, or it has other tokens.
+        FileNotFoundError: The teacher's path does not exist.
+        ValueError: The layout cannot split the teacher, or it has other tokens.
     """
     teacher = read_teacher(config)
     if teacher is None:
@@ -276,10 +280,22 @@ def _check_teacher(config: Config, tokenizer: Tokenizer) -> tuple[ModelConfig, i
 
 
 def _teacher(ground: Ground, model: ModelConfig, vocab_size: int) -> Teacher:
-    """The teacher, with its weights."""
+    """The teacher, with its weights loaded."""
     teacher = Teacher(model, ground.config.layout, vocab_size, ground.topology, ground.platform)
     load_teacher(Path(str(ground.config.distill.teacher)), teacher)
     return teacher
+
+
+def _check_served(config: Config, tokenizer: Tokenizer) -> tuple[TeacherServer, str] | None:
+    """The server that teaches, if one does, and the checksum of its model.
+
+    Raises:
+        ValueError: It does not answer, or has other tokens.
+    """
+    if not config.distill.served:
+        return None
+    server = TeacherServer(str(config.distill.teacher), config.distill.timeout_seconds)
+    return server, server.check(tokenizer.vocab_size, tokenizer.decode)
 
 
 def _rollouts(
@@ -293,7 +309,7 @@ def _rollouts(
     sglang: SGLangEngine | None,
     decode: Decode,
 ) -> Rollouts:
-    """Generation with the trainer's own weights, or with engines of SGLang, whose turn the `others` leave room for."""
+    """Generation with the trainer's own weights, or with SGLang engines, for which the `others` are offloaded too."""
     config, timer = ground.config, ground.timer
     decay = config.optimizer.average_decay
     average = AveragedPolicy(policy, decay) if decay else None
@@ -354,12 +370,12 @@ def _open_run_dir(path: Path, config: Config) -> RunDir | None:
 
 
 def _decode(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
-    """The text of the tokens, without those that only the model has, as with Hugging Face's tokenizers."""
+    """Text of the tokens, skipping ids that only the model has, as Hugging Face's tokenizers do."""
     return tokenizer.decode(i for i in ids if i < tokenizer.vocab_size)
 
 
 def _introduction(config: Config, policy: Policy) -> list[str]:
-    """The lines that introduce a policy's run: its size, layout and number of steps."""
+    """Lines that introduce a policy's run: its size, layout and number of steps."""
     algorithm = config.algorithm
     adapters = [f"adapters of rank {config.lora.rank} are trained: {policy.adapter_parameters():,} parameters"]
     return [
@@ -370,7 +386,7 @@ def _introduction(config: Config, policy: Policy) -> list[str]:
 
 
 def _size_in_words(config: Config, model: Model) -> str:
-    """The size of the model that is trained, and its layout; every rank must call it."""
+    """Size and layout of the trained model, in words; every rank must call it."""
     layout, topology = config.layout, model.topology
     names = ("tp", "pp", "vpp", "cp", "ep", "etp")
     sizes = {"dp": topology.dp_size} | {name: getattr(layout, name) for name in names}

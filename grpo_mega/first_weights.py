@@ -1,5 +1,4 @@
-"""The weights that a run starts from: of a checkpoint, of a Hugging Face folder, or random ones; and those of a reward
-model that it learns from."""
+"""Initial weights of a run: from a checkpoint, a Hugging Face folder, or random; and those of its reward model."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 def check_origin(config: Config, path: Path, vocab_size: int) -> None:
-    """Checks where the first weights come from, before the run directory `path` is made.
+    """Checks the source of the initial weights, before the run directory `path` is created.
 
-    A run that has checkpoints to continue at needs them no more.
+    A run that resumes from its own checkpoints does not need it.
 
     Raises:
         FileNotFoundError: There is neither a checkpoint nor a Hugging Face model.
@@ -56,20 +55,20 @@ def _is_folder(origin: Path) -> bool:
 
 
 def _unlike(origin: Path, model: ModelConfig, path: Path, vocab_size: int) -> str | None:
-    """How a Hugging Face model differs from the configuration; None for a run that has checkpoints."""
+    """Mismatch of a Hugging Face model with the configuration; None if there is none, or the run has checkpoints."""
     if has_checkpoints(path):
         return None
     try:
         huggingface.check_architecture(origin, model, vocab_size, has_weights=_is_folder(origin))
     except ValueError as error:
         return str(error)
-    except Exception as error:  # whatever is wrong with a file, the other ranks must hear of it
+    except Exception as error:  # whatever is wrong with a file, the other ranks must be told
         return f"{origin} cannot be loaded: {type(error).__name__}: {error}"
     return None
 
 
 def load_first_weights(config: Config, policy: Policy) -> None:
-    """Gives the policy the weights that the first stage starts from, unless that stage is the base model's."""
+    """Loads the initial weights of the first stage into the policy, unless that stage is the base model's."""
     if config.base.train:
         return
     if config.run.init_from:
@@ -82,8 +81,8 @@ def load_first_weights(config: Config, policy: Policy) -> None:
 
 
 def load_first_body(config: Config, model: ScalarModel) -> None:
-    """Gives a reward model the body of the language model that it starts from, and a head of 0; or, of a checkpoint
-    that holds a reward model, that one with its head, to continue it (iterative GRPO, arXiv 2402.03300, section 4.1.4).
+    """Loads the body of a language model into a reward model, with a head of 0; or, from a reward model's checkpoint,
+    body and head, to train it further (iterative GRPO, arXiv 2402.03300, section 4.1.4).
     """
     model.initialize(config.run.seed)
     model.reset_head()
@@ -102,13 +101,13 @@ def load_first_body(config: Config, model: ScalarModel) -> None:
 
 @dataclass(frozen=True)
 class FoundRewardModel:
-    """The reward model of `reward.model.path`, which can be used but is not loaded yet.
+    """The reward model of `reward.model.path`: checked, but not loaded yet.
 
     Attributes:
-        path: Its checkpoint.
-        model: Its architecture.
-        vocab_size: Tokens that it reads.
-        stage: The state of the stage that trained it.
+        path: Checkpoint of the reward model.
+        model: Architecture of the reward model.
+        vocab_size: Vocabulary size.
+        stage: State of the stage that trained it.
         checksum: SHA-256 of the checkpoint's manifest, which has the checksums of all files.
     """
 
@@ -120,18 +119,18 @@ class FoundRewardModel:
 
     @property
     def separators(self) -> list[str]:
-        """What divides the steps that it scores; none for one that scores whole answers."""
+        """Separators of the steps that it scores; empty for a model that scores whole answers."""
         return self.stage.get("separators", [])
 
 
 def find_reward_model(config: Config, tokenizer: Tokenizer) -> FoundRewardModel | None:
-    """The reward model that a run learns from, checked; None without one. Every rank must call it.
+    """Finds and checks a run's reward model; None without one. Every rank must call it.
 
     Raises:
-        FileNotFoundError: There is no such path.
-        ValueError: It holds no reward model, or one with another tokenizer, of a shape that the layout cannot split, or
-            without the scale that `reward.model.normalize` needs; or settings are about scores of steps, and
-            it has none.
+        FileNotFoundError: The path does not exist.
+        ValueError: The path has no reward model, or one with another tokenizer, of a shape that the layout cannot
+            split, or without the scale that `reward.model.normalize` needs; or settings need scores of steps, which it
+            lacks.
     """
     if config.reward.model.path is None:
         return None
@@ -151,7 +150,7 @@ def find_reward_model(config: Config, tokenizer: Tokenizer) -> FoundRewardModel 
 
 
 def load_reward_model(config: Config, found: FoundRewardModel, topology: Topology, platform: Platform) -> ScalarModel:
-    """The reward model that was found, which is not trained, under the policy's layout."""
+    """Loads the reward model, frozen, under the policy's layout."""
     parallel = (topology, platform, config.optimizer.distributed, False)
     scorer = ScalarModel(REWARD_MODEL, found.model, config.layout, found.vocab_size, *parallel, trained=False)
     checkpoint.load_weights(found.path, scorer)

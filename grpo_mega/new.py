@@ -1,11 +1,11 @@
-"""Writes the experiment file of a run with a model and problems of your own, after it has tried both.
+"""Writes the experiment file of a run with your own model and problems, after checking both.
 
     python -m grpo_mega.new my_run --model models/Qwen2.5-0.5B-Instruct --data problems.jsonl
     python -m grpo_mega.new my_run --model FOLDER --data FILE --reward my_rewards:score --cluster h100 --nodes 2
 
-The problems are read with the model's tokenizer, the answers are tried against the reward, lengths and sizes follow
-from what is there, and with `--cluster` a layout is searched that fits its GPUs. The result is
-configs/experiment/NAME.yaml, to be read and changed. Exit code: 0 it is written, 2 something cannot be used.
+The problems are read with the model's tokenizer, the answers are tried against the reward, lengths and sizes are
+derived from the data, and with `--cluster` a layout that fits its GPUs is searched. The result is
+configs/experiment/NAME.yaml, to be read and edited. Exit code: 0 written, 2 an input cannot be used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from grpo_mega.types import Prompt
 WRITTEN, BAD_INPUT = 0, 2
 STEPS = 100
 HELD_OUT = 0.1
-"""Share of a file that is taken off it for validation, and as much for the test, up to the schema's defaults."""
+"""Share of a file that is held out for validation, and as much again for the test, up to the schema's defaults."""
 SCRIPT = """#!/usr/bin/env bash
 # {title}
 #
@@ -63,18 +63,18 @@ if [[ $0 == */slurm_script ]]; then here=$SLURM_SUBMIT_DIR; else here=$(dirname 
 . "${{GRPO_MEGA_CODE:-$here}}/slurm/lib/launch.sh"
 launch experiment={name} -- "$@"
 """
-"""Submits an experiment, as the others of slurm/ do."""
+"""Template of a Slurm script that submits an experiment, like those of slurm/."""
 SECONDS_TO_SAVE = 900
-"""Least time that a job gets to save before its end."""
+"""Shortest time in seconds that a job has for saving before its end."""
 OTHER_SECONDS = 180
-"""What other work than a checkpoint may take of that time."""
+"""Seconds of that time for other work than a checkpoint."""
 GB_PER_SECOND = 5.0
-"""What a file system is taken to write; scripts call it SAVE_GB_PER_SECOND."""
+"""Assumed write speed of the file system; SAVE_GB_PER_SECOND in the scripts."""
 
 
 @dataclass
 class Setting:
-    """A line of the experiment file: a dotted name, its value, and the reason for it."""
+    """A line of the experiment file: a dotted name, its value, and a reason."""
 
     name: str
     value: Any
@@ -86,11 +86,11 @@ class Draft:
     """The experiment file before it is written.
 
     Attributes:
-        name: The experiment's name.
-        options: {group of configs/: the option that is chosen}.
-        settings: Every other setting, in the order of the file.
+        name: Name of the experiment.
+        options: {group of configs/: chosen option}.
+        settings: All other settings, in the order of the file.
         problems: The problems of the file.
-        processes: The number of processes that the run is started with on each machine.
+        processes: Number of processes of the run on each machine.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Draft:
     processes: int
 
     def text(self, title: str) -> str:
-        """The file."""
+        """Text of the file."""
         lines = ["# @package _global_", f"# {title}", "defaults:"]
         lines += [f"  - override /{group}: {option}" for group, option in self.options.items()]
         rooms = list(dict.fromkeys(setting.name.partition(".")[0] for setting in self.settings))
@@ -111,7 +111,7 @@ class Draft:
 
 
 def _nested(settings: Sequence[tuple[list[str], Setting]], depth: int) -> Iterator[str]:
-    """The lines of a section: its own fields, then the sections within."""
+    """Yields the lines of a section: its own fields, then its subsections."""
     for path, setting in settings:
         if len(path) == 1:
             why = f" # {setting.why}" if setting.why else ""
@@ -122,13 +122,13 @@ def _nested(settings: Sequence[tuple[list[str], Setting]], depth: int) -> Iterat
 
 
 def draft(options: argparse.Namespace) -> Draft:
-    """What follows from the model, the problems and the machines.
+    """Derives an experiment from the model, the problems and the machines.
 
     Raises:
-        ValueError, FileNotFoundError: One of them cannot be used; names it.
+        ValueError, FileNotFoundError: An input cannot be used; names it.
     """
     model, data = Path(options.model), Path(options.data)
-    model_settings(model, 1)  # refuses what is no supported model before its tokenizer is read
+    model_settings(model, 1)  # refuses an unsupported model before reading its tokenizer
     option, template, question = asked(model, options.reward)
     stored = load_problems(data, HuggingFaceTokenizer(model, template, question=question))
     problems = [problem.prompt for problem in stored]
@@ -177,19 +177,19 @@ def draft(options: argparse.Namespace) -> Draft:
 
 
 def _engine(layers: dict[str, Any], gpus: bool) -> Setting:
-    """What generates: SGLang on GPUs, where it has the model's layers (`config/rules/sglang.py`)."""
+    """Setting of the engine: SGLang on GPUs, if it supports the model's layers (`config/rules/sglang.py`)."""
     if gpus and (layers.get("gpt_oss") or (layers.get("window") and not layers.get("gemma"))):
         return Setting("rollout.engine", "embedded", "slow: SGLang is not tried with the windows of these layers")
     return Setting("rollout.engine", "sglang" if gpus else "embedded")
 
 
 def fit_layout(made: Draft, config: Config) -> None:
-    """Adds the settings of the layout that fits the machines, with smaller micro-batches where it must; see `propose`.
+    """Adds the settings of a layout that fits the machines, with smaller micro-batches if necessary; see `propose`.
 
     Raises:
-        ConfigError: None fits, however small a micro-batch that holds a sequence.
+        ConfigError: No layout fits, even with the smallest micro-batch that holds a sequence.
     """
-    from grpo_mega.planning.propose import differing, propose
+    from grpo_mega.planning.search import differing, propose
 
     smaller, least = config, config.model.context
     while True:
@@ -208,7 +208,7 @@ def fit_layout(made: Draft, config: Config) -> None:
 
 
 def write_script(path: Path, title: str, config: Config) -> None:
-    """Writes the Slurm script of an experiment that knows its machines."""
+    """Writes the Slurm script of an experiment with known machines."""
     from grpo_mega.planning.plan import plan
 
     written_and_read = 2 * plan(config)["checkpoint"] / 1e9 / GB_PER_SECOND
@@ -224,7 +224,7 @@ def write_script(path: Path, title: str, config: Config) -> None:
 
 
 def _show(made: Draft, config: Config, paths: Sequence[Path]) -> None:
-    """Prints what was made, the plan for its GPUs, and what to type next."""
+    """Prints the written files, the plan for the GPUs, and the commands to type next."""
     from grpo_mega.planning.plan import plan
     from grpo_mega.planning.show import show
 
@@ -271,7 +271,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     options = _options(arguments)
     path = config_dir() / "experiment" / f"{options.name}.yaml"
     script = config_dir().parent / "slurm" / f"{options.name}.sh"
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str]) -> int:
         write_atomic(path, made.text(title))
         config = compose_config([f"experiment={options.name}"])
         data = build_data(config, partial(why_unreachable, config.reward.terms))
-        build_reward(config.reward, config.run.seed)  # imports a function
+        build_reward(config.reward, config.run.seed)  # importing a function
         if options.cluster:
             fit_layout(made, config)
             write_atomic(path, made.text(title))
@@ -297,7 +297,7 @@ def main(arguments: Sequence[str]) -> int:
         _show(made, config, paths)
     except BaseException as error:
         for written in paths:
-            written.unlink(missing_ok=True)  # nothing that was not tried to its end
+            written.unlink(missing_ok=True)  # no untested files are left behind
         if not isinstance(error, (ValueError, OSError, RuntimeError, OmegaConfBaseException)):
             raise
         print(f"error: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """A run: the sequence of its stages and steps, with their phases, signals to stop, checkpoints and records.
 
-The algorithms are in the stages (`grpo_mega/stages`), one step at a time; `Stage` is their interface. A run that was
-stopped or killed continues at the stage and step of its newest checkpoint.
+The algorithms are in the stages (`grpo_mega/stages`), whose interface is `Stage`. A run that was stopped or killed
+resumes at the stage and step of its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import Config
 from grpo_mega.models.average import Copy
 from grpo_mega.models.model import Model
-from grpo_mega.observe.machine import peak_memory, step_seconds, throughput
+from grpo_mega.observe.machine import Use, step_seconds, throughput, use_of_ranks, working_seconds
 from grpo_mega.observe.metrics import METRICS
 from grpo_mega.observe.profile import Profile
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.summary import versions, warn_of_other_versions
 from grpo_mega.observe.timer import PhaseTimer
-from grpo_mega.platform import trace
-from grpo_mega.platform.collectives import from_main_rank
+from grpo_mega.platform import peak_memory_bytes, trace
+from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
+from grpo_mega.platform.peaks import peak_tflops
 from grpo_mega.platform.stop import Interrupted, Stopped, StoppedByAlarm, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -33,15 +34,17 @@ logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 Saved = Model | Copy
-"""What checkpoints hold: models, and copies of their weights."""
+"""Content of checkpoints: models, and copies of their weights."""
 
 
 @dataclass
 class StepRecord:
-    """The records of a finished step: its metrics, and some of the answers if there were any."""
+    """The records of a finished step: its metrics, some of the answers if there were any, and layer by layer the tokens
+    that each expert got in its last update, if there are experts and was one."""
 
     metrics: Metrics
     shown: list[dict[str, Any]] = field(default_factory=list)
+    loads: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Stateful(Protocol):
@@ -57,29 +60,31 @@ class Stateful(Protocol):
 
 
 class Stage(Stateful, Protocol):
-    """One algorithm, which does one step at a time. Every rank makes every call.
+    """Interface of a stage: one algorithm, run one step at a time. Every rank makes every call.
 
     Attributes:
-        name: Names the stage's checkpoints and metrics; those of a run's last stage have no prefix.
+        name: Name of the stage, the prefix of its checkpoints and metrics except in a run's last stage.
         save_every: Steps between checkpoints; 0 saves only the last step.
+        most_steps: Steps that it takes, or the most that it may take where that follows from what it learns.
         in_progress: A step that was stopped between two of its updates; None otherwise.
     """
 
     name: str
     save_every: int
+    most_steps: int
     in_progress: StepInProgress | None
 
     @property
     def models(self) -> Sequence[Saved]:
-        """The models that the stage's checkpoints hold, the run's model first."""
+        """Models in the stage's checkpoints, the run's model first."""
         ...
 
     def begin(self, run: Run) -> None:
-        """Starts the stage, at the weights that the model has after the previous stage. May be interrupted."""
+        """Starts the stage, from the model's weights after the previous stage. May be interrupted."""
         ...
 
     def prepare(self) -> None:
-        """Creates what a checkpoint is loaded into, such as the optimizer."""
+        """Creates the objects that a checkpoint is loaded into, such as the optimizer."""
         ...
 
     def step(self, run: Run) -> StepRecord:
@@ -99,27 +104,27 @@ class Stage(Stateful, Protocol):
         ...
 
     def progress(self, step: int) -> str:
-        """The progress of the step that follows `step` whole ones, in words; empty between two steps."""
+        """Progress within the step after `step` complete ones, in words; empty between two steps."""
         ...
 
 
 class Exporter(Protocol):
-    """Writes the policy for others to load; see `grpo_mega/convert/of_run.py`."""
+    """Exports the policy in a format for other programs; see `grpo_mega/convert/of_run.py`."""
 
     def path(self, step: int) -> Path:
-        """Where the export of a step lies."""
+        """Path of the export of a step."""
         ...
 
     def is_due(self, step: int) -> bool:
-        """Whether `run.export_every` asks for one after `step` steps."""
+        """Whether `run.export_every` requires an export after `step` steps."""
         ...
 
     def is_there(self, step: int) -> bool:
-        """Whether it was written."""
+        """Whether the export of a step was written."""
         ...
 
     def write(self, step: int, checkpoint: Path | None) -> None:
-        """Writes the policy after `step` steps, and leaves room for one more `checkpoint`."""
+        """Exports the policy after `step` steps, leaving disk space for one more `checkpoint`."""
         ...
 
 
@@ -129,9 +134,9 @@ class Run:
     Attributes:
         model: The model that the run trains: the policy, or a reward model.
         stage: The current stage.
-        step: Number of its finished steps.
-        begun: Whether it has begun: then its weights, optimizer and data are those after `step` steps.
-        newest: The newest checkpoint that is complete.
+        step: Number of finished steps of the current stage.
+        begun: Whether the current stage has begun: then its weights, optimizer and data are those after `step` steps.
+        newest: The newest complete checkpoint.
     """
 
     def __init__(
@@ -143,7 +148,7 @@ class Run:
         timer: PhaseTimer,
         exporter: Exporter | None = None,
     ) -> None:
-        """A run before the first step of its first stage."""
+        """Creates a run before the first step of its first stage."""
         self.exporter = exporter
         self.config = config.run
         self.layout = asdict(config.layout)
@@ -160,34 +165,34 @@ class Run:
         self._saving_since = 0
         self._seconds_before: Metrics = {}
 
-    # What stages call.
+    # Called by stages.
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times the body under this name, and gives a sign of life; every rank must enter it.
+        """Times the body under this name, and sends a heartbeat; every rank must enter it.
 
         Raises:
-            Interrupted: On every rank, before the body, when any of them was asked to stop.
+            Interrupted: On every rank, before the body, when any rank was asked to stop.
         """
         self.raise_if_stopping()
         with self.timer(name):
             yield
 
     def raise_if_stopping(self) -> None:
-        """Raises `Interrupted` on every rank when any of them was asked to stop; every rank must call it."""
+        """Raises `Interrupted` on every rank when any was asked to stop; every rank must call it."""
         with trace.span("wait"):
             stopping = self.model.topology.any_rank(self.stop.asked(), self.model.platform.device)
         if stopping:
             raise Interrupted
 
     def is_asked_to_stop(self) -> bool:
-        """Whether this rank was asked to stop; a call also gives a sign of life."""
+        """Whether this rank was asked to stop; also sends a heartbeat."""
         self.timer.beat()
         return self.stop.asked()
 
     @contextmanager
     def undone_if_stopped(self, *states: Stateful) -> Iterator[None]:
-        """When the body is interrupted, restores these states (such as the order of prompts) and random generators."""
+        """Restores these states (such as the order of prompts) and random generators if the body is interrupted."""
         before, generators = [each.state_dict() for each in states], random_state.current()
         try:
             yield
@@ -200,11 +205,11 @@ class Run:
     # The loop.
 
     def execute(self) -> None:
-        """Runs the stages that are left, to the end of the last one.
+        """Runs the remaining stages to the end of the last one.
 
         Raises:
             Stopped: A signal asked the run to stop, and its progress is saved; see `grpo_mega.platform.stop`.
-            StoppedByAlarm: An alarm of `run.stop_on` is up, and its progress is saved.
+            StoppedByAlarm: An alarm of `run.stop_on` was raised, and its progress is saved.
         """
         self.stop.listen()
         try:
@@ -217,29 +222,29 @@ class Run:
             raise Stopped(self._save_and_report()) from None
 
     def enter(self, stage: Stage) -> None:
-        """Makes this the current stage, and begins it unless it has begun."""
+        """Makes `stage` the current one, and begins it unless it has begun."""
         if stage is not self.stage:
             self.stage, self.step, self.begun = stage, 0, False
         if not self.begun:
             random_state.reseed(self.config.seed, step=0)
-            self.recorder.open_metrics(-1, self._metrics_file)
+            self.recorder.open_metrics(-1, self._metrics_file, stage.most_steps)
             stage.begin(self)
             self.begun = True
 
     def _train(self, profile: Profile) -> None:
-        """Does the stage's steps, records each, and saves and exports every so many steps and at the end."""
+        """Runs the stage's steps; records each, and saves and exports periodically and at the end."""
         self.timer.step_seconds()  # earlier seconds belong to no step
-        self._export_if_due(missing_only=True)  # of a start that was killed after its checkpoint
+        self._export_if_due(missing_only=True)  # left by a start that was killed after its checkpoint
         if self._is_last and self.stage.is_done(0):  # no steps follow the earlier stages: their weights are the result
             self.save()
-        self._stop_on_alarm()  # of an earlier start
+        self._stop_on_alarm()  # left by an earlier start
         while not self.stage.is_done(self.step):
             profile.before(self.step + 1)
             with trace.step(self.step + 1, self.stage.name):
                 record = self.stage.step(self)
             self.step += 1
             profile.after(self.step)
-            self.recorder.step(self.step, self._measured(record.metrics), record.shown)
+            self.recorder.step(self.step, self._measured(record.metrics), record.shown, record.loads)
             self.finish_saving(wait=False)
             last = self.stage.is_done(self.step)
             if last or is_due(self.stage.save_every, self.step):
@@ -248,16 +253,16 @@ class Run:
             self._stop_on_alarm()
 
     def _stop_on_alarm(self) -> None:
-        """Saves, and ends the run between two steps of its last stage, when an alarm of `run.stop_on` is up.
+        """Saves and ends the run, between two steps of its last stage, when an alarm of `run.stop_on` was raised.
 
-        Every rank must call it: the main one knows. After the last step the run is completed instead.
+        Every rank must call it: only the main rank knows of alarms. After the last step the run is completed instead.
         """
         if not self.config.stop_on or not self._is_last or self.stage.is_done(self.step):
             return
         alarm = from_main_rank(self.recorder.alarm_that_stops)
         if alarm is None:
             return
-        if self.stage.in_progress is None:  # else the newest checkpoint, which it is from, has the same step
+        if self.stage.in_progress is None:  # otherwise the newest checkpoint, from which it is made, has the same step
             self.save()
         name = alarm["name"]
         self.recorder.finish(self._summary() | {"status": "stopped", "stopped_by": name})
@@ -268,19 +273,19 @@ class Run:
         )
 
     def _export_if_due(self, missing_only: bool = False) -> None:
-        """Exports the policy between two steps, every so often; `finish` does so after the last, with its results."""
+        """Exports the policy between two steps when due; `finish` exports after the last step, with its results."""
         if self.exporter is None or not self._is_last or self.stage.is_done(self.step):
             return
         if self.exporter.is_due(self.step) and not (missing_only and self.exporter.is_there(self.step)):
             self._export(self.exporter)
 
     def _export(self, exporter: Exporter) -> None:
-        """Writes the policy for others to load; what fails is a warning, and training goes on.
+        """Exports the policy; a failure is a warning, and training continues.
 
         Raises:
-            Interrupted: A signal arrived before.
+            Interrupted: A signal arrived before the export.
         """
-        self.finish_saving()  # two that write at once could fill the disk, and a checkpoint must not fail
+        self.finish_saving()  # two concurrent writers could fill the disk, and a checkpoint must not fail
         with self.phase("export"):
             try:
                 exporter.write(self.step, self.newest)
@@ -293,7 +298,7 @@ class Run:
                     )
 
     def where(self) -> str:
-        """The progress of the run, in words."""
+        """Progress of the run, in words."""
         of, update = ("", " before its first update") if self._is_last else (f" of {self.stage.name}", "")
         if not self.begun:
             return f"before the first step{of}"
@@ -304,7 +309,7 @@ class Run:
         return f"in step {self.step + 1}{of}{update}"
 
     def _save_and_report(self) -> str:
-        """Saves a checkpoint; the message about where the run stopped, and how it continues."""
+        """Saves a checkpoint; returns a message about where the run stopped and how to resume it."""
         where = f"stopped {self.where()}"
         if self.begun:
             self.save()
@@ -314,9 +319,21 @@ class Run:
 
     def _measured(self, metrics: Metrics) -> Metrics:
         """The metrics of a step, with its seconds, speed and memory; every rank must call it."""
-        seconds = step_seconds(self.timer.step_seconds())
+        spent = self.timer.step_seconds()
+        seconds = step_seconds(spent)
         speed = throughput(metrics.get("rollout/tokens"), seconds)
-        return metrics | seconds | speed | peak_memory(self.model.platform)
+        platform = self.model.platform
+        own = Use(peak_memory_bytes(platform), self._take_flops(), working_seconds(spent))
+        peak = peak_tflops(platform, self.model.architecture.dtype)
+        return metrics | seconds | speed | use_of_ranks(from_all_ranks(lambda: own), seconds, peak)
+
+    def _take_flops(self) -> float:
+        """Operations that the stage's models have learned with since the last call, this rank's part."""
+        learning = [model for model in self.stage.models if isinstance(model, Model)]
+        flops = sum(model.flops for model in learning)
+        for model in learning:
+            model.flops = 0.0
+        return flops
 
     def total_seconds(self) -> Metrics:
         """Wall seconds of the whole run by phase, over all its starts."""
@@ -331,7 +348,7 @@ class Run:
         self.recorder.finish(self._summary() | {"status": "completed"} | achieved)
 
     def _summary(self) -> dict[str, Any]:
-        """What the summary says of any run; every rank must call it."""
+        """Fields of the summary common to all runs; every rank must call it."""
         topology = self.model.topology
         return {
             "steps": self.step,
@@ -346,7 +363,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """The run's folder of checkpoints."""
+        """The run's checkpoint folder."""
         return Path(self.config.root) / self.config.name / "checkpoints"
 
     @property
@@ -356,7 +373,7 @@ class Run:
     def save(self, wait: bool = True) -> None:
         """Writes a checkpoint of the whole run, unless the newest has the same step and updates.
 
-        Without `wait`, helper processes write it while training continues.
+        Without `wait`, the checkpoint is written in the background while training continues.
         """
         self.finish_saving()
         earlier = None if self._is_last else (self.stages.index(self.stage) + 1, self.stage.name)
@@ -372,7 +389,7 @@ class Run:
             self.finish_saving()
 
     def finish_saving(self, wait: bool = True) -> None:
-        """Completes the checkpoint that is being written, if there is one, and deletes the oldest ones."""
+        """Completes a checkpoint that is being written, if any, and deletes the oldest ones."""
         if self._saving is None:
             return
         with self.timer("checkpoint"):
@@ -385,12 +402,12 @@ class Run:
                 logger.info("the checkpoint %s is complete", self.newest)
 
     def resume(self) -> bool:
-        """Continues at the newest checkpoint of the run directory; False when there is none.
+        """Resumes from the newest checkpoint of the run directory; returns False when there is none.
 
         Raises:
-            ValueError: All checkpoints are damaged, or the newest is of a stage that this run does not have.
+            ValueError: All checkpoints are damaged, or the newest one's stage is not in this run.
         """
-        with self.timer("checkpoint"):  # once to verify it, once to load it: two signs of life
+        with self.timer("checkpoint"):  # once to verify it, once to load it: two heartbeats
             newest = checkpoint.newest_whole(self.checkpoints, self.model.role)
         if newest is None:
             return False
@@ -405,7 +422,7 @@ class Run:
         of = "" if self._is_last else f" of {self.stage.name}"
         where = self.where() if self.stage.in_progress else f"after step {self.step}{of}"
         self.recorder.note(f"continuing {where}, from {newest}")
-        self.recorder.open_metrics(self.step, self._metrics_file)
+        self.recorder.open_metrics(self.step, self._metrics_file, self.stage.most_steps)
         return True
 
     @property
@@ -424,7 +441,7 @@ class Run:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What the run needs to continue, besides tensors and random generators; sampling depends on counters only."""
+        """State needed to resume, besides tensors and random generators; sampling depends on counters only."""
         return {
             "step": self.step,
             "updates": self.model.updates,
@@ -447,5 +464,5 @@ class Run:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether `step` is one of every so many; none is with 0."""
+    """Whether `step` is a multiple of `every`; never if `every` is 0."""
     return every > 0 and step % every == 0

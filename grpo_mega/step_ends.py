@@ -1,10 +1,9 @@
-"""Where the steps of a completion end: in its text, and in its tokens.
+"""Ends of the steps of a completion, in its text and in its tokens.
 
-The one rule of a process reward model: what it learns as a step, and what it scores as one in reinforcement learning,
-is divided here.
+A process reward model uses this one rule for steps both in its training and when it scores in reinforcement learning.
 
-Tokens and characters do not fit each other: a token spells several characters or a part of one, and what a decoder
-makes of a token depends on its neighbours.
+Tokens and characters do not align: a token spells several characters or a part of one, and its decoding depends on its
+neighbours.
 """
 
 from __future__ import annotations
@@ -16,30 +15,30 @@ from dataclasses import dataclass
 from functools import partial
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids -> the text that they spell, as `Sample.text` is made."""
+"""Decodes token ids to text, as for `Sample.text`."""
 STRETCH = 64
-"""Tokens that are decoded at once, so that the cost is linear in the length of a completion."""
+"""Number of tokens decoded at once, so that the cost is linear in the length of a completion."""
 BYTES = 4
-"""Of a character, at most: so many tokens after a stretch, one of them ends a character."""
+"""Largest number of bytes of a character: among this many tokens after a stretch, one ends a character."""
 
 
 def step_ends(text: str, separators: Sequence[str]) -> list[int]:
-    """One past the last character of each step of a completion's text, rising; one step or more.
+    """One past the last character of each step of a completion's text, ascending; at least one step.
 
-    A separator divides steps and belongs to neither; of separators at the same place the longest counts. What lies
-    between two is a step unless it is blank. The last step reaches to the end of the text, whatever follows it.
+    A separator divides steps and belongs to neither; of separators at the same position the longest counts. Text
+    between two separators is a step unless it is blank. The last step always extends to the end of the text.
     """
     return [*(end for _, end in _steps(text, separators)[:-1]), len(text)]
 
 
 def beginnings(text: str, separators: Sequence[str]) -> list[str]:
-    """What a text is up to where each of its steps but the first begins: after each of the `step_ends` but the last,
-    the separators that follow it included."""
+    """Prefixes of a text before each step but the first: up to the `step_ends` except the last, including the
+    separators that follow."""
     return [text[:start] for start, _ in _steps(text, separators)[1:]]
 
 
 def _steps(text: str, separators: Sequence[str]) -> list[tuple[int, int]]:
-    """(first character, one past the last) of what lies between separators and is not blank."""
+    """(first character, one past the last) of the non-blank parts between separators."""
     pattern = "|".join(re.escape(each) for each in sorted(separators, key=len, reverse=True))
     cuts = [(match.start(), match.end()) for match in re.finditer(pattern, text)]
     starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]
@@ -47,14 +46,14 @@ def _steps(text: str, separators: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def step_tokens(text: str, token_ids: Sequence[int], decode: Decode, separators: Sequence[str]) -> list[int]:
-    """The index of the last token of each of the `step_ends`; equal for steps that end within one token.
+    """Index of the last token of each of the `step_ends`; equal for steps that end within one token.
 
-    The last step ends with the last token, that which ends the completion included.
+    The last step ends with the last token, including a stop token.
 
     Args:
-        text: What the tokens spell, without the one that ends the completion.
+        text: Text of the tokens, without a stop token.
         token_ids: The tokens of the completion, one or more.
-        decode: What makes text of them.
+        decode: Decodes token ids to text.
         separators: See `step_ends`.
 
     Raises:
@@ -64,21 +63,21 @@ def step_tokens(text: str, token_ids: Sequence[int], decode: Decode, separators:
 
 
 def last_tokens(text: str, token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> list[int]:
-    """The tokens with which the beginnings of a text are spelled.
+    """Finds the tokens that complete given prefixes of a text.
 
-    The number of tokens that are decoded is linear in that of all tokens, and in that of the ends.
+    The number of decoded tokens is linear in the number of tokens and of ends.
 
     Args:
-        text: What the tokens spell.
+        text: Text of the tokens.
         token_ids: The tokens.
-        decode: What makes text of them, from left to right.
-        ends: Lengths of beginnings of the text in characters, rising, from 1 to that of the text.
+        decode: Decodes token ids to text, from left to right.
+        ends: Lengths of prefixes of the text in characters, ascending, from 1 to the whole length.
 
     Returns:
-        For each end, the index of the first token with which text[:end] is complete.
+        For each end, index of the first token that completes text[:end].
 
     Raises:
-        ValueError: The decoder makes something else of a part of the tokens than of all of them.
+        ValueError: Parts of the tokens decode differently from the whole.
     """
     found, here = [], _Boundary(0, 0, 0)
     for end in ends:
@@ -99,13 +98,13 @@ def last_tokens(text: str, token_ids: Sequence[int], decode: Decode, ends: Seque
 
 @dataclass(frozen=True)
 class _Boundary:
-    """A place between two tokens up to which they spell the text.
+    """A position between two tokens up to which the tokens spell the text exactly.
 
     Attributes:
-        context: The token from which on tokens are decoded with those after the boundary: decoders treat the first one
-            of a text in another way, such as dropping its space.
+        context: First token to decode together with those after the boundary, as decoders treat the first token of a
+            text specially, e.g. drop its space.
         token: The token after the boundary.
-        spelled: Number of characters before it.
+        spelled: Number of characters before the boundary.
     """
 
     context: int
@@ -114,22 +113,22 @@ class _Boundary:
 
 
 def _next_boundary(text: str, token_ids: Sequence[int], decode: Decode, here: _Boundary) -> _Boundary | None:
-    """A boundary some `STRETCH` tokens further on; None when there is none before the end of the text."""
+    """A boundary about `STRETCH` tokens further on; None when there is none before the end of the text."""
     stretch = STRETCH
     while here.token + stretch < len(token_ids):
         for token in range(here.token + stretch, min(here.token + stretch + BYTES, len(token_ids))):
             more = _after(here, token, token_ids, decode)
             if more and text.startswith(more, here.spelled):
                 return _Boundary(here.token, token, here.spelled + len(more))
-        stretch *= 2  # past whatever no boundary is in, such as bytes that are no characters
+        stretch *= 2  # skips stretches without boundary, such as bytes that are no characters
     return None
 
 
 def _is_spelled(step: str, here: _Boundary, token_ids: Sequence[int], decode: Decode, token: int) -> bool:
-    """Whether the tokens between a boundary and this one, which is included, spell a text, and perhaps more."""
+    """Whether the tokens from a boundary up to and including `token` spell `step`, possibly followed by more."""
     return _after(here, token + 1, token_ids, decode).startswith(step)
 
 
 def _after(here: _Boundary, end: int, token_ids: Sequence[int], decode: Decode) -> str:
-    """What the tokens between a boundary and token `end` spell."""
+    """Text of the tokens between a boundary and token `end`."""
     return decode(token_ids[here.context : end])[len(decode(token_ids[here.context : here.token])) :]

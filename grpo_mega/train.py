@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m grpo_mega.train experiment=tiny
     torchrun --nproc-per-node 4 -m grpo_mega.train experiment=tiny layout=tp2_pp2 run.name=tiny_tp2_pp2
 
-Starting the same command again continues the run at its newest checkpoint.
+Starting the same command again resumes the run from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ if __name__ == "__main__":
     answer(sys.argv[1:])  # before torch is imported, which takes seconds
     if OPTION in sys.argv:
         sys.exit(dry_run(sys.argv[1:]))
+    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":  # the next words come seconds later
+        print("grpo_mega is starting: libraries, settings, data", file=sys.stderr)
 
 import hydra
 from hydra.errors import HydraException
@@ -57,7 +59,7 @@ INTERRUPTED = 130
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
 def main(raw: DictConfig) -> None:
-    """The entry point of every rank."""
+    """Entry point of every rank."""
     try:
         config = load(raw)
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -75,7 +77,7 @@ def main(raw: DictConfig) -> None:
         leave(str(stopped), STOPPED)
     except StoppedByAlarm as stopped:
         leave(str(stopped), ALARMED)
-    except (Exception, SystemExit) as error:  # when something calls sys.exit, the run is not completed either
+    except (Exception, SystemExit) as error:  # when something calls sys.exit, the run is not complete either
         mark_failed(error)
         logging.getLogger("uncaught").critical("this rank ends", exc_info=True)
         traceback.print_exc()
@@ -83,7 +85,7 @@ def main(raw: DictConfig) -> None:
 
 
 class FailedInStep(Exception):
-    """An error after training had begun; the message is where it failed, and what the same command will do."""
+    """An error after training had begun; the message says where it failed, and what the same command will do."""
 
     def __init__(self, where: str, newest: Path | None, flight: Path) -> None:
         after = (
@@ -95,7 +97,7 @@ class FailedInStep(Exception):
 def train(config: Config) -> None:
     """Runs one experiment to its end."""
     data, reward = read(config)
-    for number in SIGNALS:  # until the run takes them over, there is nothing to save
+    for number in SIGNALS:  # until the run takes over signals, there is nothing to save
         signal.signal(number, lambda *_: leave("stopped before the first step", STOPPED))
     started = platform.start()
     check_backend(config, started.backend)
@@ -103,7 +105,7 @@ def train(config: Config) -> None:
     if started.backend == "nccl":
         platform.record_collectives(flight)
     platform.join_processes(started, config.cluster.timeout_seconds)
-    # Megatron may only be imported now that the platform is prepared.
+    # Megatron may be imported only after the platform is prepared.
     from grpo_mega.assemble import assemble
 
     with assemble(config, started, data, reward) as run:
@@ -112,26 +114,26 @@ def train(config: Config) -> None:
         except Stopped:
             raise
         except StoppedByAlarm:
-            succeed_together(partial(report, config))  # torchrun would end rank 0 with the first rank that leaves
+            succeed_together(partial(report, config))  # torchrun would end rank 0 with the first rank that exits
             raise
         except (ValueError, FileNotFoundError) as error:
-            if not run.begun:  # such as a damaged base model in the cache: still bad input, refused on every rank
+            if not run.begun:  # e.g. a damaged base model in the cache: also bad input, refused on every rank
                 raise
             raise FailedInStep(run.where(), run.newest, flight) from error
         except (Exception, SystemExit) as error:
-            # The input was accepted on every rank; from now on an error may occur on one of them alone.
+            # The input was accepted on every rank; from now on an error may occur on one rank alone.
             raise FailedInStep(run.where(), run.newest, flight) from error
-    report(config)  # the ranks have left each other: none waits for the page
+    report(config)  # the ranks are disconnected: none waits for the report
 
 
 def report(config: Config) -> None:
-    """Writes the page about the run, on the main rank."""
+    """Writes the report of the run, on the main rank."""
     if int(os.environ.get("RANK", "0")) == 0:
         write_own_report(Path(config.run.root) / config.run.name)
 
 
 def read(config: Config) -> tuple[Data | ExampleData, Reward | None]:
-    """What the run learns from: problems and what scores answers to them; or what a reward model learns from."""
+    """Reads the training data: problems and the reward of their answers, or examples for a reward model."""
     if config.run.trains in REWARD_MODELS:
         return build_example_data(config), None
     data = build_data(config, partial(why_unreachable, config.reward.terms))
@@ -140,20 +142,20 @@ def read(config: Config) -> tuple[Data | ExampleData, Reward | None]:
 
 
 def run() -> None:
-    """Calls `main`, and reports what hydra refuses in the same form as other bad input."""
+    """Calls `main`, and reports hydra's errors in the same form as other bad input."""
     end_with_launcher()
     faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, and continues
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, do not print
     try:
         prepare(sys.argv[1:])
         main()
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # a ValueError of hydra's own, too
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # includes a ValueError of hydra's own
         refuse(f"error: {explained(error, sys.argv[1:])}")
     _end()
 
 
 def _end() -> None:
-    """Ends this rank without destroying its objects one by one, which takes seconds, nor waiting for threads."""
+    """Ends this rank without destroying its objects one by one, which takes seconds, or waiting for threads."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

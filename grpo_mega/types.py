@@ -1,7 +1,7 @@
 """The data of one GRPO iteration: Prompt -> Sample -> Score -> Group -> Batch.
 
-Everything here is plain data; the rooms agree on these types and on nothing else. torch is imported only where tensors
-are made, so that processes that only read samples, such as those of user rewards, start without it.
+Everything here is plain data; the rooms share only these types. torch is imported only where tensors are made, so that
+processes that only read samples, such as those of user rewards, start without it.
 
 Shape letters used in the project: T packed tokens, N sequences, G samples per prompt, V vocabulary, H hidden size.
 """
@@ -26,11 +26,11 @@ class Prompt:
         id: Unique and stable over runs; sampling noise depends on it.
         token_ids: The prompt's tokens, special tokens included.
         text: The prompt as text.
-        answer: Ground truth that a verifier compares with, as text.
-        task: Name of the task the prompt belongs to; metrics and rewards may depend on it.
-        metadata: Further fields of the problem that rewards read, such as hidden tests: values as JSON has them.
-        asked: The problem before a template made `text` of it: text, or messages as JSON has them; who learns from a
-            sample, or is taught by it, may have another template.
+        answer: Ground truth for the verifier, as text.
+        task: Name of the prompt's task; metrics and rewards may depend on it.
+        metadata: Further fields of the problem that rewards read, such as hidden tests, with JSON values.
+        asked: The problem before templating: text, or chat messages as JSON; models trained on the sample may use
+            another template.
     """
 
     id: str
@@ -50,14 +50,14 @@ class Sample:
     affordable on one rank but not on hundreds. Every other rank has only its `Answer`.
 
     Attributes:
-        prompt: The prompt it completes.
+        prompt: Prompt of the completion.
         index: Index of this sample among the prompt's G samples.
-        token_ids: Sampled tokens, the stop token included when there is one: an array of C ints.
+        token_ids: Sampled tokens, including the stop token if any: an array of C ints.
         logprobs: Natural-log probability of each token under the full temperature-scaled softmax, before top-k and
             top-p; same length as `token_ids`: an array of C floats.
         finish_reason: "stop" (a stop token was sampled), "length" (`max_new_tokens` or the context ran out) or "abort"
             (its generation was ended early).
-        segments: (first token, policy version) of each stretch of tokens that weights of one version sampled, from
+        segments: (first token, policy version) of each run of tokens sampled with one version of the weights, from
             token 0 on; a version is the number of optimizer updates of the weights. One segment, unless weights were
             replaced during generation.
         text: `token_ids` decoded, without the stop token; other special tokens are kept.
@@ -76,13 +76,13 @@ class Sample:
 
     @property
     def policy_version(self) -> int:
-        """The policy version that sampled the first token."""
+        """Policy version that sampled the first token."""
         return self.segments[0][1]
 
     def repeated(self, size: int) -> float:
-        """The share of its stretches of `size` tokens that came before in it, in [0, 1); 0 when it is shorter than one.
+        """Share of the sample's `size`-grams of tokens that repeat an earlier one, in [0, 1); 0 if it is shorter.
 
-        In an answer that goes round in circles it is close to 1.
+        Close to 1 for an answer that loops.
         """
         tokens, width = self.token_ids.tobytes(), self.token_ids.itemsize
         count = len(self.token_ids) - size + 1
@@ -100,10 +100,10 @@ class Score:
         total: The reward: sum of weight * term.
         terms: Unweighted value of every term of the reward, for example {"accuracy": 1.0}.
         reason: An explanation in words, if a term gives one; shown beside the sample.
-        unscorable: Why the sample has no reward, such as a service that did not answer; empty when it has one. A sample
-            that could not be scored has a total of 0 and no terms, is left out of its group and is counted.
-        steps: (index of its last token in the completion, its reward) of each step, in order: all terms' together with
-            their weights, for process supervision; () without it, and where no term scores steps.
+        unscorable: Why the sample has no reward, e.g. a service did not answer; empty when it has one. An unscorable
+            sample has a total of 0 and no terms, is left out of its group, and is counted.
+        steps: (index of last token in the completion, reward) of each step, in order, summed over terms with their
+            weights, for process supervision; () otherwise.
     """
 
     total: float
@@ -114,21 +114,21 @@ class Score:
 
 
 STRETCH = 8
-"""Tokens that hardly come twice in a text that gets on."""
+"""n of the n-grams of `Sample.repeated`: in normal text they rarely occur twice."""
 NOBODY = -1
-"""The rank that holds a sample which no rank holds any more."""
+"""Holder of a sample that no rank holds any more."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The part of a sample that every rank has: all but its tokens, log-probs and text.
+    """The part of a sample that every rank has: everything except tokens, log-probs and text.
 
     Attributes:
         length: Number of sampled tokens.
         finish_reason, segments: See `Sample`.
-        score: Its reward.
-        holder: The rank that holds the sample; `NOBODY` of an answer that was read from a checkpoint.
-        repeated: The share of its stretches of `STRETCH` tokens that came before in it.
+        score: Reward of the sample.
+        holder: The rank that holds the sample; `NOBODY` for an answer read from a checkpoint.
+        repeated: `Sample.repeated` for `STRETCH` tokens.
     """
 
     length: int
@@ -148,7 +148,7 @@ class Group:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Total reward of each sample that could be scored."""
+        """Total reward of each scored sample."""
         return tuple(answer.score.total for answer in self.answers if not answer.score.unscorable)
 
 
@@ -158,7 +158,7 @@ class Rollout:
 
     Attributes:
         groups: The answers, the same on every rank.
-        samples: Number -> sample, of the samples that this rank holds. Samples are numbered from 0, group after group.
+        samples: Number -> sample, for the samples that this rank holds. Samples are numbered from 0, group after group.
     """
 
     groups: list[Group]
@@ -166,18 +166,18 @@ class Rollout:
 
     @property
     def answers(self) -> Iterator[Answer]:
-        """The answers of all groups, in the order of their samples' numbers."""
+        """Answers of all groups, in the order of their samples' numbers."""
         return (answer for group in self.groups for answer in group.answers)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A sequence of which some tokens are learned.
+    """A training sequence with some tokens to learn.
 
     Attributes:
         token_ids: The whole sequence.
-        learned: (first, one past the last) of every stretch of tokens that is learned, in order; none begins at 0, as
-            nothing predicts the first token.
+        learned: (first, one past the last) of every span of learned tokens, in order; none begins at 0, as nothing
+            predicts the first token.
     """
 
     token_ids: Sequence[int]
@@ -186,30 +186,30 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenColumns:
-    """Columns with one value for each of T tokens. A further column is declared here, and nowhere else.
+    """Columns with one value for each of T tokens. New columns are declared only here.
 
     Every column is aligned with the tokens: `old_logprob[j]` is the log-probability of `tokens[j]` given the tokens
     before it in its sequence.
 
     Attributes:
         tokens: [T] int32.
-        mask: [T] bool, True on the tokens that are learned: completions.
+        mask: [T] bool, True on learned tokens: completions.
         weight: [T] float32, mask / denominator over the *global* batch; loss = sum(weight * token_loss).
         advantage: [T] float32.
         rollout_logprob: [T] float32, log-prob under the engine.
         old_logprob: [T] float32, log-prob under the policy that the update started from.
         ref_logprob: [T] float32, log-prob under the reference policy.
-        experts: [T, MoE layers, top k] int16, the experts that each token goes to, -1 where the router's scores choose;
-            None when they always do.
-        correction: [T] float32, factor of each token's policy term, whose loss is left out where it is 0; None when all
-            are 1, or the loss makes them itself.
-        value: [T] float32, a critic's estimate, before the token, of the rewards to come; None without a critic.
-        returns: [T] float32, what a model with a scalar head learns to estimate: a critic's returns, labels of steps;
-            None without either.
+        experts: [T, MoE layers, top k] int16, the experts that each token is routed to, -1 where the router chooses;
+            None when it always does.
+        correction: [T] float32, factor of each token's policy term, 0 to drop the token's loss; None when all are 1, or
+            the loss computes them itself.
+        value: [T] float32, a critic's estimate, before the token, of the future rewards; None without a critic.
+        returns: [T] float32, targets of a model with a scalar head: a critic's returns or labels of steps; None without
+            either.
         teacher_logprob: [T] float32, log-prob under a teacher; None without one.
-        new_logprob, new_entropy: [T] float32, log-prob and entropy (of the distribution that the token was drawn from)
-            under the policy of the latest update that computed the token, as its loss found them; for people to see, no
-            loss reads them. None before the first update.
+        new_logprob, new_entropy: [T] float32, log-prob and entropy (of the sampling distribution) under the policy of
+            the latest update that computed the token; for display only, no loss reads them. None before the first
+            update.
     """
 
     tokens: torch.Tensor
@@ -228,7 +228,7 @@ class TokenColumns:
     new_entropy: torch.Tensor | None = None
 
     def columns(self) -> dict[str, torch.Tensor]:
-        """Name -> column, without those that are None."""
+        """{name: column} of the columns that are not None."""
         named = {f.name: getattr(self, f.name) for f in fields(TokenColumns)}
         return {name: column for name, column in named.items() if column is not None}
 
@@ -240,11 +240,11 @@ class Batch(TokenColumns):
     All ranks of a replica have the same batch. Only `weight` depends on the global batch.
 
     Attributes:
-        cu_seqlens: [N + 1] int64, start of every sequence in `tokens`, and T.
+        cu_seqlens: [N + 1] int64, start of every sequence in `tokens`, then T.
         numbers: [N] int64, number of each sequence in the global batch, ascending.
         prompts: [N] int64, number of each sequence's prompt: sequences with the same number begin with the same tokens,
             which may be computed once.
-        prompt_lengths: [N] int64, number of tokens that those sequences share; 0 where nothing is shared.
+        prompt_lengths: [N] int64, number of tokens that sequences of the same prompt share; 0 if nothing is shared.
     """
 
     cu_seqlens: torch.Tensor
@@ -254,7 +254,7 @@ class Batch(TokenColumns):
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[N] tokens of each sequence, prompt included."""
+        """[N] number of tokens of each sequence, prompt included."""
         return self.cu_seqlens.diff()
 
     def with_(self, **fields: Any) -> Batch:
@@ -262,7 +262,7 @@ class Batch(TokenColumns):
         return replace(self, **fields)
 
     def select(self, sequences: Sequence[int]) -> Batch:
-        """A batch of only these of the N sequences, by their indices, in this order."""
+        """Batch of only these of the N sequences, by index, in this order."""
         import torch
 
         chosen = torch.tensor(sequences, dtype=torch.int64)
@@ -280,7 +280,7 @@ class Batch(TokenColumns):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredTokens(TokenColumns):
-    """The n tokens of a micro-batch that are scored, as a loss reads them; every column is [n].
+    """The n tokens of a micro-batch that a loss reads; every column is [n].
 
     Attributes:
         index: [n] index of each token in the batch.
@@ -293,7 +293,7 @@ class ScoredTokens(TokenColumns):
 
     @classmethod
     def of(cls, batch: Batch, index: torch.Tensor, cu_seqlens: torch.Tensor) -> ScoredTokens:
-        """The tokens at [n] indices of the batch; without what no loss reads."""
+        """The tokens at [n] indices of the batch, without the columns that no loss reads."""
         unread = ("experts", "new_logprob", "new_entropy")
         columns = {name: column[index] for name, column in batch.columns().items() if name not in unread}
         return cls(index=index, cu_seqlens=cu_seqlens, **columns | {"tokens": columns["tokens"].long()})
@@ -304,7 +304,7 @@ class ScoredTokens(TokenColumns):
         return ScoredTokens(index=self.index[part], **columns)
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ScoredTokens:
-        """The tokens with all columns changed by `change`, such as moved to a device."""
+        """The tokens with every column transformed by `change`, e.g. moved to a device."""
         cu_seqlens = self.cu_seqlens if self.cu_seqlens is None else change(self.cu_seqlens)
         columns = {name: change(column) for name, column in self.columns().items()}
         return ScoredTokens(index=change(self.index), cu_seqlens=cu_seqlens, **columns)
@@ -339,7 +339,7 @@ def pack_tokens(sequences: Sequence[Sequence[int] | np.ndarray], starts: Sequenc
 
 
 def pack_rows(rows: Sequence[Row]) -> Batch:
-    """Packs rows: the tokens that are learned are masked in. Other columns are zero."""
+    """Packs rows, with learned tokens masked in. Other columns are zero."""
     batch = pack_tokens([row.token_ids for row in rows], [len(row.token_ids) for row in rows])
     for row, start in zip(rows, batch.cu_seqlens.tolist(), strict=False):
         for first, end in row.learned:

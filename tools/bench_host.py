@@ -74,7 +74,7 @@ def main() -> None:
         for replicas in options.replicas:
             one = ["--alone", "--samples", str(samples), "--replicas", str(replicas), "--mean", str(options.mean)]
             command = [sys.executable, __file__, *one, "--", *overrides]
-            quiet = os.environ | {"PYTHONWARNINGS": "ignore"}  # of packages that are not installed
+            quiet = os.environ | {"PYTHONWARNINGS": "ignore"}  # warnings about packages that are not installed
             rows.append(json.loads(subprocess.run(command, env=quiet, check=True, stdout=subprocess.PIPE).stdout))
     print(table(rows))
     if options.json:
@@ -82,14 +82,14 @@ def main() -> None:
 
 
 def refused(error: ValueError) -> int:
-    """Says what is wrong with the settings; the exit code."""
+    """Prints what is wrong with the settings; returns the exit code."""
     print(f"error: {error}", file=sys.stderr)
     return 2
 
 
 @dataclass
 class Meter:
-    """CPU seconds by part, and the most memory of this process beyond what it had at the start.
+    """CPU seconds by part, and peak memory of this process above its memory at the start.
 
     Attributes:
         seconds: Part -> CPU seconds.
@@ -102,8 +102,8 @@ class Meter:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The body is measured as this part."""
-        Path("/proc/self/clear_refs").write_text("5")  # Linux measures the peak anew from here on
+        """Context that measures its body as this part."""
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak on Linux
         start = time.process_time()
         yield
         self.seconds[name] = round(time.process_time() - start, 3)
@@ -111,7 +111,7 @@ class Meter:
 
 
 def resident(name: str) -> int:
-    """Bytes of this process's memory, from /proc."""
+    """Bytes of a memory field (`name`) of this process in /proc."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
@@ -121,7 +121,7 @@ def measure(config: Config, samples: int, replicas: int, mean: int) -> dict[str,
     logging.getLogger("megatron").setLevel(logging.WARNING)
     here = platform.start()
     platform.join_processes(here)
-    # Megatron may only be imported now that the platform is prepared.
+    # Megatron may be imported only after the platform is prepared.
     from grpo_mega.algorithm.mismatch import rollout_mismatch
     from grpo_mega.algorithm.step_advantages import groups_with_signal
     from grpo_mega.checkpoint import step_in_progress
@@ -133,7 +133,7 @@ def measure(config: Config, samples: int, replicas: int, mean: int) -> dict[str,
     from grpo_mega.stages.metrics import step_metrics
 
     topology, size = one_of_many(config, replicas), config.algorithm.group_size
-    exchange.exchange = made_up  # what other ranks would send
+    exchange.exchange = made_up  # data that other ranks would send
     lengths, budget, cpu = lengths_of(samples, mean), config.layout.micro_batch_tokens, torch.device("cpu")
     prompts = [made_up_prompt(number) for number in range(samples // size)]
     announced = pickle.dumps([answer_of(number, length, topology.world_size) for number, length in enumerate(lengths)])
@@ -170,7 +170,7 @@ def measure(config: Config, samples: int, replicas: int, mean: int) -> dict[str,
 
 
 def one_of_many(config: Config, replicas: int) -> Any:
-    """The first rank of a job with so many replicas, which asks no other rank for anything."""
+    """Topology of the first rank of a job with `replicas` replicas, which needs no other rank."""
     from grpo_mega.models.topology import Topology
 
     class OneOfMany(Topology):
@@ -188,7 +188,7 @@ def one_of_many(config: Config, replicas: int) -> Any:
 
 
 def made_up(parts: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
-    """Puts together what leaves this rank, as `collectives.exchange` does, and returns as much as should arrive."""
+    """Stand-in for `collectives.exchange`: joins this rank's parts, and returns synthetic data of the right size."""
     leaving = torch.cat(parts)
     arriving = torch.empty(sum(sizes), dtype=leaving.dtype)
     return arriving.uniform_(-5, 0) if arriving.is_floating_point() else arriving.random_(0, 1000)
@@ -215,18 +215,18 @@ def sample_of(prompt: Prompt, index: int, length: int) -> Sample:
 
 
 def spelled(ids: Iterable[int]) -> str:
-    """Any text: a character for each token."""
+    """Text of token ids: one character for each token."""
     return "".join(map(chr, ids))
 
 
 def answer_of(number: int, length: int, ranks: int) -> Answer:
-    """What all ranks hear of a sample; a third of them are right, and the ranks hold them in turn."""
+    """Answer of a sample, as known to all ranks; a third of them are right, and holders alternate."""
     reward = float(number % 3 == 0)
     return Answer(length, "stop", ((0, 0),), Score(reward, {"own": reward}), number % ranks)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown: CPU seconds by part, and the highest peak."""
+    """The rows as Markdown: CPU seconds by part, and peak memory."""
     head = ["samples", "tokens", "replicas", "tokens here", *(f"{part} s" for part in PARTS), "all s", "peak GB"]
     lines = [head, ["---"] * len(head)]
     for row in rows:

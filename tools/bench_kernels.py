@@ -1,15 +1,15 @@
-"""Measures the kernels and all rivals that are installed, and checks their results against float64.
+"""Benchmarks the kernels against all installed alternatives, and checks their results against float64.
 
     python tools/bench_kernels.py --json kernels.json --plot kernels.png
     python tools/bench_kernels.py --rows 16384 151936 --linear 16384 151936 4096 --dtype float32
     python tools/bench_kernels.py --check                  # only verifies this project's kernels; exit code 1 if wrong
     TRITON_INTERPRET=1 python tools/bench_kernels.py --traps    # which results are wrong, also of Triton, without a GPU
 
-Rivals are Liger, TRL, flash-linear-attention, cut-cross-entropy, Megatron's cross entropies, torch and torch.compile:
-`kernel_contenders.py`. The copy and matrix-product ceilings of this machine come first; a contender's time is then
-given as a multiple of the floor, the time those ceilings allow: one reading of the logits for log-probs; one reading
-and one writing for a loss with its gradient; 6 N V H operations for a linear loss. Shapes are those of real models;
-smaller vocabularies are the shards of tensor parallelism. Without a GPU, small sizes run on the CPU.
+Alternatives are Liger, TRL, flash-linear-attention, cut-cross-entropy, Megatron's cross entropies, torch and
+torch.compile: `kernel_contenders.py`. The copy and matrix-product ceilings of this machine come first; a contender's
+time is then given as a multiple of the floor, the time those ceilings allow: one reading of the logits for log-probs;
+one reading and one writing for a loss with its gradient; 6 N V H operations for a linear loss. Shapes are those of real
+models; smaller vocabularies are the shards of tensor parallelism. Without a GPU, small sizes run on the CPU.
 
 Each repetition gets fresh logits, copied outside the measured time. Memory is the peak above what was allocated before.
 "Error" is the worst log-prob error and the relative (L2) error of the gradient in rows spread over the batch. The table
@@ -45,8 +45,8 @@ GPU_ROWS = [
 ]  # fmt: skip
 GPU_LINEAR = [(8192, 128256, 2048), (16384, 151936, 4096), (32768, 129280, 7168), (16384, 151936 // 8, 4096)]
 CPU_ROWS, CPU_LINEAR = [(512, 4096), (64, 32000)], [(512, 8192, 128)]
-SAMPLE = 64  # rows compared with float64
-WRONG = 1e-3  # a log-prob error, or a relative gradient error of float32 logits, that is a defect and not rounding
+SAMPLE = 64  # number of rows compared with float64
+WRONG = 1e-3  # a larger log-prob error, or relative gradient error of float32 logits, is a defect and not rounding
 
 
 @dataclass
@@ -66,14 +66,14 @@ class Line:
 
 @dataclass
 class Ceilings:
-    """The best rates of the machine: bytes per second of a copy (read + written), operations per second of products."""
+    """Peak rates of the machine: bytes per second of a copy (read + written), operations per second of products."""
 
     copy: float
     product: float
 
 
 def main() -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="verify this project's kernels, measure nothing")
     parser.add_argument("--traps", action="store_true", help="only the table of traps")
@@ -125,7 +125,7 @@ def main() -> int:
 
 
 def available(device: torch.device) -> list[str]:
-    """The paths of grpo_kernels that run here."""
+    """Implementations of grpo_kernels that run here."""
     if device.type == "cpu":
         return ["torch", "triton"] if interpreted() else ["torch"]
     best = grpo_kernels.backend(torch.zeros(1, 1024, device=device), one_launch=True)
@@ -162,7 +162,7 @@ def shapes(chosen: argparse.Namespace, device: torch.device) -> list[tuple[int, 
 
 
 def make_problem(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Problem:
-    """Random tokens; log-probs before the update and of the reference near the present ones, so that ratios clip."""
+    """Random tokens, with old and reference log-probs near the current ones, so that ratios clip."""
     torch.manual_seed(0)
     count, columns, *rest = shape
     sequences = 16 if count % 16 == 0 and count >= 64 else 1
@@ -183,14 +183,14 @@ def make_problem(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 @torch.no_grad()
 def present_logprobs(logits: Tensor | None, hidden: Tensor | None, matrix: Tensor | None, ids: Tensor) -> Tensor:
-    """[N] log-probs of the tokens under the present policy."""
+    """[N] log-probs of the tokens under the current policy."""
     if logits is not None:
         return grpo_kernels.fused_logprob(logits, ids)[0]
     return grpo_kernels.linear_logprob(hidden, matrix, ids)[0]
 
 
 def errors(p: Problem, operation: str, result: Result) -> tuple[float | None, float | None]:
-    """(worst log-prob error, relative gradient error) in a sample of the rows that count."""
+    """(worst log-prob error, relative gradient error) in a sample of the rows with a loss."""
     counted = (p.weight != 0).nonzero()[:, 0]
     rows = counted[torch.linspace(0, len(counted) - 1, min(SAMPLE, len(counted))).long()]
     linear = p.logits is None
@@ -202,7 +202,7 @@ def errors(p: Problem, operation: str, result: Result) -> tuple[float | None, fl
     logprob_error = gradient_error = None
     if result.logprob is not None:
         logprob_error = float((result.logprob[rows].cpu().double() - exact.logprob).abs().max())
-    if result.gradient is not None and operation != "gspo":  # that one needs whole sequences
+    if result.gradient is not None and operation != "gspo":  # that operation needs whole sequences
         expected = exact.gradient.to(p.ids.device) @ p.matrix.double() if linear else exact.gradient
         difference = result.gradient[rows].double().to(expected.device) - expected
         gradient_error = float(difference.norm() / expected.norm())
@@ -225,7 +225,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one run on the device; CPU seconds on a CPU, which other processes may use too."""
+    """Seconds of one run on the device; on a CPU its CPU seconds, as other processes may use it too."""
     if device.type == "cpu":
         begin = time.process_time()
         run()
@@ -269,7 +269,7 @@ def measure(contender: Contender, problem: Problem, shape: tuple[int, ...], ceil
             times.append(seconds(lambda: contender.run(fresh), device))  # noqa: B023
         line.milliseconds = statistics.median(times) * 1e3
         line.over_floor = statistics.median(times) / floor(contender.operation, problem, shape, ceilings)
-    except Exception as error:  # a library may raise anything, which is a result
+    except Exception as error:  # an exception of a library is a result too
         line.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
     gc.collect()
     return line
@@ -290,7 +290,7 @@ def peak_of(contender: Contender, problem: Problem) -> tuple[float | None, Resul
 
 
 def floor(operation: str, problem: Problem, shape: tuple[int, ...], ceilings: Ceilings) -> float:
-    """Seconds that no implementation can beat."""
+    """Lower bound on the time in seconds, from the machine's peak rates."""
     if operation.startswith("linear"):
         return 6 * shape[0] * shape[1] * shape[2] / ceilings.product
     passes = 1 if operation == "logprob" else 2
@@ -298,7 +298,7 @@ def floor(operation: str, problem: Problem, shape: tuple[int, ...], ceilings: Ce
 
 
 def describe(line: Line) -> str:
-    """A row of the table."""
+    """Row of the table."""
     shape = " x ".join(map(str, line.shape))
     start = f"{line.operation:17s} {shape:22s} {line.name:29s}"
     if line.failed:
@@ -310,7 +310,7 @@ def describe(line: Line) -> str:
 
 
 def plot(lines: list[Line], where: str, file: Path) -> None:
-    """Bars of time over the floor, a panel per operation and shape."""
+    """Plots time over the floor as bars, a panel per operation and shape."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -348,7 +348,7 @@ if not interpreted():  # which would take very long
 
 
 def table_of_traps(field: list[Contender], device: torch.device) -> dict[str, dict[str, str]]:
-    """trap -> contender -> what happened."""
+    """{trap: {contender: outcome}}."""
     asked = [c for c in field if c.operation in ("logprob", "ppo", "on-policy")]
     return {
         trap: {f"{c.name}, {c.operation}": caught(c, trapped(trap, c.operation, device)) for c in asked}
@@ -357,7 +357,7 @@ def table_of_traps(field: list[Contender], device: torch.device) -> dict[str, di
 
 
 def trapped(trap: str, operation: str, device: torch.device) -> Problem:
-    """The problem of a trap; targets are finite logits."""
+    """Problem of a trap; targets are finite logits."""
     shape, dtype, change = TRAPS[trap]
     problem = make_problem(shape, dtype, device)
     change(problem.logits)
@@ -367,7 +367,7 @@ def trapped(trap: str, operation: str, device: torch.device) -> Problem:
 
 
 def caught(contender: Contender, problem: Problem) -> str:
-    """ "ok", or what is wrong."""
+    """The word "ok", or a description of the error."""
     try:
         result = contender.run(problem.fresh())
         values = errors(problem, contender.operation, result)
@@ -381,12 +381,12 @@ def caught(contender: Contender, problem: Problem) -> str:
 
 
 def limit(problem: Problem, contender: Contender) -> float:
-    """Gradients of bfloat16 logits are rounded; nothing else has an excuse."""
+    """Error limit; gradients of bfloat16 logits may be rounded, nothing else."""
     return 5e-3 if problem.logits.dtype == torch.bfloat16 and contender.operation != "logprob" else WRONG
 
 
 def format_traps(traps: dict[str, dict[str, str]]) -> str:
-    """Who got what wrong."""
+    """Table of the traps, with the errors of each contender."""
     lines = ["traps:"]
     for trap, outcomes in traps.items():
         bad = [f"{name}: {outcome}" for name, outcome in outcomes.items() if outcome != "ok"]
@@ -398,7 +398,7 @@ def format_traps(traps: dict[str, dict[str, str]]) -> str:
 
 
 def check(ours: list[Contender], losses: dict[str, LossFunction], device: torch.device) -> int:
-    """0 when every kernel of this project is right on every trap, on a linear problem and in every setting."""
+    """0 if every kernel of this project is correct on every trap, on a linear problem and in every setting."""
     traps = table_of_traps(ours, device)
     print(format_traps(traps))
     bad = [
@@ -420,7 +420,7 @@ def check(ours: list[Contender], losses: dict[str, LossFunction], device: torch.
 
 
 def wrong(contender: Contender, problem: Problem) -> list[str]:
-    """What is beyond rounding."""
+    """Errors beyond rounding."""
     dtype = (problem.hidden if problem.logits is None else problem.logits).dtype
     logprob_error, gradient_error = errors(problem, contender.operation, contender.run(problem.fresh()))
     limits = [(logprob_error, 1e-5), (gradient_error, 5e-3 if dtype == torch.bfloat16 else 1e-5)]

@@ -3,9 +3,9 @@
     python tools/bench_sandbox.py
     python tools/bench_sandbox.py --boxes 2 --programs 2000 --milliseconds 0
 
-Every program computes for 5 ms of CPU time and ends: what is measured is what a fresh, contained process costs. "per
-core" is programs per second of CPU time of this process and its boxes together, which other jobs on the machine hardly
-change; "per second" and the latencies are by the clock. "python -c" starts an interpreter for each program and contains
+Every program computes for 5 ms of CPU time and ends, so the cost of a fresh, contained process is measured. "per core"
+is programs per second of CPU time of this process and its boxes together, which hardly depends on other jobs on the
+machine; "per second" and the latencies are wall time. "python -c" starts an interpreter for each program and contains
 nothing.
 """
 
@@ -33,7 +33,7 @@ print("done")
 
 
 def main() -> None:
-    """The command line."""
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--boxes", type=int, default=1, help="programs at once, 1 by default")
     parser.add_argument("--programs", type=int, default=500, help="programs in all, 500 by default")
@@ -68,7 +68,7 @@ def measure(name: str, run: Callable[[], bytes], at_once: int, programs: int, en
         began = time.perf_counter()
         seconds = sorted(threads.map(one, range(programs)))
     took = time.perf_counter() - began
-    end()  # a box's CPU time is counted when it has ended
+    end()  # a box's CPU time is counted once it has ended
     per_core = (programs + at_once) / (cpu_seconds() - before)
     middle, late = statistics.median(seconds), seconds[int(0.95 * len(seconds))]
     row = f"{per_core:>10.0f}{programs / took:>12.0f}{1e3 * middle:>11.1f}{1e3 * late:>9.1f}{1e3 * first:>10.0f}"

@@ -128,7 +128,7 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
         before = stage.watch.tokens["trained"]
         stage.step(run)
         run.step += 1
-        phases = {name: list(spent) for name, spent in timer.step_seconds().items()}
+        phases = {name: [spent.wall, spent.cpu] for name, spent in timer.step_seconds().items()}
         all_ranks: list = [None] * topology.world_size
         dist.all_gather_object(all_ranks, {name: cpu for name, (_, cpu) in phases.items()})
         for name, phase in phases.items():
@@ -138,13 +138,13 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
 
 
 def random_prompt(k: int, length: int, vocabulary: int) -> Prompt:
-    """Prompt k: `length` random tokens."""
+    """Random prompt number k of `length` tokens."""
     tokens = random.Random(k).choices(range(vocabulary), k=length)
     return Prompt(f"random/{k}", tuple(tokens), "", "", "random")
 
 
 def spelled(ids: Iterable[int]) -> str:
-    """The tokens as numbers: there is no text."""
+    """The tokens as numbers, in place of text."""
     return " ".join(map(str, ids))
 
 
@@ -154,7 +154,7 @@ def checksums(samples: Sequence[Sample]) -> list[Verdict | Exception]:
 
 
 def summarize(config: Config, steps: list[dict[str, Any]], here: platform.Platform) -> dict[str, Any]:
-    """The numbers of the median step."""
+    """Numbers of the median step."""
 
     def median(of: int, name: str) -> float:
         return statistics.median(step["phases"][name][of] for step in steps)

@@ -4,13 +4,13 @@
     OMP_NUM_THREADS=1 python tools/bench_trl.py
     OMP_NUM_THREADS=1 python tools/bench_trl.py --moe --micro-batch 64 --attention eager
 
-Use a virtual environment of its own; nothing of this project is imported. Model (Qwen3 or Qwen3-MoE, random weights),
-tokenizer and prompts are made on the spot, nothing is downloaded. A step is 16 prompts x 8 samples x 64 new tokens, a
-checksum as the reward, a reference model, and one AdamW update, in float32 on the CPU in one process; Transformers
-generates, with a key-value cache. The end token lies outside the model's vocabulary, so no completion stops early.
-TRL is not changed: phases are timed around its own methods, and a step's time that is in none of them counts as
-update. The two commands above have the settings that needed the fewest CPU seconds on one core among those the
-options offer. For the model of `bench_step.py` to have Qwen3's normed queries and keys, give it `model.qk_norm=true`.
+Use a separate virtual environment; nothing of this project is imported. Model (Qwen3 or Qwen3-MoE, random weights),
+tokenizer and prompts are generated, nothing is downloaded. A step is 16 prompts x 8 samples x 64 new tokens, a checksum
+as the reward, a reference model, and one AdamW update, in float32 on the CPU in one process; Transformers generates,
+with a key-value cache. The end token lies outside the model's vocabulary, so no completion stops early. TRL is not
+changed: phases are timed around its own methods, and a step's time that is in none of them counts as update. The two
+commands above have the settings that needed the fewest CPU seconds on one core among those the options offer. For the
+model of `bench_step.py` to have Qwen3's normed queries and keys, give it `model.qk_norm=true`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PHASES = ["generate", "reward", "logprobs", "update"]
 
 
 class TimedTrainer(GRPOTrainer):
-    """TRL's trainer, with the wall and CPU seconds of every step kept by phase."""
+    """TRL's trainer, with the wall and CPU seconds of every step by phase."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,7 +71,7 @@ class TimedTrainer(GRPOTrainer):
         self.spent[phase] = plus(self.spent.get(phase, (0.0, 0.0)), since(began))
 
     def end_step(self) -> None:
-        """Ends a step, which includes everything since the last one ended, also the loading of data."""
+        """Ends a step, which includes everything since the previous one, also data loading."""
         step = since(self.began)
         rest = plus(step, *((-wall, -cpu) for wall, cpu in self.spent.values()))
         self.steps.append({**self.spent, "update": rest, "step": step})
@@ -93,7 +93,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 class StepEnds(transformers.TrainerCallback):
-    """Tells the trainer that a step is over."""
+    """Callback that tells the trainer that a step is over."""
 
     trainer: TimedTrainer
 
@@ -170,7 +170,7 @@ def make_trainer(options: argparse.Namespace, folder: str) -> TimedTrainer:
 
 
 def number_tokenizer() -> PreTrainedTokenizerFast:
-    """Token k is the number k; the end token comes after the model's vocabulary and is never sampled."""
+    """Tokenizer in which token k is the number k; the end token is outside the model's vocabulary and never sampled."""
     vocabulary = {str(k): k for k in range(VOCABULARY)} | {"<eos>": VOCABULARY}
     words = Tokenizer(WordLevel(vocabulary))
     words.pre_tokenizer = WhitespaceSplit()
@@ -184,7 +184,7 @@ def random_prompts(count: int) -> Dataset:
 
 
 def checksum(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that differs within nearly every group and costs nothing; also checks what is measured."""
+    """A reward that differs within nearly every group and costs nothing; also checks the completions' length."""
     lengths = {len(ids) for ids in completion_ids}
     if len(completion_ids) != PROMPTS * SAMPLES or lengths != {NEW_TOKENS}:
         raise ValueError(
@@ -205,7 +205,7 @@ def since(began: tuple[float, float]) -> tuple[float, float]:
 
 
 def plus(*times: tuple[float, float]) -> tuple[float, float]:
-    """The sum of wall and CPU seconds."""
+    """Sum of wall and CPU seconds."""
     return sum(wall for wall, _ in times), sum(cpu for _, cpu in times)
 
 

@@ -5,14 +5,14 @@
         rollout.sglang.tp=2 +rollout.sglang.arguments.ep_size=2
     python tools/bench_weight_sync.py --plan
 
-It streams the weights of a configured model to every rank, in buckets, as before a generation, and drops them: all
-of them, or with engines under expert parallelism only the experts that the engine's rank keeps. Bytes are exact on
-every platform; seconds and memory are of this machine. What an engine does with the weights is not included:
-`time/sync` in metrics.jsonl of a run has both.
+It streams the weights of a configured model to every rank, in buckets, as before a generation, and drops them: all of
+them, or with engines under expert parallelism only the experts that the engine's rank keeps. Bytes are exact on every
+platform; seconds and memory are of this machine. The engine's own work is not included: `time/sync` in metrics.jsonl of
+a run has both.
 
-The plan needs no model and no GPU. It counts the tensors of DeepSeek-V3 without its prediction module: what every rank
-of an engine receives when each gets everything, and when routed experts go only to the ranks that own them (with the
-server argument ep_size), in bf16 and what `rollout.sglang.fp8` makes of it.
+The plan needs no model and no GPU. It counts the tensors of DeepSeek-V3 without its prediction module: the bytes that
+every rank of an engine receives when each gets everything, and when routed experts are sent only to the ranks that own
+them (with the server argument ep_size), in bf16 and in fp8 (`rollout.sglang.fp8`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _line(traffic: object, largest: int, peak: int) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", action="store_true", help="print the plan for 671B parameters, run nothing")
     parser.add_argument(

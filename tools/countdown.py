@@ -1,10 +1,10 @@
-"""Makes problems of Countdown, TinyZero's task, for experiment=countdown_1b: no data set has to be downloaded.
+"""Generates problems of Countdown, TinyZero's task, for experiment=countdown_1b, without downloading a data set.
 
     python tools/countdown.py data/countdown
     python tools/countdown.py data/countdown --train 320000 --test 1000 --seed 1
 
-Writes train.jsonl and test.jsonl into the folder. No test problem is a training problem, in whatever order its numbers
-stand. The same seed makes the same problems. Exit code: 0 done, 2 the files cannot be written.
+Writes train.jsonl and test.jsonl into the folder. No test problem is a training problem, in any order of its numbers.
+The same seed gives the same problems. Exit code: 0 done, 2 the files cannot be written.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from grpo_mega.platform.files import writing_atomic
 DONE, BAD_INPUT = 0, 2
 FILES = ("test.jsonl", "train.jsonl")
 MOST = 500_000
-"""Problems that are made at most: there are some more that differ."""
+"""Largest number of problems; slightly more distinct ones exist."""
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("folder", type=Path, metavar="FOLDER", help="where the files go; made if it is not there")
     made.add_argument("--train", type=int, default=51_200, metavar="N", help="training problems (51,200: 200 steps)")

@@ -1,18 +1,18 @@
-"""Describes files of problems, and writes them without what is in a test set too or there twice.
+"""Describes files of problems, and writes them without duplicates and problems that are in a test set.
 
     python tools/data.py train.jsonl
     python tools/data.py gsm8k/main --prompt question --answer-pattern '#### (.*)' --tokenizer models/Qwen2.5-0.5B
     python tools/data.py train.parquet --against aime24.json math500.jsonl --unique --output clean.jsonl
 
-Counts problems, the lengths of their texts, the kinds of their answers, rows that training would refuse, and problems
-that are there more than once (equal but for case and white space). `--against` looks for runs of 13 words that a test
-problem has too, and shows the worst (grpo_mega/data/contamination.py). `--near 0.8` also looks for problems that
-have four fifths of their runs of 5 words in common with an earlier one that is not left out itself
-(grpo_mega/data/near.py). `--output` writes the rows that share none with a test problem, and with `--unique` the first
-only of equal and near ones, as JSON Lines; the file appears when it is whole.
+Counts problems, the lengths of their texts, the kinds of their answers, rows that training would refuse, and repeated
+problems (equal except for case and white space). `--against` searches for runs of 13 words shared with a test problem,
+and shows the worst (grpo_mega/data/contamination.py). `--near 0.8` also searches for problems that share four fifths of
+their runs of 5 words with an earlier one that is kept (grpo_mega/data/near.py). `--output` writes, as JSON Lines, the
+rows that share no run with a test problem, with `--unique` only the first of equal and near ones; the file appears when
+it is complete.
 
-Files are read as for training (docs/data.md), a row at a time: memory is needed for the test problems, and about two
-hundred bytes for each row, five thousand with --near. Exit code: 0 done, 2 something cannot be read.
+Files are read as for training (docs/data.md), a row at a time: memory is that of the test problems, and about two
+hundred bytes for each row, five thousand with --near. Exit code: 0 done, 2 an input cannot be read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DONE, BAD_INPUT = 0, 2
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Parser of the options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("files", nargs="+", metavar="FILE", help="file or folder of problems")
     made.add_argument("--split", default="train", help="which files of a folder (train)")
@@ -73,7 +73,7 @@ def test_problems(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 def filters_of(options: argparse.Namespace) -> Filters:
-    """What is looked for; reads the test problems."""
+    """Checks to apply; reads the test problems."""
     tokenizer = HuggingFaceTokenizer(options.tokenizer, "{prompt}") if options.tokenizer else None
     return Filters(
         length=(lambda text: len(tokenizer.encode(text))) if tokenizer else None,
@@ -84,7 +84,7 @@ def filters_of(options: argparse.Namespace) -> Filters:
 
 
 def counted(options: argparse.Namespace) -> Statistics:
-    """Reads everything once, and writes what is clean."""
+    """Reads everything once, and writes the clean rows."""
     if options.output and options.output.suffix != ".jsonl":
         raise ValueError(f"--output {options.output}: it is JSON Lines; give it the ending .jsonl")
     if options.unique and not options.output:
@@ -108,7 +108,7 @@ def counted(options: argparse.Namespace) -> Statistics:
 
 
 def show(statistics: Statistics, options: argparse.Namespace) -> None:
-    """Prints the numbers for people."""
+    """Prints the statistics."""
     print(f"{statistics.rows:,} rows, {statistics.unusable:,} of them unusable")
     for reason in statistics.reasons:
         print(f"  {reason}")
@@ -131,7 +131,7 @@ def show(statistics: Statistics, options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     options = parser().parse_args(arguments)
     try:
         statistics = counted(options)

@@ -1,4 +1,4 @@
-"""Reports whether this machine is fit to train, with a command for everything that needs a fix.
+"""Checks whether this machine can train, with a command for everything that needs a fix.
 
     python tools/doctor.py                        on a laptop, a login node or a GPU node
     srun --ntasks-per-node=1 python tools/doctor.py --runs /shared/runs --json
@@ -7,7 +7,7 @@ It checks driver, CUDA, NCCL, torch, megatron-core and the other packages, Trans
 SGLang, torch_memory_saver, shared and main memory, limits and the filesystem of the run directories. It needs only
 Python.
 
-Exit code: 0 no check failed, 1 some did.
+Exit code: 0 no check failed, 1 a check failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COLORS = {OK: 32, ABSENT: 90, WARNING: 33, FAILURE: 31}
 
 
 def show(findings: Iterable[Finding]) -> list[Finding]:
-    """Prints findings as text as they are made, and returns them."""
+    """Prints findings as text as they arrive, and returns them."""
     shown = []
     for finding in findings:
         verdict = f"{finding.verdict:<8}"
@@ -44,7 +44,7 @@ def show(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="the folder for run directories (runs)")
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")

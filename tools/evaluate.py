@@ -8,27 +8,27 @@
     python tools/evaluate.py runs/tiny --train 1000 --samples 4 --out pool
     python tools/evaluate.py runs/tiny --train 1000 --samples 8 --continue pool --separators ';' --out continued
 
-It takes the newest whole checkpoint of a run directory, the named one, or a Hugging Face folder. A run is asked its own
-test problems, or with --train the first of its training problems, and scored with its own reward, unless --data and
---reward name others; further words are settings, such as rollout.max_new_tokens=64. A folder is asked as python -m
-grpo_mega.new has it asked, with DeepSeek-R1's settings: temperature 0.6, top-p 0.95, up to 32,768 tokens.
+It evaluates the newest intact checkpoint of a run directory, the named checkpoint, or a Hugging Face folder. A run is
+evaluated on its own test problems, or with --train on its first training problems, and scored with its own reward,
+unless --data and --reward name others; further words are settings, such as rollout.max_new_tokens=64. A folder is
+prompted as by python -m grpo_mega.new, with DeepSeek-R1's settings: temperature 0.6, top-p 0.95, up to 32,768 tokens.
 
 With the setting reward.model.path=RUN a reward model scores the samples too: the term model, and rm@k, the accuracy of
-the one of k that it likes best. A run's own is not asked unless it is named so.
+its highest-scored one of k. A run's own reward model is used only if it is named this way.
 
-Generation is by the embedded engine unless rollout.engine=sglang is given. --budgets also tells the accuracy of
-completions that are cut after so many tokens: each is scored again up to there, and nothing is generated again.
+Generation is by the embedded engine unless rollout.engine=sglang is given. --budgets also measures the accuracy of
+completions cut after these numbers of tokens: each is scored again up to there, and nothing is generated again.
 
-With --continue the answers of a pool are continued after each of their steps, which --separators divide, and scored as
-whole answers: labels of steps for a process reward model (tools/rejection_sample.py --steps --continued). It is asked
-the problems of the pool: give its --train or --data again.
+With --continue the answers of a pool are continued after each step, as split by --separators, and scored as whole
+answers: labels of steps for a process reward model (tools/rejection_sample.py --steps --continued). The problems must
+be those of the pool: give its --train or --data again.
 
 The results lie in a folder (--out; evaluations/ of the run directory): results.json, every sample in samples.jsonl,
-curves.png and, with --budgets, budgets.png. A command that was killed is started again and continues with the problems
-that are missing; one that has finished is shown again. On SIGTERM or SIGUSR1 it ends with 75, to be
-continued as well. With the embedded engine the numbers are the same under every layout and number of processes.
+curves.png and, with --budgets, budgets.png. A killed command resumes with the missing problems when started again; a
+finished one is shown again. On SIGTERM or SIGUSR1 it exits with 75, and can be resumed too. With the embedded engine
+the numbers are the same under every layout and number of processes.
 
-Exit code: 0 the results are there, 1 a reward or the disk failed, 2 nothing was done because it cannot be, 75 stopped.
+Exit code: 0 the results are complete, 1 a reward or the disk failed, 2 invalid input, 75 stopped.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
     from grpo_mega.rollout.engine import SamplingParams
 
 PREFERRED = "reward.model.path="
-"""The setting that has a reward model score the samples."""
+"""Setting that makes a reward model score the samples."""
 ROLES = ("policy", "average", "reference")
 AGAIN = "Mend that; the same command continues with what is missing"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command's options."""
+    """Parses the command's options."""
     parser = parser_of(__doc__, "RUN|CHECKPOINT|FOLDER", ROLES, None)
     parser.add_argument("settings", nargs="*", metavar="FIELD=VALUE", help="settings, such as layout.ep=2")
     parser.add_argument(
@@ -84,22 +84,22 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """The command of every rank; returns its exit code."""
+    """Runs the command on every rank; returns its exit code."""
     with refusing_options():
         options = parse(arguments)
-    for number in SIGNALS:  # until it generates, there is nothing to save
+    for number in SIGNALS:  # before generation there is nothing to save
         signal.signal(number, lambda *_: leave("stopped before it generated; the same command continues", STOPPED))
     return run(lambda here: evaluate(options, here), AGAIN)
 
 
 def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
-    """Generates and scores what is missing; returns the table.
+    """Generates and scores the missing samples; returns the table.
 
     Raises:
-        ValueError: It cannot be evaluated so; names the fix.
+        ValueError: The input is invalid; names the fix.
         FileNotFoundError: The source or a file does not exist.
         RuntimeError: A reward failed, or the disk.
-        Stopped: A signal arrived while it generated; what was finished before is kept.
+        Stopped: A signal arrived during generation; finished parts are kept.
     """
     import torch.distributed as dist
 
@@ -136,7 +136,7 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
     settings = made.identity | {"sampling": vars(sampling), "samples": own.samples}
     settings |= {"budgets": budgets} if budgets else {}
     settings |= {CONTINUES: continues} if begun else {}
-    preferred = _reward_model(made) if any(word.startswith(PREFERRED) for word in options.settings) else None
+    preferred = _reward_model(made) if _asks_reward_model(options) else None
     settings |= {"reward_model": preferred.checksum} if preferred else {}
     with ExitStack() as held:
         if problem := from_main_rank(lambda: _refusal(folder, settings, held)):
@@ -148,7 +148,7 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
 
 
 def _continuations(options: argparse.Namespace, made: Subject) -> tuple[dict[str, Any], dict[str, Begun]]:
-    """What is continued, for settings.json and by id; nothing without --continue.
+    """Beginnings to continue, for settings.json and by id; empty without --continue.
 
     Raises:
         ValueError: The options do not go together, or the pool has nothing to continue.
@@ -161,16 +161,22 @@ def _continuations(options: argparse.Namespace, made: Subject) -> tuple[dict[str
         if options.separators:
             raise ValueError("--separators divide the steps of --continue; give that, or leave them out")
         return {}, {}
-    if options.budgets or options.out is None:
-        raise ValueError("--continue needs --out FOLDER, and goes without --budgets: a continuation is no whole answer")
+    if options.budgets or options.out is None or _asks_reward_model(options):
+        raise ValueError(
+            f"--continue needs --out FOLDER, and goes without --budgets and {PREFERRED}: it is no whole answer"
+        )
     separators = [text.replace("\\n", "\n") for text in options.separators] or PairsConfig().separators
     pool = open_pool(options.pool)
     begun = begun_of(pool, made.prompts, separators, made.tokenizer, made.config.model.context)
     return {"pool": pool.sha256, "separators": separators}, begun
 
 
+def _asks_reward_model(options: argparse.Namespace) -> bool:
+    return any(word.startswith(PREFERRED) for word in options.settings)
+
+
 def _reward_model(made: Subject) -> FoundRewardModel:
-    """The reward model that the settings name. Raises ValueError when it cannot score these samples."""
+    """The reward model named by the settings. Raises ValueError when it cannot score these samples."""
     from grpo_mega.first_weights import find_reward_model
 
     config = made.config
@@ -185,12 +191,12 @@ def _reward_model(made: Subject) -> FoundRewardModel:
 
 
 def _of_whole_answers(config: Config) -> Config:
-    """The configuration as one that scores whole answers, however the run was trained."""
+    """The configuration of a reward model of whole answers, however the run was trained."""
     return replace(config, algorithm=replace(config.algorithm, supervision="outcome"))
 
 
 def _refusal(folder: Path, settings: dict[str, Any], held: ExitStack) -> str | None:
-    """Why the results cannot lie in this folder; None when they can, and `held` keeps other commands out of it."""
+    """Why the results cannot be written to this folder; None if they can, and `held` then locks it."""
     from grpo_mega.evaluate.results import RESULTS, open_folder
     from grpo_mega.platform.files import only_one
 
@@ -231,7 +237,7 @@ def _generate(
     config, tokenizer = made.config, made.tokenizer
 
     def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(i for i in ids if i < tokenizer.vocab_size)  # the model may know more
+        return tokenizer.decode(i for i in ids if i < tokenizer.vocab_size)  # the model may have more tokens
 
     def say(progress: str) -> None:
         if dist.get_rank() == 0:
@@ -246,13 +252,13 @@ def _generate(
     beat("load the model")
     reward = build_reward(config.reward, config.run.seed)
     score = scored_whole(reward.score, begun) if begun else reward.score
-    ballot = None if begun else ballot_of(config.reward)  # an answer is read from the whole
+    ballot = None if begun else ballot_of(config.reward)  # an answer is read from the whole completion
     scorer = Scorer(score, config.reward.success, ballot, budgets, decode)
     topology = join_layout(config.layout, seed=config.run.seed)
     vocab_size, at_once = vocabulary(config.model, tokenizer), config.rollout.concurrent_sequences
     together = max(1, at_once // config.eval.samples) * topology.scorers
     sglang = None
-    if config.rollout.engine == "sglang":  # before the policy: it measures how much memory is free
+    if config.rollout.engine == "sglang":  # before the policy, as it measures free memory
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         sglang = SGLangEngine(config, vocab_size, here, decode, folder)
     try:
@@ -276,7 +282,7 @@ def _generate(
     except (Interrupted, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not stop.asked():
             raise
-        # A rank that was asked a moment earlier may have left already, which ends what this one waits for.
+        # Another rank may have received the signal earlier and left, which ends the collective that this one waits in.
         if isinstance(error, RuntimeError):
             print(f"asked to stop; then: {error}", file=sys.stderr)
         raise Stopped(f"stopped; the same command continues with the problems that {folder} lacks") from error
@@ -286,7 +292,7 @@ def _generate(
 
 
 def _settings(options: argparse.Namespace) -> list[str]:
-    """The settings that the options stand for, and those that were given."""
+    """The settings that the options stand for, followed by the given ones."""
     named = {"samples": options.samples, "temperature": options.temperature, "top_p": options.top_p}
     return [*options.settings, *(f"eval.{name}={value}" for name, value in named.items() if value is not None)]
 

@@ -5,18 +5,17 @@
     torchrun --standalone --nproc-per-node 2 tools/export.py runs/tiny exported/tiny layout.ep=2
     python tools/export.py runs/mine exported/mine-adapter --adapter
 
-It takes the newest whole checkpoint of a run directory, or the named one, or a cached base model. Which layout wrote it
-does not matter. One process on a CPU reads the whole model; for one that does not fit, start more processes
-and say with layout.* how they share it. The folder holds config.json, the weights, generation_config.json, the
-tokenizer with its chat template, and README.md, the model card. It has its name when it is whole: a command that was
-killed is started again.
+It exports the newest intact checkpoint of a run directory, the named checkpoint, or a cached base model, written under
+any layout. One process on a CPU reads the whole model; if that does not fit, start more processes with a layout
+(layout.*). The folder has config.json, the weights, generation_config.json, the tokenizer with its chat template, and
+README.md, the model card. It gets its name when it is complete: after a kill, start the command again.
 
-Of a run with adapters (lora.rank above 0) the folder holds the weights with the adapters in them; with --adapter it
-holds the adapters alone, as the library peft loads them: adapter_config.json and adapter_model.safetensors.
+For a run with adapters (lora.rank above 0) the folder has the merged weights; with --adapter it has only the adapters,
+in the format of the library peft: adapter_config.json and adapter_model.safetensors.
 
-Main memory: the model, and two of the files, which have up to 4 GiB.
+Main memory: the model, and two files of up to 4 GiB.
 
-Exit code: 0 the folder is written, 1 the disk failed, 2 nothing was written because it cannot be.
+Exit code: 0 the folder is written, 1 the disk failed, 2 invalid input, nothing was written.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import shlex
 import sys
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # there is nothing to compute, and main memory is larger
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU: there is nothing to compute, and main memory is larger
 
 from grpo_mega import platform
 from grpo_mega.config.limits import limits_of
@@ -38,7 +37,7 @@ ROLES = ("policy", "average", "reference", "critic")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command's options."""
+    """Parses the command's options."""
     parser = parser_of(__doc__, "RUN|CHECKPOINT", ROLES, "policy")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what to write; it must not exist")
     parser.add_argument("layout", nargs="*", metavar="layout.X=N", help="how processes share the model (single)")
@@ -50,7 +49,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """The command of every rank; returns its exit code."""
+    """Runs the command on every rank; returns its exit code."""
     options = parse(arguments)
     command = shlex.join(["python", "tools/export.py", *arguments])
     again = f"Nothing is left of {options.folder}: mend that, and start the same command again"
@@ -58,10 +57,10 @@ def main(arguments: list[str]) -> int:
 
 
 def export(options: argparse.Namespace, command: str, here: platform.Platform) -> str:
-    """Writes the folder; returns what to tell the user.
+    """Writes the folder; returns a message for the user.
 
     Raises:
-        ValueError: There is nothing that could be written; names the fix.
+        ValueError: The model cannot be exported; names the fix.
         FileNotFoundError: The source does not exist, or the tokenizer's folder.
         RuntimeError: The disk failed.
     """

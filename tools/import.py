@@ -4,13 +4,13 @@
     torchrun --standalone --nproc-per-node 8 -m grpo_mega.train model=from_folder run.init_from=imported/Qwen3-8B \
         data.tokenizer=imported/Qwen3-8B
 
-Reads the weights once, one tensor after the other: it takes half a GiB and twice the largest tensor of main
-memory, whatever the size of the model. The checkpoint is read under any layout, each rank its own part. The tokenizer,
-generation_config.json and config.json lie beside the weights. Settings such as model.dtype=fp32 replace what
-config.json says. The checkpoint has its name when it is whole: a command that was killed is started again.
+Reads the weights once, tensor by tensor: main memory is half a GiB and twice the largest tensor, for any size of model.
+The checkpoint can be read under any layout, each rank its own part. The tokenizer, generation_config.json and
+config.json are stored beside the weights. Settings such as model.dtype=fp32 override config.json. The checkpoint gets
+its name when it is complete: after a kill, start the command again.
 
-Exit code: 0 the checkpoint is written, 1 the disk failed, 2 the folder cannot be converted, or another process writes
-OUT.
+Exit code: 0 the checkpoint is written, 1 the disk failed, 2 the folder cannot be converted, or another process is
+writing OUT.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import warnings
 from pathlib import Path
 from typing import cast
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the model that is built here must not be on a GPU
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the model built here must not be on a GPU
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -37,10 +37,10 @@ MODEL = "model."
 
 
 def model_of(folder: Path, words: list[str]) -> ModelConfig:
-    """The folder's model, with settings such as model.dtype=fp32 above what its config.json says.
+    """The folder's model, with settings such as model.dtype=fp32 that override its config.json.
 
     Raises:
-        ValueError: The folder is of no supported family, or a setting is none of a model's.
+        ValueError: The folder's family is not supported, or a setting is not one of a model.
     """
     if wrong := [word for word in words if not word.startswith(MODEL)]:
         raise ValueError(f"{wrong[0]}: only settings of the {MODEL.rstrip('.')} can be given, such as model.dtype=fp32")
@@ -52,13 +52,13 @@ def model_of(folder: Path, words: list[str]) -> ModelConfig:
 
 
 def convert(folder: Path, out: Path, model: ModelConfig) -> None:
-    """Writes the checkpoint; see `import_folder` for what it raises."""
+    """Writes the checkpoint; see `import_folder` for its errors."""
     import torch
 
     platform.start_planning()
     here = platform.Platform(torch.device("meta"), "gloo", transformer_engine=False)
     platform.join_processes(here)
-    # Megatron may only be imported now that the platform is prepared.
+    # Megatron may be imported only after the platform is prepared.
     from grpo_mega.convert.ingest import import_folder
     from grpo_mega.models.topology import join_layout, leave_layout
 
@@ -69,7 +69,7 @@ def convert(folder: Path, out: Path, model: ModelConfig) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a Hugging Face folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="the checkpoint to write; it must not exist")

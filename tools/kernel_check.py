@@ -17,8 +17,8 @@ import grpo_kernels
 from grpo_kernels import GRPOLoss, reference
 
 COUNT, COLUMNS, HIDDEN, TEMPERATURE = 40, 515, 32, 0.8
-VALUES = 2e-5  # of losses, relative to the largest; of log-probs; of gradients, relative (L2)
-ROUNDED = 5e-3  # of gradients that are rounded to bfloat16
+VALUES = 2e-5  # limits of losses, relative to the largest; of log-probs; of gradients, relative (L2)
+ROUNDED = 5e-3  # limit of gradients that are rounded to bfloat16
 
 LOSSES: dict[str, GRPOLoss] = {
     "ppo": GRPOLoss(clip_low=0.2, clip_high=0.28),
@@ -103,7 +103,7 @@ def check_losses(functions: dict[str, LossFunction], device: torch.device) -> li
 
 
 def made_up_inputs(dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, ...]]:
-    """Made-up inputs: logits, and hidden states with a weight."""
+    """Synthetic inputs: logits, and hidden states with a weight."""
     draw = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(COUNT, COLUMNS, generator=draw)
     hidden, weight = torch.randn(COUNT, HIDDEN, generator=draw), 0.5 * torch.randn(COLUMNS, HIDDEN, generator=draw)
@@ -111,8 +111,8 @@ def made_up_inputs(dtype: torch.dtype, device: torch.device) -> list[tuple[Tenso
 
 
 def made_up_arguments(inputs: tuple[Tensor, ...], options: GRPOLoss, on_policy: bool) -> dict[str, Any]:
-    """Made-up arguments: old, reference and sampled log-probs so distant that each bound and cap binds for some tokens,
-    advantages of both signs and 0, sequences of many lengths; on-policy, old log-probs are the present ones.
+    """Synthetic arguments: old, reference and sampled log-probs so distant that each bound binds for some tokens,
+    advantages of both signs and 0, sequences of many lengths; on-policy, old log-probs are the current ones.
     """
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(COLUMNS, (COUNT,), generator=draw)
@@ -143,7 +143,7 @@ def logits_of(inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def exact_of(inputs: tuple[Tensor, ...], arguments: dict[str, Any]) -> Outcome:
-    """The outcome in float64, from the formulas."""
+    """Outcome in float64, from the formulas."""
     on_cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in arguments.items()}
     exact = reference.grpo_loss(logits_of(inputs), **on_cpu)
     gradients: tuple[Tensor, ...] = (exact.gradient,)
@@ -154,7 +154,7 @@ def exact_of(inputs: tuple[Tensor, ...], arguments: dict[str, Any]) -> Outcome:
 
 
 def errors_of(outcome: Outcome, exact: Outcome, counted: Tensor) -> dict[str, float]:
-    """Name -> error; the error of log-probs counts only tokens whose weight is not 0."""
+    """{name: error}; the error of log-probs counts only tokens of nonzero weight."""
     counted, largest = counted.cpu(), float(exact.losses.abs().max())
 
     def apart(a: Tensor, b: Tensor) -> Tensor:
@@ -172,5 +172,5 @@ def errors_of(outcome: Outcome, exact: Outcome, counted: Tensor) -> dict[str, fl
 
 
 def limit_of(what: str, dtype: torch.dtype) -> float:
-    """Limit of an error; that of gradients in bfloat16 is larger, because they are rounded."""
+    """Limit of an error; larger for gradients in bfloat16, which are rounded."""
     return ROUNDED if "gradient" in what and dtype == torch.bfloat16 else VALUES

@@ -28,13 +28,13 @@ CLIP_LOW, CLIP_HIGH, KL_COEF = 0.2, 0.28, 0.04
 
 @dataclass
 class Problem:
-    """N = sequences * length tokens; the last of each sequence has weight 0, as the next token is not known there.
+    """N = sequences * length tokens; the last of each sequence has weight 0, as its next token is unknown.
 
     Attributes:
-        logits: [N, V], given up by the contender that runs; None for the linear operations.
+        logits: [N, V], may be overwritten by the contender; None for the linear operations.
         hidden, matrix: [N, H] and [V, H] for the linear operations, else None.
         ids, old, ref, advantage, weight: [N]; the advantage is the sequence's.
-        sequences: Their number.
+        sequences: Number of sequences.
     """
 
     logits: Tensor | None
@@ -57,7 +57,7 @@ class Problem:
         return vector.view(self.sequences, self.length, *vector.shape[1:])[:, :tokens]
 
     def fresh(self) -> Problem:
-        """A copy whose inputs are leaves to differentiate, with the logits in new memory."""
+        """A copy with inputs as leaves to differentiate, and the logits in new memory."""
         leaves = {name: getattr(self, name) for name in ("hidden", "matrix") if getattr(self, name) is not None}
         made = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
         if self.logits is not None:
@@ -67,7 +67,7 @@ class Problem:
 
 @dataclass
 class Result:
-    """The result of a contender: [N] log-probs, or the gradient of logits or hidden states; None for what it lacks."""
+    """Result of a contender: [N] log-probs, or the gradient of logits or hidden states; None if not computed."""
 
     logprob: Tensor | None = None
     gradient: Tensor | None = None
@@ -88,7 +88,7 @@ class Contender:
 
 
 def options(operation: str) -> GRPOLoss:
-    """The loss of an operation."""
+    """Loss of an operation."""
     if "on-policy" in operation:
         return GRPOLoss()
     kind = "gspo" if operation == "gspo" else "ppo"
@@ -122,7 +122,7 @@ def _own_loss(backend: str, operation: str) -> Callable[[Problem], Result]:
 
 
 def own(backend: str) -> list[Contender]:
-    """This project's contenders, with one backend; under "cuda", Triton runs what takes more than one launch."""
+    """This project's contenders, with one backend; under "cuda", Triton runs the operations of more than one launch."""
     name, losses = f"grpo_kernels, {backend}", ["ppo", "on-policy", "linear ppo", "linear on-policy"]
     if backend != "cuda":
         losses.append("gspo")
@@ -139,7 +139,7 @@ def logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def torch_loss(logprob: Tensor, p: Problem, operation: str) -> Tensor:
-    """The loss as it is usually written."""
+    """The loss as usually written in torch."""
     if "on-policy" in operation:
         return -(p.weight * p.advantage * logprob).sum()
     log_ratio = logprob - p.old
@@ -220,7 +220,7 @@ def _liger_linear(p: Problem) -> Result:
     old, ref, ids = (p.per_sequence(v, p.length) for v in (p.old, p.ref, p.ids))
     module = LigerFusedLinearGRPOLoss(beta=KL_COEF, epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH, use_ref_model=True)
     hidden = p.per_sequence(p.hidden, p.length)
-    mask = (p.per_sequence(p.weight, p.length) != 0).long()  # "dapo": mean over the tokens that count, as the weights
+    mask = (p.per_sequence(p.weight, p.length) != 0).long()  # "dapo": mean over tokens with a loss, as the weights
     advantage = p.advantage[:: p.length].contiguous()
     loss, *_ = module(
         hidden, p.matrix, ids, mask, advantage, ref_per_token_logps=ref, old_per_token_logps=old,

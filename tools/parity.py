@@ -1,17 +1,17 @@
-"""Does a layout train like one process does, here, on this cluster? Run it before a big job.
+"""Checks that a layout trains like one process on this cluster. Run it before a big job.
 
     torchrun --nproc-per-node 4 tools/parity.py layout=tp2_pp2
     torchrun --nproc-per-node 2 tools/parity.py layout.tp=2 layout.sp=true model=tiny_mla_moe model.qk_norm=true
     torchrun --nproc-per-node 4 tools/parity.py --all
 
 The same seeded weights and the same batch (random tokens, sequences of very different lengths, groups that share a
-prompt) go through several optimizer steps, on one process that the first rank starts and on the layout. What both found
-is compared number by number; `--all` does so for every layout of `LAYOUTS` that fits the processes and the model.
+prompt) go through several optimizer steps, on one process that the first rank starts and on the layout. Their results
+are compared number by number; `--all` does so for every layout of `LAYOUTS` that fits the processes and the model.
 
-Arguments are overrides of the configuration; the defaults are those of `SHAPE` below. Give what your model has:
-model.qk_norm=true (Qwen3, DeepSeek-V3) adds norms whose gradients every layout sums in its own way. Every rank holds
-the whole weights of every step: choose few layers of a big model. Exit code 0: all agree; 1: some do not, and the first
-tensor that differs is named; 2: the configuration cannot run.
+Arguments are overrides of the configuration; the defaults are those of `SHAPE` below. Set your model's features:
+model.qk_norm=true (Qwen3, DeepSeek-V3) adds norms whose gradients each layout sums differently. Every rank holds the
+whole weights of every step: choose few layers of a big model. Exit code 0: all agree; 1: some differ, and the first
+differing tensor is named; 2: the configuration cannot run.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ DIFFERENT = 1
 BAD_INPUT = 2
 """Exit code when the configuration cannot run."""
 VOCABULARY = 100
-"""Tokens; embedding rows are padded above."""
+"""Vocabulary size; embedding rows are padded above it."""
 TORCHRUN = re.compile("RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*")
-"""Variables that would make a process join torchrun's job."""
+"""Environment variables that would make a process join torchrun's job."""
 
 SHAPE = [
     "model=tiny_moe",
@@ -62,7 +62,7 @@ SHAPE = [
     "algorithm.kl_coef=0.04",
     "layout.micro_batch_tokens=200",
     "optimizer.lr=1e-4",
-    "optimizer.eps=1e-6",  # with less, the rounding of a gradient near 0 becomes a step of full size
+    "optimizer.eps=1e-6",  # with less, the rounding of a gradient near 0 would become a step of full size
     "run.name=parity",
     "run.steps=1",
 ]
@@ -100,7 +100,8 @@ optimizer.distributed=true optimizer.overlap=true layout.tp=2 layout.sp=true
 optimizer.distributed=true optimizer.overlap=true layout.pp=2 layout.vpp=2
 optimizer.distributed=true optimizer.overlap=true layout.ep=2
 """.strip().splitlines()
-"""What `--all` tries; data parallelism is what is left. What the processes or the model cannot hold is left out."""
+"""Layouts of `--all`; the remaining ranks are data parallel. Layouts that do not fit the processes or the model are
+skipped."""
 
 # fp32: rounding, of sums in another order. A gradient differs by it alone; Adam divides by the gradient's size, so that
 # an update is some ten times further off, and the later steps start from there. Measured over LAYOUTS on a CPU: at most
@@ -131,7 +132,7 @@ TOLERANCES = {
         "update, worst": (0.8, 0.8),
     },
 }
-"""By `model.dtype` and quantity: the largest difference that passes in the first step, and in later ones."""
+"""{`model.dtype`: {quantity: (largest allowed difference in the first step, in later steps)}}."""
 
 Tensors = dict[str, torch.Tensor]
 Tolerances = dict[str, tuple[float, float]]
@@ -139,17 +140,17 @@ Tolerances = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Row:
-    """One number that was compared.
+    """Comparison of one quantity.
 
     Attributes:
-        quantity, step: What it is, and after which optimizer step, from 1.
-        found, one_rank: The value; the mean of log-probs, of each expert's share of its layer's tokens, of biases; the
-            L2 norm of other tensors.
-        difference: The largest absolute one for log-probs, experts' shares and biases, else relative; of tensors in L2
-            norm.
-        tolerance: The largest difference that passes.
-        tensor: The tensor that it is about, if only one.
-        first: The first tensor in layer order that is further off than the tolerance.
+        quantity, step: The quantity, and the optimizer step (from 1) after which it was measured.
+        found, one_rank: Values on the layout and on one rank: the mean of log-probs, of each expert's share of its
+            layer's tokens, of biases; the L2 norm of other tensors.
+        difference: The largest absolute difference for log-probs, experts' shares and biases; else relative, for
+            tensors in L2 norm.
+        tolerance: Largest difference that passes.
+        tensor: The compared tensor, if only one.
+        first: First tensor in layer order that exceeds the tolerance.
     """
 
     quantity: str
@@ -180,14 +181,14 @@ def main() -> None:
     here = platform.start()
     platform.join_processes(here)
     code = run(options, here)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, as soon as one rank has left with a code above 0
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, once one rank has exited with a code above 0
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(code)
 
 
 def run(options: argparse.Namespace, here: platform.Platform) -> int:
-    """The exit code, the same on every rank."""
+    """Runs the comparison; returns the exit code, the same on every rank."""
     # The same batch must suit one rank and every layout; all of them divide the prompts.
     prompts = f"algorithm.prompts_per_step={math.lcm(8, dist.get_world_size())}"
     overrides = options.overrides if options.save else [prompts, *options.overrides]
@@ -211,7 +212,7 @@ def run(options: argparse.Namespace, here: platform.Platform) -> int:
 
 
 def accepted(overrides: list[str], layout: bool) -> Config | str:
-    """The configuration behind `SHAPE` and overrides, or why it, or its layout on these processes, cannot run."""
+    """Configuration of `SHAPE` and overrides, or why it, or its layout on these processes, cannot run."""
     try:
         config = compose_config(SHAPE + overrides)
         if layout:
@@ -223,7 +224,7 @@ def accepted(overrides: list[str], layout: bool) -> Config | str:
 
 
 def on_one_rank(config: Config) -> Config:
-    """The same training without any parallelism; the batch is still cut into micro-batches of the same budget."""
+    """The configuration without parallelism; the batch is still split into micro-batches of the same budget."""
     return replace(
         config,
         layout=LayoutConfig(micro_batch_tokens=config.layout.micro_batch_tokens),
@@ -232,7 +233,7 @@ def on_one_rank(config: Config) -> Config:
 
 
 def run_one_rank(overrides: list[str], steps: int) -> dict[str, Any]:
-    """What this program finds on one process: all of it on the first rank, elsewhere the batch; {} if it failed."""
+    """Results on one process: all on the first rank, only the batch on others; {} if it failed."""
     result: dict[str, Any] = {}
     if dist.get_rank() == 0:
         environment = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
@@ -252,7 +253,7 @@ def run_one_rank(overrides: list[str], steps: int) -> dict[str, Any]:
 def try_layout(
     layout: str, overrides: list[str], here: platform.Platform, steps: int, reference: dict[str, Any]
 ) -> int | None:
-    """One line of `--all`: 0 or `DIFFERENT`, None where the layout does not fit."""
+    """One line of `--all`: 0 or `DIFFERENT`, None if the layout does not fit."""
     config = accepted([*overrides, *layout.split()], layout=True)
     if isinstance(config, str):
         say(f"left out  {layout}: {config.splitlines()[-1].strip(' -').split(';')[0]}")
@@ -264,7 +265,7 @@ def try_layout(
 
 
 def compare_layout(config: Config, here: platform.Platform, steps: int, reference: dict[str, Any]) -> list[Row]:
-    """Every comparison of the layout with one rank, on every rank."""
+    """All comparisons of the layout with one rank, on every rank."""
     found = findings(config, here, steps, Batch(**reference["batch"]))
     rows = [compare(found, reference, TOLERANCES[config.model.dtype]) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(rows)
@@ -273,11 +274,11 @@ def compare_layout(config: Config, here: platform.Platform, steps: int, referenc
 
 
 def findings(config: Config, here: platform.Platform, steps: int, batch: Batch | None = None) -> dict[str, Any]:
-    """The batch, the gradients under the initial weights, and of every optimizer step what `step_rows` reads.
+    """Trains and returns the batch, the gradients at the initial weights, and the input of `step_rows` for every step.
 
-    Without a batch one is made up. All tensors are whole, on every rank.
+    Without a batch a synthetic one is used. All tensors are whole, on every rank.
     """
-    # Megatron may only be imported now that the platform is prepared.
+    # Megatron may be imported only after the platform is prepared.
     from megatron.core import parallel_state
 
     from grpo_mega.models.policy import Policy
@@ -295,7 +296,7 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
     loss = loss_of(config.algorithm, on_policy=False)
     initial = by_layer(policy.whole_weights())
     policy.gradients(batch, loss, temperature)
-    gradients = by_layer(policy.whole_gradients())  # of a pass of their own: the optimizer clips them
+    gradients = by_layer(policy.whole_gradients())  # from a separate pass, as the optimizer clips them
     done = []
     for _ in range(steps):
         step = policy.update(batch, loss, optimizer.lr, temperature)
@@ -313,9 +314,9 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
 
 
 def made_up_batch(config: Config, policy: Any) -> Batch:
-    """Groups of random tokens that share a prompt, of lengths from 1 to what fits; advantages of both signs.
+    """Synthetic batch: groups of random tokens that share a prompt, of all lengths that fit; advantages of both signs.
 
-    Old and reference log-probs lie so far from the policy's that ratios clip and the KL term has a gradient.
+    Old and reference log-probs are so far from the policy's that ratios clip and the KL term has a gradient.
     """
     draw, context, algorithm = random.Random(config.run.seed), config.model.context, config.algorithm
     samples = []
@@ -337,12 +338,12 @@ def made_up_batch(config: Config, policy: Any) -> Batch:
 
 
 def random_tokens(draw: random.Random, longest: int) -> tuple[int, ...]:
-    """One token or more, at most `longest`."""
+    """Random tokens, from one to `longest` of them."""
     return tuple(draw.choices(range(VOCABULARY), k=draw.randint(1, longest)))
 
 
 def by_layer(tensors: Tensors) -> Tensors:
-    """Each layer's tensors apart, which checkpoint keys may hold as one, in the order of the model."""
+    """Tensors split by layer, which checkpoint keys may join, in the order of the model."""
     apart: Tensors = {}
     for key, tensor in tensors.items():
         stacked = re.fullmatch(r"(.*\blayers\.)(?!\d)(.+)", key)
@@ -351,7 +352,7 @@ def by_layer(tensors: Tensors) -> Tensors:
 
 
 def place_in_model(key: str) -> tuple:
-    """Sorts parameter names: embedding, layers by number, final norm, output layer."""
+    """Sort key of parameter names: embedding, layers by number, final norm, output layer."""
     places = ("embedding.", "decoder.layers.", "decoder.", "output_layer.")
     parts = (".input_layernorm.", ".self_attention.", ".pre_mlp_layernorm.", ".mlp.")
     place = next((i for i, name in enumerate(places) if key.startswith(name)), len(places))
@@ -360,7 +361,7 @@ def place_in_model(key: str) -> tuple:
 
 
 def compare(found: dict[str, Any], one_rank: dict[str, Any], tolerances: Tolerances) -> list[Row]:
-    """Every quantity of every step; `found` and `one_rank` come from `findings`."""
+    """Compares every quantity of every step; `found` and `one_rank` come from `findings`."""
     rows = tensor_rows("gradient", 1, found["gradients"], one_rank["gradients"], tolerances)
     for number, (mine, other) in enumerate(zip(found["steps"], one_rank["steps"], strict=True), start=1):
         rows += step_rows(number, mine, other, tolerances)
@@ -368,7 +369,7 @@ def compare(found: dict[str, Any], one_rank: dict[str, Any], tolerances: Toleran
 
 
 def step_rows(step: int, mine: dict[str, Any], other: dict[str, Any], tolerances: Tolerances) -> list[Row]:
-    """The comparisons of one optimizer step."""
+    """Comparisons of one optimizer step."""
     rows = []
     for name in ("log-probs", "expert load", "expert bias"):
         a, b = mine[name], other[name]
@@ -382,7 +383,7 @@ def step_rows(step: int, mine: dict[str, Any], other: dict[str, Any], tolerances
 
 
 def tensor_rows(name: str, step: int, mine: Tensors, other: Tensors, tolerances: Tolerances) -> list[Row]:
-    """All tensors together, and the one that is furthest off."""
+    """Comparison of all tensors together, and of the one with the largest difference."""
     off = {key: distance(mine.get(key), other.get(key)) for key in {**other, **mine}}
     worst = max(off, key=lambda key: off[key])
     rows = []
@@ -396,7 +397,7 @@ def tensor_rows(name: str, step: int, mine: Tensors, other: Tensors, tolerances:
 
 
 def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """|a - b| / |b| (L2 norms); infinite where one is missing, of another shape or not a number."""
+    """|a - b| / |b| (L2 norms); infinite if one is missing, of another shape or not a number."""
     if a is None or b is None or a.shape != b.shape:
         return math.inf
     off, size = (a.double() - b.double()).norm().item(), b.double().norm().item()
@@ -406,18 +407,18 @@ def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 
 
 def flat(tensors: Tensors, keys: list[str]) -> torch.Tensor:
-    """The tensors of these names, those that are there, as one vector in double precision."""
+    """The existing tensors of these names as one vector in double precision."""
     there = [tensors[key].flatten().double() for key in keys if key in tensors]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *there])
 
 
 def failed(rows: list[Row]) -> int:
-    """The exit code of these comparisons."""
+    """Exit code of these comparisons."""
     return 0 if all(row.passed for row in rows) else DIFFERENT
 
 
 def table(rows: list[Row]) -> str:
-    """All comparisons for people, and where to look first."""
+    """Table of all comparisons, with a hint where to look first."""
     lines = [f"{'quantity':<16}{'step':>5}{'found':>15}{'one rank':>15}{'difference':>12}{'tolerance':>11}"]
     for r in rows:
         lines.append(
@@ -428,7 +429,7 @@ def table(rows: list[Row]) -> str:
 
 
 def summary(rows: list[Row]) -> str:
-    """The comparisons in a line; on failure with the first tensor of the model that differs."""
+    """Summary of the comparisons in a line; on failure with the first differing tensor of the model."""
     bad = [row for row in rows if not row.passed]
     if not bad:
         gradients = [f"{row.difference:.1e}" for row in rows if row.quantity.startswith("gradient, ")]

@@ -2,6 +2,8 @@
 
     python tools/plan.py r1zero_671b
     python tools/plan.py r1zero_671b layout.ep=32 cluster.nodes=128 --json
+    python tools/plan.py r1zero_671b --answer-tokens 5000 --explain
+    python tools/plan.py qwen3_30b_a3b cluster.nodes=4 --search
     python tools/plan.py own_model run.init_from=FOLDER data.train_path=FILE cluster=h100 cluster.nodes=2 --propose
 
 Composes the experiment with its overrides, checks every rule, and builds the modules of one rank of every pipeline
@@ -11,7 +13,12 @@ the fewest processes that fit the layout.
 
 When engines share the GPUs, a second table shows the memory while they run (grpo_mega/rollout/sglang/memory.py).
 
-`--propose` searches for a layout (grpo_mega/planning/propose.py) and prints the settings that make it.
+With `cluster.gpu` a third table shows the seconds of a step by phase, and the GPU-hours of the run
+(grpo_mega/planning/time.py). `--answer-tokens` says how long answers are on average, which nobody knows before;
+`--explain` prints each formula with its numbers.
+
+`--search` ranks the layouts that fit the machines of `cluster.*` by the seconds of a step
+(grpo_mega/planning/search.py), and prints the settings that make them; `--propose` plans the first of these.
 
 Exit code: 0 the run fits (or the GPUs' memory is unknown), 1 it does not, 2 the settings cannot run.
 """
@@ -24,50 +31,88 @@ import os
 import sys
 import warnings
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # models that are built here must not be on a GPU
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # models built here must not be on a GPU
 
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config
+from grpo_mega.config.schema import Config
 
 FITS, TOO_BIG, BAD_INPUT = 0, 1, 2
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", help="a file of configs/experiment, with or without experiment= before it")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for training")
     parser.add_argument("--json", action="store_true", help="print numbers for programs, in parameters and bytes")
     parser.add_argument(
-        "--propose", action="store_true", help="replace layout.* by the cheapest that fits the machines of cluster.*"
+        "--propose", action="store_true", help="replace layout.* by the fastest that fits the machines of cluster.*"
     )
+    parser.add_argument("--search", action="store_true", help="print the fastest layouts that fit these, and why")
+    parser.add_argument("--explain", action="store_true", help="print how each time was computed, with its numbers")
+    parser.add_argument(
+        "--answer-tokens", type=float, metavar="N",
+        help="mean tokens of an answer (30 %% of rollout.max_new_tokens); of longer ones later in proportion",
+    )  # fmt: skip
+    parser.add_argument("--prompt-tokens", type=int, default=200, metavar="N", help="tokens of a prompt (200)")
     options = parser.parse_intermixed_args(arguments)
     warnings.filterwarnings("ignore", module="megatron")
     platform.start_planning()
-    # These import Megatron, which needs the platform to be prepared.
-    from grpo_mega.planning.plan import plan
-    from grpo_mega.planning.propose import differing, propose
-    from grpo_mega.planning.show import show
-
     experiment = options.experiment.removeprefix("experiment=")
     try:
         config = compose_config([f"experiment={experiment}", *options.overrides])
-        proposed = propose(config) if options.propose else config
-        planned = plan(proposed)
+        return print_layouts(config, options) if options.search else print_plan(config, options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
+
+
+def print_layouts(config: Config, options: argparse.Namespace) -> int:
+    """Searches and prints what was found; returns the exit code. Raises ValueError when nothing fits."""
+    from grpo_mega.planning.search import search  # it imports Megatron, which needs the platform to be prepared
+    from grpo_mega.planning.show import show_layouts
+    from grpo_mega.planning.time import Assumed
+
+    found = search(config, Assumed(options.answer_tokens, options.prompt_tokens))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show_layouts(found)
+    return FITS
+
+
+def print_plan(config: Config, options: argparse.Namespace) -> int:
+    """Plans and prints; returns the exit code. Raises ValueError when the settings cannot run."""
+    from grpo_mega.planning.advice import changes_that_fit
+    from grpo_mega.planning.explain import explain
+    from grpo_mega.planning.hours import hours
+    from grpo_mega.planning.plan import plan
+    from grpo_mega.planning.search import differing, propose
+    from grpo_mega.planning.show import as_words, show, show_changes
+    from grpo_mega.planning.show_hours import show_hours
+    from grpo_mega.planning.time import Assumed
+
+    assumed = Assumed(options.answer_tokens, options.prompt_tokens)
+    proposed = propose(config, assumed) if options.propose else config
+    planned = plan(proposed)
+    planned["time"] = hours(proposed, planned, assumed)
+    needs = [planned["fits"], planned["engine"] and planned["engine"]["fits"], planned["host_fits"]]
+    planned["changes"] = changes_that_fit(proposed) if False in needs else []
     if options.propose:
         planned["settings"] = dict(differing(config, proposed))
     if options.json:
         print(json.dumps(planned))
-    else:
-        if options.propose:
-            words = [f"{name}={json.dumps(value)}" for name, value in planned["settings"].items()]
-            print("proposed:", " ".join(words) or "the layout that is set", end="\n\n")
-        show(planned)
-    turns = [planned["fits"], planned["engine"] and planned["engine"]["fits"]]
-    return TOO_BIG if False in turns else FITS
+        return TOO_BIG if False in needs else FITS
+    if options.propose:
+        print("proposed:", as_words(planned["settings"]) or "the layout that is set", end="\n\n")
+    show(planned)
+    show_changes(planned["changes"])
+    if planned["time"]:
+        show_hours(planned["time"], planned["gpus"])
+        if options.explain:
+            explain(proposed, planned, assumed)
+    return TOO_BIG if False in needs else FITS
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Parser of the options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("what", choices=("run", "status", "show", "plan", "again", "replace"), help="see above")
     made.add_argument("recipe", metavar="RECIPE", help="of configs/recipe, or a file")
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     options = parser().parse_intermixed_args(arguments)
     try:
         settings = [] if options.what in ("again", "replace") else options.settings
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _replace(recipe: Recipe, words: list[str]) -> None:
-    """Replaces the product of the stage that the first word names by what the second is the path of."""
+    """Replaces the product of the stage named by the first word with the path in the second word."""
     if len(words) != 2:
         raise ValueError(
             "replace takes the recipe, a stage and a path, as in: replace r1_tiny cold_start_data my.jsonl"
@@ -92,7 +92,7 @@ def _replace(recipe: Recipe, words: list[str]) -> None:
 
 
 def _again(recipe: Recipe, words: list[str]) -> None:
-    """Has the stage that the one word names done again by what runs the recipe next, a job for instance."""
+    """Marks the named stage to be done again by the next run of the recipe, for instance a job."""
     if len(words) != 1:
         raise ValueError("again takes the recipe and a stage, as in: again r1_tiny reasoning_data")
     with only_one(recipe.root / "recipe"):
@@ -100,7 +100,7 @@ def _again(recipe: Recipe, words: list[str]) -> None:
 
 
 def commands(recipe: Recipe) -> str:
-    """The commands of all stages, to be typed in a shell; {NAME} stands for what is not there yet."""
+    """Commands of all stages, for a shell; {NAME} stands for products that do not exist yet."""
     known = progress_of(recipe)
     return "\n\n".join(
         f"# {stage.name}{f': {stage.about}' if stage.about else ''}\n{shlex.join(command_of(recipe, stage, known))}"
@@ -109,7 +109,7 @@ def commands(recipe: Recipe) -> str:
 
 
 def plan(recipe: Recipe) -> int:
-    """Prints what tools/plan.py says of every training run; returns the exit code."""
+    """Prints the plan (tools/plan.py) of every training run; returns the exit code."""
     unfit = 0
     for stage in recipe.stages.values():
         if stage.kind == "run":
@@ -123,7 +123,7 @@ def plan(recipe: Recipe) -> int:
 
 
 def status(recipe: Recipe) -> str:
-    """How far the recipe is, in a table; also draws it once a run is done."""
+    """Progress of the recipe as a table; also draws it once a run is done."""
     known = progress_of(recipe)
     picture = plot_chain(recipe, known)
     return "\n".join([*table(recipe, known), *([f"drawn in {picture}"] if picture else [])])

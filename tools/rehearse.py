@@ -2,7 +2,7 @@
 
     python tools/rehearse.py r1zero_671b --rank 384
     python tools/rehearse.py r1zero_671b --rank 384 --lengths 60000,2500,2500,2500
-    python tools/rehearse.py qwen3_30b_a3b --rank worst --imbalance 1.5 --out rehearsed.json
+    python tools/rehearse.py qwen3_30b_a3b --rank worst --imbalance 1.5 --out rehearsed.json --picture rehearsed.png
 
 Builds the rank of the experiment with its overrides: torch's CUDA build with its allocator, Transformer Engine,
 Megatron and this project, on a null GPU (grpo_mega/rehearsal/nullgpu), with the other ranks of the job absent. It runs
@@ -35,14 +35,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     options = _options(arguments)
     warnings.filterwarnings("ignore", module="megatron")
     platform.start_planning()
     # These import Megatron, which needs the platform to be prepared.
     from grpo_mega.planning.plan import plan
     from grpo_mega.rehearsal.job import Environment, NoEnvironment, specs
-    from grpo_mega.rehearsal.show import show, show_all
+    from grpo_mega.rehearsal.picture import draw
+    from grpo_mega.rehearsal.show import show, show_all, worst_of
 
     settings = [f"experiment={options.experiment.removeprefix('experiment=')}", *options.overrides]
     try:
@@ -54,6 +55,9 @@ def main(arguments: list[str]) -> int:
     except (ValueError, NoEnvironment, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
+    if options.picture:
+        worst = worst_of(measured)
+        draw(worst, planned["memory"][worst["stage"]], options.picture)
     if options.rank == "worst":
         show_all(measured, planned["memory"])
     else:
@@ -84,6 +88,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         "--imbalance", type=float, default=1.0, help="tokens that this rank's experts get, over the average (default 1)"
     )
     parser.add_argument("--out", type=Path, help="a JSON file for all numbers")
+    parser.add_argument("--picture", type=Path, help="a PNG of memory over the step, by owner, of the worst rank")
     return parser.parse_intermixed_args(arguments)
 
 

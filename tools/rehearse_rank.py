@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 from grpo_mega import platform
+from grpo_mega.config.passes import is_on_policy
 from grpo_mega.rehearsal.spec import RankSpec
 
 
@@ -18,12 +19,10 @@ def main(specification: str, out: Path) -> None:
     here = platform.start()
     # These import Megatron, which needs the platform to be prepared.
     from grpo_mega.rehearsal.rank import rehearse
-    from grpo_mega.stages.corrections import needs_old_logprobs
     from grpo_mega.stages.loss import loss_of
 
-    algorithm = spec.config.algorithm
-    on_policy = algorithm.epochs * algorithm.mini_batches == 1 and not needs_old_logprobs(spec.config)
-    measured = rehearse(spec, here, loss_of(algorithm, on_policy), on_policy)
+    on_policy = is_on_policy(spec.config)
+    measured = rehearse(spec, here, loss_of(spec.config.algorithm, on_policy), on_policy)
     out.write_text(json.dumps(measured))
 
 

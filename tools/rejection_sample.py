@@ -1,32 +1,32 @@
-r"""Rejection sampling: chooses, of samples that were generated and scored, those that a model is to learn from.
+r"""Rejection sampling: selects generated and scored samples to train on.
 
     python tools/evaluate.py runs/tiny --train 1000 --samples 4 --out pool
     python tools/rejection_sample.py pool --per-problem 2 --choose shortest --output chosen.jsonl
     torchrun --nproc-per-node 2 -m grpo_mega.train ... sft.path=chosen.jsonl sft.epochs=2 run.steps=0
 
-Pools are folders that tools/evaluate.py wrote; several are chosen from together. A sample must have ended by itself,
-and the reward's success term must be 1 or more; --keep asks for more, such as --keep 'language>=0.9', of any term that
-the pool was scored with (one of weight 0 is a filter only). A problem has no completion twice.
+Pools are folders written by tools/evaluate.py; several can be combined. A sample must have ended by itself, and the
+reward's success term must be 1 or more; --keep adds conditions, such as --keep 'language>=0.9', on any term that the
+pool was scored with (one of weight 0 is only a filter). A completion of a problem is chosen once.
 
 Where a teacher's prompts end with <think>, its completions begin inside the thoughts: --begin '<think>\n' puts that in
-front, for a learner whose own template does not.
+front, for a model whose own template does not.
 
 With --pairs the output is for a reward model (pairs.path): prompt, chosen, a sample that passes the filters, and
 rejected, one of the same problem that ended by itself and whose success is below 1; --per-problem then counts pairs.
 
 With --steps the output is for a process reward model (run.trains=process_reward_model, pairs.path): prompt, completion,
 steps and labels, of samples of chain sums, right and wrong; the verifier of worked sums labels the steps, the success
-what follows them. --separators divide steps, and must be pairs.separators of the run that learns them. With --continued
+labels the answer after them. --separators must be pairs.separators of the run that trains on them. With --continued
 labels come from continuations instead, for problems of any kind (Math-Shepherd): a step's is the share of them that
 ended right, or with --hard whether any did, and the last step's is the success.
 
---also appends rows of the user's own, such as those of other tasks, to the chosen ones.
+--also appends your own rows, such as those of other tasks, to the chosen ones.
 
-The output is JSON Lines for sft.path: prompt, completion, and where each is from. Beside it, FILE.report.json says what
-was read and written, by checksum, and how many samples each filter left out. Both appear when they are whole, the
-report first; neither is overwritten.
+The output is JSON Lines for sft.path: prompt, completion, and origin. Beside it, FILE.report.json has the checksums of
+inputs and output, and the number of samples that each filter left out. Both appear when they are complete, the report
+first; neither is overwritten.
 
-Exit code: 0 done, 2 something cannot be read or nothing passes, 75 stopped by SIGTERM or SIGUSR1: nothing is written.
+Exit code: 0 done, 2 an input cannot be read or nothing passes, 75 stopped by SIGTERM or SIGUSR1: nothing is written.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Chosen = Selection | PairSelection | StepSelection
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Parser of the options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("pools", nargs="+", type=Path, metavar="POOL", help="folder that tools/evaluate.py wrote")
     made.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="where the chosen samples go")
@@ -89,10 +89,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def chosen(options: argparse.Namespace) -> Chosen:
-    """Chooses, and writes the output and its report.
+    """Chooses samples, and writes the output and its report.
 
     Raises:
-        ValueError: It cannot be done so; names the option, the pool or the filters.
+        ValueError: The input is invalid; names the option, the pool or the filters.
         OSError: A file cannot be read or written.
     """
     report_file = options.output.with_suffix(".report.json")
@@ -165,10 +165,10 @@ def chosen(options: argparse.Namespace) -> Chosen:
 
 
 def _continued(options: argparse.Namespace, pools: list[Pool]) -> dict[str, Continued]:
-    """The continuations of each pool, by its checksum; {} when labels do not come from continuations.
+    """Continuations of each pool, by its checksum; {} without --continued.
 
     Raises:
-        ValueError: They are not those of the pools, each in its place, or divide steps in several ways.
+        ValueError: They do not match the pools in order, or have different separators.
     """
     if not options.continued:
         return {}
@@ -183,7 +183,7 @@ def _continued(options: argparse.Namespace, pools: list[Pool]) -> dict[str, Cont
 
 
 def _unescaped(text: str) -> str:
-    r"""The text with line ends for each \n, which is easier to write in a shell."""
+    r"""The text with line ends in place of \n, which is easier to write in a shell."""
     return text.replace("\\n", "\n")
 
 
@@ -193,7 +193,7 @@ def _sha256(path: Path) -> str:
 
 
 def report(pools: list[Pool], filters: Filters, selection: Chosen) -> dict[str, Any]:
-    """What was read of the pools, by checksum, and how many samples each filter left out."""
+    """Checksums of the pools read, and the number of samples that each filter left out."""
     pairs = isinstance(selection, PairSelection)
     steps = {"steps": True} if isinstance(selection, StepSelection) else {}
     return {
@@ -225,7 +225,7 @@ def _solved(selection: Chosen) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     with refusing_options():
         options = parser().parse_args(arguments)
     Heartbeat()("choose")

@@ -1,17 +1,17 @@
-"""Writes a page about a run, or one that compares several: a single HTML file that opens from disk, anywhere.
+"""Writes a report about a run, or one that compares several: a single HTML file that opens from disk, anywhere.
 
     python tools/report.py runs/tiny
     python tools/report.py runs/tiny runs/seed1 --out comparison.html
 
     python tools/report.py runs/tiny --serve
 
-Of one run it goes to RUN/report.html, unless --out names another file. A run directory that is not whole, or still
-being written, is shown as it is: the page and this command say what is missing, and which lines cannot be read.
-With --serve nothing is written: the address that is printed shows the runs as they are now, and new steps as they come,
-to browsers on this machine. From another one: ssh -L 8265:127.0.0.1:8265 HOST, with --port 8265.
+The report of one run is written to RUN/report.html, unless --out names another file. A run directory that is
+incomplete, or still being written, is shown as it is: the report and this command say what is missing, and which lines
+cannot be read. With --serve nothing is written: the printed address shows the current state of the runs, with new steps
+as they come, to browsers on this machine. From another machine: ssh -L 8265:127.0.0.1:8265 HOST, with --port 8265.
 
-Exit code: 0 written, or served until Ctrl-C; 2 a folder is no run directory, the file cannot be written, or the port is
-taken.
+Exit code: 0 written, or served until Ctrl-C; 2 a folder is not a run directory, the file cannot be written, or the port
+is taken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DONE, BAD_INPUT = 0, 2
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Parser of the options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
     made.add_argument("--out", type=Path, metavar="FILE", help="what to write (RUN/report.html); needed for several")
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     options = parser().parse_args(arguments)
     try:
         if options.serve:
@@ -64,8 +64,8 @@ def main(arguments: list[str]) -> int:
 
 
 def serve(paths: list[Path], port: int) -> int:
-    """Shows the runs until Ctrl-C or SIGTERM; returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # scripts start what runs in the background with SIGINT ignored
+    """Serves the report until Ctrl-C or SIGTERM; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # scripts start background processes with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     with Server(paths, port) as server:
         print(f"{server.address} shows new steps as they come; Ctrl-C ends it", flush=True)

@@ -1,4 +1,4 @@
-"""Group-relative advantages: how much better a sample is than the other samples of its prompt."""
+"""Group-relative advantages: a sample's reward compared with the other samples of its prompt."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def group_advantages(rewards: Tensor, std: str, baseline: str = "mean", lengths:
 
     Args:
         rewards: [G] total rewards of one group, G at least 2.
-        std: What the differences are divided by: the standard deviation, "sample" (divides by G - 1 under the root) or
+        std: Divisor of the differences: the standard deviation, "sample" (divides by G - 1 under the root) or
             "population" (by G); the "mean" reward; or "none" (no division).
-        baseline: What is subtracted from a reward: the "mean" of the group; "leave_one_out", the mean of the others;
+        baseline: Baseline subtracted from a reward: the "mean" of the group; "leave_one_out", the mean of the others;
             "optimal", the mean weighted by length, which minimises the variance of the gradient if its norm grows as
             the square root of the length.
         lengths: Tokens of each sample, for "optimal".
@@ -66,7 +66,7 @@ def group_advantages(rewards: Tensor, std: str, baseline: str = "mean", lengths:
     if not has_signal(rewards.tolist()):
         return torch.zeros_like(rewards, dtype=torch.float32)
     size = rewards.double().abs().max()
-    scaled = rewards.double() / size  # of which no square over- or underflows
+    scaled = rewards.double() / size  # scaled, so that no square over- or underflows
     centred = scaled - _baseline(scaled, baseline, lengths)
     if std == "none":
         return (centred * size).float()
@@ -76,7 +76,7 @@ def group_advantages(rewards: Tensor, std: str, baseline: str = "mean", lengths:
 
 
 def _baseline(rewards: Tensor, baseline: str, lengths: Sequence[int]) -> Tensor:
-    """[] or [G] what is subtracted from each of [G] rewards."""
+    """[] or [G] baseline subtracted from each of [G] rewards."""
     if baseline == "mean":
         return rewards.mean()
     if baseline == "leave_one_out":

@@ -1,8 +1,8 @@
 """Corrections of whole sequences, and over the batch, for the difference between engine and trainer.
 
-The engine samples with probabilities that are not quite those of the trainer's old policy. Importance sampling makes up
-for it: c = old policy / engine multiplies the policy term. A correction of each token for itself is part of the loss
-(`grpo_kernels.GRPOLoss`), which needs no pass of its own; what depends on other tokens is computed here, before the
+The engine samples with probabilities that differ slightly from the trainer's old policy. Importance sampling corrects
+for it: c = old policy / engine multiplies the policy term. A correction of each token by itself is part of the loss
+(`grpo_kernels.GRPOLoss`), without a further pass; corrections that depend on other tokens are computed here, before the
 updates of a step, as one factor for each token.
 """
 
@@ -18,19 +18,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CorrectionOptions:
-    """What becomes of the ratio c of a token.
+    """Options of the correction by the importance ratio c.
 
     Attributes:
-        kind: "none", the factor is 1; "truncate", it is c, or the bound that c is beyond (truncated importance
-            sampling, arXiv 1802.01561); "mask", it is c, or 0 where c is beyond a bound (IcePop, arXiv 2510.18855).
-        level: What c is the ratio of: "token"; "sequence", its probability, the product over its tokens; or
-            "sequence_mean", the geometric mean over them.
+        kind: "none", the factor is 1; "truncate", it is c, or the bound that c exceeds (truncated importance sampling,
+            arXiv 1802.01561); "mask", it is c, or 0 where c is beyond a bound (IcePop, arXiv 2510.18855).
+        level: Level of the ratio c: "token"; "sequence", the product over its tokens; or "sequence_mean", the geometric
+            mean over its tokens.
         floor: Lower bound of c; 0 for none.
         cap: Upper bound of c.
-        rejection_floor: The factors of a sequence are 0 when the geometric mean of its ratios is below; 0 for no bound.
-        rejection_cap: The same, above; inf for no bound.
-        normalized: Divides the factors by their mean over the batch: that of the tokens, or of the sequences when c is
-            the sequence's, which have a factor above 0.
+        rejection_floor: The factors of a sequence are 0 when the geometric mean of its ratios is below this; 0 for no
+            bound.
+        rejection_cap: The factors of a sequence are 0 when the geometric mean of its ratios is above this; inf for no
+            bound.
+        normalized: Divides the factors by the mean, over the batch, of the factors above 0: over tokens, or over
+            sequences when c is a sequence's ratio.
     """
 
     kind: str = "none"
@@ -49,18 +51,18 @@ def correction_factors(
     options: CorrectionOptions,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The factor of each token's policy term; a token whose factor is 0 has no loss at all.
+    """Factor of each token's policy term; a token whose factor is 0 has no loss at all.
 
     Sources of sequence ratios, truncated or masked: Liu et al., When Speed Kills Stability: Demystifying RL Collapse
     from the Training-Inference Mismatch, 2025.
 
     Args:
-        log_ratio: [T] log-prob under the old policy less that under the engine.
-        mask: [T] bool, the tokens that are trained; others get a factor of 0 and count nowhere.
-        cu_seqlens: [N + 1] integers, start of every sequence, and T.
-        options: What becomes of the ratios.
-        group: Ranks with other sequences of the batch, for CPU tensors, each of which must call this; None when all
-            are here.
+        log_ratio: [T] log-prob under the old policy minus log-prob under the engine.
+        mask: [T] bool, trained tokens; others get a factor of 0 and are ignored.
+        cu_seqlens: [N + 1] integers, start of every sequence, then T.
+        options: Options of the correction.
+        group: Group of ranks with other sequences of the batch, for CPU tensors; all must call this. None when all
+            sequences are here.
 
     Returns:
         [T] float32. A NaN in `log_ratio` is a NaN in every factor that depends on it.
@@ -76,7 +78,7 @@ def correction_factors(
     if options.normalized:
         share = torch.ones_like(factor) if options.level == "token" else 1 / tokens[of_token].clamp(min=1)
         factor = factor / _mean(factor, share, group)
-    # A product over many tokens may be less than float32 holds, but 0 is for tokens that are left out altogether.
+    # A product over many tokens may underflow float32, but 0 is reserved for tokens that are left out.
     smallest = torch.where(factor > 0, torch.finfo(torch.float32).tiny, factor)
     return torch.maximum(factor, smallest).float()
 
@@ -88,7 +90,7 @@ def share_beyond(
     options: CorrectionOptions,
     group: dist.ProcessGroup | None = None,
 ) -> float:
-    """The share of the trained tokens whose ratio c is beyond a bound; the arguments are those of `correction_factors`.
+    """Share of trained tokens whose ratio c is beyond a bound; for the arguments see `correction_factors`.
 
     0 when no token is trained.
     """
@@ -101,7 +103,7 @@ def share_beyond(
 
 
 def _log_c(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, options: CorrectionOptions) -> Tensor:
-    """[T] logarithm of what c is the ratio of, from [T] float64 log-ratios that are 0 where no token is trained."""
+    """[T] log of c at its level, from [T] float64 log-ratios that are 0 where no token is trained."""
     if options.level == "token":
         return log_ratio
     total, tokens = (_of_sequences(x, cu_seqlens) for x in (log_ratio, mask.double()))
@@ -120,7 +122,7 @@ def _bounded(log_c: Tensor, options: CorrectionOptions) -> Tensor:
 
 
 def _mean(factor: Tensor, share: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[] mean of the factors that are not 0, each of which counts as much as its share says; 1 if there is none."""
+    """[] weighted mean of the factors that are not 0, with weights `share`; 1 if there are none."""
     counted = share * (factor != 0)
     sums = torch.stack([(factor * counted).sum(), counted.sum()])
     if group is not None:

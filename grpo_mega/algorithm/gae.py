@@ -1,4 +1,4 @@
-"""Advantages from a critic's values: generalized advantage estimation, over all completions of a step."""
+"""Advantages from a critic's values: generalized advantage estimation (GAE)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_mega.types import Batch
 def generalized_advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (GAE, arXiv 1506.02438, equation 16) of completions that end.
+    """Generalized advantage estimation (GAE, arXiv 1506.02438, equation 16) of terminated completions.
 
     With delta_t = r_t + gamma V_{t+1} - V_t and V = 0 after the last token of a completion, A_t is the sum over l of
     (gamma lam)^l delta_{t+l}.
@@ -20,20 +20,20 @@ def generalized_advantages(
     Args:
         rewards: [T] reward of each token.
         values: [T] the critic's value before each token.
-        mask: [T] bool, the tokens of completions; the others are no part of a trajectory.
-        cu_seqlens: [N + 1] integers, start of every sequence, and T.
+        mask: [T] bool, tokens of completions; others do not belong to a trajectory.
+        cu_seqlens: [N + 1] integers, start of every sequence, then T.
         gamma: Discount of rewards, from 0 to 1.
         lam: From 0, the critic's one-step error, to 1, the sum of rewards less the value.
 
     Returns:
-        [T] advantages and [T] returns, A + V, which the critic learns; float32, 0 outside of `mask`.
+        [T] advantages and [T] returns, A + V, the critic's targets; float32, 0 outside of `mask`.
     """
     tokens, before_end = _before_end(mask, cu_seqlens)
     shape = len(cu_seqlens) - 1, int(before_end.max()) + 1 if len(tokens) else 0
     sequence = torch.arange(shape[0]).repeat_interleave(cu_seqlens.diff())[tokens]
 
     def table(column: Tensor) -> Tensor:
-        """[T] -> [longest, N], the last token of every completion first."""
+        """Reorders [T] -> [longest, N], with the last token of every completion first."""
         return torch.zeros(shape, dtype=torch.float64).index_put((sequence, before_end), column[tokens].double()).T
 
     value = table(values)
@@ -50,20 +50,20 @@ def generalized_advantages(
 
 
 def whitened(advantages: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """[T] the masked-in advantages less their mean, divided by their standard deviation (n - 1 under the root).
+    """[T] masked-in advantages minus their mean, divided by their standard deviation (n - 1 under the root).
 
-    Mean and deviation are those of all ranks of `group`, on CPU tensors, so that they are the same under every layout;
-    every one of them must call this. Others become 0, and so do all when they are equal.
+    Mean and deviation are over all ranks of `group`, on CPU tensors, and so the same under every layout; all must call
+    this. Other tokens become 0, as do all when they are equal.
     """
     mean, variance = _moments(advantages, mask, group)
-    scale = variance.rsqrt() if variance > 1e-20 * mean.square() else 0.0  # what differs by rounding alone is equal
+    scale = variance.rsqrt() if variance > 1e-20 * mean.square() else 0.0  # differences by rounding only count as equal
     return torch.where(mask, (advantages.double() - mean) * scale, 0.0).float()
 
 
 def explained_variance(batch: Batch, group: dist.ProcessGroup | None = None) -> float:
     """1 - Var(returns - values) / Var(returns) over the masked-in tokens of the batches of all ranks of `group`.
 
-    1 for a critic that is always right, 0 for one that is no better than a constant; 0, too, where returns are equal.
+    1 for a perfect critic, 0 for one that is no better than a constant; also 0 when all returns are equal.
     """
     assert batch.value is not None, "a critic's batch has values"
     assert batch.returns is not None, "a critic's batch has returns"
@@ -73,7 +73,7 @@ def explained_variance(batch: Batch, group: dist.ProcessGroup | None = None) -> 
 
 
 def _before_end(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """[n] the masked-in tokens, and how many of their sequence's follow each of them."""
+    """[n] masked-in tokens, and the number of tokens of their sequence that follow each."""
     tokens = mask.nonzero()[:, 0]
     through = torch.cat([torch.zeros(1, dtype=torch.int64), mask.cumsum(0)])
     ends = through[cu_seqlens[1:]].repeat_interleave(cu_seqlens.diff())
@@ -81,7 +81,7 @@ def _before_end(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _moments(values: Tensor, mask: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Mean and variance (n - 1) of the masked-in values of all ranks, in float64; a variance of 0 below two values."""
+    """Mean and variance (n - 1) of the masked-in values of all ranks, in float64; variance 0 below two values."""
     here = values[mask].double()
     sums = torch.stack([here.sum(), torch.tensor(float(len(here)), dtype=torch.float64)])
     if group is not None:

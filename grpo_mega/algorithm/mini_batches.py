@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """The samples of one mini-batch, by their numbers within the step.
+    """Samples of one mini-batch, by number within the step.
 
     Attributes:
         trained: Samples that are computed, in ascending order; at least one.
@@ -23,13 +23,13 @@ class MiniBatch:
 def make_mini_batches(counted: Sequence[int], trained: Collection[int], parts: int, seed: str) -> list[MiniBatch]:
     """Shuffles the samples that count and splits them into mini-batches whose sizes differ by one at most.
 
-    Samples that are left out of the computation are distributed like all others. So each mini-batch, its denominators
-    and its gradient are what they would be if everything were computed. A mini-batch without a trained sample has no
-    gradient and is not returned: it is no update.
+    Samples left out of the computation are distributed like all others, so each mini-batch has the denominators and the
+    gradient that it would have if everything were computed. A mini-batch without trained samples has no gradient and is
+    not returned.
 
     Args:
         counted: Numbers of the samples that count in denominators.
-        trained: Those of them that are computed.
+        trained: Samples of these that are computed.
         parts: Number of mini-batches; if there are fewer samples, there is one for each.
         seed: Determines the order.
 

@@ -1,4 +1,4 @@
-"""The mismatch between engine and trainer: how far their log-probs of the same tokens differ.
+"""Mismatch between engine and trainer: the difference of their log-probs of the same tokens.
 
 Both compute a log-prob of the same tokens with the same weights. Different kernels, precisions or stale weights make
 them differ, and then samples are unintentionally off-policy.
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 EXPLAINED = {"fp32": 1e-4, "bf16": 0.1, "fp8": 0.5}
-"""Mean absolute difference of log-probs, in nats, that rounding alone does not reach; by the lower precision of engine
-and trainer.
+"""Upper bound on the mean absolute difference of log-probs, in nats, caused by rounding; by the lower precision of
+engine and trainer.
 
 fp32: engines and trainers of small models agree to 1e-5 in every layout (docs/parity.md); ten times as much allows for
 longer sums and other kernels.
@@ -26,8 +26,7 @@ times as much, because trainer and engine both round, and hidden states are roun
 fp8 is not measured in an engine yet: rounding weights (`weights.fp8`) changed the log-probs of random Qwen3 models of 4
 and 16 layers, whose logits have standard deviations of 0.3 to 1.6, by 0.02 to 0.19, some 14 times as much as rounding
 to bf16, and an engine rounds activations as well. This limit detects wrong names rather than old versions: noise of
-30 % of the weights changed the same log-probs by 0.16 to 1.6.
-"""
+30 % of the weights changed the same log-probs by 0.16 to 1.6."""
 
 
 def explained_by_rounding(dtype: str, fp8: bool) -> float:
@@ -48,13 +47,13 @@ def explained_by_rounding(dtype: str, fp8: bool) -> float:
 def rollout_mismatch(
     logprob: Tensor, rollout_logprob: Tensor, group: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
-    """Summary of the differences over n trained tokens, computed in float64. NaN in, NaN out.
+    """Statistics of the differences over n trained tokens, computed in float64. NaN in, NaN out.
 
     Args:
         logprob: [n] the trainer's log-probs.
         rollout_logprob: [n] the engine's log-probs of the same tokens.
-        group: Ranks with different tokens, possibly none, that get one summary of all; a group for CPU tensors, and
-            each of its ranks must call this. None for a summary of this rank's tokens.
+        group: Group of ranks with different tokens, possibly none, for one summary of all; for CPU tensors, and all
+            ranks must call this. None for a summary of this rank's tokens.
 
     Returns:
         With d = logprob - rollout_logprob and w = exp(d): "mean_abs", "max_abs", "p50_abs", "p90_abs" and "p99_abs"
@@ -90,7 +89,7 @@ def rollout_mismatch(
 
 
 def _over(group: dist.ProcessGroup | None, operation: Any, values: Tensor) -> Tensor:
-    """The values of all ranks of the group, reduced element by element; the values themselves without a group."""
+    """Values reduced element by element over the ranks of the group; unchanged without a group."""
     if group is not None:
         dist.all_reduce(values, operation, group=group)
     return values
@@ -109,9 +108,9 @@ def _effective_sample_size(log_ratio: Tensor, largest: float, n: float, group: d
 
 
 def _nearest_rank(values: Tensor, k: int, group: dist.ProcessGroup | None) -> float:
-    """The k-th smallest of all ranks' non-negative float64 numbers, without gathering them on one rank.
+    """k-th smallest of all ranks' non-negative float64 numbers, without gathering them.
 
-    Such numbers have the order of their bits, read as integers. Four histograms, of 16 bits each, determine it.
+    Such numbers are ordered like their bits read as integers. Four histograms, of 16 bits each, determine it.
     """
     candidates, bits = values.view(torch.int64), 0
     for shift in (48, 32, 16, 0):

@@ -1,4 +1,4 @@
-"""The objective that an update minimises: a loss of the scored tokens of one micro-batch, with metrics to log.
+"""Objective of an update: a loss of the scored tokens of one micro-batch, with metrics to log.
 
 The formulas themselves (ratio, clip, KL, entropy, correction) are in `grpo_kernels/token_loss.py`. Each token's loss is
 multiplied by its weight in the whole batch (`weights.py`), so the sum over micro-batches is the objective.
@@ -17,14 +17,14 @@ from grpo_kernels import GRPOLoss, linear_grpo_loss, linear_token_loss
 from grpo_mega.types import ScoredTokens
 
 TokenLoss = Callable[[torch.Tensor, ScoredTokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(log-probs [n], the tokens) -> (loss of each token [n], per-token metrics {name: [n]}).
+"""(log-probs [n], scored tokens) -> (loss of each token [n], per-token metrics {name: [n]}).
 
 The metrics "loss", "logprob" and "entropy" are added to these."""
 
 
 @dataclass
 class TokenLosses:
-    """The losses of the n scored tokens of a micro-batch.
+    """Losses of the n scored tokens of a micro-batch.
 
     Attributes:
         total: The scalar sum(weight * token loss), which has gradients.
@@ -42,7 +42,7 @@ class TokenLosses:
 
 
 class Loss(Protocol):
-    """A loss of hidden states [n, H], an output layer [V, H] and the tokens they predict."""
+    """A loss of hidden states [n, H], an output layer [V, H] and the tokens to predict."""
 
     def __call__(
         self,
@@ -52,14 +52,14 @@ class Loss(Protocol):
         sequence_group: dist.ProcessGroup | None = None,
         **settings: Any,
     ) -> TokenLosses:
-        """The loss, and metrics to log.
+        """Computes the loss and the metrics to log.
 
         Args:
             hidden: [n, H] states that predict the scored tokens.
             output_weight: [V, H] matrix of the output layer, or this rank's part of the vocabulary.
             scored: The n tokens.
-            sequence_group: The ranks that each hold some tokens of every sequence (context parallelism); None when
-                this rank holds whole sequences.
+            sequence_group: Group of the ranks that each hold some tokens of every sequence (context parallelism); None
+                when this rank holds whole sequences.
             settings: See `grpo_kernels.linear`.
         """
         ...
@@ -68,8 +68,8 @@ class Loss(Protocol):
 def grpo_loss(options: GRPOLoss, on_policy: bool, measures_kl: bool = False) -> Loss:
     """The GRPO loss (DeepSeekMath, arXiv 2402.03300, equation 3) and its variants, see `grpo_kernels.GRPOLoss`.
 
-    `on_policy`: the old policy is the policy itself, and `scored.old_logprob` is not read. `measures_kl`: the
-    divergence from the reference is logged although it is no part of the loss.
+    With `on_policy` the old policy is the current one, and `scored.old_logprob` is not read. With `measures_kl` the KL
+    divergence from the reference is logged although it is not in the loss.
     """
     has_reference = measures_kl or options.kl_coef > 0
 
@@ -99,7 +99,7 @@ def grpo_loss(options: GRPOLoss, on_policy: bool, measures_kl: bool = False) -> 
         )
         clipped = [result.clip_low, result.clip_high, result.clip_dual]
         if options.kind == "cispo" and options.clip_low == options.clip_high == 0:
-            clipped = [torch.zeros_like(share) for share in clipped]  # the ratio is 1, and only rounding is beyond it
+            clipped = [torch.zeros_like(share) for share in clipped]  # the ratio is 1; only rounding is beyond it
         logged = {
             "ratio": result.ratio,
             "clip_fraction": sum(clipped),
@@ -126,7 +126,7 @@ def grpo_loss(options: GRPOLoss, on_policy: bool, measures_kl: bool = False) -> 
 
 
 def token_wise(token_loss: TokenLoss) -> Loss:
-    """A `Loss` from a loss of each token's log-prob; multiplies it by the token's weight, and averages its metrics."""
+    """Creates a `Loss` from a per-token loss of log-probs: multiplies it by token weights, and averages its metrics."""
 
     def loss(
         hidden: torch.Tensor,
@@ -150,14 +150,14 @@ def token_wise(token_loss: TokenLoss) -> Loss:
 
 
 negative_log_likelihood = token_wise(lambda logprob, _: (-logprob, {}))
-"""The loss of language modelling and supervised fine-tuning."""
+"""Loss of language modelling and supervised fine-tuning."""
 
 
 def logged_mean(total: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """float64 [2]: a sum, and the number of tokens that it is logged as a mean over; such pairs can be added."""
+    """float64 [2]: a sum, and the number of tokens to average it over when it is logged; such pairs can be added."""
     return torch.stack([total.double(), tokens.double()])
 
 
 def logged_sum(total: torch.Tensor) -> torch.Tensor:
-    """float64 [2]: a sum that is logged as it is, in the form of `logged_mean`, with 0 tokens."""
+    """float64 [2]: a sum to be logged without averaging, in the format of `logged_mean` with 0 tokens."""
     return logged_mean(total, torch.zeros_like(total))

@@ -1,4 +1,4 @@
-"""Learning what is preferred from pairs of responses: the loss of a reward model, and how good one is.
+"""Preference learning from pairs of responses: loss and metrics of a reward model.
 
 Bradley and Terry (1952): the response with the score r_chosen is preferred to the one with r_rejected with probability
 sigmoid(r_chosen - r_rejected). Ouyang et al. (2022, arXiv 2203.02155), equation 1, has the negative log-likelihood. All
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 BINS = 10
-"""Of confidence, for the calibration error."""
+"""Number of bins of the confidence, for the calibration error."""
 
 
 def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
@@ -20,11 +20,11 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tenso
 
 
 def preference_slopes(chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[P], [P] scores -> [P], [P] derivatives of `preference_loss` by each of them.
+    """[P], [P] scores -> [P], [P] derivatives of `preference_loss` by each score.
 
     -+(1 - sigmoid(difference)) / P. With them as coefficients the sum of coefficient * score has the gradient of the
-    loss in the model's parameters, although no term of the sum knows the other response of its pair: the two may be
-    computed in different micro-batches, and on different data parallel replicas.
+    loss in the model's parameters, although no term involves the other response of its pair: the two may be computed in
+    different micro-batches, and on different data parallel replicas.
     """
     slope = torch.sigmoid(rejected - chosen) / max(1, len(chosen))  # 1 - sigmoid(x) = sigmoid(-x), without cancellation
     return -slope, slope
@@ -45,7 +45,7 @@ def calibration_error(chosen: torch.Tensor, rejected: torch.Tensor, bins: int = 
     """The expected calibration error (Guo et al., 2017, arXiv 1706.04599, equation 3) of one pair or more.
 
     The confidence in a pair is the probability of the response that the model prefers, sigmoid(|difference|), from 1/2
-    to 1, which is cut into `bins` of equal width. The error is the mean over pairs of the distance between the mean
+    to 1, divided into `bins` of equal width. The error is the mean over pairs of the distance between the mean
     confidence of a pair's bin and the share of its pairs for which the model prefers the chosen response.
     """
     difference = chosen - rejected

@@ -1,7 +1,7 @@
-"""The advantages of all samples of a step: of each group, and of what is normalised over the whole batch.
+"""Advantages of all samples of a step, including normalisation over the whole batch.
 
 Every rank has all answers of a step, so nothing here depends on the layout. A sample without a score is left out of its
-group: the advantages of the others are as if it had never been sampled.
+group, as if it had never been sampled.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from grpo_mega.types import Group
 
 @dataclass(frozen=True)
 class AdvantageOptions:
-    """How rewards become advantages.
+    """Options of the advantages.
 
     Attributes:
-        baseline: What is subtracted from a reward: one of `advantage.BASELINES`, or "batch", the mean of all samples;
-            with "critic" advantages are not relative to other samples, and not made here.
-        std: What the difference is divided by: one of `advantage.STDS`; or, over all samples, "batch", the deviation of
-            the differences, or "batch_rewards", that of the rewards.
-        terms: Name -> weight, not 0, of the terms of the reward that are normalised each on its own; empty to normalise
-            their sum, the total reward.
-        drop: Whether groups without signal are left out of what is computed over the batch.
-        by_step: Whether steps are rewarded, `Score.steps`, and not completions: see `process_supervision`.
+        baseline: Baseline subtracted from a reward: one of `advantage.BASELINES`, or "batch", the mean of all samples;
+            with "critic" advantages are not relative to other samples, and not computed here.
+        std: Divisor of the difference: one of `advantage.STDS`; or, over all samples, "batch", the standard deviation
+            of the differences, or "batch_rewards", that of the rewards.
+        terms: Name -> nonzero weight of the reward terms that are normalised separately; empty to normalise the total
+            reward.
+        drop: Whether groups without signal are left out of statistics over the batch.
+        by_step: Whether steps (`Score.steps`) are rewarded instead of completions: see `process_supervision`.
     """
 
     baseline: str = "mean"
@@ -40,11 +40,11 @@ class AdvantageOptions:
 
 
 def groups_with_signal(groups: Sequence[Group], options: AdvantageOptions) -> list[bool]:
-    """Whether each group has samples whose advantage is not 0.
+    """Whether each group has signal: samples with nonzero advantages.
 
-    That is where the rewards of at least two samples differ, in any term where terms are normalised apart; with the
-    baseline of the batch, where a reward differs from it; by step, where there are two samples and two steps differ;
-    with a critic, every group with a score.
+    That is the case if the rewards of at least two samples differ, in any term if terms are normalised separately; with
+    the baseline of the batch, where a reward differs from it; by step, where there are two samples and two steps
+    differ; with a critic, every group with a score.
     """
     if options.baseline == "critic":
         return [bool(group.rewards) for group in groups]
@@ -57,17 +57,17 @@ def groups_with_signal(groups: Sequence[Group], options: AdvantageOptions) -> li
 
 
 def step_advantages(groups: Sequence[Group], options: AdvantageOptions) -> Tensor:
-    """The advantage of every sample of a step; 0 where there is no signal, and of samples without a score.
+    """Advantage of every sample of a step; 0 without signal, and for samples without a score.
 
     - REINFORCE++ (arXiv 2501.03262), global advantage normalization: baseline "batch", std "batch"; its variant with a
-      baseline: "mean", "batch". Statistics are those of samples, each of which counts once, and not of tokens.
+      baseline: "mean", "batch". Statistics are over samples, each of which counts once, not over tokens.
     - Lite PPO (arXiv 2508.08221): "mean", "batch_rewards".
     - GDPO (arXiv 2601.05242): `terms`, "mean", "sample"; the weighted sum of the terms' advantages is
       divided by its deviation over the batch.
-    - What is relative to the group alone: see `group_advantages`.
+    - Advantages relative to the group only: see `group_advantages`.
 
-    Deviations over the batch are those of a sample (n - 1 under the root). The mean over the batch is subtracted for
-    the baseline "batch" alone: where a group has a baseline of its own, equal rewards keep an advantage of exactly 0.
+    Standard deviations over the batch have n - 1 under the root. The mean over the batch is subtracted only for the
+    baseline "batch": where a group has its own baseline, equal rewards keep an advantage of exactly 0.
 
     Returns:
         [samples] float32, group after group.
@@ -95,10 +95,10 @@ def step_advantages(groups: Sequence[Group], options: AdvantageOptions) -> Tenso
 
 
 def process_supervision(groups: Sequence[Group], options: AdvantageOptions, numbers: Sequence[int]) -> list[Tensor]:
-    """The advantages of tokens when steps are rewarded (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
+    """Token advantages with rewards of steps (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
 
-    Of samples with a score, one without steps counts as a single step, rewarded with the total. Where a group has fewer
-    than two samples with a score, all are 0.
+    A scored sample without steps counts as a single step, rewarded with the total. Where a group has fewer than two
+    samples with a score, all are 0.
 
     Args:
         groups: All groups of a step.
@@ -128,7 +128,7 @@ def process_supervision(groups: Sequence[Group], options: AdvantageOptions, numb
 
 
 def _steps(group: Group) -> list[Steps]:
-    """The steps of each sample with a score; [] when there are fewer than two."""
+    """Steps of each scored sample; [] when there are fewer than two."""
     scored = [answer for answer in group.answers if not answer.score.unscorable]
     if len(scored) < 2:
         return []
@@ -136,13 +136,13 @@ def _steps(group: Group) -> list[Steps]:
 
 
 def _mean(groups: Sequence[Group]) -> Tensor:
-    """[] float64 mean of the rewards of all samples; 0 when there are none."""
+    """[] float64 mean reward of all samples; 0 when there are none."""
     rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
     return rewards.sum() / max(1, len(rewards))
 
 
 def _columns(group: Group, options: AdvantageOptions) -> list[tuple[float, list[float]]]:
-    """(weight, value for each sample with a score) of the rewards that are normalised on their own."""
+    """(weight, value for each scored sample) of the rewards that are normalised separately."""
     if not options.terms:
         return [(1.0, list(group.rewards))]
     scores = [answer.score for answer in group.answers if not answer.score.unscorable]
@@ -152,7 +152,7 @@ def _columns(group: Group, options: AdvantageOptions) -> list[tuple[float, list[
 
 
 def _relative(group: Group, options: AdvantageOptions) -> Tensor:
-    """[scored samples] float64 advantages from the group alone; 0 where there are fewer than two samples."""
+    """[scored samples] float64 advantages relative to the group; 0 with fewer than two samples."""
     lengths = [answer.length for answer in group.answers if not answer.score.unscorable]
     total = torch.zeros(len(lengths), dtype=torch.float64)
     std = "none" if options.std in ("batch", "batch_rewards") else options.std
@@ -163,7 +163,7 @@ def _relative(group: Group, options: AdvantageOptions) -> Tensor:
 
 
 def _of_all(group: Group, values: Tensor) -> Tensor:
-    """[samples] float32 values of the samples with a score, and 0 for those without."""
+    """[samples] float32 values of scored samples, and 0 for others."""
     scored = torch.tensor([not answer.score.unscorable for answer in group.answers], dtype=torch.bool)
     return torch.zeros(len(scored)).masked_scatter(scored, values.float())
 
@@ -173,8 +173,8 @@ def _joined(values: Sequence[Tensor], chosen: Sequence[bool]) -> Tensor:
 
 
 def _deviation(values: Tensor) -> float:
-    """The standard deviation of a sample; 1 where the values are all equal."""
+    """Sample standard deviation; 1 if all values are equal."""
     if not has_signal(values.tolist()):
         return 1.0
-    size = values.abs().max()  # its square over- or underflows where those of the quotients do not
+    size = values.abs().max()  # the square would over- or underflow where those of the quotients do not
     return float(size * (values / size).std())

@@ -1,6 +1,6 @@
-"""Scores of the steps of an answer: the loss of a process reward model, how good one is, and what it says of the whole.
+"""Scores of the steps of an answer: loss and metrics of a process reward model, and the score of the whole answer.
 
-A step with the score s is right with probability sigmoid(s). Lightman et al. (2023, Let's Verify Step by Step, arXiv
+A step with the score s is correct with probability sigmoid(s). Lightman et al. (2023, Let's Verify Step by Step, arXiv
 2305.20050, section 2.4 and appendix F) and Math-Shepherd (Wang et al., 2023, arXiv 2312.08935, equation 2) learn it by
 the cross-entropy with the label of the step, read at its last token. Losses and metrics take S steps, in float64.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 BINS = 10
-"""Of probability, for the calibration error."""
+"""Number of bins of the probability, for the calibration error."""
 OUTCOMES = ("min", "product", "last")
 
 
@@ -24,11 +24,11 @@ def step_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def step_metrics(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """[S], [S] of one step or more -> how good the scores are. A step counts as right from a label of one half on.
+    """[S] scores, [S] labels of one or more steps -> metrics. A step counts as right from a label of one half on.
 
     loss; accuracy, the share of steps for which probability and label are on the same side of one half; right, the
-    share of right steps, which a model that knows nothing can reach; auc, the probability that a right step has a
-    higher score than a wrong one, a tie counting half (missing where all steps are of one kind); calibration_error.
+    share of right steps, the accuracy of a trivial model; auc, the probability that a right step has a higher score
+    than a wrong one, a tie counting half (missing where all steps are of one kind); calibration_error.
     """
     right = labels >= 0.5
     metrics = {
@@ -43,7 +43,7 @@ def step_metrics(scores: torch.Tensor, labels: torch.Tensor) -> dict[str, float]
 
 
 def _area_under_curve(scores: torch.Tensor, right: torch.Tensor) -> float:
-    """The area under the receiver operating characteristic: of ranks, ties sharing theirs (Mann and Whitney, 1947)."""
+    """Area under the ROC curve, from ranks, with ties sharing theirs (Mann and Whitney, 1947)."""
     _, place, count = torch.unique(scores, sorted=True, return_inverse=True, return_counts=True)
     last = count.cumsum(0).double()
     rank = (last - (count - 1) / 2)[place]
@@ -64,7 +64,7 @@ def step_calibration_error(scores: torch.Tensor, labels: torch.Tensor, bins: int
 
 
 def outcome_of_steps(probabilities: Sequence[float], how: str) -> float:
-    """What the probabilities of steps, one or more, say of the answer: their min, product or last (`OUTCOMES`)."""
+    """Score of an answer from the probabilities of its steps, one or more: their min, product or last (`OUTCOMES`)."""
     if how == "product":
         return math.prod(probabilities)
     return min(probabilities) if how == "min" else probabilities[-1]

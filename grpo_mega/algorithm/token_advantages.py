@@ -1,4 +1,4 @@
-"""Advantages that differ within a completion, of rewards for its steps."""
+"""Advantages that differ between the tokens of a completion, from rewards for its steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_mega.algorithm.advantage import group_advantages
 
 Steps = Sequence[tuple[int, float]]
-"""(index of the step's last token in the completion, its reward) of each step of a completion, in order."""
+"""(index of the step's last token in the completion, reward) of each step of a completion, in order."""
 
 
 def process_advantages(steps: Sequence[Steps], lengths: Sequence[int], std: str = "sample") -> list[Tensor]:
@@ -21,9 +21,9 @@ def process_advantages(steps: Sequence[Steps], lengths: Sequence[int], std: str 
     rewards are all equal has advantages of exactly 0.
 
     Args:
-        steps: Of each of the group's G completions.
-        lengths: Tokens of each completion.
-        std: As for `group_advantages`.
+        steps: Steps of each of the group's G completions.
+        lengths: Number of tokens of each completion.
+        std: As in `group_advantages`.
 
     Returns:
         G tensors, [length] float32 each.

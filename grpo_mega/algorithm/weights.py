@@ -1,6 +1,6 @@
-"""The weight of each token in the loss.
+"""Weight of each token in the loss.
 
-loss = sum(weight * token_loss), with weight = mask / denominator, and the denominator is that of the global batch. So
+loss = sum(weight * token_loss), with weight = mask / denominator, where the denominator is over the global batch. So
 the loss does not depend on micro-batches, packing or the split over ranks: every part sums its own tokens.
 """
 
@@ -25,8 +25,8 @@ def token_weights(
     - "constant": n * constant_length (Dr. GRPO, arXiv 2503.20783, section 3.2).
 
     Args:
-        mask: [T] bool, True on the tokens that are trained; of some of the sequences, such as those of one rank.
-        cu_seqlens: [N + 1] integers, start of every sequence in `mask`, and T.
+        mask: [T] bool, True on trained tokens; of some of the sequences, such as those of one rank.
+        cu_seqlens: [N + 1] integers, start of every sequence in `mask`, then T.
         aggregation: One of the three names above.
         constant_length: Length in tokens that "constant" divides by.
         counted: |o| of every sequence of the global batch, in any order: these N, those of other ranks, and those that

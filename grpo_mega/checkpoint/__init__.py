@@ -1,1 +1,1 @@
-"""Sharded save and load through Megatron's dist_checkpointing: weights, optimizer, reference and the run's state."""
+"""Sharded checkpoints through Megatron's dist_checkpointing: weights, optimizer, reference and the run's state."""

@@ -1,4 +1,4 @@
-"""One checkpoint is one directory that is whole or not there.
+"""A checkpoint is one directory, which is complete or absent.
 
     step-000020/  weights/  reference/  critic/  random/  state.json  manifest.json
     step-000020-updates-0003/  the same and step-in-progress*: the first three updates of step 21 are done
@@ -6,8 +6,8 @@
 
 `weights` holds the policy and its optimizer. Every other model of a stage has a folder with the name of its role: the
 reference policy's holds weights, a critic's weights and optimizer. All of them can be read under any layout. `random`
-holds every rank's random number generators, `state.json` what else a run needs to continue, `manifest.json` the
-checksums of all files. A checkpoint is written under a temporary name and renamed.
+holds every rank's random number generators, `state.json` the remaining state of the run, `manifest.json` the checksums
+of all files. A checkpoint is written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -59,42 +59,42 @@ logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 SECONDS_TO_MAKE_ROOM = 10
-"""How long other ranks wait for the main rank to remove what was written of a checkpoint that failed."""
+"""Seconds that other ranks wait for the main rank to remove the remains of a failed checkpoint."""
 NAME = re.compile(r"(?:(\d+)-([a-z_]+)-)?step-(\d+)(?:-updates-(\d+))?")
-"""Number and name of the stage, unless it is the last; steps; updates of the next step."""
+"""Name of a checkpoint: number and name of the stage, unless it is the last; steps; updates of the next step."""
 LAST = 1000
-"""Orders the last stage of a run after all others."""
+"""Sort key of the last stage of a run, after all others."""
 
 
 def needed(role: str) -> tuple[str, ...]:
-    """What the manifest of every checkpoint of a run names that trains a model of this role."""
+    """Files that the manifest of every checkpoint must name, in a run that trains a model of this role."""
     return (STATE, *(f"{folder_of(role)}/{name}" for name in reading.NEEDED))
 
 
 NEEDED = needed("policy")
-"""What the manifest of every checkpoint of a policy's run names."""
+"""Files that the manifest of every checkpoint of a policy's run must name."""
 
 
 class CannotSave(RuntimeError):
-    """A checkpoint could not be written: nothing of it is left, and the ones before it are whole."""
+    """A checkpoint could not be written; nothing of it is left, and earlier ones are intact."""
 
 
 def save(path: Path, models: Sequence[Model | Copy], state: dict[str, Any]) -> None:
     """Writes a checkpoint; every rank must call it. `state` is plain JSON, the same on every rank.
 
     Raises:
-        ValueError: Two models have the same role, or one has a role that names no folder.
+        ValueError: Two models have the same role, or a role is not a valid folder name.
         CannotSave: The disk is full or failed, on any rank; raised on every rank that is still alive.
     """
     Saving(path, models, state, background=False).finish()
 
 
 class Saving:
-    """A checkpoint being written, in the `background` while training continues; every rank must make and finish it.
+    """A checkpoint being written, in the `background` while training continues; every rank must create and finish it.
 
-    It holds what was true when this was made: the processes that write are forks, and share no later change. The
-    reference policy, which changes seldom, and everything small are written before the constructor returns.
-    Both methods may raise `CannotSave`, as `save` does, and the constructor its ValueError.
+    It holds the state at its creation: the writing processes are forks, which see no later changes. The reference
+    policy, which rarely changes, and all small files are written before the constructor returns. Both methods may raise
+    `CannotSave`, as `save` does, and the constructor its ValueError.
     """
 
     def __init__(
@@ -118,23 +118,23 @@ class Saving:
             succeed_together(lambda: random_state.save(self._temporary))
             if rest:
                 succeed_together(lambda: step_in_progress.save(self._temporary, rest, topology))
-            # What only the main rank writes may fail on it alone. It then leaves, and the others with it: their
-            # connection to it breaks. What any rank writes is checked by Megatron, on all of them.
+            # Writes of the main rank alone may fail on it alone. It then exits, and the others with it, as their
+            # connection breaks. Writes of all ranks are checked by Megatron on all of them.
             later: list[tuple[Model | AveragedPolicy, str]] = []
             for model, folder in zip(models, folders, strict=True):
-                if isinstance(model, ReferencePolicy):  # its weights are in the model for as long as it takes
+                if isinstance(model, ReferencePolicy):  # the weights stay in the model until it is written
                     with model.saved():
                         self._write_now(weights_of(model.policy), folder)
                 elif background:
                     later.append((model, folder))
-                else:  # one after the other: Megatron holds copies of what it writes
+                else:  # one after the other: Megatron holds copies of the data it writes
                     self._write_now(_state_of(model), folder)
             if later:
                 requests = [self._written(_state_of(model), folder) for model, folder in later]
                 self._writers.schedule_async_request(in_one_process(requests))
 
     def finish(self, wait: bool = True) -> bool:
-        """Seals the checkpoint and gives it its name; False when files are still being written and `wait` is false."""
+        """Seals and renames the checkpoint; False if files are still being written and `wait` is false."""
         with self._nothing_left_on_failure():
             if not finalized(self._writers, wait):
                 return False
@@ -148,7 +148,7 @@ class Saving:
         waiting_on_hosts(self._written(state, folder)).execute_sync()
 
     def _written(self, state: dict[str, Any], folder: str) -> AsyncRequest:
-        """What writes this rank's share of a state into a folder of the checkpoint, and its checksums into `_sums`."""
+        """Request to write this rank's share of a state into a folder of the checkpoint, and checksums into `_sums`."""
         path = self._temporary / folder
         request = dist_checkpointing.save(state, str(path), async_sharded_save=True, content_metadata=METADATA)
         return summing(request, path, self._sums)
@@ -157,7 +157,7 @@ class Saving:
     def _nothing_left_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             why = _cause(error, self.path)
             if self.is_main:
                 shutil.rmtree(self._temporary, ignore_errors=True)
@@ -167,7 +167,7 @@ class Saving:
 
 
 def _state_of(model: Model | AveragedPolicy) -> dict[str, Any]:
-    """What is saved of a model whose tensors are its own."""
+    """State to save of a model that owns its tensors."""
     if isinstance(model, AveragedPolicy):
         with model.saved():
             return weights_of(model.policy)
@@ -189,15 +189,15 @@ def _rename(temporary: Path, path: Path) -> None:
 
 
 def _wait_until_gone(temporary: Path) -> None:
-    """Gives the main rank time to make room: logs may lie on the same full disk, and could not say what happened."""
+    """Gives the main rank time to free space: logs may be on the same full disk, and could not record the error."""
     end = time.monotonic() + SECONDS_TO_MAKE_ROOM
     while temporary.exists() and time.monotonic() < end:
         time.sleep(0.1)
 
 
 def _cause(error: BaseException, path: Path) -> str:
-    """What went wrong, how much room there is, and what to do."""
-    if isinstance(error, CheckpointException):  # whose own text is a traceback per rank
+    """Cause of a failed save, the free space, and what to do."""
+    if isinstance(error, CheckpointException):  # its own text is a traceback per rank
         reason = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()) or "see rank 0"
     else:
         reason = f"{type(error).__name__}: {error}"
@@ -211,12 +211,12 @@ def _cause(error: BaseException, path: Path) -> str:
 def load(path: Path, models: Sequence[Model | Copy]) -> dict[str, Any]:
     """Reads a checkpoint into models, and their optimizers where they have one; returns its state.
 
-    Only files are read that its manifest names, and nothing in them is executed. Models that the checkpoint holds and
-    that are not asked for are left alone.
+    Only files named in its manifest are read, and nothing in them is executed. Other models in the checkpoint are
+    ignored.
 
     Raises:
         FileNotFoundError: There is no checkpoint at `path`.
-        ValueError: It does not hold one of the models, or something that would be executed.
+        ValueError: One of the models is missing, or a file contains something that would be executed.
     """
     if not (path / STATE).is_file():
         raise FileNotFoundError(f"{path} holds no checkpoint (no {STATE})")
@@ -227,13 +227,13 @@ def load(path: Path, models: Sequence[Model | Copy]) -> dict[str, Any]:
 
 
 def load_weights(path: Path, model: Model, role: str | None = None) -> dict[str, Any]:
-    """Reads the weights alone of the model that has this `role` there; None for the one that `model` has.
+    """Reads only the weights of the model with this `role` in the checkpoint; by default the role of `model`.
 
-    For a run that starts from them: the model must not have an optimizer yet. Returns the checkpoint's state.
+    Used to start a run: the model must not have an optimizer yet. Returns the checkpoint's state.
 
     Raises:
         FileNotFoundError: There is no checkpoint at `path`.
-        ValueError: The checkpoint is damaged, holds no such model, or holds adapters, which do not go into weights.
+        ValueError: The checkpoint is damaged, has no such model, or has adapters, which cannot be loaded as weights.
     """
     assert model.optimizer is None, "an optimizer made before would keep the old master weights"
     folder = folder_of(role or model.role)
@@ -248,11 +248,11 @@ def load_weights(path: Path, model: Model, role: str | None = None) -> dict[str,
 
 
 def newest_whole(folder: Path, role: str = "policy") -> Path | None:
-    """The latest checkpoint that is whole, or None when none was ever finished; every rank must call it.
+    """The latest intact checkpoint, or None when none was ever finished; every rank must call it.
 
-    `role` is that of the model which all of them hold: the one that the run trains.
+    `role` is the role of the model that the run trains, which all of them must have.
 
-    A damaged one is left alone, with a warning that names it and the one that is used instead.
+    A damaged checkpoint is skipped, with a warning that names it and the one used instead.
 
     Raises:
         ValueError: There are finished checkpoints, but all of them are damaged.
@@ -275,33 +275,33 @@ def newest_whole(folder: Path, role: str = "policy") -> Path | None:
 def step_path(
     folder: Path, step: int, rest: StepInProgress | None = None, earlier_stage: tuple[int, str] | None = None
 ) -> Path:
-    """Where the checkpoint of a step lies; with a `rest`, the one between it and the next.
+    """Path of the checkpoint of a step; with `rest`, of the one between it and the next.
 
-    `earlier_stage` is the number (from 1) and the name of a stage that others follow.
+    `earlier_stage` is the number (from 1) and name of a stage that is not the last.
     """
     stage = f"{earlier_stage[0]}-{earlier_stage[1]}-" if earlier_stage else ""
     return folder / (f"{stage}step-{step:06d}" + (f"-updates-{len(rest.updates):04d}" if rest else ""))
 
 
 def stage_of(path: Path) -> str | None:
-    """The name of the stage that a checkpoint is of; None for the last stage of a run."""
+    """Name of a checkpoint's stage; None for the last stage of a run."""
     match = NAME.fullmatch(path.name)
     return match[2] if match else None
 
 
 def prune(newest: Path, keep: int, keep_every: int) -> None:
-    """Deletes what is not to be kept once the checkpoint `newest` is written; called on the main rank.
+    """Deletes superfluous checkpoints once `newest` is written; called on the main rank.
 
-    Of its stage, it and the newest `keep` between steps are kept, and those whose step is a multiple of `keep_every`
+    Kept are `newest`, the newest `keep` between steps of its stage, and those whose step is a multiple of `keep_every`
     (0: none). Later checkpoints are damaged ones that the run fell back from; those of earlier stages, and within
-    earlier steps, have served.
+    earlier steps, are no longer needed.
     """
     present = _by_moment(newest.parent)
     stage, now = _moment(newest)[0], _moment(newest)
     steps = [p for p in present if _moment(p)[0] == stage and _moment(p)[2] < 0 and _moment(p) <= now]
     milestones = [path for path in steps if keep_every and _moment(path)[1] % keep_every == 0]
     for path in {*present} - {*milestones, *steps[-keep:], newest}:
-        # Without its manifest a checkpoint counts as never finished, however far the deletion gets.
+        # Without its manifest a checkpoint counts as unfinished, however far the deletion gets.
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
 
@@ -311,7 +311,7 @@ def _by_moment(folder: Path) -> list[Path]:
 
 
 def _moment(path: Path) -> tuple[int, int, int]:
-    """How far the run had come: stage, its steps, and updates of the next one; -1 when that was not begun."""
+    """Sort key of a checkpoint: stage, its steps, and updates of the next step (-1 if that was not begun)."""
     match = NAME.fullmatch(path.name)
     assert match, path
     return int(match[1] or LAST), int(match[3]), int(match[4] or -1)

@@ -1,5 +1,5 @@
-"""What a checkpoint of a model holds, known before there is one: what a new one is written as, and one that is there
-is compared with, without reading weights.
+"""Expected contents of a model's checkpoint, for writing a new one and for checking an existing one without reading
+weights.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from grpo_mega.platform.manifest import MANIFEST, damage_beside_weights, read_ma
 
 Part: TypeAlias = ShardedTensor | ShardedObject
 SHOWN = 3
-"""Tensors of another shape that are named."""
+"""Number of mismatched tensors that an error names."""
 
 
 def parts(model: ModelConfig, vocab_size: int, here: platform.Platform) -> list[Part]:
-    """What a checkpoint of the model holds; `here` has the meta device, and the layout is of one process."""
+    """Tensors of a checkpoint of the model; `here` has the meta device, and the layout is of one process."""
     chunks = build_model(model, LayoutConfig(), vocab_size, here)
     state = {"model": chunks.sharded_state_dict(metadata=dict(METADATA))}
     apply_factories(state)
@@ -38,12 +38,12 @@ def parts(model: ModelConfig, vocab_size: int, here: platform.Platform) -> list[
 
 
 def check_files(path: Path, folder: str = POLICY) -> None:
-    """Checks that every file of the models in a checkpoint is there in its size, those of `folder` among them.
+    """Checks that every file of the models in a checkpoint exists with its size, including those of `folder`.
 
-    Their checksums, of what may be terabytes, are left to the run that reads them.
+    Checksums, of possibly terabytes, are left to the run that reads them.
 
     Raises:
-        ValueError: One is not; names it.
+        ValueError: A file is missing or has another size; names it.
     """
     manifest = read_manifest(path)
     if problem := manifest if isinstance(manifest, str) else _missing(path, manifest, folder):
@@ -51,17 +51,17 @@ def check_files(path: Path, folder: str = POLICY) -> None:
 
 
 def check_beside_weights(path: Path) -> None:
-    """Checks that files beside the weights, such as a tokenizer's, are those that the checkpoint was written with.
+    """Checks that files beside the weights, such as a tokenizer's, are unchanged since the checkpoint was written.
 
     Raises:
-        ValueError: One is not; names it.
+        ValueError: A file is missing or has changed; names it.
     """
     if problem := damage_beside_weights(path):
         raise ValueError(f"the checkpoint {path} is damaged: {problem}; restore it, or name another one")
 
 
 def _missing(path: Path, manifest: dict[str, tuple[int, str]], folder: str) -> str | None:
-    """The first file in a folder of the checkpoint that is not there, or not whole."""
+    """First file in a folder of the checkpoint that is missing or incomplete."""
     needed = (STATE, *(f"{folder}/{name}" for name in reading.NEEDED))
     if unnamed := [name for name in needed if name not in manifest]:
         return f"its {MANIFEST} does not name {unnamed[0]}"
@@ -74,12 +74,12 @@ def _missing(path: Path, manifest: dict[str, tuple[int, str]], folder: str) -> s
 
 
 def check_weights(path: Path, model: ModelConfig, vocab_size: int) -> None:
-    """Checks that a checkpoint holds the tensors of the model in their shapes; reads its index alone.
+    """Checks that a checkpoint holds the tensors of the model in their shapes; reads only its index.
 
     Call `platform.start_planning` first; this process must be in no process group.
 
     Raises:
-        ValueError: It holds adapters, or tensors are missing or of other shapes; names the first.
+        ValueError: The checkpoint holds adapters, or tensors are missing or of other shapes; names the first.
     """
     refuse_adapters(path, POLICY)
     index = read_index(path / POLICY / INDEX).state_dict_metadata

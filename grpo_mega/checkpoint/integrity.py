@@ -1,6 +1,6 @@
 """Checksums of a checkpoint's files: a checkpoint whose files differ from what was written is not used.
 
-Only files that the manifest names are read; any other file in the folder is ignored. The manifest is no signature:
+Only files that the manifest names are read; any other file in the folder is ignored. The manifest is not a signature:
 whoever can write the folder can write the manifest.
 
 Checksums are computed by all ranks, each for a share of the files. The main rank lists the files, because on a shared
@@ -22,12 +22,12 @@ from grpo_mega.platform.manifest import MANIFEST, Sums, checksum, difference, re
 def seal(path: Path, known: Sums | None = None) -> None:
     """Writes the manifest of a checkpoint whose files are all written; every rank must call it.
 
-    `known` are checksums that this rank has computed already; these files are not read again.
+    `known` has checksums that this rank has already computed; their files are not read again.
     """
-    dist.barrier(host_group())  # all ranks have written theirs
+    dist.barrier(host_group())  # all ranks have written their files
     seen = from_main_rank(lambda: sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()))
     sums = _gathered(known or {})
-    # A file that its writer summed belongs to the checkpoint although the main rank may not see it yet.
+    # A file with a checksum belongs to the checkpoint even if the main rank cannot see it yet.
     names = sorted({*seen, *sums})
     sums |= checksums(path, [name for name in names if name not in sums])
 
@@ -41,9 +41,9 @@ def seal(path: Path, known: Sums | None = None) -> None:
 
 
 def damage(path: Path, needed: tuple[str, ...] = ()) -> str | None:
-    """What is wrong with a checkpoint, or None when it is whole; every rank must call it and gets the same answer.
+    """Describes the damage of a checkpoint, None if it is intact; every rank must call it, and gets the same result.
 
-    A checkpoint is whole when its files have the checksums of the manifest, and the manifest names all files `needed`.
+    A checkpoint is intact when its files have the checksums of the manifest, and the manifest names all files `needed`.
     """
     manifest = from_main_rank(lambda: read_manifest(path))
     if isinstance(manifest, str):
@@ -55,7 +55,7 @@ def damage(path: Path, needed: tuple[str, ...] = ()) -> str | None:
 
 
 def files_in_manifest(path: Path) -> set[str]:
-    """The names of the files that a checkpoint's manifest names, relative to the checkpoint.
+    """Names of the files in a checkpoint's manifest, relative to the checkpoint.
 
     Raises:
         ValueError: The manifest is missing or cannot be read.
@@ -67,13 +67,13 @@ def files_in_manifest(path: Path) -> set[str]:
 
 
 def checksums(path: Path, names: list[str]) -> Sums:
-    """The checksums of those files that exist; every rank must call it, and each reads its share."""
+    """Checksums of those files that exist; every rank must call it, and each reads its share."""
     mine = {name: checksum(path / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
     return _gathered({name: of_file for name, of_file in mine.items() if of_file})
 
 
 def _gathered(mine: Sums) -> Sums:
-    """The checksums of all ranks in one dict."""
+    """Checksums of all ranks in one dict."""
     everyone: list[Sums] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine, group=host_group())
     return {name: of_file for share in everyone for name, of_file in share.items()}

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of one model, in a folder of its own: weights, and the optimizer's state of a trained one."""
+"""State of one model in a checkpoint, in its own folder: weights, and the optimizer's state if the model is trained."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from grpo_mega.models.model import Model
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 POLICY = "weights"
-"""The policy's folder; other models' are called by their role."""
+"""Folder of the policy; other models' folders are named by their role."""
 RESERVED = (POLICY, random_state.FOLDER)
-"""Folders that no role may name."""
+"""Folder names that no role may have."""
 ROLE = re.compile("[a-z]+( [a-z]+)*")
 
 
 def folder_of(role: str) -> str:
-    """The folder inside a checkpoint of the model that has this role.
+    """Folder of a role's model inside a checkpoint.
 
     Raises:
-        ValueError: The role is not made of small letters and spaces, or other things have a folder of its name.
+        ValueError: The role is not made of lower-case letters and spaces, or its folder name is reserved.
     """
     if not ROLE.fullmatch(role) or role in RESERVED:
         raise ValueError(
@@ -38,10 +38,10 @@ def folder_of(role: str) -> str:
 
 
 def folders_of(models: Sequence[Model | Copy]) -> list[str]:
-    """The folder of each model.
+    """Folder of each model.
 
     Raises:
-        ValueError: Two have the same role, or one has a role that names no folder.
+        ValueError: Two models have the same role, or a role is not a valid folder name.
     """
     roles = [model.role for model in models]
     if len({*roles}) < len(roles):
@@ -50,19 +50,19 @@ def folders_of(models: Sequence[Model | Copy]) -> list[str]:
 
 
 def weights_of(model: Model) -> dict[str, Any]:
-    """The model's weights as Megatron saves them, and as it asks for them when it loads."""
-    model.gather_parameters()  # to be read whole, or to be replaced without a gather still under way
+    """The model's weights in Megatron's format for saving and loading."""
+    model.gather_parameters()  # so that they can be read, or replaced, without a pending gather
     return {"model": model.chunks.sharded_state_dict(metadata=dict(METADATA))}
 
 
 def holds_adapters(checkpoint: Path, folder: str) -> bool:
-    """Whether a folder of a checkpoint holds adapters beside weights, or alone."""
+    """Whether a folder of a checkpoint holds adapters, with or without other weights."""
     index = checkpoint / folder / INDEX
     return index.is_file() and any(is_adapter(str(key)) for key in read_index(index).state_dict_metadata)
 
 
 def refuse_adapters(checkpoint: Path, folder: str) -> None:
-    """Raises a ValueError when a run cannot start from the model in a folder of a checkpoint, which holds adapters."""
+    """Raises ValueError for a model with adapters in a folder of a checkpoint, as a run cannot start from it."""
     if holds_adapters(checkpoint, folder):
         raise ValueError(
             f"{checkpoint} holds weights and adapters apart (lora.rank above 0): write them as one model with "
@@ -71,19 +71,19 @@ def refuse_adapters(checkpoint: Path, folder: str) -> None:
 
 
 def state_to_save(model: Model) -> dict[str, Any]:
-    """The model's weights, and the optimizer's state if it has one, as Megatron saves them."""
+    """The model's weights, and the optimizer's state if it has one, in Megatron's format."""
     state = _state_of(model, is_loading=False)
     _take_hollow(state)
     return state
 
 
 def load_into(model: Model | Copy, checkpoint: Path, folder: str, files: set[str]) -> None:
-    """Reads a folder of a checkpoint into the model and its optimizer (when it has one); every rank must call it.
+    """Reads a folder of a checkpoint into the model and its optimizer (if it has one); every rank must call it.
 
-    `files` are those that the checkpoint's manifest names.
+    `files` are the files in the checkpoint's manifest.
 
     Raises:
-        ValueError: The checkpoint does not have the folder, or something in it would be executed.
+        ValueError: The folder is missing, or contains something that would be executed.
     """
     if f"{folder}/{INDEX}" not in files:
         raise ValueError(
@@ -114,11 +114,11 @@ def _state_of(model: Model, is_loading: bool) -> dict[str, Any]:
 
 
 def _take_hollow(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Takes the containers that hold no leaf out of a nested state, and returns them under the same keys.
+    """Removes containers without leaves from a nested state, and returns them under the same keys.
 
     Megatron has one optimizer for dense and one for expert parameters. Where a pipeline stage has no experts, the
-    second one's state is empty: Megatron loses it on loading, but insists on finding it; and, saved by the main rank,
-    it is in the way of the experts of other layouts.
+    second one's state is empty: Megatron drops it on loading, yet requires it; and, saved by the main rank, it
+    conflicts with the experts of other layouts.
     """
     taken = {key: state.pop(key) for key in [*state] if _is_hollow(state[key])}
     inside = {key: _take_hollow(value) for key, value in state.items() if isinstance(value, dict)}
@@ -132,7 +132,7 @@ def _is_hollow(value: Any) -> bool:
 
 
 def _put_back(loaded: dict[Any, Any], hollow: dict[Any, Any]) -> None:
-    """Adds what `_take_hollow` took to what was loaded."""
+    """Adds the containers removed by `_take_hollow` to the loaded state."""
     for key, value in hollow.items():
         if key not in loaded:
             loaded[key] = value

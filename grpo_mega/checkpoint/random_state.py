@@ -1,7 +1,7 @@
-"""Every random number generator of every rank: saved with a checkpoint, restored where the layout is the same.
+"""Random number generators of every rank: saved with a checkpoint, restored if the layout is the same.
 
-Nothing in the product draws from them today, sampling noise is a function of counters; but dropout may. Reward
-functions of users have generators of their own, seeded for every call (`reward/user_worker.py`).
+Nothing uses them today, as sampling noise is a function of counters, but dropout may. User reward functions have their
+own generators, seeded for every call (`reward/user_worker.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def save(checkpoint: Path) -> None:
 
 
 def load(checkpoint: Path, seed: int, step: int) -> None:
-    """Restores this rank's generators; under another layout than the checkpoint's they are seeded anew."""
+    """Restores this rank's generators; under another layout than the checkpoint's they are reseeded."""
     file = _file(checkpoint)
     saved = load_tensors(file) if str(file.relative_to(checkpoint)) in files_in_manifest(checkpoint) else None
     if saved and saved["layout"] == _layout():
@@ -38,7 +38,7 @@ def load(checkpoint: Path, seed: int, step: int) -> None:
 
 
 def reseed(seed: int, step: int) -> None:
-    """Seeds every generator from the run's seed, the step and the rank: those of Megatron as its layout asks for."""
+    """Seeds every generator from the run's seed, the step and the rank; Megatron's generators by its own rules."""
     number = zlib.crc32(f"{seed}/{step}".encode())
     tensor_parallel.model_parallel_cuda_manual_seed(number)
     mine = zlib.crc32(f"{seed}/{step}/{dist.get_rank()}".encode())
@@ -48,12 +48,12 @@ def reseed(seed: int, step: int) -> None:
 
 
 def current() -> dict[str, Any]:
-    """The states of this rank's generators, as `restore` takes them."""
+    """States of this rank's generators, in the format of `restore`."""
     numbers = np.random.get_state(legacy=False)
     assert isinstance(numbers, dict)
     return {
         "python": random.getstate(),
-        # As a list: the file is read by what knows tensors and plain values only, see reading.py.
+        # As a list: the file is read by code that accepts only tensors and plain values, see reading.py.
         "numpy": numbers | {"state": {"key": numbers["state"]["key"].tolist(), "pos": numbers["state"]["pos"]}},
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
@@ -62,7 +62,7 @@ def current() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Puts this rank's generators into the states that `current` returned."""
+    """Restores this rank's generators to states returned by `current`."""
     random.setstate(states["python"])
     key = np.array(states["numpy"]["state"]["key"], dtype=np.uint32)
     np.random.set_state(states["numpy"] | {"state": {"key": key, "pos": states["numpy"]["state"]["pos"]}})
@@ -77,7 +77,7 @@ def _file(checkpoint: Path) -> Path:
 
 
 def _layout() -> list[int]:
-    """Sizes of the layout: generators are restored only where all of them are equal."""
+    """Sizes of the layout: generators are restored only if all of them are equal."""
     return [
         dist.get_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),

@@ -1,9 +1,9 @@
-"""Reading tensors from files that somebody else may have written: nothing that they say is executed.
+"""Safe reading of tensors from untrusted files: nothing in them is executed.
 
-A pickle can name any function and have it called. torch.load has a mode that knows tensors only, but torch's sharded
-checkpoints are not read in it: their index (`.metadata`) is unpickled as it is, and so are objects between the tensors
-(`*.distcp`); Transformer Engine unpickles bytes that lie in tensors. Here the index is read by an unpickler that knows
-the classes of an index and nothing else, torch.load is held to its mode, and state of FP8 training is refused.
+A pickle can name any function and have it called. torch.load has a tensors-only mode, but torch does not use it for
+sharded checkpoints: their index (`.metadata`) is unpickled without it, and so are objects between the tensors
+(`*.distcp`); Transformer Engine unpickles bytes in tensors. Here the index is read by an unpickler that knows only the
+classes of an index, torch.load is forced into its tensors-only mode, and state of FP8 training is refused.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 INDEX = ".metadata"
 NEEDED = (INDEX, "common.pt", "metadata.json")
-"""What is in every folder of Megatron's beside the files that the index names."""
+"""Files of every Megatron checkpoint folder that the index does not name."""
 FORMAT = ("torch_dist", 1), ("torch", 1)
-"""Megatron's names for how tensors, and what is not sharded, are stored; others would be read by other code."""
+"""Accepted Megatron formats of sharded and other data; others would be read by other code."""
 FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""Environment variable that holds torch.load to the mode that executes nothing, whatever its caller asks for."""
+"""Environment variable that forces torch.load into the mode that executes nothing, whatever the caller asks for."""
 
 RECORDS = (
     metadata.BytesStorageMetadata,
@@ -50,18 +50,18 @@ RECORDS = (
     planner.WriteItem,
     planner.WriteItemType,
 )
-"""torch's classes of which an index is made: values with names and nothing else. No release since 2.11 uses others."""
+"""torch's classes of an index: plain records of values. No release since 2.11 uses others."""
 OF_AN_INDEX: dict[tuple[str, str], Any] = {
     **{(record.__module__, record.__name__): record for record in RECORDS},
     **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
 }
-"""{(module, name): what it is}: what an index may name; the last one looks a layout up by its name."""
+"""{(module, name): object} that an index may refer to; the last one looks a layout up by name."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler that knows the classes of an index alone: a pickle calls nothing that it has not looked up here."""
+    """An unpickler that knows only the classes of an index, so that a pickle can call nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -71,10 +71,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def load_tensors(file: Path, mapped: bool = False) -> Any:
-    """What torch.save wrote into a file, on the CPU; `mapped` reads only what is looked at.
+    """Loads a file of torch.save to the CPU; with `mapped`, tensors are memory-mapped and read on access.
 
     Raises:
-        ValueError: It holds more than tensors and plain values.
+        ValueError: The file contains more than tensors and plain values.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
@@ -83,10 +83,10 @@ def load_tensors(file: Path, mapped: bool = False) -> Any:
 
 
 def load_sharded(state: dict[str, Any], checkpoint: Path, part: str, files: set[str]) -> dict[str, Any]:
-    """What Megatron reads from the folder `part` of a checkpoint, for the shards that `state` asks for.
+    """Loads the shards requested in `state` from the folder `part` of a checkpoint, through Megatron.
 
-    Every rank must call it. The library is shown a folder of links to those of the checkpoint's `files`, named relative
-    to it, that belong to the part, and an index made anew from what the old one says: what was seen is what is read.
+    Every rank must call it. Megatron reads a folder of links to those of the checkpoint's `files` (relative names) that
+    belong to the part, with an index rebuilt from the checked one: exactly what was checked is read.
 
     Raises:
         ValueError: A file holds more than tensors and plain values, or is missing in `files`; on every rank.
@@ -96,7 +96,7 @@ def load_sharded(state: dict[str, Any], checkpoint: Path, part: str, files: set[
     names = _named(folder, index)
     if unknown := [name for name in (*NEEDED, *names) if f"{part}/{name}" not in files]:
         raise ValueError(f"{folder / unknown[0]} is needed, and the checkpoint's manifest does not name it")
-    load_tensors(folder / "common.pt")  # Megatron would not say which file it cannot read
+    load_tensors(folder / "common.pt")  # Megatron would not say which file cannot be read
     with TemporaryDirectory(prefix="checkpoint-") as temporary, _tensors_only():
         shown = Path(temporary)
         (shown / INDEX).write_bytes(pickle.dumps(index))
@@ -108,33 +108,33 @@ def load_sharded(state: dict[str, Any], checkpoint: Path, part: str, files: set[
         )
         try:
             loaded = dist_checkpointing.load(state, temporary, sharded, common)
-        except CheckpointException as error:  # which is no Exception
+        except CheckpointException as error:  # which is not an Exception
             raise _explained(error, folder, index) from error
     _refuse_fp8_state(folder, loaded)
     return loaded
 
 
 def read_index(file: Path) -> Metadata:
-    """What torch says of the tensors of a folder, read without executing anything.
+    """Reads torch's index of the tensors in a folder without executing anything.
 
     Raises:
-        ValueError: The file is missing, or holds more than such an index.
+        ValueError: The file is missing, or contains more than such an index.
     """
     try:
         with file.open("rb") as content:
             index = _IndexUnpickler(content).load()
     except FileNotFoundError:
         raise ValueError(f"{file} is missing") from None
-    except Exception as error:  # whatever a pickle that is none leads to
+    except Exception as error:  # whatever an invalid pickle leads to
         raise _refusal(file, error) from error
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise ValueError(f"{file} is no index of a checkpoint of torch's")
-    vars(index).pop("all_local_plans", None)  # which rank wrote what: much, and nobody asks
+    vars(index).pop("all_local_plans", None)  # which rank wrote what: large, and unused
     return index
 
 
 def _named(folder: Path, index: Metadata) -> list[str]:
-    """The files that an index names, all of them in its own folder."""
+    """Files named by an index, all of them in its own folder."""
     names = set()
     for entry in index.storage_data.values():
         name = getattr(entry, "relative_path", None)
@@ -146,7 +146,7 @@ def _named(folder: Path, index: Metadata) -> list[str]:
 
 @contextmanager
 def _tensors_only() -> Iterator[None]:
-    """Holds torch.load to tensors and plain values, whoever calls it."""
+    """Context that forces torch.load into its tensors-only mode."""
     before = os.environ.get(FORCED)
     os.environ[FORCED] = "1"
     try:
@@ -159,7 +159,7 @@ def _tensors_only() -> Iterator[None]:
 
 
 def _refuse_fp8_state(folder: Path, state: dict[Any, Any]) -> None:
-    """Transformer Engine unpickles what it finds here; models that are not trained in FP8 have nothing there."""
+    """Refuses bytes that Transformer Engine would unpickle; models not trained in FP8 have none."""
     for key, value in state.items():
         if isinstance(value, dict):
             _refuse_fp8_state(folder, value)
@@ -171,7 +171,7 @@ def _refuse_fp8_state(folder: Path, state: dict[Any, Any]) -> None:
 
 
 def _explained(error: CheckpointException, folder: Path, index: Metadata) -> Exception:
-    """Names the file that holds more than tensors and plain values, if that is what was wrong."""
+    """An error that names the file with more than tensors and plain values, if that was the cause."""
     failures = [failure[0] for failure in error.failures.values()]
     for entry in index.storage_data.values() if any(isinstance(f, pickle.UnpicklingError) for f in failures) else ():
         file = folder / entry.relative_path

@@ -1,9 +1,9 @@
-"""A step that was stopped after some of its updates: what the rest of it needs, in a checkpoint.
+"""State of a step that was stopped after some of its updates, in a checkpoint.
 
-    step-in-progress.json            what every rank knows
+    step-in-progress.json            shared by all ranks
     step-in-progress-0003-of-0008.pt columns of the sequences that replica 3 of 8 computes
 
-Sequences have numbers that mean the same under every layout.
+Sequences have numbers that are independent of the layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_mega.checkpoint.reading import load_tensors
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Score
 
-if TYPE_CHECKING:  # imports Megatron, which this file has no use for
+if TYPE_CHECKING:  # imports Megatron, which this file does not need
     from grpo_mega.models.topology import Topology
 
 NAME = "step-in-progress"
@@ -40,6 +40,8 @@ class StepInProgress:
         updates: The metrics of each update done so far.
         mismatch: Without a batch, how far the trainer's log-probs of the answers are from the engine's, for the log.
         shown_groups: Indices of the groups whose answers `shown` has; on every rank.
+        loads: Number of a layer -> tokens that each of its experts got in the last update that is done; {} without one,
+            and for a dense model.
     """
 
     groups: list[Group]
@@ -48,10 +50,11 @@ class StepInProgress:
     updates: list[dict[str, float]] = field(default_factory=list)
     mismatch: dict[str, float] = field(default_factory=dict)
     shown_groups: list[int] = field(default_factory=list)
+    loads: dict[str, list[float]] = field(default_factory=dict)
 
 
 def save(checkpoint: Path, step: StepInProgress, topology: Topology) -> None:
-    """Writes the step into the checkpoint; called on every rank, of which one per replica writes its batch."""
+    """Writes the step into the checkpoint; every rank must call it, and one per replica writes its batch."""
     if topology.is_main:
         record = {name: value for name, value in vars(step).items() if name != "batch"}
         record |= {
@@ -65,10 +68,9 @@ def save(checkpoint: Path, step: StepInProgress, topology: Topology) -> None:
 
 
 def load(checkpoint: Path, topology: Topology) -> StepInProgress | None:
-    """The step that was saved, with a batch for this replica; None when the checkpoint was written between two steps.
+    """Loads the saved step, with a batch for this replica; None if the checkpoint was written between two steps.
 
-    With as many replicas as before, each has its batch again, equal in every bit. Otherwise the sequences are shared
-    out anew.
+    With the same number of replicas, each gets its own batch, bit for bit. Otherwise the sequences are redistributed.
     """
     files = files_in_manifest(checkpoint)
     if FILE not in files:
@@ -84,11 +86,12 @@ def load(checkpoint: Path, topology: Topology) -> StepInProgress | None:
         record["updates"],
         record["mismatch"],
         record.get("shown_groups", []),
+        record.get("loads", {}),  # as above
     )
 
 
 def _batch(files: list[Path], topology: Topology) -> Batch:
-    """This replica's batch, from those of as many replicas as there are files."""
+    """This replica's batch, redistributed from the batches in `files`, one for each former replica."""
     replica, replicas = topology.dp_rank, topology.dp_size
     if len(files) == replicas:
         return Batch(**load_tensors(files[replica]))
@@ -113,17 +116,17 @@ def _joined(parts: list[Batch]) -> Batch:
 
 
 def _without_experts(part: Batch, like: torch.Tensor) -> Batch:
-    """The batch with a column that says of every token that its scores choose its experts."""
+    """The batch with an experts column in which the router chooses for every token."""
     return part.with_(experts=torch.full((len(part.tokens), *like.shape[1:]), -1, dtype=like.dtype))
 
 
 def batch_file(replica: int, replicas: int) -> str:
-    """Name of the file with the batch of one of so many replicas."""
+    """File name of the batch of replica `replica` of `replicas`."""
     return f"{NAME}-{replica:04d}-of-{replicas:04d}.pt"
 
 
 def _record(group: Group) -> dict[str, Any]:
-    """The group without the ranks that held its samples: they mean nothing under another layout."""
+    """The group without its samples' holders, which are meaningless under another layout."""
     return asdict(replace(group, answers=tuple(replace(answer, holder=NOBODY) for answer in group.answers)))
 
 

@@ -1,4 +1,4 @@
-"""How the processes that write a checkpoint report to the rank that forked them: results of Megatron, and checksums.
+"""Reports from the processes that write a checkpoint to the rank that forked them: Megatron's results, and checksums.
 
 Megatron's own queue for its results needs two more processes. Both import torch, which takes seconds and memory on
 every rank, and they outlive a rank that is killed.
@@ -28,7 +28,7 @@ SECONDS_BETWEEN_POLLS = 0.05
 class ForkedQueue:
     """A queue in memory that a process shares with its forks.
 
-    Only one process may put at a time. It may have ended before its item is taken.
+    Only one process may put at a time. The process may end before its item is taken.
     """
 
     def __init__(self) -> None:
@@ -36,15 +36,15 @@ class ForkedQueue:
         self._read = 0
 
     def put(self, item: Any) -> None:
-        """Adds anything that can be pickled."""
+        """Adds an item that can be pickled."""
         with os.fdopen(os.dup(self._file), "ab") as file:
             pickle.dump(item, file)
 
     def get_nowait(self) -> Any:
-        """The oldest item that was not taken yet, by this process.
+        """Takes the oldest item.
 
         Raises:
-            queue.Empty: There is none, or the process that put it was killed half-way.
+            queue.Empty: There is no item, or its process was killed while writing it.
         """
         with os.fdopen(os.dup(self._file), "rb") as file:
             file.seek(self._read)
@@ -56,7 +56,7 @@ class ForkedQueue:
         return item
 
     def all(self) -> list[Any]:
-        """Every item that was not taken yet."""
+        """Takes all items."""
         items = []
         try:
             while True:
@@ -65,7 +65,7 @@ class ForkedQueue:
             return items
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         os.close(self._file)
 
 
@@ -77,13 +77,13 @@ def start_results_queue() -> None:
 
 
 def summing(request: AsyncRequest, folder: Path, sums: ForkedQueue) -> AsyncRequest:
-    """The request, whose writing process also puts (name of `folder`, {name of a file: its checksum}) into `sums`.
+    """Extends a request: its writing process also puts (name of `folder`, {file name: checksum}) into `sums`.
 
-    `folder` is where the process writes the files of this rank. It reads them while they are still in the page cache,
-    and while training continues if the checkpoint is saved in the background.
+    `folder` has the files that the process writes for this rank. They are read back from the page cache, in the
+    background if the checkpoint is saved in the background.
     """
     write, rank = request.async_fn, dist.get_rank()
-    if write is None:  # other ranks write what this one holds
+    if write is None:  # other ranks write the data that this one holds
         return request
 
     def write_and_sum(*arguments: Any) -> None:
@@ -94,9 +94,9 @@ def summing(request: AsyncRequest, folder: Path, sums: ForkedQueue) -> AsyncRequ
 
 
 def in_one_process(requests: Sequence[AsyncRequest]) -> AsyncRequest:
-    """One request that does the work of several, one after the other in the same process.
+    """Joins several requests into one, which does their work one after the other in one process.
 
-    The tensors of all requests are copied to the host before the process starts, so it writes what was true then.
+    The tensors of all requests are copied to the host before the process starts, so it writes the state of that moment.
     """
     if all(request.async_fn is None for request in requests):
         write, preload = None, None
@@ -116,10 +116,9 @@ def in_one_process(requests: Sequence[AsyncRequest]) -> AsyncRequest:
 
 
 def waiting_on_hosts(request: AsyncRequest) -> AsyncRequest:
-    """The request, for execution in this process, with a barrier of all ranks over the hosts' network at its end.
+    """Extends a request, to be executed in this process, by a barrier of all ranks over the hosts' network.
 
-    Megatron's own barrier is over the devices: a rank that has nothing to write would give up after the timeout of
-    collectives while others still write.
+    Megatron's own barrier is over the devices: a rank with nothing to write would time out while others still write.
     """
     write = request.async_fn
 
@@ -134,8 +133,8 @@ def waiting_on_hosts(request: AsyncRequest) -> AsyncRequest:
 def finalized(calls: AsyncCallsQueue, wait: bool) -> bool:
     """Whether the writing processes of all ranks are done and Megatron has finalized; every rank must call it.
 
-    With `wait`, ranks poll until that is so. A rank whose files are written does not wait in a collective: it would
-    time out while others still write.
+    With `wait`, ranks poll until then. A rank that has finished does not wait in a collective, which would time out
+    while others still write.
     """
     while calls.get_num_unfinalized_calls():
         calls.maybe_finalize_async_calls(blocking=False)
@@ -146,7 +145,7 @@ def finalized(calls: AsyncCallsQueue, wait: bool) -> bool:
 
 
 def _sums(files: list[Path]) -> Sums:
-    """{name: checksum} of the files that exist; Megatron itself reports a file that could not be written."""
+    """{name: checksum} of the files that exist; Megatron itself reports files that could not be written."""
     with ThreadPoolExecutor(max_workers=max(1, len(files))) as pool:
         sums = zip(files, pool.map(checksum, files), strict=True)
         return {file.name: of_file for file, of_file in sums if of_file}

@@ -1,1 +1,1 @@
-"""Trainer and engine share devices in turns: whose turn it is, who holds which memory, which weights pass over."""
+"""Time sharing of devices by trainer and engine: turns, memory accounting, and transfer of weights."""

@@ -1,16 +1,16 @@
-"""Who may use the device: a state machine that trainer and engine walk through together, one turn after the other.
+"""Ownership of the device: a state machine of the turns of trainer and engine.
 
     training -> trainer releasing -> engine resuming weights -> engine loading -> engine resuming cache -> generating
              -> engine releasing -> trainer acquiring -> training
 
-While the engine is loading, its weights are back and can be replaced and its KV cache is not: nothing else needs the
-memory at that moment. An engine that is lost, in whatever state, leaves the device to the trainer (`forfeit`).
+While the engine is loading, it has memory for weights, which can be replaced, but not for its KV cache: nothing else
+needs memory then. An engine that is lost, in whatever state, leaves the device to the trainer (`forfeit`).
 
-Nothing happens here but bookkeeping: no threads, no memory, and the clock is the caller's. One lease belongs to one
-thread; several need a lock around it. So a limit is noticed at the next call: a long state is to be made of steps
-with `check` between them. What a single step waits for needs a limit of its own, `rollout.sglang.answer_seconds` where
-it is an engine's answer. The two have different ends: an engine that does not answer is started anew and the run
-continues; a state that lasts too long, though every answer came in time, ends the run.
+Bookkeeping only: no threads, no memory, and the clock is the caller's. One lease belongs to one thread; several need a
+lock around it. So a limit is noticed only at the next call: split a long state into steps with `check` between them.
+Waiting within a single step needs its own limit, `rollout.sglang.answer_seconds` where it is an engine's answer. They
+differ in effect: an engine that does not answer is restarted and the run continues; a state that lasts too long,
+although every answer came in time, ends the run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 from grpo_mega.config.schema import Timeouts
 
 REMEMBERED = 50
-"""Transitions that a post-mortem shows, the last ones."""
+"""Number of last transitions in a post-mortem."""
 
 
 class State(Enum):
-    """Where the device is in its round; the value is also the name of its limit in `Timeouts`, if it has one."""
+    """State of the device in its cycle; the value is also the name of its limit in `Timeouts`, if it has one."""
 
     TRAINING = "training"
     TRAINER_RELEASING = "trainer_releasing"
@@ -44,7 +44,7 @@ class State(Enum):
 
 
 class Owner(Enum):
-    """Who may touch the device."""
+    """Owner of the device."""
 
     TRAINER = "trainer"
     ENGINE = "engine"
@@ -60,7 +60,7 @@ NEXT: dict[State, State] = {
     State.ENGINE_RELEASING: State.TRAINER_ACQUIRING,
     State.TRAINER_ACQUIRING: State.TRAINING,
 }
-"""The round: what follows each state."""
+"""State -> next state of the cycle."""
 
 _TRAINERS = (State.TRAINER_ACQUIRING, State.TRAINING, State.TRAINER_RELEASING)
 
@@ -76,7 +76,7 @@ _REMEDY = {
 
 @dataclass(frozen=True)
 class Transition:
-    """One change of state, `at` the clock's seconds; `why` where there is more to say."""
+    """One change of state, at time `at` in seconds of the clock; `why` gives a reason if there is one."""
 
     at: float
     before: str
@@ -85,10 +85,10 @@ class Transition:
 
 
 class LeaseError(RuntimeError):
-    """The lease cannot do what was asked, and is as it was before.
+    """The requested change is not possible; the lease is unchanged.
 
     Attributes:
-        post_mortem: What `Lease.post_mortem` returned at that moment; plain data for json.dumps.
+        post_mortem: `Lease.post_mortem` at that moment; plain data for json.dumps.
     """
 
     def __init__(self, message: str, post_mortem: dict[str, Any]) -> None:
@@ -97,18 +97,18 @@ class LeaseError(RuntimeError):
 
 
 class LeaseTimeout(LeaseError):
-    """A state lasted longer than it may. Every further call raises it again, until the engine is forfeited."""
+    """A state exceeded its time limit. Every further call raises this again, until the engine is forfeited."""
 
 
 class Lease:
-    """The device's owner and state.
+    """Owner and state of the device.
 
     `check` and `to` raise `LeaseTimeout` when the state has outlasted its limit; `to` and `forfeit` raise `LeaseError`
-    when what is asked is not legal now.
+    when the change is not legal now.
     """
 
     def __init__(self, timeouts: Timeouts, clock: Callable[[], float]) -> None:
-        """The trainer has the device, and trains. `clock` gives seconds that never decrease."""
+        """The trainer owns the device, in training. `clock` gives seconds that never decrease."""
         self.timeouts = timeouts
         self._clock = clock
         self._state = State.TRAINING
@@ -117,34 +117,34 @@ class Lease:
 
     @property
     def state(self) -> State:
-        """Where the device is in its round."""
+        """State of the device in its cycle."""
         return self._state
 
     @property
     def owner(self) -> Owner:
-        """Who may touch the device."""
+        """Owner of the device."""
         return Owner.TRAINER if self._state in _TRAINERS else Owner.ENGINE
 
     @property
     def deadline(self) -> float | None:
-        """The last moment, on the caller's clock, that the present state may last to; None without a limit."""
+        """End of the current state's time limit, on the caller's clock; None without a limit."""
         limit = getattr(self.timeouts, self._state.value, None)
         return None if limit is None else self._since + limit
 
     def check(self) -> None:
-        """Raises `LeaseTimeout` after the deadline, and does nothing before; for code that waits."""
+        """Raises `LeaseTimeout` after the deadline; for code that waits."""
         if self.deadline is not None and self._clock() > self.deadline:
             raise LeaseTimeout(self._overdue(), self.post_mortem())
 
     def to(self, state: State) -> None:
-        """The next state of the round begins, see `NEXT`."""
+        """Changes to the next state of the cycle, see `NEXT`."""
         self.check()
         if state is not NEXT[self._state]:
             raise self._illegal(f"go to {state}")
         self._enter(state)
 
     def forfeit(self, why: str) -> None:
-        """The engine is gone, and its memory with it: the trainer acquires the device, even after the deadline."""
+        """Records that the engine and its memory are lost: the trainer acquires the device, even after the deadline."""
         if self.owner is not Owner.ENGINE:
             raise self._illegal("forfeit the engine's turn")
         self._enter(State.TRAINER_ACQUIRING, f"the engine forfeits the device: {why}")

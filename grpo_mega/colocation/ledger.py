@@ -1,8 +1,8 @@
-"""Who holds how much memory in each phase, measured; a device is handed over only when the memory has come back.
+"""Measures each holder's memory in each phase; a device is handed over only after the memory was returned.
 
-On a GPU the driver says what each process holds (NVML) and torch's allocator what it has in use and in reserve;
-elsewhere it is the resident memory of each process. Engines have been seen to answer "released" before the memory is
-free, or to keep some of it every time: what they answer is not evidence, what is measured is.
+On a GPU it uses each process's memory by the driver (NVML), and the memory allocated and reserved by torch; elsewhere
+the resident memory of each process. Engines have been seen to answer "released" before the memory is free, or to keep
+some of it every time, so their answers are not trusted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import psutil
 import torch
 
 Meter = Callable[[], dict[str, int]]
-"""Measures now: {holder: bytes}."""
+"""Returns the current {holder: bytes}."""
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 REMEMBERED = 40
-"""Lines that a ledger keeps, the last ones."""
+"""Number of last entries that a ledger keeps."""
 REMEDY = (
     "The device is not handed over: look for tensors, captured graphs or requests that are still alive, or restart the "
     "holder. Measured:"
@@ -35,18 +35,18 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the ledger: {holder: bytes} at a moment that `phase` names."""
+    """One entry of the ledger: {holder: bytes} at the moment named by `phase`."""
 
     phase: str
     held: dict[str, int]
 
 
 class MemoryNotReturned(RuntimeError):
-    """Less memory came back than had to; the message says who keeps how much, and holds the ledger's last lines."""
+    """Less memory was returned than required; the message has each holder's memory, and the ledger's last entries."""
 
 
 class Ledger:
-    """The measured memory of the last phases."""
+    """Ledger of the memory measured in the last phases."""
 
     def __init__(self, meter: Meter) -> None:
         """`meter` is called for every entry."""
@@ -55,23 +55,23 @@ class Ledger:
         self._least: dict[str, int] = {}
 
     def mark(self, phase: str) -> Entry:
-        """Measures now, and adds the entry to the ledger."""
+        """Measures memory now and adds an entry to the ledger."""
         entry = Entry(phase, self._meter())
         self.entries.append(entry)
         return entry
 
     @contextmanager
     def release(self, name: str, due: Mapping[str, int], tolerance: int, patience: float = 0.0) -> Iterator[None]:
-        """What happens inside gives memory back; leaving refuses when it did not come.
+        """Context whose body must release memory; raises at its end when that was not returned.
 
         Args:
-            name: The phase, for the ledger and the error.
-            due: {holder: bytes} that each holder must have less of afterwards.
-            tolerance: Bytes by which each of them may fall short.
-            patience: Seconds to keep measuring before the refusal: drivers and other processes free memory late.
+            name: Name of the phase, for the ledger and the error.
+            due: {holder: bytes} that each holder must release.
+            tolerance: Bytes by which each holder may fall short.
+            patience: Seconds to keep measuring before the error: drivers and other processes free memory late.
 
         Raises:
-            MemoryNotReturned: A holder kept more than the tolerance of what was due.
+            MemoryNotReturned: A holder kept more than the tolerance.
             KeyError: `due` names a holder that is not measured.
         """
         before = self.mark(f"{name}: begin")
@@ -84,15 +84,15 @@ class Ledger:
             raise MemoryNotReturned(_refusal(name, missing, due, tolerance) + "\n" + self.table())
 
     def at_rest(self, name: str, holder: str, tolerance: int, patience: float = 0.0) -> None:
-        """The holder has given back all that it can: refuses when it keeps more than it once did at rest.
+        """Checks that a holder at rest keeps no more memory than the least it has kept at rest before.
 
-        So what it keeps each time, however little, is noticed when it has added up to the tolerance.
+        So even a small leak is noticed once it adds up to the tolerance.
 
         Args:
-            name: The moment, for the ledger and the error.
-            holder: Whose memory is measured.
-            tolerance: Bytes above the least that it has kept so far.
-            patience: Seconds to keep measuring before the refusal.
+            name: Name of the moment, for the ledger and the error.
+            holder: Holder whose memory is checked.
+            tolerance: Bytes allowed above the least that it has kept so far.
+            patience: Seconds to keep measuring before the error.
 
         Raises:
             MemoryNotReturned: The holder keeps more.
@@ -118,7 +118,7 @@ class Ledger:
             )
 
     def forget(self, holder: str) -> None:
-        """After the holder was replaced: what the new one keeps at rest is not known yet."""
+        """Forgets the memory at rest of a holder that was replaced, as the new one's is not known yet."""
         self._least.pop(holder, None)
 
     def _wait(self, settled: Callable[[Mapping[str, int]], bool], patience: float) -> None:
@@ -127,7 +127,7 @@ class Ledger:
             time.sleep(POLL_SECONDS)
 
     def table(self) -> str:
-        """The remembered lines, in MiB: a row for each phase, a column for each holder."""
+        """The remembered entries in MiB, as a table with a row for each phase and a column for each holder."""
         holders = list(dict.fromkeys(holder for entry in self.entries for holder in entry.held))
         rows = [["MiB", *holders]]
         rows += [[e.phase, *(_mib(e.held[h]) if h in e.held else "-" for h in holders)] for e in self.entries]
@@ -142,7 +142,7 @@ def _refuse_unknown(holders: Iterable[str], entry: Entry) -> None:
 
 
 def _missing(before: Entry, now: Mapping[str, int], due: Mapping[str, int], tolerance: int) -> dict[str, int]:
-    """{holder: bytes that did not come back}, of the holders that fall short by more than the tolerance."""
+    """{holder: bytes not returned}, for holders that fall short by more than the tolerance."""
     short = {holder: wanted - (before.held[holder] - now.get(holder, 0)) for holder, wanted in due.items()}
     return {holder: lacking for holder, lacking in short.items() if lacking > tolerance}
 
@@ -162,10 +162,10 @@ def _aligned(row: list[str], widths: list[int]) -> str:
 
 
 def meter(device: torch.device, processes: Mapping[str, Collection[int]]) -> Meter:
-    """The most exact meter for this device; `processes` gives the process ids of each holder, and may change later.
+    """The most precise meter for this device; `processes` gives the process ids of each holder, and may change later.
 
-    On CUDA, {holder: bytes of the device its processes hold}, "device": all that is in use, and "allocated" and
-    "reserved" by torch in this process. Elsewhere {holder: resident bytes of its processes}.
+    On CUDA, it returns {holder: device bytes of its processes}, "device" for all memory in use, and torch's "allocated"
+    and "reserved" of this process. Elsewhere {holder: resident bytes of its processes}.
     """
     if device.type == "cuda":
         return lambda: device_memory(device, processes) | allocator(device)
@@ -173,7 +173,7 @@ def meter(device: torch.device, processes: Mapping[str, Collection[int]]) -> Met
 
 
 def resident_memory(processes: Mapping[str, Collection[int]]) -> dict[str, int]:
-    """{holder: bytes of main memory its processes hold}; one that is gone holds nothing."""
+    """{holder: bytes of main memory of its processes}; a process that has ended counts as 0."""
     return {holder: sum(map(_resident, members)) for holder, members in processes.items()}
 
 
@@ -185,17 +185,17 @@ def _resident(process: int) -> int:
 
 
 def allocator(device: torch.device) -> dict[str, int]:
-    """What torch has in use and keeps in reserve on a CUDA device, in this process."""
+    """Bytes that torch has allocated and reserved on a CUDA device, in this process."""
     return {"allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
 
 
 def device_memory(device: torch.device, processes: Mapping[str, Collection[int]]) -> dict[str, int]:
-    """{holder: bytes of the device its processes hold, "device": bytes in use by anybody}, from the driver.
+    """{holder: device bytes of its processes, "device": bytes in use by anybody}, from the driver.
 
-    A process that the driver does not list holds nothing.
+    A process that the driver does not list counts as 0.
 
     Raises:
-        RuntimeError: The driver cannot be asked, or does not say what a process holds.
+        RuntimeError: The driver cannot be asked, or does not report a process's memory.
     """
     nvml = _nvml()
     handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
@@ -212,7 +212,7 @@ def device_memory(device: torch.device, processes: Mapping[str, Collection[int]]
 
 @functools.cache
 def _nvml() -> Any:
-    """The driver's management library, started."""
+    """The driver's management library (NVML), initialised."""
     try:
         import pynvml
     except ImportError:

@@ -25,6 +25,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from grpo_mega.colocation.host_memory import HostMemory, aligned
 from grpo_mega.models.chunks import ModelChunks
+from grpo_mega.models.megatron.fused import forget_placeholders
 from grpo_mega.models.model import Model
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.platform import process_groups
@@ -130,6 +131,7 @@ class TrainerMemory:
     def _to_driver(self) -> None:
         """What is free for torch becomes free for other processes, too, and so do groups that have nothing to send."""
         if self._device.type == "cuda":
+            forget_placeholders()
             torch.cuda.ipc_collect()  # what an engine had opened, and has closed
             torch.cuda.empty_cache()
         if self._suspends and not self._staying:

@@ -1,4 +1,4 @@
-"""Gives an engine the weights that are trained: pushed in buckets, then checked by what the engine makes of them."""
+"""Synchronises the trained weights to an engine: pushes them in buckets, then checks the engine's log-probs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from grpo_mega.types import pack_tokens
 from grpo_mega.weights.stream import Traffic, hf_buckets
 
 LONGEST = 1024
-"""Tokens that are compared: of DeepSeek-V3's 256 experts, each layer's would see 32 on average."""
+"""Length of the compared text in tokens: each of DeepSeek-V3's 256 experts would get 32 of them on average."""
 
 
 class WeightSync:
     """Sends the weights of a policy to an engine.
 
     Attributes:
-        traffic: What was moved since the last `take_traffic`.
+        traffic: Amount of data moved since the last `take_traffic`.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class WeightSync:
     ) -> None:
         """Buckets have at most `byte_budget` bytes; the first sync is verified, and every `verify_every`th.
 
-        `text`: tokens, two or more, whose log-probs are compared; best such as the model will see, because where it is
-        sure of itself rounding matters least. `fp8`: the engine rounds the weights to 8 bits.
+        `text` has two or more tokens whose log-probs are compared; best typical ones, because rounding matters least
+        where the model is confident. With `fp8` the engine rounds the weights to 8 bits.
         """
         self._explained = explained_by_rounding(policy.architecture.dtype, fp8)
         self._policy, self._engine = policy, engine
@@ -60,18 +60,18 @@ class WeightSync:
         self._syncs += 1
 
     def start_anew(self) -> None:
-        """After an engine was replaced: the next sync is verified, as the first was."""
+        """Makes the next sync verified like the first, after an engine was replaced."""
         self._syncs = 0
 
     def expected(self) -> list[float] | None:
-        """The trainer's log-probs of the text, for `verify`; None when no check is due."""
+        """The trainer's log-probs of the text for `verify`; None when no check is due."""
         if (self._syncs - 1) % self._verify_every:
             return None
         batch = pack_tokens([self._text], [1])
         return self._policy.logprobs(batch, temperature=1.0)[1:].tolist()
 
     def verify(self, expected: list[float]) -> float:
-        """Compares the engines' log-probs with the trainer's; the largest mean difference.
+        """Compares the engines' log-probs with the trainer's; returns the largest mean difference.
 
         Raises:
             EngineError: They differ by more than rounding.
@@ -89,7 +89,7 @@ class WeightSync:
         return max(distances.values())
 
     def take_traffic(self) -> Traffic:
-        """What was moved since the last call."""
+        """Returns and resets the amount of data moved since the last call."""
         taken, self.traffic = self.traffic, Traffic()
         return taken
 

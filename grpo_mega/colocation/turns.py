@@ -1,11 +1,10 @@
-"""Trainer and engine take turns on the devices: the trainer leaves, weights pass over, the engine generates and leaves.
+"""Turns of trainer and engine on shared devices: offload the trainer, push weights, generate, release the engine.
 
-On a GPU the order keeps the peak low: what only training needs leaves first, the engine takes memory for its weights
-and they are pushed, then the trainer's leave too, and only now the engine takes memory for its cache. On a CPU, and on
-GPUs of their own (`rollout.sglang.first_gpu`), both stay where they are; book is kept of whose turn it is, and of what
-everybody holds.
+On a GPU the order keeps peak memory low: first everything that only training needs is offloaded; the engine allocates
+its weights and they are pushed; then the trainer's weights are offloaded, and only then the engine allocates its cache.
+On a CPU, and on separate GPUs (`rollout.sglang.first_gpu`), both stay in memory; only turns and memory are recorded.
 
-A turn that fails leaves logs/post_mortem-rank-N.json in the run directory, and its error says so.
+A turn that fails writes logs/post_mortem-rank-N.json in the run directory, which its error names.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 TOLERANCE = 512 * 2**20
-"""Bytes of a device that a process may keep of what it has to give back, and by which what it keeps at rest may grow:
-libraries load kernels and take workspaces when they first need them."""
+"""Bytes of a device that a process may keep of the memory it must release, and by which its memory at rest may grow:
+libraries load kernels and allocate workspaces on first use."""
 PATIENCE = 30.0
-"""Seconds until memory that was freed must be seen to be free."""
+"""Seconds within which freed memory must be reported as free."""
 
 
 class Turns:
-    """Whose turn it is on this rank's device, and what happens between two turns."""
+    """Turns of trainer and engine on this rank's device, and the transitions between them."""
 
     def __init__(
         self,
@@ -62,10 +61,10 @@ class Turns:
         text: Sequence[int],
         path: Path,
     ) -> None:
-        """Begins with the trainer's turn.
+        """Starts with the trainer's turn.
 
-        `others` are the models that leave the device, and come back, with the policy; `text` is what engines that got
-        weights are tried with, see `WeightSync`; `path` is the run directory.
+        `others` are the models that are offloaded together with the policy; `text` is used to verify weights of
+        engines, see `WeightSync`; `path` is the run directory.
         """
         device = policy.platform.device
         self._engine, self._timer = engine, timer
@@ -87,16 +86,15 @@ class Turns:
         self.lease = Lease(config.timeouts, time.monotonic)
 
     def generate(self, version: int, phase: str, work: Callable[[], Result]) -> Result:
-        """Has the engine do `work` with the weights of `version`, as the timer's `phase`; then the trainer is back.
+        """Runs `work` on the engine with the weights of `version`, as the timer's `phase`; then restores the trainer.
 
-        What the change of turns takes is the phase "sync". An engine that is lost meanwhile gets new weights, and
-        `work` is done again.
+        Changing turns is the phase "sync". An engine that is lost meanwhile gets new weights, and `work` is repeated.
 
         Raises:
             LeaseError: A state lasted too long.
-            MemoryNotReturned: The trainer or the engine kept memory that the other one needs.
+            MemoryNotReturned: The trainer or the engine kept memory that the other needs.
             EngineError: An engine failed for good; see `Engine`.
-            Interrupted: `work` was.
+            Interrupted: `work` was interrupted.
         """
         while True:
             try:
@@ -107,7 +105,7 @@ class Turns:
             except EngineRestarted as lost:
                 self._forfeit(lost)
                 self._back()
-            except (EngineError, Interrupted):  # raised on all ranks alike, which therefore go back together
+            except (EngineError, Interrupted):  # raised on all ranks, which therefore restore the trainer together
                 self._back()
                 raise
             else:
@@ -120,7 +118,7 @@ class Turns:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Writes a post-mortem when the run is about to end."""
+        """Context that writes a post-mortem when an error is about to end the run."""
         try:
             yield
         except (EngineRestarted, Interrupted):
@@ -145,17 +143,17 @@ class Turns:
         self._weights.start_anew()
 
     def outdate(self) -> None:
-        """Has the weights pushed before the next work, also if the engine has some of the same version."""
+        """Marks the engine's weights as outdated, to be pushed before the next work even with the same version."""
         self._outdated = True
 
     def metrics(self) -> dict[str, float]:
-        """Bytes moved since the last call, and the result of the check if there was one, for the log."""
+        """Bytes moved since the last call, and the result of the weight check if there was one, for the log."""
         verified, self._verified = self._verified, None
         checked = {} if verified is None else {"sync/mean_abs": verified}
         return {"sync/bytes": self._weights.take_traffic().bytes, **checked}
 
     def post_mortem(self) -> dict[str, Any]:
-        """Who had the device, what happened before, and who held how much memory."""
+        """Owner of the device, last transitions, and memory of each holder."""
         return self.lease.post_mortem() | {"memory": self.ledger.table().splitlines()}
 
     def _to_engine(self, version: int) -> None:
@@ -176,7 +174,7 @@ class Turns:
             self._verified = self._weights.verify(expected)
 
     def _load(self, version: int) -> list[float] | None:
-        """Pushes the weights unless the engine has them; what it is to be verified with, if it is."""
+        """Pushes the weights unless the engine has them; returns the log-probs for verification if it is due."""
         if self._engine.version == version and not self._outdated:
             return None
         self._weights.send(version, self.lease.check)
@@ -184,9 +182,9 @@ class Turns:
         return self._weights.expected()
 
     def _leave(self, keep_weights: bool) -> None:
-        """The trainer, or the rest of it, leaves the device: for torch, for its allocator, and for the driver.
+        """Offloads the trainer, or the rest of it; checks with torch and the driver that its memory was released.
 
-        What CUDA holds was there before and stays, and how much NCCL can give back is not known: neither is due.
+        CUDA's own memory stays, and the amount that NCCL can release is unknown, so neither is checked.
         """
         if self._memory is None:
             return
@@ -196,7 +194,7 @@ class Turns:
             self._memory.offload(keep_weights)
 
     def _to_trainer(self) -> None:
-        """Gives the device back to the trainer, from any state of the engine's turn."""
+        """Returns the device to the trainer, from any state of the engine's turn."""
         if self.lease.state is State.TRAINING:
             return
         self.ledger.mark("engine's turn ends")
@@ -207,7 +205,7 @@ class Turns:
         self.lease.to(State.TRAINING)
 
     def _engine_leaves(self) -> None:
-        """Leaves the device to the trainer, which acquires it."""
+        """Releases the engine's memory and gives the device to the trainer."""
         if self.lease.state is not State.GENERATING:
             self.lease.forfeit("it failed before it could generate")
             return
@@ -215,7 +213,7 @@ class Turns:
         try:
             if self._memory:
                 self._engine.release([*TAGS])
-        except EngineRestarted as lost:  # the new one holds nothing, and the samples are there
+        except EngineRestarted as lost:  # the new engine holds nothing, and the samples are complete
             self._forfeit(lost)
             return
         if self._memory:

@@ -1,1 +1,1 @@
-"""What a run is: dataclasses per room, rules that name the fix, and the way from the command line to them."""
+"""Configuration: dataclasses per room, rules whose errors name the fix, and parsing of the command line."""

@@ -1,8 +1,8 @@
-"""Defaults that `run.init_from` gives when it is a Hugging Face folder: the model, its tokenizer and its chat template.
+"""Defaults from a Hugging Face folder in `run.init_from`: the model, its tokenizer and its chat template.
 
-The configuration is composed twice where there is a folder. First it says nothing, which shows where it is and what was
-chosen. Then its settings are hydra's, below every file and the command line, so that hydra itself decides which value
-counts.
+The configuration is composed twice where there is a folder. The first time, without its settings, shows the folder and
+the chosen options. The second time, its settings are hydra defaults, overridden by every file and the command line, so
+that hydra itself decides which value counts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from grpo_mega.config.huggingface.architecture import model_settings
 from grpo_mega.config.rules.problems import ConfigError
 
 OPTION = "from_folder"
-"""Of the group model, in `configs/`."""
+"""Option of the group model, in `configs/`."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _FOLDER = "${run.init_from}"
 
 
 def register(model: dict[str, Any], data: dict[str, Any]) -> None:
-    """Makes these what `configs/model/from_folder.yaml` holds, and the defaults of the data."""
+    """Registers these settings as the content of `configs/model/from_folder.yaml`, and as defaults of the data."""
     ConfigStore.instance().store(group="model", name="said_by_folder", node=model)
     ConfigStore.instance().store(name="data_of_folder", node={"data": data})
 
@@ -37,16 +37,16 @@ register({}, {})
 
 
 def use_folder(words: Sequence[str]) -> DictConfig | None:
-    """Registers what the folder of a command line sets; call it where hydra can compose.
+    """Registers the settings of the folder named on a command line; call it where hydra can compose.
 
-    A run that continues keeps what its config.yaml says, whatever has become of the folder's config.json.
+    A resumed run keeps the settings of its config.yaml, even if the folder's config.json has changed.
 
     Returns:
-        The configuration where no folder has a say in it, so that it need not be composed once more; else None.
+        The composed configuration if no folder contributes to it, which saves composing it again; else None.
 
     Raises:
-        ConfigError: The model is to be the folder's, and `run.init_from` is no Hugging Face model.
-        ValueError: It is, but not of a supported family; see `model_settings`.
+        ConfigError: The model is to be taken from the folder, and `run.init_from` is not a Hugging Face model.
+        ValueError: The folder's model is not of a supported family; see `model_settings`.
     """
     register({}, {"tokenizer": _FOLDER})
     try:
@@ -55,7 +55,7 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
         longest = OmegaConf.select(first, "model.context") or first.layout.micro_batch_tokens
         tokenizer = OmegaConf.select(first, "data.tokenizer")
         unused = first.base.train
-    except (HydraException, OmegaConfBaseException, ValueError):  # reported when it is composed to be used
+    except (HydraException, OmegaConfBaseException, ValueError):  # reported when it is composed for use
         first, run, chosen, longest, tokenizer, unused = None, {}, "", 0, None, True
     register({}, {})
     origin = run.get("init_from")
@@ -77,7 +77,7 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
 
 
 def _own_tokenizer(composed: DictConfig) -> bool:
-    """Whether the configuration names a tokenizer itself, and not that of the folder."""
+    """Whether the configuration names a tokenizer of its own instead of the folder's."""
     data = OmegaConf.to_container(composed.data)
     assert isinstance(data, dict)
     return data["tokenizer"] != _FOLDER
@@ -98,7 +98,7 @@ def _data(folder: Path, recorded: dict[str, Any], is_its_tokenizer: bool) -> dic
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the folder's tokenizer brings a chat template, in any of the files that may hold it."""
+    """Whether the folder's tokenizer has a chat template, in any of the files that may hold it."""
     if any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json")):
         return True
     try:
@@ -108,7 +108,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def _recorded(run: dict[str, Any]) -> dict[str, Any]:
-    """The config.yaml of a run that has checkpoints to continue at and began in the same folder; else nothing."""
+    """Content of the config.yaml of a run with checkpoints that started from the same folder; else empty."""
     path = Path(str(run.get("root"))) / str(run.get("name"))
     checkpoints = path / "checkpoints"
     if not checkpoints.is_dir() or all(entry.name.startswith(".") for entry in checkpoints.iterdir()):

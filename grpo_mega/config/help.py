@@ -1,6 +1,6 @@
-"""The text of `--help`: every setting with its docstring, default and values, from the schema itself.
+"""Text of `--help`: every setting with its docstring, default and values, from the schema itself.
 
-Only the schema is imported, so that it is printed at once.
+Only the schema is imported, so that it prints fast.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def answer(words: list[str]) -> None:
 
 
 def help_text(chosen: list[str]) -> Iterator[str]:
-    """The lines of the help: the groups and all fields, or only the fields of the `chosen` rooms."""
+    """Yields the lines of the help: groups and all fields, or only the fields of the `chosen` rooms."""
     if not chosen:
         yield INTRODUCTION
         defaults = listing.chosen_options()
@@ -61,7 +61,7 @@ def help_text(chosen: list[str]) -> Iterator[str]:
 
 
 def _of_section(section: listing.Section) -> Iterator[str]:
-    """The lines for a dataclass of the schema: what it is for, then each of its settings."""
+    """Yields the lines for a dataclass of the schema: its purpose, then each of its settings."""
     yield f"\n{section.name}: {section.about}"
     for one in section.settings:
         default = ", must be given" if one.default is None else f"={one.default}"

@@ -1,4 +1,4 @@
-"""The files and directories that a run reads, by the field that names them, to be checked before anything is read."""
+"""Files and directories that a run reads, by the field that names them, to be checked before anything is read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def inputs(config: Config) -> dict[str, str]:
 
 
 def _problems(config: Config) -> dict[str, str | None]:
-    """{field: path} of what a policy learns from."""
+    """{field: path} of the inputs of a policy's training."""
     named = {"data.train_path": config.data.train_path, "data.test_path": config.data.test_path}
     for name, source in config.data.sources.items():
         named |= {f"data.sources.{name}.path": source.path, f"data.sources.{name}.test_path": source.test_path}
     paths = {"sft.path": config.sft.path, "reward.model.path": config.reward.model.path}
-    return named | paths | {"distill.teacher": config.distill.teacher}
+    return named | paths | ({} if config.distill.served else {"distill.teacher": config.distill.teacher})
 
 
 def _pairs(config: Config) -> dict[str, str | None]:
-    """{field: path} of what a reward model learns from."""
+    """{field: path} of the inputs of a reward model's training."""
     named: dict[str, str | None] = {"pairs.test_path": config.pairs.test_path}
     for name, paths in (("pairs.path", config.pairs.path), ("pairs.replay_path", config.pairs.replay_path)):
         files = files_in(paths)
@@ -37,7 +37,7 @@ def check_inputs(config: Config) -> None:
     """Checks that all `inputs` exist.
 
     Raises:
-        FileNotFoundError: Some do not; one line for each.
+        FileNotFoundError: Inputs are missing; one line for each.
     """
     missing = [f"{name}={path} does not exist" for name, path in inputs(config).items() if not os.path.exists(path)]
     if len(missing) > 1:

@@ -1,4 +1,4 @@
-"""The values that a setting may have on its own, which stand beside it in the schema:
+"""Allowed values of a single setting, declared next to it in the schema:
 
     group_size: Annotated[int, Interval("[1, inf)")] = 8
     aggregation: Annotated[str, OneOf("sequence_mean", "token_mean", "constant")] = "token_mean"
@@ -21,15 +21,15 @@ class Interval:
     """The numbers between two ends, in mathematical notation: a bracket includes its end, a parenthesis does not.
 
     Attributes:
-        text: Such as "[0, inf)".
-        reason: Why other numbers are refused, where that is no matter of course.
+        text: The interval, such as "[0, inf)".
+        reason: Why other numbers are refused, where that is not obvious.
     """
 
     text: str
     reason: str = ""
 
     def __contains__(self, value: float) -> bool:
-        """Whether a number lies in it; NaN never does."""
+        """Whether a number lies in the interval; NaN never does."""
         low, high = (float(end) for end in self.text[1:-1].split(","))
         above = low <= value if self.text[0] == "[" else low < value
         below = value <= high if self.text[-1] == "]" else value < high
@@ -39,18 +39,18 @@ class Interval:
         return f"in {self.text}"
 
     def refusal(self, value: float) -> str:
-        """What to choose instead of a number outside."""
+        """Advice on what to choose instead of a number outside the interval."""
         return f"choose a value in {self.text}" + (f" ({self.reason})" if self.reason else "")
 
 
 @dataclass(frozen=True, init=False)
 class OneOf:
-    """One of several words."""
+    """Limit to one of several words."""
 
     choices: tuple[str, ...]
 
     def __init__(self, *choices: str) -> None:
-        """The words that may be chosen."""
+        """Sets the allowed words."""
         object.__setattr__(self, "choices", choices)
 
     def __contains__(self, value: str) -> bool:
@@ -60,14 +60,14 @@ class OneOf:
         return f"one of {', '.join(self.choices)}"
 
     def refusal(self, value: str) -> str:
-        """What to choose instead of another word: the one that was probably meant."""
+        """Advice on what to choose instead of another word: the closest allowed one."""
         close = get_close_matches(value, self.choices, n=1)
         return f"choose {self}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 @cache
 def limits_of(schema: type) -> dict[str, Interval | OneOf]:
-    """{dotted name: limit} of all limited settings of a dataclass and of the dataclasses in it."""
+    """{dotted name: limit} of all limited settings of a dataclass, nested ones included."""
     limits: dict[str, Interval | OneOf] = {}
     hints = get_type_hints(schema, include_extras=True)
     for field in fields(schema):
@@ -80,9 +80,9 @@ def limits_of(schema: type) -> dict[str, Interval | OneOf]:
 
 
 def limit_problems(config: object, room: str = "") -> Iterator[str]:
-    """Yields a message for every setting of a dataclass whose value is outside of its limit; None is outside of none.
+    """Yields a message for every setting of a dataclass whose value violates its limit; None violates none.
 
-    With a `room`, such as "data.", only its settings are checked, and the others need not be set.
+    With a `room`, such as "data.", only that room is checked, and the others need not be set.
     """
     for name, limit in limits_of(type(config)).items():  # type: ignore[arg-type]
         value = attrgetter(name)(config) if name.startswith(room) else None

@@ -1,5 +1,5 @@
-"""Every setting with its docstring, default and values, read from the schema itself: what `--help` prints, and
-docs/configuration.md has. Only the schema is imported, so that it is there at once.
+"""Lists every setting with its docstring, default and values, for `--help` and docs/configuration.md. Only the schema
+is imported, so that it is fast.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Setting:
     """A field of the schema.
 
     Attributes:
-        name: Its dotted name, such as run.steps.
-        default: Its default in the command line's notation; None when it must be given.
-        values: The interval or the choices that it is held to, in words; empty when any value of its type will do.
-        meaning: Its docstring, on one line.
+        name: Dotted name, such as run.steps.
+        default: Default in the command line's notation; None when the setting is required.
+        values: The allowed interval or choices, in words; empty when any value of the type is allowed.
+        meaning: Docstring, on one line.
     """
 
     name: str
@@ -74,7 +74,7 @@ def sections(owner: Any, name: str) -> Iterator[Section]:
 
 
 def chosen_options() -> dict[str, str | None]:
-    """{group: the option that is used unless something chooses another}, from configs/config.yaml."""
+    """{group: option used by default}, from configs/config.yaml."""
     config: Any = OmegaConf.to_container(OmegaConf.load(config_dir() / "config.yaml"))
     return {group: option for entry in config["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
 
@@ -92,7 +92,7 @@ def _docstrings(owner: type) -> dict[str, str]:
 
 
 def _default(field: Field[Any]) -> str | None:
-    """The default value of a field, in the command line's notation; None when it has none."""
+    """Default value of a field in the command line's notation; None when the field is required."""
     value = field.default if field.default_factory is NO_DEFAULT else field.default_factory()
     if value == "???":  # omegaconf.MISSING
         return None

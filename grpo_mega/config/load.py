@@ -1,4 +1,4 @@
-"""From the command line to a checked `Config`: importing this module makes the schema known to hydra."""
+"""Loads a checked `Config` from the command line; importing this module registers the schema with hydra."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _DataOfWords(DataConfig):
 
 @dataclass
 class _ConfigOfWords(Config):
-    """What hydra composes: sources have any name there, as it cannot make typed entries; `load` checks their fields."""
+    """Schema for hydra, which cannot create typed entries: sources may have any name; `load` checks their fields."""
 
     data: _DataOfWords = field(default_factory=_DataOfWords)
 
@@ -38,7 +38,7 @@ class _ConfigOfWords(Config):
 ConfigStore.instance().store(name="config_schema", node=_ConfigOfWords)
 
 RECIPES = "recipe"
-"""The folder of `configs/` whose files are no options of a run, see `grpo_mega/recipe`."""
+"""Folder of `configs/` whose files are not options of a run; see `grpo_mega/recipe`."""
 _MAY_CHANGE = frozenset({
     "run.steps",
     "run.eval_every",
@@ -67,14 +67,15 @@ _MAY_CHANGE = frozenset({
     "rollout.concurrent_sequences",
     "optimizer.overlap",
     "data.shared_test_problems",
+    "distill.timeout_seconds",
 })  # fmt: skip
 _MAY_CHANGE_WHOLE = ("layout.", "cluster.", "rollout.sglang.", "eval.", "alarms.", "run.stop_on", "run.trackers")
 _OF_SERVICES = re.compile(r"reward\.terms\[\d+\]\.options\.(?:url|key|cache|batch|at_once|retries|backoff|boxes)")
-"""Where the services of reward terms are, and how patiently they are asked, may change too."""
+"""Settings of the services of reward terms (address, retries), which may also change."""
 
 
 def config_dir() -> Path:
-    """The folder of hydra groups, beside the package.
+    """Folder of hydra groups, beside the package.
 
     Raises:
         FileNotFoundError: The package was installed without the repository around it.
@@ -87,16 +88,16 @@ def config_dir() -> Path:
 
 @cache
 def _schema() -> DictConfig:
-    """The schema as OmegaConf has it, which takes longer to make than to fill."""
+    """The schema as an OmegaConf object; cached, as it takes longer to create than to fill."""
     return OmegaConf.structured(Config)
 
 
 def load(raw: DictConfig, checked: bool = True) -> Config:
-    """The typed configuration, from what hydra composed; unless `checked`, it may violate rules.
+    """Typed configuration from hydra's composed one; unless `checked`, it may violate rules.
 
     Raises:
-        ConfigError: Required fields are not set, rules are violated (the message lists all of them), or the schema does
-            not have a field.
+        ConfigError: Required fields are not set, rules are violated (the message lists all of them), or a field is not
+            in the schema.
     """
     try:
         # Hydra lets `+model.new=1` through; merging into a fresh schema refuses it.
@@ -112,7 +113,7 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
 
 
 def _fill_unasked(typed: DictConfig) -> None:
-    """Gives the required settings that a reward model's run has no use for values that say so, where they have none."""
+    """Sets required fields that a reward model's run does not use, where they are missing, to values that say so."""
     if typed.run.trains not in REWARD_MODELS:
         return
     unasked = {"run.steps": 0, "optimizer.lr": typed.pairs.lr, "reward.terms": [], "data.task": "jsonl"}
@@ -122,13 +123,13 @@ def _fill_unasked(typed: DictConfig) -> None:
 
 
 def compose_config(overrides: list[str], checked: bool = True) -> Config:
-    """The configuration that the entry point would see with `overrides` as its command line.
+    """Composes the configuration that the entry point would get with `overrides` as its command line.
 
-    One that is not `checked` has all required fields, but may violate rules.
+    Unless `checked`, it has all required fields but may violate rules.
 
     Raises:
         ConfigError: `load` fails, or hydra refuses the overrides; names the setting and the fix.
-        ValueError: `run.init_from` is of no supported model.
+        ValueError: `run.init_from` is not a supported model.
     """
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         raw = use_folder(overrides)
@@ -140,10 +141,10 @@ def compose_config(overrides: list[str], checked: bool = True) -> Config:
 
 
 def prepare(arguments: Sequence[str]) -> None:
-    """What the entry point has to do before hydra composes for it: registers the settings of `run.init_from`.
+    """Registers the settings of `run.init_from`; the entry point calls it before hydra composes.
 
     Args:
-        arguments: The command line, options of hydra's such as --cfg included.
+        arguments: The command line, including hydra's options such as --cfg.
 
     Raises:
         ValueError: The folder cannot be used, see `use_folder`.
@@ -153,7 +154,7 @@ def prepare(arguments: Sequence[str]) -> None:
 
 
 def explained(error: Exception, words: Sequence[str] = ()) -> str:
-    """The message for an error of hydra or OmegaConf: which setting, and what to write instead.
+    """Message for an error of hydra or OmegaConf: the setting, and what to write instead.
 
     Args:
         error: The exception that hydra or OmegaConf raised.
@@ -181,11 +182,11 @@ def explained(error: Exception, words: Sequence[str] = ()) -> str:
 
 
 def _unreadable(word: str) -> str:
-    """The message for a word that is not an override, mostly because the shell removed its quotes; shows the fix."""
+    """Message for a word that is not an override, usually because the shell removed its quotes; shows the fix."""
     name, equals, value = word.partition("=")
     if not equals:
         return f"{word!r} is no setting: write FIELD=VALUE, such as run.steps=20; {_help_of('')} lists the settings"
-    if "{" in value and value.startswith("["):  # the shell has split it at its first space
+    if "{" in value and value.startswith("["):  # the shell has split it at the first space
         return f"{word!r} cannot be read: a word with spaces or braces is written in quotes as a whole, '{name}=[...]'"
     written = f"{name}='{value}'"
     if value.startswith("["):
@@ -200,7 +201,7 @@ def _unreadable(word: str) -> str:
 
 
 def _unknown(name: str) -> str:
-    """The message for a field that the schema does not have, with similar ones that it has."""
+    """Message for a field that is not in the schema, with similar field names."""
     known = {one: one.rpartition(".")[2] for one in settings()}
     like = get_close_matches(name.rpartition(".")[2], known.values(), cutoff=0.75)
     close = [one for one, last in known.items() if last in like]
@@ -215,7 +216,7 @@ def _help_of(room: str) -> str:
 
 
 def _names_no_option(word: str) -> bool:
-    """Whether a word sets a group of `configs/` to something other than the name of an option."""
+    """Whether a word sets a group of `configs/` to something that is not one of its options."""
     name, equals, _ = word.partition("=")
     return bool(equals) and name in groups() and not isinstance(_value(word), (str, list))
 
@@ -231,13 +232,13 @@ def _value(word: str) -> Any:
 
 
 def groups() -> dict[str, list[str]]:
-    """{group: its options}, the folders of `configs/` and the files in them; recipes are made of runs."""
+    """{group: its options}, from the folders and files of `configs/`, except recipes."""
     folders = sorted(path for path in config_dir().iterdir() if path.is_dir() and path.name != RECIPES)
     return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
 
 
 def settings(node: Any = Config, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all fields of the schema; those of a mapping's entries have NAME for the entry's."""
+    """Yields the dotted names of all fields of the schema; NAME stands for the key of a mapping's entry."""
     hints = get_type_hints(node)
     for name in (one.name for one in fields(node)):
         if is_dataclass(hints[name]):
@@ -249,30 +250,29 @@ def settings(node: Any = Config, prefix: str = "") -> Iterator[str]:
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration as YAML, every field written out."""
+    """The whole configuration as YAML, with every field."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def identity(config: Config) -> dict[str, object]:
-    """Dotted name -> value of every field that must not change when a run directory is continued.
+    """{dotted name: value} of every field that must not change when a run is resumed.
 
-    How long the run is, its name and directory, what it evaluates, accepts, reports and keeps, and what changes numbers
-    by rounding at most (the layout, the machines, how generation and reduction are cut, how engines are run) may
-    change.
-    List items are named by position, for example `reward.terms[0].weight`; all values fit in JSON.
+    The run's length, name and directory, its evaluation, tolerances, reports and checkpoints may change, and so may
+    settings that change numbers by rounding at most (layout, machines, batching of generation and reduction, operation
+    of engines). List items are named by position, for example `reward.terms[0].weight`; all values fit in JSON.
     """
     return must_stay(dict(_flat(asdict(config), "")))
 
 
 def identity_in(text: str) -> dict[str, object]:
-    """The `identity` of a configuration, from its YAML `text` as `to_yaml` writes it.
+    """`identity` of a configuration in YAML, as written by `to_yaml`.
 
     Raises:
         ValueError: The text is not a configuration.
     """
     try:
         config = OmegaConf.to_container(OmegaConf.create(text))
-    except Exception as error:  # the error depends on what is wrong with the text
+    except Exception as error:  # the type of error depends on what is wrong with the text
         raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise ValueError("it is not the configuration of a run")
@@ -280,11 +280,14 @@ def identity_in(text: str) -> dict[str, object]:
 
 
 def must_stay(values: Mapping[str, object]) -> dict[str, object]:
-    """Those of dotted name -> value that must not change; what an earlier release wrote may have others."""
+    """The entries of {dotted name: value} that must not change; an earlier release may have written others."""
     return {
         name: value
         for name, value in values.items()
-        if name not in _MAY_CHANGE and not name.startswith(_MAY_CHANGE_WHOLE) and not _OF_SERVICES.fullmatch(name)
+        if name not in _MAY_CHANGE
+        and not name.startswith(_MAY_CHANGE_WHOLE)
+        and not _OF_SERVICES.fullmatch(name)
+        and not (name == "distill.teacher" and str(value).startswith("http"))  # its model is compared, wherever it is
     }
 
 

@@ -1,7 +1,7 @@
-"""Digits as words of a language, in which the working of a chain sum can be written: `three+five=eight`, `三+五=八`.
+"""Number words for the working of chain sums: `three+five=eight`, `三+五=八`.
 
 A model that has read two languages mixes them when only its answers are rewarded, as DeepSeek-R1-Zero did (arXiv
-2501.12948, section 2.2.4); the reward `language` makes it keep to one.
+2501.12948, section 2.2.4); the reward `language` keeps it to one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ NUMERALS = {
     "english": ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
     "chinese": ("零", "一", "二", "三", "四", "五", "六", "七", "八", "九"),
 }
-"""Language -> the words for the digits 0 to 9."""
+"""Language -> words for the digits 0 to 9."""
 STAYS = 0.8
-"""How often a step of the working is in the language of the step before; else its language is drawn anew."""
+"""Probability that a step of the working is in the same language as the step before; else its language is drawn
+anew."""
 
 _WORDS = {language: dict(enumerate(words, ord("0"))) for language, words in NUMERALS.items()}
 _DIGITS = {word: str(digit) for words in NUMERALS.values() for digit, word in enumerate(words)}
@@ -24,9 +25,9 @@ _WORD = re.compile("|".join(_DIGITS))
 
 
 def in_words(working: str, languages: Sequence[str], rng: random.Random) -> str:
-    """The working with words for its digits: `3+5=8;8+2=10` becomes, say, `three+five=eight;八+二=一零`.
+    """Replaces the digits of a working by words: `3+5=8;8+2=10` becomes, say, `three+five=eight;八+二=一零`.
 
-    Every step is in one of `languages`, by `STAYS`; without languages the working stays as it is.
+    Every step is in one of `languages`, chosen with `STAYS`; without languages the working is unchanged.
     """
     if not languages:
         return working
@@ -39,5 +40,5 @@ def in_words(working: str, languages: Sequence[str], rng: random.Random) -> str:
 
 
 def in_digits(text: str) -> str:
-    """The text with digits for all words of `NUMERALS`."""
+    """Replaces all number words of `NUMERALS` by digits."""
     return _WORD.sub(lambda word: _DIGITS[word[0]], text)

@@ -1,6 +1,6 @@
-"""Which tasks of the library reasoning-gym can be trained on.
+"""Tasks of the library reasoning-gym that can be trained on.
 
-Looked at one by one in the release `RELEASE`: other releases are refused, as their scorers may do something else.
+Each was reviewed in the release `RELEASE`: other releases are refused, as their scorers may differ.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ VETTED: tuple[str, ...] = (
     "string_synthesis", "sudoku", "survo", "syllogism", "time_intervals", "tower_of_hanoi", "tsumego",
     "word_sequence_reversal",
 )  # fmt: skip
-"""Tasks whose items are a function of their seed and number, whose scorers execute nothing, and give the full score to
-their own answer and to none that is wrong, but for the rounding that a task allows."""
+"""Vetted tasks: items are a function of seed and number; scorers execute nothing, give the full score to the reference
+answer and, except for the rounding that a task allows, to no wrong one."""
 
 _EXECUTES = "its scorer executes the answer, or what a file of problems says"
 _GENEROUS = "its scorer gives the full score to wrong answers"
@@ -54,7 +54,7 @@ REFUSED: dict[str, str] = (
     }
     | dict.fromkeys(("acre", "coin_flip", "futoshiki", "sokoban", "zebra_puzzles"), _SLOW)
 )  # fmt: skip
-"""Tasks that are not, and why."""
+"""Tasks that cannot be trained on -> reason."""
 
 
 def why_refused(task: str) -> str:
@@ -66,7 +66,7 @@ def why_refused(task: str) -> str:
 
 
 def check_installed() -> None:
-    """Raises ValueError, with the fix, unless the library is installed in the release that was looked at."""
+    """Raises ValueError, with the fix, unless the library is installed in the reviewed release."""
     try:
         release = metadata.version("reasoning-gym")
     except metadata.PackageNotFoundError:

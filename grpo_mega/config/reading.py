@@ -1,4 +1,4 @@
-"""How a trained model is read again, by an evaluation, a pool of a recipe or an export: layout and engine."""
+"""Configuration for reading a trained model again in an evaluation, a recipe's pool or an export: layout and engine."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from grpo_mega.config.rules import ConfigError, check_layout
 from grpo_mega.config.schema import Config, LayoutConfig, SGLangConfig
 
 LAYOUT = "layout."
-"""What settings begin with that a model can be read under; all others are those that it was trained with."""
+"""Prefix of the settings that may differ when a model is read; all others are those of its training."""
 
 
 def read_under(trained: Config, words: Sequence[str], world_size: int) -> Config:
-    """The configuration under the layout in which so many processes read a trained model.
+    """Configuration with the layout in which `world_size` processes read a trained model.
 
-    It is the one that `words` describe, such as layout.tp=2. Without words it is the one that the model was trained
-    under, where so many processes can be arranged in it; otherwise every process holds the whole model.
+    The layout is given by `words`, such as layout.tp=2. Without words it is that of training if it fits the processes;
+    otherwise every process holds the whole model.
 
     Raises:
-        ConfigError: The words are no layout, or the processes cannot be arranged in it.
+        ConfigError: The words are not a layout, or the processes do not fit it.
     """
     if wrong := [word for word in words if not word.startswith(LAYOUT)]:
         raise ConfigError(f"{wrong[0]}: only {LAYOUT}* can be given, the rest is as the model was trained")
     if not words and world_size > 1 and _fits(trained, world_size):
         return trained
-    # Rules of training want a sequence in one micro-batch.
+    # Rules of training require a sequence to fit one micro-batch.
     alone = LayoutConfig(micro_batch_tokens=max(trained.model.context, LayoutConfig().micro_batch_tokens))
     raw = OmegaConf.create(asdict(replace(trained, layout=alone)))
     try:
@@ -55,9 +55,9 @@ def _check(config: Config, world_size: int) -> None:
 
 
 def without_engines(config: Config) -> Config:
-    """The configuration with the embedded engine in place of engines beside the trainer, and without their settings.
+    """Configuration with the embedded engine in place of separate engines, and without their settings.
 
-    That engine must hold the completions that are sampled for one prompt, which other engines divide as they like.
+    The embedded engine must hold all completions of one prompt at once, which other engines divide freely.
     """
     rollout, samples = config.rollout, max(config.algorithm.group_size, config.eval.samples)
     if rollout.engine != "embedded":
@@ -71,6 +71,6 @@ def without_engines(config: Config) -> Config:
 
 
 def without_training(config: Config, world_size: int) -> Config:
-    """The configuration without what training alone asks of a layout of `world_size` processes."""
+    """Configuration without the requirements of training on a layout of `world_size` processes."""
     optimizer = replace(config.optimizer, overlap=False)
     return replace(config, optimizer=optimizer, algorithm=replace(config.algorithm, prompts_per_step=world_size))

@@ -1,4 +1,4 @@
-"""The reward model that a run learns from as its files describe it: an architecture of its own."""
+"""Architecture of the reward model that a run uses, read from the reward model's own files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SETTING = "reward.model.path"
 
 
 def read_reward_model(config: Config) -> ModelConfig | None:
-    """The architecture of the run that trained `reward.model.path`, for sequences of this run's length.
+    """Architecture of the run that trained `reward.model.path`, for sequences of this run's length.
 
-    None without a reward model, and where nothing says how it was trained: of a checkpoint that was copied out of its
-    run, and of one that an earlier stage of a recipe has yet to make. It then has the policy's architecture.
+    None without a reward model, and where its training configuration is missing (a checkpoint copied out of its run, or
+    not yet written by an earlier stage of a recipe). It then has the policy's architecture.
 
     Raises:
         ValueError: The run's configuration cannot be read; names it.
@@ -33,7 +33,7 @@ def read_reward_model(config: Config) -> ModelConfig | None:
 def check_reward_model(config: Config, model: ModelConfig) -> None:
     """Raises a ConfigError when the layout cannot split a reward model of this architecture.
 
-    One without experts is whole on every rank that shares the policy's.
+    A reward model without experts is replicated over the ranks that share the policy's experts.
     """
     layout = config.layout if model.moe.experts else replace(config.layout, ep=1, etp=1)
     beside = replace(config, model=model, layout=layout)

@@ -1,4 +1,4 @@
-"""Prints docs/configuration.md, made of the schema and the files of configs/:
+"""Prints docs/configuration.md, generated from the schema and the files of configs/:
 
 python -m grpo_mega.config.setting_page > docs/configuration.md
 """
@@ -36,7 +36,7 @@ CHOSEN = "`{group}={option}` unless the experiment or the command line says othe
 
 
 def page() -> str:
-    """The whole document."""
+    """The whole document, as Markdown."""
     parts = [HEAD, "## Groups and their options\n"]
     parts += [_of_group(group, options, chosen_options().get(group)) for group, options in groups().items()]
     parts.append("## Settings\n")
@@ -45,17 +45,17 @@ def page() -> str:
 
 
 def _of_group(group: str, options: list[str], chosen: str | None) -> str:
-    """The table of a group's files, each with its first comment."""
+    """Table of a group's files, each with its first comment."""
     taken = CHOSEN.format(group=group, option=chosen) if chosen else "None by default."
     rows = [f"| `{option}` | {_cell(_comment(group, option))} |" for option in options]
     return "\n".join([f"### Group {group}\n", f"{taken}\n", "| option | what it is |", "| --- | --- |", *rows, ""])
 
 
 def _comment(group: str, option: str) -> str:
-    """The first comment of a file that says what it is.
+    """First comment of a file of configs/, which describes it.
 
     Raises:
-        ValueError: It has none.
+        ValueError: The file has no comment.
     """
     path = config_dir() / group / f"{option}.yaml"
     lines = path.read_text().splitlines()
@@ -66,7 +66,7 @@ def _comment(group: str, option: str) -> str:
 
 
 def _of_section(section: Section) -> str:
-    """The table of a dataclass's settings; nothing but its title where all are in dataclasses of its own."""
+    """Table of a dataclass's settings; only its title if all of them are in nested dataclasses."""
     depth = "#" * min(5, 3 + section.name.count("."))
     head = [f"{depth} {section.name}\n", f"{section.about}\n"]
     table = ["| setting | default | meaning |", "| --- | --- | --- |", *map(_row, section.settings), ""]
@@ -74,14 +74,14 @@ def _of_section(section: Section) -> str:
 
 
 def _row(setting: Setting) -> str:
-    """The line of a setting."""
+    """Table row of a setting."""
     default = "must be given" if setting.default is None else f"`{setting.default}`" if setting.default else "empty"
     meaning = f"{setting.meaning} Values: {setting.values.removeprefix('in ')}." if setting.values else setting.meaning
     return f"| `{setting.name}` | {default} | {_cell(meaning)} |"
 
 
 def _cell(text: str) -> str:
-    """Text as a cell of a table takes it."""
+    """The text escaped for a table cell."""
     return text.replace("|", r"\|")
 
 

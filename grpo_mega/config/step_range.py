@@ -1,4 +1,4 @@
-"""Ranges of steps as settings write them: 3:5 is steps 3, 4 and 5."""
+"""Ranges of steps in settings: 3:5 is steps 3, 4 and 5."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 
 
 def read_steps(text: str) -> range:
-    """The steps of a range FIRST:LAST, both included; FIRST alone is one step.
+    """Parses a range of steps FIRST:LAST, both included; FIRST alone is one step.
 
     Raises:
-        ValueError: It is none, or has no step; says how one is written.
+        ValueError: The text is not a range, or the range is empty; shows the format.
     """
     match = re.fullmatch(r"\s*(\d{1,12})\s*(?::\s*(\d{1,12})\s*)?", text, re.ASCII)
     if match is None:

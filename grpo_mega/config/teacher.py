@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation as its files describe it: architecture and tokenizer, which are its own."""
+"""The teacher of on-policy distillation, read from its own files: architecture and tokenizer."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from grpo_mega.config.trained_model import TrainedModel, read_trained_model
 
 
 def read_teacher(config: Config) -> TrainedModel | None:
-    """What the files of `distill.teacher` say; None when the run has no teacher.
+    """Reads the description of `distill.teacher` from its files; None without a teacher, or with one on a server.
 
     Raises: see `read_trained_model`.
     """
-    if not config.distill.teacher:
+    if not config.distill.teacher or config.distill.served:
         return None
     return read_trained_model("distill.teacher", config.distill.teacher, config.model.context)
 
 
 def check_teacher(config: Config, teacher: TrainedModel) -> None:
-    """Checks that the layout of the run can split the teacher, and that it was made for sequences as long.
+    """Checks that the run's layout can split the teacher, and that the teacher supports sequences as long as the run's.
 
     Raises:
-        ConfigError: It cannot; names the fields, which are the teacher's.
+        ConfigError: A check fails; names the fields, which are the teacher's.
     """
     refuse([f"distill.teacher={config.distill.teacher}: {problem}" for problem in _problems(config, teacher)])
 
@@ -38,7 +38,7 @@ def _problems(config: Config, teacher: TrainedModel) -> Iterator[str]:
             f"it was made for sequences of {teacher.model.context} tokens, and model.context={context}; lower "
             f"model.context to {teacher.model.context}"
         )
-    # The weights have a shape that cannot be changed, as those of run.init_from.
+    # The weights have a fixed shape, like those of run.init_from.
     run = replace(config.run, init_from=config.distill.teacher)
     theirs = replace(config, model=replace(teacher.model, context=context), run=run)
     for problem in (*model_problems(theirs), *layout_problems(theirs)):

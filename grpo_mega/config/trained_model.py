@@ -1,6 +1,6 @@
-"""A model that a run uses beside the one it trains, as its files describe it: a teacher, a reward model.
+"""Description of a further model that a run uses (a teacher, a reward model), read from the model's files.
 
-Neither torch nor transformers is imported: plans are made where there is none.
+Neither torch nor transformers is imported: plans are made on machines without them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from grpo_mega.config.huggingface.architecture import model_settings
 from grpo_mega.config.schema import DataConfig, ModelConfig
 
 FOLDER = "config.json"
-"""What a Hugging Face folder has, and a checkpoint that was imported from one."""
+"""File of a Hugging Face folder, and of a checkpoint imported from one."""
 RUN = "config.yaml"
-"""What a run directory has."""
+"""File of a run directory."""
 CHECKPOINT = "state.json"
-"""What a checkpoint has; that of a cached base model says what it was trained with."""
+"""File of a checkpoint; that of a cached base model contains its training configuration."""
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model that is not loaded yet.
+    """Description of a model that is not loaded yet.
 
     Attributes:
-        model: Its architecture.
-        data: Which tokens it knows: `tokenizer`, `task` and `languages` are the model's, others are unknown.
+        model: Architecture of the model.
+        data: Tokens of the model: `tokenizer`, `task` and `languages` are the model's, other fields are unknown.
     """
 
     model: ModelConfig
@@ -38,16 +38,16 @@ class TrainedModel:
 
 
 def read_trained_model(setting: str, value: str, context: int) -> TrainedModel:
-    """What the files say that a setting names: those of a run directory, a checkpoint or a Hugging Face folder.
+    """Reads a model's description from the run directory, checkpoint or Hugging Face folder that a setting names.
 
     Args:
-        setting: Its name, for errors.
-        value: The path.
-        context: Tokens of the longest sequence of the run, of which some folders' architectures depend.
+        setting: Name of the setting, for errors.
+        value: Value of the setting, the path.
+        context: Longest sequence of the run in tokens, on which the architecture of some folders depends.
 
     Raises:
         FileNotFoundError: There is no such path.
-        ValueError: It is no model, or none of a supported family; names the path, and the file or key.
+        ValueError: The path is not a model, or not of a supported family; names the path, and the file or key.
     """
     path, named = Path(value), f"{setting}={value}"
     if not path.exists():
@@ -65,7 +65,7 @@ def read_trained_model(setting: str, value: str, context: int) -> TrainedModel:
 
 
 def is_described(path: Path) -> bool:
-    """Whether the files of a run directory or checkpoint say how its model was trained; one that was copied may not."""
+    """Whether a run directory or checkpoint contains its training configuration; a copied checkpoint may not."""
     return _described_in(path) is not None
 
 
@@ -74,7 +74,7 @@ def _described_in(path: Path) -> Path | None:
 
 
 def _places(path: Path) -> Iterator[Path]:
-    """Where the configuration may be that a run directory or a checkpoint was made with."""
+    """Possible files of the training configuration of a run directory or a checkpoint."""
     yield path / RUN
     if (path / CHECKPOINT).is_file():
         if path.absolute().parent.name == "checkpoints":
@@ -84,12 +84,12 @@ def _places(path: Path) -> Iterator[Path]:
 
 
 def _trained_with(file: Path, named: str) -> dict[str, Any]:
-    """The configuration in a file, as it was written."""
+    """Training configuration in a file, as it was written."""
     if file.name == CHECKPOINT:
         return _json(file)["config"]
     try:
         found = OmegaConf.to_container(OmegaConf.load(file))
-    except Exception as error:  # the error depends on what is wrong with the text
+    except Exception as error:  # the type of error depends on what is wrong with the text
         raise ValueError(f"{named}: {file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{named}: {file} is not the configuration of a run")
@@ -105,7 +105,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _settings(found: dict[str, Any], named: str, file: Path) -> TrainedModel:
-    """The part of a configuration that is about the model and its tokens."""
+    """Architecture and tokens from a training configuration."""
     data = found.get("data") or {}
     try:
         model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), found["model"]))
@@ -113,7 +113,7 @@ def _settings(found: dict[str, Any], named: str, file: Path) -> TrainedModel:
         read = OmegaConf.to_object(
             OmegaConf.merge(OmegaConf.structured(DataConfig(task="", parse_special=True)), tokens)
         )
-    except Exception as error:  # the error depends on what is wrong with the text
+    except Exception as error:  # the type of error depends on what is wrong with the text
         raise ValueError(
             f"{named}: {file} has no model that this release knows: {' '.join(str(error).split())}"
         ) from error

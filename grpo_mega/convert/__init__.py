@@ -1,1 +1,1 @@
-"""Models in and out: checkpoints become Hugging Face folders, with a model card, and folders become checkpoints."""
+"""Conversion of models: checkpoints to Hugging Face folders, with a model card, and folders to checkpoints."""

@@ -1,4 +1,4 @@
-"""The model card of an exported folder, README.md: what was trained on what, how, and how well it does."""
+"""Model card (README.md) of an exported folder: model, data, training and results."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ NO_TOKENIZER = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card says beside the configuration.
+    """Facts for a model card that are not in the configuration.
 
     Attributes:
-        role: Which model it is, "policy" or "reference".
-        stage: What has trained it last: "grpo", "sft", "pretrain".
+        role: Role of the model, "policy" or "reference".
+        stage: Stage that trained it last: "grpo", "sft", "pretrain".
         steps: Steps of this stage.
         architecture: The class of transformers.
         parameters: Parameters of the whole model.
-        dtype: Of the weights in the folder, "fp32" or "bf16".
-        versions: {package: version} that it was trained with.
-        command: What wrote the folder.
-        run: The run directory whose measurements are of this model; None for none.
+        dtype: Dtype of the weights in the folder, "fp32" or "bf16".
+        versions: {package: version} used in training.
+        command: Command that wrote the folder.
+        run: Run directory with evaluations of this model, or None.
     """
 
     role: str
@@ -48,7 +48,7 @@ class Facts:
 
 
 def card(config: Config, facts: Facts) -> str:
-    """The text of README.md, with the header that the Hugging Face hub reads."""
+    """Text of README.md, with the header for the Hugging Face hub."""
     name = config.run.name if facts.role == "policy" else f"{config.run.name} ({facts.role})"
     supervised = facts.stage != "pretrain" and bool(config.sft.path or config.sft.steps)
     reinforced = facts.stage == "grpo" and facts.steps > 0
@@ -89,12 +89,12 @@ def card(config: Config, facts: Facts) -> str:
 
 
 def evaluated(config: Config) -> str:
-    """The role of the model that a run's evaluations are about."""
+    """Role of the model that a run evaluates."""
     return "average" if config.optimizer.average_decay else "policy"
 
 
 def results_of(run: Path, step: int) -> list[tuple[str, dict[str, float]]]:
-    """What evaluations measured up to this step: held-out results, and the last ones on validation problems."""
+    """Results of evaluations up to this step: held-out results, and the last ones on validation problems."""
     file = run / METRICS
     found: dict[tuple[str, int], dict[str, float]] = {}
     for record in read_metrics(file) if file.is_file() else []:
@@ -109,7 +109,7 @@ def results_of(run: Path, step: int) -> list[tuple[str, dict[str, float]]]:
 
 
 def _lines(config: Config, supervised: bool) -> list[tuple[str, str]]:
-    """What the model was made from."""
+    """Lines about the model's origin and training data."""
     data = config.data
     paths = [data.train_path, *(source.path or source.reasoning_gym for source in data.sources.values())]
     files = ", ".join(f"`{path}`" for path in paths if path)
@@ -124,7 +124,7 @@ def _lines(config: Config, supervised: bool) -> list[tuple[str, str]]:
 
 
 def _rewarded(config: Config) -> list[tuple[str, str]]:
-    """What reinforcement learning was by, and for."""
+    """Lines about the objective and the rewards of reinforcement learning."""
     algorithm = config.algorithm
     rewards = ", ".join(f"{term.name} x {term.weight:g}" for term in config.reward.terms)
     sizes = f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} samples a step"
@@ -148,7 +148,7 @@ def _results(results: Sequence[tuple[str, dict[str, float]]]) -> list[str]:
 
 
 def _settings(config: Config, supervised: bool, reinforced: bool) -> str:
-    """The rooms of the configuration that say how it was trained, as YAML."""
+    """Settings of the configuration that describe the training, as YAML."""
     sampling = ("temperature", "top_p", "top_k", "max_new_tokens", "stop")
     rewarded = ("algorithm", "reward", "optimizer") if reinforced else ()
     rooms = {name: asdict(getattr(config, name)) for name in (*rewarded, "data")}

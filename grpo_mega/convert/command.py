@@ -1,6 +1,6 @@
-"""What the tools that read a model of a run have in common: options, and how they begin and end on every rank.
+"""Shared parts of the tools that read a run's model: options, and start and end on every rank.
 
-They end as training does (`grpo_mega.observe.leave`), so that a launcher can watch them.
+Tools end as training does (`grpo_mega.observe.leave`), so that a launcher can watch them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ DONE = 0
 
 
 def parser_of(description: str, sources: str, models: tuple[str, ...], default: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that say which model is read: the source, --model and --config.
+    """A parser with the options that select the model to read: the source, --model and --config.
 
     Args:
-        description: The tool's docstring, printed as it is.
-        sources: What the source may be, such as RUN|CHECKPOINT.
-        models: What --model may be.
-        default: What it is when it is not given; None for the one that the run's own evaluations are about.
+        description: The tool's docstring, printed verbatim.
+        sources: Kinds of sources, such as RUN|CHECKPOINT.
+        models: Values of --model.
+        default: Default of --model; None for the model that the run itself evaluates.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, metavar=sources, help="where the model is")
@@ -40,14 +40,14 @@ def parser_of(description: str, sources: str, models: tuple[str, ...], default: 
 
 
 def run(work: Callable[[platform.Platform], str], again: str) -> int:
-    """Joins the ranks, does the work on each, and prints what it returns on one; returns the exit code.
+    """Joins the ranks, runs `work` on each, and prints its result on one; returns the exit code.
 
     A ValueError or FileNotFoundError ends the process with exit code 2, `Stopped` with 75, a RuntimeError is exit code
-    1; one rank prints it.
+    1; one rank prints the message.
 
     Args:
-        work: What the tool does; every rank raises what one raises.
-        again: What a RuntimeError leaves and how to go on, as a sentence.
+        work: Work of the tool; when one rank raises, all must raise.
+        again: Sentence about the state after a RuntimeError, and how to continue.
     """
     end_with_launcher()
     faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, and continues

@@ -1,4 +1,4 @@
-"""Writes a policy with all that belongs to it as a Hugging Face folder: weights, tokenizer, model card; or adapters."""
+"""Exports a policy as a Hugging Face folder (weights, tokenizer, model card), or its adapters."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def write_folder(path: Path, policy: Policy, config: Config, tokenizer: Tokenize
     """Writes the policy to `path`, in the dtype of the `facts`; every rank must call it. See `directory.save`.
 
     Raises:
-        ValueError: No supported family describes the model, or `path` exists.
+        ValueError: No supported family matches the model, or `path` exists.
         RuntimeError: The disk is full or failed; nothing is left at `path`.
     """
-    made: list[Companions] = []  # on the main rank, which alone has a use for them, and may fail to read files
+    made: list[Companions] = []  # only the main rank needs them, and may fail to read files
     work = lambda: made.append(_beside(config, tokenizer, facts))  # noqa: E731
     succeed_together(work if policy.topology.is_main else lambda: None)
     directory.save(path, policy, beside=made[0] if made else None, dtype=facts.dtype)
@@ -47,11 +47,11 @@ def write_folder(path: Path, policy: Policy, config: Config, tokenizer: Tokenize
 def write_adapter(path: Path, policy: Policy, config: Config) -> None:
     """Writes the adapters of a policy for the library `peft`; every rank must call it.
 
-    The folder holds adapter_config.json and adapter_model.safetensors. Main memory of every rank: a bucket, of the main
-    one: all adapters.
+    The folder holds adapter_config.json and adapter_model.safetensors. Main memory: a bucket on every rank, all
+    adapters on the main rank.
 
     Raises:
-        ValueError: No supported family describes the model.
+        ValueError: No supported family matches the model.
         RuntimeError: The disk is full or failed; nothing is left at `path`.
     """
     assert policy.lora, "a policy without adapters"
@@ -64,13 +64,13 @@ def write_adapter(path: Path, policy: Policy, config: Config) -> None:
 
 
 def base_of_adapters(origin: str | None) -> str | None:
-    """The folder that `peft` loads below the adapters: that of an imported checkpoint; other checkpoints have none."""
+    """Folder of the base model for `peft`: that of an imported checkpoint; None for other checkpoints."""
     state = Path(origin or "") / STATE
     return json.loads(state.read_text()).get("imported_from") if origin and state.is_file() else origin
 
 
 def _write_adapter(path: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
-    """Writes both files under a temporary name, which is then the folder's."""
+    """Writes both files under a temporary name, then renames the folder."""
     temporary = path.with_name(f".{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     with only_one(path):
@@ -81,7 +81,7 @@ def _write_adapter(path: Path, tensors: dict[str, torch.Tensor], settings: dict[
             temporary.mkdir()
             file = temporary / ADAPTER
             save_file(tensors, file, {"format": "pt"})
-            file.chmod(temporary.stat().st_mode & 0o666)  # safetensors lets nobody else read it
+            file.chmod(temporary.stat().st_mode & 0o666)  # safetensors makes the file unreadable for others
             with file.open("rb") as written:
                 os.fsync(written.fileno())
             write_atomic(temporary / ADAPTER_CONFIG, json.dumps(settings, indent=1))
@@ -92,6 +92,6 @@ def _write_adapter(path: Path, tensors: dict[str, torch.Tensor], settings: dict[
 
 
 def _beside(config: Config, tokenizer: Tokenizer, facts: Facts) -> Companions:
-    """What lies beside the weights."""
+    """Files of the export other than weights."""
     beside = companions(config, stop_ids(config, tokenizer))
     return replace(beside, files=beside.files | {CARD: card(config, facts).encode()})

@@ -1,7 +1,7 @@
-"""A Hugging Face folder as a checkpoint, tensor by tensor: no process ever holds the model.
+"""Converts a Hugging Face folder to a checkpoint, tensor by tensor: no process ever holds the model.
 
-The model is built without memory (`platform.start_planning`), which says what Megatron calls its tensors and how a
-checkpoint cuts them. Each part is then read from the folder and written, in the format in which Megatron saves.
+The model is built without memory (`platform.start_planning`), which gives Megatron's tensor names and shards. Each part
+is then read from the folder and written, in the format in which Megatron saves.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from grpo_mega.weights.companions import CONFIG, GENERATION, TOKENIZER_FILES
 from grpo_mega.weights.directory import Reader
 
 BYTES_OF_A_FILE = 512 * 2**20
-"""Ranks that read the checkpoint divide its files among them to compute checksums."""
+"""Size of a file in bytes: ranks that read the checkpoint divide its files among them to compute checksums."""
 
 
 def import_folder(folder: Path, out: Path, model: ModelConfig, vocab_size: int, here: Platform) -> None:
     """Writes the weights of a folder as the checkpoint `out`, with its tokenizer and config.json.
 
-    One process, in a layout of one, after `platform.start_planning`; `here` has the meta device. Main memory:
-    half a GiB, and twice the largest tensor.
+    For one process, in a layout of one, after `platform.start_planning`; `here` has the meta device. Main memory: half
+    a GiB, and twice the largest tensor.
 
     Raises:
-        ValueError: The folder is not of this model, or not whole, or `out` exists, or another process is writing it;
-            names what is wrong.
+        ValueError: The folder is not of this model, or incomplete, or `out` exists, or another process is writing it;
+            names the problem.
         OSError: The disk is full or failed. Nothing is left of `out`.
     """
     _refuse_existing(out)
@@ -60,8 +60,8 @@ def import_folder(folder: Path, out: Path, model: ModelConfig, vocab_size: int, 
             _refuse_existing(out)  # another process may have finished it meanwhile
             _write_checkpoint(folder, out, wanted, reader)
     except (OSError, RuntimeError) as error:
-        cause = error if isinstance(error, OSError) else error.__context__ or error  # torch's follows from the disk's
-        there = next(folder for folder in out.absolute().parents if os.path.isdir(folder))  # some may not be made
+        cause = error if isinstance(error, OSError) else error.__context__ or error  # torch's has the disk's
+        there = next(folder for folder in out.absolute().parents if os.path.isdir(folder))  # some may be missing
         why = f"{cause}. {shutil.disk_usage(there).free:,} bytes were free in {there}"
         raise OSError(f"{out} cannot be written: {why}") from error
 
@@ -72,7 +72,7 @@ def _refuse_existing(out: Path) -> None:
 
 
 def _write_checkpoint(folder: Path, out: Path, wanted: list[Part], reader: Reader) -> None:
-    """Writes everything under a temporary name, which is then the checkpoint's."""
+    """Writes everything under a temporary name, then renames the folder."""
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     (temporary / POLICY).mkdir(parents=True)
@@ -92,14 +92,14 @@ def _write_checkpoint(folder: Path, out: Path, wanted: list[Part], reader: Reade
 
 
 def _check_room(folder: Path, wanted: list[Part]) -> None:
-    """Raises an OSError when the disk has not even room for the tensors."""
+    """Raises OSError when the disk lacks space for the tensors."""
     needed = sum(prod(part.local_shape) * part.dtype.itemsize for part in wanted if isinstance(part, ShardedTensor))
     if needed > shutil.disk_usage(folder).free:
         raise OSError(f"the weights take {needed:,} bytes: make room, or name a directory on another disk")
 
 
 class _Parts(DefaultSavePlanner):
-    """Gives the writer one part after the other, read when its turn comes."""
+    """Reads the shards for the writer one at a time, when they are needed."""
 
     def __init__(self, wanted: Iterable[Part], reader: Reader) -> None:
         super().__init__()
@@ -107,24 +107,24 @@ class _Parts(DefaultSavePlanner):
         self._reader = reader
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The part's values."""
+        """Values of a shard."""
         part = self._parts[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
         if isinstance(part, ShardedObject):
             content = io.BytesIO()
-            torch.save([part.data], content)  # Megatron: of all objects of this name on a rank
+            torch.save([part.data], content)  # Megatron's lookup of all objects of this name on a rank
             return content
         return self._reader.part(*named_box(part), part.dtype).view(_sizes(part))
 
 
 class _Writer(FileSystemWriter):
-    """Writes tensors as torch does, and an index of them alone."""
+    """Writes tensors as torch does, with an index of tensors only."""
 
     def storage_meta(self) -> None:
-        """Nothing: where it was written is a Path, and reading refuses what is no plain value."""
+        """None: torch would record a Path here, and reading refuses everything but plain values."""
 
 
 def _write(folder: Path, wanted: list[Part], reader: Reader) -> None:
-    """Writes the parts into files of about `BYTES_OF_A_FILE`, and what Megatron wants beside them."""
+    """Writes the shards into files of about `BYTES_OF_A_FILE`, and Megatron's further files."""
     for part in wanted:
         if isinstance(part, ShardedTensor) and named_box(part)[0] not in reader:
             raise ValueError(f"no Hugging Face tensor stands for {part.key}")
@@ -143,7 +143,7 @@ def _write(folder: Path, wanted: list[Part], reader: Reader) -> None:
 
 
 def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
-    """The items of each file."""
+    """Yields the items of each file."""
     file: list[WriteItem] = []
     room = BYTES_OF_A_FILE
     for item in items:
@@ -173,5 +173,5 @@ def _index(part: Part) -> MetadataIndex:
 
 
 def _sizes(part: ShardedTensor) -> tuple[int, ...]:
-    """Of the part, with the axes that number layers and experts."""
+    """Sizes of a shard, including the axes that number layers and experts."""
     return (*(1 for _ in range(part.prepend_axis_num)), *part.local_shape)

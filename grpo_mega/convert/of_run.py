@@ -1,4 +1,4 @@
-"""Exports of a run that goes on: the policy after some steps, in a folder of the run directory."""
+"""Exports of a running job: the policy after some steps, in a folder of the run directory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from grpo_mega.weights.families import ARCHITECTURES, family
 
 @dataclass(frozen=True)
 class Exports:
-    """Writes the policy of a run; every rank makes one, and makes every call.
+    """Exporter of a run's policy; every rank creates one, and makes every call.
 
     Attributes:
         run: The run directory.
-        policy: What is written.
+        policy: The policy to export.
         config: The configuration of the run.
-        tokenizer: Its tokenizer.
+        tokenizer: Tokenizer of the run.
     """
 
     run: Path
@@ -37,7 +37,7 @@ class Exports:
     tokenizer: Tokenizer
 
     def __post_init__(self) -> None:
-        """Raises ValueError when no supported family describes the model: after hours of training it is too late."""
+        """Raises ValueError when no supported family matches the model, rather than after hours of training."""
         if not self.config.run.export_every:
             return
         try:
@@ -46,23 +46,24 @@ class Exports:
             raise ValueError(f"run.export_every={self.config.run.export_every}: {error}; or set 0") from None
 
     def path(self, step: int) -> Path:
-        """Where the export of a step lies."""
+        """Path of the export of a step."""
         return self.run / "export" / f"step-{step:06d}"
 
     def is_due(self, step: int) -> bool:
-        """Whether `run.export_every` asks for one after `step` steps."""
+        """Whether `run.export_every` requires an export after `step` steps."""
         every = self.config.run.export_every
         return every > 0 and step > 0 and step % every == 0
 
     def is_there(self, step: int) -> bool:
-        """Whether it was written; every rank must call it."""
+        """Whether the export of a step was written; every rank must call it."""
         return from_main_rank(self.path(step).exists)
 
     def write(self, step: int, checkpoint: Path | None) -> None:
-        """Writes the policy after `step` steps, in place of what an earlier start left there.
+        """Exports the policy after `step` steps, replacing an export of an earlier start.
 
         Raises:
-            RuntimeError: The disk failed, or would have no room for one more `checkpoint`; nothing is left of it.
+            RuntimeError: The disk failed, or would have no space for one more `checkpoint`; nothing is left of the
+                export.
         """
         parameters = self.policy.parameters()
         size = parameters * DTYPES[self.config.model.dtype].itemsize
@@ -85,10 +86,10 @@ class Exports:
 
 
 def _make_room(run: Path, path: Path, size: int, checkpoint: Path | None) -> None:
-    """Removes what lies at `path`.
+    """Removes an existing export at `path`, and checks the disk space.
 
     Raises:
-        OSError: There is no room for an export of this size and, after it, for a checkpoint like the last one.
+        OSError: There is no space for an export of this size and a further checkpoint like `checkpoint`.
     """
     if path.exists():
         shutil.rmtree(path)
@@ -99,6 +100,6 @@ def _make_room(run: Path, path: Path, size: int, checkpoint: Path | None) -> Non
 
 
 def _command(processes: int) -> str:
-    """What started this process."""
+    """Command that started this process."""
     torchrun = f"torchrun --nproc-per-node {processes}" if processes > 1 else "python"
     return f"{torchrun} -m grpo_mega.train {shlex.join(sys.argv[1:])}"

@@ -1,4 +1,4 @@
-"""What is exported: the checkpoint that a path means, and the configuration it was trained with."""
+"""Source of an export: the checkpoint that a path refers to, and its training configuration."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from grpo_mega.platform.collectives import from_main_rank
 
 @dataclass(frozen=True)
 class Source:
-    """A whole checkpoint.
+    """An intact checkpoint to export from.
 
     Attributes:
         path: The checkpoint.
-        run: The run directory that it lies in; None for one that lies elsewhere.
-        state: Its state, see `Run.state_dict`; that of a cached base model has its steps and its configuration.
+        run: Run directory that contains it, or None.
+        state: State of the checkpoint, see `Run.state_dict`; a cached base model's has its steps and configuration.
     """
 
     path: Path
@@ -39,23 +39,23 @@ class Source:
 
     @property
     def stage(self) -> str:
-        """What has trained it last."""
+        """Stage that trained the model last."""
         return checkpoint.stage_of(self.path) or ("grpo" if "step" in self.state else "pretrain")
 
     @property
     def steps(self) -> int:
-        """Steps of this stage."""
+        """Number of steps of that stage."""
         return self.state.get("step", self.state.get("steps", 0))
 
 
 def find(path: Path, role: str = "policy") -> Source:
-    """The newest whole checkpoint of a run directory, or the named one; every rank must call it.
+    """Finds the newest intact checkpoint of a run directory, or takes the named one; every rank must call it.
 
-    `role` is that of the model that the run trained.
+    `role` is the role of the model that the run trained.
 
     Raises:
-        FileNotFoundError: There is no such path.
-        ValueError: It holds no whole checkpoint, or a reward model where a language model is asked for.
+        FileNotFoundError: The path does not exist.
+        ValueError: The path has no intact checkpoint, or a reward model where a language model is needed.
     """
     if not from_main_rank(path.exists):
         raise FileNotFoundError(f"{path} does not exist; name a run directory such as runs/tiny, or a checkpoint")
@@ -84,20 +84,19 @@ def find(path: Path, role: str = "policy") -> Source:
 
 
 def holds_reward_model(path: Path) -> bool:
-    """Whether the run directory or checkpoint is of a run that trained a reward model, of whole answers or of steps."""
+    """Whether a run directory or checkpoint is of a reward model's run, of whole answers or of steps."""
     folder = folder_of(REWARD_MODEL)
     return (path / folder).is_dir() or any((path / CHECKPOINTS).glob(f"*/{folder}"))
 
 
 def configuration(source: Source, settings: Sequence[str], world_size: int, file: Path | None = None) -> Config:
-    """What the model was trained with, under the layout in which the processes read it; see `read_under`.
+    """Training configuration of the model, with the layout for reading it; see `read_under`.
 
     Args:
         source: The checkpoint.
-        settings: Of the form layout.tp=2.
-        world_size: How many processes share the model.
-        file: The config.yaml of the run that trained it; null for the one of its run directory, or the one that a
-            cached base model holds.
+        settings: Overrides such as layout.tp=2.
+        world_size: Number of processes that share the model.
+        file: The config.yaml of the run that trained it; None for that of its run directory or of a cached base model.
 
     Raises:
         ValueError: There is no configuration, it cannot be read, or the layout does not fit the processes.
@@ -109,7 +108,7 @@ def read(source: Source, policy: Policy, role: str) -> None:
     """Reads the weights of the model with this role into a policy without optimizer; every rank must call it.
 
     Raises:
-        ValueError: The checkpoint has no such model, or something in it would be executed.
+        ValueError: The checkpoint has no such model, or contains something that would be executed.
     """
     files = files_in_manifest(source.path)
     if not any(name.startswith(f"{folder_of(role)}/") for name in files):
@@ -117,7 +116,7 @@ def read(source: Source, policy: Policy, role: str) -> None:
             f"{source.path} holds no {role}: the run that saved it had none (a reference needs algorithm.kl_coef above "
             "0, an average optimizer.average_decay); name another checkpoint, or leave --model out for the policy"
         )
-    if policy.lora and role != policy.role:  # copies are saved as adapters alone
+    if policy.lora and role != policy.role:  # copies are saved as adapters only
         load_into(policy, source.path, folder_of(policy.role), files)
         with policy.chunks.adapters_alone():
             load_into(policy, source.path, folder_of(role), files)
@@ -141,7 +140,7 @@ def _raw(source: Source, file: Path | None) -> DictConfig:
     file = file or (source.run or Path()) / RUN_CONFIG
     try:
         raw = OmegaConf.create(file.read_text())
-    except Exception as error:  # the error depends on what is wrong with the text
+    except Exception as error:  # the type of error depends on what is wrong with the text
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(raw, DictConfig) or "model" not in raw:
         raise ValueError(f"{file} is not the configuration of a run; give --config FILE")

@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation, from a run, a checkpoint or a Hugging Face folder."""
+"""Loading of the teacher of on-policy distillation, from a run, a checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from grpo_mega.platform.manifest import MANIFEST
 from grpo_mega.weights import directory as huggingface
 
 POLICY = "policy"
-"""The role that a teacher had where it was trained."""
+"""Role of a teacher in the run that trained it."""
 
 
 def load_teacher(path: Path, teacher: Teacher) -> None:
-    """Reads the teacher's weights, and sums them up in its `checksum`; every rank must call it.
+    """Loads the teacher's weights, and computes its `checksum`; every rank must call it.
 
     Raises:
-        FileNotFoundError: There is no such path.
-        ValueError: What is there is damaged, of another architecture, or has adapters apart from its weights.
+        FileNotFoundError: The path does not exist.
+        ValueError: The model is damaged, of another architecture, or has separate adapters.
     """
     if huggingface.is_model(path) and not (path / checkpoint.STATE).is_file():
         huggingface.load_weights(path, teacher)
@@ -33,12 +33,12 @@ def load_teacher(path: Path, teacher: Teacher) -> None:
     found = source.find(path)
     refuse_adapters(found.path, folder_of(POLICY))
     source.read(found, teacher, POLICY)
-    manifest = from_main_rank((found.path / MANIFEST).read_bytes)  # it has the checksums of all other files
+    manifest = from_main_rank((found.path / MANIFEST).read_bytes)  # the manifest has the checksums of all other files
     teacher.checksum = hashlib.sha256(manifest).hexdigest()
 
 
 def _of_folder(path: Path) -> str:
-    """SHA-256 of the checksums of all that a folder's weights are read from; each rank reads its share."""
+    """SHA-256 of the checksums of all files of a folder's weights; each rank reads its share."""
     files = from_main_rank(lambda: sorted(file.name for file in path.glob("*.safetensors")))
     sums = checksums(path, [huggingface.CONFIG, *files])
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Where prompts come from: tokenizer, generated and stored problems, splits, and an order that can be resumed."""
+"""Training data: tokenizer, generated and stored problems, splits, and a resumable order of prompts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from grpo_mega.types import Prompt, Row
 
 @dataclass(frozen=True)
 class Data:
-    """Everything a run reads."""
+    """Data of a run: tokenizer, training prompts, held-out problems, rows of supervised steps."""
 
     tokenizer: Tokenizer
     train: PromptSource | FrontierSource
     validation: list[Prompt]
     test: list[Prompt]
     problems: Sequence[Prompt] = ()
-    """The stored problems that `train` draws from, source after source; none when it generates them."""
+    """Stored problems that `train` draws from, source after source; empty for generated tasks."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a completion."""
     supervised: SupervisedRows | None = None
@@ -45,11 +45,11 @@ class Data:
 
 @dataclass(frozen=True)
 class ExampleData:
-    """Everything that a reward model's run reads."""
+    """Data of a run that trains a reward model."""
 
     tokenizer: Tokenizer
     examples: Examples[Any]
-    """Pairs, or answers whose steps have labels, as `run.trains` says."""
+    """Pairs, or answers whose steps have labels, as `run.trains` requires."""
     warnings: tuple[str, ...] = ()
     """Warnings about the data, to be logged before training."""
 
@@ -98,7 +98,7 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
 def _generated(config: Config) -> Data:
     data, seed = config.data, config.run.seed
     task = generated_task(data)
-    # Every length is among the held-out problems, so these stand for the endless training stream too.
+    # The held-out problems include every length, so they also represent the endless training stream.
     _check_room(task.validation + task.test, config.model.context)
     longest, traces = task.longest_document(), config.sft.steps and not config.sft.path
     if (config.base.train or traces) and longest > config.model.context:
@@ -114,13 +114,13 @@ def _generated(config: Config) -> Data:
     identity = f"{data.task} seed={seed}{terms}{languages} held_out={data.validation_size}+{data.test_size}"
     train = PromptSource(lambda k: task.problem(seed, k), identity)
     supervised = None
-    if traces:  # config/rules/stages.py refuses them with any other task
+    if traces:  # config/rules/stages.py refuses supervised steps with any other task
         supervised = SupervisedRows(partial(_traces, config, chain_sum(data)), config.sft.steps, identity)
     return Data(task.tokenizer, train, task.validation, task.test, supervised=supervised)
 
 
 def _traces(config: Config, task: ChainSum, step: int) -> list[Row]:
-    """The rows of one supervised step: worked problems in the answer format."""
+    """Rows of one supervised step: worked problems in the answer format."""
     traces = task.sft_traces(config.run.seed, step, config.sft.batch_size)
     return [Row(prompt + completion, ((len(prompt), len(prompt) + len(completion)),)) for prompt, completion in traces]
 
@@ -135,7 +135,7 @@ def _stored(config: Config, tokenizer: Tokenizer, unreachable: Unreachable) -> D
 
 
 def _check_room(prompts: list[Prompt], context: int) -> None:
-    """Refuses a prompt that leaves no room for a single new token."""
+    """Raises ValueError for a prompt that leaves no room for a single new token in the context."""
     for prompt in prompts:
         if len(prompt.token_ids) >= context:
             raise ValueError(

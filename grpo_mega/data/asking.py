@@ -1,4 +1,4 @@
-"""How a Hugging Face model is asked problems, and how long its answers may be, when nobody configured it."""
+"""Prompt template and lengths for a Hugging Face model, when the user configured none."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from grpo_mega.data.huggingface import CHAT
 from grpo_mega.types import Prompt
 
 BOXED_QUESTION = "{prompt}\nPlease reason step by step, and put your final answer within \\boxed{}."
-"""Asks a model that follows instructions for what the reward `boxed` reads (DeepSeekMath, arXiv 2402.03300)."""
+"""Question that asks an instruction-tuned model for an answer in a box, as the reward `boxed` reads it (DeepSeekMath,
+arXiv 2402.03300)."""
 
 
 def asked(model: Path, reward: str) -> tuple[str, str, str]:
-    """How the policy is asked so that the reward can read its answer: option of configs/data, template, question."""
+    """Format of the prompt for which the reward can read the answer: option of configs/data, template, question."""
     chat = has_chat_template(model)
     if ":" in reward:
         return "jsonl", CHAT if chat else "{prompt}", "{prompt}"
@@ -29,7 +30,7 @@ def asked(model: Path, reward: str) -> tuple[str, str, str]:
 
 
 def lengths(problems: Sequence[Prompt], model: Path, answer_tokens: int) -> tuple[int, int]:
-    """Tokens of the longest prompt, and of the longest sequence: with an answer, if the model can read as many.
+    """Tokens of the longest prompt, and of the longest sequence (prompt and answer), capped at the model's context.
 
     Raises:
         ValueError: Some prompts leave no room for an answer.

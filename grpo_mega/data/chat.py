@@ -1,4 +1,4 @@
-"""Splits a chat where the assistant's turns begin and end, so that it is known which tokens the assistant wrote."""
+"""Splits a chat at the ends of the assistant's turns, to tell which tokens the assistant wrote."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ASSISTANT = "assistant"
 USER = "user"
 ROLES = ("system", USER, ASSISTANT, "tool")
 ANCHORS = ("\n", ">", "|", "0", "x")
-"""Texts to encode another text after; at least one of them shares no token with the other text's first letter."""
+"""Prefixes for encoding a text that follows another; at least one shares no token with the text's first letter."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Turn:
 
     Attributes:
         role: One of ROLES.
-        content: Its text.
+        content: Text of the message.
     """
 
     role: str
@@ -26,9 +26,9 @@ class Turn:
 
 
 def texts_at_cuts(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool], str], template: str) -> list[str]:
-    """The chat's text up to the beginning of the assistant's first turn, up to its end, up to its next turn, ...
+    """Prefixes of the rendered chat, cut at the start and the end of each assistant turn.
 
-    Each text begins with the previous one: turns are rendered one more at a time, and compared.
+    Each prefix begins with the previous one: the chat is rendered turn by turn, and compared.
 
     Args:
         turns: The chat.
@@ -54,10 +54,10 @@ def texts_at_cuts(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool]
 
 
 def encoded_parts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Token ids of what each text adds to the previous one, with which it begins.
+    """Token ids of each prefix's addition to the previous prefix.
 
-    No token crosses a cut: where the longer text has other tokens around it, the addition is encoded separately, as
-    the policy generates it after a prompt whose tokens are given.
+    No token crosses a cut: where the longer text would be tokenized differently there, the addition is encoded alone,
+    as the policy generates it after a prompt whose tokens are given.
 
     Raises:
         ValueError: The addition cannot be encoded separately.
@@ -74,7 +74,7 @@ def encoded_parts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> l
 
 
 def _encoded_separately(text: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """Tokens of a text that follows another; encoded alone, SentencePiece's tokenizers would put a space before it."""
+    """Token ids of a text that follows another; encoded alone, SentencePiece tokenizers would prepend a space."""
     for anchor in ANCHORS:
         alone, with_text = encode(anchor), encode(anchor + text)
         if with_text[: len(alone)] == alone:

@@ -1,10 +1,10 @@
-"""Decontamination: test problems, or long pieces of them, in the wording of training problems.
+"""Decontamination: finds test problems, or long pieces of them, in training problems.
 
-As in GPT-3 (arXiv 2005.14165, appendix C): two texts that share a run of n words, 13 by default, are taken for the same
-source. Texts are lower-cased and punctuation is dropped; unlike there, mathematical signs are words, as 3+5 and 3-5
-differ. Of scripts that write no spaces, such as Chinese, Japanese and Thai, a character is half a word: most Chinese
-words have two, and 13 characters are a stock phrase that many problems begin with. A test problem of fewer than n words
-is looked for as a whole, one of fewer than 8 among texts of the same words only, as such runs are in many texts.
+As in GPT-3 (arXiv 2005.14165, appendix C): two texts that share a run of n words, 13 by default, are taken to have the
+same source. Texts are lower-cased and punctuation is dropped; unlike there, mathematical signs are words, as 3+5 and
+3-5 differ. Of scripts that write no spaces, such as Chinese, Japanese and Thai, a character is half a word: most
+Chinese words have two, and 13 characters are a stock phrase that many problems begin with. A test problem of fewer than
+n words is searched for as a whole; one of fewer than 8 matches equal texts only, as such short runs are common.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ UNSPACED = (
     "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"  # Japanese and Chinese
     "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 )
-"""Characters of scripts that do not separate words, as ranges of a regular expression."""
+"""Characters of scripts that do not separate words, as ranges for a regular expression."""
 _CHARACTER = re.compile(f"[{UNSPACED}]")
 _WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s.,;:!?'\"()\[\]{{}}$\\_`\u3001\u3002]")
-"""A character of such a script, a word, or a sign that is no punctuation."""
+"""Pattern of one word: a character of an unspaced script, a word, or a sign other than punctuation."""
 
 SHORT = 8
-"""Fewer words are no run to look for within a text; GPT-3 has this bound for n."""
+"""Fewest words of a run that is searched for within a text; GPT-3's lower bound for n."""
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, which tell it from others; of scripts that do not separate words, the characters."""
+    """Normalised words of a text; in scripts that do not separate words, its characters."""
     return _WORD.findall(normalised(text).casefold())
 
 
 def grams(sequence: list[str], n: int) -> Iterator[tuple[str, ...]]:
-    """Every run of n words."""
+    """Yields every run of n words."""
     return (tuple(sequence[i : i + n]) for i in range(len(sequence) - n + 1))
 
 
 def halves(word: str) -> int:
-    """How long one of `words` is, in half words: a character of a script that does not separate words is one."""
+    """Length of a word in half words: 1 for a character of an unspaced script, else 2."""
     return 1 if _CHARACTER.match(word) else 2
 
 
 def long_runs(sequence: list[str], n: int) -> Iterator[tuple[str, ...]]:
-    """From each word on the shortest run that is n words long or longer; none where too few words follow.
+    """For each start, the shortest run of at least n words; none where too few words follow.
 
     Two texts have a piece of that length in common exactly when they have one of these runs in common.
     """
@@ -68,7 +68,7 @@ class Match:
 
     Attributes:
         test: The test problem's name.
-        share: Part of the test problem's runs of words that the training problem has, in (0, 1].
+        share: Fraction of the test problem's runs of words found in the training problem, in (0, 1].
     """
 
     test: str
@@ -76,13 +76,13 @@ class Match:
 
 
 class Grams:
-    """The runs of words of test problems, to compare any number of training problems with, one at a time."""
+    """Index of the runs of words of test problems, to compare training problems with one at a time."""
 
     def __init__(self, problems: Iterable[tuple[str, str]], n: int) -> None:
-        """Takes (name, text) of the test problems and the length of a run."""
+        """Builds the index from (name, text) of the test problems; `n` is the length of a run in words."""
         self._names: list[str] = []
-        self._runs: list[int] = []  # of each test problem
-        self._tests: dict[tuple[str, ...], list[int]] = {}  # those that have a run
+        self._runs: list[int] = []  # number of runs of each test problem
+        self._tests: dict[tuple[str, ...], list[int]] = {}  # problems that have a run
         for name, text in problems:
             of_text = words(text)
             unique = {*long_runs(of_text, n)} or ({tuple(of_text)} if of_text else set())
@@ -91,11 +91,11 @@ class Grams:
             self._names.append(name)
             self._runs.append(len(unique))
         self._n = n
-        self._wholes = {run for run in self._tests if sum(map(halves, run)) < 2 * n}  # problems of fewer words
+        self._wholes = {run for run in self._tests if sum(map(halves, run)) < 2 * n}  # problems shorter than a run
         self._lengths = sorted({len(run) for run in self._wholes})
 
     def worst(self, text: str) -> Match | None:
-        """The test problem that shares the largest part of its runs with a text; None when none shares any."""
+        """Test problem of which the text contains the largest fraction of runs; None if it contains none."""
         of_text = words(text)
         runs = {*long_runs(of_text, self._n)}
         for length in self._lengths:

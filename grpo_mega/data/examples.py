@@ -1,4 +1,4 @@
-"""What a reward model learns from: examples of JSON Lines files, those held out, and their order in training."""
+"""Training examples for reward models: read from JSON Lines files, split into learned and held out, and ordered."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from grpo_mega.data.tokenizer import Tokenizer, fingerprint
 from grpo_mega.types import Row
 
 SPLIT_SEED = "held-out pairs"
-"""Seed of `pairs.test_size`'s choice; never the run's: runs of other seeds are measured on the same examples."""
+"""Seed for choosing the `pairs.test_size` held-out examples, independent of the run's seed, so that all runs share
+them."""
 
 
 class Example(Protocol):
-    """Something that a reward model learns from: responses to one prompt."""
+    """A training example of a reward model: one or more responses to a prompt."""
 
     @property
     def prompt(self) -> int:
@@ -33,15 +34,15 @@ class Example(Protocol):
 
     @property
     def where(self) -> str:
-        """File and line."""
+        """File and line of the example."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Its responses, each with the prompt before it; the tokens at which a score is read are marked as learned."""
+        """Responses, each after the prompt; the tokens at which a score is read are marked as learned."""
 
     @property
     def content(self) -> Hashable:
-        """What is equal for examples that must not be both learned and held out."""
+        """Key that is equal for examples that must not be both learned and held out."""
 
 
 E = TypeVar("E", bound=Example)
@@ -49,13 +50,13 @@ E = TypeVar("E", bound=Example)
 
 @dataclass(frozen=True)
 class Examples(Generic[E]):
-    """The examples of each step, as a pure function, so that resuming needs only the step's number.
+    """Examples of each step as a pure function of the step, so that resuming needs only its number.
 
     Attributes:
         of_step: Number of finished steps -> the examples of the next step.
         steps: Number of steps.
         test: Held-out examples.
-        identity: A name of these examples and their order, to compare when a run is continued.
+        identity: Fingerprint of the examples and their order, compared when a run is resumed.
         tokenizer: Checksum of the tokenizer's vocabulary.
     """
 
@@ -73,16 +74,16 @@ def examples_of_files(
     load: Callable[[Path], list[E]],
     digest: Callable[[Sequence[E]], str],
 ) -> Examples[E]:
-    """Shuffled epochs over the examples of `pairs.path`, with earlier ones of `pairs.replay_path` among them.
+    """Shuffled epochs over the examples of `pairs.path`, mixed with replayed ones of `pairs.replay_path`.
 
     The last step may have fewer examples than the others.
 
     Args:
         config: The configuration.
-        tokenizer: What made tokens of them.
-        name: What one is called in messages, such as "pair".
+        tokenizer: Tokenizer of the examples.
+        name: Noun for an example in messages, such as "pair".
         load: Reads a file.
-        digest: Their checksum.
+        digest: Computes a checksum of examples.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -115,7 +116,7 @@ def examples_of_files(
     draw, again = shuffled_draws(len(trained), seed), shuffled_draws(max(1, len(replayed)), f"{seed}/replay")
 
     def example_at(k: int) -> E:
-        before = int(k * share)  # how many of the first k examples are earlier ones
+        before = int(k * share)  # number of replayed examples among the first k
         return replayed[again(before)[1]] if int((k + 1) * share) > before else trained[draw(k - before)[1]]
 
     def of_step(step: int) -> list[E]:
@@ -135,13 +136,13 @@ def load_examples(
     pairs: PairsConfig,
     warn: Callable[[str], None],
 ) -> list[E]:
-    """Reads one example a line.
+    """Reads one example from each line of a file.
 
     Args:
         path: The file.
-        name: What one is called in messages.
-        parse: (a line's object, file and line) -> its example, and the special tokens that its prompt quotes.
-        longest: Tokens that a prompt with a response may have.
+        name: Noun for an example in messages.
+        parse: (JSON object, file and line) -> example, and the special tokens quoted in its prompt.
+        longest: Largest number of tokens of a prompt with a response.
         pairs: The settings.
         warn: Called about prompts that quote special tokens.
 
@@ -170,7 +171,7 @@ def answered(
 ) -> tuple[int, list[int]]:
     """Number of tokens of the prompt; and the tokens of prompt and response, up to the one that ends the response.
 
-    Raises ValueError that begins with `where`, and names the response's `field` where it is about that.
+    Raises ValueError that begins with `where`, and names the response's `field` if that is at fault.
     """
     try:
         prompt, ids = tokenizer.answered(asked, response)
@@ -182,9 +183,9 @@ def answered(
 
 
 def held_out(examples: Sequence[E], size: int) -> tuple[list[E], list[E]]:
-    """The examples to learn and `size` or more to hold out: all of prompts that are drawn until these are enough.
+    """Splits examples into learned and held out, by prompt: prompts are drawn until `size` or more are held out.
 
-    A prompt of both would let a model pass that knows the prompt's answer and nothing else.
+    With a prompt in both, a model would score well that has only memorised the prompt's answer.
     """
     of_prompt: dict[bytes, list[E]] = {}
     for example in examples:
@@ -203,7 +204,7 @@ def held_out(examples: Sequence[E], size: int) -> tuple[list[E], list[E]]:
 
 
 def _refuse_learned(test: Sequence[E], learned: Sequence[E], name: str) -> None:
-    """Raises ValueError when a held-out example is also learned, whatever was said of it."""
+    """Raises ValueError when a held-out example is also learned, even with another label."""
     where = {example.content: example.where for example in learned}
     for example in test:
         if example.content in where:

@@ -10,13 +10,13 @@ from typing import Any
 from grpo_mega.data.chat import ROLES, Turn
 
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
-"""Characters that JSON can encode, and tokenizers, files and terminals do not accept."""
+"""Characters that JSON can encode but that tokenizers, files and terminals reject."""
 
 
 def field_at(record: Mapping[str, Any], path: str) -> Any:
     """The value at a dotted path, such as `reward_model.ground_truth` or `messages.0.content`; None without one.
 
-    A column whose own name has the dots is preferred.
+    A column whose name contains the dots takes precedence.
     """
     if path in record:
         return record[path]
@@ -32,7 +32,7 @@ def field_at(record: Mapping[str, Any], path: str) -> Any:
 
 
 def checked_text(value: object, field: str, where: str) -> str:
-    """The text of a field that must be present. Raises ValueError that begins with `where`."""
+    """Returns the text of a required field. Raises ValueError that begins with `where`."""
     if value is None:
         raise ValueError(f"{where}: field {field!r} is missing")
     if not isinstance(value, str):
@@ -46,12 +46,12 @@ def checked_text(value: object, field: str, where: str) -> str:
 
 
 def text_or_integer(value: object, field: str, where: str) -> str:
-    """The text of a field that may also be a whole number. Raises ValueError that begins with `where`."""
+    """Returns the text of a required field that may also be an integer. Raises ValueError that begins with `where`."""
     return checked_text(str(value) if isinstance(value, int) and not isinstance(value, bool) else value, field, where)
 
 
 def json_value(value: object, field: str, where: str) -> Any:
-    """A value that JSON can express, which must be present. Raises ValueError that begins with `where`."""
+    """Returns a required value that JSON can express. Raises ValueError that begins with `where`."""
     if value is None:
         raise ValueError(f"{where}: field {field!r} is missing")
     try:
@@ -66,12 +66,12 @@ def turns_of(messages: object, field: str, where: str, checked: Callable[[str], 
 
     Args:
         messages: A list of {"role": ..., "content": ...}.
-        field: Its name, for errors.
-        where: Its file and line, for errors.
+        field: Name of the field, for errors.
+        where: File and line, for errors.
         checked: Raises ValueError on a text that the tokenizer does not accept.
 
     Raises:
-        ValueError: It is no such list; names the message.
+        ValueError: `messages` is not such a list; names the message.
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{where}: field {field!r} must be a list of messages, with one at least")
@@ -97,7 +97,7 @@ def turns_of(messages: object, field: str, where: str, checked: Callable[[str], 
 
 
 def checked_by(checked: Callable[[str], str], value: object, field: str, where: str) -> str:
-    """The text of a field that must be present, and that `checked` does not refuse with a ValueError."""
+    """Returns the text of a required field. Raises ValueError if it is missing or `checked` rejects it."""
     text = checked_text(value, field, where)
     try:
         return checked(text)

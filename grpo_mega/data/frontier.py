@@ -1,8 +1,8 @@
-"""A curriculum: problems that the policy solves sometimes come in every pass, all others in every n-th.
+"""A curriculum: problems that the policy sometimes solves appear in every epoch, all others in every n-th.
 
 A group whose answers are all right or all wrong has no advantage (DeepSeekMath, arXiv 2402.03300, section 4.1.2), so
-its problem is left alone for a while. What a problem's group earned decides, so the order depends on the training; its
-state is in the checkpoint, and the same under every layout, as every rank knows every group's scores.
+its problem is skipped for some epochs. The order depends on the rewards of earlier groups; its state is in the
+checkpoint, and is the same under every layout, as every rank knows every group's scores.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from grpo_mega.types import Group, Prompt
 
 @dataclass(frozen=True)
 class Rule:
-    """Which problems come in every pass.
+    """Selects the problems that appear in every epoch.
 
     Attributes:
-        success: The reward's term whose mean over a group is its problem's pass rate.
+        success: Reward term whose mean over a group is the problem's pass rate.
         low: Lowest pass rate, inclusive.
         high: Highest pass rate, inclusive.
-        revisit: Problems outside come in every so many passes.
+        revisit: Period, in epochs, of problems outside these bounds.
     """
 
     success: str
@@ -35,10 +35,10 @@ class Rule:
 
 
 class FrontierSource:
-    """Draws from several sources, problems at the policy's frontier more often; see `Rule`.
+    """Prompt source that draws problems at the policy's frontier more often; see `Rule`.
 
-    Which source is next is a function of the counter, so the mixture is as exact as without a curriculum. Each source
-    is passed through in shuffled epochs, in which problems are left out. Memory: 8 bytes for each problem.
+    The next source is a function of the counter, so the mixture is as exact as without a curriculum. Each source is
+    read in shuffled epochs, in which problems are skipped. Memory: 8 bytes for each problem.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class FrontierSource:
 
         Args:
             sources: The problems of each source.
-            draws: Of each source, k -> (epoch, index) of its k-th draw; see `shuffled_draws`.
-            next_source: k -> (source, its earlier draws) of prompt k; see `mixture`.
-            rule: Which problems come in every pass.
-            identity: Names the problems and the settings; the state of another one is refused.
+            draws: For each source, k -> (epoch, index) of its k-th draw; see `shuffled_draws`.
+            next_source: k -> (source, number of its earlier draws) of prompt k; see `mixture`.
+            rule: Selects the problems of every epoch.
+            identity: Fingerprint of problems and settings; a state with another one is refused.
         """
         self.identity = identity
         self.cursor = 0
         self._sources, self._draws, self._next_source, self._rule = sources, draws, next_source, rule
-        self._positions = [0] * len(sources)  # draws so far, those that were left out included
+        self._positions = [0] * len(sources)  # draws so far, including skipped ones
         self._rates = [array("d", [math.nan]) * len(prompts) for prompts in sources]  # NaN: not yet answered
         self._index = {prompt.id: (s, i) for s, prompts in enumerate(sources) for i, prompt in enumerate(prompts)}
 
@@ -81,12 +81,12 @@ class FrontierSource:
                 return in_epoch(self._sources[source][i], epoch)
 
     def _comes(self, epoch: int, i: int, rate: float) -> bool:
-        """Whether problem `i` of a source is part of this epoch."""
+        """Whether problem `i` of a source, with this pass rate, is part of the epoch."""
         rule = self._rule
         return math.isnan(rate) or rule.low <= rate <= rule.high or (epoch + i) % rule.revisit == 0
 
     def learn(self, groups: Iterable[Group]) -> None:
-        """Takes the pass rate of each group's problem: the mean of the term over its answers that have one."""
+        """Updates the pass rate of each group's problem: the mean of the term over its scored answers."""
         for group in groups:
             terms = [answer.score.terms for answer in group.answers]
             passed = [of_one[self._rule.success] for of_one in terms if self._rule.success in of_one]
@@ -95,12 +95,12 @@ class FrontierSource:
                 self._rates[source][i] = math.fsum(passed) / len(passed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that `load_state_dict` continues from: a number for each problem and source."""
+        """State for `load_state_dict`: one number for each problem and source."""
         rates = [[None if math.isnan(rate) else rate for rate in of_it] for of_it in self._rates]
         return {"cursor": self.cursor, "identity": self.identity, "positions": [*self._positions], "rates": rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken. Raises ValueError when it is damaged or belongs to other data."""
+        """Continues from `state`. Raises ValueError when it is damaged or belongs to other data."""
         cursor = saved_cursor(state, self.identity)
         positions, rates = state.get("positions"), state.get("rates")
         sizes = [len(prompts) for prompts in self._sources]
@@ -112,7 +112,7 @@ class FrontierSource:
 
 
 def _saved_rates(saved: object, sizes: Sequence[int]) -> list[array[float]]:
-    """The pass rates of each source's problems, NaN for those not yet answered; see `load_state_dict`."""
+    """Pass rates of each source's problems in a saved state, NaN for problems not yet answered."""
     if not isinstance(saved, list) or len(saved) != len(sizes):
         raise ValueError(
             f"the saved prompt order has rates {saved!r:.100}; it must have a list for each of {len(sizes)} sources"

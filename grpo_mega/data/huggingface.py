@@ -13,15 +13,15 @@ from grpo_mega.data.plain_text import PlainText
 from grpo_mega.platform.manifest import damage_beside_weights
 
 CHAT = "chat"
-"""The value of `data.template` that means the tokenizer's own chat template."""
+"""Value of `data.template` that selects the tokenizer's own chat template."""
 ORDINARY = "What is 3 + 5?"
-"""A problem that quotes no special token."""
+"""Test problem that quotes no special token."""
 ANOTHER = "What is 4 + 6?"
-"""Another, which no template may render alike."""
+"""Second test problem, which no template may render like the first."""
 
 
 class HuggingFaceTokenizer:
-    """A fast tokenizer, the token that its texts begin with, and a template for problems."""
+    """A fast tokenizer with the token that begins its texts and a template for problems."""
 
     def __init__(
         self,
@@ -31,12 +31,12 @@ class HuggingFaceTokenizer:
         question: str = "{prompt}",
         system: str | None = None,
     ) -> None:
-        """Reads `folder` and nothing from the network; the other arguments: see `schema.DataConfig`.
+        """Reads `folder`, never the network; for the other arguments see `schema.DataConfig`.
 
         Raises:
             FileNotFoundError: There is no such directory.
-            ValueError: The directory has no tokenizer, or one that an imported checkpoint did not come with, the chat
-                template is missing or fails, or special tokens cannot be distinguished from text.
+            ValueError: The directory has no tokenizer, or not the one of the imported checkpoint, the chat template is
+                missing or fails, or special tokens cannot be distinguished from text.
         """
         if not Path(folder).is_dir():
             raise FileNotFoundError(
@@ -57,7 +57,7 @@ class HuggingFaceTokenizer:
         self._ask_with(template, question, system)
 
     def asking(self, template: str, question: str, system: str | None) -> HuggingFaceTokenizer:
-        """The same tokenizer with another template, question and system's message. Raises ValueError as it does."""
+        """This tokenizer with another template, question and system message. Raises ValueError as `__init__` does."""
         other = copy.copy(self)
         other._ask_with(template, question, system)
         return other
@@ -80,8 +80,8 @@ class HuggingFaceTokenizer:
     def prompt(self, problem: str | Sequence[Turn]) -> tuple[str, list[int]]:
         """The policy's prompt: the beginning-of-text token and the problem in the template, as text and as token ids.
 
-        Special tokens in the template count as such, in the problem only with `parse_special`. A problem that is a chat
-        needs the chat template; the question words its last message, if it is the user's.
+        Special tokens are parsed in the template, and in the problem only with `parse_special`. A problem that is a
+        chat needs the chat template; the question rephrases its last message if that is the user's.
 
         Raises:
             ValueError: The template refuses the problem, or it cannot be encoded.
@@ -90,11 +90,11 @@ class HuggingFaceTokenizer:
         return (rendered, self.encode(rendered)) if self._plain is None else self._plain.encode(rendered)
 
     def checked(self, text: str) -> str:
-        """The text. Raises ValueError when it has code points that `PlainText` uses to mark special tokens."""
+        """Returns the text. Raises ValueError for code points that `PlainText` uses to mark special tokens."""
         return text if self._plain is None else self._plain.checked(text)
 
     def answered(self, asked: str | Sequence[Turn], completion: str) -> list[list[int]]:
-        """Token ids of the prompt, for a problem or for a chat that the policy continues, and of the completion.
+        """Token ids of the prompt, (a problem, or a chat that the policy continues), and of the completion.
 
         Raises:
             ValueError: The template refuses the problem, or it cannot be encoded.
@@ -103,7 +103,7 @@ class HuggingFaceTokenizer:
         return encoded_parts([prompt, prompt + self.checked(completion)], self._ids)
 
     def chat(self, turns: Sequence[Turn]) -> list[list[int]]:
-        """Token ids of a chat in parts: up to a turn of the assistant's, that turn, up to its next one, ...
+        """Token ids of a chat in alternating parts: text before an assistant turn, that turn, and so on.
 
         Raises:
             ValueError: `template` is not chat, or the chat template fails or renders earlier turns differently when
@@ -112,15 +112,15 @@ class HuggingFaceTokenizer:
         return encoded_parts(texts_at_cuts(turns, self._rendered_turns, self._chat_template), self._ids)
 
     def quoted(self, problem: str) -> list[str]:
-        """Special tokens that the problem spells and that count as text."""
+        """Special tokens in the problem's text, which are encoded as text."""
         return self._plain.quoted(problem) if self._plain else []
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; special tokens in it count as such, and none is added."""
+        """Token ids of `text`; special tokens are parsed, and none is added."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, special tokens kept."""
+        """Text of `ids`, including special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def token_id(self, token: str) -> int:
@@ -136,7 +136,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.get_vocab()
 
     def _asked(self, problem: str | Sequence[Turn]) -> str:
-        """A problem in the template, quoted special tokens protected, up to where the assistant's answer begins."""
+        """A problem in the template, quoted special tokens protected, up to the start of the assistant's answer."""
         if isinstance(problem, str):
             return self._rendered(self._protected(problem))
         return self._applied(self._worded(self._messages(problem)), True)
@@ -147,7 +147,7 @@ class HuggingFaceTokenizer:
         return self._applied(self._worded([{"role": "user", "content": problem}]), True)
 
     def _worded(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-        """The messages after the system's, if there is one to add, with the user's last one in the question."""
+        """Messages with the system message added, if there is one, and the last user message put into the question."""
         adds = self._system and messages[0]["role"] != "system"
         first = [{"role": "system", "content": str(self._system)}] if adds else []
         *earlier, last = messages
@@ -156,7 +156,7 @@ class HuggingFaceTokenizer:
         return [*first, *earlier, last]
 
     def _rendered_turns(self, turns: Sequence[Turn], ask: bool) -> str:
-        """The turns in the chat template, quoted special tokens protected; with `ask`, also how the next begins."""
+        """The turns in the chat template, quoted special tokens protected; with `ask`, also the next turn's start."""
         return self._applied(self._messages(turns), ask)
 
     def _messages(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
@@ -186,7 +186,7 @@ class HuggingFaceTokenizer:
         return self.encode(rendered) if self._plain is None else self._plain.encode(rendered)[1]
 
     def _plain_text(self) -> PlainText:
-        """The encoder that treats special tokens in problems as text; ordinary problems must keep their tokens.
+        """The encoder that treats special tokens in problems as text; other problems must keep their token ids.
 
         Raises:
             ValueError: The tokenizer does not allow it.
@@ -223,10 +223,10 @@ def _loaded(folder: Path) -> Any:
 
 
 def _program(folder: Path) -> str | None:
-    """The class in the folder's own code that its tokenizer is to be made by; None when it names none."""
+    """Class, from the folder's own code, that its tokenizer needs; None if it names none."""
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         named = settings["auto_map"]["AutoTokenizer"]
-    except (OSError, ValueError, KeyError, TypeError):  # there is no such file, or it names no code
+    except (OSError, ValueError, KeyError, TypeError):  # the file does not exist or names no code
         return None
     return ", ".join(map(str, filter(None, named))) if isinstance(named, list) else str(named)

@@ -1,4 +1,4 @@
-"""Lines of JSON Lines files, and the objects on them."""
+"""Reads JSON Lines files: lines and the objects on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, counted from 1, without a byte order mark and without blank lines at its end."""
+    """Yields (number from 1, line), without byte order mark and without blank lines at the end."""
     blank = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -35,7 +35,7 @@ def json_object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def checked_object(record: object, where: str) -> dict[str, Any]:
-    """The record, if it is a JSON object. Raises ValueError that begins with `where`."""
+    """Returns the record if it is a JSON object. Raises ValueError that begins with `where`."""
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a JSON object is needed, not {type(record).__name__}")
     return record

@@ -1,8 +1,8 @@
-"""Answers whose steps have labels, for a process reward model: from JSON Lines files.
+"""Answers with labelled steps, for training a process reward model, from JSON Lines files.
 
-A label says how right a step is, from 0 to 1: what people say of it (Lightman et al., 2023, Let's Verify Step by Step,
-arXiv 2305.20050), what a verifier says, or how often the answers that continue from it are right (Math-Shepherd: Wang
-et al., 2023, arXiv 2312.08935, equations 3 and 4: hard and soft estimation).
+A label says how correct a step is, from 0 to 1: by human judgement (Lightman et al., 2023, Let's Verify Step by Step,
+arXiv 2305.20050), by a verifier, or by how often answers that continue from it are correct (Math-Shepherd: Wang et al.,
+2023, arXiv 2312.08935, equations 3 and 4: hard and soft estimation).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from grpo_mega.step_ends import step_ends, step_tokens
 from grpo_mega.types import Row
 
 SHOWN_CHARACTERS = 40
-"""Of a step, in messages."""
+"""Characters of a step that messages show."""
 
 
 @dataclass(frozen=True)
 class LabelledAnswer:
-    """An answer with the prompt before it and the token that ends it.
+    """An answer with labelled steps, after its prompt and with its end token.
 
     Attributes:
-        row: Its tokens, of which the last one of each step is marked as learned.
-        labels: From 0 to 1, how right each of those steps is. Of steps that end within one token, the least.
+        row: Tokens; the last one of each step is marked as learned.
+        labels: Correctness of each step, from 0 to 1; the lowest of steps that end within one token.
         prompt: Number of tokens of the prompt.
         where: File and line.
     """
@@ -45,19 +45,19 @@ class LabelledAnswer:
 
     @property
     def rows(self) -> tuple[Row]:
-        """The answer alone."""
+        """The answer as its only row."""
         return (self.row,)
 
     @property
     def content(self) -> bytes:
-        """The answer, whatever its labels."""
+        """Token ids of the answer, without its labels."""
         return array("i", self.row.token_ids).tobytes()
 
 
 def labelled_answers_of_files(
     config: Config, tokenizer: Tokenizer, stop_ids: tuple[int, ...], warn: Callable[[str], None]
 ) -> Examples[LabelledAnswer]:
-    """The answers of a run: see `examples_of_files`, whose errors it raises."""
+    """Labelled answers of a run; see `examples_of_files`, whose errors it raises."""
     longest = config.pairs.max_tokens or config.model.context
 
     def load(path: Path) -> list[LabelledAnswer]:
@@ -76,8 +76,8 @@ def load_labelled_answers(
 ) -> list[LabelledAnswer]:
     """Reads one {"prompt": text or messages, "completion": text, "steps": [text], "labels": [number]} a line.
 
-    Other fields are ignored. Every step must end where `pairs.separators` end one, as these are all that reinforcement
-    learning has. A completion without a token that ends it gets one. See `load_examples`, whose errors it raises.
+    Other fields are ignored. Every step must end where `pairs.separators` end one, as reinforcement learning has only
+    these. A completion without an end token gets one. See `load_examples`, whose errors it raises.
     """
     parse = partial(_answer, tokenizer, stop_ids, tuple(pairs.separators))
     return load_examples(path, "answer", parse, longest, pairs, warn)
@@ -86,7 +86,7 @@ def load_labelled_answers(
 def _answer(
     tokenizer: Tokenizer, stop_ids: tuple[int, ...], separators: Sequence[str], record: dict[str, Any], where: str
 ) -> tuple[LabelledAnswer, list[str]]:
-    """The answer of one line, and the special tokens that its prompt quotes."""
+    """Labelled answer of one line, and the special tokens quoted in its prompt."""
     asked = asked_in(record, where, tokenizer)
     completion = checked_by(tokenizer.checked, record.get("completion"), "completion", where)
     steps = _steps(record, completion, where)
@@ -114,7 +114,7 @@ def _answer(
 def _steps(record: dict[str, Any], completion: str, where: str) -> list[int]:
     """One past the last character of each step in the completion; text may lie between steps.
 
-    Raises ValueError that begins with `where` when they do not lie in it, one after the other.
+    Raises ValueError that begins with `where` when the steps do not occur in it, one after the other.
     """
     steps = record.get("steps")
     if not isinstance(steps, list) or not steps:
@@ -136,7 +136,7 @@ def _steps(record: dict[str, Any], completion: str, where: str) -> list[int]:
 
 
 def _labels(record: dict[str, Any], steps: int, where: str) -> list[float]:
-    """The labels. Raises ValueError that begins with `where` when they are not one number in [0, 1] for each step."""
+    """The labels. Raises ValueError that begins with `where` unless they are one number in [0, 1] for each step."""
     labels = record.get("labels")
     if not isinstance(labels, list):
         raise ValueError(f"{where}: field 'labels' is {labels!r}; write a list with a number from 0 to 1 for each step")
@@ -151,7 +151,7 @@ def _labels(record: dict[str, Any], steps: int, where: str) -> list[float]:
 
 
 def _check_ends(given: list[int], ruled: list[int], completion: str, separators: Sequence[str], where: str) -> None:
-    """Raises ValueError that begins with `where` when the steps are not those that the separators divide."""
+    """Raises ValueError that begins with `where` when the given steps differ from those that the separators define."""
     if given[:-1] == ruled[:-1]:
         return
     divided = [_short(completion[start:end]) for start, end in zip([0, *ruled], ruled, strict=False)]

@@ -1,10 +1,10 @@
-"""Near-duplicates: problems that have most of their runs of words in common with an earlier one.
+"""Near-duplicates: problems that share most of their runs of words with an earlier problem.
 
-The likeness of two texts is the Jaccard index of their sets of runs of `RUN` words, |A & B| / |A | B|. Candidates come
-from MinHash signatures (Broder, 1997, "On the resemblance and containment of documents"), of which two texts of
-likeness s share one value with probability s; values are compared in bands, so that candidates have some band of
-`ROWS` values in common: with probability 1 - (1 - s^ROWS)^BANDS, which is 0.99995 for s = 0.8 and 0.99 for 0.7. The
-likeness of candidates is then computed exactly.
+The similarity of two texts is the Jaccard index of their sets of runs of `RUN` words, |A & B| / |A | B|. Candidates
+come from MinHash signatures (Broder, 1997, "On the resemblance and containment of documents"), of which two texts of
+similarity s share one value with probability s; values are compared in bands, so that candidates share some band of
+`ROWS` values: with probability 1 - (1 - s^ROWS)^BANDS, which is 0.99995 for s = 0.8 and 0.99 for 0.7. The similarity of
+candidates is then computed exactly.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from grpo_mega.data.contamination import Match, grams, words
 
 RUN = 5
-"""Words of a run, as in Lee et al., 2022 (arXiv 2107.06499), section 4.2; a shorter text is one run."""
+"""Words in a run, as in Lee et al., 2022 (arXiv 2107.06499), section 4.2; a shorter text is one run."""
 BANDS, ROWS = 25, 5
 LOWEST = 0.5
-"""Likeness below which candidates would be missed too often."""
+"""Lowest similarity that can be asked for; below it candidates would be missed too often."""
 MOST = 32
-"""Texts that are kept of those that share a band: thousands that follow one template would all be compared."""
+"""Number of texts kept in each band: otherwise thousands that follow one template would all be compared."""
 
 _noise = np.random.default_rng(0)
 _FACTORS = _noise.integers(0, 1 << 63, BANDS * ROWS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
@@ -30,10 +30,10 @@ _TERMS = _noise.integers(0, 1 << 63, BANDS * ROWS, dtype=np.uint64)
 
 
 class Near:
-    """Texts that later ones are compared with. Memory: about five kilobytes for each, and 8 bytes for each run."""
+    """Index of texts for near-duplicate search. Memory: about 5 kB for each text, and 8 bytes for each run."""
 
     def __init__(self, least: float) -> None:
-        """Finds texts of this likeness, from `LOWEST` to 1, or a greater one. Raises ValueError for another."""
+        """Creates an index for similarities of `least` (from `LOWEST` to 1) or more. Raises ValueError for others."""
         if not LOWEST <= least <= 1:
             raise ValueError(f"near={least:g}: choose a value in [{LOWEST}, 1]")
         self._least = least
@@ -42,7 +42,7 @@ class Near:
         self._bands: dict[bytes, list[int]] = {}
 
     def match(self, text: str) -> Match | None:
-        """The text that is most like this one, the first of several; None when none is near enough."""
+        """Most similar indexed text, the first of several; None when none is similar enough."""
         runs = _runs(text)
         near = {number for band in _bands(runs) for number in self._bands.get(band, ())}
         likenesses = [(_likeness(runs, self._runs[number]), -number) for number in near]
@@ -50,7 +50,7 @@ class Near:
         return Match(self._names[-number], share) if share >= self._least else None
 
     def add(self, name: str, text: str) -> None:
-        """Adds a text, under a name."""
+        """Adds a text under a name."""
         runs = _runs(text)
         for band in _bands(runs):
             sharing = self._bands.setdefault(band, [])
@@ -61,12 +61,12 @@ class Near:
 
 
 def likeness(one: str, other: str) -> float:
-    """The Jaccard index of the two texts' sets of runs of words; 0 when neither has a word."""
+    """Jaccard index of the two texts' sets of runs of words; 0 when both are empty."""
     return _likeness(_runs(one), _runs(other))
 
 
 def _runs(text: str) -> np.ndarray:
-    """[runs] uint64, a hash of each different run of words."""
+    """Hashes of the distinct runs of words, [runs] uint64."""
     of_text = words(text)
     runs = {*grams(of_text, min(RUN, len(of_text)))} if of_text else set()
     hashes = [hashlib.blake2b(" ".join(run).encode(errors="replace"), digest_size=8).digest() for run in runs]
@@ -74,7 +74,7 @@ def _runs(text: str) -> np.ndarray:
 
 
 def _bands(runs: np.ndarray) -> Sequence[bytes]:
-    """The MinHash signature in bands, each with its number; none for a text without words."""
+    """MinHash signature in bands, each prefixed with its number; empty for a text without words."""
     if not len(runs):
         return []
     signature = (runs[:, None] * _FACTORS + _TERMS).min(axis=0)  # modulo 2^64, as integers wrap around

@@ -1,4 +1,4 @@
-"""Detects problems that occur twice: held out and trained on, or several times in what is trained on."""
+"""Detects duplicate problems: held-out problems that are trained on, or repeats in the training problems."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from grpo_mega.types import Prompt
 
 SHOWN = 3
-"""Problems that a message names."""
+"""Number of problems that a message names."""
 
 
 def wording(prompt: Prompt) -> str:
-    """The text of a prompt, as `normalised` has it."""
+    """Normalised text of a prompt."""
     return normalised(prompt.text)
 
 
 def normalised(text: str) -> str:
-    """A text that is equal for texts that differ only in case, white space and Unicode's variants.
+    """Normal form of a text, equal for texts that differ only in case, white space and Unicode variants.
 
     A single letter keeps its case, and superscripts and subscripts are kept: in mathematics a and A differ, and so do
     2\u00b2 and 22.
@@ -35,17 +35,17 @@ def _folded(character: str) -> str:
 def check_held_out(
     train: Mapping[str, Sequence[Prompt]], test: Sequence[Prompt], test_field: str, allowed: int = 0
 ) -> list[str]:
-    """Warnings about test problems that are trained on too, one for each source that has some.
+    """Warnings about test problems that are also trained on, one for each source that has some.
 
     Args:
-        train: {field and path, such as data.train_path=FILE, or data.sources.NAME.reasoning_gym=TASK of problems
-            that are made up: the problems of that source}.
-        test: Problems of one test file, or of one source that makes them up.
-        test_field: Its field and path, or task.
-        allowed: How many there may be.
+        train: {field and path, such as data.train_path=FILE, or data.sources.NAME.reasoning_gym=TASK for generated
+            problems: the problems of that source}.
+        test: Problems of one test file, or of one generating source.
+        test_field: Field and path, or task, of the test problems.
+        allowed: Largest allowed number of such problems.
 
     Raises:
-        ValueError: There are more.
+        ValueError: More than `allowed` test problems are trained on.
     """
     known = {field: {wording(prompt) for prompt in prompts} for field, prompts in train.items()}
     shared = {field: [p for p in test if wording(p) in wordings] for field, wordings in known.items()}
@@ -70,7 +70,7 @@ def check_held_out(
 
 
 def _remedy(train: Sequence[str], test: str) -> str:
-    """What to change so that no problem of the field `test` is in those of `train`."""
+    """Fix that removes the problems of the field `test` from those of `train`."""
     if others := _others_made(test):
         return others
     made = [field for field in train if _made(field)]
@@ -81,19 +81,19 @@ def _remedy(train: Sequence[str], test: str) -> str:
 
 
 def _others_made(test: str) -> str:
-    """What to change for a test field whose problems are made up, and so in no file; empty for a file."""
+    """Fix for a test field whose problems are generated, so that no file holds them; empty for a file."""
     source = _made(test)
     return source and f"choose {source}.options with which other problems are made, or {source}.test_problems=0"
 
 
 def _made(field: str) -> str:
-    """The source, such as data.sources.NAME, of a field whose problems are made up; empty for a file."""
+    """Source, such as data.sources.NAME, of a field whose problems are generated; empty for a file."""
     name = field.partition("=")[0]
     return name.removesuffix(".reasoning_gym") if name.endswith(".reasoning_gym") else ""
 
 
 def check_split(train: Sequence[Prompt], held_out: Sequence[Prompt], path: str) -> list[str]:
-    """Warnings about held-out problems that are trained on, because the files `path` of both repeat them."""
+    """Warnings about held-out problems that are trained on because the files `path` contain them more than once."""
     known = {wording(prompt) for prompt in train}
     shared = [prompt for prompt in held_out if wording(prompt) in known]
     if not shared:
@@ -105,7 +105,7 @@ def check_split(train: Sequence[Prompt], held_out: Sequence[Prompt], path: str) 
 
 
 def check_repeated(prompts: Sequence[Prompt], path: str) -> list[str]:
-    """Warnings about problems that the files `path` have more than once, and about those whose answers differ."""
+    """Warnings about problems that the files `path` contain more than once, and about those whose answers differ."""
     copies = defaultdict(list)
     for prompt in prompts:
         copies[wording(prompt)].append(prompt)
@@ -120,6 +120,6 @@ def check_repeated(prompts: Sequence[Prompt], path: str) -> list[str]:
 
 
 def _named(prompts: Sequence[Prompt]) -> str:
-    """The ids of the first `SHOWN` prompts, for messages."""
+    """Ids of the first `SHOWN` prompts, for messages."""
     more = ", ..." if len(prompts) > SHOWN else ""
     return ", ".join(repr(prompt.id) for prompt in prompts[:SHOWN]) + more

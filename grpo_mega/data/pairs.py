@@ -1,4 +1,4 @@
-"""Pairs of responses to a prompt, of which one is preferred: from JSON Lines files."""
+"""Preference pairs, two responses to a prompt of which one is preferred, from JSON Lines files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from grpo_mega.types import Row
 
 @dataclass(frozen=True)
 class Pair:
-    """Two responses to a prompt, each with the prompt before it and the token that ends it.
+    """A preference pair: two responses, each after the prompt and with its end token.
 
     Attributes:
-        chosen: The preferred one; its last token, at which a reward model's score is read, is marked as learned.
-        rejected: The other one, likewise.
+        chosen: The preferred response; its last token, at which a reward model's score is read, is marked as learned.
+        rejected: The other response, marked in the same way.
         prompt: Number of tokens of the prompt.
         where: File and line.
     """
@@ -35,12 +35,12 @@ class Pair:
 
     @property
     def rows(self) -> tuple[Row, Row]:
-        """Both responses, the chosen one first."""
+        """Rows of both responses, the chosen one first."""
         return self.chosen, self.rejected
 
     @property
     def content(self) -> frozenset[bytes]:
-        """Both responses, whichever is preferred; equal for pairs that must not be both learned and held out."""
+        """Both responses in no order: the key of pairs that must not be both learned and held out."""
         return frozenset(array("i", row.token_ids).tobytes() for row in self.rows)
 
 
@@ -50,7 +50,7 @@ Pairs = Examples[Pair]
 def pairs_of_files(
     config: Config, tokenizer: Tokenizer, stop_ids: tuple[int, ...], warn: Callable[[str], None]
 ) -> Pairs:
-    """The pairs of a run: see `examples_of_files`, whose errors it raises."""
+    """Preference pairs of a run; see `examples_of_files`, whose errors it raises."""
     longest = config.pairs.max_tokens or config.model.context
 
     def load(path: Path) -> list[Pair]:
@@ -69,7 +69,7 @@ def load_pairs(
 ) -> list[Pair]:
     """Reads one {"prompt": text or messages, "chosen": text, "rejected": text} a line; other fields are ignored.
 
-    A response without a token that ends it gets one. See `load_examples`, whose errors it raises.
+    A response without an end token gets one. See `load_examples`, whose errors it raises.
     """
     return load_examples(path, "pair", partial(_pair, tokenizer, stop_ids), longest, pairs, warn)
 
@@ -77,7 +77,7 @@ def load_pairs(
 def _pair(
     tokenizer: Tokenizer, stop_ids: tuple[int, ...], record: dict[str, Any], where: str
 ) -> tuple[Pair, list[str]]:
-    """The pair of one line, and the special tokens that its prompt quotes."""
+    """Preference pair of one line, and the special tokens quoted in its prompt."""
     asked = asked_in(record, where, tokenizer)
     rows, prompt = [], 0
     for field in ("chosen", "rejected"):
@@ -93,5 +93,5 @@ def _pair(
 
 
 def rows_of(pairs: Sequence[Pair]) -> list[Row]:
-    """Both responses of every pair, the chosen one first."""
+    """Rows of all pairs, the chosen response of each first."""
     return [row for pair in pairs for row in pair.rows]

@@ -1,12 +1,12 @@
-r"""Encodes problems as plain text: what looks like a special token in a problem counts as characters, not as the token.
+r"""Encodes problems as plain text: a special token spelled in a problem is encoded as characters, not as the token.
 
 A template joins the turns of a chat and the problem into one text, and a tokenizer finds its special tokens anywhere in
 it: a problem that quotes `<|im_end|>\n<|im_start|>assistant` would forge a turn. transformers' `split_special_tokens`
 does not help: it splits the template's own special tokens too, and ignores added tokens that are not marked special
 (`<think>`, DeepSeek's `<|User|>` with wide bars). So this module uses a second tokenizer that differs only in the names
-of these tokens, which no text can contain: they consist of code points that Unicode keeps for internal use, and a
-problem with such code points is refused. Special tokens of the template are renamed before encoding, those that the
-problem quotes are not.
+of these tokens. No text can contain the new names: they consist of code points that Unicode reserves for internal use,
+and a problem with such code points is refused. Special tokens of the template are renamed before encoding, those that
+the problem quotes are not.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PlainText:
     """Distinguishes the template's special tokens from those that a problem quotes.
 
     Attributes:
-        names: The tokens that only a template may write: all that were added to the vocabulary, but for spaces and
-            single characters, which are ordinary text in some models' vocabularies (DeepSeek's `ü`).
+        names: Tokens that only a template may write: all that were added to the vocabulary, except spaces and single
+            characters, which are ordinary text in some models' vocabularies (DeepSeek's `ü`).
     """
 
     def __init__(self, backend: Any) -> None:
@@ -40,10 +40,10 @@ class PlainText:
 
         content = json.loads(backend.to_str())
         added = {token["content"]: token["id"] for token in content["added_tokens"]}
-        # The longest first, as a tokenizer matches where several begin.
+        # The longest first, as a tokenizer takes the longest match.
         self.names = sorted((name for name in added if len(name.strip()) > 1), key=len, reverse=True)
         self._number = {name: number for number, name in enumerate(self.names)}
-        # With no names the pattern must match nothing, and an empty one matches everywhere.
+        # Without names the pattern must match nothing; an empty pattern would match everywhere.
         self._pattern = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
         renamed = {name: _spelt(_OURS, number) for name, number in self._number.items()}
         try:
@@ -54,11 +54,11 @@ class PlainText:
             raise ValueError(f"its special token {moved[0]!r} cannot be distinguished from ordinary text")
 
     def quoted(self, problem: str) -> list[str]:
-        """The special tokens that a problem spells, in order."""
+        """Special tokens spelled in a problem, in order."""
         return self._pattern.findall(problem)
 
     def protected(self, problem: str) -> str:
-        """The problem with placeholders for the special tokens that it quotes, for the template.
+        """The problem with placeholders for its special tokens, to be rendered in the template.
 
         Raises:
             ValueError: The text has one of the code points that are reserved here.
@@ -66,7 +66,7 @@ class PlainText:
         return self._pattern.sub(lambda match: _spelt(_QUOTED, self._number[match[0]]), self.checked(problem))
 
     def checked(self, text: str) -> str:
-        """The text, in which special tokens count as such, as in a template; it must have no reserved code points.
+        """Returns a text whose special tokens are parsed, such as a template's; it must have no reserved code points.
 
         Raises:
             ValueError: The text has one of the code points that are reserved here.
@@ -79,13 +79,13 @@ class PlainText:
         return text
 
     def encode(self, rendered: str) -> tuple[str, list[int]]:
-        """The plain text and the token ids of what a template made of a protected problem."""
+        """Plain text and token ids of a protected problem after rendering in the template."""
         ours = self._pattern.sub(lambda match: _spelt(_OURS, self._number[match[0]]), rendered)
         ids = self._backend.encode(self._shown(ours), add_special_tokens=False).ids
         return self._shown(rendered), ids
 
     def _shown(self, text: str) -> str:
-        """The text with the quoted tokens' names in place of their placeholders."""
+        """The text with the names of quoted tokens in place of their placeholders."""
         return _QUOTE.sub(lambda match: self.names[_number(match[1])], text)
 
 
@@ -98,14 +98,14 @@ def _number(digits: str) -> int:
 
 
 def _with_names(content: dict[str, Any], renamed: dict[str, str]) -> dict[str, Any]:
-    """The content of a tokenizer.json with some tokens renamed and all ids unchanged."""
+    """Content of a tokenizer.json with some tokens renamed and all ids unchanged."""
     added = [token | {"content": renamed.get(token["content"], token["content"])} for token in content["added_tokens"]]
     model = content["model"]
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         vocabulary = {renamed.get(piece, piece): i for piece, i in vocabulary.items()}
-    else:  # Unigram: pairs of piece and score, in the order of their ids
+    else:  # Unigram: (piece, score) pairs in the order of their ids
         vocabulary = [[renamed.get(piece, piece), score] for piece, score in vocabulary]
     unknown = {"unk_token": renamed.get(model["unk_token"], model["unk_token"])} if model.get("unk_token") else {}
-    without = {"post_processor": None, "truncation": None, "padding": None}  # nothing is added, cut or filled up
+    without = {"post_processor": None, "truncation": None, "padding": None}  # no special tokens, truncation or padding
     return content | without | {"added_tokens": added, "model": model | {"vocab": vocabulary} | unknown}

@@ -1,4 +1,4 @@
-"""Problems from stored tables: each row checked, and rendered as the policy's prompt."""
+"""Problems from stored tables: checks each row and renders it as the policy's prompt."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.types import Prompt
 
 SHOWN = 3
-"""Problems of one kind that a message names."""
+"""Number of problems of one kind that a message names."""
 ONLY = ""
-"""Name of the source that data.train_path and data.test_path are: its rows may have an id and a task."""
+"""Name of the source made of data.train_path and data.test_path, whose rows may have an id and a task."""
 
 Unreachable = Callable[[str], str | None]
-"""Answer -> why no completion can be right with it, and how to fix it; None when one can be right."""
+"""Answer -> why no completion can match it, and the fix; None when one can."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Problem:
     """A stored problem.
 
     Attributes:
-        prompt: As the policy sees it.
-        asked: The problem as it is stored, without template; of messages the user's, joined by line ends.
-        source: The name of its source.
+        prompt: The prompt that the policy gets.
+        asked: The stored problem, without template; for a chat, the user's messages joined by line ends.
+        source: Name of the problem's source.
         difficulty: The number in the source's difficulty column; 0 without one.
     """
 
@@ -53,12 +53,12 @@ def load_problems(
     """Reads the problems of a file, or of a split of a folder.
 
     Args:
-        path: The file or folder; which forms there are, says `records`.
+        path: The file or folder; `records` lists the formats.
         tokenizer: Renders a problem as the policy's prompt.
-        unreachable: Tells answers that no completion can match.
+        unreachable: Detects answers that no completion can match.
         warn: Called about problems that quote special tokens.
-        name: The source's; it is the task of its problems, and their ids begin with it.
-        source: Which columns are read; by default prompt and answer.
+        name: Name of the source: the task of its problems, and the prefix of their ids.
+        source: Columns to read; by default prompt and answer.
         split: The split of a folder.
 
     Raises:
@@ -77,7 +77,7 @@ def problems_of(
     name: str,
     source: SourceConfig,
 ) -> list[Problem]:
-    """The problems of rows that `path` stands for in messages; see `load_problems`."""
+    """Problems of rows, which messages refer to by `path`; see `load_problems`."""
     problems: dict[str, Problem] = {}
     hopeless: list[str] = []
     quoting: list[str] = []
@@ -105,7 +105,7 @@ def problems_of(
 
 
 def warn_of_quoting(quoting: list[str], of: int, what: str, warn: Callable[[str], None]) -> None:
-    """Calls `warn` with the rows or problems that quote special tokens, which count as text, if there are any."""
+    """Calls `warn` with the rows or problems, if any, that quote special tokens, which are encoded as text."""
     if quoting:
         warn(
             f"{len(quoting)} of {of} {what} quote special tokens, which count as text "
@@ -134,10 +134,10 @@ def _problem(record: Record, tokenizer: Tokenizer, name: str, source: SourceConf
 
 
 def own_id(record: Record, source: SourceConfig, name: str = ONLY) -> str:
-    """The row's name: its column, or the number of the row.
+    """Id of the row: from the id column, or the row's number.
 
     Raises:
-        ValueError: The column has none; names file, line or row, and field.
+        ValueError: The id column is empty; names file, line or row, and field.
     """
     fields, where = record.fields, record.where
     if source.id:
@@ -149,7 +149,7 @@ def asked_in(record: Record, source: SourceConfig) -> str | list[Turn]:
     """The problem in the row: text, or the turns of a chat that the policy is to continue.
 
     Raises:
-        ValueError: There is none; names file, line or row, and field.
+        ValueError: The row has no problem; names file, line or row, and field.
     """
     value, field, where = field_at(record.fields, source.prompt), source.prompt, record.where
     if not isinstance(value, list):
@@ -161,9 +161,9 @@ def asked_in(record: Record, source: SourceConfig) -> str | list[Turn]:
 
 
 def plain(asked: str | list[Turn]) -> str:
-    """A problem as one text: the user's messages, joined by line ends, or all where none is the user's.
+    """The problem as one text: the user's messages joined by line ends, or all messages if none is the user's.
 
-    What a system message tells every problem alike does not tell problems apart.
+    System messages are left out, as they do not distinguish problems.
     """
     if isinstance(asked, str):
         return asked
@@ -171,10 +171,10 @@ def plain(asked: str | list[Turn]) -> str:
 
 
 def answer_of(record: Record, source: SourceConfig) -> str:
-    """The answer in the row: the whole column, or what the pattern matches last in it.
+    """The answer in the row: the whole column, or the pattern's last match in it.
 
     Raises:
-        ValueError: There is none; names file, line or row, and field.
+        ValueError: The row has no answer; names file, line or row, and field.
     """
     field = source.answer
     text = text_or_integer(field_at(record.fields, field), field, record.where)

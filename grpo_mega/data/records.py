@@ -1,6 +1,6 @@
-"""Rows of stored tables: JSON Lines, JSON, Parquet and Arrow files, and folders of them as `datasets` makes.
+"""Rows of stored tables: JSON Lines, JSON, Parquet and Arrow files, and folders as `datasets` saves them.
 
-No code of a data set is ever run: a folder is read by the names of its files.
+No code of a data set is ever run: the files of a folder are chosen by name.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from grpo_mega.data.jsonl import checked_object, json_lines, json_object
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-"""Names by which a folder's files are known to be of one split and not of another."""
+"""Names of splits in the names of files and folders."""
 SPELLINGS = {"training": "train", "testing": "test"}
-"""Other words for them."""
+"""Alternative spellings of splits."""
 SAVED = "state.json"
-"""What `Dataset.save_to_disk` writes beside its files, which it names."""
+"""File that `Dataset.save_to_disk` writes beside its data files to list them."""
 ABOUT = (SAVED, "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 """Files of a data set's folder that hold no rows."""
 
@@ -31,7 +31,7 @@ class Record:
     """A row of a table.
 
     Attributes:
-        where: Its file and line or row, for messages.
+        where: File and line or row, for messages.
         name: FILE/NUMBER, without the file's suffix; unique within what is read.
         fields: {column: value}.
     """
@@ -56,7 +56,7 @@ def records(path: str | Path, split: str = "train") -> Iterator[Record]:
 
 
 def files_of(path: Path, split: str) -> list[Path]:
-    """The file itself, or the files of a folder that hold a split, in order. Raises as `records` does."""
+    """The file itself, or the files of a folder that belong to a split, in order. Raises as `records` does."""
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise ValueError(f"{path}: its ending is {path.suffix!r}; rename it to one of {', '.join(SUFFIXES)}")
@@ -83,7 +83,7 @@ def files_of(path: Path, split: str) -> list[Path]:
 
 
 def _saved(folder: Path) -> list[Path]:
-    """The files that a folder of `save_to_disk` names; others beside them are caches."""
+    """Data files listed in a folder of `save_to_disk`; other files in it are caches."""
     try:
         files = [
             folder / Path(entry["filename"]).name for entry in json.loads((folder / SAVED).read_text())["_data_files"]
@@ -96,15 +96,15 @@ def _saved(folder: Path) -> list[Path]:
 
 
 def _holds_rows(relative: Path) -> bool:
-    """Whether a file below the folder may hold rows; hidden folders, such as a download's cache, hold none."""
+    """Whether a file below the folder may hold rows; files in hidden folders, such as download caches, do not."""
     hidden = any(part.startswith(".") for part in relative.parts) or relative.name.startswith("cache-")
     return relative.suffix in SUFFIXES and relative.name not in ABOUT and not hidden
 
 
 def _belongs(relative: Path, split: str) -> bool:
-    """Whether a file is of the split: its name, or else that of the nearest folder that names a split.
+    """Whether a file belongs to a split, by its own name or that of the nearest folder that names a split.
 
-    A name with several splits, such as train_test.jsonl, is of none.
+    A name with several splits, such as train_test.jsonl, belongs to none.
     """
     wanted = SPELLINGS.get(split.lower(), split.lower())
     itself = re.compile(rf"(?<![A-Za-z]){re.escape(split)}(?![A-Za-z]|(?<=[0-9])[0-9])", re.IGNORECASE)
@@ -118,13 +118,13 @@ def _belongs(relative: Path, split: str) -> bool:
 
 
 def _splits_in(name: str) -> set[str]:
-    """The splits that are words of a file's or folder's name: train of gsm8k_train-0.jsonl, Training, gsm8kTrain."""
+    """Splits that occur as words in a file's or folder's name: train in gsm8k_train-0.jsonl, Training, gsm8kTrain."""
     words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
     return {SPELLINGS.get(word, word) for word in words} & {*SPLITS}
 
 
 def _rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """(number from 1, where, {column: value}) of each row."""
+    """Yields (number from 1, where, {column: value}) of each row."""
     if file.suffix == ".jsonl":
         for number, line in json_lines(file):
             yield number, f"{file}:{number}", json_object(line, f"{file}:{number}")
@@ -146,9 +146,9 @@ def _list(file: Path) -> Sequence[object]:
 
 
 def _of_table(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet or Arrow file, of which a part at a time is in memory."""
+    """Yields the rows of a Parquet or Arrow file, with only part of it in memory at a time."""
     try:
-        import pyarrow  # not needed for text, and so no dependency
+        import pyarrow  # an optional dependency, not needed for text
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError(f"{file}: to read it, pip install pyarrow, or convert it to .jsonl") from error
@@ -164,7 +164,7 @@ def _of_table(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _batches(pyarrow: Any, mapped: Any) -> Iterator[Any]:
-    """The parts of an Arrow file in either of its two forms; `datasets` writes streams."""
+    """Yields the record batches of an Arrow file in either format; `datasets` writes streams."""
     try:
         table = pyarrow.ipc.open_file(mapped)
     except pyarrow.ArrowInvalid:

@@ -15,7 +15,7 @@ class PromptSource:
     """Yields the prompts 0, 1, 2, ... of `prompt_at`.
 
     `prompt_at` is a pure function of the counter, so the order does not depend on the sizes of `take` calls, and
-    resuming needs only the counter. `identity` names the stream: loading the state of another one is an error.
+    resuming needs only the counter. `identity` names the stream: loading the state of another stream is an error.
     """
 
     def __init__(self, prompt_at: Callable[[int], Prompt], identity: str) -> None:
@@ -33,19 +33,19 @@ class PromptSource:
         return prompts
 
     def learn(self, groups: Iterable[Group]) -> None:
-        """Takes what a step's problems earned, of which this order does not depend; see `FrontierSource`."""
+        """Ignores the rewards of a step's groups: this order does not depend on them, unlike `FrontierSource`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that `load_state_dict` continues from."""
+        """State for `load_state_dict`."""
         return {"cursor": self.cursor, "identity": self.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken. Raises ValueError when it is damaged or belongs to other data."""
+        """Continues from `state`. Raises ValueError when it is damaged or belongs to other data."""
         self.cursor = saved_cursor(state, self.identity)
 
 
 def saved_cursor(state: dict[str, Any], identity: str) -> int:
-    """The counter in a saved state. Raises ValueError when it is damaged or belongs to other data."""
+    """Counter in a saved state. Raises ValueError when it is damaged or belongs to other data."""
     cursor, saved = state.get("cursor"), state.get("identity")
     if saved != identity:
         raise ValueError(f"the saved prompt order is of {saved!r}, this run reads {identity!r}")
@@ -55,9 +55,9 @@ def saved_cursor(state: dict[str, Any], identity: str) -> int:
 
 
 def in_epoch(prompt: Prompt, epoch: int) -> Prompt:
-    """The prompt with the epoch after its id (`id#epoch`).
+    """The prompt with the epoch appended to its id (`id#epoch`).
 
-    Sampling noise is keyed by the id, and a prompt that comes back must not get the same noise again.
+    Sampling noise is keyed by the id, and a prompt must not get the same noise in every epoch.
     """
     return replace(prompt, id=f"{prompt.id}#{epoch}")
 
@@ -67,12 +67,12 @@ def mixed_epochs(
     draws: Sequence[Callable[[int], tuple[int, int]]],
     next_source: Callable[[int], tuple[int, int]],
 ) -> Callable[[int], Prompt]:
-    """k -> prompt k of a mixture of sources, whose epochs follow one another.
+    """Returns the function k -> prompt k of a mixture of sources in endless epochs.
 
     Args:
         sources: The problems of each source.
-        draws: Of each source, k -> (epoch, index) of its k-th draw; see `shuffled_draws`.
-        next_source: k -> (source, its earlier draws) of prompt k; see `mixture`.
+        draws: For each source, k -> (epoch, index) of its k-th draw; see `shuffled_draws`.
+        next_source: k -> (source, number of its earlier draws) of prompt k; see `mixture`.
     """
 
     def prompt_at(k: int) -> Prompt:
@@ -84,10 +84,10 @@ def mixed_epochs(
 
 
 def shuffled_draws(count: int, seed: int | str, difficulties: Sequence[float] = ()) -> Callable[[int], tuple[int, int]]:
-    """k -> (epoch, index below `count`) of draw k: endless epochs, each in an order of its own.
+    """Returns the function k -> (epoch, index below `count`) of draw k: endless epochs, each shuffled anew.
 
-    With difficulties, one for each index, the first epoch is from the lowest to the highest. Raises ValueError when
-    there is nothing to draw from.
+    With difficulties, one per index, the first epoch is sorted by increasing difficulty. Raises ValueError when `count`
+    is 0.
     """
     if not count:
         raise ValueError("there are no prompts to draw from")

@@ -1,4 +1,4 @@
-"""Stored problems of one source or several: read, held out, compared with each other, and mixed."""
+"""Stored problems of one or several sources: read, split, checked for overlap, and mixed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Stored:
     """The stored problems of a run.
 
     Attributes:
-        train: {source: its training problems}, of every source that is trained on.
-        validation: Problems that are held out of them for tuning.
-        test: Those of the test files, or without any held out as well.
-        identity: A text that changes with what was read for training and how much of it is held out.
-        warnings: About problems that quote special tokens or are there more than once.
+        train: {source: training problems} of every source that is trained on.
+        validation: Problems held out of the training files for tuning.
+        test: Problems of the test files, or, without any, also held out of the training files.
+        identity: Fingerprint of the training problems and of how many are held out.
+        warnings: Warnings about problems that quote special tokens or are repeated.
     """
 
     train: dict[str, list[Problem]]
@@ -40,14 +40,14 @@ class Stored:
 
 
 def sources_of(data: DataConfig) -> dict[str, SourceConfig]:
-    """{name: source} of the sources that are configured; data.train_path and data.test_path are one without a name."""
+    """{name: source} of the configured sources; data.train_path and data.test_path form one without a name."""
     if data.sources:
         return data.sources
     return {ONLY: SourceConfig(path=data.train_path, test_path=data.test_path)}
 
 
 def tokenizer_of(source: SourceConfig, data: DataConfig, tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with what the source says of template, question and system's message."""
+    """The tokenizer with the source's own template, question and system message."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer
     own = (source.template, source.question, source.system)
@@ -59,15 +59,15 @@ def tokenizer_of(source: SourceConfig, data: DataConfig, tokenizer: Tokenizer) -
 
 
 def read_stored(data: DataConfig, tokenizer: Tokenizer, unreachable: Unreachable) -> Stored:
-    """Reads every source, holds problems out and looks for repetitions.
+    """Reads every source, holds out problems and checks for duplicates.
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: A row is no problem, too few are left for training, or more problems of a test file than are
-            allowed are trained on.
+        ValueError: A row is not a problem, too few are left for training, or more test problems than allowed are
+            trained on.
     """
     warnings: list[str] = []
-    train: dict[str, list[Problem]] = {}  # by field and path, which messages name
+    train: dict[str, list[Problem]] = {}  # by field and path, as in messages
     test: dict[str, list[Problem]] = {}
     for name, source in sources_of(data).items():
         own = tokenizer_of(source, data, tokenizer)
@@ -103,13 +103,13 @@ def read_stored(data: DataConfig, tokenizer: Tokenizer, unreachable: Unreachable
 
 
 def stream(stored: Stored, data: DataConfig, seed: int, success: str) -> PromptSource | FrontierSource:
-    """The training prompts: shuffled epochs over each source, mixed by the sources' weights.
+    """Source of training prompts: shuffled epochs over each source, mixed by the sources' weights.
 
     Args:
         stored: The problems.
-        data: The weights, which sources have difficulties, and the curriculum.
-        seed: Of the order.
-        success: The reward's term that a curriculum follows.
+        data: Mixture weights, difficulty columns, and the curriculum.
+        seed: Seed of the order.
+        success: Reward term that a curriculum follows.
     """
     configured = sources_of(data)
     problems = [_prompts(of_it) for of_it in stored.train.values()]
@@ -125,7 +125,7 @@ def stream(stored: Stored, data: DataConfig, seed: int, success: str) -> PromptS
         for name, of_it in stored.train.items()
     ]
     identity = f"jsonl seed={seed} {stored.identity}"
-    if len(problems) > 1:  # other weights would skip problems and repeat others
+    if len(problems) > 1:  # other weights would skip some problems and repeat others
         mixed = " ".join(f"{name}={part}" for name, part in zip(stored.train, parts, strict=True))
         identity = f"{identity} shares: {mixed}"
     if data.curriculum == "frontier":
@@ -138,7 +138,7 @@ def stream(stored: Stored, data: DataConfig, seed: int, success: str) -> PromptS
 def _split(
     every: list[Problem], data: DataConfig, train: Mapping[str, list[Problem]], has_test: bool
 ) -> tuple[list[Problem], list[Problem], list[Problem]]:
-    """Training, validation and test problems of the training files; the last are none when there is a test file."""
+    """Splits the training files' problems into training, validation and, without test files, test problems."""
     test_size = 0 if has_test else data.test_size
     held_out = data.validation_size + test_size
     shuffled = random.Random(SPLIT_SEED).sample(every, len(every))
@@ -160,14 +160,14 @@ def _split(
 
 
 def _field(name: str, field: str) -> str:
-    """The setting that names a source's file, for messages."""
+    """Name of the setting that holds a source's file, for messages."""
     if name != ONLY:
         return f"data.sources.{name}.{field}"
     return "data.train_path" if field == "path" else "data.test_path"
 
 
 def _asked(problems: Sequence[Problem]) -> list[Prompt]:
-    """The problems as they are stored: what is around them in a source's template does not tell them apart."""
+    """The problems without their source's template, so that equal problems compare equal."""
     return [replace(problem.prompt, text=problem.asked) for problem in problems]
 
 

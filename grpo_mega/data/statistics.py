@@ -1,4 +1,4 @@
-"""What a file of problems holds: lengths, kinds of answers, repetitions, and what is in a test set too."""
+"""Statistics of a file of problems: lengths, kinds of answers, duplicates, and overlap with a test set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_mega.data.problems import answer_of, asked_in, own_id, plain
 from grpo_mega.data.records import Record
 
 SHOWN = 10
-"""Pairs of a training and a test problem, and unusable rows, that are kept to be shown."""
+"""Number of pairs of a training and a test problem, and of unusable rows, kept for display."""
 KINDS = {
     "whole number": r"[-+]?\d[\d,]*",
     "decimal": r"[-+]?[\d,]*\.\d+",
@@ -28,25 +28,24 @@ KINDS = {
     "LaTeX": r".*[\\^_{}$].*",
     "one word": r"\S+",
 }
-"""Kind of an answer -> the pattern of the whole of it; the first that fits. Others are texts."""
+"""Kind of answer -> pattern of the whole answer; the first match counts. Other answers are texts."""
 Pair = tuple[float, str, str, str]
-"""What a row has in common with another problem: how much, the row, the other, and the beginning of the row's."""
+"""A row's overlap with another problem: (share, row, other problem, beginning of the row's problem)."""
 
 
 @dataclass
 class Statistics:
-    """Counts over all rows.
+    """Counts over all rows of a file of problems.
 
     Attributes:
         rows: Number of rows.
         unusable: Rows that training would refuse.
-        reasons: Why, of the first of them.
+        reasons: Reasons for the first unusable rows.
         characters, tokens: Lengths of the problems as they are stored, without a template.
         answers: {kind: number}.
-        repeated: Rows whose problem an earlier row has, in the same words.
-        near: Rows whose problem is most of that of an earlier row that was passed on, and the other way round, in
-            other words than the same.
-        near_pairs: (likeness, row, earlier row, beginning of the row's problem) of those that are nearest.
+        repeated: Rows whose problem equals that of an earlier row.
+        near: Rows whose problem is a near-duplicate of that of an earlier row that was passed on, but not equal.
+        near_pairs: (similarity, row, earlier row, beginning of the row's problem) of the most similar pairs.
         contaminated: Rows that share a run of words with a test problem.
         worst: (share, row, test problem, beginning of the row's problem) of the pairs that share most.
         written: Rows that were passed on.
@@ -66,7 +65,7 @@ class Statistics:
     written: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """The counts as JSON has them, of lengths the least, the median, the 99th percentile and the greatest."""
+        """The counts for JSON; for lengths the minimum, median, 99th percentile and maximum."""
         others = ("characters", "tokens", "worst", "near_pairs")
         record = {name: value for name, value in vars(self).items() if name not in others}
         lengths = {name: spread(values) for name in others[:2] if (values := getattr(self, name))}
@@ -79,26 +78,26 @@ class Statistics:
 
 
 def spread(lengths: Iterable[int]) -> dict[str, int]:
-    """Least, median, 99th percentile and greatest of some lengths."""
+    """Minimum, median, 99th percentile and maximum of some lengths."""
     ordered = sorted(lengths)
     at = {"min": 0, "median": len(ordered) // 2, "p99": len(ordered) * 99 // 100, "max": len(ordered) - 1}
     return {name: ordered[i] for name, i in at.items()}
 
 
 def kind(answer: str) -> str:
-    """Which of KINDS an answer is."""
+    """Kind of an answer, a key of KINDS or text."""
     return next((name for name, pattern in KINDS.items() if re.fullmatch(pattern, answer.strip())), "text")
 
 
 @dataclass(frozen=True)
 class Filters:
-    """What is looked for in every row, besides equal problems.
+    """Checks of every row, in addition to equal problems.
 
     Attributes:
-        length: A text's number of tokens.
-        tests: The test problems' runs of words.
-        near: The earlier rows that later ones may be near to; those that are passed on are added.
-        unique: Whether to leave out what is there already.
+        length: Function that counts the tokens of a text.
+        tests: Runs of words of the test problems.
+        near: Earlier rows for near-duplicate search; rows that are passed on are added.
+        unique: Whether to leave out duplicates.
     """
 
     length: Callable[[str], int] | None = None
@@ -110,17 +109,17 @@ class Filters:
 def examined(
     tables: Iterable[Iterable[Record]], source: SourceConfig, statistics: Statistics, filters: Filters
 ) -> Iterator[Record]:
-    """Counts rows one by one and passes those on that are clean.
+    """Counts rows one by one and yields the clean ones.
 
-    A row is left out that training would refuse, that shares a run of words with a test problem, or with `unique`
-    whose problem an earlier row has, in the same words, or one that was passed on in nearly the same. Memory: about
-    200 bytes for each row, and what `Near` needs.
+    Left out are rows that training would refuse, rows that share a run of words with a test problem and, with `unique`,
+    duplicates of an earlier row and near-duplicates of a row that was passed on. Memory: about 200 bytes for each row,
+    and that of `Near`.
 
     Args:
-        tables: The rows of each file, whose ids are to differ.
-        source: Their columns. Ids are checked when it names their column: a source of data.sources reads no other.
-        statistics: Where they are counted.
-        filters: What is looked for.
+        tables: Rows of each file; ids must be unique within a file.
+        source: Columns of the rows. Ids are checked if it names their column: a source of data.sources reads no other.
+        statistics: Counters to update.
+        filters: Checks to apply.
     """
     seen: set[bytes] = set()
     for rows in tables:
@@ -145,7 +144,7 @@ def examined(
 
 
 def _check_new(own: str, ids: set[bytes], row: Record, source: SourceConfig) -> None:
-    """Adds an id to those of the file. Raises ValueError when it is one of them."""
+    """Adds the row's id to `ids`. Raises ValueError when it is already there."""
     mark = _mark(own)
     if mark in ids:
         raise ValueError(f"{row.where}: field {source.id!r}: {own!r} was already used; ids must be unique")
@@ -153,7 +152,7 @@ def _check_new(own: str, ids: set[bytes], row: Record, source: SourceConfig) -> 
 
 
 def _is_clean(row: Record, text: str, seen: set[bytes], statistics: Statistics, filters: Filters) -> bool:
-    """Compares a problem with earlier ones and with the test problems, and counts what it is equal or near to."""
+    """Whether a problem is no duplicate and has no overlap with test problems; updates the counts."""
     mark = _mark(normalised(text))
     is_repeated, earlier = mark in seen, None
     seen.add(mark)
@@ -168,7 +167,7 @@ def _is_clean(row: Record, text: str, seen: set[bytes], statistics: Statistics, 
         statistics.contaminated += 1
         statistics.worst = _worst(statistics.worst, match, row, text)
     is_clean = not match and not (filters.unique and (is_repeated or earlier))
-    if filters.near and is_clean and not is_repeated:  # a row that is left out must not make others be left out
+    if filters.near and is_clean and not is_repeated:  # a row that is left out must not cause others to be left out
         filters.near.add(row.where, text)
     return is_clean
 
@@ -178,6 +177,6 @@ def _mark(text: str) -> bytes:
 
 
 def _worst(pairs: list[Pair], match: Match, row: Record, text: str) -> list[Pair]:
-    """The pairs that share most, the worst first, this one among them if it is one."""
+    """The pairs with the largest overlap, largest first, including this one if it belongs to them."""
     pair = (match.share, row.where, match.test, " ".join(text.split())[:100])
     return heapq.nlargest(SHOWN, [*pairs, pair], key=lambda one: one[0])

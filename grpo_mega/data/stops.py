@@ -1,4 +1,4 @@
-"""Which tokens end a completion: those that the configuration names, or else the model's own."""
+"""Stop tokens, which end a completion: those of the configuration, or else the model's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids of `rollout.stop`.
+    """Token ids of `rollout.stop`.
 
     null means the tokenizer's end of text and what generation_config.json of `data.tokenizer` and
     `run.init_from` names (`eos_token_id`: where a chat model ends its turn).
@@ -26,7 +26,7 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
         except ValueError as error:
             raise ValueError(f"rollout.stop: {error}; rollout.stop=null takes the model's own") from error
     sources = {} if tokenizer.eos_id is None else {tokenizer.eos_id: "the tokenizer"}
-    if config.data.tokenizer != "chars":  # chars have ids of their own
+    if config.data.tokenizer != "chars":  # the ids of chars are its own
         for folder in (config.data.tokenizer, config.run.init_from):
             file = Path(folder or ".") / GENERATION_CONFIG
             if folder and file.is_file():
@@ -48,7 +48,7 @@ _HOW_TO_SET = """name them, with quotes for the shell: "rollout.stop=['<|im_end|
 
 
 def _ends(file: Path) -> list[int]:
-    """`eos_token_id` of a generation_config.json as a list: a number there, or several; empty when it is not given."""
+    """`eos_token_id` of a generation_config.json (a number or several) as a list; empty when it is missing."""
     try:
         ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError) as error:

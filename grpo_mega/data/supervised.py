@@ -1,4 +1,4 @@
-"""Rows of supervised steps: from a JSON Lines file of chats, or of prompts and completions, and their order."""
+"""Rows of supervised steps, from a JSON Lines file of chats or of prompts and completions, and their order."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ EITHER = "either field 'messages' is needed, or 'prompt' and 'completion'"
 
 @dataclass(frozen=True)
 class SupervisedRows:
-    """The rows of each step, as a pure function, so that resuming needs only the step's number.
+    """Rows of each supervised step as a pure function of the step, so that resuming needs only its number.
 
     Attributes:
         of_step: Number of finished steps -> the rows of the next step.
         steps: Number of steps.
-        identity: A name of these rows and their order, to compare when a run is continued.
+        identity: Fingerprint of the rows and their order, compared when a run is resumed.
     """
 
     of_step: Callable[[int], list[Row]]
@@ -76,9 +76,9 @@ def load_rows(
 ) -> list[Row]:
     """Reads one {"messages": [{"role", "content"}, ...]} or {"prompt": str or messages, "completion": str} a line.
 
-    Every assistant turn in `messages` is learned, and the completion, each with the token that ends it, which is added
-    to a completion that has none. Other fields are ignored. `sft.too_long` decides about rows of more than `longest`
-    tokens. `warn` is called about prompts that quote special tokens.
+    Every assistant turn in `messages`, or the completion, is learned with its end token, which is added to a completion
+    that has none. Other fields are ignored. `sft.too_long` says what happens to rows of more than `longest` tokens.
+    `warn` is called about prompts that quote special tokens.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -106,11 +106,11 @@ def load_rows(
 
 
 def plain_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file as they are written, to be copied into another; `load_rows` reads what they hold.
+    """Yields the JSON objects of a file unchanged, to be copied to another; `load_rows` reads their content.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: A line is no row; names file and line.
+        ValueError: A line is not a row; names file and line.
     """
     for number, line in json_lines(path):
         where = f"{path}:{number}"
@@ -121,7 +121,7 @@ def plain_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> tuple[Row, list[str]]:
-    """The row of one line of the file, and the special tokens that its prompt quotes."""
+    """Row of one line of the file, and the special tokens quoted in its prompt."""
     asked, completion = _parsed(record, where, tokenizer)
     try:
         if completion is not None:
@@ -144,13 +144,13 @@ def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tup
 
 
 def quoted_in(asked: str | list[Turn], tokenizer: Tokenizer) -> list[str]:
-    """Special tokens that a prompt, or what the assistant did not write of a chat, spells and that count as text."""
+    """Special tokens spelled in a prompt, or in parts of a chat that the assistant did not write; encoded as text."""
     read = [asked] if isinstance(asked, str) else [turn.content for turn in asked if turn.role != ASSISTANT]
     return [token for text in read for token in tokenizer.quoted(text)]
 
 
 def _parsed(record: dict[str, Any], where: str, tokenizer: Tokenizer) -> tuple[str | list[Turn], str | None]:
-    """The prompt (a problem or a chat) and the completion, or a whole chat and None."""
+    """(prompt, completion), where the prompt is a problem or a chat; or (whole chat, None)."""
     if ("messages" in record) == ("prompt" in record or "completion" in record):
         raise ValueError(f"{where}: {EITHER}")
     if "tools" in record:
@@ -167,16 +167,16 @@ def _parsed(record: dict[str, Any], where: str, tokenizer: Tokenizer) -> tuple[s
 
 
 def asked_in(record: dict[str, Any], where: str, tokenizer: Tokenizer) -> str | list[Turn]:
-    """The prompt of a record, a problem or a chat. Raises ValueError that begins with `where`."""
+    """Prompt of a record, a problem or a chat. Raises ValueError that begins with `where`."""
     asked = record.get("prompt")
     turns = turns_of(asked, "prompt", where, tokenizer.checked) if isinstance(asked, list) else None
     return turns or checked_by(tokenizer.checked, asked, "prompt", where)
 
 
 def missing_end(completion: list[int], stop_ids: tuple[int, ...], tokenizer: Tokenizer, where: str) -> list[int]:
-    """The token to end the completion with, as a list; empty when one ends it already or `stop_ids` is empty.
+    """End token that a completion lacks, as a list; empty if it has one or `stop_ids` is empty.
 
-    `where` is its file, line and field, for errors.
+    `where` is the file, line and field, for errors.
     """
     if not stop_ids or not set(stop_ids).isdisjoint(completion):
         return []
@@ -192,9 +192,9 @@ def missing_end(completion: list[int], stop_ids: tuple[int, ...], tokenizer: Tok
 
 
 def learned_length(part: list[int], stop_ids: tuple[int, ...], tokenizer: Tokenizer, where: str) -> int:
-    """Number of tokens of the assistant's turn that are learned: up to the first that ends a completion.
+    """Number of learned tokens of an assistant turn: up to and including the first stop token.
 
-    What a template writes after that (a line's end) is never sampled.
+    Text that a template writes after it (a line end) is never sampled.
     """
     if not stop_ids:
         return len(part)
@@ -214,7 +214,7 @@ def learned_length(part: list[int], stop_ids: tuple[int, ...], tokenizer: Tokeni
 
 
 def _cut(row: Row, longest: int) -> Row:
-    """The first `longest` tokens of a row, and which of them are learned."""
+    """The row cut to its first `longest` tokens, and its mask of learned tokens."""
     learned = tuple((first, min(end, longest)) for first, end in row.learned if first < longest)
     return Row(row.token_ids[:longest], learned)
 
@@ -231,7 +231,7 @@ def _too_long(rows: list[str], of: int, longest: int, sft: SFTConfig) -> str:
 
 
 def digest(rows: Sequence[Row]) -> str:
-    """Checksum of the rows' token ids and of which are learned; another file, template or tokenizer changes it."""
+    """Checksum of the rows' token ids and learned tokens; it changes with the file, template and tokenizer."""
     checksum = hashlib.sha256()
     for row in rows:
         checksum.update(repr((len(row.token_ids), row.learned)).encode() + array("i", row.token_ids).tobytes())

@@ -1,4 +1,4 @@
-"""The interface of tokenizers, and a tokenizer of characters, for tasks that a small model learns in a minute."""
+"""Interface of tokenizers, and a character tokenizer for tasks that a small model learns in a minute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_mega.data.chat import Turn
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<think>", "</think>", "<answer>", "</answer>")
 _CHARACTERS = "0123456789+-*=:; ?\n"
 _PYTHON = ("def", "return", "f", "x", "y", "(", ")", ",")
-"""What tiny programs need besides: keywords are one token each."""
+"""Further tokens of tiny programs: each keyword is one token."""
 
 
 class Tokenizer(Protocol):
@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends a text; None when there is none."""
+        """Token that ends a text; None when there is none."""
         ...
 
     def prompt(self, problem: str | Sequence[Turn]) -> tuple[str, list[int]]:
@@ -39,34 +39,34 @@ class Tokenizer(Protocol):
         ...
 
     def quoted(self, problem: str) -> list[str]:
-        """Special tokens that the problem spells and that count as text there."""
+        """Special tokens spelled in the problem, which are encoded as text."""
         ...
 
     def checked(self, text: str) -> str:
-        """The text, if it can be part of a prompt or a completion. Raises ValueError when it cannot."""
+        """Returns the text if it can be part of a prompt or a completion, else raises ValueError."""
         ...
 
     def answered(self, asked: str | Sequence[Turn], completion: str) -> list[list[int]]:
-        """Token ids of the prompt, for a problem or for a chat that the policy continues, and of the completion.
+        """Token ids of the prompt, (a problem, or a chat that the policy continues), and of the completion.
 
-        Special tokens in the completion count as such, and none is added. Raises ValueError as `prompt` does.
+        Special tokens in the completion are parsed, and none is added. Raises ValueError as `prompt` does.
         """
         ...
 
     def chat(self, turns: Sequence[Turn]) -> list[list[int]]:
-        """Token ids of a chat in parts: up to a turn of the assistant's, that turn, up to its next one, ...
+        """Token ids of a chat in alternating parts: text before an assistant turn, that turn, and so on.
 
-        Special tokens in the assistant's turns count as such. What follows its last turn is left out. Raises ValueError
-        when the chat cannot be divided so.
+        Special tokens in the assistant's turns are parsed. Text after the last assistant turn is left out. Raises
+        ValueError when the chat cannot be divided at its turns.
         """
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, none added. Raises ValueError when it has characters without token."""
+        """Token ids of `text`, none added. Raises ValueError for characters without a token."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, special tokens kept."""
+        """Text of `ids`, including special tokens."""
         ...
 
     def token_id(self, token: str) -> int:
@@ -86,7 +86,7 @@ class CharTokenizer:
     eos_id = 2
 
     def __init__(self, words: Sequence[str] = ()) -> None:
-        """Builds the vocabulary: tags first, then characters, then `words`, none of which others can spell."""
+        """Builds the vocabulary: tags, then characters, then `words`, none of which can be spelled by other tokens."""
         self.tokens = (*_SPECIAL, *_CHARACTERS, *words)
         self.vocab_size = len(self.tokens)
         self._ids = {token: i for i, token in enumerate(self.tokens)}
@@ -100,7 +100,7 @@ class CharTokenizer:
         return text, self.encode(text)
 
     def checked(self, text: str) -> str:
-        """The text. Raises ValueError as `encode` does."""
+        """Returns the text. Raises ValueError as `encode` does."""
         self.encode(text)
         return text
 
@@ -153,18 +153,18 @@ class CharTokenizer:
 
 
 def character_tokenizer(data: DataConfig) -> CharTokenizer:
-    """The tokenizer of `data.tokenizer=chars`: its vocabulary has what the task needs."""
+    """Tokenizer of `data.tokenizer=chars`, with the vocabulary of the task."""
     python = _PYTHON if data.task in ("tiny_code", "tiny_mixture") else ()
     return CharTokenizer((*python, *(word for language in data.languages for word in NUMERALS[language])))
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Checksum of the vocabulary: of every token and its id. Models that read each other's tokens have the same."""
+    """Checksum of the vocabulary (all tokens and ids), equal for models that can exchange token ids."""
     return hashlib.sha256(repr(sorted(tokenizer.token_ids().items())).encode()).hexdigest()[:16]
 
 
 def vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> int:
-    """Tokens that the model scores and samples.
+    """Number of tokens that the model scores and samples.
 
     Raises:
         ValueError: `model.vocab_size` is below the tokenizer's number.

@@ -6,10 +6,10 @@ import subprocess
 from dataclasses import dataclass
 
 SECONDS = 120
-"""Time limit of an import or a command."""
+"""Time limit of an import or a command, in seconds."""
 
 OK, ABSENT, WARNING, FAILURE = "ok", "absent", "warning", "failure"
-"""Verdicts: fine; missing and not needed here; works worse than it could; training will fail."""
+"""Verdicts: fine; missing and not needed here; degraded; training will fail."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Finding:
 
 
 def run(command: list[str]) -> tuple[str, str]:
-    """The standard output of a command, and its last line of output when it fails, else ""."""
+    """Runs a command; returns its standard output, and if it fails its last line of output (else "")."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:

@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 
 ROUNDS = 3
-"""Partners that a GPU is measured with."""
+"""Number of partners that each GPU is measured with."""
 SIZE = {"nccl": 256 << 20, "gloo": 4 << 20}
-"""Bytes of a message."""
+"""Back end -> size of a message in bytes."""
 TIMES = 5
-"""Messages that are timed, after one for warm-up."""
+"""Number of timed messages, after one for warm-up."""
 
 
 def partner(node: int, nodes: int, turn: int) -> int | None:
-    """The partner of `node` in this turn of a round-robin tournament; None when it has to wait.
+    """Partner of `node` in this turn of a round-robin tournament; None when it has to wait.
 
     The circle method: nodes whose numbers add up to `turn` meet, modulo an odd number; with an even number of nodes,
     the last one meets the node that would meet itself.
@@ -71,7 +71,7 @@ def _exchange(message: torch.Tensor, other: int) -> float:
 
 
 def main() -> None:
-    """The command line."""
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     folder = parser.parse_args().folder

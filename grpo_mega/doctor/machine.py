@@ -1,4 +1,4 @@
-"""Driver and GPUs, memory, limits of the shell, what contains programs, and the filesystem of the run directories."""
+"""Driver and GPUs, memory, limits of the shell, the sandbox, and the filesystem of the run directories."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_mega.sandbox.pool import FIX, best_mechanism
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU as one line of nvidia-smi describes it."""
+    """A GPU, from one line of nvidia-smi."""
 
     name: str
     driver: str
@@ -26,7 +26,7 @@ class GPU:
 
 
 def graphics() -> tuple[list[GPU], Finding]:
-    """The GPUs that the driver reports, and the finding about driver and GPUs."""
+    """The GPUs that the driver reports, and a finding about driver and GPUs."""
     if not shutil.which("nvidia-smi"):
         if Path("/proc/driver/nvidia/version").exists():
             return [], Finding(
@@ -48,7 +48,7 @@ def graphics() -> tuple[list[GPU], Finding]:
 
 
 def judge_gpus(gpus: list[GPU]) -> Finding:
-    """The finding about GPUs: they should be of one kind, with no memory errors."""
+    """Finding about GPUs, which should be of one kind and without memory errors."""
     if not gpus:
         return Finding("driver", "no GPU", FAILURE, "nvidia-smi lists none", "nvidia-smi -L; ask for GPUs in the job")
     kinds = sorted({f"{gpu.name}, {gpu.memory / 2**30:.0f} GiB" for gpu in gpus})
@@ -68,12 +68,12 @@ def _gpu(line: str) -> GPU:
 
 
 def _number(text: str) -> int:
-    """A number of nvidia-smi, 0 for [N/A]: some GPUs have no memory of their own, or do not check it."""
+    """A number from nvidia-smi, 0 for [N/A]: some GPUs have no memory of their own, or do not check it."""
     return int(text) if text.isdigit() else 0
 
 
 def shared_memory(size: int | None, on_gpu: bool) -> Finding:
-    """The finding about /dev/shm, which NCCL, gloo and processes exchange data in; containers often have 64 MiB."""
+    """Finding about /dev/shm, through which NCCL, gloo and processes exchange data; containers often have 64 MiB."""
     needed = (16 if on_gpu else 1) * 2**30
     state = "missing" if size is None else in_words(size)
     if size is None or size < needed:
@@ -85,7 +85,7 @@ def shared_memory(size: int | None, on_gpu: bool) -> Finding:
 
 
 def host_memory(size: int, gpu_memory: int) -> Finding:
-    """The finding about main memory, which must hold the trainer's state of all GPUs while the engines have them."""
+    """Finding about main memory, which must hold the trainer's state of all GPUs while the engines use them."""
     state, needed = in_words(size), max(gpu_memory, 4 * 2**30)
     if size < needed:
         why = f"{in_words(needed)} are safe, as much as all GPUs have" if gpu_memory else f"{in_words(needed)} are safe"
@@ -94,7 +94,7 @@ def host_memory(size: int, gpu_memory: int) -> Finding:
 
 
 def limits(on_gpu: bool, infiniband: bool) -> Iterator[Finding]:
-    """The findings about limits of this shell that its jobs inherit."""
+    """Findings about limits of this shell that its jobs inherit."""
     files = 65_536 if on_gpu else 1024
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield judge_limit("open files", soft, hard, files, "nofile", "-n")
@@ -104,7 +104,7 @@ def limits(on_gpu: bool, infiniband: bool) -> Iterator[Finding]:
 
 
 def judge_limit(name: str, soft: int, hard: int, needed: int, entry: str, flag: str) -> Finding:
-    """The finding about a limit of the shell, compared with what is needed; RLIM_INFINITY is the largest."""
+    """Finding about a limit of the shell, compared with the requirement; RLIM_INFINITY is the largest."""
     if _reaches(soft, needed):
         return Finding(name, _limit(soft))
     value = _limit(needed)
@@ -122,7 +122,7 @@ def _limit(value: int) -> str:
 
 
 def sandbox() -> Finding:
-    """The finding about what keeps programs in that a policy writes, found out by running one with each mechanism."""
+    """Finding about containment of programs that a policy writes, found by running one with each mechanism."""
     mechanism, why = best_mechanism()
     if mechanism is None:
         return Finding("sandbox", "nothing contains programs", ABSENT, f"rewards of code need it: {why}", FIX)
@@ -132,7 +132,7 @@ def sandbox() -> Finding:
 
 
 def filesystem(runs: Path) -> Finding:
-    """The finding about the filesystem: tries to write, sync, lock and rename in the nearest folder that exists."""
+    """Finding about the filesystem: tries to write, sync, lock and rename in the nearest existing folder."""
     folder = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
     probe = folder / f".doctor-{platform.node()}-{os.getpid()}"
     try:
@@ -154,7 +154,7 @@ def filesystem(runs: Path) -> Finding:
 
 
 def judge_filesystem(folder: Path, kind: str, free: int) -> Finding:
-    """The finding about free space, and whether the filesystem outlives the machine."""
+    """Finding about free space, and whether the filesystem is persistent."""
     state = f"{folder}, {kind}, {in_words(free)} free"
     if free < 10 * 2**30:
         return Finding("filesystem", state, WARNING, "checkpoints need room", "run.root=... where there is more")
@@ -164,19 +164,19 @@ def judge_filesystem(folder: Path, kind: str, free: int) -> Finding:
 
 
 def kind_of(path: Path, mounts: str) -> str:
-    """The kind of the filesystem that holds `path`, from the text of /proc/mounts."""
+    """Kind of the filesystem that holds `path`, from the text of /proc/mounts."""
     points = [(entry[1].replace("\\040", " "), entry[2]) for entry in map(str.split, mounts.splitlines())]
     holding = [(point, kind) for point, kind in points if Path(point) == path or Path(point) in path.parents]
     return max(holding, key=lambda held: len(held[0]))[1]
 
 
 def size_of(path: Path) -> int | None:
-    """Bytes of the filesystem at `path`; None where there is none."""
+    """Size in bytes of the filesystem at `path`; None where there is none."""
     return shutil.disk_usage(path).total if path.is_dir() else None
 
 
 def main_memory() -> int:
-    """Bytes of main memory that this process may use: the machine's, or the container's where that is less."""
+    """Bytes of main memory that this process may use: the machine's, or the container's if less."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")
     content = limit.read_text().strip() if limit.is_file() else "max"

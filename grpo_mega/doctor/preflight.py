@@ -26,21 +26,21 @@ from typing import Any
 
 GIB = 1 << 30
 SHARED_MEMORY = 64 << 20
-"""Bytes free in /dev/shm; processes of a node exchange data through it."""
+"""Free bytes required in /dev/shm, through which processes of a node exchange data."""
 SHARED_MEMORY_PER_GPU = GIB // 4
-"""Bytes free in /dev/shm for NCCL, per GPU."""
+"""Free bytes per GPU required in /dev/shm for NCCL."""
 ROOM = GIB
-"""Bytes free in the folder for temporary files."""
+"""Free bytes required in the folder for temporary files."""
 FOREIGN_MEMORY = 2 * GIB
-"""Device memory that may be in use before the job starts; more is another process's."""
+"""Device memory in bytes that may be in use before the job starts; more belongs to another process."""
 PATIENCE = 60.0
-"""Seconds that the device memory of a job that has just ended may take to be freed."""
+"""Seconds within which a job that has just ended must free its device memory."""
 SLOWEST = 0.85
 """Share of the job's median rate below which a GPU is too slow."""
 SLOWEST_LINK = 0.5
 """Share of the job's median rate below which a link is too slow; other jobs may use links as well."""
 CLOCK_SECONDS = 2.0
-"""Seconds that a node's clock may be off, besides the time that the checks took."""
+"""Seconds that a node's clock may differ, in addition to the duration of the checks."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 SLOWED_DOWN = 0x8 | 0x40 | 0x80
 """NVML's reasons for a low clock: hardware slowdown, thermal slowdown, power brake."""
@@ -49,10 +49,10 @@ SLOWED_DOWN = 0x8 | 0x40 | 0x80
 def check(
     folder: Path, gpus: int, free: int, token: str, node: str, interface: str = "", reads: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """The report on this node: `problems`, `software`, `rates` (unit in the name) and its `clock` at the beginning.
+    """Checks this node; reports `problems`, `software`, `rates` (unit in the name) and its `clock` at the beginning.
 
-    It needs `gpus` GPUs, `free` bytes on the disk of the folder, `token` in it, the network `interface` unless that is
-    empty, and what `reads` names.
+    Required are `gpus` GPUs, `free` bytes on the folder's disk, `token` in the folder, the network `interface` (if not
+    empty), and the paths `reads`.
     """
     clock = time.time()
     problems = [*_shared_file_system(folder, token), *_space(folder, gpus, free), *_interface(interface)]
@@ -64,7 +64,7 @@ def check(
             problems += gpu_problems
             software |= driver
             rates = {} if problems else _rates(gpus)
-        except Exception as error:  # a GPU that is lost, or fails as soon as it works
+        except Exception as error:  # a GPU that is lost, or fails under load
             problems.append(f"its GPUs fail ({type(error).__name__}: {error}): reset or replace them")
     return {"node": node, "problems": problems, "software": software, "rates": rates, "clock": clock}
 
@@ -112,7 +112,7 @@ def _software() -> dict[str, str]:
 
 
 def _gpus(expected: int) -> tuple[list[str], dict[str, str]]:
-    """Problems of the GPUs as the driver reports them, and the versions that must be equal on all nodes."""
+    """Problems of the GPUs reported by the driver, and the versions that must be equal on all nodes."""
     try:
         import pynvml as nvml
 
@@ -153,7 +153,7 @@ def _gpu(nvml: Any, handle: Any) -> list[str]:
 
 
 def settled(used: Callable[[], int], patience: float = PATIENCE) -> None:
-    """Returns as soon as at most FOREIGN_MEMORY bytes are `used`, or after `patience` seconds."""
+    """Waits until at most FOREIGN_MEMORY bytes are `used`, for up to `patience` seconds."""
     deadline = time.monotonic() + patience
     while used() > FOREIGN_MEMORY and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -191,11 +191,11 @@ def _seconds(work: Any, gpus: range, times: int = 10) -> float:
 
 
 def judge(folder: Path, nodes: list[str], seconds: float) -> dict[str, str]:
-    """Node -> `ok`, `silent`, or `unfit: why`, from the reports written within `seconds` and how they differ."""
-    os.listdir(folder)  # without this, new files may stay invisible over NFS
+    """{node: `ok`, `silent`, or `unfit: why`}, from the reports written within `seconds` and their differences."""
+    os.listdir(folder)  # otherwise new files may stay invisible over NFS
     reports = {node: _report(folder, node) for node in nodes}
     received = [report for report in reports.values() if report]
-    clocks = [time.time(), *(report["clock"] for report in received)]  # this machine's decides between two
+    clocks = [time.time(), *(report["clock"] for report in received)]  # this machine's report decides between two
     usual = {name: _usual(received, name) for report in received for name in report["software"]}
     medians = _medians(received)
     verdicts = {}
@@ -236,7 +236,7 @@ def _versions(software: dict[str, str], usual: dict[str, str]) -> list[str]:
 
 
 def _clock(off: float, seconds: float, nodes: int) -> list[str]:
-    """A problem if a clock differs by more than `seconds`, in which all were read; a single node is not judged."""
+    """A problem if a clock differs by more than `seconds`, in which all were read; a single node is not checked."""
     wrong = nodes > 1 and abs(off) > seconds + CLOCK_SECONDS
     return [f"its clock is off by {off:.0f} s, give or take {seconds:.0f}"] if wrong else []
 
@@ -263,7 +263,7 @@ def _slow(rates: dict[str, float], medians: dict[str, float]) -> list[str]:
 
 
 def main() -> None:
-    """The command line."""
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["check", "judge"])
     parser.add_argument("--folder", type=Path, required=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from grpo_mega.doctor.finding import ABSENT, FAILURE, WARNING, Finding, run
 from grpo_mega.doctor.machine import GPU
+from grpo_mega.doctor.packages import APEX_USE, APEX_WITHOUT, PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +35,7 @@ NEWEST_TORCH = "python -m pip install --force-reinstall torch"
 
 
 def torch(gpus: list[GPU]) -> Iterator[Finding]:
-    """The findings about torch, its CUDA and NCCL; none where torch is missing or too old, which `required` reports."""
+    """Findings about torch, its CUDA and NCCL; none if torch is missing or too old, which `required` reports."""
     if not _usable("torch"):
         return
     output, problem = run([sys.executable, "-c", PROBE])
@@ -58,7 +59,7 @@ def torch(gpus: list[GPU]) -> Iterator[Finding]:
 
 
 def judge_torch(able: dict, gpus: list[GPU]) -> Finding:
-    """The finding about torch: whether it can use the GPUs that the driver reports."""
+    """Finding about torch: whether it can use the GPUs that the driver reports."""
     release = able["version"]
     if not able["cuda"]:
         return Finding("torch", release, FAILURE, f"a build for CPUs, on a machine with {len(gpus)} GPUs", NEWEST_TORCH)
@@ -73,11 +74,11 @@ def judge_torch(able: dict, gpus: list[GPU]) -> Finding:
 
 
 OLDEST_DRIVER = {"11": "450", "12": "525", "13": "580"}
-"""Major version of CUDA -> the driver branch that it needs (CUDA's release notes, minor version compatibility)."""
+"""Major version of CUDA -> required driver branch (CUDA's release notes, minor version compatibility)."""
 
 
 def judge_driver(cuda: str, driver: str) -> Finding:
-    """The finding about torch's CUDA: whether the driver is new enough."""
+    """Finding about torch's CUDA: whether the driver is recent enough."""
     needed = OLDEST_DRIVER.get(cuda.split(".")[0])
     if needed and _numbers(driver) < _numbers(needed):
         why = f"needs driver {needed} or newer, and this is {driver}"
@@ -88,7 +89,7 @@ def judge_driver(cuda: str, driver: str) -> Finding:
 
 
 def required() -> Iterator[Finding]:
-    """The findings about the packages that pyproject.toml lists; a usable torch is reported by `torch`."""
+    """Findings about the packages in pyproject.toml; a usable torch is reported by `torch`."""
     for name, wanted in _wanted().items():
         release, fix = installed(name), f"python -m pip install '{name}{wanted}'"
         if release is None:
@@ -100,7 +101,7 @@ def required() -> Iterator[Finding]:
 
 
 def _wanted() -> dict[str, str]:
-    """{package: bounds of its version}."""
+    """{package: version bounds}, from pyproject.toml."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     return dict(re.split(r"(?=[<>=]|$)", entry, maxsplit=1) for entry in listed)
 
@@ -110,40 +111,20 @@ def _usable(name: str) -> bool:
     return release is not None and _satisfies(release, _wanted()[name])
 
 
-ACCELERATORS = (
-    ("nvidia-ml-py", "pynvml", "what GPUs are and hold; a Slurm job calls a node with GPUs and without it unfit",
-     "python -m pip install nvidia-ml-py"),
-    ("transformer-engine", "transformer_engine.pytorch", "much faster layers: without it experts compute one by one",
-     "python -m pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12'"),
-    ("flash-attn-4", "flash_attn.cute", "layout.attention=flash4; torch's FlashAttention-2 does without it",
-     "python -m pip install --pre flash-attn-4"),
-    ("sglang", "sglang", "fast generation", "python -m pip install sglang"),
-    ("torch-memory-saver", "torch_memory_saver", "SGLang can give its memory to the trainer and take it back",
-     "python -m pip install torch-memory-saver"),
-)  # fmt: skip
-"""Package, module, its use, and the command that installs it."""
-
-OPTIONAL = ("flash-attn-4",)
-"""Of these, what is not missed until a setting asks for it."""
-
-BOUNDS = {"transformer-engine": ">=2.9,<2.12"}
-"""Versions of optional packages that work, the same as in pyproject.toml and platform/transformer_engine.py."""
-
-
-def accelerators(on_gpu: bool) -> Iterator[Finding]:
+def optional(on_gpu: bool) -> Iterator[Finding]:
     """The findings about optional packages; one that is installed and cannot be imported is worse than none."""
-    for name, module, use, fix in ACCELERATORS:
-        release = installed(name)
+    for package in PACKAGES:
+        name, release, fix = package.name, installed(package.name), package.install
         if release is None:
-            verdict = WARNING if on_gpu and name not in OPTIONAL else ABSENT
-            yield Finding(name, "missing", verdict, use, fix if on_gpu else "")
+            why = f"for {package.used_for}; without it: {package.without}"
+            warned = on_gpu and package.missed
+            yield Finding(name, "missing", WARNING if warned else ABSENT, why, fix if warned else "")
             continue
-        bounds = BOUNDS.get(name, "")
-        if not _satisfies(release, bounds):
-            why = f"{bounds} is what megatron-core works with; training refuses this one"
+        if not _satisfies(release, package.bounds):
+            why = f"{package.bounds} is what megatron-core works with; training refuses this one"
             yield Finding(name, release, FAILURE if on_gpu else WARNING, why, fix)
             continue
-        _, problem = run([sys.executable, "-c", f"import {module}"])
+        _, problem = run([sys.executable, "-c", f"import {package.module}"])
         if problem:
             why = f"cannot be imported: {problem}"
             yield Finding(
@@ -154,9 +135,9 @@ def accelerators(on_gpu: bool) -> Iterator[Finding]:
 
 
 def apex(on_gpu: bool) -> Finding:
-    """The finding about NVIDIA's Apex, which is not on PyPI: the package of that name there is something else."""
+    """Finding about NVIDIA's Apex, which is not on PyPI: the package of that name there is something else."""
     if importlib.util.find_spec("apex") is None:
-        return Finding("apex", "missing", ABSENT, "Transformer Engine has what is needed of it" if on_gpu else "")
+        return Finding("apex", "missing", ABSENT, f"for {APEX_USE}; without it: {APEX_WITHOUT}" if on_gpu else "")
     _, problem = run([sys.executable, "-c", "import apex.multi_tensor_apply, apex.optimizers"])
     if not problem:
         return Finding("apex", f"NVIDIA's {installed('apex') or ''}".strip())
@@ -165,7 +146,7 @@ def apex(on_gpu: bool) -> Finding:
 
 
 def installed(name: str) -> str | None:
-    """Version of a package, without importing it; None when it is not installed."""
+    """Version of a package, found without importing it; None when it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -188,5 +169,5 @@ def _satisfies(installed_version: str, wanted: str) -> bool:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a version: (2, 13, 0) of 2.13.0+cpu."""
+    """Numbers of a version: (2, 13, 0) for 2.13.0+cpu."""
     return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[+a-zA-Z-]", text)[0]))

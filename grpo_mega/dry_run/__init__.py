@@ -1,11 +1,11 @@
-"""What is wrong with a job, all of it at once, before it is queued: `--dry-run` of any command line.
+"""Finds all problems of a job at once, before it is queued: `--dry-run` of any command line.
 
     python -m grpo_mega.train experiment=tiny --dry-run
     slurm/tiny.sh --dry-run
 
 It needs no GPU, shows none to the reward functions, starts no rank and writes nothing. It prints prompts, their
-lengths, what made-up answers earn, the memory that is planned, and a numbered list of the problems. Every check is
-made, whatever the others say, unless it needs what another could not read.
+lengths, rewards of sample answers, the planned memory, and a numbered list of problems. Every check runs, whatever the
+others find, unless its input could not be read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ READY, NOT_READY = 0, 2
 
 
 def main(words: list[str]) -> int:
-    """The dry run of a command line of `grpo_mega.train`; returns the exit code. Of several ranks, one reports."""
+    """Dry run of a command line of `grpo_mega.train`; returns the exit code. Only one of several ranks reports."""
     if os.environ.get("RANK", "0") != "0":
         return READY
     processes = os.environ.get("WORLD_SIZE")
@@ -47,15 +47,15 @@ def dry_run(
     more: Sequence[tuple[str, Callable[[Config], object]]] = (),
     known: Sequence[str] = (),
 ) -> int:
-    """Prints what a job with these settings would see, and its problems; returns the exit code.
+    """Dry run of a job with these settings: prints its data, rewards, plan and problems; returns the exit code.
 
     Args:
         words: The settings.
-        processes: Of the job; None for those of `cluster.*`, or the fewest that the layout allows.
+        processes: Number of processes of the job; None for that of `cluster.*`, or the fewest that the layout allows.
         more: (name, check) of further checks.
-        known: Problems that are known already.
+        known: Problems already known.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # models that are planned here must not be on a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # planned models must not be on a GPU
     warnings.filterwarnings("ignore", module="megatron|torch")
     problems = Problems([*known])
     config = _composed([*words], problems)
@@ -73,7 +73,7 @@ def dry_run(
 
 
 def _composed(words: list[str], problems: Problems) -> Config | None:
-    """The configuration, without the settings that do not exist; None when there is none without them either."""
+    """The composed configuration, without unknown settings; None if it cannot be composed without them either."""
     while True:
         try:
             return compose_config(words, checked=False)
@@ -81,13 +81,13 @@ def _composed(words: list[str], problems: Problems) -> Config | None:
             problems.add(*getattr(error, "problems", [str(error)]))
             named = re.match(r"['\"+~]*([\w.@/]+)", str(error))
             rest = [word for word in words if not named or word.lstrip("+~").partition("=")[0] != named[1]]
-            if error.__cause__ is None or rest == words:  # hydra's have a cause
+            if error.__cause__ is None or rest == words:  # hydra's errors have a cause
                 return None
             words = rest
 
 
 def _check(config: Config, processes: int | None, problems: Problems) -> Config:
-    """Makes every check of a configuration whose required settings are there; returns it with its vocabulary."""
+    """Runs every check of a complete configuration; returns it with its vocabulary size."""
     before = len(problems.found)
     problems.attempt("settings", lambda: check_config(config))
     if processes:

@@ -1,4 +1,4 @@
-"""What made-up answers to a problem earn, term by term."""
+"""Rewards of sample answers to a problem, term by term."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from grpo_mega.reward.scorable import check_problems, has_task
 from grpo_mega.types import Prompt, Sample
 
 MADE_UP = Prompt(id="made up", token_ids=(), text="What is 40 + 2?", answer="42", task="made up")
-"""A problem, when none can be read."""
+"""A stand-in problem, when none can be read."""
 SHOWN_TASKS = 8
-"""Tasks whose first problem is answered."""
+"""Number of tasks whose first problem is answered."""
 WRONG = "123454321"
-"""An answer to no problem."""
+"""An answer that is wrong for every problem."""
 IN_TAGS, IN_A_BOX = "<think>...</think><answer>{}</answer>", r"... \boxed{{{}}}"
 ANSWERS = (
     ("right, in think and answer tags", IN_TAGS, True, "stop"),
@@ -31,11 +31,11 @@ ANSWERS = (
     ("right in tags, but cut off", IN_TAGS, True, "length"),
     ("empty", "", False, "stop"),
 )
-"""(name, text with {} for the value, whether that is right, finish_reason)"""
+"""(name, text with {} for the value, whether it is correct, finish_reason) of each sample answer."""
 
 
 def show_rewards(config: Config, data: Read, problems: Problems) -> None:
-    """Prints what `ANSWERS` to the first problem of each task earn: every term of the reward, and their total."""
+    """Prints the rewards of `ANSWERS` to the first problem of each task: every term and the total."""
     if config.run.trains in REWARD_MODELS or not config.reward.terms:
         return
     if data.prompts:
@@ -51,7 +51,7 @@ def show_rewards(config: Config, data: Read, problems: Problems) -> None:
 def _show(
     config: Config, terms: list[RewardTerm], prompt: Prompt, tokenizer: Tokenizer | None, problems: Problems
 ) -> None:
-    """Prints what `ANSWERS` to one problem earn, of these terms."""
+    """Prints the rewards of `ANSWERS` to one problem by these terms."""
     samples = [
         _sample(prompt, index, text.format(prompt.answer if right else WRONG), ends, tokenizer)
         for index, (_, text, right, ends) in enumerate(ANSWERS)
@@ -71,9 +71,9 @@ def _show(
 
 
 def _values(config: Config, term: RewardTerm, samples: list[Sample], problems: Problems) -> list[float] | None:
-    """The term's value for each sample; None when it has none, and that is a problem or is printed."""
+    """The term's value for each sample; None when it has none, which is printed or added to the problems."""
     kept = {name: value for name, value in term.options.items() if (term.built_in, name) != ("judge", "cache")}
-    tried = replace(term, weight=1.0, tasks=[], options=kept)  # a dry run writes no replies
+    tried = replace(term, weight=1.0, tasks=[], options=kept)  # a dry run writes no replies to a cache
     alone = replace(config.reward, terms=[tried], success=term.name, on_error="stop")
     if [*reward_problems(alone)]:  # reported with the settings
         return None
@@ -88,7 +88,7 @@ def _values(config: Config, term: RewardTerm, samples: list[Sample], problems: P
 
 
 def _sample(prompt: Prompt, index: int, text: str, ends: str, tokenizer: Tokenizer | None) -> Sample:
-    """A completion that the policy might have sampled; of characters without token it has no tokens."""
+    """A completion as the policy might sample it; without tokens if the tokenizer lacks a character."""
     try:
         tokens = array("i", tokenizer.encode(text) if tokenizer else [])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Files, the run directory, memory and room on the disk."""
+"""Checks of files, the run directory, memory and disk space."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 import shutil
 import tempfile
 from dataclasses import replace
-from math import lcm
 from pathlib import Path
 from typing import Any
 
 from grpo_mega import platform
 from grpo_mega.config.load import identity
-from grpo_mega.config.schema import Config, RunConfig
+from grpo_mega.config.schema import Config
 from grpo_mega.dry_run.problems import Problems
 from grpo_mega.observe.run_dir import CHECKPOINTS, check_run_dir
+from grpo_mega.planning.supplies import checkpoints_at_once, exports_in_all
 from grpo_mega.planning.verdict import engine_verdict, in_gb, verdict
 
 EXPORTS = "export"
@@ -22,7 +22,7 @@ EXPORTS = "export"
 
 
 def check_readable(name: str, path: str) -> None:
-    """Raises an OSError when the file or folder of a setting is not there or not readable."""
+    """Raises OSError when the file or folder of a setting is missing or not readable."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"{name}={path} does not exist")
     if not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
@@ -30,10 +30,10 @@ def check_readable(name: str, path: str) -> None:
 
 
 def check_run_directory(config: Config) -> None:
-    """Checks that the run directory is new or this run's, and can be written to; leaves nothing there.
+    """Checks that the run directory is new or belongs to this run, and is writable; leaves nothing in it.
 
     Raises:
-        ValueError: It belongs to another experiment, or cannot be written to.
+        ValueError: The directory belongs to another experiment, or is not writable.
     """
     path = run_directory(config)
     check_run_dir(path, identity=identity(config))
@@ -46,7 +46,7 @@ def check_run_directory(config: Config) -> None:
 
 
 def run_directory(config: Config) -> Path:
-    """Where the run is, or will be."""
+    """Path of the run directory, which may not exist yet."""
     return Path(config.run.root).resolve() / config.run.name
 
 
@@ -55,11 +55,11 @@ def _existing(path: Path) -> Path:
 
 
 def planned(config: Config, vocab_size: int, processes: int | None) -> dict[str, Any]:
-    """The plan of the run (`planning/plan.py`), on so many processes or those that the configuration names.
+    """Plan of the run (`planning/plan.py`), for `processes` or the number in the configuration.
 
     Raises:
         ValueError: The machines do not fit the layout.
-        ImportError: There is no torch or Megatron here.
+        ImportError: torch or Megatron is not installed here.
     """
     platform.start_planning()
     from grpo_mega.planning.plan import plan
@@ -71,7 +71,7 @@ def planned(config: Config, vocab_size: int, processes: int | None) -> dict[str,
 
 
 def show_plan(config: Config, plan: dict[str, Any], problems: Problems) -> None:
-    """Prints the memory of a GPU and the room for checkpoints; too little of either is a problem."""
+    """Prints the planned memory of a GPU and the disk space of checkpoints; a lack of either is a problem."""
     lines = {"training": verdict(plan)}
     if plan["engine"]:
         lines["engines"] = engine_verdict(plan["engine"])
@@ -90,7 +90,7 @@ def show_plan(config: Config, plan: dict[str, Any], problems: Problems) -> None:
 
 
 def _show_disk(config: Config, plan: dict[str, Any], problems: Problems) -> None:
-    """Prints the room that checkpoints and exports take at most; too little is a problem."""
+    """Prints the largest disk space of checkpoints and exports; a lack of it is a problem."""
     path, run = run_directory(config), config.run
     there = _existing(path)
     checkpoints = max(1, checkpoints_at_once(run) - len([*(path / CHECKPOINTS).glob("[!.]*")]))
@@ -108,18 +108,3 @@ def _show_disk(config: Config, plan: dict[str, Any], problems: Problems) -> None
             f"{run.keep_every}, and one that is being written), exports {in_gb(needed['exports'])} GB "
             f"(run.export_every={run.export_every}): make room, choose another run.root, or keep fewer"
         )
-
-
-def checkpoints_at_once(run: RunConfig) -> int:
-    """How many checkpoints of its last stage lie in the run directory at most, with the one that is being written."""
-    steps = max(1, run.steps)  # where no steps follow the earlier stages, there is one checkpoint, too
-    every = run.save_every or steps
-    before = -(-steps // every) - 1  # the last step is saved, too
-    newest = min(before, run.keep_checkpoints)
-    milestones = (before - newest) * every // lcm(every, run.keep_every) if run.keep_every else 0
-    return newest + milestones + 1
-
-
-def exports_in_all(run: RunConfig) -> int:
-    """How many exports a run writes: all are kept."""
-    return 1 if run.export_every < 0 else -(-max(1, run.steps) // run.export_every) if run.export_every else 0

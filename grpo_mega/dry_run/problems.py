@@ -13,16 +13,16 @@ T = TypeVar("T")
 
 @dataclass
 class Problems:
-    """What is wrong with a job, in the order of the checks, each problem once."""
+    """Problems of a job, in the order of the checks, each once."""
 
     found: list[str] = field(default_factory=list)
 
     def add(self, *problems: str) -> None:
-        """Adds those that are new."""
+        """Adds the problems that are new."""
         self.found += [problem for problem in dict.fromkeys(problems) if problem not in self.found]
 
     def attempt(self, what: str, check: Callable[[], T]) -> T | None:
-        """The result of a check; None when it fails: its problems are added, and the next check can be made."""
+        """Result of a check; None if it fails: its problems are added, and further checks can run."""
         try:
             return check()
         except ConfigError as error:
@@ -31,6 +31,6 @@ class Problems:
             print(f"not checked, for there is no {error.name} here: {what}")
         except (ValueError, OSError, RuntimeError) as error:
             self.add(str(error))
-        except Exception as error:  # whatever is wrong with a file or a function of the user's, the rest is checked
+        except Exception as error:  # whatever is wrong with a file or a user function, the other checks still run
             self.add(f"{what}: {type(error).__name__}: {error}")
         return None

@@ -1,4 +1,4 @@
-"""The problems of a job as its policy will see them."""
+"""Prompts of a job as its policy will get them."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from grpo_mega.reward.truths import why_unreachable
 from grpo_mega.types import Prompt
 
 SHOWN = 8
-"""Problems that are shown."""
+"""Number of problems shown."""
 TASKS = 32
-"""Tasks of which problems are shown."""
+"""Number of tasks whose problems are shown."""
 SHOWN_CHARACTERS = 400
-"""Of a prompt: its beginning and its end."""
+"""Characters of a prompt shown, from its beginning and its end."""
 UNLIMITED = 10**9
-"""A context that every prompt fits: too long ones are counted here, not refused one by one."""
+"""A context that fits every prompt: too long prompts are counted here, not refused one by one."""
 GENERATED = 1000
-"""Training problems that are looked at when there is no end of them."""
+"""Number of training problems examined when they are generated without end."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """What could be read.
+    """The data that could be read.
 
     Attributes:
         tokenizer: None when it cannot be used.
-        prompts: Training problems first.
+        prompts: Prompts, training problems first.
     """
 
     tokenizer: Tokenizer | None
     prompts: list[Prompt]
 
     def vocab_size(self, model: ModelConfig, problems: Problems) -> int | None:
-        """Tokens that the model scores; None when only a tokenizer that cannot be used knows."""
+        """Number of tokens that the model scores; None if only an unusable tokenizer knows it."""
         if tokenizer := self.tokenizer:
             return problems.attempt("model.vocab_size", lambda: vocabulary(model, tokenizer))
         return model.vocab_size
 
 
 def read_data(config: Config, problems: Problems) -> Read:
-    """Reads the data as the job will; where that fails, as much of it as can be read. Examples show no prompts."""
+    """Reads the data as the job will, or if that fails what it can. A reward model's examples give no prompts."""
     if config.run.trains in REWARD_MODELS:
         return _read_examples(config, problems)
     paths = [path for source in sources_of(config.data).values() for path in (source.path, source.test_path)]
     unlimited = config if config.data.task in GENERATED_TASKS else _with_context(config, UNLIMITED)
     data = None
-    if all(os.path.exists(path) for path in [*paths, config.sft.path] if path):  # what is missing is named already
+    if all(os.path.exists(path) for path in [*paths, config.sft.path] if path):  # missing data is reported already
         unreachable = partial(why_unreachable, config.reward.terms)
         data = problems.attempt("the data", lambda: build_data(unlimited, unreachable))
     if data:
@@ -74,7 +74,7 @@ def read_data(config: Config, problems: Problems) -> Read:
 def _read_examples(config: Config, problems: Problems) -> Read:
     paths = inputs(config)
     if any(name.startswith(("pairs.", "data.")) and not os.path.exists(path) for name, path in paths.items()):
-        return Read(None, [])  # what is missing is named already
+        return Read(None, [])  # missing data is reported already
     noun = "pair" if config.run.trains == "reward_model" else "answer"
     data = problems.attempt(f"the {noun}s", lambda: build_example_data(config))
     if data:
@@ -91,14 +91,14 @@ def _with_context(config: Config, context: int) -> Config:
 
 
 def _once(data: Data) -> list[Prompt]:
-    """Every training problem as in the first epoch; of generated ones some."""
+    """Every training problem as in the first epoch; some of a generated task's."""
     if data.problems:
         return [in_epoch(prompt, 0) for prompt in data.problems]
     return data.train.take(GENERATED)
 
 
 def _readable_parts(config: Config, tokenizer: Tokenizer, problems: Problems) -> Iterator[Prompt]:
-    """The problems of each file that can be read, when not all can."""
+    """Yields the problems of each readable file, when not all are."""
     unreachable = partial(why_unreachable, config.reward.terms)
     for name, source in sources_of(config.data).items() if config.data.task == "jsonl" else ():
         own = problems.attempt(f"data.sources.{name}", partial(tokenizer_of, source, config.data, tokenizer))
@@ -112,7 +112,7 @@ def _readable_parts(config: Config, tokenizer: Tokenizer, problems: Problems) ->
 
 
 def show_prompts(config: Config, data: Read, problems: Problems) -> None:
-    """Prints the first problems as the policy's prompts, and how long all are; too long ones are a problem."""
+    """Prints the first problems as the policy's prompts, and the lengths of all; too long ones are a problem."""
     if not data.prompts:
         return
     print("prompts, special tokens included")
@@ -136,7 +136,7 @@ def show_prompts(config: Config, data: Read, problems: Problems) -> None:
 
 
 def _some_of_each(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The first problems of every task, `SHOWN` in all when there are not more tasks; at most those of `TASKS`."""
+    """The first problems of every task, `SHOWN` in all unless there are more tasks; of at most `TASKS` tasks."""
     of_task: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         of_task.setdefault(prompt.task, []).append(prompt)

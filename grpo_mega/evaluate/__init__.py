@@ -1,1 +1,1 @@
-"""What several sampled answers per problem say about a policy, with intervals; during training and after it."""
+"""Evaluation from several sampled answers per problem, with confidence intervals; during training and after it."""

@@ -1,4 +1,4 @@
-"""The end of an evaluation: what its samples come to, written into its folder and told."""
+"""End of an evaluation: writes the results into its folder and formats them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def conclude(folder: Path, made: Subject, settings: dict[str, Any]) -> None:
 
 
 def shown(folder: Path, made: Subject, settings: dict[str, Any]) -> str:
-    """The results of the folder as text."""
+    """Results of the folder as text."""
     found = json.loads((folder / RESULTS).read_text())
     columns = {"all": found["all"]} | (found["tasks"] if len(found["tasks"]) > 1 else {})
     estimates = {title: {n: Estimate(**e) for n, e in column.items()} for title, column in columns.items()}

@@ -1,8 +1,9 @@
-"""Continuations of answers after each of their steps, which say how right the steps are (Math-Shepherd).
+"""Continuations of answers after each step, from which labels of steps follow (Math-Shepherd).
 
-Wang et al., 2023 (arXiv 2312.08935, section 3.2): a step is as good as what it leads to. A model continues each answer
-of a pool several times after each of its steps, and the continuations are scored as whole answers. The share of them
-that is right is the step's label (soft estimation, equation 4), or whether any is (hard estimation, equation 3).
+Wang et al., 2023 (arXiv 2312.08935, section 3.2): a step is as good as the answers it leads to. A model continues each
+answer of a pool several times after each of its steps, and the continuations are scored as whole answers. The step's
+label is the share of correct ones (soft estimation, equation 4), or whether any is correct (hard estimation, equation
+3).
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ from typing import Any
 from grpo_mega.data.chat import Turn
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.evaluate.results import Record
-from grpo_mega.evaluate.selection import Pool, open_pool, records_of
+from grpo_mega.evaluate.selection import Pool, is_text, open_pool, records_of
 from grpo_mega.step_ends import beginnings, step_ends
 from grpo_mega.types import Prompt, Sample, Score
 
 CONTINUES = "continues"
-"""In settings.json: of which pool, by checksum, an evaluation has continuations, and what divides steps."""
+"""Key of settings.json for the checksum of the pool whose answers an evaluation continues, and the separators of
+steps."""
 
 
 @dataclass(frozen=True)
 class Begun:
-    """An answer that is continued.
+    """The beginning of an answer, to be continued.
 
     Attributes:
-        prompt: Its problem.
+        prompt: Problem of the answer.
         text: The answer so far.
-        asked: What the model is asked: the problem with the answer so far, under an id of its own.
+        asked: Prompt for the model: the problem with the answer so far, under its own id.
     """
 
     prompt: Prompt
@@ -42,9 +44,10 @@ class Begun:
 def begun_of(
     pool: Pool, prompts: Sequence[Prompt], separators: Sequence[str], tokenizer: Tokenizer, context: int
 ) -> dict[str, Begun]:
-    """What is continued of a pool, by id: every beginning of an answer that ended by itself and has a score.
+    """Beginnings to continue, by id: those of every answer of a pool that ended by itself and has a score.
 
-    Answers that begin alike are continued once. A beginning that leaves no room in `context` tokens is left out.
+    Equal beginnings are continued once. A beginning that leaves no room in `context` tokens, and an answer with
+    characters that are not allowed in text, are left out; their steps get no labels.
 
     Raises:
         ValueError: The pool has problems that are not among `prompts`, or there is nothing to continue.
@@ -57,7 +60,7 @@ def begun_of(
                 f"problem {record['problem']!r} of {pool.folder} is not among those that are asked here; give the "
                 "--train or --data of the pool's own command"
             )
-        if record["finish_reason"] != "stop" or record.get("unscorable"):
+        if record["finish_reason"] != "stop" or record.get("unscorable") or not is_text(record["completion"]):
             continue
         for text in beginnings(record["completion"], separators):
             begun = _begun(known[record["problem"]], text, tokenizer)
@@ -79,14 +82,14 @@ def _begun(prompt: Prompt, text: str, tokenizer: Tokenizer) -> Begun:
 
 
 def begun_id(problem: str, text: str) -> str:
-    """The name of a beginning of an answer to a problem."""
+    """Id of a beginning of an answer to a problem."""
     return f"{problem} / {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def scored_whole(
     score: Callable[[Sequence[Sample]], Sequence[Score]], begun: Mapping[str, Begun]
 ) -> Callable[[Sequence[Sample]], Sequence[Score]]:
-    """Scores continuations as the whole answers that they end: by text; tokens are those of the continuation alone."""
+    """Scores continuations as whole answers, by text; token counts are those of the continuation only."""
 
     def scores(samples: Sequence[Sample]) -> Sequence[Score]:
         of = [begun[sample.prompt.id] for sample in samples]
@@ -100,10 +103,10 @@ class Continued:
     """The continuations of a pool's answers.
 
     Attributes:
-        folder: Of the evaluation that has them.
-        sha256: Of its samples.
-        separators: What divides steps.
-        values: Id of a beginning -> the success of each of its continuations that has a score.
+        folder: Folder of the evaluation that has them.
+        sha256: Checksum of its samples.
+        separators: Separators of steps.
+        values: Id of a beginning -> success of each of its scored continuations.
     """
 
     folder: Path
@@ -112,9 +115,9 @@ class Continued:
     values: dict[str, list[float]]
 
     def labelled(self, record: Record, success: float, hard: bool) -> list[tuple[int, float]] | None:
-        """(one past its last character, label) of each step of an answer; None where one was never continued.
+        """(one past the last character, label) of each step of an answer; None if a step was never continued.
 
-        After the last step nothing follows: it is as right as the answer, whose success is given.
+        Nothing follows the last step, so its label is the answer's `success`.
         """
         text = record["completion"]
         values = [self.values.get(begun_id(record["problem"], each)) for each in beginnings(text, self.separators)]
@@ -126,10 +129,10 @@ class Continued:
 
 
 def read_continued(folder: Path, pool: Pool) -> Continued:
-    """The finished continuations in a folder.
+    """Reads the finished continuations in a folder.
 
     Raises:
-        ValueError: It has none, or they are of another pool than this.
+        ValueError: The folder has none, or they are of another pool.
     """
     found = open_pool(folder)
     continues: dict[str, Any] = found.settings.get(CONTINUES, {})

@@ -1,6 +1,6 @@
 """Estimates from n sampled answers per problem: best of k, majority of k, and means with confidence intervals.
 
-Pure functions of the values that a problem's answers earned. What depends on k is the exact expectation over all
+Pure functions of the rewards of a problem's answers. Estimates that depend on k are the exact expectation over all
 subsets of k of the n answers, drawn without replacement, so it is unbiased for every k up to n.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 Z = statistics.NormalDist().inv_cdf(0.975)
-"""Half the width of a 95 % interval of the normal distribution, in standard deviations."""
+"""Half-width of a 95 % interval of the normal distribution, in standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Estimate:
 
     Attributes:
         mean: The mean.
-        low, high: The interval; both None when a single problem says nothing about others.
-        problems: Number of problems that it is over.
+        low, high: Bounds of the interval; both None for a single problem.
+        problems: Number of problems.
     """
 
     mean: float
@@ -35,7 +35,7 @@ class Estimate:
 
 
 def best_of(values: Sequence[float], k: int) -> float:
-    """Expected greatest value among k of n values.
+    """Expected largest value among k of n values.
 
     For values of 0 and 1 it is pass@k, 1 - C(n - c, k) / C(n, k) with c ones (Chen et al., 2021, arXiv 2107.03374,
     equation 1): of the C(n, k) subsets, those whose greatest is the i-th smallest value number C(i - 1, k - 1).
@@ -54,10 +54,10 @@ def best_of(values: Sequence[float], k: int) -> float:
 
 
 def preferred_of(values: Sequence[float], scores: Sequence[float], k: int) -> float:
-    """Expected value of the sample that has the highest score of k: best of k by a reward model (rm@k).
+    """Expected value of the highest-scored of k samples: best of k by a reward model (rm@k).
 
-    Of the C(n, k) subsets, those whose highest score has one of the samples ranked i to j, which score alike, number
-    C(j, k) - C(i - 1, k); each of the alike is then taken with equal probability.
+    Of the C(n, k) subsets, those whose highest score has one of the samples ranked i to j, whose scores are equal,
+    number C(j, k) - C(i - 1, k); each of these is then taken with equal probability.
 
     Args:
         values: n values.
@@ -80,11 +80,11 @@ def preferred_of(values: Sequence[float], scores: Sequence[float], k: int) -> fl
 
 
 def majority_of(values: Sequence[float], votes: Sequence[int | None]) -> list[float]:
-    """Expected value of the answer that most of k samples give, for k = 1 ... n (maj@k).
+    """Expected value of the most frequent answer of k samples, for k = 1 ... n (maj@k).
 
     A sample votes for its answer; one without an answer does not vote. Each of several answers with equally many votes
-    wins with equal probability; without any vote the value is 0. An answer is worth the greatest value that a sample
-    with it earned: an answer is right even if some samples gave it in a wrong format.
+    wins with equal probability; without any vote the value is 0. The value of an answer is the largest of its samples:
+    an answer is right even if some samples gave it in a wrong format.
 
     For a winner with j votes, the samples with other answers are counted by a generating function, in which no answer
     has more than j votes and those with exactly j are counted.
@@ -107,7 +107,7 @@ def majority_of(values: Sequence[float], votes: Sequence[int | None]) -> list[fl
         others = [count for answer, count in answers.items() if answer != winner]
         for j in range(1, most + 1):
             ways = _subsets(others, j, n)
-            wins = (ways / np.arange(1, len(ways) + 1)[:, None]).sum(0)  # t others as many: it wins one time in t + 1
+            wins = (ways / np.arange(1, len(ways) + 1)[:, None]).sum(0)  # t others are tied: it wins one time in t + 1
             wins = np.convolve(wins, silent)[: n + 1 - j]
             weighted[j:] += worth * math.comb(most, j) * wins
     return [float(weighted[k] / math.comb(n, k)) for k in range(1, n + 1)]
@@ -134,7 +134,7 @@ def _subsets(counts: Sequence[int], most: int, n: int) -> np.ndarray:
 
 
 def mean_over_problems(values: Sequence[float]) -> Estimate:
-    """The mean of one value per problem, with the interval for the mean over all problems of their kind.
+    """Mean of one value per problem, with the interval for the mean over all such problems.
 
     Values that are all 0 or 1, such as those of one sample per problem, have Wilson's interval (1927), which stays
     informative when all are equal. Others have the standard error of the mean over problems: a problem's samples are a
@@ -175,7 +175,7 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
 
 
 def sizes(samples: int) -> list[int]:
-    """The k from 2 on for which pass@k and maj@k are reported: powers of two, and the number of samples itself."""
+    """Values of k, from 2 on, for which pass@k and maj@k are reported: powers of two, and the number of samples."""
     powers = [1 << power for power in range(1, samples.bit_length())]
     return [*powers, *([samples] if samples > 1 and samples not in powers else [])]
 

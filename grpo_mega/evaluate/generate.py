@@ -1,4 +1,4 @@
-"""Samples and scores what an evaluation lacks, part by part, so that a killed one loses the part in progress alone."""
+"""Generates and scores missing samples of an evaluation in parts, so that a kill loses only the part in progress."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from grpo_mega.types import Answer, Prompt, Rollout, Sample, Score
 
 @dataclass(frozen=True)
 class Scorer:
-    """What is made of samples.
+    """Scoring of an evaluation's samples.
 
     Attributes:
         score: The reward, called on the rank that holds the samples.
-        success: The reward's term that is reported as accuracy.
-        ballot: How answers are read for votes; None when nobody can vote.
-        budgets: Numbers of tokens after which completions are cut, to be scored once more.
+        success: Reward term that is reported as accuracy.
+        ballot: How answers are read for votes; None without votes.
+        budgets: Token budgets at which completions are cut and scored again.
         decode: Turns token ids into text.
         learned: Adds a reward model's scores to those of a rollout, on every rank; None without one.
     """
@@ -51,19 +51,19 @@ def generate_missing(
 ) -> None:
     """Writes a part for every `together` problems that the folder lacks; every rank must call it.
 
-    With the embedded engine a sample is a function of the problem, its index and `sampling`, so it does not matter
-    which problems are together.
+    With the embedded engine a sample is a function of the problem, its index and `sampling`, so the grouping of
+    problems does not matter.
 
     Args:
-        folder: Of the evaluation, opened.
+        folder: Folder of the evaluation, opened.
         prompts: All problems.
-        samples: Answers to each.
-        sampling: How they are sampled.
+        samples: Number of answers to each problem.
+        sampling: Sampling parameters.
         engine: An engine with the weights.
-        scorer: What is made of them.
-        together: Problems in a part.
+        scorer: Scoring of the samples.
+        together: Number of problems in a part.
         say: Called after every part, with the progress in words.
-        interrupted: Whether this rank was asked to stop; ranks may differ. Called often, so it can give signs of life.
+        interrupted: Whether this rank was asked to stop; ranks may differ. Called often, so it can send heartbeats.
 
     Raises:
         Interrupted: On every rank, when one was asked to stop; the part in progress is lost.
@@ -90,7 +90,7 @@ def _part(
     scorer: Scorer,
     interrupted: Callable[[], bool],
 ) -> list[Record]:
-    """The records of all samples of some problems, in order, on every rank."""
+    """Records of all samples of some problems, in order, on every rank."""
     producer = Producer(engine, scorer.score, samples, sampling, 0, len(prompts) * samples)
     producer.add(prompts)
     rollout = producer.run(interrupted)
@@ -114,11 +114,11 @@ def _part(
 def within_budgets(
     samples: Mapping[int, Sample], answers: Sequence[Answer], scorer: Scorer
 ) -> dict[int, list[float | None]]:
-    """The success term of each sample for every budget: of the completion up to there, None without a score.
+    """Success term of each sample, for the completion cut at every budget; None without a score.
 
     Args:
-        samples: Those that this rank holds, by their number.
-        answers: Of all samples, by their number.
+        samples: Samples that this rank holds, by number.
+        answers: Answers of all samples, by number.
         scorer: The budgets, and the reward.
     """
     longer = [(n, b) for n, sample in samples.items() for b in scorer.budgets if len(sample.token_ids) > b]
@@ -131,7 +131,7 @@ def within_budgets(
 
 
 def _cut(sample: Sample, tokens: int, decode: Callable[[Sequence[int]], str]) -> Sample:
-    """The sample as the length limit would have cut it; the stop token, its last one, is not among what is left."""
+    """The sample as the length limit would have cut it, without its stop token."""
     kept = sample.token_ids[:tokens]
     return replace(
         sample,

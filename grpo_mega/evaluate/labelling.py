@@ -1,4 +1,4 @@
-"""Labels of steps for a process reward model, of scored samples: by a verifier of steps, or by their continuations."""
+"""Labels of steps for a process reward model, from scored samples: by a verifier of steps, or by continuations."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from grpo_mega.step_ends import step_ends
 from grpo_mega.types import Prompt, Sample
 
 SUM_SEPARATORS = (";", "</think>")
-"""What divides the steps of a worked chain sum, and these from the answer: `pairs.separators` for it."""
+"""Separators of the steps and the answer of a worked chain sum, to be used as `pairs.separators`."""
 
 
 @dataclass
 class StepSelection:
-    """What was labelled, and what became of the other samples.
+    """Labelled samples, and counts of the others.
 
     Attributes:
-        rows: The rows of `pairs.path` for a process reward model, each with where it is from.
-        problems: Number of problems that were asked.
-        labelled: Number of those with a row.
+        rows: Rows of `pairs.path` for a process reward model, each with its origin.
+        problems: Number of problems.
+        labelled: Number of problems with a row.
         samples: Number of all samples.
-        left_out: {why, in words: number of samples}.
+        left_out: {reason: number of samples}.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -39,7 +39,7 @@ class StepSelection:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
-        """The numbers as lines for people."""
+        """Summary of the counts, as lines of text."""
         labels = [label for row in self.rows for label in row["labels"]]
         return [
             f"{self.samples:,} samples of {self.problems:,} problems",
@@ -50,8 +50,8 @@ class StepSelection:
 
 
 Judge = Callable[[Record, Pool, str], list[tuple[int, float]] | None]
-"""A sample, its pool, what is put before its completion -> (one past its last character in both together, label) of
-each step; None where that is not known."""
+"""(sample, its pool, text put before its completion) -> (one past the last character in both together, label) of each
+step; None where that is unknown."""
 
 
 def label_steps(
@@ -59,12 +59,12 @@ def label_steps(
 ) -> StepSelection:
     """Labels the steps of samples that ended by themselves and pass the conditions of the filters.
 
-    The steps of the `judge` must be those that the `separators` divide. `begin` is put before every completion. No
-    completion of a problem is there twice, and `filters.per_problem` limits them.
+    The `judge`'s steps must be those that the `separators` define. `begin` is put before every completion. A completion
+    of a problem is used once, and `filters.per_problem` limits their number.
 
     Raises:
-        ValueError: A pool cannot be chosen from, the judge knows nothing of its task, or no sample can be labelled;
-            says what became of them.
+        ValueError: A pool cannot be used, the judge does not know its task, or no sample can be labelled; gives the
+            counts.
     """
     selection = StepSelection()
     check_terms(pools, filters)
@@ -97,11 +97,11 @@ def _already(completion: bytes, own: set[bytes], most: int | None) -> str | None
 
 
 def verified(record: Record, pool: Pool, begin: str) -> list[tuple[int, float]] | None:
-    """The labels of a worked chain sum, a `Judge`: its verifier (`reward/sums.py`) says which steps are right; what
-    follows them, the answer, is as right as the sample is successful.
+    """`Judge` of worked chain sums: the verifier (`reward/sums.py`) labels the steps; the label of the answer after
+    them is the sample's success.
 
     Raises:
-        ValueError: The problem is no chain sum.
+        ValueError: The problem is not a chain sum.
     """
     text, success = begin + record["completion"], success_of(record, pool)
     prompt = Prompt(record["problem"], (), record["prompt"], record["answer"], record["task"])
@@ -120,7 +120,7 @@ def verified(record: Record, pool: Pool, begin: str) -> list[tuple[int, float]] 
 
 
 def by_continuations(continued: Mapping[str, Continued], hard: bool) -> Judge:
-    """The labels that continuations give, of each pool by its checksum; soft estimation unless `hard`."""
+    """`Judge` by continuations, given for each pool by its checksum; soft estimation unless `hard`."""
 
     def judge(record: Record, pool: Pool, begin: str) -> list[tuple[int, float]] | None:
         success = success_of(record, pool)
@@ -131,12 +131,12 @@ def by_continuations(continued: Mapping[str, Continued], hard: bool) -> Judge:
 
 
 def success_of(record: Record, pool: Pool) -> float | None:
-    """The term of a sample that is reported as accuracy; None where its task does not have it."""
+    """Term of a sample that is reported as accuracy; None if the task does not have it."""
     return record["terms"].get(pool.settings["reward"]["success"])
 
 
 def _labelled(record: Record, pool: Pool, judge: Judge, separators: Sequence[str], begin: str) -> dict[str, Any] | None:
-    """The row of a sample; None when the judge has other steps than the separators, or does not know them."""
+    """Row of a sample; None when the judge has other steps than the separators, or does not know them."""
     text, judged = begin + record["completion"], judge(record, pool, begin)
     ends = [end for end, _ in judged or ()]
     if judged is None or ends != step_ends(text, separators):

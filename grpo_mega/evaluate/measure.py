@@ -1,4 +1,4 @@
-"""What is reported of scored answers: the accuracy and other terms, lengths, pass@k, maj@k and rm@k; by task too."""
+"""Measurements of scored answers: accuracy and other terms, lengths, pass@k, maj@k and rm@k; also by task."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from grpo_mega.evaluate.votes import Votes
 from grpo_mega.types import Answer, Group
 
 ACCURACY = "accuracy"
-"""Name under which the reward's success term is reported; for one sample drawn at random, so it is pass@1."""
+"""Name of the reward's success term in results; for one sample drawn at random, so it is pass@1."""
 WITHIN = "within"
-"""within@TOKENS is the accuracy of completions that are cut after so many tokens."""
+"""Prefix of within@TOKENS, the accuracy of completions that are cut after that many tokens."""
 
 
 Values = Sequence[Sequence[float]]
@@ -23,7 +23,7 @@ def measure_within(within: Mapping[int, Values]) -> dict[str, Estimate]:
     """{within@TOKENS: accuracy of completions that are cut after so many tokens}.
 
     Args:
-        within: Budget in tokens -> what the answers to each problem were worth; problems without values do not count.
+        within: Budget in tokens -> success of the answers to each problem; problems without values do not count.
     """
     means = {budget: [_mean(values) for values in of_problems if values] for budget, of_problems in within.items()}
     return {f"{WITHIN}@{budget}": mean_over_problems(values) for budget, values in sorted(means.items()) if values}
@@ -32,18 +32,18 @@ def measure_within(within: Mapping[int, Values]) -> dict[str, Estimate]:
 def measure(
     groups: Sequence[Group], votes: Votes | None, success: str, within: Mapping[int, Values] | None = None
 ) -> dict[str, Estimate]:
-    """Means over problems, each of a problem's own estimate, with their intervals.
+    """Means over problems of per-problem estimates, with confidence intervals.
 
     Args:
-        groups: The answers to each problem.
-        votes: Their votes; None when nobody can vote, which leaves maj@k out.
-        success: The reward's term that is reported as accuracy.
+        groups: Answers to each problem.
+        votes: Votes of the answers; None to leave out maj@k.
+        success: Reward term that is reported as accuracy.
         within: See `measure_within`; none during training.
 
     Returns:
-        Name -> estimate: accuracy, each other term, length (tokens), truncated (share that the length limit cut), and
+        Name -> estimate: accuracy, each other term, length (tokens), truncated (share cut by the length limit), and
         with several samples pass@k, maj@k and, with a reward model's scores, rm@k for every k of `sizes`; within@TOKENS
-        for every budget. A sample without a score counts in length and truncated alone; a problem counts where it has
+        for every budget. A sample without a score counts only in length and truncated; a problem counts where it has
         enough scored samples, and a name without a problem is absent.
     """
     terms: dict[str, list[float]] = {}
@@ -55,7 +55,7 @@ def measure(
         own_votes = [votes[number][i] for i in chosen] if votes is not None else None
         _append(terms, _of_terms(group.answers, success))  # without a score, no terms
         _append(others, _of_lengths(group.answers) | _of_sizes(solved, own_votes, learned, len(group.answers)))
-    collected = terms | others  # a term that is named like a length gives way to it
+    collected = terms | others  # a length overrides a term of the same name
     estimates = {name: mean_over_problems(collected[name]) for name in sorted(collected, key=_order)}
     return estimates | measure_within(within or {})
 
@@ -63,7 +63,7 @@ def measure(
 def by_task(
     groups: Sequence[Group], votes: Votes | None, success: str, within: Mapping[int, Values] | None = None
 ) -> dict[str, dict[str, Estimate]]:
-    """{task: what `measure` gives for its problems}, in the order of the tasks' names."""
+    """{task: `measure` of its problems}, sorted by the tasks' names."""
     numbers: dict[str, list[int]] = {}
     for number, group in enumerate(groups):
         numbers.setdefault(group.prompt.task, []).append(number)
@@ -79,7 +79,7 @@ def by_task(
 
 
 def metrics(groups: Sequence[Group], votes: Votes | None, success: str) -> dict[str, float]:
-    """What an evaluation during training records: the means of `measure`, of each task when there are several.
+    """Metrics of an evaluation during training: the means of `measure`, also by task when there are several.
 
     With one sample per problem these are the mean terms and the length. A task's are named TASK/NAME. `unscorable`
     is the number of answers without a score, absent when all have one.
@@ -103,7 +103,7 @@ def _means(estimates: dict[str, Estimate], several: bool) -> dict[str, float]:
 
 
 def _of_terms(answers: Sequence[Answer], success: str) -> dict[str, float]:
-    """The mean of every term over the answers of a problem that have it."""
+    """Mean of every term over the answers of a problem that have it."""
     values: dict[str, list[float]] = {}
     for answer in answers:
         _append(values, answer.score.terms)
@@ -112,7 +112,7 @@ def _of_terms(answers: Sequence[Answer], success: str) -> dict[str, float]:
 
 
 def _of_lengths(answers: Sequence[Answer]) -> dict[str, float]:
-    """The mean length of a problem's answers, and the share that was cut."""
+    """Mean length of a problem's answers, and the share that was cut."""
     cut = [float(answer.finish_reason == "length") for answer in answers]
     return {"length": _mean([answer.length for answer in answers]), "truncated": _mean(cut)}
 
@@ -120,7 +120,7 @@ def _of_lengths(answers: Sequence[Answer]) -> dict[str, float]:
 def _of_sizes(
     solved: Sequence[float], votes: Sequence[int | None] | None, learned: Sequence[float | None], samples: int
 ) -> dict[str, float]:
-    """pass@k, maj@k and rm@k of a problem for every k for which it has enough samples."""
+    """pass@k, maj@k and rm@k of a problem, for every k for which it has enough samples."""
     ks = [k for k in sizes(samples) if k <= len(solved)]
     passed = {f"pass@{k}": best_of(solved, k) for k in ks}
     majority = majority_of(solved, votes) if votes is not None and ks else []
@@ -130,7 +130,7 @@ def _of_sizes(
 
 
 def _order(name: str) -> tuple[int, int]:
-    """Accuracy first, then terms in the order in which they occur, then lengths, pass@k, maj@k and rm@k by k."""
+    """Sort key of names: accuracy, then terms in order of occurrence, then lengths, pass@k, maj@k and rm@k by k."""
     kind, _, k = name.partition("@")
     place = {ACCURACY: 0, "length": 2, "truncated": 3, "pass": 4, "maj": 5, "rm": 6}.get(kind if k else name, 1)
     return place, int(k or 0)

@@ -1,4 +1,4 @@
-"""Pairs for a reward model, of scored samples: of two answers to one problem the one that passes is preferred."""
+"""Preference pairs for a reward model, from scored samples: an answer that passes is preferred to a wrong one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from grpo_mega.evaluate.selection import Filters, Passed, Pool, check_terms, not
 
 @dataclass
 class PairSelection:
-    """What was paired, and what became of the other samples.
+    """Selected pairs, and counts of the other samples.
 
     Attributes:
         pairs: (chosen, rejected), problem after problem.
-        problems: Number of problems that were asked.
-        paired: Number of those with a pair.
+        problems: Number of problems.
+        paired: Number of problems with a pair.
         samples: Number of all samples.
-        left_out: {why, in words: number of samples}.
+        left_out: {reason: number of samples}.
     """
 
     pairs: list[tuple[Passed, Passed]] = field(default_factory=list)
@@ -32,7 +32,7 @@ class PairSelection:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
-        """The numbers as lines for people."""
+        """Summary of the counts, as lines of text."""
         return [
             f"{self.samples:,} samples of {self.problems:,} problems",
             *(f"  {number:,} {why}" for why, number in self.left_out.items()),
@@ -46,7 +46,7 @@ def select_pairs(pools: Sequence[Pool], filters: Filters) -> PairSelection:
     Both ended by themselves. No completion of a problem is in two pairs, and `filters.per_problem` limits the pairs.
 
     Raises:
-        ValueError: A pool cannot be chosen from, or there is no pair; says what became of the samples.
+        ValueError: A pool cannot be used, or there is no pair; gives the counts.
     """
     selection = PairSelection()
     good: dict[bytes, dict[bytes, Passed]] = {}
@@ -74,7 +74,7 @@ def select_pairs(pools: Sequence[Pool], filters: Filters) -> PairSelection:
         selection.left_out["have no counterpart, or are more than asked for"] += (
             len(good[problem]) + len(bad[problem]) - 2 * len(chosen)
         )
-    selection.left_out = +selection.left_out  # without those that are none
+    selection.left_out = +selection.left_out  # without reasons that do not occur
     selection.problems = len(good)
     if not selection.pairs:
         raise ValueError("\n".join(["no two samples make a pair:", *selection.lines()[:-1], "generate more a problem"]))
@@ -88,7 +88,7 @@ def _is_wrong(record: Record, pool: Pool, filters: Filters) -> bool:
 
 
 def rows_of_pairs(pools: Sequence[Pool], selection: PairSelection, begin: str = "") -> Iterator[dict[str, Any]]:
-    """The pairs as rows of `pairs.path`, each with where it is from; `begin` is put before the responses."""
+    """Yields the pairs as rows of `pairs.path`, each with its origin; `begin` is put before the responses."""
     files = [(pool.folder / SAMPLES).open("rb") for pool in pools]
     try:
         for pair in selection.pairs:

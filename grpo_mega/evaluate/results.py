@@ -1,8 +1,8 @@
-"""The folder of an evaluation: parts that are whole or absent, until everything is there.
+"""Folder of an evaluation: complete parts until everything is finished.
 
-    settings.json    what decides about the samples
+    settings.json    settings that determine the samples
     parts/           samples of some problems each, while others are missing
-    samples.jsonl    all of them, one a line, in the order of the problems
+    samples.jsonl    all samples, one per line, in the order of the problems
     results.json     the estimates
     curves.png       pass@k, maj@k and rm@k against k
     budgets.png      the accuracy against the tokens of a completion
@@ -28,14 +28,14 @@ from grpo_mega.types import Answer, Group, Prompt, Sample, Score
 SETTINGS, PARTS, SAMPLES, RESULTS = "settings.json", "parts", "samples.jsonl", "results.json"
 CURVES, BUDGETS = "curves.png", "budgets.png"
 Record = dict[str, Any]
-"""A sample as samples.jsonl has it."""
+"""A sample in the format of samples.jsonl."""
 
 
 def open_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Makes the folder, or continues one of the same settings (values as JSON has them).
+    """Creates the folder, or continues one of the same settings (JSON values).
 
     Raises:
-        ValueError: It holds results of other settings, each of which is named, or something else.
+        ValueError: The folder has results of other settings, which are named, or other content.
     """
     wanted = json.loads(json.dumps(settings))
     file = folder / SETTINGS
@@ -55,19 +55,19 @@ def open_folder(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def missing(folder: Path, prompts: Sequence[Prompt]) -> list[int]:
-    """Numbers of the problems that no part has."""
+    """Numbers of the problems that are in no part."""
     known = {record["problem"] for record in _records(folder)}
     return [number for number, prompt in enumerate(prompts) if prompt.id not in known]
 
 
 def write_part(folder: Path, first: int, records: Sequence[Record]) -> None:
-    """Writes all samples of some problems, of which `first` is the first one's number."""
+    """Writes all samples of some problems, the first of which has the number `first`."""
     (folder / PARTS).mkdir(exist_ok=True)
     write_atomic(folder / PARTS / f"problem-{first:06d}.jsonl", _lines(records))
 
 
 def collect(folder: Path, prompts: Sequence[Prompt]) -> list[list[Record]]:
-    """The samples of each problem in order, when no part is missing; they are in samples.jsonl then, and in no part."""
+    """Samples of each problem in order, when no part is missing; merges the parts into samples.jsonl."""
     by_problem: dict[str, list[Record]] = {}
     for record in _records(folder):
         by_problem.setdefault(record["problem"], []).append(record)
@@ -79,7 +79,7 @@ def collect(folder: Path, prompts: Sequence[Prompt]) -> list[list[Record]]:
 
 
 def record_of(sample: Sample, answer: Answer, vote: int | None, within: Sequence[float | None] = ()) -> Record:
-    """A sample with its score, the number of the answer that it votes for, and what it is worth within each budget."""
+    """Record of a sample: its score, the number of the answer that it votes for, and its success within each budget."""
     score = answer.score
     return {
         "problem": sample.prompt.id,
@@ -101,7 +101,7 @@ def record_of(sample: Sample, answer: Answer, vote: int | None, within: Sequence
 
 
 def groups_of(prompts: Sequence[Prompt], records: Sequence[Sequence[Record]]) -> tuple[list[Group], Votes]:
-    """The answers and votes that the records of each problem tell of."""
+    """Answers and votes of each problem, from its records."""
     groups = [
         Group(
             prompt,
@@ -121,7 +121,7 @@ def groups_of(prompts: Sequence[Prompt], records: Sequence[Sequence[Record]]) ->
 
 
 def within_of(records: Sequence[Sequence[Record]], budgets: Sequence[int]) -> dict[int, Values]:
-    """{budget: of each problem what its answers were worth within it, without those that have no score}."""
+    """{budget: for each problem, success of its answers within the budget, without unscored ones}."""
     return {
         budget: [[value for record in own if (value := record["within"][i]) is not None] for own in records]
         for i, budget in enumerate(budgets)
@@ -129,7 +129,7 @@ def within_of(records: Sequence[Sequence[Record]], budgets: Sequence[int]) -> di
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> None:
-    """Writes results.json, in which estimates are objects."""
+    """Writes results.json, with estimates as objects."""
     write_atomic(folder / RESULTS, json.dumps(results, indent=2, default=_as_object) + "\n")
 
 

@@ -1,8 +1,8 @@
-"""Rejection sampling: of scored samples those that are worth learning from.
+"""Rejection sampling: selects scored samples to train on.
 
 As in DeepSeek-R1 (arXiv 2501.12948, section 2.3.3). A pool is the folder of an evaluation, whose samples were generated
-and scored by `tools/evaluate.py`. It is read line by line: the samples that pass every filter are noted, then the
-chosen ones are copied. Memory is needed for the notes, a few hundred bytes for each that passes.
+and scored by `tools/evaluate.py`. It is read line by line: the position of each sample that passes every filter is
+recorded, then the chosen ones are copied. Memory: a few hundred bytes for each sample that passes.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from grpo_mega.data.fields import checked_text
 from grpo_mega.evaluate.results import RESULTS, SAMPLES, SETTINGS, Record
 
 NEEDED = {"problem", "task", "index", "prompt", "completion", "tokens", "finish_reason", "reward", "terms"}
-"""What a sample must have, besides how its problem was asked."""
+"""Required fields of a sample, besides those of its problem."""
 THOUGHTS = "<think>"
-"""What the templates of models that think may end with; the completion then begins inside."""
+"""Possible end of the templates of thinking models; the completion then starts inside the thoughts."""
 _CONDITION = re.compile(r"\s*(?P<term>[^<>=\s]+)\s*(?P<sign>>=|<=)\s*(?P<value>\S+)\s*")
 CHOICES = ("first", "shortest", "highest")
-"""How a problem's samples are ordered, of which the first ones are chosen: as drawn, by tokens, or by reward."""
+"""Orders of a problem's samples, of which the first ones are chosen: as drawn, by tokens, or by reward."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What a term of the reward must be, such as `accuracy>=1`.
+    """Condition on a reward term, such as `accuracy>=1`.
 
     Attributes:
-        term: Its name; the value is the unweighted one.
+        term: Name of the term, whose unweighted value counts.
         sign: ">=" or "<=".
         value: The bound.
     """
@@ -46,17 +46,17 @@ class Condition:
     value: float
 
     def holds(self, terms: dict[str, float]) -> bool:
-        """Whether the terms of a sample satisfy it; a sample without the term does not."""
+        """Whether the terms of a sample satisfy the condition; a sample without the term does not."""
         compare: Callable[[float, float], bool] = ge if self.sign == ">=" else le
         return self.term in terms and compare(terms[self.term], self.value)
 
     def __str__(self) -> str:
-        """The condition as it is written."""
+        """The condition as text."""
         return f"{self.term}{self.sign}{repr(self.value).removesuffix('.0')}"
 
 
 def condition(text: str) -> Condition:
-    """The condition that a text such as `language>=0.9` says. Raises ValueError when it says none."""
+    """Parses a condition such as `language>=0.9`. Raises ValueError for other text."""
     match = _CONDITION.fullmatch(text)
     try:
         value = float(match["value"]) if match else float("nan")
@@ -69,13 +69,13 @@ def condition(text: str) -> Condition:
 
 @dataclass(frozen=True)
 class Filters:
-    """What a sample has to be, and how many of those are chosen. Completions that were cut never pass.
+    """Filters of samples, and the number to choose. Completions that were cut never pass.
 
     Attributes:
-        conditions: Of terms of the reward, each for the tasks that have the term.
-        shortest: Least number of tokens.
-        longest: Greatest number of tokens; None for no limit.
-        per_problem: Samples of a problem, of all pools together; None for all.
+        conditions: Conditions on reward terms, each for the tasks that have the term.
+        shortest: Smallest number of tokens.
+        longest: Largest number of tokens; None for no limit.
+        per_problem: Largest number of samples of a problem, over all pools; None for all.
         choose: One of `CHOICES`.
     """
 
@@ -86,7 +86,7 @@ class Filters:
     choose: str = "first"
 
     def why_not(self, record: Record, conditions: Sequence[Condition]) -> str | None:
-        """The first filter that a sample does not pass, in words; None when it passes all."""
+        """Reason for which a sample is rejected, by the first filter that it fails; None when it passes all."""
         if record.get("unscorable"):
             return "could not be scored"
         if record["finish_reason"] != "stop":
@@ -98,21 +98,26 @@ class Filters:
             return f"have fewer than {self.shortest} tokens"
         if self.longest is not None and record["tokens"] > self.longest:
             return f"have more than {self.longest} tokens"
-        try:
-            checked_text(record["completion"], "completion", "")
-        except ValueError:
-            return "are empty, or hold what no text may"
-        return None
+        return None if is_text(record["completion"]) else "are empty, or hold what no text may"
+
+
+def is_text(completion: str) -> bool:
+    """Whether a completion can be learned: it is not empty, and holds nothing that no text may."""
+    try:
+        checked_text(completion, "completion", "")
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The finished evaluation of a folder.
+    """A finished evaluation, used as a pool of samples.
 
     Attributes:
-        folder: Where it lies.
+        folder: Folder of the evaluation.
         settings: Its settings.json: weights, sampling, reward.
-        sha256: Of samples.jsonl.
+        sha256: Checksum of samples.jsonl.
     """
 
     folder: Path
@@ -120,12 +125,12 @@ class Pool:
     sha256: str
 
     def conditions(self, filters: Filters, task: str) -> tuple[Condition, ...]:
-        """What is asked of a sample of a task: the filters' conditions about terms that it has.
+        """Conditions on samples of a task: those of the filters about terms that the task has.
 
-        Unless one of them is about the success term, this must be 1 or more where the task has it.
+        Unless one of them is about the success term, that must be at least 1 if the task has it.
 
         Raises:
-            ValueError: Nothing is asked of this task.
+            ValueError: There are no conditions for this task.
         """
         reward = self.settings["reward"]
         terms = [term["name"] for term in reward["terms"] if not term.get("tasks") or task in term["tasks"]]
@@ -144,7 +149,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Passed:
-    """A note of a sample that passed the filters: where it is, and what it is ordered by."""
+    """Note of a sample that passed the filters: its position and sort keys."""
 
     pool: int
     offset: int
@@ -152,21 +157,21 @@ class Passed:
     tokens: int
     reward: float
     completion: bytes
-    """Its checksum."""
+    """Checksum of the completion."""
     opened: bool
-    """Whether the completion continues thoughts that the prompt begins."""
+    """Whether the completion continues thoughts that the prompt opened."""
 
 
 @dataclass
 class Selection:
-    """What was chosen, and what became of the others.
+    """Chosen samples, and counts of the others.
 
     Attributes:
         chosen: The chosen samples, problem after problem.
-        problems: Number of problems that were asked.
-        solved: Number of those with a chosen sample.
+        problems: Number of problems.
+        solved: Number of problems with a chosen sample.
         samples: Number of all samples.
-        left_out: {why, in words: number of samples}.
+        left_out: {reason: number of samples}.
     """
 
     chosen: list[Passed] = field(default_factory=list)
@@ -177,11 +182,11 @@ class Selection:
 
     @property
     def opened(self) -> int:
-        """Number of chosen samples whose completion continues thoughts that the prompt begins."""
+        """Number of chosen samples whose completion continues thoughts that the prompt opened."""
         return sum(each.opened for each in self.chosen)
 
     def lines(self) -> list[str]:
-        """The numbers as lines for people."""
+        """Summary of the counts, as lines of text."""
         return [
             f"{self.samples:,} samples of {self.problems:,} problems",
             *(f"  {number:,} {why}" for why, number in self.left_out.items()),
@@ -190,10 +195,10 @@ class Selection:
 
 
 def open_pool(folder: Path) -> Pool:
-    """The evaluation in a folder.
+    """Opens the evaluation in a folder.
 
     Raises:
-        ValueError: It is no evaluation, or not finished.
+        ValueError: The folder is not an evaluation, or not finished.
     """
     if not (folder / SETTINGS).is_file():
         raise ValueError(
@@ -214,10 +219,10 @@ def open_pool(folder: Path) -> Pool:
 def select(pools: Sequence[Pool], filters: Filters) -> Selection:
     """Chooses samples, none with the same completion as another one of its problem.
 
-    Problems are the same when they are asked in the same words, in whatever pools.
+    Problems are the same if their prompts have the same wording, in any pool.
 
     Raises:
-        ValueError: A pool cannot be chosen from, or nothing passes; says what became of the samples.
+        ValueError: A pool cannot be used, or nothing passes; gives the counts.
     """
     selection = Selection()
     passed: dict[bytes, list[Passed]] = {}
@@ -240,7 +245,7 @@ def select(pools: Sequence[Pool], filters: Filters) -> Selection:
         selection.solved += bool(chosen)
         selection.left_out["are there already"] += len(own) - len(different)
         selection.left_out[f"are more than {filters.per_problem} of a problem"] += len(different) - len(chosen)
-    selection.left_out = +selection.left_out  # without those that are none
+    selection.left_out = +selection.left_out  # without reasons that do not occur
     selection.problems = len(passed)
     if not selection.chosen:
         raise ValueError("\n".join(["no sample passes:", *selection.lines()[:-1], "loosen what leaves out most"]))
@@ -248,19 +253,19 @@ def select(pools: Sequence[Pool], filters: Filters) -> Selection:
 
 
 def problem_of(record: Record) -> bytes:
-    """What is the same for samples of problems that are asked in the same words."""
+    """Key of a sample's problem, equal for problems with the same wording."""
     return _digest(record["asked"])
 
 
 def noted(pool: int, offset: int, record: Record) -> Passed:
-    """A note of a sample of the pool of this number, whose line begins at `offset`."""
+    """Note of a sample of pool number `pool`, whose line begins at `offset`."""
     opened = record["prompt"].rstrip().endswith(THOUGHTS)
     completion = _digest(record["completion"])
     return Passed(pool, offset, record["index"], record["tokens"], record["reward"], completion, opened)
 
 
 def rows(pools: Sequence[Pool], selection: Selection, begin: str = "") -> Iterator[dict[str, Any]]:
-    """The chosen samples as rows of `sft.path`, each with where it is from; `begin` is put before the completions."""
+    """Yields the chosen samples as rows of `sft.path`, each with its origin; `begin` is put before the completions."""
     files = [(pool.folder / SAMPLES).open("rb") for pool in pools]
     try:
         for chosen in selection.chosen:
@@ -284,7 +289,7 @@ def rows(pools: Sequence[Pool], selection: Selection, begin: str = "") -> Iterat
 
 
 def check_terms(pools: Sequence[Pool], filters: Filters) -> None:
-    """Raises ValueError when a condition is about a term that the reward of a pool does not have."""
+    """Raises ValueError when a condition is about a term that a pool's reward does not have."""
     for pool in pools:
         known = [term["name"] for term in pool.settings["reward"]["terms"]]
         known += [LEARNED] if "reward_model" in pool.settings else []
@@ -297,10 +302,10 @@ def check_terms(pools: Sequence[Pool], filters: Filters) -> None:
 
 
 def records_of(pool: Pool) -> Iterator[tuple[int, Record]]:
-    """(where its line begins, sample) of each sample of a pool.
+    """Yields (offset of its line, sample) of each sample of a pool.
 
     Raises:
-        ValueError: A line is no sample, or was written before samples said how their problem was asked.
+        ValueError: A line is not a sample, or has an older format without the problem's wording.
     """
     offset = 0
     with (pool.folder / SAMPLES).open("rb") as file:

@@ -13,7 +13,7 @@ from grpo_mega.platform.files import write_atomic
 
 
 def table(columns: Mapping[str, Mapping[str, Estimate]]) -> str:
-    """A line for each name, a column for each title: the mean with its 95 % interval.
+    """Table with a line for each name and a column for each title: the mean with its 95 % interval.
 
     Args:
         columns: Title -> name -> estimate; the first column has all names.
@@ -33,7 +33,7 @@ def draw(estimates: Mapping[str, Estimate], path: Path, title: str) -> None:
     """Draws pass@k, maj@k and rm@k against k, with their intervals, and writes a PNG atomically.
 
     Args:
-        estimates: Those of all problems, by name.
+        estimates: Estimates over all problems, by name.
         path: The PNG file.
         title: Text above, printed literally.
     """
@@ -44,11 +44,11 @@ def draw(estimates: Mapping[str, Estimate], path: Path, title: str) -> None:
 
 
 def draw_budgets(estimates: Mapping[str, Estimate], longest: int, path: Path, title: str) -> None:
-    """Draws the accuracy of completions that are cut against where they are cut; see `draw`.
+    """Draws the accuracy of cut completions against the token budget; see `draw`.
 
     Args:
-        estimates: Those of all problems, by name.
-        longest: Tokens of the longest completion, where it is the accuracy of whole ones.
+        estimates: Estimates over all problems, by name.
+        longest: Tokens of the longest completion, at which the accuracy is that of whole completions.
         path: The PNG file.
         title: Text above, printed literally.
     """

@@ -1,4 +1,4 @@
-"""What is evaluated: a model of a run or a Hugging Face folder, with its problems, sampling and reward."""
+"""Subject of an evaluation: a model of a run or a Hugging Face folder, with its problems, sampling and reward."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from grpo_mega.types import Prompt
 from grpo_mega.weights import directory as huggingface
 
 TEMPERATURE, TOP_P, TOKENS = 0.6, 0.95, 32768
-"""How DeepSeek-R1 is evaluated (arXiv 2501.12948, section 3): the defaults for a Hugging Face folder."""
+"""DeepSeek-R1's sampling in evaluations (arXiv 2501.12948, section 3): the defaults for a Hugging Face folder."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says.
+    """Options of the command line.
 
     Attributes:
-        data: Files of problems, each FILE or TASK=FILE; none for those of the run.
-        train: How many of the run's training problems are asked, from the first on; None for its test problems.
+        data: Files of problems, each FILE or TASK=FILE; empty for those of the run.
+        train: Number of the run's training problems to use, from the first on; None for its test problems.
         reward: An option of configs/reward, or module:function; None for the run's, or boxed.
         settings: Further settings, FIELD=VALUE.
-        config: The config.yaml of the run, for a checkpoint that lies in none.
-        role: Which model of a checkpoint; None for the one that the run's own evaluations are about.
+        config: The config.yaml of the run, for a checkpoint outside of a run directory.
+        role: Model of a checkpoint; None for the one that the run itself evaluates.
     """
 
     data: Sequence[str]
@@ -62,13 +62,13 @@ class Subject:
 
     Attributes:
         config: Model, layout, data, reward and sampling.
-        tokenizer: Its tokenizer.
+        tokenizer: Tokenizer of the model.
         prompts: The problems.
-        weights: What tells these weights from others.
-        draw: Number of the draw, see `SamplingParams`: the step of a run, whose last evaluation drew the same.
+        weights: Identity of the weights.
+        draw: Number of the draw, see `SamplingParams`: the step of a run, whose last evaluation used the same.
         read: Reads the weights into a policy.
-        folder: Where results lie by default.
-        name: What it is, in words.
+        folder: Default folder of the results.
+        name: Description in words.
     """
 
     config: Config
@@ -82,7 +82,7 @@ class Subject:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides about samples and scores besides how many there are: values as JSON has them."""
+        """Everything that determines samples and scores except their number, as JSON values."""
         engine = self.config.rollout.engine
         problems = repr([(p.id, p.token_ids, p.answer, p.task, p.metadata) for p in self.prompts])
         return {
@@ -98,10 +98,10 @@ class Subject:
 
 
 def subject(path: Path, wanted: Asked, world_size: int) -> Subject:
-    """What a path means; every rank must call it.
+    """Subject for a path; every rank must call it.
 
     Raises:
-        ValueError: It cannot be evaluated so; names the setting and the fix.
+        ValueError: The path cannot be evaluated with these options; names the setting and the fix.
         FileNotFoundError: The path or a file does not exist.
     """
     if chosen := next((word for word in wanted.settings if word.startswith("reward=")), None):
@@ -119,7 +119,7 @@ def subject(path: Path, wanted: Asked, world_size: int) -> Subject:
 
 
 def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
-    """A model of a run, or of a cached base model, with the run's own reward and test problems unless others are."""
+    """A model of a run, or of a cached base model, by default with the run's own reward and test problems."""
     source = checkpoints.find(path)
     if chosen := next((word for word in wanted.settings if word.partition("=")[0] in groups()), None):
         raise ConfigError(f"{chosen}: a run has its configuration; give single fields, such as layout.tp=2")
@@ -152,10 +152,10 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
 
 
 def training_problems(data: Data, count: int) -> list[Prompt]:
-    """The first problems that the run trains on.
+    """The first training problems of the run.
 
     Raises:
-        ConfigError: There are so many only if some come again.
+        ConfigError: The run has fewer different problems.
     """
     prompts = data.train.take(count)
     different = {prompt.id.rpartition("#")[0] for prompt in prompts} if data.problems else prompts
@@ -167,7 +167,7 @@ def training_problems(data: Data, count: int) -> list[Prompt]:
 
 
 def of_run(trained: Config, reward: str | None, settings: Sequence[str]) -> Config:
-    """What a run's model is evaluated with: the embedded engine, unless the settings name another, and those settings.
+    """Configuration for evaluating a run's model, with these settings; by default with the embedded engine.
 
     Args:
         trained: The configuration of the run.
@@ -183,7 +183,7 @@ def of_run(trained: Config, reward: str | None, settings: Sequence[str]) -> Conf
 
 
 def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:
-    """A Hugging Face folder, asked as `python -m grpo_mega.new` has it asked, and read as `run.init_from`."""
+    """Subject of a Hugging Face folder, prompted as by `python -m grpo_mega.new`, and loaded as `run.init_from`."""
     if not wanted.data:
         raise ConfigError(f"{path} is a Hugging Face folder, which has no problems of its own: give --data FILE")
     if wanted.role or wanted.config:
@@ -194,7 +194,7 @@ def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:
         raise ConfigError(
             f"{path} has no tokenizer ({' or '.join(TOKENIZER)}): copy those files into it, or name the run it is from"
         )
-    model_settings(path, 1)  # refuses what is no supported model
+    model_settings(path, 1)  # refuses unsupported models
     reward = wanted.reward or "boxed"
     _, template, question = asked(path, reward)
     _, file = _named(wanted.data[0])
@@ -222,7 +222,7 @@ def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:
     context = first.model.context if "model.context" in given else context
     room = min(first.rollout.max_new_tokens, max(1, context - longest))
     fitting = [f"model.context={context}", f"rollout.max_new_tokens={room}"]
-    fitting.append(f"layout.micro_batch_tokens={max(16384, context)}")  # rules of training hold a sequence to it
+    fitting.append(f"layout.micro_batch_tokens={max(16384, context)}")  # rules of training require a sequence to fit it
     config = _with_reward(replace(compose_config([*words, *fitting]), data=data), reward)
     config = _changed(config, None, [word for word in wanted.settings if word.startswith("reward.")])
     check_layout(config, world_size)
@@ -241,7 +241,7 @@ def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:
 
 
 def _changed(config: Config, reward: str | None, settings: Sequence[str]) -> Config:
-    """The configuration with another reward, and with settings."""
+    """The configuration with another reward and settings."""
     raw = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(_with_reward(config, reward))))
     try:
         changed = OmegaConf.merge(OmegaConf.structured(Config), raw, OmegaConf.from_dotlist([*settings]))
@@ -251,7 +251,7 @@ def _changed(config: Config, reward: str | None, settings: Sequence[str]) -> Con
 
 
 def _with_reward(config: Config, reward: str | None) -> Config:
-    """The configuration with a reward of configs/reward, or with a function of the user's alone."""
+    """The configuration with a reward of configs/reward, or with only a user function."""
     if reward is None:
         return config
     if ":" in reward:
@@ -266,7 +266,7 @@ def _with_reward(config: Config, reward: str | None) -> Config:
 
 
 def _read(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> list[Prompt]:
-    """The problems of files; one that is named as a source of the run is read as that source is."""
+    """Problems of files; a file named like a source of the run is read like that source."""
     prompts: list[Prompt] = []
     unreachable = partial(why_unreachable, config.reward.terms)
     for word in files:
@@ -279,16 +279,16 @@ def _read(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> list[Pr
 
 
 def _named(word: str) -> tuple[str, str]:
-    """Task and file of FILE or TASK=FILE."""
+    """(task, file) of FILE or TASK=FILE."""
     name, equals, file = word.partition("=")
     return (name, file) if equals and "/" not in name else (ONLY, word)
 
 
 def _check_problems(prompts: Sequence[Prompt], config: Config) -> None:
-    """Checks that there are problems, that their ids differ, that they leave room, and that all have a reward.
+    """Checks that there are problems, with unique ids, room for an answer, and a reward.
 
     Raises:
-        ValueError: Names the problem, and the fix.
+        ValueError: A check fails; names the problem and the fix.
     """
     if not prompts:
         raise ConfigError("the run has no test problems: give --data FILE")

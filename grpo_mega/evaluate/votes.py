@@ -1,4 +1,4 @@
-"""Which samples of a problem give the same answer, for majority votes."""
+"""Majority votes: groups the samples of a problem by equal answers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from grpo_mega.reward.verify import equivalent
 from grpo_mega.types import Rollout, Sample
 
 LONGEST = 1000
-"""Characters of the longest answer that can be voted for: all ranks get all answers."""
+"""Longest answer that can be voted for, in characters, as all ranks get all answers."""
 Votes = list[list[int | None]]
-"""For every group, for every sample: the number of its answer, equal for equal answers of the group; None without."""
+"""For every sample of every group, the number of its answer, equal for equal answers of the group; None without one."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Ballot:
 
 
 def ballot_of(reward: RewardConfig) -> Ballot | None:
-    """How the reward's success term reads answers; None when only the term itself knows, so that nobody can vote.
+    """Ballot of the reward's success term; None if only the term itself can read answers, so that there are no votes.
 
-    Known are the kinds accuracy, boxed, exact, last_number, multiple_choice and reasoning_gym, of which texts are
-    compared: an answer in other words is another one.
+    Supported kinds: accuracy, boxed, exact, last_number, multiple_choice and reasoning_gym (compared as text: an answer
+    in other words is a different one).
     """
     term = next((term for term in reward.terms if term.name == reward.success), None)
     if term is None:
@@ -61,9 +61,9 @@ def ballot_of(reward: RewardConfig) -> Ballot | None:
 
 
 def answer_numbers(answers: Sequence[str | None], same: Callable[[str, str], bool]) -> list[int | None]:
-    """Numbers for answers, in the order of their first occurrence; equal ones have one number, None has none.
+    """Numbers answers in the order of first occurrence; equal answers share a number, None has none.
 
-    An answer is compared with the first of each number.
+    An answer is compared with the first one of each number.
     """
     first: list[str] = []
     known: dict[str, int] = {}
@@ -77,7 +77,7 @@ def answer_numbers(answers: Sequence[str | None], same: Callable[[str, str], boo
 
 
 def votes_of(rollout: Rollout, ballot: Ballot) -> Votes:
-    """The votes of a rollout's samples, on every rank; every rank must call it. Ranks share the comparisons.
+    """Votes of a rollout's samples, on every rank; every rank must call it, as ranks share the comparisons.
 
     Raises:
         RuntimeError: Reading or comparing failed on some rank.
@@ -107,7 +107,7 @@ def _number(sample: Sample) -> str | None:
 
 
 def _votable(answer: str | None) -> str | None:
-    """An answer with single spaces; None for none, an empty one, or one that is too long to vote for."""
+    """An answer with single spaces; None if it is missing, empty, or too long to vote for."""
     answer = " ".join((answer or "").split())
     return answer if 0 < len(answer) <= LONGEST else None
 

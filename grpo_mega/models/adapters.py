@@ -1,10 +1,10 @@
-"""Low-rank adapters (LoRA: Hu et al., 2021, arXiv 2106.09685): y = W x + alpha / rank * B (A x), W as it was loaded.
+"""Low-rank adapters (LoRA: Hu et al., 2021, arXiv 2106.09685): y = W x + alpha / rank * B (A x), with W frozen.
 
-Megatron fuses matrices that Hugging Face has apart: queries, keys and values; the gate and what it multiplies. Each of
-them has an A and a B of its own, so that it is the adapter that `peft` would train. A holds them one under the other;
-a row of B belongs to the row of W that it is added to, so B is split over ranks, and named in checkpoints, like W.
+Megatron fuses matrices that Hugging Face keeps separate: queries, keys and values; the gate and its factor. Each has
+its own A and B, the adapter that `peft` would train. A stacks them; a row of B belongs to the row of W that it is added
+to, so B is sharded, and named in checkpoints, like W.
 
-What travels between ranks is A x, which is `rank` wide: Megatron moves x and W x for W itself.
+Ranks exchange only A x, which is `rank` wide: Megatron exchanges x and W x for W itself.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from grpo_mega.config.schema import LoRAConfig
 from grpo_mega.models.shards import generator_of, named_box, shards
 
 A, B = ".adapter.a", ".adapter.b"
-"""What the names of adapters end with, see `named_box`; before it stands the name of the layer."""
+"""Suffixes of the names of adapters, see `named_box`, after the name of the layer."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a linear layer is split over ranks.
+    """Sharding of a linear layer over ranks.
 
     Attributes:
         group: The ranks that share the matrix.
-        axis: 0 when each has some of its rows (column parallel), 1 for columns (row parallel), None for all of it.
-        sequence: Each rank has some of the tokens outside of the layer (sequence parallelism).
-        expert: A routed expert's: the dispatcher gathers tokens before the layer, and sums them after it.
+        axis: 0 when each rank has some rows (column parallel), 1 for columns (row parallel), None for the whole matrix.
+        sequence: Whether each rank has some of the tokens outside of the layer (sequence parallelism).
+        expert: Whether it is a routed expert's: the dispatcher gathers tokens before the layer, and sums them after it.
     """
 
     group: dist.ProcessGroup
@@ -60,9 +60,9 @@ class Adapter(torch.nn.Module):
     """
 
     def __init__(self, lora: LoRAConfig, widths: Sequence[int], weight: torch.Tensor, split: Split) -> None:
-        """Adapters of a layer with this `weight` [outputs, inputs], their values not yet initialised.
+        """Creates uninitialised adapters of a layer with this `weight` [outputs, inputs].
 
-        Of every sum(widths) rows the first widths[0] are the first matrix's, and so on.
+        In every block of sum(widths) rows, the first widths[0] belong to the first matrix, and so on.
         """
         super().__init__()
         self.split, self.scale, self.rank, self.widths = split, lora.alpha / lora.rank, lora.rank, [*widths]
@@ -74,31 +74,31 @@ class Adapter(torch.nn.Module):
         self._mark()
 
     def _mark(self) -> None:
-        """Tells Megatron which gradients to sum over tensor parallel ranks, and whose norm counts on which rank."""
+        """Tells Megatron which gradients to sum over tensor parallel ranks, and on which ranks their norm counts."""
         split = self.split
         for parameter, cut in ((self.a, 1), (self.b, 0)):
             mark: Any = parameter
             if split.axis == cut or (split.expert and split.group.rank() == 0):
-                set_tensor_model_parallel_attributes(parameter, True, cut, 1)  # counts here
+                set_tensor_model_parallel_attributes(parameter, True, cut, 1)  # counts on this rank
             elif split.expert:
                 mark.shared = True  # counts on the first rank of the group, which Megatron does not know for experts
             else:
-                # Megatron counts it on the first rank; the gradient is of this rank's tokens where it meets only these.
+                # Megatron counts it on the first rank; the gradient covers only this rank's tokens if the input does.
                 mark.sequence_parallel = split.sequence
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., inputs] -> [..., outputs], what is to be added to the layer's output."""
+        """Output of the adapters, to be added to the layer's: [..., inputs] -> [..., outputs]."""
         a, b, split = self.a, self.b, self.split
         if split.group.size() == 1 or split.axis is None:
             return self._outputs(F.linear(x, a), b)
-        if split.expert:  # tokens are gathered and summed elsewhere; what all ranks have gets a part from each
+        if split.expert:  # tokens are gathered and summed by the dispatcher; a replicated matrix sums its gradients
             if split.axis == 0:
                 return self._outputs(F.linear(x, copy_to_tensor_model_parallel_region(a, split.group)), b)
             return self._outputs(F.linear(x, a), copy_to_tensor_model_parallel_region(b, split.group))
         return self._outputs(_exchanged(F.linear(x, a), split), b)
 
     def _outputs(self, inner: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """[..., matrices * rank] -> [..., outputs]."""
+        """Applies B: [..., matrices * rank] -> [..., outputs]."""
         inner = inner * self.scale
         if len(self.widths) == 1:
             return F.linear(inner, b)
@@ -112,7 +112,7 @@ class Adapter(torch.nn.Module):
         return torch.cat(outputs, -1).flatten(-2)
 
     def sharded_state_dict(self, prefix: str, sharded_offsets: tuple, metadata: dict, gated: bool) -> dict[str, Any]:
-        """As Megatron saves the layer's weight: `gated` when it has the gate above what it multiplies."""
+        """Sharded state in the format of the layer's weight; `gated` when it stacks the gate and its factor."""
         axes = {"a": 1} if self.split.axis == 1 else {"b": 0} if self.split.axis == 0 else {}
         state = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
@@ -128,7 +128,7 @@ class Adapter(torch.nn.Module):
 
 
 def _exchanged(inner: torch.Tensor, split: Split) -> torch.Tensor:
-    """A x of the tokens, and summed over the columns, that B needs."""
+    """A x for the tokens that B needs, summed over the columns."""
     if split.axis == 0:
         if split.sequence:
             return gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=split.group)
@@ -140,10 +140,10 @@ def _exchanged(inner: torch.Tensor, split: Split) -> torch.Tensor:
 
 @torch.no_grad()
 def initialize_adapters(module: MegatronModule, seed: int) -> None:
-    """Fills every A with noise that depends on the seed and its name alone, so not on the layout, and every B with 0.
+    """Fills every A with noise that depends only on the seed and its name, not the layout, and every B with 0.
 
-    Uniform within 1 / sqrt(inputs) as in `peft`, for which recommended learning rates are meant. To begin with the
-    model computes what it did without adapters.
+    Uniform within 1 / sqrt(inputs) as in `peft`, to which recommended learning rates refer. Initially the model
+    computes the same as without adapters.
     """
     for shard in shards(module):
         name, box = named_box(shard)
@@ -157,7 +157,7 @@ def initialize_adapters(module: MegatronModule, seed: int) -> None:
 
 
 def target_of(layer: str) -> str | None:
-    """The word of `LoRAConfig.targets` that means a linear layer, by its name in the model or in checkpoints."""
+    """Word of `LoRAConfig.targets` for a linear layer, by its name in the model or in checkpoints."""
     last = layer.rpartition(".")[2]
     if last in ("linear_fc1", "linear_fc2"):
         return "experts" if ".experts." in layer else "mlp"
@@ -165,5 +165,5 @@ def target_of(layer: str) -> str | None:
 
 
 def is_adapter(key: str) -> bool:
-    """Whether a checkpoint's key, or a parameter's name, is that of an adapter."""
+    """Whether a checkpoint's key or a parameter's name is that of an adapter."""
     return ".adapter." in key

@@ -1,8 +1,7 @@
-"""An exponential moving average of the policy's weights, with which it is evaluated.
+"""Exponential moving average of the policy's weights, for evaluations.
 
-It lies in the host's memory, in float32, as DeepSeek-V3's does (arXiv 2412.19437, section 3.2.3): it takes nothing of
-the device, and four bytes of the host for each trained parameter that the rank holds, and those of a copy of the
-weights during an evaluation.
+It is kept in host memory, in float32, as in DeepSeek-V3 (arXiv 2412.19437, section 3.2.3): no device memory, four bytes
+of host memory for each trained parameter of the rank, and a copy of the weights during an evaluation.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ HOST = torch.device("cpu")
 
 
 class AveragedPolicy:
-    """The average of the weights that a policy had after its updates; of one with adapters, of these alone.
+    """Average of a policy's weights over its updates; for a policy with adapters, of the adapters only.
 
-    Buffers, such as the bias that balances the experts, are not averaged: they are used as they are.
+    Buffers, such as the experts' balancing bias, are not averaged: the current ones are used.
     """
 
     role = "average"
 
     def __init__(self, policy: Policy, decay: float) -> None:
-        """Begins at the policy's weights as they are now; `decay` is the average's own share after an update."""
+        """Starts at the policy's current weights; `decay` is the average's own share in an update."""
         self.policy, self._decay = policy, decay
         policy.gather_parameters()
         self._held = [p.detach().to(HOST, torch.float32, copy=True) for p in self._live]
@@ -40,12 +39,12 @@ class AveragedPolicy:
 
     @property
     def _live(self) -> list[torch.nn.Parameter]:
-        """The policy's parameters that are trained; read each time, because an offloaded policy has none."""
+        """The policy's trained parameters; looked up each time, because an offloaded policy has none."""
         return [p for p in self.policy.chunks.parameters() if p.requires_grad]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Begins again at the policy's weights as they are now."""
+        """Restarts at the policy's current weights."""
         self.policy.gather_parameters()
         for held, live in zip(self._held, self._live, strict=True):
             held.copy_(live)
@@ -59,23 +58,23 @@ class AveragedPolicy:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """A context in which the policy's model has the average; afterwards it has its own weights, bit for bit."""
+        """Context in which the policy's model has the averaged weights; afterwards it has its own, bit for bit."""
         self.policy.gather_parameters()
-        own = [p.detach().to(HOST, copy=True) for p in self._live]  # on the host: an engine may need the device
+        own = [p.detach().to(HOST, copy=True) for p in self._live]  # on the host: an engine may need the device memory
         self._write(self._held)
         try:
             yield
         except BaseException:
-            with suppress(RuntimeError):  # of a policy that an error has left off the device; the run ends with that
+            with suppress(RuntimeError):  # of a policy left offloaded by an error, which ends the run
                 self._write(own)
             raise
         self._write(own)
 
     @contextmanager
     def saved(self) -> Iterator[None]:
-        """A context in which the parameters of the policy's model are the average itself, to be saved or replaced.
+        """Context in which the parameters of the policy's model are the average itself, to be saved or loaded.
 
-        The model cannot compute with it. What it saves and loads is narrowed to what is averaged.
+        The model cannot compute meanwhile. Saving and loading are restricted to averaged parameters.
         """
         live = self._live
         stand_ins = [_like(p, held) for p, held in zip(live, self._held, strict=True)]
@@ -93,10 +92,10 @@ class AveragedPolicy:
 
 
 def _like(parameter: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:
-    """A parameter with this data and with what Megatron notes about the other one.
+    """A parameter with this data and Megatron's attributes of another parameter.
 
-    The other one's own `data` cannot be replaced by such of another dtype: autograd would drop the hooks that reduce
-    its gradients.
+    The other's own `data` cannot be replaced by data of another dtype: autograd would drop the hooks that reduce its
+    gradients.
     """
     made = torch.nn.Parameter(data, requires_grad=False)
     vars(made).update(vars(parameter))
@@ -104,7 +103,7 @@ def _like(parameter: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Paramet
 
 
 def _replace(model: torch.nn.Module, old: list[torch.nn.Parameter], new: list[torch.nn.Parameter]) -> None:
-    """Replaces parameters wherever they stand in the model: tied ones stand in it twice."""
+    """Replaces parameters wherever they occur in the model; tied ones occur twice."""
     replacement = {id(one): other for one, other in zip(old, new, strict=True)}
     for module in model.modules():
         for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
@@ -113,4 +112,4 @@ def _replace(model: torch.nn.Module, old: list[torch.nn.Parameter], new: list[to
 
 
 Copy = ReferencePolicy | AveragedPolicy
-"""A copy of the policy's weights with a role of its own; checkpoints hold it beside the models."""
+"""A copy of the policy's weights with its own role, stored in checkpoints beside the models."""

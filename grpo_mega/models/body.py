@@ -1,4 +1,4 @@
-"""From the configuration to a Megatron GPTModel: dense or mixture of experts, grouped-query or latent attention."""
+"""Builds a Megatron GPTModel from the configuration: dense or mixture of experts, grouped-query or latent attention."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig, MoEConfig, YarnConfig
 from grpo_mega.models.chunks import ModelChunks
 from grpo_mega.models.megatron.changes import TO_CHUNK, TO_SPECIFICATION, Chunk, Specification, apply_changes
+from grpo_mega.models.megatron.eight_bits import eight_bit_options
 from grpo_mega.models.megatron.fused import fused_options
 from grpo_mega.models.megatron.layers import gelu_tanh
 from grpo_mega.models.megatron.sinks import LIMIT
@@ -39,10 +40,10 @@ def build_model(
     scalar: bool = False,
     lora: LoRAConfig | None = None,
 ) -> ModelChunks:
-    """This rank's pieces of the model, weights not yet initialised; with a `scalar` head, or that of a language model.
+    """This rank's pieces of the model, weights not yet initialised; with a `scalar` head or a language model's.
 
-    `vocab_size` is the tokenizer's; the embedding is padded to a multiple of `model.vocab_multiple` rows.
-    With `lora` it has adapters.
+    `vocab_size` is the tokenizer's; the embedding is padded to a multiple of `model.vocab_multiple` rows. With `lora`
+    the model has adapters.
     """
     config = transformer_config(model, layout, platform)
     chunks = [_build_chunk(config, model, vocab_size, platform, i, scalar, lora) for i in range(layout.vpp)]
@@ -82,7 +83,7 @@ def _build_chunk(
 
 
 def padded_vocabulary(model: ModelConfig, vocab_size: int) -> int:
-    """Rows of the embedding: the tokenizer's vocabulary, rounded up."""
+    """Rows of the embedding: the vocabulary size rounded up."""
     return -(-vocab_size // model.vocab_multiple) * model.vocab_multiple
 
 
@@ -116,14 +117,15 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         add_bias_linear=model.gpt_oss,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # The values are overwritten (shards.py), but only this marks which parameters are split over tensor ranks.
+        # Megatron's initial values are overwritten (shards.py), but only this marks the parameters split over tensor
+        # ranks.
         perform_initialization=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
-        # A dense model beside one with experts is whole on each of the ranks that share those.
+        # A dense model next to one with experts is replicated over the ranks that share experts.
         expert_model_parallel_size=layout.ep if model.moe.experts else 1,
         expert_tensor_parallel_size=layout.etp,
         context_parallel_size=layout.cp,
@@ -139,12 +141,13 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         # previous stage is also the next one (pp = 2). gloo has no batched point-to-point operations on CPU tensors.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=platform.backend == "nccl" and layout.vpp == 1,
-        # Those that need neither Apex nor Transformer Engine; attention and dropout are not Megatron's own here.
+        # Fusions that need neither Apex nor Transformer Engine; attention and dropout are not Megatron's own here.
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         **fused_options(model, _activation(model), platform.transformer_engine),
+        **eight_bit_options(layout, platform),
     )
     if model.moe.experts:
         common |= _moe_options(model.moe, model.layers, platform)
@@ -171,7 +174,7 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
 
 
 def _activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What the gate of a feed-forward layer goes through."""
+    """Activation function of the gate of a feed-forward layer."""
     if model.gpt_oss:
         return quick_gelu
     return gelu_tanh if model.gemma else torch.nn.functional.silu
@@ -186,7 +189,8 @@ def _yarn_options(yarn: YarnConfig) -> dict[str, Any]:
         original_max_position_embeddings=yarn.original_context,
         beta_fast=yarn.beta_fast,
         beta_slow=yarn.beta_slow,
-        # Megatron multiplies sines and cosines by the ratio of the two, and logits by the square of the second.
+        # Megatron multiplies sines and cosines by the ratio of mscale and mscale_all_dim, and logits by the square of
+        # the latter.
         mscale=yarn.mscale,
         mscale_all_dim=yarn.mscale,
     )
@@ -214,7 +218,7 @@ def _moe_options(moe: MoEConfig, layers: int, platform: Platform) -> dict[str, A
 
 
 def _replace(spec: Any, replacements: dict[type, Any]) -> Any:
-    """A Megatron layer or block spec with module classes replaced, wherever they occur in it."""
+    """A Megatron layer or block spec with module classes replaced wherever they occur."""
     if isinstance(spec, ModuleSpec) or (dataclasses.is_dataclass(spec) and not isinstance(spec, type)):
         fields = {f.name: _replace(getattr(spec, f.name), replacements) for f in dataclasses.fields(spec)}
         return dataclasses.replace(spec, **fields)

@@ -1,4 +1,4 @@
-"""The pieces of the pipeline that one rank holds: one, or several when stages are interleaved."""
+"""Pieces of the model on one pipeline rank: one, or several when stages are interleaved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADS = ("output_layer.", SCALAR_HEAD)
 
 
 class ModelChunks(MegatronModule):
-    """This rank's pieces, in the order in which data passes through them; they save and load as one module."""
+    """This rank's pieces, in pipeline order; they save and load as one module."""
 
     def __init__(self, chunks: list[GPTModel]) -> None:
         super().__init__(config=chunks[0].config)
@@ -31,26 +31,26 @@ class ModelChunks(MegatronModule):
 
     @property
     def last(self) -> GPTModel:
-        """The piece that holds the output layer, on the last pipeline stage."""
+        """The piece with the output layer, on the last pipeline stage."""
         return self.chunks[-1]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """{"0": the first piece's tensors, ...}; their keys number the layers of the whole model."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)  # a stage with a copy of the embedding needs it
+        """Sharded state {"0": tensors of the first piece, ...}, with keys that number the layers of the whole model."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)  # needed by a stage with a copy of the embedding
         state = {str(i): c.sharded_state_dict(prefix, sharded_offsets, metadata) for i, c in enumerate(self)}
         return {i: {k: x for k, x in tensors.items() if not self._left_out(k)} for i, tensors in state.items()}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> None:
-        """Loads a state of the form of `sharded_state_dict`."""
+        """Loads a state in the format of `sharded_state_dict`."""
         for i, chunk in enumerate(self):
             kept = {key: tensor for key, tensor in chunk.state_dict().items() if self._left_out(key)}
             chunk.load_state_dict(state_dict[str(i)] | kept, strict=strict, assign=assign)
 
     @contextmanager
     def leaving_out(self, unwanted: Callable[[str], bool]) -> Iterator[None]:
-        """A context in which parameters of `unwanted` keys, too, are neither saved nor loaded."""
+        """Context in which parameters with `unwanted` keys, too, are neither saved nor loaded; can be nested."""
         before = self._left_out
         self._left_out = lambda key: before(key) or unwanted(key)
         try:
@@ -59,15 +59,15 @@ class ModelChunks(MegatronModule):
             self._left_out = before
 
     def body_alone(self) -> AbstractContextManager[None]:
-        """A context in which the head is neither saved nor loaded, so that the body can be another model's."""
+        """Context in which the head is neither saved nor loaded, so that the body can come from another model."""
         return self.leaving_out(lambda key: key.startswith(HEADS))
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """A context in which adapters are neither saved nor loaded, so that the rest can be a model's that has none."""
+        """Context in which adapters are neither saved nor loaded, so that the rest can come from another model."""
         return self.leaving_out(is_adapter)
 
     def adapters_alone(self) -> AbstractContextManager[None]:
-        """A context in which nothing but adapters is saved and loaded."""
+        """Context in which only adapters are saved and loaded."""
         return self.leaving_out(lambda key: not is_adapter(key))
 
 

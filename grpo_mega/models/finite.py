@@ -1,8 +1,8 @@
-"""Refuses losses and gradients that are not finite, before they reach a weight; the error names where they are.
+"""Refuses losses and gradients that are not finite, before they reach a weight; the error names their location.
 
-Megatron's own check (`check_for_nan_in_grad`) looks at every bucket before it is reduced and waits for the GPU twice
-each time, so that nothing overlaps with the backward pass. Here one number is checked after the backward pass. The norm
-that Megatron clips by would not do: it leaves out the prediction modules, and is known only after the update.
+Megatron's own check (`check_for_nan_in_grad`) checks every bucket before its reduction and waits for the GPU twice each
+time, which prevents overlap with the backward pass. Here one number is checked after the backward pass. The norm for
+clipping does not suffice: it leaves out the prediction modules, and is known only after the update.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def refuse_non_finite_gradients(gpt: ModelChunks, model: list[DistributedDataPar
     buffers = [buffer.grad_data for chunk in model for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     nothing = torch.zeros((), device=next(gpt.parameters()).device)  # a rank may have frozen parameters only
     norms = [nothing, *(torch.linalg.vector_norm(gradient) for gradient in buffers)]
-    # Sums of fp64 cannot overflow, and what is not finite on one rank is not finite in the sum.
+    # Sums in fp64 cannot overflow, and a number that is not finite on one rank is not finite in the sum.
     squares = torch.stack(norms).double().square().sum()
     dist.all_reduce(squares)
     if squares.item() < torch.finfo(torch.float32).max:  # False for NaN
@@ -43,7 +43,7 @@ def refuse_non_finite_gradients(gpt: ModelChunks, model: list[DistributedDataPar
 
 
 def _named(gpt: ModelChunks) -> str:
-    """The parameters whose gradient is not finite on some rank; if there are none, the one with the largest."""
+    """Parameters with a gradient that is not finite on some rank; if there are none, the one with the largest."""
     trained = {name: p.main_grad for name, p in gpt.named_parameters() if p.requires_grad}
     local = {name: torch.linalg.vector_norm(grad, float("inf")).item() for name, grad in trained.items()}
     gathered: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]

@@ -1,4 +1,4 @@
-"""The output layer: from hidden states to log-probs, for the rows that have a loss and no others.
+"""The output layer: log-probs from hidden states, only for rows with a loss.
 
 The model's output layer returns its hidden states unchanged. `grpo_kernels` computes the logits of chosen rows, a chunk
 at a time, from the local vocabulary shard; a tensor [tokens, vocabulary] never exists.
@@ -25,35 +25,35 @@ from grpo_mega.types import ScoredTokens
 
 
 class LogProbHead(ColumnParallelLinear):
-    """Megatron's output layer, with its parameters and checkpoint keys, whose forward returns the hidden states."""
+    """Megatron's output layer, with its parameters and checkpoint keys, whose forward returns hidden states."""
 
     vocab_size: int
     tied_weight: Callable[[], torch.Tensor] | None
 
     def forward(self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
-        """[T, 1, H] -> ([T, 1, H], None); with sequence parallelism the rows of all ranks are gathered."""
+        """[T, 1, H] -> ([T, 1, H], None); gathers the rows of all ranks with sequence parallelism."""
         if self.sequence_parallel:  # the gather's backward reduce-scatters, as Megatron's own output layer does
             return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True), None
         return copy_to_tensor_model_parallel_region(hidden), None
 
     def full_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, H] -> [n, V] float32 logits over the tokenizer's vocabulary, on every tensor parallel rank."""
+        """float32 logits over the tokenizer's vocabulary, on every tensor parallel rank: [n, H] -> [n, V]."""
         logits = linear_logits(hidden, self._shard())
         return gather_from_tensor_model_parallel_region(logits)[:, : self.vocab_size]
 
     def logprob(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, H] hidden states, [n] tokens -> [n] log-probs and [n] entropies."""
+        """Log-probs and entropies: [n, H] hidden states and [n] tokens -> [n] and [n]."""
         return linear_logprob(hidden, self._shard(), targets, temperature=temperature, **self._vocabulary_part())
 
     def loss(
         self, loss: Loss, hidden: torch.Tensor, scored: ScoredTokens, temperature: float, grad_scale: float
     ) -> TokenLosses:
-        """The loss of [n, H] hidden states; gradients are computed with it, so the logits are computed once.
+        """Loss of [n, H] hidden states, computed together with its gradients, so that logits are computed once.
 
         The output weight's gradient is added in float32 to Megatron's buffer, for a loss that is multiplied by
-        `grad_scale` before its backward pass; one that is not trained gets none.
+        `grad_scale` before its backward pass; a frozen weight gets none.
         """
         output_weight: Any = self._shard()
         settings = self._vocabulary_part() | {"temperature": temperature}
@@ -63,7 +63,7 @@ class LogProbHead(ColumnParallelLinear):
         return loss(hidden, output_weight, scored, _context_parallel_group(), **settings)
 
     def draft_loss(self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Sum of -log-prob of [n] tokens from [n, H] hidden states, which alone get a gradient."""
+        """Sum of -log-prob of [n] tokens from [n, H] hidden states, the only inputs that get a gradient."""
         output_weight, settings = self._shard().detach(), self._vocabulary_part() | {"temperature": temperature}
         return linear_token_loss(hidden, output_weight, tokens, lambda logprob, *_: (-logprob, {}), **settings)[0]
 
@@ -71,7 +71,7 @@ class LogProbHead(ColumnParallelLinear):
         return self.tied_weight() if self.tied_weight else self.weight
 
     def _vocabulary_part(self) -> dict[str, Any]:
-        """Arguments of `grpo_kernels` for this rank's part of the vocabulary.
+        """Arguments of `grpo_kernels` for this rank's vocabulary shard.
 
         "hidden_grad" is partial: the backward pass of `forward` sums the gradients of the hidden states over the ranks.
         """
@@ -99,15 +99,15 @@ def use_logprob_head(gpt: GPTModel, vocab_size: int) -> None:
 
 
 def added_to_main_grad(weight: torch.Tensor) -> torch.Tensor:
-    """A weight matrix, for a function that itself adds the gradient to `weight.main_grad` and gives autograd none."""
+    """A weight matrix for a function that adds the gradient to `weight.main_grad` itself and gives autograd none."""
     return _AddedToMainGrad.apply(weight)
 
 
 class _AddedToMainGrad(torch.autograd.Function):
-    """Marks a gradient as already in Megatron's buffer, as Megatron's own layers do.
+    """Autograd function that marks a gradient as already in Megatron's buffer, as Megatron's own layers do.
 
-    Data parallelism still needs some gradient when reduction overlaps with the backward pass. Its value is ignored,
-    except with `zero_out_wgrad`: then an embedding on this stage adds the gradient of its own use to it.
+    Data parallelism with overlapped reduction still needs some gradient. Its value is ignored, except with
+    `zero_out_wgrad`: then an embedding on this stage adds the gradient of its own use to it.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""The learning rate of every update of a stage: warm-up over updates, decay over steps.
+"""Learning rate of every update of a stage: warm-up over updates, decay over steps.
 
-Warm-up counts updates: it waits for Adam's moments, which updates alone fill. Decay counts steps: a step without signal
-makes no update, so how many updates a run will have is not known before its end, and how many steps is. Both counts are
-in every checkpoint, so a stop changes no learning rate.
+Warm-up counts updates: it is for Adam's moments, which only updates fill. Decay counts steps: a step without signal
+makes no update, so the number of updates is not known before the end of a run, but the number of steps is. Both counts
+are in every checkpoint, so a stop changes no learning rate.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class LearningRate:
     Attributes:
         peak: The highest learning rate.
         warmup: Updates of warm-up.
-        shape: How it falls: "constant" (not at all), "linear", "cosine", or "wsd", which is linear.
+        shape: Form of the decay: "constant" (none), "linear", "cosine", or "wsd", which is linear.
         begins: Steps before the decay.
         decay: Steps of the decay.
-        floor: What is left after it, as a share of the peak.
+        floor: Learning rate after the decay, as a share of the peak.
     """
 
     peak: float
@@ -35,12 +35,12 @@ class LearningRate:
     floor: float = 0.0
 
     def at(self, update: int, step: int) -> float:
-        """The learning rate of update number `update` of the stage, in step number `step`, both from 0."""
+        """Learning rate of update number `update` of the stage, in step number `step`, both from 0."""
         warmed = min(1.0, (update + 1) / self.warmup) if self.warmup else 1.0
         return self.peak * warmed * self.share(step)
 
     def share(self, step: int) -> float:
-        """What the decay leaves of the rate in step number `step`, from 0: 1 in its first step, then less.
+        """Share of the peak in step number `step`, from 0: 1 in the first step of the decay, then less.
 
         Cosine: SGDR (Loshchilov and Hutter, 2017, arXiv 1608.03983, equation 5) without restarts. WSD: MiniCPM (Hu et
         al., 2024, arXiv 2404.06395, section 4.2), which leaves the form of the decay open.
@@ -53,7 +53,7 @@ class LearningRate:
 
 
 def scheduled(config: OptimizerConfig | SFTConfig | PairsConfig, steps: int, updates_per_step: int = 1) -> LearningRate:
-    """The configured learning rate of a stage of so many steps, each of at most so many updates."""
+    """Configured learning rate of a stage of `steps` steps, each of at most `updates_per_step` updates."""
     warm = -(-config.warmup_steps // updates_per_step)
     decay = max(0, steps - warm) if config.decay_steps is None else config.decay_steps
     begins = steps - decay if config.schedule == "wsd" else warm
@@ -61,7 +61,7 @@ def scheduled(config: OptimizerConfig | SFTConfig | PairsConfig, steps: int, upd
 
 
 class Schedule:
-    """The learning rates of a stage that may be stopped, and continued with other numbers of steps.
+    """Learning rates of a stage that may be stopped and resumed with another number of steps.
 
     Attributes:
         rate: The learning rate of every update.
@@ -69,13 +69,13 @@ class Schedule:
     """
 
     def __init__(self, config: OptimizerConfig, steps: int, updates_per_step: int) -> None:
-        """The schedule before the first update; see `scheduled`."""
+        """Creates the schedule before the first update; see `scheduled`."""
         self._name, self._steps = config.schedule, steps
         self.rate, self.updates = scheduled(config, steps, updates_per_step), 0
-        self._decayed = (0, 1.0)  # the step of the last update, and what the decay left of the peak in it
+        self._decayed = (0, 1.0)  # step of the last update, and its share of the peak
 
     def next(self, step: int) -> float:
-        """The learning rate of the next update, which is counted; it is in step number `step`, from 0."""
+        """Learning rate of the next update, in step number `step` from 0; counts the update."""
         lr = self.rate.at(self.updates, step)
         self.updates += 1
         self._decayed = (step, self.rate.share(step))
@@ -89,8 +89,8 @@ class Schedule:
         """Restores a state of `state_dict`.
 
         Raises:
-            ValueError: Another number of steps has moved a decay that has begun, so that what was trained so far is not
-                what this schedule would have done.
+            ValueError: Another number of steps has moved a decay that has begun, so that training so far does not match
+                this schedule.
         """
         step, share = state["decayed"]
         if (now := self.rate.share(step)) != share:

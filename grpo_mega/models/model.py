@@ -22,7 +22,9 @@ from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig, Optim
 from grpo_mega.models.adapters import initialize_adapters, is_adapter
 from grpo_mega.models.body import DTYPES, build_model
 from grpo_mega.models.finite import refuse_non_finite_gradients, refuse_non_finite_losses
+from grpo_mega.models.flops import learning_flops
 from grpo_mega.models.megatron.changes import TO_PARALLEL_CHUNK, apply_changes
+from grpo_mega.models.megatron.eight_bits import check_eight_bits
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.megatron.router import expert_loads, start_counting
 from grpo_mega.models.megatron.timers import SpanTimers
@@ -90,6 +92,8 @@ class Model:
         trained: Whether the model has gradients.
         lora: The settings of its adapters, which alone are trained; None when it has none.
         attention: What computes attention here: a value of `layout.attention` that is not auto.
+        flops: Operations that its learning has needed since somebody set it to 0 (`learning_flops`): this rank's part,
+            as if each rank of the replica did equally much.
     """
 
     def __init__(
@@ -126,8 +130,11 @@ class Model:
             frozen: Parts of it that are not, fields of `PartsConfig`.
             lora: Trains adapters and no other weights, see `LoRAConfig`; None, or rank 0, for no adapters.
         """
+        check_eight_bits(layout, platform)
         self.role = role
         self.updates = 0
+        self.flops = 0.0
+        self._outputs = 1 if scalar else vocab_size
         self.topology = topology
         self.platform = platform
         self.context = model.context
@@ -245,6 +252,7 @@ class Model:
             # After an update p.grad is an alias of the buffer: the next gradient would count twice.
             self.optimizer.zero_grad()
         start_counting(self.chunks)
+        self._count_operations(micros.batch)
         outputs = torch.zeros(2, len(micros.batch.tokens), device=self.platform.device)  # and entropies
         sums: dict[str, torch.Tensor] = {}
 
@@ -269,6 +277,11 @@ class Model:
             metrics["expert_imbalance"] = max(_imbalance(load) for load in loads.values())
         whole, entropies = outputs.cpu()
         return Pass(whole, loads, metrics, micros.totals.scored, entropies)
+
+    def _count_operations(self, batch: Batch) -> None:
+        lengths, scored = batch.lengths.tolist(), int(batch.mask.sum())
+        ranks = self.topology.world_size // self.topology.dp_size
+        self.flops += learning_flops(self._config, self._outputs, lengths, scored, self.lora is not None) / ranks
 
     def apply(self, gradients: Pass, lr: float) -> Pass:
         """One optimizer step along these gradients; adds "grad_norm" (before clipping) and "lr" to their metrics."""

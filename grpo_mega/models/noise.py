@@ -1,8 +1,8 @@
-"""How noisy the gradients of updates are, read off Adam's moments: it costs no further pass, and no further gradient.
+"""Gradient noise scale from Adam's moments, without further passes or gradients.
 
-The gradient of a mini-batch is g = G + noise, where G is that of infinitely many samples and the noise of a mini-batch
-of B sequences has variance tr(S) / B, summed over the parameters. Adam holds an average of g and one of g^2. Averaged
-over many gradients the noise cancels in the first and not in the second, which tells the two apart.
+The gradient of a mini-batch is g = G + noise, where G is the gradient over infinitely many samples and the noise of a
+mini-batch of B sequences has variance tr(S) / B, summed over the parameters. Adam holds an average of g and one of g^2.
+Averaged over many gradients the noise cancels in the first but not in the second, which separates G and the noise.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def noise_in_batches(first: float, second: float, updates: int, beta1: float, be
         first: sum(m^2) over all parameters, before the bias correction.
         second: sum(v) over all parameters, before the bias correction.
         updates: Updates that the moments have seen.
-        beta1, beta2: Adam's.
+        beta1, beta2: Adam's decay rates.
 
     Returns:
         The noise scale in mini-batches: far below 1, smaller ones would point in nearly the same direction; far above,
-        larger ones would help. None when there is no telling: before the second update, without an average (beta1 of
-        0), or when no gradient stands out of the noise.
+        larger ones would help. None when it cannot be estimated: before the second update, without an average (beta1 of
+        0), or when no gradient is detectable in the noise.
     """
     if updates < 2 or beta1 == 0:
         return None
@@ -47,7 +47,7 @@ def noise_in_batches(first: float, second: float, updates: int, beta1: float, be
 def moment_sums(optimizer: MegatronOptimizer) -> tuple[float, float]:
     """sum(m^2) and sum(v) over the whole model, before the bias correction; every rank must call it.
 
-    The parameters are those that the gradient norm counts: each once, those of prediction modules not at all.
+    The parameters are those of the gradient norm: each once, without those of prediction modules.
     """
     first = second = 0.0
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):

@@ -17,7 +17,7 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Megatron's optimizer over this rank's parameters; `distributed` shards its state over the replicas.
 
-    Weight decay does not apply to norms and biases. `tied`: whether the output layer is the embedding.
+    Weight decay does not apply to norms and biases. `tied` says whether the output layer is the embedding.
     """
     apply_changes(BEFORE_OPTIMIZER, None)
     options = MegatronOptimizerConfig(

@@ -1,4 +1,4 @@
-"""The parts of a model, by its parameters' names: which of them are trained, and how the optimizer treats each."""
+"""Parts of a model, by the names of its parameters: which are trained, and with which optimizer settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_mega.config.schema import LoRAConfig, PartConfig, PartsConfig
 
 
 def part_of(name: str, tied: bool) -> str:
-    """The part, a field of `PartsConfig`, that a parameter belongs to, by its name in the model or in what wraps it.
+    """Part (a field of `PartsConfig`) of a parameter, by its name in the model or in a wrapper.
 
     With `tied` embeddings the output layer is the embedding, also on a pipeline stage that has a copy of it.
     """
@@ -40,21 +40,21 @@ _PARTS = {
     "self_attention": "attention",
     "mlp": "mlp",
 }
-"""A module in a parameter's name -> its part; of several the first, for routers and experts are within an MLP."""
+"""Module in a parameter's name -> part; the first match counts, as routers and experts are within an MLP."""
 
 
 def frozen_parts(frozen: Sequence[str], lora: LoRAConfig | None) -> set[str]:
-    """The parts that are not trained: those that are named, or with adapters everything else."""
+    """Parts that are not trained: the named ones, or with adapters everything else."""
     if lora is None:
         return {*frozen}
     return {field.name for field in fields(PartsConfig)} - {"adapters"}
 
 
 def freeze(module: torch.nn.Module, is_frozen: Callable[[str], bool]) -> None:
-    """Parameters of these names are not trained from here on: what is trained is decided here.
+    """Freezes the parameters of these names; the only place that decides what is trained.
 
-    Call it before Megatron's DistributedDataParallel and optimizer, which have gradients and moments for parameters
-    that require a gradient, and count no others in the gradient norm.
+    Call it before Megatron's DistributedDataParallel and optimizer, which create gradients and moments only for
+    parameters that require a gradient, and count only those in the norm.
     """
     for name, parameter in module.named_parameters():
         if is_frozen(name):
@@ -65,12 +65,12 @@ def freeze(module: torch.nn.Module, is_frozen: Callable[[str], bool]) -> None:
 
 
 def _begin_gradients(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-    """Has gradients from the embedding on: what recomputes layers, or waits for a gradient from a stage, needs one."""
+    """Makes gradients start at the embedding, as recomputed layers and waiting pipeline stages need one."""
     return output.requires_grad_() if torch.is_grad_enabled() and output.is_leaf else output
 
 
 def settings_of(parts: PartsConfig) -> dict[str, PartConfig]:
-    """{part: its settings}"""
+    """{part: its settings}."""
     return {
         "embedding": parts.embedding,
         "head": parts.head,
@@ -85,10 +85,10 @@ def settings_of(parts: PartsConfig) -> dict[str, PartConfig]:
 
 
 def group_overrides(parts: PartsConfig, tied: bool) -> dict[ParamKey, dict[str, float]]:
-    """What Megatron's parameter groups have for parameters of their own: see `get_megatron_optimizer`.
+    """Overrides of Megatron's parameter groups by part; see `get_megatron_optimizer`.
 
-    A group is known by "lr_mult" and "wd_mult" in a checkpoint, so these tell all groups apart: a decay of its own is
-    the "wd_mult" of a "weight_decay" of 1, and none at all is the "wd_mult" of 0 that norms and biases have.
+    A checkpoint identifies a group by "lr_mult" and "wd_mult", so these must differ between groups: a part's own decay
+    is the "wd_mult" of a "weight_decay" of 1, and no decay the "wd_mult" of 0, as for norms and biases.
     """
     overrides: dict[ParamKey, dict[str, float]] = {_key("spared", _is_spared): {"wd_mult": 0.0}}
     for part, own in settings_of(parts).items():
@@ -105,10 +105,10 @@ def _key(name: str, chosen: Callable[[torch.nn.Parameter, str], bool]) -> ParamK
 
 
 def _is_spared(parameter: torch.nn.Parameter, name: str) -> bool:
-    """Norms, biases and sinks, which never decay."""
+    """Whether a parameter never decays: norms, biases and sinks."""
     return parameter.dim() == 1 or name.endswith(".bias")
 
 
 def _within(part: str, tied: bool, spared: bool) -> Callable[[torch.nn.Parameter, str], bool]:
-    """Whether a parameter is of this part, `spared` ones included or not."""
+    """Predicate for the parameters of a part, either `spared` ones or the others."""
     return lambda parameter, name: part_of(name, tied) == part and (spared or not _is_spared(parameter, name))

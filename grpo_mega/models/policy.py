@@ -1,4 +1,4 @@
-"""The policy: log-probs of packed batches and updates from a loss of them, under any layout."""
+"""The policy: log-probs of packed batches, and updates from a loss of log-probs, under any layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_mega.types import Batch
 
 
 class Policy(Model):
-    """A language model that is trained: its head gives the log-prob of every token given those before it."""
+    """A trained language model; its head gives the log-prob of every token given those before it."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Policy(Model):
         frozen: Sequence[str] = (),
         lora: LoRAConfig | None = None,
     ) -> None:
-        """Builds this rank's part of a policy; for the arguments see `Model`."""
+        """Builds this rank's part of a policy; see `Model` for the arguments."""
         parallel = (distributed_optimizer, overlap, bucket_size)
         super().__init__(
             "policy", model, layout, vocab_size, topology, platform, *parallel, False, trained, frozen, lora
@@ -56,7 +56,7 @@ class Policy(Model):
         return self._scored(self._micro_batches(batch), score)
 
     def gradients(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> Pass:
-        """Forward and backward of the loss over the batches of all replicas; the outputs are log-probs.
+        """Forward and backward pass of the loss over all replicas' batches; the outputs are log-probs.
 
         Raises:
             FloatingPointError: The loss of a scored token is not finite; names the sequence and the token. Or a
@@ -66,7 +66,7 @@ class Policy(Model):
         trained = max(micros.totals.scored, 1)
 
         def of_micro_batch(micro: MicroBatch, hidden: torch.Tensor) -> MicroLoss:
-            # Megatron averages over micro-batches and adds up over context parallel ranks.
+            # Megatron averages over micro-batches and sums over context parallel ranks.
             grad_scale = micro.packed.loss_scale * self.topology.cp_size / len(micros)
             result = self.head.loss(loss, hidden[0, micro.rows], micro.scored, temperature, grad_scale)
             total, means = result.total, result.means | {"loss": logged_sum(result.total.detach())}
@@ -85,8 +85,8 @@ class Policy(Model):
     def hidden_states(self, tokens: torch.Tensor, packed: PackedTokens) -> torch.Tensor | None:
         """[T', H] last hidden states of packed tokens [T'], on the last pipeline stage; None on the others.
 
-        One batch passes through the stages without Megatron's schedule, which needs several at once when stages are
-        interleaved: a decoding step has only one.
+        The batch passes through the stages without Megatron's schedule, which needs several batches when stages are
+        interleaved, while a decoding step has only one.
         """
         # Every context parallel rank generates its own sequences; Megatron expects the rows of all of them.
         packed = packed.counted_by(self.topology.cp_size)

@@ -1,6 +1,6 @@
-"""The reference policy of the KL term: a copy of the weights, swapped with the policy's own to score a batch.
+"""Reference policy of the KL term: a copy of the weights, swapped with the policy's own to score a batch.
 
-Of a policy with adapters it is a copy of these alone: the other weights never move.
+For a policy with adapters only these are copied, as the other weights never change.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from grpo_mega.types import Batch
 
 
 class ReferencePolicy:
-    """A copy of the weights (and routing biases) that a policy had at the last refresh.
+    """Copy of a policy's weights (and routing biases) at the last refresh.
 
     Attributes:
-        held: The tensors of the copy, in the order of the policy's parameters and buffers.
+        held: Tensors of the copy, in the order of the policy's parameters and buffers.
     """
 
     role = "reference"
 
     def __init__(self, policy: Policy) -> None:
-        """Copies the policy's weights as they are now."""
+        """Copies the policy's current weights."""
         self.policy = policy
         policy.gather_parameters()
         self.held = [t.detach().clone() for t in self._live]
@@ -39,26 +39,26 @@ class ReferencePolicy:
 
     @property
     def _live(self) -> list[torch.Tensor]:
-        """The policy's own tensors that may move; read each time, because an offloaded policy has none."""
+        """The policy's own tensors that may change; looked up each time, because an offloaded policy has none."""
         named = self.policy.chunks.named_parameters()
         parameters = (p for name, p in named if self.policy.lora is None or is_adapter(name))
         return [*chain(parameters, self.policy.chunks.buffers())]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copies the policy's weights as they are now (DeepSeek-R1 does so every 400 steps)."""
+        """Copies the policy's current weights (DeepSeek-R1 does so every 400 steps)."""
         self.policy.gather_parameters()
         for held, live in zip(self.held, self._live, strict=True):
             held.copy_(live)
 
     def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
-        """[T] log-probs under the reference, see `Policy.logprobs`; routed by its own scores, not by replay."""
+        """[T] log-probs under the reference, see `Policy.logprobs`; routed by its own scores, without replay."""
         with self.swapped_in():
             return self.policy.logprobs(batch.with_(experts=None), temperature)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """A context in which the policy's model has the reference weights; afterwards it has its own, bit for bit."""
+        """Context in which the policy's model has the reference weights; afterwards it has its own, bit for bit."""
         self._exchange()
         try:
             yield
@@ -67,7 +67,7 @@ class ReferencePolicy:
 
     @contextmanager
     def saved(self) -> Iterator[None]:
-        """`swapped_in`, with what the policy's model saves and loads narrowed to what the reference holds."""
+        """`swapped_in`, with saving and loading of the policy's model restricted to the tensors of the reference."""
         chunks = self.policy.chunks
         with self.swapped_in(), chunks.adapters_alone() if self.policy.lora else nullcontext():
             yield

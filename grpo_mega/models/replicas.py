@@ -1,9 +1,8 @@
 """Gathers parameters and gradients that Megatron's distributed optimizer has sharded over the replicas.
 
-After a backward pass a replica has the sum of its own shard of every gradient and of no other. After an update with
-overlapped gathering it has its own shard of the new parameters; the next forward pass gathers the others, bucket by
-bucket, each when the first module that needs it is called. Until then the others have their values from before the
-update.
+After a backward pass a replica has only its own shard of every reduced gradient. After an update with overlapped
+gathering it has its own shard of the new parameters; the next forward pass gathers the others, bucket by bucket, each
+when the first module that needs it is called. Until then the other shards have their values from before the update.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ def count_padding(chunk: DistributedDataParallel) -> None:
     """Repairs checkpoints of a distributed optimizer with several buckets (megatron-core 0.16.1).
 
     Megatron gathers the optimizer's state without the padding at the end of each bucket, then reads every parameter at
-    its offset with padding. Padding that counts as content is gathered too.
+    its offset with padding. Counting the padding as content makes both agree.
     """
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
         buffer.numel_unpadded = buffer.numel
@@ -25,14 +24,14 @@ def count_padding(chunk: DistributedDataParallel) -> None:
 
 
 def gather_parameters(model: list[DistributedDataParallel]) -> None:
-    """Gathers at once the parameters that the next forward pass would gather; nothing if none are left."""
+    """Gathers now the parameters that the next forward pass would gather; does nothing if none are left."""
     for chunk in model:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups if chunk.use_forward_hook else []:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def gather_gradients(model: list[DistributedDataParallel]) -> None:
-    """Gathers the reduced gradients of the last backward pass, for comparisons; an update reads its own shard only."""
+    """Gathers the reduced gradients of the last backward pass, for comparisons; an update reads only its own shard."""
     for chunk in model:
         sharded = chunk.ddp_config.use_distributed_optimizer
         for buffer in chunk.buffers + chunk.expert_parallel_buffers if sharded else []:

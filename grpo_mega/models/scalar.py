@@ -1,4 +1,4 @@
-"""A model that gives one number for each token: a critic's value, a reward model's score."""
+"""Models with one number per token: a critic's value, a reward model's score."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from grpo_mega.platform import Platform
 from grpo_mega.types import Batch, ScoredTokens
 
 REWARD_MODEL = "reward model"
-"""The role of one that scores whole responses."""
+"""Role of a model that scores whole responses."""
 
 ScalarLoss = Callable[[torch.Tensor, ScoredTokens], torch.Tensor]
-"""(values [n], what is known about their tokens) -> loss of each token [n], not yet multiplied by its weight."""
+"""(values [n], their tokens) -> loss of each token [n], not yet multiplied by its weight."""
 
 NOTHING: Mapping[str, ScalarLoss] = {}
 
@@ -46,7 +46,7 @@ class SquaredError:
 class ClippedSquaredError:
     """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 of each token: the loss of PPO's critic.
 
-    A critic moves no further than `clip` from what it said before the step's updates, as the policy's ratio does
+    A critic's value moves at most `clip` from its value before the step's updates, similar to the policy's ratio
     (published with PPO's code, and in Huang et al., 2022, The 37 Implementation Details of Proximal Policy
     Optimization, detail 9). R is the column `returns`, V_old the column `value`.
 
@@ -69,7 +69,7 @@ class ClippedSquaredError:
 
 def cross_entropy(values: torch.Tensor, scored: ScoredTokens) -> torch.Tensor:
     """[n] values, the logits of being right -> [n] -y log sigmoid(v) - (1 - y) log sigmoid(-v), y the column `returns`,
-    from 0 to 1: how a process reward model is trained (`algorithm/step_scores.py`)."""
+    from 0 to 1: the loss of a process reward model (`algorithm/step_scores.py`)."""
     assert scored.returns is not None, "labels are learned from batches with returns"
     return F.binary_cross_entropy_with_logits(values, scored.returns, reduction="none")
 
@@ -81,19 +81,19 @@ def right_side(values: torch.Tensor, scored: ScoredTokens) -> torch.Tensor:
 
 
 def value_itself(values: torch.Tensor, scored: ScoredTokens) -> torch.Tensor:
-    """[n] values -> the same as a loss, so that what is minimised is sum(weight * value).
+    """[n] values -> the same as a loss, so that the objective is sum(weight * value).
 
-    With the derivatives of a loss of all values as weights, it has the gradient of that loss.
+    With the derivatives of a loss of all values as weights, the objective has the gradient of that loss.
     """
     return values
 
 
 class ScalarModel(Model):
-    """A Megatron body whose head maps each token's hidden state to a number; it has no language model's head.
+    """A Megatron body with a head that maps each token's hidden state to a number, in place of a language model's head.
 
     `values[j]` depends on the tokens of its sequence up to and including `tokens[j]`: it is the value of the state
-    after that token, and the last value of a sequence is a reward model's score of it. With `before`, it depends on
-    those before `tokens[j]` alone: the value of the state in which the token is chosen, as a critic gives it.
+    after that token, and the last value of a sequence is a reward model's score of it. With `before`, it depends only
+    on the tokens before `tokens[j]`: the value of the state in which the token is chosen, as for a critic.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ScalarModel(Model):
     ) -> None:
         """The body is that of a language model of this configuration, without its prediction modules.
 
-        A reward model that is only evaluated is made with `trained=False`. For `before` see the class, for the other
+        Use `trained=False` for a reward model that is only evaluated. For `before` see the class, for the other
         arguments `Model`.
         """
         parallel = (distributed_optimizer, overlap, bucket_size)
@@ -121,8 +121,8 @@ class ScalarModel(Model):
 
     @torch.no_grad()
     def take_body(self, policy: Model) -> None:
-        """Copies the body of a language model of the same configuration and layout. The head becomes 0, and so do all
-        values, until it is trained.
+        """Copies the body of a language model of the same configuration and layout. The head is set to 0, so that all
+        values are 0 until it is trained.
 
         (A body from a checkpoint is loaded within `chunks.body_alone()`: names and shapes are the same.)
         """
@@ -133,7 +133,7 @@ class ScalarModel(Model):
 
     @torch.no_grad()
     def reset_head(self) -> None:
-        """Makes the head 0, and with it all values."""
+        """Sets the head to 0, so that all values are 0."""
         for name, own in self.chunks.named_parameters():
             if "scalar_head" in name:
                 own.zero_()
@@ -141,13 +141,13 @@ class ScalarModel(Model):
     def values(self, batch: Batch) -> torch.Tensor:
         """[T] float32 values, complete on all ranks of the replica; no gradients.
 
-        They are those of all tokens, prompts included; with `before`, of the masked-in tokens, and 0 elsewhere.
+        Of all tokens, prompts included; with `before`, of the masked-in tokens, and 0 elsewhere.
         """
         everything = batch if self.before else batch.with_(mask=torch.ones_like(batch.mask))
         return self._scored(self._cut(everything), lambda micro, values: values[0, micro.rows])
 
     def scores(self, batch: Batch, count: int) -> torch.Tensor:
-        """[count] float64 scores of the sequences of a global batch, the values at their last tokens, by their numbers.
+        """[count] float64 scores (values at the last tokens) of a global batch's sequences, by number.
 
         Complete on every rank; every rank must call it, with its replica's part of the batch. No gradients.
         """
@@ -158,7 +158,7 @@ class ScalarModel(Model):
         return scores
 
     def masked_scores(self, batch: Batch) -> dict[int, list[tuple[int, float]]]:
-        """{number of a sequence: (index of a token in it, its value) of each masked-in token} of a global batch.
+        """{sequence number: (index in the sequence, value) of each masked-in token} of a global batch.
 
         Complete on every rank; every rank must call it, with its replica's part of the batch. No gradients.
         """
@@ -174,9 +174,9 @@ class ScalarModel(Model):
         return {number: scores for part in parts for number, scores in part.items()}
 
     def gradients(self, batch: Batch, loss: ScalarLoss, also: Mapping[str, ScalarLoss] = NOTHING) -> Pass:
-        """Forward and backward of sum(weight * loss) over the masked-in tokens; the metric "value" is their mean value.
+        """Forward and backward of sum(weight * loss) over the masked-in tokens; metric "value": their mean value.
 
-        `also` are further metrics: name -> what is summed up as the loss is.
+        `also` has further metrics: name -> function that is summed like the loss.
 
         Raises:
             FloatingPointError: The loss of a scored token is not finite; names the sequence and the token. Or a
@@ -206,5 +206,5 @@ class ScalarModel(Model):
 
 
 def body_of(model: ModelConfig) -> ModelConfig:
-    """The configuration without what belongs to a language model's head: tied embeddings, prediction modules."""
+    """The configuration without parts of a language model's head: tied embeddings, prediction modules."""
     return replace(model, tie_embeddings=False, mtp_layers=0)

@@ -1,7 +1,7 @@
 """Parameters as shards of whole tensors under their checkpoint keys, for initialisation and comparison in any layout.
 
-A shard has a key and the slice of the whole tensor that it is, so two layouts can be initialised with, and compared by,
-the same whole tensors.
+A shard has a key and its slice of the whole tensor, so two layouts can be initialised with, and compared by, the same
+whole tensors.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ _FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""Norms that Transformer Engine fuses with the next layer: their part of a key, and the one that replaces it. Without
-Transformer Engine some of Megatron's models have the fused keys too."""
+"""Norms that Transformer Engine fuses with the next layer: part of their key -> replacement. Without Transformer Engine
+some of Megatron's models have the fused keys too."""
 
 
 def plain_name(name: str) -> str:
-    """A checkpoint key, or a name made of one, as it is without fused norms."""
+    """A checkpoint key, or a name derived from one, without fused norms."""
     for fused, plain in _FUSED_NORMS.items():
         name = name.replace(fused, plain)
     return name
 
 
 def named_box(shard: ShardedTensor) -> tuple[str, Box]:
-    """The name of the tensor that a shard is part of, one for each layer and each expert, and the shard's box in it.
+    """Name of a shard's whole tensor, one for each layer and expert, and the shard's box in it.
 
     Checkpoint keys do not suffice, as they depend on the model and on Megatron's layers: one key can stand for a stack
     of equal layers, or for all experts of a layer.
@@ -86,7 +86,7 @@ def named_box(shard: ShardedTensor) -> tuple[str, Box]:
 
 @torch.no_grad()
 def initialize(module: MegatronModule, seed: int, std: float, layers: int) -> None:
-    """Fills the weights with normal noise that depends on seed and checkpoint key alone, so not on the layout.
+    """Fills the weights with normal noise that depends only on seed and checkpoint key, not on the layout.
 
     Projections back into the residual stream get std / sqrt(2 * layers) (GPT-2), norms 1 (0 where they
     multiply by 1 + weight), biases 0.
@@ -104,14 +104,14 @@ def initialize(module: MegatronModule, seed: int, std: float, layers: int) -> No
 
 
 def generator_of(name: str, seed: int) -> torch.Generator:
-    """Random numbers of a weight, by its name and a seed of 32 bits; more bits the generator of a CPU does not take."""
+    """Random generator of a weight, from its name and a 32-bit seed (a CPU generator does not take more bits)."""
     return torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
 
 
 def count_parameters(module: MegatronModule, counted: Callable[[str], bool] = lambda _: True) -> int:
     """Number of parameters of the whole model, each counted once whatever the layout; every rank must call it.
 
-    `counted` says by its key whether one counts.
+    `counted` decides by key which parameters count.
     """
     parameters = {id(p) for p in module.parameters()}
     local = shards(module, lambda p: p.data if id(p) in parameters else None)

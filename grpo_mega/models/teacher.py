@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation: a language model of an architecture of its own that is never trained."""
+"""Teacher of on-policy distillation: a frozen language model with its own architecture."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from grpo_mega.types import Batch
 
 
 class Teacher(Policy):
-    """Weights alone, under the layout of the policy: no gradients, no optimizer, and no part of checkpoints.
+    """The teacher's weights under the policy's layout, without gradients and optimizer; not in checkpoints.
 
     Attributes:
-        checksum: What tells its weights from others; "" before they are loaded.
+        checksum: Identity of its weights; "" before they are loaded.
     """
 
     def __init__(
         self, model: ModelConfig, layout: LayoutConfig, vocab_size: int, topology: Topology, platform: Platform
     ) -> None:
-        """Builds this rank's part, with weights that are not yet loaded; for the arguments see `Model`."""
+        """Builds this rank's part, with weights not yet loaded; see `Model` for the arguments."""
         super().__init__(model, layout, vocab_size, topology, platform, trained=False)
         self.role = "teacher"
         self.checksum = ""
 
     def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
-        """[T] log-probs, see `Policy.logprobs`; routed by its own scores: an engine's choices are for the policy."""
+        """[T] log-probs, see `Policy.logprobs`; routed by its own scores, as replay is for the policy only."""
         return super().logprobs(batch.with_(experts=None), temperature)

@@ -1,4 +1,4 @@
-"""The layout's process groups, and this process's rank in each: its part of the model and of the batch."""
+"""Process groups of the layout, and this process's rank in each: its part of the model and of the batch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import distributed_c10d
 
 from grpo_mega.config.schema import LayoutConfig
+from grpo_mega.models.megatron.eight_bits import ROWS
 
 Item = TypeVar("Item")
 
@@ -25,13 +26,14 @@ class Topology:
         rank: Global rank.
         world_size: Number of processes.
         tp_size: Number of tensor parallel ranks, which share each layer.
-        pp_rank, pp_size: This rank's pipeline stage, and their number.
-        cp_rank, cp_size: This rank's part of every sequence (context parallelism), and their number.
-        dp_rank, dp_size: This rank's data parallel replica, and their number.
+        pp_rank, pp_size: This rank's pipeline stage, and the number of stages.
+        cp_rank, cp_size: This rank's part of every sequence (context parallelism), and the number of parts.
+        dp_rank, dp_size: This rank's data parallel replica, and the number of replicas.
         replica_of_rank: The replica of every rank of the job.
         interleaved: Whether pipeline ranks hold several pieces of the model.
-        lock_step: The ranks that generate in lock-step with this one: those of its replica, those that share experts
-            with one of them, the replicas of these, and so on.
+        fp8: Whether matrix products are in 8 bits.
+        lock_step: Group of the ranks that generate in lock-step with this one: those of its replica, those that share
+            experts with one of them, the replicas of these, and so on.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class Topology:
     dp_size: int
     replica_of_rank: list[int]
     interleaved: bool
+    fp8: bool
     lock_step: dist.ProcessGroup
 
     @property
@@ -54,16 +57,16 @@ class Topology:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes what is written once per job."""
+        """Whether this is rank 0, which writes files of which there is one per job."""
         return self.rank == 0
 
     @property
     def row_multiple(self) -> int:
-        """The number that a rank's packed rows must be a multiple of.
+        """Divisor of the number of a rank's packed rows.
 
-        Rotary embeddings cut a context parallel rank's rows in half.
+        Rotary embeddings cut a context parallel rank's rows in half; 8 bits are for blocks of rows.
         """
-        return self.tp_size * (2 if self.cp_size > 1 else 1)
+        return self.tp_size * (2 if self.cp_size > 1 else 1) * (ROWS if self.fp8 else 1)
 
     @property
     def scorers(self) -> int:
@@ -72,12 +75,12 @@ class Topology:
 
     @property
     def is_first_of_replica(self) -> bool:
-        """Whether this is the lowest rank of its replica, which writes what is written once per replica."""
+        """Whether this is the lowest rank of its replica, which writes files of which there is one per replica."""
         return self.replica_of_rank.index(self.dp_rank) == self.rank
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks with this one's part of the model in all replicas, for CPU tensors; None when there is one."""
+        """Group of the ranks with the same part of the model in all replicas, for CPU tensors; None with one."""
         return parallel_state.get_data_parallel_group_gloo() if self.dp_size > 1 else None
 
     def whole_in_replica(self, vector: torch.Tensor) -> torch.Tensor:
@@ -91,8 +94,20 @@ class Topology:
             dist.all_reduce(vector, group=parallel_state.get_pipeline_model_parallel_group())
         return vector
 
+    def from_first_of_replica(self, vector: torch.Tensor) -> torch.Tensor:
+        """The vector of CPU numbers that the lowest rank of the replica passes, on all its ranks; others pass zeros."""
+        device = torch.device("cuda") if torch.cuda.is_available() else vector.device
+        spread = vector.to(device)
+        for group in (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_context_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        ):
+            dist.all_reduce(spread, group=group)
+        return spread.cpu()
+
     def of_every_replica(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The integers that each replica passes, by replica; equally many, and the same on all ranks of a replica."""
+        """Integers of each replica, by replica; of equal number, and the same on all ranks of a replica."""
         if self.replicas is None:
             return [[*numbers]]
         local = torch.tensor(numbers, dtype=torch.int64)
@@ -135,13 +150,13 @@ class Topology:
         return _any(value, device, dist.group.WORLD)
 
     def sum_over_ranks(self, values: Sequence[int], device: torch.device) -> list[int]:
-        """The sum of each value over all ranks; on all ranks."""
+        """Sum of each value over all ranks, on all ranks."""
         sums = torch.tensor(values, dtype=torch.int64, device=device)
         dist.all_reduce(sums)
         return sums.tolist()
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """The items that this replica works on: every n-th.
+        """Items of this replica: every n-th.
 
         Context parallel ranks count as replicas here: each holds the whole model.
         """
@@ -182,9 +197,9 @@ def _lock_step(timeout_seconds: int) -> dist.ProcessGroup:
 
 
 def make_groups(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800, pretended: bool = False) -> None:
-    """Makes Megatron's process groups, and seeds its random number trackers.
+    """Creates Megatron's process groups, and seeds its random number trackers.
 
-    With `pretended` the job has torch's fake process group, as in the planner, and no gloo groups are made.
+    With `pretended` the job has torch's fake process group, as in the planner, and no gloo groups are created.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -196,14 +211,14 @@ def make_groups(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800, pr
         distributed_timeout_minutes=timeout_seconds / 60,
         create_gloo_process_groups=not pretended,
     )
-    if not pretended:  # the one group that megatron-core 0.16.1 makes without the timeout it was given
+    if not pretended:  # the one group that megatron-core 0.16.1 creates without the given timeout
         experts = parallel_state.get_expert_data_parallel_group_gloo()
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), experts)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def join_layout(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800) -> Topology:
-    """Makes the layout's process groups, see `make_groups`; this process's `Topology`."""
+    """Creates the layout's process groups, see `make_groups`; returns this process's `Topology`."""
     make_groups(layout, seed, timeout_seconds)
     replica_of_rank: list = [None] * dist.get_world_size()
     dist.all_gather_object(replica_of_rank, parallel_state.get_data_parallel_rank())
@@ -219,6 +234,7 @@ def join_layout(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800) ->
         dp_size=parallel_state.get_data_parallel_world_size(),
         replica_of_rank=replica_of_rank,
         interleaved=layout.vpp > 1,
+        fp8=layout.fp8,
         lock_step=_lock_step(timeout_seconds),
     )
 

@@ -1,4 +1,4 @@
-"""Tensors of the host on their way to the device."""
+"""Copies of host tensors to the device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on a device. The host does not wait for a GPU: what it still computes need not end before the copy.
+    """Copies a tensor to a device asynchronously: the host does not wait for work queued on a GPU.
 
-    That takes memory that is pinned; torch keeps and reuses it, once the copy is made.
+    This uses pinned memory, which torch keeps and reuses once the copy is done.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)

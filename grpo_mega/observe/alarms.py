@@ -10,6 +10,7 @@ may be sure of itself.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -173,6 +174,17 @@ def slow_phase(history: History, limits: AlarmsConfig) -> Found | None:
     return None
 
 
+def stragglers(history: History, limits: AlarmsConfig) -> Found | None:
+    """One rank keeps the others waiting, in most steps the same one."""
+    times, ranks = history.median("machine/straggling", WINDOW), history.latest("machine/slowest_rank", WINDOW)
+    if times is None or limits.stragglers is None or times <= limits.stragglers:
+        return None
+    rank, steps = Counter(ranks).most_common(1)[0]
+    if steps <= WINDOW // 2:
+        return None
+    return Found(times, f"rank {rank:.0f} works {times:.2f} times as long as the median rank, which waits meanwhile")
+
+
 def held_out_falling(history: History, limits: AlarmsConfig) -> Found | None:
     """Two evaluations in a row are below the best one, and training reward is above what it was then."""
     best, limit = history.best_evaluation, limits.held_out_falling
@@ -295,6 +307,15 @@ ALARMS = (
         "or a rank that is late.",
         "Look into logs/ at this step and at the machines with tools/doctor.py; for rewards, see "
         "reward.timeout_seconds, for checkpoints run.async_save=true.",
+    ),
+    Alarm(
+        stragglers,
+        f"`machine/straggling`, median of {WINDOW} steps, is above the threshold, and in more than half of them "
+        "`machine/slowest_rank` is the same.",
+        "One rank keeps all others waiting in every step: its GPU or CPU is slow or hot, its machine has other work, "
+        "or its rewards take longer.",
+        "Look for the rank's machine in its trace (tools/trace.py), and check that with tools/doctor.py; when it is "
+        "slow alone, leave it out of the job (sbatch --exclude).",
     ),
     Alarm(
         held_out_falling,

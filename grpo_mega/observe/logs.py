@@ -7,14 +7,13 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 LIBRARIES = ("megatron", "torch", "torch.distributed")
 """Verbose loggers: only their warnings and errors are kept, and only in the file."""
 
 FILE_ONLY = (*LIBRARIES, "py.warnings", "uncaught")
 """Loggers whose records stay out of the terminal; Python prints uncaught exceptions there itself."""
-
-ERASE_LINE = "\r\x1b[K"
 
 
 def setup_rank_logging(path: Path, rank: int) -> None:
@@ -35,13 +34,24 @@ def setup_rank_logging(path: Path, rank: int) -> None:
     threading.excepthook = _log_and_print_thread
 
 
+class _ToStderr(logging.StreamHandler[Any]):
+    """Writes to what `sys.stderr` is at the time: the console's panel stands there for something that prints above."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        """What `StreamHandler` was made with; not kept."""
+
+
 def _terminal_handler() -> logging.Handler:
-    """A handler that prints warnings and errors to stderr; on a terminal it erases the progress bar's line first."""
-    handler = logging.StreamHandler(sys.stderr)
+    """A handler that prints warnings and errors to stderr."""
+    handler = _ToStderr()
     handler.setLevel(logging.WARNING)
     handler.addFilter(lambda record: not record.name.startswith(FILE_ONLY))
-    erase = ERASE_LINE if sys.stderr.isatty() else ""
-    handler.setFormatter(logging.Formatter(f"{erase}%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     return handler
 
 

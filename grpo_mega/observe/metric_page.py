@@ -13,6 +13,12 @@ them.
 In names, `{term}` stands for a term of the reward, `{task}` for a task, `{k}` for a number. A share is from 0 to 1; a
 pure number has no unit. ↑ is better higher, ↓ better lower, each for itself and not at any price. A value that is not
 finite is null in the file, with a warning.
+
+The console shows those that say most. On a terminal they stand in a panel, each with its course since the stage began
+or was continued, below two bars: how far the run (or an earlier stage) is, and the phase that runs now, both with the
+time that is left, as far as other steps or the samples that are there tell. Above it rows of a table and all else that
+is said scroll by. In a file, and wherever else there is no terminal, a step is one line, and a phase that lasts says so
+once a minute.
 """
 ARROWS = {"up": "↑", "down": "↓", "": ""}
 

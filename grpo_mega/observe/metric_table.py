@@ -25,6 +25,8 @@ class Metric:
         meaning: Its definition, in one sentence or two.
         taken: Over what it is taken, and how; empty where the room says so.
         good: "up" or "down" where one direction is better; "" where none is, or neither for itself.
+        short: What the console and curves.png call it; empty for one that they do not show.
+        digits: How the console writes its values, as Python's format().
     """
 
     name: str
@@ -32,6 +34,8 @@ class Metric:
     meaning: str
     taken: str = ""
     good: str = ""
+    short: str = ""
+    digits: str = ".3g"
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,16 @@ REWARD = Room(
     "Of the answers that the step learns from, over all that have a score. Every rank has the scores of all, so the "
     "numbers are exact and the same under every layout. A metric that no answer has is absent.",
     (
-        Metric("mean", "", "The total reward: the sum of weight * term.", "mean over samples", "up"),
+        Metric("mean", "", "The total reward: the sum of weight * term.", "mean over samples", "up", "reward", ".3f"),
         Metric("std", "", "Deviation of the total rewards; 0 when all are equal.", "sqrt(mean((r - mean(r))^2))"),
-        Metric("accuracy", "", "The term that `reward.success` names.", "mean over the samples that have it", "up"),
+        Metric(
+            "accuracy", "", "The term that `reward.success` names.", "mean over the samples that have it", "up",
+            "accuracy", ".1%",
+        ),
+        Metric(
+            "format", "", "The term of this name, before its weight: as built in, 1 for an answer in the format that "
+            "was asked for.", "mean over the samples that have it", "up", "format", ".1%",
+        ),
         Metric("unscorable", "samples", "Samples without a score, which count nowhere else here.", "number", "down"),
         Metric("model", "", "The reward model's score, normalised, before its weight.", "mean over samples", "up"),
         Metric("{term}", "", "A term of the reward, before its weight.", "mean over the samples that have it", "up"),
@@ -72,7 +83,7 @@ REWARD = Room(
             "{task}/total", "", "The total reward of a task, when there are several.", "mean over its samples", "up"
         ),
     ),
-)
+)  # fmt: skip
 ROLLOUT = Room(
     "Answers",
     ("rollout/",),
@@ -80,7 +91,7 @@ ROLLOUT = Room(
     "numbers are exact and the same under every layout. A group is the answers to one prompt.",
     (
         Metric("tokens", TOKENS, "Tokens that were sampled, end tokens included.", "sum over samples"),
-        Metric("length_mean", TOKENS, "Length of an answer.", "mean over samples"),
+        Metric("length_mean", TOKENS, "Length of an answer.", "mean over samples", "", "length", ".1f"),
         Metric("length_p50", TOKENS, "The median length.", "nearest rank: the ceil(n / 2)-th shortest of n"),
         Metric("length_p99", TOKENS, "One answer in 100 is longer.", "nearest rank: the ceil(0.99 n)-th shortest of n"),
         Metric("length_max", TOKENS, "The longest answer.", "maximum over samples"),
@@ -109,16 +120,27 @@ ROLLOUT = Room(
     ),
 )  # fmt: skip
 UPDATE = (
-    Metric("grad_norm", "", "L2 norm of the whole gradient, before it is clipped.", "over all parameters, each once"),
+    Metric(
+        "grad_norm", "", "L2 norm of the whole gradient, before it is clipped.", "over all parameters, each once", "",
+        "grad norm", ".3f",
+    ),
     Metric("lr", "", "Learning rate of the parts that have none of their own.", "of the update"),
     Metric(
         "expert_imbalance", "", "Tokens of the busiest expert over those of the average one; 1 is balanced.",
         "maximum over layers", "down",
     ),
 )  # fmt: skip
-SUPERVISED_LOSS = Metric("loss", NATS, "-log p of a token.", "mean over learned tokens", "down")
+SUPERVISED_LOSS = Metric("loss", NATS, "-log p of a token.", "mean over learned tokens", "down", "loss", ".4f")
 LANGUAGE = (
-    Metric("entropy", NATS, "Entropy of the model's distribution at a token.", "mean over learned tokens"),
+    Metric(
+        "entropy",
+        NATS,
+        "Entropy of the model's distribution at a token.",
+        "mean over learned tokens",
+        "",
+        "entropy",
+        ".3f",
+    ),
     Metric("mtp_loss", NATS, "Cross entropy of the prediction modules.", "mean over what they predict", "down"),
 )
 POLICY = Room(
@@ -136,13 +158,16 @@ POLICY = Room(
             "2402.03300, equation 3); of the sequence where the objective's is (GSPO, GMPO).",
             "mean over learned tokens",
         ),
-        Metric("clip_fraction", SHARE, "Tokens beyond a bound, the dual clip's too.", "share of learned tokens"),
+        Metric(
+            "clip_fraction", SHARE, "Tokens beyond a bound, the dual clip's too.", "share of learned tokens", "",
+            "clipped", ".1%",
+        ),
         Metric("clip_low", SHARE, "Of these, tokens below 1 - `algorithm.clip_low`.", "share of learned tokens"),
         Metric("clip_high", SHARE, "Of these, tokens above 1 + `algorithm.clip_high`.", "share of learned tokens"),
         Metric("approx_kl_old", NATS, "KL(old || policy) by k3: ratio - 1 - log(ratio).", "mean over learned tokens"),
         Metric(
             "kl", NATS, "KL(policy || reference) by `algorithm.kl_estimator`; k3 is r - log r - 1 with r = pi_ref / pi "
-            "(arXiv 2402.03300, equation 4). Absent without a KL term.", "mean over learned tokens",
+            "(arXiv 2402.03300, equation 4). Absent without a KL term.", "mean over learned tokens", "", "kl", ".4f",
         ),
         Metric("correction", "", "Factor of the policy term for the engine's deviation.", "mean over learned tokens"),
         Metric("corrected", SHARE, "Tokens beyond a bound of the correction.", "share of learned tokens", "down"),
@@ -186,7 +211,7 @@ MISMATCH = Room(
     "over all tokens of the batch on all ranks, in float64, and 0 or 1 if both computed alike. A step from which "
     "nothing is learned has them, too.",
     (
-        Metric("mean_abs", NATS, "|d|.", "mean over tokens", "down"),
+        Metric("mean_abs", NATS, "|d|.", "mean over tokens", "down", "mismatch", ".2g"),
         Metric("max_abs", NATS, "The largest |d|.", "maximum over tokens", "down"),
         Metric("p50_abs", NATS, "The median of |d|.", "nearest rank", "down"),
         Metric("p90_abs", NATS, "One token in 10 has a larger |d|.", "nearest rank", "down"),
@@ -220,13 +245,13 @@ EVAL = Room(
     (
         Metric(
             "accuracy", "", "The term that `reward.success` names; of pairs, the share ranked right; of steps, the "
-            "share whose score has the sign of their label.", "", "up",
+            "share whose score has the sign of their label.", "", "up", "accuracy", ".1%",
         ),
         Metric("length", TOKENS, "Length of an answer."),
         Metric("truncated", SHARE, "Answers that the length limit cut; with several samples a problem.", "", "down"),
         Metric("pass@{k}", SHARE, "The best of k answers, without bias (Chen et al., arXiv 2107.03374).", "", "up"),
         Metric("maj@{k}", SHARE, "The answer that most of k give (Wang et al., arXiv 2203.11171).", "", "up"),
-        Metric("rm@{k}", SHARE, "The answer of k with the highest score by the reward model; with one.", "", "up"),
+        Metric("rm@{k}", SHARE, "The answer of k that the reward model scores highest, where there is one.", "", "up"),
         Metric("unscorable", "samples", "Answers without a score; absent when all have one.", "number", "down"),
         Metric("hacking", "", "1 when the learned reward rose while success fell, else 0.", "", "down"),
         Metric(
@@ -272,10 +297,13 @@ PAIRS = Room(
     (
         Metric(
             "loss", NATS, "-log sigmoid(chosen - rejected) (Ouyang et al., arXiv 2203.02155, equation 1).",
-            "mean over pairs", "down",
+            "mean over pairs", "down", "loss", ".4f",
         ),
-        Metric("accuracy", SHARE, "Pairs whose chosen response has the higher score.", "share of pairs", "up"),
-        Metric("margin", "", "chosen - rejected.", "mean over pairs", "up"),
+        Metric(
+            "accuracy", SHARE, "Pairs whose chosen response has the higher score.", "share of pairs", "up", "accuracy",
+            ".1%",
+        ),
+        Metric("margin", "", "chosen - rejected.", "mean over pairs", "up", "margin", ".3f"),
         *UPDATE,
     ),
 )  # fmt: skip
@@ -285,17 +313,25 @@ STEPS = Room(
     "Of the steps of an update, in metrics.jsonl of a run with `run.trains=process_reward_model`; each step counts "
     "once under every layout, up to rounding.",
     (
-        Metric("loss", NATS, "Cross-entropy of sigmoid(score) with the label.", "mean over steps", "down"),
-        Metric("accuracy", SHARE, "Steps whose score has the sign of their label.", "share of steps", "up"),
+        Metric(
+            "loss", NATS, "Cross-entropy of sigmoid(score) with the label.", "mean over steps", "down", "loss", ".4f"
+        ),
+        Metric(
+            "accuracy", SHARE, "Steps whose score has the sign of their label.", "share of steps", "up", "accuracy",
+            ".1%",
+        ),
         *UPDATE,
     ),
-)
+)  # fmt: skip
 TIME = Room(
     "Time",
     ("time/",),
     "Wall seconds of the main rank, which waits for the others wherever they meet. A repeated run has other ones.",
     (
-        Metric("step", SECONDS, "All phases but evaluate, checkpoint and export.", "sum of phases", "down"),
+        Metric(
+            "step", SECONDS, "All phases but evaluate, checkpoint and export.", "sum of phases", "down", "seconds",
+            ".2f",
+        ),
         Metric("generate", SECONDS, "The engine samples.", "", "down"),
         Metric("reward", SECONDS, "Answers are scored, without the time in which the engine samples.", "", "down"),
         Metric("reward_model", SECONDS, "A reward model scores; or, in its own run, learns.", "", "down"),
@@ -318,11 +354,28 @@ MACHINE = Room(
     (
         Metric(
             "tokens_per_second", "tokens/s", "`rollout/tokens` over `time/step`: sampled, scored and learned. Absent "
-            "in a step that a stop has cut in two.", "of all ranks together", "up",
+            "in a step that a stop has cut in two.", "of all ranks together", "up", "tokens/s", ",.0f",
         ),
         Metric(
+            "tflops", "10^12/s", "Floating point operations that the models that learn needed for forward and backward "
+            "passes, products of matrices and attention, nothing counted that is computed twice; over the seconds of "
+            "the phase in which they learn (`time/update`, `time/sft`, ...) and over ranks.",
+            "mean over ranks", "up", "TFLOP/s", ".3g",
+        ),
+        Metric(
+            "mfu", SHARE, "Model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): `machine/tflops` over the "
+            "most that the GPU can do. Absent where that is not known: on CPUs, for models in fp32, and on GPUs that "
+            "`platform/peaks.py` does not list.", "mean over ranks", "up", "MFU", ".1%",
+        ),
+        Metric(
+            "straggling", "", "Seconds of a step in which the slowest rank did not wait for others, over those of the "
+            "median rank; 1 when all are equally fast. Ranks that exchange something in every layer (TP, EP, CP) wait "
+            "for each other inside of it, and count as one. Absent on one rank.", "lower median over ranks", "down",
+        ),
+        Metric("slowest_rank", "", "The rank that this is about.", "number of the rank"),
+        Metric(
             "peak_memory_gb", "10^9 bytes", "Peak since the process began: what torch has allocated on a GPU, resident "
-            "memory without one.", "maximum over ranks", "down",
+            "memory without one.", "maximum over ranks", "down", "memory GB", ".2f",
         ),
     ),
 )  # fmt: skip

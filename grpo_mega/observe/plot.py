@@ -1,4 +1,4 @@
-"""Plots curves.png: reward, accuracy and response length over the steps of a run."""
+"""Plots curves.png: what a run learns, over its steps; what metrics are called says `metric_table.py`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,36 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_mega.observe.columns import column
 from grpo_mega.platform.files import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLUE, ORANGE, INK = "#1f5fa8", "#d9731a", "#333333"
+COLORS = (BLUE, ORANGE, INK)
+OF_POLICIES = {
+    "Reward": ("reward/mean", "reward/format"),
+    "Accuracy": ("reward/accuracy", "eval/accuracy", "eval/heldout/accuracy"),
+    "Response length": ("rollout/length_mean",),
+}
+"""Panel -> its metrics, of a run that trains a policy."""
+OF_PAIRS = {
+    "Loss": ("reward_model/loss",),
+    "Accuracy": ("reward_model/accuracy", "eval/accuracy", "eval/heldout/accuracy"),
+    "Margin": ("reward_model/margin",),
+}
+"""The same of a reward model's training."""
+OF_STEPS = {
+    "Loss": ("process_reward_model/loss",),
+    "Accuracy": ("process_reward_model/accuracy", "eval/accuracy", "eval/heldout/accuracy"),
+    "Gradient norm": ("process_reward_model/grad_norm",),
+}
+"""The same of a process reward model's."""
 
 
 def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draws three panels (reward and format rate, accuracy, response length) and writes a PNG atomically.
+    """Draws three panels (of a policy's run: reward, accuracy and response length) and writes a PNG atomically.
 
     Args:
         metrics: Lines of metrics.jsonl; a metric may be absent or null at any step.
@@ -27,20 +47,24 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
 
     figure = Figure(figsize=(12, 3.6), dpi=150, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, parse_math=False)
-    reward, accuracy, length = figure.subplots(1, 3, sharex=True)
-    _curve(reward, metrics, "reward/mean", "reward", BLUE)
-    _curve(reward, metrics, "reward/format", "format rate", ORANGE)
-    _curve(accuracy, metrics, "reward/accuracy", "training batch", BLUE)
-    _points(accuracy, metrics, "eval/accuracy", "validation", ORANGE)
-    _points(accuracy, metrics, "eval/heldout/accuracy", "held-out", INK)
-    _curve(length, metrics, "rollout/length_mean", "tokens per response", BLUE)
-    accuracy.set_ylim(-0.03, 1.03)
-    for axes, name in ((reward, "Reward"), (accuracy, "Accuracy"), (length, "Response length")):
+    panels = panels_of(metrics)
+    for axes, (name, curves) in zip(figure.subplots(1, len(panels), sharex=True), panels.items(), strict=True):
+        for curve, color in zip(curves, COLORS, strict=False):
+            draw = _points if curve.startswith("eval/") else _curve
+            draw(axes, metrics, curve, column(curve).title, color)
+        if name == "Accuracy":
+            axes.set_ylim(-0.03, 1.03)
         dress(axes, name)
         axes.set_xlabel("step", fontsize=9, color=INK)
     png = io.BytesIO()
     figure.savefig(png, format="png")
     write_atomic(path, png.getvalue())
+
+
+def panels_of(metrics: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """The panels of a run, by what its first panel is about; those of a policy's run where nothing is recorded."""
+    names = {name for line in metrics for name in line}
+    return next((panels for panels in (OF_PAIRS, OF_STEPS) if names & {*panels["Loss"]}), OF_POLICIES)
 
 
 def series(metrics: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

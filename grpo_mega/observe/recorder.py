@@ -10,7 +10,9 @@ from typing import Any
 from grpo_mega.config.schema import ANY, AlarmsConfig, RunConfig
 from grpo_mega.observe.alarm_log import AlarmLog
 from grpo_mega.observe.background_report import BackgroundReport
-from grpo_mega.observe.console import TABLE, Column, Console
+from grpo_mega.observe.columns import TABLE, Column
+from grpo_mega.observe.console import Console
+from grpo_mega.observe.experts import ExpertLog, Loads
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, MetricsLog, read_metrics
 from grpo_mega.observe.prometheus import write_prometheus
 from grpo_mega.observe.run_dir import REPORT
@@ -41,6 +43,7 @@ class Recorder:
         self.console = Console(run.steps, run.name, run.print_every, columns) if main else None
         self.metrics: MetricsLog | None = None
         self.alarms: AlarmLog | None = None
+        self.experts: ExpertLog | None = None
         self.trackers: Trackers | None = None
         self._unexposed = False
         self._limits = limits or AlarmsConfig()
@@ -61,30 +64,43 @@ class Recorder:
         if self.console:
             self.console.phase(name)
 
-    def open_metrics(self, resume_from_step: int, name: str = METRICS) -> None:
+    def samples(self, done: int, needed: int) -> None:
+        """Shows how many samples of the phase are there, and how many it needs."""
+        if self.console:
+            self.console.samples(done, needed)
+
+    def open_metrics(self, resume_from_step: int, name: str = METRICS, steps: int | None = None) -> None:
         """Continues the file `name` after this step; -1 for one that begins. A run that goes on has no summary, and no
         page about its end.
 
-        The last stage, whose file is metrics.jsonl, has alarms.
+        The last stage, whose file is metrics.jsonl, has alarms. The stage takes at most `steps` steps, `run.steps` with
+        None.
         """
         if self.console:
+            stage = "" if name == METRICS else name.removesuffix(".jsonl")
+            self.console.stage(stage, max(resume_from_step, 0), self.run.steps if steps is None else steps)
             if self.metrics:
                 self.metrics.close()
             (self.path / SUMMARY).unlink(missing_ok=True)
             (self.path / REPORT).unlink(missing_ok=True)
             self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step, name)
             self.alarms = AlarmLog(self.path, self._limits, resume_from_step) if name == METRICS else None
+            self.experts = ExpertLog(self.path, resume_from_step) if name == METRICS else None
             if name == METRICS and self.run.trackers and self.trackers is None:
                 self.trackers = Trackers(self.path, self.run.trackers, self.run.tracker_project)
             for record in self.alarms.changed if self.alarms else ():
                 self.console.alarm(record)
 
-    def step(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
-        """A finished step; records of its samples, if there are any, go into samples/. It goes into the table unless
-        that is about another stage."""
+    def step(
+        self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]], loads: Loads | None = None
+    ) -> None:
+        """A finished step; records of its samples, if there are any, go into samples/, the `loads` of its experts into
+        experts.jsonl. It goes into the table unless that is about another stage."""
         if self.console is None or self.metrics is None:
             return
         self.metrics.write(step, metrics)
+        if self.experts and loads:
+            self.experts.write(step, loads)
         if self.trackers:
             self.trackers.check()
         self._expose(step, metrics)
@@ -108,6 +124,7 @@ class Recorder:
         """Shows a step, and writes its samples."""
         assert self.console
         if not shown and not self.console.has_columns_for(metrics):
+            self.console.count(step, metrics)
             return
         if shown:
             write_samples(self.path, step, shown)

@@ -1,4 +1,4 @@
-"""Measures the time of a step: wall-clock and CPU seconds by phase, which are phases of the trace, too."""
+"""Measures the time of a step: seconds by phase, of the wall clock, the processor and waits. A trace has them, too."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class Seconds(NamedTuple):
     """Wall-clock seconds."""
     cpu: float
     """Processor seconds of this process, all threads together."""
+    waited: float = 0.0
+    """Of the wall-clock seconds, those in which it waited for other ranks (`trace.waited`)."""
 
 
 class PhaseTimer:
@@ -31,7 +33,7 @@ class PhaseTimer:
         self._step: dict[str, Seconds] = {}
         self._run: dict[str, Seconds] = {}
         self._current: str | None = None
-        self._since = Seconds(0.0, 0.0)
+        self._since = Seconds(0.0, 0.0, 0.0)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -63,10 +65,10 @@ class PhaseTimer:
     def _begin(self, phase: str) -> None:
         self._current = phase
         self.beat()
-        self._since = Seconds(time.perf_counter(), time.process_time())
+        self._since = _now()
 
     def _end(self) -> None:
-        spent = Seconds(time.perf_counter() - self._since.wall, time.process_time() - self._since.cpu)
+        spent = Seconds(*(now - then for now, then in zip(_now(), self._since, strict=True)))
         assert self._current is not None
         _add(self._step, self._current, spent)
         _add(self._run, self._current, spent)
@@ -88,6 +90,10 @@ class PhaseTimer:
         return dict(self._run)
 
 
+def _now() -> Seconds:
+    return Seconds(time.perf_counter(), time.process_time(), trace.waited())
+
+
 def _add(times: dict[str, Seconds], phase: str, spent: Seconds) -> None:
     before = times.get(phase, Seconds(0.0, 0.0))
-    times[phase] = Seconds(before.wall + spent.wall, before.cpu + spent.cpu)
+    times[phase] = Seconds(*(a + b for a, b in zip(before, spent, strict=True)))

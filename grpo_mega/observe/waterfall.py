@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from grpo_mega.observe.trace_files import Event, Interval, RankTrace, steps_of
+from grpo_mega.platform.trace import WAITS, is_wait_for_one
 
 PARTS = (
     "generation", "tail of generation", "reward", "weight sync", "training", "pipeline bubble",
@@ -44,7 +45,7 @@ _OF_NAMES = {
     "reward": "reward", "term": "reward", "reward_model": "reward",
     "update": "training", "logprobs": "training", "values": "training", "teacher": "training", "sft": "training",
     "base": "training",
-    "wait": "waiting for other ranks", "reduce": "waiting for other ranks", "all-grads-sync": "waiting for other ranks",
+    **dict.fromkeys(WAITS, "waiting for other ranks"),
     "evaluate": APART, "checkpoint": APART, "export": APART,
 }  # fmt: skip
 """Span -> its part; pipelines' sends and receives are bubble, all others of the part around them."""
@@ -152,7 +153,7 @@ def _part(name: str, around: str, stage: str) -> str:
         return APART
     if name == "reward_model" and stage in _TRAINS:
         return "training"
-    if "recv" in name or name.endswith("-send"):
+    if is_wait_for_one(name):
         return "pipeline bubble"
     return _OF_NAMES.get(name, around)
 

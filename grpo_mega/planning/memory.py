@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from grpo_kernels.chunked import BLOCK_GPU
 from grpo_mega.config.attention import attention_on_gpu, key_channels
-from grpo_mega.config.schema import REWARD_MODELS, Config, ModelConfig, MoEConfig
+from grpo_mega.config.schema import REWARD_MODELS, Config, LayoutConfig, ModelConfig, MoEConfig
 from grpo_mega.models.body import head_channels
 from grpo_mega.models.megatron.sinks import CHANNELS
 from grpo_mega.models.schedule import cells_per_token
@@ -41,6 +41,8 @@ def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> d
         "one layer, at work": max(_layer(config, stage), attention(config)),
         "output layer": _output(config, vocab_size) if number == config.layout.pp - 1 and _has_output(config) else 0.0,
     }
+    if config.layout.fp8:
+        working["weights in 8 bits"] = eight_bits(config, stage, number)
     lines = held(config, roles, number) | working
     if config.run.export_every:
         lines["exports, beyond these"] = max(0.0, exporting(config, roles[0]) - sum(working.values()))
@@ -123,15 +125,29 @@ def kept(config: Config, stage: Stage, number: int) -> float:
     more micro-batches (Narayanan et al., 2021: 1F1B, and interleaved).
     """
     layout = config.layout
-    in_flight = float(layout.pp - number)
-    if layout.vpp > 1:
-        in_flight = (2 * (layout.pp - number - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
     each = _layer(config, stage)
     if layout.recompute == "full":
         each = 2.0 * config.model.hidden / _split(config) * _tokens(config)
     elif layout.recompute == "none":
         each += attention(config, gradients=False)
-    return in_flight * (stage.layers + stage.predictors) * each
+    return in_flight(layout, number) * (stage.layers + stage.predictors) * each
+
+
+def in_flight(layout: LayoutConfig, number: int) -> float:
+    """Micro-batches that pipeline stage `number` holds at most, of as many as there are."""
+    if layout.vpp > 1:
+        return (2 * (layout.pp - number - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
+    return float(layout.pp - number)
+
+
+def eight_bits(config: Config, stage: Stage, number: int) -> float:
+    """Bytes of weights in 8 bits, row by row and column by column, that the backward pass reads.
+
+    Each micro-batch makes its own (`models/megatron/eight_bits.py`); with full recomputation one layer at a time.
+    """
+    layers = stage.layers + stage.predictors
+    whole = 2.0 * (stage.dense + stage.experts)
+    return whole / layers if config.layout.recompute == "full" else whole * in_flight(config.layout, number)
 
 
 def most_skewed(config: Config) -> tuple[float, float, float]:

@@ -14,6 +14,7 @@ from grpo_mega.models.parts import frozen_parts
 from grpo_mega.models.scalar import REWARD_MODEL
 from grpo_mega.planning.inventory import Role, Stage, adapters_alone, elements, take_stock, total, trained_elements
 from grpo_mega.planning.memory import MAY_BE_PLANNED, held, leaves, memory, optimizer_bytes, weight_bytes
+from grpo_mega.planning.supplies import MAIN_MEMORY, PINNED, checkpoints_at_once, exports_in_all
 from grpo_mega.rollout.sglang.memory import plan_engine
 
 
@@ -40,6 +41,11 @@ def plan(config: Config) -> dict[str, Any]:
     totals = [sum(lines.values()) for lines in memories]
     capacity = cluster.gpu_memory_mib * 2**20 if cluster.gpu_memory_mib else None
     limit = MAY_BE_PLANNED * capacity if capacity else None
+    host = min(gpus, cluster.gpus_per_node) * max(
+        leaves(held(config, roles, number)) + _average(config, policy.stages[number]) for number in numbers
+    )
+    main_memory = cluster.host_memory_gib * 2**30 if cluster.host_memory_gib else None
+    size, export = checkpoint(config, roles), weight_bytes(config) * (parameters + ahead)
     return {
         "experiment": config.run.name,
         "parameters": parameters,
@@ -51,24 +57,27 @@ def plan(config: Config) -> dict[str, Any]:
         "memory": memories,
         "static": [sum(held(config, [policy], number).values()) for number in numbers],
         "total": totals,
-        "checkpoint": checkpoint(config, roles),
-        "export": weight_bytes(config) * (parameters + ahead),
-        "host": min(gpus, cluster.gpus_per_node)
-        * max(leaves(held(config, roles, number)) + _average(config, policy.stages[number]) for number in numbers),
+        "checkpoint": size,
+        "export": export,
+        "disk": checkpoints_at_once(config.run) * size + exports_in_all(config.run) * export,
+        "host": host,
+        "main_memory": main_memory,
+        "host_fits": PINNED * host <= MAIN_MEMORY * main_memory if main_memory else None,
         "capacity": capacity,
         "limit": limit,
         "fits": max(totals) <= limit if limit else None,
-        "engine": _engine(config, vocab_size, gpus, memories) if config.rollout.engine == "sglang" else None,
+        "engine": engine_of(config, vocab_size, gpus, roles) if config.rollout.engine == "sglang" else None,
     }
 
 
-def _engine(config: Config, vocab_size: int, gpus: int, trainer: list[dict[str, float]]) -> dict[str, Any] | None:
+def engine_of(config: Config, vocab_size: int, gpus: int, roles: list[Role]) -> dict[str, Any] | None:
     """Memory of an engine that shares the GPUs; None when their size is not given, or the engine has its own GPUs."""
     mib, algorithm = config.cluster.gpu_memory_mib, config.algorithm
     if mib is None or config.rollout.sglang.first_gpu is not None:
         return None
     capacity = mib * 2**20
-    engine = plan_engine(config, vocab_size, max(lines["weights"] for lines in trainer), capacity)
+    weights = max(held(config, roles, number)["weights"] for number in range(config.layout.pp))
+    engine = plan_engine(config, vocab_size, weights, capacity)
     peak = sum(engine["hand-over"].values())
     excess = sum(engine["generation"].values()) - capacity  # SGLang fills its share of a GPU
     engines = gpus // config.rollout.sglang.tp

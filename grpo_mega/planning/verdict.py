@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from grpo_mega.planning.supplies import MAIN_MEMORY, PINNED
+
 
 def verdict(planned: dict[str, Any]) -> str:
     """One line: whether the trainer's memory fits, and by how much."""
@@ -17,6 +19,15 @@ def verdict(planned: dict[str, Any]) -> str:
         f"{'fits' if planned['fits'] else 'does not fit'}: {where}, and {in_gb(limit)} GB of a GPU's "
         f"{in_gb(planned['capacity'])} may be planned; {spare}"
     )
+
+
+def host_verdict(planned: dict[str, Any]) -> str:
+    """One line: whether a machine's main memory has room for what leaves its GPUs, which is pinned."""
+    needed, there = PINNED * planned["host"], planned["main_memory"]
+    said = f"{in_gb(needed)} GB of a machine's {in_gb(there)} as pinned memory, and {MAIN_MEMORY:.0%} may be planned"
+    if planned["host_fits"]:
+        return f"fits: {said}"
+    return f"does not fit: {said}; spread the model over more machines (cluster.nodes, with layout.ep or layout.pp)"
 
 
 def engine_verdict(engine: dict[str, Any]) -> str:

@@ -43,16 +43,16 @@ def start() -> Platform:
     """Chooses the platform and prepares torch for it. Call once, before megatron.core is imported.
 
     Raises:
-        ValueError: There is a GPU, and a Transformer Engine that cannot be used.
+        ValueError: There is a GPU, and the installed Transformer Engine cannot be used.
     """
     import torch
 
     from grpo_mega.platform import cpu
     from grpo_mega.platform.transformer_engine import usable_transformer_engine
 
-    # Optional accelerators are reported once, in summary.json and by tools; not by every module of Megatron.
+    # Optional accelerators are reported once, in summary.json and by tools, not by every module of Megatron.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*(not installed|Falling back)")
-    # Megatron's tensor parallelism relies on kernels being launched in the order they were queued; CUDA reads it once.
+    # Megatron's tensor parallelism relies on kernels being launched in the order of queueing; CUDA reads this once.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -62,7 +62,7 @@ def start() -> Platform:
         return Platform(device, "nccl", transformer_engine)
     cpu.install()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms(), without importing the compiler
+    torch.set_deterministic_debug_mode("error")  # sets use_deterministic_algorithms() without importing the compiler
     # Filling fresh memory with NaN only helps to find reads of it, and costs two percent of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return Platform(torch.device("cpu"), "gloo", transformer_engine=False)
@@ -70,7 +70,7 @@ def start() -> Platform:
 
 @cache
 def start_planning() -> None:
-    """Prepares torch for models that have shapes and take no memory; call it instead of `start`.
+    """Prepares torch for models with shapes but without memory (meta device); call it instead of `start`.
 
     Raises:
         RuntimeError: A GPU is visible, and Megatron would allocate there.
@@ -85,10 +85,10 @@ def start_planning() -> None:
 
 
 def pretend_rank(rank: int, world_size: int) -> Platform:
-    """Makes this process rank `rank` of `world_size`, without the others, to build what that rank would hold."""
+    """Makes this process rank `rank` of `world_size`, without the others, to build that rank's part of a model."""
     import torch
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public one
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public backend for this
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     return Platform(torch.device("meta"), "fake", transformer_engine=False)
@@ -119,9 +119,9 @@ def refuse(message: str) -> NoReturn:
 
 
 def record_collectives(folder: Path) -> None:
-    """Has torch record NCCL's last collectives, and write them into `folder` when one runs into its time limit.
+    """Makes torch record NCCL's last collectives, and write them into `folder` when one times out.
 
-    Call it before `join_processes`. Settings of the user's own stay.
+    Call it before `join_processes`. The user's own settings are kept.
     """
     values = {
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",  # names since torch 2.9, and before
@@ -134,7 +134,7 @@ def record_collectives(folder: Path) -> None:
 
 
 def memory_gb(platform: Platform) -> dict[str, float]:
-    """10^9 bytes that this process holds now: resident, and with CUDA those of torch's allocator on the device."""
+    """Memory of this process in 10^9 bytes: resident, and with CUDA torch's allocator on the device."""
     import torch
 
     with open("/proc/self/statm", "rb") as file:

@@ -1,5 +1,5 @@
-"""Programs of this package that run beside training, for it: each ends with the process that started it, comes after it
-for the processor, and fails alone."""
+"""Background programs of this package that serve training: each ends with its parent, runs at low priority, and fails
+alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from grpo_mega.platform.orphans import end_with_parent
 def start_beside(module: str, words: Sequence[str | Path], log: Path) -> subprocess.Popen[bytes]:
     """Starts `python -m MODULE WORDS --parent ID`, which calls `come_after` first; the main thread must call it.
 
-    Its standard input is a pipe; what it prints goes to the end of `log`, whose folder is made. It has a session of its
-    own, so that what it starts can be ended with it.
+    Its standard input is a pipe; its output is appended to `log`, whose folder is created. It has its own session, so
+    that its children can be killed with it.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: The program cannot be started.
     """
     packages = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(packages), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -36,6 +36,6 @@ def start_beside(module: str, words: Sequence[str | Path], log: Path) -> subproc
 
 
 def come_after(parent: int) -> None:
-    """Makes this program end with its parent, and leave the processor to whoever wants it."""
+    """Makes this program end with its parent, and lowers its priority."""
     end_with_parent(parent)
     os.nice(10)

@@ -1,9 +1,9 @@
 """One clock for all ranks: microseconds of the main rank's wall clock, as the run began.
 
-Processes of a machine share its monotonic clock. Between machines the distance of two such clocks is measured as NTP
-does: a rank asks the main one for the time, some times over, and the answer that came back fastest counts. It is wrong
-by half of that round trip at most, plus what the clocks drift apart afterwards: machines that keep time with NTP or PTP
-drift by microseconds an hour, others by some tens of milliseconds.
+Processes of a machine share its monotonic clock. Between machines the offset of two such clocks is measured as in NTP:
+a rank asks the main one for the time, several times, and uses the fastest answer. The error is at most half of that
+round trip, plus later drift: machines synchronised by NTP or PTP drift by microseconds an hour, others by tens of
+milliseconds.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 QUESTIONS = 16
-"""To the main rank, of each other machine."""
+"""Number of time requests from each other machine to the main rank."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The common time.
+    """Clock of the common time.
 
     Attributes:
         origin: Nanoseconds between this machine's monotonic clock and the common one.
-        error_us: Microseconds by which it may differ from the main rank's as it was measured; 0 on its machine.
+        error_us: Largest measurement error to the main rank's clock, in microseconds; 0 on its machine.
     """
 
     origin: int
     error_us: float = 0.0
 
     def microseconds(self, at: int | None = None) -> float:
-        """The common time, since 1970, of a time of `time.perf_counter_ns`; now without one."""
+        """Common time, in microseconds since 1970, of a `time.perf_counter_ns` value; by default of now."""
         return (self.origin + (time.perf_counter_ns() if at is None else at)) / 1e3
 
 
 def own_clock() -> Clock:
-    """A clock of this process alone."""
+    """A clock of this process only."""
     return Clock(time.time_ns() - time.perf_counter_ns())
 
 
@@ -44,7 +44,7 @@ def shared_clock(read: Callable[[], int] = time.perf_counter_ns, machine: str | 
 
     Args:
         read: This machine's monotonic clock, in nanoseconds.
-        machine: What tells it from others; by default the id of its kernel's start.
+        machine: Identity of the machine; by default the id of its kernel's boot.
     """
     import torch.distributed as dist
 
@@ -62,9 +62,9 @@ def shared_clock(read: Callable[[], int] = time.perf_counter_ns, machine: str | 
 
 
 def _distance(other: int, read: Callable[[], int]) -> tuple[int, float]:
-    """Nanoseconds from the clock of rank `other` to the main rank's, and half of the round trip in microseconds.
+    """Offset of rank `other`'s clock to the main rank's in nanoseconds, and half of the round trip in microseconds.
 
-    The main rank, which answers, has 0 and 0.
+    On the main rank, which answers, both are 0.
     """
     import torch
     import torch.distributed as dist
@@ -89,5 +89,5 @@ def _distance(other: int, read: Callable[[], int]) -> tuple[int, float]:
 
 
 def _machine() -> str:
-    """The id that Linux gives each start of a machine."""
+    """Id that Linux gives to each boot of a machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,7 +1,6 @@
-"""What ranks tell each other over their hosts' network: one rank decides for all, all have to succeed, or each sends
-something to each.
+"""Collectives of the ranks over their hosts' network: broadcast from the main rank, joint success, all-to-all.
 
-The collectives use gloo: files, rewards and samples have nothing to do with devices, and NCCL times out early.
+They use gloo, as files, rewards and samples are not on devices, and NCCL times out early.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _groups: dict[Any, Any] = {}
 
 
 class FailedElsewhere(Exception):
-    """The cause of an error on a rank whose own work succeeded: it only reports that of other ranks."""
+    """Cause of an error on a rank whose own work succeeded: the work failed on other ranks."""
 
 
 def from_main_rank(ask: Callable[[], Answer]) -> Answer:
@@ -38,7 +37,7 @@ def from_main_rank(ask: Callable[[], Answer]) -> Answer:
 
 
 def succeed_together(work: Callable[[], None]) -> None:
-    """Calls `work()` on every rank, and returns when all ranks have finished it.
+    """Calls `work()` on every rank; returns when all ranks have finished.
 
     Raises:
         RuntimeError: `work` failed on some rank; raised on all ranks, so that none waits for another. Names the ranks.
@@ -47,13 +46,13 @@ def succeed_together(work: Callable[[], None]) -> None:
 
 
 def from_all_ranks(work: Callable[[], Result]) -> list[Result]:
-    """What `work` returns on every rank, by rank, on all ranks.
+    """Calls `work` on every rank; returns all results, by rank, on all ranks.
 
     Raises:
-        RuntimeError: It failed on some rank; see `succeed_together`.
-        ValueError: The same, when it refused what it was given (a ValueError) on every rank on which it failed.
+        RuntimeError: `work` failed on some rank; see `succeed_together`.
+        ValueError: `work` failed, with a ValueError on every rank on which it failed.
 
-    The cause of either is what `work` raised on this rank, or `FailedElsewhere`.
+    The error's cause is the exception of `work` on this rank, or `FailedElsewhere`.
     """
     mine, failure = None, None
     try:
@@ -71,12 +70,12 @@ def from_all_ranks(work: Callable[[], Result]) -> list[Result]:
 
 
 def on_main_rank(work: Callable[[], Result]) -> list[Result]:
-    """What `work` returns on every rank, by rank, on the main rank (0); [] on the others, which get nothing.
+    """Calls `work` on every rank; returns all results, by rank, on the main rank (0), and [] on the others.
 
-    It may be megabytes: unlike `from_all_ranks`, what is sent is no more than what there is.
+    For results of megabytes: unlike `from_all_ranks`, it sends no padding, and nothing to other ranks.
 
     Raises:
-        RuntimeError, ValueError: As `from_all_ranks`.
+        RuntimeError, ValueError: As in `from_all_ranks`.
     """
     mine = bytearray()
 
@@ -94,17 +93,17 @@ def on_main_rank(work: Callable[[], Result]) -> list[Result]:
 
 
 def exchange(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-    """Sends a part to each rank; every rank must call it.
+    """All-to-all exchange of vectors; every rank must call it.
 
     Args:
-        parts: For each rank a vector on the CPU, all of one dtype.
-        sizes: How many elements each rank has for this one.
+        parts: Vectors to send to each rank, on the CPU and of one dtype.
+        sizes: Number of elements that each rank sends to this one.
 
     Returns:
-        What all ranks had for this one, in their order.
+        The vectors sent to this rank, concatenated in the order of ranks.
     """
     dtype = parts[0].dtype
-    sent = torch.cat([part.view(torch.uint8) for part in parts])  # gloo does not know all dtypes
+    sent = torch.cat([part.view(torch.uint8) for part in parts])  # gloo does not support all dtypes
     received = torch.empty(sum(sizes) * dtype.itemsize, dtype=torch.uint8)
     coming, going = [size * dtype.itemsize for size in sizes], [len(part) * dtype.itemsize for part in parts]
     dist.all_to_all_single(received, sent, coming, going, group=host_group())
@@ -115,6 +114,6 @@ def host_group() -> Any:
     """The gloo process group of all ranks, over the network of their hosts, with the time limit `PATIENCE`."""
     world = dist.group.WORLD
     if world not in _groups:
-        _groups.clear()  # groups of an earlier job in the same process
+        _groups.clear()  # drops groups of an earlier job in the same process
         _groups[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
     return _groups[world]

@@ -26,9 +26,9 @@ class Substitution:
     """One replaced piece of torch or megatron-core.
 
     Attributes:
-        name: Its name in tests.
-        reason: What megatron-core does that a CPU cannot.
-        apply: Makes the substitution.
+        name: Name in tests.
+        reason: What megatron-core does that a CPU does not support.
+        apply: Applies the substitution.
         after_import: Whether it replaces something inside megatron.core, which must be imported first.
         on_gpu_too: Whether a GPU without Transformer Engine needs it as well.
     """
@@ -41,7 +41,7 @@ class Substitution:
 
 
 class _NullStream:
-    """A CUDA stream or event on a device where everything is synchronous; its methods do nothing."""
+    """A CUDA stream or event on a synchronous device; its methods do nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -221,7 +221,7 @@ SUBSTITUTIONS = (
 
 @contextlib.contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Replaces torch.compile inside: Megatron decorates functions with it, and that alone takes seconds to import.
+    """Context without torch.compile: Megatron decorates functions with it, which alone adds seconds to the import.
 
     On a CPU the functions run uncompiled. Compiling them would need a C++ compiler, and take longer than they run.
     """
@@ -234,9 +234,9 @@ def _without_compiler() -> Iterator[None]:
 
 
 def install(without: Collection[str] = (), transformer_engine: bool = False) -> bool:
-    """Makes the substitutions, once; with CUDA only those that Megatron needs without Transformer Engine.
+    """Applies the substitutions, once; with CUDA only those that Megatron needs without Transformer Engine.
 
-    `without` leaves some out, for the tests that show that they are needed.
+    `without` leaves some out, for tests that they are needed.
 
     Returns:
         Whether anything was replaced: False with CUDA and Transformer Engine, or when it was done before on a CPU.
@@ -254,7 +254,7 @@ def install(without: Collection[str] = (), transformer_engine: bool = False) -> 
         import megatron.core  # noqa: F401
     from megatron.core import jit
 
-    jit.disable_jit_fuser()  # for everything imported from here on
+    jit.disable_jit_fuser()  # applies to everything imported from here on
     _apply(wanted, after_import=True)
     return True
 

@@ -14,13 +14,13 @@ from typing import IO
 logger = logging.getLogger(__name__)
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""What file systems answer that have no locks, such as Lustre mounted without -o flock."""
+"""Error codes of file systems without locks, such as Lustre mounted without -o flock."""
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replaces `path` by `content`: after a crash at any point the file holds its old content or the new one.
+    """Replaces `path` by `content`: after a crash at any point the file has its old content or the new one.
 
-    One writer per path at a time; the temporary file a killed writer left is overwritten by the next one.
+    One writer per path at a time; the temporary file of a killed writer is overwritten by the next.
     """
     with writing_atomic(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -28,9 +28,9 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def writing_atomic(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, which replaces `path` at the end of the block as `write_atomic` does.
+    """Context with a file to write to, which replaces `path` at the end of the block, as `write_atomic` does.
 
-    When the block raises, `path` stays as it was.
+    If the block raises, `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
@@ -47,14 +47,14 @@ def writing_atomic(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def only_one(path: Path) -> Iterator[None]:
-    """Keeps other processes that write `path` in such a block out of it, on every machine that sees the folder.
+    """Context that only one process can enter for a `path` at a time, over all machines that see the folder.
 
-    They are refused as long as this block lasts; one that was killed keeps nobody out.
+    Other processes are refused meanwhile; a killed process does not keep the lock.
 
-    Where the file system has no locks, a warning says that nothing keeps others out.
+    On a file system without locks, a warning says that there is no protection.
 
     Raises:
-        ValueError: Another process is in it.
+        ValueError: Another process is in the block.
     """
     file = path.with_name(f".{path.name}.lock")
     lock = _locked(file, path)
@@ -62,13 +62,13 @@ def only_one(path: Path) -> Iterator[None]:
         yield
     finally:
         try:
-            file.unlink(missing_ok=True)  # while it is locked: nobody takes a file that goes
+            file.unlink(missing_ok=True)  # while it is locked, so that nobody locks a file that is being removed
         finally:
             os.close(lock)
 
 
 def _locked(file: Path, path: Path) -> int:
-    """Takes the lock of a file, made if it is not there, without waiting; returns its descriptor."""
+    """Takes the lock of a file, which is created if missing, without waiting; returns its descriptor."""
     while True:
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -78,7 +78,7 @@ def _locked(file: Path, path: Path) -> int:
         except BlockingIOError:
             os.close(lock)
             raise ValueError(f"{path} is being written by another process; wait for it, or name another") from None
-        except FileNotFoundError:  # who had the lock has finished meanwhile, and removed the file
+        except FileNotFoundError:  # the holder of the lock has finished meanwhile, and removed the file
             pass
         except OSError as error:
             if error.errno not in WITHOUT_LOCKS:

@@ -1,7 +1,7 @@
-"""The flight recorder: what a rank began and ended last, in a file that is right whatever becomes of the process.
+"""Flight recorder: the last operations that a rank began and ended, in a file that survives any end of the process.
 
-`flight/rank-NNNNN` of the run directory is a ring of lines of a fixed width, each overwritten in place as it happens:
-after kill -9, an abort of NCCL's watchdog or a hang they are there, without anything having been asked to write them.
+`flight/rank-NNNNN` of the run directory is a ring of lines of a fixed width, each overwritten in place when the event
+happens, so that they exist after kill -9, an abort by NCCL's watchdog or a hang.
 
     number time begin|end step/update/forward-recv what-is-known-of-it
 """
@@ -19,20 +19,20 @@ from grpo_mega.platform.clock import Clock
 
 FOLDER = "flight"
 BEFORE = ".before"
-"""Ends the name of what the start before this one has left."""
+"""Suffix of the file of the previous start."""
 LINES = 1024
-"""Of a rank."""
+"""Number of lines of a rank's file."""
 WIDTH = 127
-"""Bytes of a line without its newline."""
+"""Length of a line in bytes, without its newline."""
 
 logger = logging.getLogger(__name__)
 
 
 class Flight:
-    """The recorder of this process; what other threads than the one that made it do is not recorded."""
+    """The recorder of this process; it records only the thread that created it."""
 
     def __init__(self, path: Path, rank: int, clock: Clock) -> None:
-        """Begins the file of a rank in the run directory `path`; where it cannot, a warning says so."""
+        """Creates the file of a rank in the run directory `path`; a failure is a warning."""
         self._clock, self._number, self._open = clock, 0, list[str]()
         self._thread = threading.get_ident()
         self._file: int | None = None
@@ -46,13 +46,13 @@ class Flight:
             logger.warning("%s: %s; what this rank does last will not be known after a crash", file, error)
 
     def begin(self, name: str, about: dict[str, Any]) -> None:
-        """Something begins inside of what is open."""
+        """Records the begin of an operation inside the open ones."""
         if threading.get_ident() == self._thread:
             self._open.append(name)
             self._line("begin", about)
 
     def end(self, name: str) -> None:
-        """What was begun last under this name ends, and with it what was begun inside of it."""
+        """Records the end of the latest operation of this name, and of those inside it."""
         if threading.get_ident() == self._thread and name in self._open:
             self._line("end", {})
             while self._open.pop() != name:
@@ -74,7 +74,7 @@ class Flight:
         self._number += 1
 
     def close(self) -> None:
-        """Closes the file, which stays."""
+        """Closes the file, which is kept."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -82,14 +82,14 @@ class Flight:
 
 @dataclass(frozen=True)
 class Moment:
-    """A line of the recorder.
+    """One event of the recorder.
 
     Attributes:
-        number: Of the line, from 0.
+        number: Number of the line, from 0.
         time: Seconds since 1970.
-        begins: Whether something begins; otherwise it ends.
-        open: What was open, outermost first, with what begins or ends at the end.
-        about: What is known of it.
+        begins: Whether the operation begins; otherwise it ends.
+        open: Open operations, outermost first, ending with the one that begins or ends.
+        about: Details of the operation.
     """
 
     number: int
@@ -100,12 +100,12 @@ class Moment:
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """What was open after it."""
+        """Operations that are open after the event."""
         return self.open if self.begins else self.open[:-1]
 
 
 def read_flight(file: Path) -> list[Moment]:
-    """What a rank did last, in order; lines that are not whole are left out."""
+    """Last events of a rank, in order; incomplete lines are left out."""
     found = []
     for line in file.read_text("ascii", "replace").splitlines():
         words = line.split(maxsplit=4)

@@ -1,6 +1,6 @@
-"""The manifest of a folder: sizes and checksums of its files, and which file is no longer what was written.
+"""Manifest of a folder: sizes and checksums of its files, to detect changed files.
 
-It is no signature: whoever can write the folder can write the manifest.
+It is not a signature: whoever can write the folder can write the manifest.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import json
 from pathlib import Path, PurePosixPath
 
 Sums = dict[str, tuple[int, str]]
-"""{name of a file: (bytes, SHA-256)}"""
+"""{file name: (bytes, SHA-256)}."""
 
 MANIFEST = "manifest.json"
-"""{file: [bytes, SHA-256]} of every other file of the folder."""
+"""File with {file name: [bytes, SHA-256]} of all other files of the folder."""
 
 
 def read_manifest(path: Path) -> Sums | str:
-    """A folder's manifest, or what is wrong with it."""
+    """A folder's manifest, or a description of what is wrong with it."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
@@ -35,8 +35,8 @@ def read_manifest(path: Path) -> Sums | str:
 
 
 def checksum(file: Path) -> tuple[int, str] | None:
-    """The bytes of a file and their SHA-256; None when there is no such file."""
-    if not file.is_file():  # a pipe or a device would be read for ever
+    """Size and SHA-256 of a file; None when there is no such file."""
+    if not file.is_file():  # reading a pipe or a device would never end
         return None
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
@@ -44,7 +44,7 @@ def checksum(file: Path) -> tuple[int, str] | None:
 
 
 def difference(written: Sums, there: Sums) -> str | None:
-    """The first file that is not what was written, and how; None when all are."""
+    """First file that differs from the manifest, and how; None when there is none."""
     for name, (size, digest) in written.items():
         if name not in there:
             return f"{name} is missing"
@@ -56,7 +56,7 @@ def difference(written: Sums, there: Sums) -> str | None:
 
 
 def damage_beside_weights(path: Path) -> str | None:
-    """What is wrong with the files that lie in the folder itself, such as a tokenizer's; None without a manifest."""
+    """Damage of the files in the folder itself, such as a tokenizer's; None without a manifest."""
     manifest = read_manifest(path)
     if isinstance(manifest, str):
         return None

@@ -1,4 +1,4 @@
-"""Ends processes together with the one that they work for, however that one ends, kill -9 included.
+"""Ends processes together with the process that they work for, even if that is killed by kill -9.
 
 A process that is killed cannot tell its children, and they live on: ranks without their torchrun would continue to
 train and write into the run directory, helpers would never end. So every process that works for another asks the kernel
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 SECONDS_BETWEEN_CHECKS = 1.0
-"""Seconds between checks, and so how long a process may outlive the one that it works for."""
+"""Seconds between checks, and so the longest time by which a process may outlive its owner."""
 PR_SET_PDEATHSIG = 1
 """prctl's number for the parent-death signal, on Linux."""
 MARK = "TORCHELASTIC_RUN_ID"
@@ -26,23 +26,23 @@ MARK = "TORCHELASTIC_RUN_ID"
 _C = ctypes.CDLL(None, use_errno=True)
 """The C library, opened early: in a fork of a process with threads the loader may be locked forever."""
 _forking: int | None = None
-"""The process whose forks end with it; None outside of `forks_end_with_us`."""
+"""Process whose forks end with it; None outside of `forks_end_with_us`."""
 
 
 def end_with_parent(parent: int) -> None:
-    """Kills this process, with SIGKILL, as soon as its parent ends or if it has ended already.
+    """Kills this process, with SIGKILL, as soon as its parent ends, or if it has already ended.
 
     For Linux the parent is the *thread* that started this process: the caller must make sure that this thread lives as
     long as the parent process (usually the main thread). Forks of this process do not inherit this.
 
     Args:
         parent: Process id of the process that started this one, from `os.getpid()` there: `os.getppid()` here may
-            already be that of the process that adopts orphans.
+            already return the process that adopts orphans.
     """
     if sys.platform == "linux":
         if _C.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-        if os.getppid() != parent:  # it ended before the signal was set
+        if os.getppid() != parent:  # the parent ended before the signal was set
             os.kill(os.getpid(), signal.SIGKILL)
     else:
         _end_when(lambda: os.getppid() != parent)
@@ -83,7 +83,7 @@ def end_with_launcher() -> None:
 def forks_end_with_us() -> Iterator[None]:
     """Context in which forked processes are made to end with this one, and their forks with them.
 
-    It is for processes that a library forks, which run none of this project's code. The main thread must call it, see
+    For processes forked by a library, which do not run this project's code. The main thread must call it, see
     `end_with_parent`.
     """
     global _forking
@@ -109,7 +109,7 @@ def _end_when(gone: Callable[[], bool]) -> None:
 
     def check() -> None:
         while True:
-            with suppress(Exception):  # a failed check, for instance without free descriptors, proves nothing
+            with suppress(Exception):  # a failed check, e.g. without free descriptors, proves nothing
                 if gone():
                     break
             time.sleep(SECONDS_BETWEEN_CHECKS)

@@ -1,8 +1,8 @@
 """Frees the device memory of process groups while an engine uses the device.
 
-NCCL keeps buffers for every group that has been used, 7 GB of each GPU under TP2 x PP2 x DP2 and 9.5 GB with experts
-(measured by verl's pull request 6408). From torch 2.12 and NCCL 2.29.7 on a group can be suspended: it frees most
-of its memory and remains valid, so that nothing that refers to it has to be created again.
+NCCL keeps buffers for every used group, 7 GB of each GPU under TP2 x PP2 x DP2 and 9.5 GB with experts (measured by
+verl's pull request 6408). From torch 2.12 and NCCL 2.29.7 on a group can be suspended: it frees most of its memory and
+remains valid, so that nothing that refers to it has to be created again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed import distributed_c10d
 
 NEEDED = (2, 29, 7)
-"""The first version of NCCL that can suspend."""
+"""First version of NCCL that can suspend groups."""
 UNUSED = "not initialized"
-"""Part of torch's error for a group that was not used yet."""
+"""Part of torch's error for a group that has not been used yet."""
 
 
 def can_suspend() -> bool:
@@ -25,7 +25,7 @@ def can_suspend() -> bool:
 
 
 def suspend(device: torch.device, suspended: list[Any]) -> None:
-    """Suspends all NCCL groups on a device, and adds them to `suspended`. All ranks of the job must call it.
+    """Suspends all NCCL groups on a device, and appends them to `suspended`; all ranks of the job must call it.
 
     They must not be used until `resume`. Groups are suspended in the order of their creation, which is the same on all
     ranks: in NCCL the ranks of a group wait for each other.

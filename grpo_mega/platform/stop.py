@@ -40,7 +40,7 @@ def shielded_children() -> Iterator[None]:
 
 
 class Interrupted(Exception):
-    """Work was abandoned, on every rank, because some rank was asked to stop."""
+    """Work was abandoned on every rank, because some rank was asked to stop."""
 
 
 class Stopped(Exception):

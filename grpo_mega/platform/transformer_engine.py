@@ -1,4 +1,4 @@
-"""Whether Transformer Engine can be used: it is installed, in a version that Megatron supports, and can be imported."""
+"""Checks that Transformer Engine can be used: installed, in a version that Megatron supports, and importable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 
 OLDEST, BEFORE = (2, 9), (2, 12)
-"""Versions that megatron-core 0.16 declares to work with, the second excluded; pyproject.toml pins the same."""
+"""Versions supported by megatron-core 0.16, from the first to below the second; pyproject.toml pins the same."""
 INSTALL = "python -m pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12'"
 
 
@@ -16,7 +16,7 @@ def usable_transformer_engine() -> bool:
     """Whether Transformer Engine is installed and usable, on a machine with a GPU. Imports it, which takes seconds.
 
     Raises:
-        ValueError: It is installed and cannot be used; the message has the command that fixes or removes it.
+        ValueError: It is installed but cannot be used; the message has the command that fixes or removes it.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return False
@@ -28,7 +28,7 @@ def usable_transformer_engine() -> bool:
         )
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # a library that does not fit torch's or CUDA's can raise anything
+    except Exception as error:  # a library that does not match torch or CUDA can raise anything
         raise ValueError(
             f"Transformer Engine {release} is installed and cannot be imported ({type(error).__name__}: {error}); "
             f"build it for the torch that is installed: {INSTALL}"
@@ -39,10 +39,10 @@ def usable_transformer_engine() -> bool:
 def _version() -> str:
     try:
         return version("transformer-engine")
-    except PackageNotFoundError:  # built from source, some images have the module and not the package's name
+    except PackageNotFoundError:  # built from source: some images have the module without package metadata
         return str(getattr(importlib.import_module("transformer_engine"), "__version__", "of an unknown version"))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The first two numbers of a version: (2, 11) of 2.11.0+abc; () of a text without any, which is below all."""
+    """First two numbers of a version: (2, 11) for 2.11.0+abc; () for a text without numbers, which sorts first."""
     return tuple(int(number) for number in re.findall(r"\d+", text.split("+")[0])[:2])

@@ -1,6 +1,6 @@
-"""What the stages of a recipe run, by which command and on which settings, and how one begins and ends.
+"""Commands of a recipe's stages, their settings, and the records of their start and end.
 
-It needs no package but those that read settings, so that a launcher's interpreter can import it.
+It imports only packages that read settings, so that a launcher's interpreter can import it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_mega.recipe.recipe import REFERENCE, Recipe, Stage
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 TRAIN = "grpo_mega.train"
 PLACE = "products"
-"""Stands for the products of stages that are not done when all commands are checked."""
+"""Placeholder for the products of unfinished stages when all commands are checked."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Start:
     """A start of a stage.
 
     Attributes:
-        command: What runs.
-        files: {path: checksum} of what it reads from elsewhere, as it was when it began.
-        moment: When it began, in seconds since 1970.
+        command: Command that runs.
+        files: {path: checksum} of its inputs from outside the recipe, at its start.
+        moment: Start time, in seconds since 1970.
     """
 
     command: list[str]
@@ -43,18 +43,18 @@ class Start:
 
 
 def begin(recipe: Recipe, stage: Stage, command: Sequence[str], known: Mapping[str, Progress]) -> Start:
-    """Notes what a stage reads that is about to be started, for the first time or to go on."""
-    if stage.kind == "choose":  # it takes little time, and never continues what a killed one has left
+    """Records the inputs of a stage that is about to be started or resumed."""
+    if stage.kind == "choose":  # it takes little time, and never resumes after a kill
         set_aside(recipe, stage)
     files = {str(path): checksum(path) for path in files_of(recipe, stage, known)}
     return Start([*command], files, time.time())
 
 
 def finish(recipe: Recipe, stage: Stage, start: Start, known: Mapping[str, Progress]) -> None:
-    """Reports a stage whose command has ended well.
+    """Writes the report of a stage whose command succeeded.
 
     Raises:
-        RuntimeError: It has made nothing.
+        RuntimeError: The stage has no product.
     """
     seconds = time.time() - start.moment
     write_report(recipe, stage, start.command, settings_of(recipe, stage), start.files, known, seconds)
@@ -62,7 +62,7 @@ def finish(recipe: Recipe, stage: Stage, start: Start, known: Mapping[str, Progr
 
 
 def refuse_changes(recipe: Recipe, known: Mapping[str, Progress]) -> None:
-    """Raises a ValueError that names every stage that was done with other settings or inputs, or has changed."""
+    """Raises ValueError that names every stage done with other settings or inputs, or whose product has changed."""
     changed = [f"{name}: {one.why}" for name, one in known.items() if one.state == CHANGED]
     changed += [
         f"{name}: the files of configs/ that its settings are from say something else now; do it again with --again "
@@ -77,7 +77,7 @@ def refuse_changes(recipe: Recipe, known: Mapping[str, Progress]) -> None:
 
 
 def check(recipe: Recipe) -> None:
-    """Composes the settings of every training run, and arranges the processes of every pool.
+    """Checks the settings of every training run, and the layout of every pool.
 
     Raises a ValueError that names all stages whose settings cannot be used.
     """
@@ -93,7 +93,7 @@ def check(recipe: Recipe) -> None:
 
 
 def settings_of(recipe: Recipe, stage: Stage) -> str:
-    """Checksum of the settings of a training run that must stay, wherever its inputs lie; empty for other stages.
+    """Checksum of a training run's settings that must not change, except paths of inputs; empty for other stages.
 
     Raises ValueError or FileNotFoundError when they cannot be used.
     """
@@ -104,30 +104,30 @@ def settings_of(recipe: Recipe, stage: Stage) -> str:
 
 
 def config_of_pool(recipe: Recipe, stage: Stage) -> Config | None:
-    """The configuration under which a pool reads the model of an earlier run; None for what else a stage may be, and
-    where the settings of that run cannot be used.
+    """Configuration with which a pool reads the model of an earlier run; None for other stages, and if the settings of
+    that run are invalid.
 
     Raises:
-        ValueError: The stage's processes cannot be arranged in its layout.
+        ValueError: The stage's processes do not fit its layout.
     """
     source = REFERENCE.fullmatch(stage.words[0]) if stage.kind == "samples" else None
     if source is None or recipe.stages[source[1]].kind != "run":
         return None
     try:
         trained = compose_config(planned_words(recipe.stages[source[1]]))
-    except (ValueError, FileNotFoundError):  # which is told of the run
+    except (ValueError, FileNotFoundError):  # which is reported for the run
         return None
     layout = [word for word in stage.words if word.startswith(LAYOUT)]
     return read_under(trained, layout, stage.processes)
 
 
 def planned_words(stage: Stage) -> list[str]:
-    """The words of a stage before the products that it reads are there."""
+    """Words of a stage before its input products exist."""
     return stage.with_products({name: f"{PLACE}/{name}" for name in stage.inputs})
 
 
 def command_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> list[str]:
-    """The command of a stage on one machine; {name} stands for the products of stages that are not done."""
+    """Command of a stage on one machine; {name} stands for the products of unfinished stages."""
     program, words = program_of(stage), words_of(recipe, stage, known)
     if stage.kind == "choose":
         return [sys.executable, program, *words]
@@ -137,19 +137,19 @@ def command_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> l
 
 
 def program_of(stage: Stage) -> str:
-    """What every process of a stage runs: a module for a training run, else a file."""
+    """Program of every process of a stage: a module for a training run, else a file."""
     tools = {"samples": "evaluate.py", "choose": "rejection_sample.py"}
     return TRAIN if stage.kind == "run" else str(TOOLS / tools[stage.kind])
 
 
 def words_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> list[str]:
-    """What the program of a stage is told; {name} stands for the products of stages that are not done."""
+    """Arguments of a stage's program; {name} stands for the products of unfinished stages."""
     products = {name: str(product) for name in stage.inputs if (product := known[name].product)}
     return [*stage.with_products(products), *place(recipe, stage)]
 
 
 def files_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> list[Path]:
-    """Files and folders that a stage reads and no stage has made: data and first weights, words that are paths."""
+    """Files and folders that a stage reads from outside the recipe: data, first weights, words that are paths."""
     words = stage.with_products({name: str(known[name].product) for name in stage.inputs})
     named = [word.rpartition("=")[2] for word in words]
     if stage.kind == "run":
@@ -159,7 +159,7 @@ def files_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> lis
 
 
 def place(recipe: Recipe, stage: Stage) -> list[str]:
-    """The words that say where the product lies."""
+    """Words that set the path of the product."""
     path = str(folder_of(recipe, stage))
     own = {"samples": ["--out", path], "choose": ["--output", path]}
     return own.get(stage.kind) or [f"run.root={recipe.root}", f"run.name={stage.name}"]

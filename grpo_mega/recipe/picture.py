@@ -1,4 +1,4 @@
-"""chain.png: what the models of a recipe came to on the held-out problems, stage after stage."""
+"""Draws chain.png: held-out results of a recipe's models, stage after stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PANELS = {
 
 
 def plot_chain(recipe: Recipe, known: Mapping[str, Progress]) -> Path | None:
-    """Draws a panel for each measurement of the runs that are done, with a bar for each run; writes ROOT/chain.png.
+    """Draws a panel for each measurement of the finished runs, with a bar for each run; writes ROOT/chain.png.
 
     Returns:
         The file; None when there is nothing to draw.
@@ -37,14 +37,14 @@ def plot_chain(recipe: Recipe, known: Mapping[str, Progress]) -> Path | None:
     panels = [name for name in PANELS if any(name in of_run for of_run in values.values())]
     if not values:
         return None
-    from matplotlib.figure import Figure  # imported here: it takes a second
+    from matplotlib.figure import Figure  # imported here: the import takes a second
 
     figure = Figure(figsize=(3.2 * len(panels) + 1.5, 0.8 + 0.34 * len(values)), dpi=150, layout="constrained")
     figure.suptitle(f"{recipe.name}: held-out problems", x=0.01, ha="left", fontsize=12, color=INK, parse_math=False)
     rows = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, name in zip(rows, panels, strict=True):
         _bars(axes, list(values), [of_run.get(name, 0.0) for of_run in values.values()], PANELS[name])
-    rows[0].invert_yaxis()  # all panels share it: the first stage is on top
+    rows[0].invert_yaxis()  # shared by all panels: the first stage is on top
     path, png = recipe.root / "chain.png", io.BytesIO()
     figure.savefig(png, format="png")
     write_atomic(path, png.getvalue())
@@ -52,7 +52,7 @@ def plot_chain(recipe: Recipe, known: Mapping[str, Progress]) -> Path | None:
 
 
 def _bars(axes: Axes, names: Sequence[str], values: Sequence[float], title: str) -> None:
-    """A bar for each name, with its value beside it."""
+    """Draws a bar for each name, with its value beside it."""
     places = range(len(names))
     axes.barh(places, values, color=BLUE, height=0.62)
     axes.set_yticks(places, names)

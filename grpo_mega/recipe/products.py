@@ -1,4 +1,4 @@
-"""What the stages of a recipe make, and how a product is told from another one: its checksum."""
+"""Products of a recipe's stages, and their checksums."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from grpo_mega.recipe.recipe import Recipe, Stage
 
 SAMPLES, RESULTS, CONFIG = "samples.jsonl", "results.json", "config.json"
 WHOLE_BYTES = 1 << 26
-"""Files of a Hugging Face folder up to this size are read for its checksum; of larger ones size and date count."""
+"""Largest file of a Hugging Face folder, in bytes, that is read for the checksum; of larger ones size and date
+count."""
 
 SHORT = {"format_rate": "format", "mean_length": "length"}
 """Names in a run's summary -> names of the same measurements in evaluations."""
 
 
 def folder_of(recipe: Recipe, stage: Stage) -> Path:
-    """Where the stage writes: a run directory, a folder of samples, or a file."""
+    """Output path of a stage: a run directory, a folder of samples, or a file."""
     return recipe.root / (f"{stage.name}.jsonl" if stage.kind == "choose" else stage.name)
 
 
 def product_of(recipe: Recipe, stage: Stage) -> Path | None:
-    """What the stage has made: the last checkpoint of a run, a folder of samples, or a file; None until it is whole."""
+    """Product of a stage: the last checkpoint of a run, a folder of samples, or a file; None until it is complete."""
     folder = folder_of(recipe, stage)
     if stage.kind == "choose":
         return folder if folder.is_file() else None
@@ -40,9 +41,9 @@ def product_of(recipe: Recipe, stage: Stage) -> Path | None:
 
 
 def why_unlike(stage: Stage, product: Path) -> str:
-    """Why a path cannot be what such a stage makes; empty when it can.
+    """Why a path cannot be the product of such a stage; empty when it can.
 
-    Raises FileNotFoundError when it is not there.
+    Raises FileNotFoundError when it does not exist.
     """
     if not product.exists():
         raise FileNotFoundError(f"{product} is not there")
@@ -56,7 +57,7 @@ def why_unlike(stage: Stage, product: Path) -> str:
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """The summary of a run; {} when there is none."""
+    """Summary of a run; {} when there is none."""
     file = folder / SUMMARY
     return json.loads(file.read_text()) if file.is_file() else {}
 
@@ -66,7 +67,7 @@ def checksum(product: Path) -> str:
     files of a folder.
 
     Raises:
-        FileNotFoundError: It is not there.
+        FileNotFoundError: The product does not exist.
     """
     if product.is_file():
         return _of_file(product)
@@ -90,7 +91,7 @@ def _of_file(path: Path) -> str:
 
 
 def achieved(recipe: Recipe, stage: Stage) -> dict[str, float]:
-    """What the stage came to, by name: measurements of a run or of a pool of samples, rows of a file."""
+    """Results of a stage by name: measurements of a run or of a pool of samples, rows of a file."""
     folder = folder_of(recipe, stage)
     if stage.kind == "choose":
         report = folder.with_suffix(".report.json")

@@ -23,13 +23,13 @@ DONE, CHANGED, BEGUN, WAITING = "done", "changed", "begun", "waiting"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage is.
+    """Progress of a stage.
 
     Attributes:
-        state: done; changed: it is done, but what it read or made is another now; begun, or waiting.
-        why: What has changed, and the fix; empty for other states.
-        product: What it made; None until it is done.
-        report: What is known of it; {} until it is done.
+        state: done; changed (done, but its inputs or product have changed since); begun; or waiting.
+        why: What has changed, and the fix; empty in other states.
+        product: Product; None until the stage is done.
+        report: Report of the stage; {} until it is done.
     """
 
     state: str
@@ -39,17 +39,17 @@ class Progress:
 
 
 def report_file(recipe: Recipe, name: str) -> Path:
-    """Where the report of a stage lies."""
+    """Path of a stage's report."""
     return recipe.root / "stages" / f"{name}.json"
 
 
 def again_mark(recipe: Recipe, name: str) -> Path:
-    """A file that is there from when a stage is begun again until it is done."""
+    """Marker file that exists while a stage is being done again."""
     return recipe.root / "stages" / f".{name}.again"
 
 
 def progress_of(recipe: Recipe) -> dict[str, Progress]:
-    """The progress of every stage, in order.
+    """Progress of every stage, in order.
 
     Raises:
         ValueError: A report cannot be read; names it.
@@ -77,13 +77,13 @@ def _progress(recipe: Recipe, stage: Stage, earlier: Mapping[str, Progress]) -> 
 
 
 def _difference(stage: Stage, report: dict[str, Any], product: Path, earlier: Mapping[str, Progress]) -> str:
-    """What is no longer as a stage's report says; empty when all is."""
+    """Difference of a stage's inputs or product from its report; empty when there is none."""
     if not product.exists():
         return f"what it made, {product}, is gone"
     if checksum(product) != report["product"]["sha256"]:
         return f"what it made, {product}, is no longer what it was (SHA-256)"
     words = report["words"]
-    if words is None:  # its product was put in its place by hand: it was made from nothing here
+    if words is None:  # the product was put in place by hand, without inputs from here
         return ""
     if words != [*stage.words]:
         gone = " ".join(word for word in words if word not in stage.words) or "nothing"
@@ -107,19 +107,19 @@ def write_report(
     known: Mapping[str, Progress],
     seconds: float,
 ) -> None:
-    """Notes that a stage is done.
+    """Writes the report of a finished stage.
 
     Args:
         recipe: The recipe.
         stage: One of its stages.
-        command: What has run.
+        command: Command that has run.
         settings: Checksum of a training run's settings.
-        files: {path: checksum} of what it has read from elsewhere.
-        known: The progress of the earlier stages.
-        seconds: Wall seconds of the start that has finished it.
+        files: {path: checksum} of its inputs from outside the recipe.
+        known: Progress of the earlier stages.
+        seconds: Wall seconds of its last start.
 
     Raises:
-        RuntimeError: It has made nothing.
+        RuntimeError: The stage has no product.
     """
     product = product_of(recipe, stage)
     if product is None:
@@ -139,11 +139,11 @@ def write_report(
 
 
 def replace_product(recipe: Recipe, stage: Stage, product: Path) -> None:
-    """Puts something else in the place of what a stage makes, whether it was done or not; what that made stays.
+    """Replaces a stage's product by another one, whether it was done or not; the stage's own files are kept.
 
     Raises:
         FileNotFoundError: There is no such product.
-        ValueError: It is not what such a stage makes, or the recipe runs.
+        ValueError: The product is of another kind, or the recipe is running.
     """
     if problem := why_unlike(stage, product):
         raise ValueError(f"{product} cannot take the place of {stage.name}: {problem}")
@@ -161,7 +161,7 @@ def _write(recipe: Recipe, name: str, report: dict[str, Any]) -> None:
 
 
 def set_aside(recipe: Recipe, stage: Stage) -> None:
-    """Moves what a stage has made, and its report, into the folder for that, so that it is done anew."""
+    """Moves a stage's product and report into the folder set-aside, so that it is done anew."""
     folder = folder_of(recipe, stage)
     own = (folder, folder.with_suffix(".report.json"), report_file(recipe, stage.name))
     there = [path for path in own if path.exists()]
@@ -171,5 +171,5 @@ def set_aside(recipe: Recipe, stage: Stage) -> None:
     while (aside := recipe.root / "set-aside" / f"{stage.name}-{number}").exists():
         number += 1
     aside.mkdir(parents=True)
-    for path in reversed(there):  # the report first: what has none is not taken for done
+    for path in reversed(there):  # the report first: a stage without one does not count as done
         path.rename(aside / path.name)

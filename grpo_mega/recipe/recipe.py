@@ -1,4 +1,4 @@
-"""A recipe: its stages, read from a file of `configs/recipe`, and what the words of their commands mean."""
+"""A recipe: its stages, read from a file of `configs/recipe`, and the references in their words."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ KINDS = ("run", "samples", "choose")
 """run: a training run; samples: a pool that tools/evaluate.py generates; choose: tools/rejection_sample.py."""
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 REFERENCE = re.compile(r"(?<!\$)\{([a-z][a-z0-9_]*)\}")
-"""A stage's name in braces; braces with anything else in them, and ${...}, are for the settings."""
+"""A stage's name in braces; other braces, and ${...}, belong to the settings."""
 NOT_STAGES = ("prompt",)
-"""Names in braces that settings have themselves (data.template, data.question)."""
+"""Names in braces that settings use themselves (data.template, data.question)."""
 RESERVED = (*NOT_STAGES, "stages", "set_aside", "recipe", "slurm")
-"""What no stage may be called: a recipe's own folders have these names."""
+"""Names that no stage may have, as a recipe's own folders use them."""
 OWN = {"run": ("run.name", "run.root"), "samples": ("--out",), "choose": ("--output",)}
-"""Words that name where a product lies, which the recipe decides."""
+"""Words that set the path of a product, which the recipe decides."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Stage:
     """One stage of a recipe.
 
     Attributes:
-        name: Its name, which later stages write as {name} for what it makes.
+        name: Name of the stage; later stages write {name} for its product.
         kind: One of `KINDS`.
-        words: The words of its command, without those that say where its product lies.
-        about: What it is for, in a sentence.
-        processes: How many processes share its work; 1 for `choose`.
+        words: Words of its command, without those that set the product's path.
+        about: Purpose, in a sentence.
+        processes: Number of processes; 1 for `choose`.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Stage:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the stages whose products it reads, each once, in the order of its words."""
+        """Names of the stages whose products the stage reads, each once, in the order of its words."""
         names = (name for word in self.words for name in REFERENCE.findall(word) if name not in NOT_STAGES)
         return tuple(dict.fromkeys(names))
 
     def with_products(self, products: Mapping[str, str]) -> list[str]:
-        """The words with products in the places of their stages' names."""
+        """The words with references replaced by products."""
         return [REFERENCE.sub(lambda match: products.get(match[1], match[0]), word) for word in self.words]
 
 
@@ -62,8 +62,8 @@ class Recipe:
     """A chain of stages; each reads products of earlier ones only.
 
     Attributes:
-        name: The name of its file.
-        root: The folder in which all products lie.
+        name: Name of the recipe's file.
+        root: Folder of all products.
         stages: Name -> stage, in order.
     """
 
@@ -72,13 +72,13 @@ class Recipe:
     stages: dict[str, Stage]
 
     def stage(self, name: str) -> Stage:
-        """The stage of this name. Raises ValueError when there is none."""
+        """Stage of this name. Raises ValueError when there is none."""
         if name not in self.stages:
             raise ValueError(f"the recipe {self.name} has no stage {name}; it has {', '.join(self.stages)}")
         return self.stages[name]
 
     def after(self, name: str, kept: Collection[str] = ()) -> list[Stage]:
-        """The stage of this name, and all that depend on what it makes, directly or not, and not by way of `kept` ones.
+        """The stage of this name, and all that depend on its product, directly or not, except through `kept` ones.
 
         Raises ValueError when there is no such stage.
         """
@@ -90,7 +90,7 @@ class Recipe:
 
 
 def file_of(named: str) -> Path:
-    """The file that a name of configs/recipe, or the path of a YAML file, means."""
+    """File for a name in configs/recipe, or for the path of a YAML file."""
     path = Path(named)
     return path if path.suffix in (".yaml", ".yml") else config_dir() / "recipe" / f"{named}.yaml"
 
@@ -100,14 +100,14 @@ def read_recipe(path: Path, root: Path | None = None, settings: Sequence[str] = 
 
     Args:
         path: A YAML file: `stages`, a mapping from names to {KIND: words, about: text}, and `processes`.
-        root: Where the products lie; None for runs/NAME, by the name of the file.
-        settings: Added to the words of training runs: FIELD=VALUE to those of all, STAGE:FIELD=VALUE to those of one.
-            For other stages STAGE:WORD adds a word.
-        processes: Of every stage but `choose`, whatever the file says; 0 for what it says.
+        root: Folder of the products; None for runs/NAME, by the name of the file.
+        settings: Further words of training runs: FIELD=VALUE for all, STAGE:FIELD=VALUE for one. For other stages
+            STAGE:WORD adds a word.
+        processes: Number of processes of every stage but `choose`; 0 for the number in the file.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: Something in it cannot be used; names file, stage and fix, all that is wrong at once.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file has errors; names file, stage and fix of all.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such recipe; name a file such as configs/recipe/r1_tiny.yaml")
@@ -130,7 +130,7 @@ def read_recipe(path: Path, root: Path | None = None, settings: Sequence[str] = 
 
 
 def _of_file(read: Any) -> list[str]:
-    """What is wrong with the form of a file."""
+    """Problems of a file's structure."""
     if not isinstance(read, dict) or not isinstance(read.get("stages"), dict) or not read["stages"]:
         return ["it needs `stages:`, a mapping from names to {KIND: words, about: text}"]
     unknown = sorted(map(str, read.keys() - {"processes", "stages"}))
@@ -159,7 +159,7 @@ def _of_file(read: Any) -> list[str]:
 
 
 def _unreadable(name: str, words: str) -> list[str]:
-    """Why a text cannot be divided into words as a shell does; nothing when it can."""
+    """Why a text cannot be split into words as by a shell; empty when it can."""
     try:
         shlex.split(words)
     except ValueError as error:
@@ -198,7 +198,7 @@ def _with_settings(stages: dict[str, Stage], settings: Sequence[str]) -> dict[st
 
 
 def _of_words(stage: Stage, stages: dict[str, Stage]) -> list[str]:
-    """What is wrong with the words of a stage."""
+    """Problems of a stage's words."""
     earlier = list(stages)[: list(stages).index(stage.name)]
     problems = [
         f"stage {stage.name}: {{{name}}} is no earlier stage; there are {', '.join(earlier) or 'none'}"

@@ -8,11 +8,11 @@ from grpo_mega.recipe.progress import DONE, Progress
 from grpo_mega.recipe.recipe import Recipe
 
 SHARES = ("accuracy", "format", "pair_accuracy")
-"""What is shown in percent."""
+"""Results shown in percent."""
 
 
 def table(recipe: Recipe, known: Mapping[str, Progress]) -> list[str]:
-    """A line about the recipe, and one for each stage: its state, the seconds of its last start, what it came to."""
+    """A line about the recipe, and one for each stage: state, seconds of its last start, results."""
     done = [one for one in known.values() if one.state == DONE]
     width = max(map(len, known))
     lines = [f"{recipe.name} in {recipe.root}: {len(done)} of {len(known)} stages are done"]

@@ -1,4 +1,4 @@
-"""Walks through the stages of a recipe: one command after the other, each of which can be stopped and goes on."""
+"""Runs the stages of a recipe one after the other; each can be stopped and resumed."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StageFailed(Exception):
-    """A stage's command has failed; the message names it."""
+    """The command of a stage has failed; the message names the stage."""
 
 
 class WalkStopped(Exception):
-    """The recipe was asked to stop, and the stage in progress has saved what it had."""
+    """The recipe was asked to stop, and the stage in progress has saved its state."""
 
 
 def walk(recipe: Recipe, again: str | None, tell: Callable[[str], None]) -> None:
-    """Does all stages that are not done, in order.
+    """Runs all unfinished stages, in order.
 
     Args:
         recipe: The recipe.
-        again: A stage to do again, with all that depend on it; what they made is set aside. None for no stage.
+        again: A stage to do again, with all that depend on it; their products are set aside. None for no stage.
         tell: Prints a line.
 
     Raises:
-        ValueError: Settings of a stage cannot be used, or something has changed since one was done; nothing is begun.
+        ValueError: Settings of a stage are invalid, or something has changed since a stage was done; nothing is
+            started.
         StageFailed: A command has failed.
-        WalkStopped: A signal arrived. The same call goes on.
+        WalkStopped: A signal arrived. The same call resumes.
     """
     check(recipe)
     recipe.root.mkdir(parents=True, exist_ok=True)
@@ -52,7 +53,7 @@ def walk(recipe: Recipe, again: str | None, tell: Callable[[str], None]) -> None
         refuse_changes(recipe, progress_of(recipe))
         for number, stage in enumerate(recipe.stages.values(), start=1):
             known = progress_of(recipe)
-            refuse_changes(recipe, {stage.name: known[stage.name]})  # something may have changed in the meantime
+            refuse_changes(recipe, {stage.name: known[stage.name]})  # something may have changed meanwhile
             if known[stage.name].state != DONE:
                 child.refuse_to_go_on(f"before stage {stage.name}")
                 about = f": {stage.about}" if stage.about else ""
@@ -61,9 +62,9 @@ def walk(recipe: Recipe, again: str | None, tell: Callable[[str], None]) -> None
 
 
 def begin_again(recipe: Recipe, name: str) -> None:
-    """Sets aside what a stage and all that depend on it have made, unless that was done and the stage is not done yet.
+    """Sets aside the products of a stage and its dependents, unless this was done and the stage is not finished yet.
 
-    Products that were put in their places by hand stay, and what follows from these alone; but for the stage itself.
+    Products put in place by hand, and products that depend only on them, are kept, except for the stage itself.
     """
     mark = again_mark(recipe, name)
     if mark.exists():
@@ -76,7 +77,7 @@ def begin_again(recipe: Recipe, name: str) -> None:
 
 
 def _do(recipe: Recipe, stage: Stage, known: Mapping[str, Progress], child: Child) -> None:
-    """Runs the command of a stage to its end, and reports it."""
+    """Runs the command of a stage to its end, and writes its report."""
     start = begin(recipe, stage, command_of(recipe, stage, known), known)
     code = child.run(start.command)
     if code == 0:
@@ -88,12 +89,12 @@ def _do(recipe: Recipe, stage: Stage, known: Mapping[str, Progress], child: Chil
 
 @dataclass
 class Child:
-    """The command that runs now. It ends with this process, however that one ends.
+    """The running command, which ends with this process, however this ends.
 
     Attributes:
-        process: The command; None between two.
-        received: The name of the signal that asked this process to stop; empty when none did. It is passed on to the
-            ranks as SIGTERM, on which a run saves: torchrun would kill them 30 seconds later.
+        process: Process of the command; None between two commands.
+        received: Name of the signal that asked this process to stop, or empty. It is forwarded to the ranks as SIGTERM,
+            on which a run saves: torchrun would kill them 30 seconds later.
     """
 
     process: subprocess.Popen[bytes] | None = None
@@ -101,7 +102,7 @@ class Child:
 
     @contextmanager
     def stopped_by_signals(self) -> Iterator[None]:
-        """A context in which `SIGNALS` stop the command, and whatever would follow it."""
+        """Context in which `SIGNALS` stop the command, and prevent further ones."""
         before = {number: signal.signal(number, self._stop) for number in SIGNALS}
         try:
             yield
@@ -114,7 +115,7 @@ class Child:
         environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
         parent = partial(end_with_parent, os.getpid())
         self.process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=parent)
-        if self.received:  # just before there was a process to pass it on to
+        if self.received:  # just before there was a process to forward the signal to
             self._terminate(self.process)
         code = self.process.wait()
         self.process = None
@@ -132,7 +133,7 @@ class Child:
 
     @staticmethod
     def _terminate(process: subprocess.Popen[bytes]) -> None:
-        """SIGTERM to the ranks that torchrun has started, or to the command itself where there are none."""
+        """Sends SIGTERM to the ranks started by torchrun, or to the command itself if there are none."""
         ranks = []
         with suppress(psutil.NoSuchProcess):
             ranks = psutil.Process(process.pid).children()

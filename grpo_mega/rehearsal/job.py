@@ -21,6 +21,8 @@ from grpo_mega.rehearsal.spec import RankSpec, balanced, check_lengths, skewed
 
 OTHERS = ("libraries", "engine, asleep")
 """The planner's lines for what is on a GPU beside the trainer's tensors."""
+AT_WORK = ("activations kept", "one layer, saved", "one layer, at work", "output layer")
+"""Those for what comes and goes within a step; the rest is held."""
 AFTERWARDS = "exports, beyond these"
 UNSEEN = 508 * 2**20
 """Bytes that nvidia-smi counts and CUDA does not: an H100 has 81,559 MiB for one and 81,051 for the other."""
@@ -95,6 +97,8 @@ class Environment:
             "NULLGPU_TAKEN": str(spec.taken),
             # cuDNN's attention asks a GPU which plans it has; torch's own kernels take the same memory.
             "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+            # NVRTC ends a process with the null GPU; Transformer Engine has kernels that are compiled already.
+            "NVTE_DISABLE_NVRTC": "1",
             "OMP_NUM_THREADS": "1",
             "LOCAL_RANK": "0",
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
 from grpo_mega.rehearsal import stand_ins, world
+from grpo_mega.rehearsal.curve import recorded
 from grpo_mega.rehearsal.device import Books, Waits, frame_in_words
 from grpo_mega.rehearsal.spec import RankSpec
 from grpo_mega.types import Batch, pack_tokens
@@ -36,11 +37,13 @@ class Rehearsal:
     Attributes:
         phases: A row of numbers for each, in bytes and events.
         failure: Where memory ran out: phase, place and torch's message; None when it did not.
+        memory: Of the models that there are, whose bytes each phase has by owner.
     """
 
     def __init__(self) -> None:
         self.phases: list[dict[str, Any]] = []
         self.failure: dict[str, str] | None = None
+        self.memory: TrainerMemory | None = None
         self._waits = Waits()
 
     @contextmanager
@@ -50,8 +53,10 @@ class Rehearsal:
         torch.cuda.reset_peak_memory_stats()
         self._waits.taken()
         world.taken()
+        curve: list[int] = []
         try:
-            yield
+            with recorded(curve):
+                yield
         except torch.OutOfMemoryError as error:
             self.failure = {"phase": name, "owner": _owner(error), "message": str(error).split(" If reserved")[0]}
         measured = Books.read().since(before)
@@ -61,6 +66,7 @@ class Rehearsal:
             | _memory()
             | measured
             | {"collectives": world.taken(), "places": dict([*places.items()][:SHOWN_WAITS])}
+            | {"curve": curve, "held": self.memory.held() if self.memory else {}}
         )
         if self.failure:
             raise DoesNotFit
@@ -130,6 +136,7 @@ def _step(
         )
         reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
         policy.use_optimizer(config.optimizer)
+        rehearsal.memory = TrainerMemory([policy, *([reference] if reference else [])], suspend_process_groups=False)
     batch = _batch(spec)
     micros = policy._micro_batches(batch, config.model.mtp_layers)
     if reference:
@@ -147,12 +154,11 @@ def _step(
         with rehearsal.phase(f"optimizer, update {number}"):
             policy.apply(gradients, lr=config.optimizer.lr)
     if config.rollout.engine == "sglang":
-        _turn([policy, *([reference] if reference else [])], rehearsal)
+        _turn(rehearsal.memory, rehearsal)
 
 
-def _turn(models: Sequence[Any], rehearsal: Rehearsal) -> None:
+def _turn(memory: TrainerMemory, rehearsal: Rehearsal) -> None:
     """The engine's turn, as `colocation/turns.py` gives it."""
-    memory = TrainerMemory(models, suspend_process_groups=False)
     with rehearsal.phase("all but weights leave"):
         memory.offload(keep_weights=True)
     with rehearsal.phase("weights leave"):

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_mega.rehearsal.job import planned_bytes
+from grpo_mega.rehearsal.job import AT_WORK, planned_bytes
 
 WAITS, COLLECTIVES = 6, 8
 """Rows that are printed of each."""
+OFF = 1e9
+"""Bytes by which the planner may differ without a word."""
 
 
 def peak(measured: dict[str, Any]) -> int:
     """Most bytes that torch's allocator held of the GPU."""
     return max(phase["peak_reserved"] for phase in measured["phases"])
+
+
+def worst_of(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The rank that does not fit, or takes the most."""
+    return max(everyone, key=lambda measured: (measured["failure"] is not None, peak(measured)))
 
 
 def show(measured: dict[str, Any], lines: Mapping[str, float]) -> None:
@@ -32,7 +39,7 @@ def show(measured: dict[str, Any], lines: Mapping[str, float]) -> None:
         counts = [f"{phase['launches']:,}", f"{phase['flops'] / 1e12:,.1f}", f"{phase['waits']:,}"]
         _row(phase["name"], [*memory, *counts, f"{pageable / 1e6:.1f}", f"{phase['seconds']:.1f}"])
     _show_busiest(measured["phases"])
-    print(f"planned for this stage: {planned_bytes(lines) / 1e9:.1f} GB beside libraries and engines")
+    print(against_plan(measured, lines))
     print(verdict(measured))
 
 
@@ -48,6 +55,32 @@ def _show_busiest(phases: Sequence[dict[str, Any]]) -> None:
         print(f"what is sent, {busiest['name']}:")
         for row in rows[:COLLECTIVES]:
             print(f"{row['bytes'] / 1e9:>10.2f} GB  {row['calls']:>6,} x {row['collective']}, {row['group']}")
+
+
+def against_plan(measured: dict[str, Any], lines: Mapping[str, float]) -> str:
+    """The planner's figures of a stage beside what was measured, and a sentence where they differ by more than `OFF`.
+
+    Fragments are what the allocator reserves beyond what is asked for; the planner has a share of the GPU for them.
+    """
+    phases = measured["phases"]
+    at_work = sum(lines.get(name, 0.0) for name in AT_WORK)
+    planned = {"held": planned_bytes(lines) - at_work, "at work": at_work}
+    held = phases[0]["allocated"]
+    found = {"held": held, "at work": max(phase["peak_allocated"] for phase in phases) - held}
+    fragments = peak(measured) - sum(found.values())
+    text = "planned for this stage, beside libraries and engines: " + "; ".join(
+        f"{planned[kind] / 1e9:.1f} GB {kind} (measured {found[kind] / 1e9:.1f})" for kind in planned
+    )
+    text += f"; fragments take {fragments / 1e9:.1f} GB"
+    if measured["failure"]:  # what was measured is not all of it
+        return text
+    for kind in planned:
+        more = found[kind] - planned[kind]
+        if abs(more) > OFF:
+            text += (
+                f"\nthe planner is off: what is {kind} takes {abs(more) / 1e9:.1f} GB {'more' if more > 0 else 'less'}"
+            )
+    return text
 
 
 def verdict(measured: dict[str, Any]) -> str:
@@ -74,7 +107,7 @@ def show_all(everyone: Sequence[dict[str, Any]], memories: Sequence[Mapping[str,
         )
         if measured["failure"]:
             print(f"  {verdict(measured)}")
-    worst = max(everyone, key=lambda measured: (measured["failure"] is not None, peak(measured)))
+    worst = worst_of(everyone)
     print("\nthe worst of these:", end="")
     show(worst, memories[worst["stage"]])
 

@@ -16,7 +16,6 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from grpo_kernels import cuda_rows
 from grpo_mega.models import model as trained_model
 from grpo_mega.models.chunks import ModelChunks
 from grpo_mega.rehearsal.spec import RankSpec
@@ -94,10 +93,6 @@ def _finite(spec: RankSpec) -> None:
     trained_model.refuse_non_finite_gradients = of_gradients
 
 
-def _no_compiler(spec: RankSpec) -> None:
-    cuda_rows.why_not = lambda *_: "NVRTC does not run beside a null GPU"
-
-
 STAND_INS = (
     StandIn(
         "balanced experts",
@@ -113,12 +108,6 @@ STAND_INS = (
         "finite numbers",
         "no kernel writes, so memory holds zeros or leftovers: checks are made, and what they find is ignored",
         _finite,
-    ),
-    StandIn(
-        "Triton's loss",
-        "NVRTC, which compiles the loss of whole vocabularies for a GPU, ends a process with the null GPU; why is not "
-        "known. Triton's kernels take the place of that one",
-        _no_compiler,
     ),
 )
 

@@ -122,10 +122,19 @@ class NullGroup(dist.ProcessGroup):
         """Nobody is late."""
         return self._done("barrier", [], None)
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Collectives up to the next call of `_end_coalescing` would be sent together; each is counted."""
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self._finished(None)
+
     def _done(self, kind: str, moved: Sequence[torch.Tensor], result: Any) -> Any:
         group = self.group_desc if self.group_desc not in ("", "undefined") else self.group_name
         calls[group, kind] += 1
         sent[group, kind] += sum(tensor.nbytes for tensor in moved)
+        return self._finished(result)
+
+    def _finished(self, result: Any) -> Any:
         future: Future = Future()
         future.set_result(result)
         return _create_work_from_future(future)
@@ -182,5 +191,6 @@ def join_alone(layout: LayoutConfig, rank: int, world_size: int, seed: int) -> T
         dp_size=parallel_state.get_data_parallel_world_size(),
         replica_of_rank=[parallel_state.get_data_parallel_rank()] * world_size,
         interleaved=layout.vpp > 1,
+        fp8=layout.fp8,
         lock_step=parallel_state.get_model_parallel_group(),
     )

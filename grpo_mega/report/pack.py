@@ -9,6 +9,7 @@ from typing import Any
 from grpo_mega.config.schema import Config
 from grpo_mega.observe.metric_table import ROOMS, find
 from grpo_mega.report import words
+from grpo_mega.report.machines import CELLS, experts, turns
 from grpo_mega.report.read import SAMPLES_BUDGET, STAGES, RunData, Samples, finite
 from grpo_mega.report.thin import thin
 
@@ -41,12 +42,12 @@ Packed = dict[str, Any]
 def pack(runs: Sequence[RunData]) -> Packed:
     """All that the page shows."""
     share = SAMPLES_BUDGET // len(runs)
-    packed = [_run(run, share) for run in runs]
+    packed = [_run(run, share, CELLS // len(runs)) for run in runs]
     names = list(dict.fromkeys(name for run in packed for name in run["curves"]))
     return {"runs": packed, "metrics": _explained(names), "first": [*FIRST], "differing": _differing(runs)}
 
 
-def _run(run: RunData, budget: int) -> Packed:
+def _run(run: RunData, budget: int, cells: int) -> Packed:
     curves, axes = _curves(run)
     return {
         "name": run.name,
@@ -69,6 +70,8 @@ def _run(run: RunData, budget: int) -> Packed:
         "advantage": _estimator(run.config),
         "group_size": words.setting(run.config, "algorithm.group_size"),
         "time": _time(run),
+        "turns": turns(run),
+        "experts": experts(run, cells),
     }
 
 

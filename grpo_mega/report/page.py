@@ -16,7 +16,7 @@ from grpo_mega.report.pack import Packed, pack
 from grpo_mega.report.read import RunData, read_run
 
 PARTS = Path(__file__).resolve().parent / "page"
-SCRIPTS = ("dom.js", "advantage.js", "curves.js", "tokens.js", "explorer.js", "sections.js", "page.js")
+SCRIPTS = ("dom.js", "advantage.js", "curves.js", "tokens.js", "explorer.js", "sections.js", "machines.js", "page.js")
 """In the order in which they run, as one script."""
 LIVE = "live.js"
 """The last one of a page that is served."""

@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from grpo_mega.observe.alarm_log import ALARMS_FILE
+from grpo_mega.observe.experts import EXPERTS
+from grpo_mega.observe.lanes import Lanes, lanes
 from grpo_mega.observe.metrics import METRICS
 from grpo_mega.observe.summary import SUMMARY
 from grpo_mega.observe.trace_files import ranks_of, read_traces, steps_of
@@ -40,7 +42,7 @@ class Stage:
 STAGES = {"pretrain": Stage("the base model's training", "base/"), "sft": Stage("supervised fine-tuning", "sft/")}
 """Stages before the last one, in their order; each has a file of metrics of its own, such as sft.jsonl."""
 FOLLOWED = "followed"
-TRACED_RANKS, TRACED_STEPS = 8, 5
+TRACED_RANKS, TRACED_STEPS, LANE_STEPS = 8, 5, 2
 """Ranks and newest steps whose traces are told: all of hundreds would take minutes."""
 SAMPLES_BUDGET = 6_000_000
 """Bytes of samples files that are read for a report, and as many again of the problems that are followed."""
@@ -85,6 +87,8 @@ class RunData:
         missing: What is not there, in words.
         damaged: What cannot be read, each as "FILE:LINE: why".
         waterfall: Where the time of its traced steps goes; None without a trace.
+        lanes: What its ranks did in the newest of these steps; None without a trace.
+        experts: The lines of experts.jsonl.
     """
 
     path: Path
@@ -98,6 +102,8 @@ class RunData:
     missing: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     waterfall: Waterfall | None = None
+    lanes: Lanes | None = None
+    experts: list[Record] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -124,24 +130,28 @@ def read_run(path: Path) -> RunData:
     run.alarms = [record for record in _lines(run, ALARMS_FILE) if _is_alarm(record)]
     run.samples = _samples(run, "step")
     run.followed = _samples(run, FOLLOWED)
-    run.waterfall = _waterfall(path)
+    run.experts = _lines(run, EXPERTS)
+    run.waterfall, run.lanes = _traced(path)
     if not run.samples.files and _writes_samples(run.config):
         run.missing.append("samples/: no answers were recorded")
     return run
 
 
-def _waterfall(path: Path) -> Waterfall | None:
-    """Where the time of the newest `TRACED_STEPS` traced steps goes, on up to `TRACED_RANKS` ranks, evenly spread over
-    those there are."""
+def _traced(path: Path) -> tuple[Waterfall | None, Lanes | None]:
+    """Where the time of the newest `TRACED_STEPS` traced steps goes, and what happened in the newest `LANE_STEPS` of
+    them, on up to `TRACED_RANKS` ranks, evenly spread over those there are."""
     ranks = ranks_of(path)
     chosen = ranks[:: -(-len(ranks) // TRACED_RANKS)] if ranks else []
     try:
         traces = read_traces(path, chosen) if chosen else []
         newest = max((step for trace in traces for step in steps_of(trace)), default=0)
-        return waterfall(traces, range(newest + 1 - TRACED_STEPS, newest + 1)) if traces else None
+        if not traces:
+            return None, None
+        after = newest + 1
+        return waterfall(traces, range(after - TRACED_STEPS, after)), lanes(traces, range(after - LANE_STEPS, after))
     except Exception as error:  # whatever is damaged, or of another version: no reason for no page
         logger.warning("%s: its traces cannot be read: %s", path, error)
-        return None
+        return None, None
 
 
 def finite(value: object) -> float | None:

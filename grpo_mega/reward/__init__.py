@@ -1,1 +1,1 @@
-"""Samples -> scores: extraction of the answer, strict format, safe equivalence, and the weighted sum of terms."""
+"""Scores of samples: extraction of the answer, strict format, safe equivalence, and the weighted sum of terms."""

@@ -1,4 +1,4 @@
-"""Terms that compare the final answer of a completion with the ground truth."""
+"""Reward terms that compare the final answer of a completion with the ground truth."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ _STATED = re.compile(
     r"(?:\\(?:boxed|text|textbf|mathrm)\{)*+\(?+([A-Z])\b"
     r"(?!(?<=[AI]) +[a-z])"
 )
-"""An option that a text states as its answer. After "the answer is", a or i before a word is no option.
+"""Pattern of an option stated as the answer. After "the answer is", a or i before a word is not an option.
 
-Possessive throughout, so that the time is linear in the length of white space.
-"""
+All quantifiers are possessive, so that the time is linear in the length of white space."""
 _OPTION = re.compile(r"\(?([A-Za-z])(?:[).:]+|$)\s*(.*)", re.DOTALL)
 _UPRIGHT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 
@@ -37,25 +36,25 @@ def accuracy(sample: Sample, _: NoOptions) -> float:
 
 
 def boxed_accuracy(sample: Sample, _: NoOptions) -> float:
-    r"""1.0 when the completion's only `\boxed{...}` holds the ground truth; no other format is asked for."""
+    r"""1.0 when the completion's only `\boxed{...}` holds the ground truth; no other format is required."""
     answer = boxed(sample.text)
     return float(answer is not None and equivalent(answer, sample.prompt.answer))
 
 
 def last_number(sample: Sample, _: NoOptions) -> float:
-    """1.0 when the last number of a completion that stopped by itself has the value of the ground truth."""
+    """1.0 when the last number of a completion that stopped by itself equals the ground truth."""
     number = number_in(sample)
     return float(number is not None and equivalent(number, sample.prompt.answer))
 
 
 def number_in(sample: Sample) -> str | None:
-    """The last number of a completion that stopped by itself; None when there is none."""
+    """Last number of a completion that stopped by itself; None when there is none."""
     numbers = _NUMBER.findall(final_answer(sample, "text") or "")
     return numbers[-1].replace("\u2212", "-") if numbers else None
 
 
 def exact(sample: Sample, options: ExactOptions) -> float:
-    """1.0 when the answer is the ground truth's text; white space counts as one space, and not at the ends."""
+    """1.0 when the answer equals the ground truth as text; runs of white space count as one space and are trimmed."""
     answer, truth = (
         " ".join((text or "").split()) for text in (final_answer(sample, options.read), sample.prompt.answer)
     )
@@ -65,9 +64,9 @@ def exact(sample: Sample, options: ExactOptions) -> float:
 
 
 def multiple_choice(sample: Sample, options: ReadOptions) -> float:
-    """1.0 when the answer names the option that the ground truth names, by its letter or its text.
+    """1.0 when the answer names the option that the ground truth names, by letter or text.
 
-    The texts of the options are `choices` in the problem's metadata, a list, the first of which is A.
+    The problem's metadata has the texts of the options in a list, `choices`, whose first entry is A.
 
     Raises ValueError when the ground truth names no option.
     """
@@ -75,9 +74,10 @@ def multiple_choice(sample: Sample, options: ReadOptions) -> float:
 
 
 def chosen_option(sample: Sample, options: ReadOptions) -> str | None:
-    """The capital letter of the option that a completion chooses; None when it chooses none, or several.
+    """Capital letter of the option that a completion chooses; None when it chooses none or several.
 
-    In a whole completion the answer is what it states, as in "the answer is (B)", unless it is nothing but an option.
+    When the whole completion is read, the answer is the option that it states ("the answer is (B)"), or the text itself
+    if it is only an option.
     """
     choices = sample.prompt.metadata.get("choices", ())
     answer = final_answer(sample, options.read) or ""
@@ -88,7 +88,7 @@ def chosen_option(sample: Sample, options: ReadOptions) -> str | None:
 
 
 def right_option(prompt: Prompt) -> str:
-    """The capital letter of the option that a problem's answer names. Raises ValueError when it names none."""
+    """Capital letter of the correct option of a problem. Raises ValueError when its answer names no option."""
     choices = prompt.metadata.get("choices", ())
     if not isinstance(choices, (list, tuple)) or not all(isinstance(choice, str) for choice in choices):
         raise ValueError(f"choices={choices!r} in the metadata; write a list of texts")
@@ -99,9 +99,9 @@ def right_option(prompt: Prompt) -> str:
 
 
 def option(text: str, choices: Sequence[str]) -> str | None:
-    """The capital letter of the option that a text is, by its letter or its own text; None when it is none.
+    """Capital letter of the option that a text stands for, by letter or text; None when it is not an option.
 
-    A letter with a text behind it, `(B) Paris`, is an option when the text is that of this option, if it is known.
+    A letter followed by a text, `(B) Paris`, counts if the text is that of the option, where the texts are known.
     """
     text = _plain(text)
     texts = [_plain(choice).casefold() for choice in choices]
@@ -119,8 +119,8 @@ def _index(letter: str) -> int:
 
 
 def _plain(text: str) -> str:
-    """The text without LaTeX's fonts, dollars, stars, a final full stop, and white space around it."""
-    for _ in range(3):  # fonts inside fonts; a completion may nest thousands, which takes quadratic time
+    """The text without LaTeX fonts, dollars, stars, a final full stop, and surrounding white space."""
+    for _ in range(3):  # nested fonts; a completion may nest thousands, which takes quadratic time
         text = _UPRIGHT.sub(r"\1", text)
     text = " ".join(text.replace("$", " ").replace("*", " ").split())
     return text.removesuffix(".")

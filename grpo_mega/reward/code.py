@@ -1,20 +1,19 @@
-"""The reward of programs: a completion's Python program is run against test cases, in a sandbox.
+"""Reward for code: runs a completion's Python program against test cases in a sandbox.
 
-Only inputs enter the sandbox. What a program prints, or what its function returns, comes out as plain data and is
-compared here, where the program is not: whatever it does to the checker in its own process, it cannot reach this one,
-and no expected answer is where it could be read.
+Only inputs enter the sandbox. A program's output, or the return value of its function, leaves the sandbox as plain data
+and is compared in this process. The program can reach neither this process nor the expected answers.
 
 A prompt's `metadata["tests"]` is a list of tests, all of one kind or mixed:
 
     {"stdin": "2 3\\n", "stdout": "5\\n"}                    a program that reads and prints
     {"call": "add", "args": [2, 3], "returns": 5}           a function, or a method: "Solution.add"
 
-Standard output is compared line by line, without spaces at the ends of lines and empty lines at the end. Returned data
-is compared as JSON: tuples are lists, true is not 1, and a number that the test writes with a decimal point is met to
-one part in a million.
+Standard output is compared line by line, without spaces at the ends of lines and empty lines at the end. Return values
+are compared as JSON: tuples are lists, true is not 1, and a number that the test writes with a decimal point must agree
+to one part in a million.
 
-The list may be JSON text. Keys whose value is None do not count (Parquet gives every test all keys), but for `returns`
-beside a call.
+The list may be JSON text. Keys whose value is None are ignored (Parquet gives every test all keys), except `returns`
+next to `call`.
 """
 
 from __future__ import annotations
@@ -34,17 +33,18 @@ from grpo_mega.sandbox import Call, Limits, Outcome, Sandbox
 from grpo_mega.types import Sample
 
 RELATIVE, ABSOLUTE = 1e-6, 1e-9
-"""How close a returned number must be to one that is written with a decimal point."""
+"""Relative and absolute tolerance for a returned number where the test writes a decimal point."""
 LANGUAGES = ("", "python", "python3", "py")
-"""What a fenced block may call its language."""
+"""Accepted language tags of a fenced block."""
 MOST_DIGITS = 100_000
-"""Digits of an integer in a result; reading more takes long."""
+"""Largest number of digits of an integer in a result, as parsing more takes long."""
 SPARE_OUTPUT = 64 << 10
-"""Bytes that a program may write besides twice what a test expects."""
+"""Bytes that a program may write in addition to twice the expected output."""
 SHOWN = 80
-"""Characters of a value that a reason shows."""
+"""Characters of a value shown in a reason."""
 
-# Possessive throughout: with backtracking a line of tildes that is no fence takes cubic time, and holds the GIL.
+# All quantifiers are possessive: with backtracking a line of tildes that is no fence takes cubic time, and holds the
+# GIL.
 _FENCE = re.compile(r"^ {0,3}(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
 _making = threading.Lock()
 _sandbox: Sandbox | None = None
@@ -53,21 +53,20 @@ _sandbox: Sandbox | None = None
 def code_score(
     sample: Sample, limits: Limits | None = None, all_or_nothing: bool = True, sandbox: Sandbox | None = None
 ) -> Verdict:
-    """The verdict on a completion's program: 1 when it passes all tests.
+    """Verdict on a completion's program: 1 when it passes all tests.
 
     Thread-safe: several programs run at once, as many as the sandbox has boxes.
 
     Args:
-        sample: Its completion has one fenced block of Python, or an answer tag with a program.
-        limits: What the program may use in each test. Output is limited to twice what the test expects where that is
-            more.
-        all_or_nothing: Whether a program that fails a test earns 0; otherwise it earns the share of tests it passes.
-            Which tests those are depends on the tests alone: all are run then.
-        sandbox: Where it runs; one that all calls of this process share by default.
+        sample: A sample whose completion has one fenced block of Python, or an answer tag with a program.
+        limits: Resource limits of each test. The output limit is raised to twice the expected output.
+        all_or_nothing: Whether a program that fails a test earns 0; otherwise it earns the share of tests it passes. In
+            that case all tests are run.
+        sandbox: Sandbox to run in; by default one shared by all calls of this process.
 
     Raises:
-        ValueError: The prompt's tests are no tests; names the prompt and the test.
-        SandboxUnavailable: Nothing on this machine can keep programs in.
+        ValueError: The prompt's tests are invalid; names the prompt and the test.
+        SandboxUnavailable: No containment mechanism works on this machine.
     """
     tests = checked_tests(sample)
     source = program(sample.text)
@@ -89,10 +88,10 @@ def code_score(
 
 
 def program(text: str) -> str | None:
-    """The program in a completion: its only fenced block, looked for in the answer tag where there is one.
+    """Program in a completion: its only fenced block, inside the answer tag if there is one.
 
-    An answer tag without a block is the program itself. None when there is no program, or there are several, or its
-    block is not closed or in another language.
+    An answer tag without a block is the program itself. None when there is no program or several, or the block is
+    unclosed or in another language.
     """
     tagged = "<answer>" in text or "</answer>" in text
     scope = answer_tag(text) if tagged else text
@@ -121,7 +120,7 @@ def _blocks(text: str) -> list[tuple[str, str]] | None:
 
 
 def checked_tests(sample: Sample) -> list[dict[str, Any]]:
-    """The tests of a sample's prompt.
+    """Validated tests of a sample's prompt.
 
     Raises ValueError, with the prompt's name, when there are none, when one is not a test, or when a program that does
     nothing would pass them all.
@@ -151,7 +150,7 @@ def checked_tests(sample: Sample) -> list[dict[str, Any]]:
 
 
 def _without_none(test: Any) -> Any:
-    """A test without the keys that only tests of another kind have, which Arrow fills with None."""
+    """A test without the keys of other kinds of tests, which Arrow fills with None."""
     if not isinstance(test, dict):
         return test
     called = test.get("call") is not None
@@ -175,7 +174,7 @@ def _is_test(test: Any) -> bool:
 
 
 def _run(sandbox: Sandbox, source: str, test: dict[str, Any], limits: Limits) -> Outcome:
-    """Runs the program with the input of a test, and nothing else of it."""
+    """Runs the program with the input of a test only, never its expected output."""
     expected = _size(test["returns"]) if "call" in test else len(test["stdout"].encode(errors="surrogatepass"))
     limits = replace(limits, output_bytes=max(limits.output_bytes, 2 * expected + SPARE_OUTPUT))
     if "call" in test:
@@ -184,7 +183,7 @@ def _run(sandbox: Sandbox, source: str, test: dict[str, Any], limits: Limits) ->
 
 
 def _size(value: Any) -> int:
-    """At least the bytes of data as JSON; a rough figure."""
+    """Lower bound on the size of data as JSON, in bytes; approximate."""
     if isinstance(value, str):
         return len(json.dumps(value))
     if isinstance(value, dict):
@@ -195,7 +194,7 @@ def _size(value: Any) -> int:
 
 
 def _failure(outcome: Outcome, test: dict[str, Any]) -> str:
-    """Why a program fails a test, in words; empty when it passes."""
+    """Reason why a program fails a test, in words; empty when it passes."""
     if outcome.status != "exited":
         return outcome.reason
     if not outcome.succeeded:
@@ -224,20 +223,20 @@ def _wrong_result(result: bytes, wanted: Any) -> str:
 def _shown(value: Any) -> str:
     try:
         return repr(value)[:SHOWN]
-    except ValueError:  # Python's limit for digits
+    except ValueError:  # Python's limit of digits
         return "data with an integer of thousands of digits"
 
 
 def _from_json(text: str | bytes) -> Any:
-    """Data from JSON; raises ValueError for constants that JSON has not, and for more than `MOST_DIGITS` digits."""
+    """Parses JSON; raises ValueError for constants outside JSON, and for integers of more than `MOST_DIGITS` digits."""
     return json.loads(text, parse_constant=_refuse, parse_int=_integer)
 
 
 def _integer(digits: str) -> int:
-    """The integer. Python's own limit, 4,300 digits, holds for all threads of a process; decimal numbers have none."""
+    """Parses an integer by `decimal`, as Python's own limit of 4,300 digits applies to all threads of a process."""
     if len(digits.lstrip("-")) > MOST_DIGITS:
         raise ValueError(f"an integer of more than {MOST_DIGITS:,} digits")
-    return int(digits) if len(digits) < 640 else int(Decimal(digits))  # 640: the lowest that the limit can be set to
+    return int(digits) if len(digits) < 640 else int(Decimal(digits))  # 640: the lowest value of Python's limit
 
 
 def _refuse(constant: str) -> None:
@@ -245,13 +244,13 @@ def _refuse(constant: str) -> None:
 
 
 def same(value: Any, wanted: Any) -> bool:
-    """Whether returned data is what a test wants; both as JSON has them."""
+    """Whether returned data equals the test's expectation; both in JSON types."""
     if isinstance(wanted, bool) or isinstance(value, bool) or wanted is None or isinstance(wanted, str):
         return type(value) is type(wanted) and value == wanted
     if isinstance(wanted, float) and isinstance(value, int | float):
         try:
             return math.isclose(value, wanted, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
-        except OverflowError:  # an integer beyond what a float can hold
+        except OverflowError:  # an integer beyond the range of floats
             return False
     if isinstance(wanted, list | tuple):
         return isinstance(value, list) and len(value) == len(wanted) and all(map(same, value, wanted))
@@ -263,12 +262,12 @@ def same(value: Any, wanted: Any) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of a text, without spaces at their ends and without empty lines at the end."""
+    """Lines of a text, without trailing spaces and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().split("\n")] if text.strip() else []
 
 
 def _shared() -> Sandbox:
-    """The sandbox of this process; a fork of it has one of its own."""
+    """Sandbox of this process; a fork of it creates its own."""
     global _sandbox
     with _making:
         if _sandbox is None:
@@ -277,7 +276,7 @@ def _shared() -> Sandbox:
 
 
 def _forget() -> None:
-    """In a fork of this process, its sandbox is the parent's, and its lock may be held for ever."""
+    """Drops the sandbox in a fork of this process: it belongs to the parent, and its lock may be held forever."""
     global _sandbox, _making
     _sandbox, _making = None, threading.Lock()
 

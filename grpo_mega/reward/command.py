@@ -1,4 +1,4 @@
-"""Terms by programs: the sample as JSON on standard input, a verdict as JSON on standard output."""
+"""Reward terms computed by programs: the sample as JSON on standard input, a verdict as JSON on standard output."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from grpo_mega.sandbox import guard
 from grpo_mega.types import Sample
 
 MOST_OUTPUT = 1 << 20
-"""Bytes of standard output that a verdict may take."""
+"""Largest size of a program's standard output, in bytes."""
 SHOWN_CHARACTERS = 1000
-"""Of output, the last ones, that an error shows."""
+"""Number of trailing characters of output shown in an error."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended.
+    """Result of a program's run.
 
     Attributes:
-        code: Its exit code; None when it was ended, because it took too long or printed more than `MOST_OUTPUT`.
-        output: What it has printed, at most a little more than `MOST_OUTPUT` bytes.
-        errors: The end of its standard error.
+        code: Exit code; None when the program was killed because it took too long or printed more than `MOST_OUTPUT`.
+        output: Standard output, at most slightly more than `MOST_OUTPUT` bytes.
+        errors: End of standard error.
     """
 
     code: int | None
@@ -44,10 +44,10 @@ class Ended:
 
 @dataclass(frozen=True)
 class Command:
-    """A program that scores.
+    """A program that scores samples.
 
     Attributes:
-        options: Which program, and how many at once.
+        options: The command, and how many run at once.
         seconds: Time limit for one run.
     """
 
@@ -55,7 +55,7 @@ class Command:
     seconds: float
 
     def outcomes(self, samples: Sequence[Sample]) -> list[Verdict | Exception]:
-        """What the program makes of each sample, each in a process of its own.
+        """Verdict of the program on each sample, each in a process of its own.
 
         A program that takes too long leaves its sample without a score. One that fails, or prints no verdict, is an
         error.
@@ -68,7 +68,7 @@ def _outcome(command: Sequence[str], seconds: float, sample: Sample) -> Verdict 
     try:
         with span("command"):
             ended = run(command, json.dumps(sample_json(sample)).encode(), seconds)
-    except OSError as error:  # such as no process left; of this sample, and not the end of the others' threads
+    except OSError as error:  # e.g. no process left; fails this sample, and must not end the others' threads
         return RuntimeError(f"{command[0]} could not be run: {type(error).__name__}: {error}")
     if len(ended.output) > MOST_OUTPUT:
         return RuntimeError(f"{command[0]} has printed more than {MOST_OUTPUT} bytes{_shown(ended)}")
@@ -86,12 +86,12 @@ def _outcome(command: Sequence[str], seconds: float, sample: Sample) -> Verdict 
 
 
 def run(command: Sequence[str], given: bytes, seconds: float) -> Ended:
-    """Runs a program with `given` on standard input; nothing that it has started is left when this returns.
+    """Runs a program with `given` on standard input; no process that it started is alive when this returns.
 
     Must be called by a thread that lives until it returns: the program ends with the thread that has started it.
     """
     guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command]
-    with os.fdopen(os.memfd_create("sample"), "w+b") as file:  # a pipe would fill up before a program that reads none
+    with os.fdopen(os.memfd_create("sample"), "w+b") as file:  # a pipe would block on a program that reads none
         file.write(given)
         file.seek(0)
         pipe = subprocess.PIPE
@@ -105,7 +105,7 @@ def run(command: Sequence[str], given: bytes, seconds: float) -> Ended:
 
 
 def _read(process: subprocess.Popen[bytes], seconds: float) -> tuple[bytes, bytes, bool]:
-    """What a process prints until it ends; False when it is still there after so many seconds, or prints too much."""
+    """Reads (output, errors, ended) until a process ends; not `ended` if it exceeds `seconds` or prints too much."""
     assert process.stdout is not None
     assert process.stderr is not None
     output, errors = process.stdout.fileno(), process.stderr.fileno()
@@ -124,7 +124,7 @@ def _read(process: subprocess.Popen[bytes], seconds: float) -> tuple[bytes, byte
                     texts[descriptor] = (texts[descriptor] + part)[-kept[descriptor] :]
                     if not part:
                         poll.unregister(descriptor)
-            if ready == [ended]:  # and nothing is left to be read
+            if ready == [ended]:  # and nothing is left to read
                 return texts[output], texts[errors], True
         return texts[output], texts[errors], False
     finally:
@@ -132,7 +132,7 @@ def _read(process: subprocess.Popen[bytes], seconds: float) -> tuple[bytes, byte
 
 
 def _shown(ended: Ended) -> str:
-    """The ends of what the program has printed, for an error."""
+    """End of what the program printed, for an error."""
     streams = {"output": ended.output, "standard error": ended.errors}
     texts = {name: text.decode(errors="replace").strip()[-SHOWN_CHARACTERS:] for name, text in streams.items()}
     return "".join(f"; {name}: {text}" for name, text in texts.items() if text)

@@ -1,4 +1,4 @@
-"""Builds the reward of a run from its configuration: a weighted sum of built-in terms and functions of the user."""
+"""Builds the reward of a run from its configuration: a weighted sum of built-in terms and user functions."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from grpo_mega.step_ends import Decode
 from grpo_mega.types import Sample, Score
 
 WARNINGS = 3
-"""Samples without a score that one call warns of; the others are only in the rank's log."""
+"""Number of unscored samples that one call warns about; further ones appear only in the rank's log."""
 
 KEPT_CHARACTERS = 1000
-"""Of reasons, which every rank gets and checkpoints hold; the log has all."""
+"""Number of characters of a reason that every rank gets and checkpoints hold; the log has all."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Term:
-    """One component of the reward, ready to be used.
+    """One term of the reward, ready to score.
 
     Attributes:
-        name: Its name in the metrics.
-        weight: Its factor in the total.
-        outcomes: Samples -> what it makes of each, in order: a verdict, or why there is none.
-        tasks: The tasks whose samples have the term; all when there are none.
+        name: Name in the metrics.
+        weight: Factor in the total.
+        outcomes: Samples -> outcome for each, in order: a verdict, or the exception that prevented one.
+        tasks: Tasks that the term applies to; all tasks if empty.
     """
 
     name: str
@@ -44,16 +44,16 @@ class Term:
     tasks: frozenset[str] = frozenset()
 
     def has(self, sample: Sample) -> bool:
-        """Whether this sample has the term."""
+        """Whether the term applies to this sample."""
         return not self.tasks or sample.prompt.task in self.tasks
 
 
 @dataclass(frozen=True)
 class Reward:
-    """The reward of a run: total = sum of weight * term, over the terms that a sample's task has.
+    """The reward of a run: total = sum of weight * term, over the terms that apply to the sample's task.
 
     Attributes:
-        terms: The components.
+        terms: Terms of the sum.
         leave_out: Whether a sample on which a term fails is left without a score; otherwise it is an error.
     """
 
@@ -61,15 +61,15 @@ class Reward:
     leave_out: bool = False
 
     def score(self, samples: Sequence[Sample], decode: Decode | None = None) -> list[Score]:
-        """The score of each sample, in the order of `samples`. What could not be scored is logged.
+        """Score of each sample, in order. Samples that could not be scored are logged.
 
         Args:
-            samples: Of any prompts.
-            decode: How their tokens became text, for scores that have the rewards of steps; None for scores without.
+            samples: Samples, of any prompts.
+            decode: Decodes token ids to text, to locate the rewards of steps; None for scores without steps.
 
         Raises:
             RuntimeError: A term fails on a sample, unless such samples are left out; names the term and the sample.
-            ValueError: The same for a user function that returns no verdict; or no term has the sample's task.
+            ValueError: A user function returns something other than a verdict, or no term applies to the sample's task.
         """
         verdicts: list[dict[str, Verdict]] = [{} for _ in samples]
         unscorable: dict[int, str] = {}
@@ -91,7 +91,7 @@ class Reward:
         ]
 
     def _verdict(self, term: Term, sample: Sample, outcome: Verdict | Exception) -> Verdict:
-        """The verdict, where there is one; where there is none, a missing score or the error."""
+        """The verdict if there is one, else a missing score; raises the error if failing samples are not left out."""
         if isinstance(outcome, Verdict):
             if not outcome.steps or outcome.steps[-1][0] <= len(sample.text):
                 return outcome
@@ -105,7 +105,7 @@ class Reward:
         raise kind(f"reward term {term.name!r}, {_in_words(sample)}: {outcome}") from outcome
 
     def _score(self, sample: Sample, verdicts: dict[str, Verdict], decode: Decode | None) -> Score:
-        if not verdicts and self.terms:  # without any, a reward model's score is all that there will be
+        if not verdicts and self.terms:  # without terms, a reward model's score is the whole reward
             raise ValueError(f"{_in_words(sample)}: no reward term has the task {sample.prompt.task!r}")
         weighted = [(term.weight, verdicts[term.name]) for term in self.terms if term.name in verdicts]
         total = sum(weight * verdict.value for weight, verdict in weighted)
@@ -121,7 +121,7 @@ class Reward:
 
 
 def build_reward(config: RewardConfig, seed: int = 0) -> Reward:
-    """The reward that `config` describes, with the run's seed for what user functions draw.
+    """The reward that `config` describes, with the run's seed for the random numbers of user functions.
 
     Must be called by the main thread: the process of the user functions ends with the thread that has started it.
     Raises ValueError for a configuration that cannot be scored, naming the field.
@@ -142,7 +142,7 @@ def build_reward(config: RewardConfig, seed: int = 0) -> Reward:
 
 
 def _guarded(term: RewardTerm) -> UserFunction | None:
-    """What of the term runs in the guarded process; None for what needs no guard."""
+    """User function of a term that runs in the guarded process; None for a term that needs no guard."""
     if term.function is not None:
         return UserFunction(term.function, term.options)
     if term.built_in in GUARDED:

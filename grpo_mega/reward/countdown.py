@@ -14,16 +14,17 @@ from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Prompt, Sample
 
 NUMBERS = "nums"
-"""Of a prompt's metadata: the numbers, a list of whole numbers."""
+"""Key of a prompt's metadata for the given numbers, a list of integers."""
 LONGEST = 200
-"""Characters of the longest expression that is read."""
+"""Longest expression that is read, in characters."""
 _WRITTEN = re.compile(r"[0-9+\-*/() ]+")
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def countdown(sample: Sample, options: ReadOptions) -> Verdict:
-    """1.0 when the answer is an expression of +, -, *, / and parentheses that uses every given number once, and whose
-    exact value is the ground truth.
+    """1.0 when the answer is an expression that uses every given number once and has the ground truth as exact value.
+
+    Allowed are +, -, *, / and parentheses.
 
     Raises:
         ValueError: The problem has no numbers, or its answer is none.
@@ -46,7 +47,7 @@ def countdown(sample: Sample, options: ReadOptions) -> Verdict:
 
 
 def numbers_and_target(prompt: Prompt) -> tuple[list[int], int]:
-    """The numbers of a problem, and the value that is asked for. Raises ValueError when it has none."""
+    """Numbers and target value of a problem. Raises ValueError when it has none."""
     numbers = prompt.metadata.get(NUMBERS)
     if not isinstance(numbers, list) or not numbers or not all(type(number) is int for number in numbers):
         raise ValueError(
@@ -59,7 +60,7 @@ def numbers_and_target(prompt: Prompt) -> tuple[list[int], int]:
 
 
 def _parsed(text: str) -> ast.expr | None:
-    """The expression that a text is; None when it is none of the allowed signs, or longer than `LONGEST`."""
+    """Syntax tree of an expression; None when it has other signs than the allowed ones, or is longer than `LONGEST`."""
     if len(text) > LONGEST or not _WRITTEN.fullmatch(text):
         return None
     try:
@@ -70,13 +71,13 @@ def _parsed(text: str) -> ast.expr | None:
 
 
 def _is_allowed(node: ast.AST) -> bool:
-    """Powers and floor division are written with the same signs; so are calls, as in 3(4), and empty tuples."""
+    """Rejects what else the allowed characters can spell: powers, floor division, calls as in 3(4), empty tuples."""
     allowed = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.USub, ast.UAdd, *_OPERATORS)
     return isinstance(node, allowed) and not (isinstance(node, ast.Constant) and type(node.value) is not int)
 
 
 def _value(node: ast.expr) -> Fraction:
-    """The exact value. Raises ZeroDivisionError."""
+    """Exact value of an expression. Raises ZeroDivisionError."""
     if isinstance(node, ast.BinOp):
         return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
     if isinstance(node, ast.UnaryOp):

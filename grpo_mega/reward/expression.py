@@ -1,4 +1,4 @@
-"""Tells expressions, which sympy can compare, from words, which equal only the same words."""
+"""Distinguishes expressions, which sympy can compare, from words, which equal only the same words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONFUSED = re.compile(r"\d \d|\s!|!!|[A-Za-z]\d|\.\.|(?<!\d)\.(?!\d)|\\[^A-Za-z
 
 
 def expression_or_words(text: str) -> Form:
-    """An expression when it is written wholly in known notation, else words."""
+    """Parses a text as an expression if it is written wholly in known notation, else as words."""
     bare = re.sub(r"\\([A-Za-z]+)", " ", text)
     commands = re.findall(r"\\([A-Za-z]+)", text)
     known = _ALLOWED.fullmatch(text) and all(command in _COMMANDS for command in commands)
@@ -32,7 +32,7 @@ def expression_or_words(text: str) -> Form:
 
 
 def plain_words(text: str) -> str:
-    """The text without what does not count in words: marks of text, articles, quotes; lower case but for names."""
+    """The text reduced to its words: without text commands, articles and quotes, and in lower case except for names."""
     text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).strip(' "')
     if not re.fullmatch(r"[A-Za-z][-A-Za-z0-9 .']*", text):
         return re.sub(r"\s", "", text)

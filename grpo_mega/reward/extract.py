@@ -1,6 +1,6 @@
-r"""Reads the one final answer out of a completion: `<answer>...</answer>`, `\boxed{...}`, or all of it.
+r"""Extracts the single final answer of a completion: `<answer>...</answer>`, `\boxed{...}`, or all of it.
 
-A completion that offers several answers has none: otherwise a policy is paid for listing guesses.
+A completion with several answers has none: otherwise a policy would be rewarded for listing guesses.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from grpo_mega.types import Sample
 
 _TAG = re.compile(r"</?answer>")
 _BOXED = r"\boxed"
-# A backslash takes the next character with it, so the literal braces `\{` and `\}` never open or close a group.
+# A backslash consumes the next character, so the literal braces `\{` and `\}` never open or close a group.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def final_answer(sample: Sample, read: str) -> str | None:
-    r"""The final answer of a completion, read where `read` says; None when it has none.
+    r"""Final answer of a completion, read from the place `read`; None when it has none.
 
     "tag" is the content of its only answer tag, "boxed" that of its only box, "text" the whole completion, which must
-    have stopped by itself: one that the length limit has cut has not come to its answer.
+    have stopped by itself: one cut by the length limit has not reached its answer.
     """
     if read == "text":
         return sample.text if sample.finish_reason == "stop" else None
@@ -27,7 +27,7 @@ def final_answer(sample: Sample, read: str) -> str | None:
 
 
 def answer_tag(text: str) -> str | None:
-    """The content of the only `<answer>...</answer>`; None when there is no pair, or any further answer tag."""
+    """Content of the only `<answer>...</answer>`; None when there is no pair, or any further answer tag."""
     tags = list(_TAG.finditer(text))
     if [tag.group() for tag in tags] != ["<answer>", "</answer>"]:
         return None
@@ -35,7 +35,7 @@ def answer_tag(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of `\boxed{...}`, nested braces included.
+    r"""Content of `\boxed{...}`, nested braces included.
 
     None when there is no box, when boxes disagree (one inside another always does), or when any is malformed.
     """
@@ -52,7 +52,7 @@ def boxed(text: str) -> str | None:
 
 
 def _group(text: str, start: int) -> str | None:
-    """The content of the brace group that opens exactly at `start`; None when none does or it never closes."""
+    """Content of the brace group that opens exactly at `start`; None if none opens there or it never closes."""
     if not text.startswith("{", start):
         return None
     depth = 0

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Number:
-    """A rational number, exactly, and its unit ("" for none)."""
+    """An exact rational number with its unit ("" for none)."""
 
     value: Fraction
     unit: str = ""
@@ -19,7 +19,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Expression:
-    """LaTeX of one expression without relations or commas, for the symbolic comparison, and its unit."""
+    """LaTeX of one expression without relations or commas, for symbolic comparison, with its unit."""
 
     latex: str
     unit: str = ""
@@ -34,7 +34,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Numeral:
-    """Digits in a base, as they are written: `1011_2`."""
+    """Digits in a base, as written: `1011_2`."""
 
     digits: str
     base: str
@@ -42,7 +42,7 @@ class Numeral:
 
 @dataclass(frozen=True)
 class Ordered:
-    """Entries whose order counts. `kind` tells points and intervals by brackets, ratios by `:`, matrices by size."""
+    """Entries whose order matters. `kind` tells points and intervals by brackets, ratios by `:`, matrices by size."""
 
     kind: str
     items: tuple[Form, ...]
@@ -58,7 +58,7 @@ class Unordered:
 
 @dataclass(frozen=True)
 class Named:
-    """`name = value`, or for an interval an inequality or membership of that name."""
+    """`name = value`; for an interval, an inequality or membership of that name."""
 
     name: str
     value: Form
@@ -66,7 +66,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Relation:
-    r"""`left operator right` with `=`, `<` or `\le`, that is not solved for a name."""
+    r"""`left operator right` with `=`, `<` or `\le`, not solved for a name."""
 
     left: str
     operator: str

@@ -1,4 +1,4 @@
-"""Formats of a completion: that of DeepSeek-R1-Zero (section 2.2), thinking and then the answer in tags; a box."""
+"""Format rewards: thinking and answer in tags, as in DeepSeek-R1-Zero (section 2.2), or an answer in a box."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FORMAT = re.compile(rf"\s*<think>({_CONTENT})</think>\s*<answer>({_CONTENT})</a
 def think_answer_format(sample: Sample) -> float:
     """1.0 when the whole completion is `<think>...</think> <answer>...</answer>`, else 0.0.
 
-    Both contents must hold more than white space and none of the tags; white space around the pairs counts for nothing.
-    The completion must have stopped by itself: one cut by the length limit scores 0 whatever it looks like.
+    Both contents must hold more than white space and none of the tags; white space around the pairs is ignored. The
+    completion must have stopped by itself: one cut by the length limit scores 0 whatever it looks like.
     """
     match = _FORMAT.fullmatch(sample.text)
     stopped = sample.finish_reason == "stop"
@@ -29,5 +29,5 @@ def boxed_format(sample: Sample) -> float:
 
 
 def in_template(sample: Sample, options: FormatOptions) -> float:
-    """1.0 when the completion has the format that the options name, else 0.0."""
+    """1.0 when the completion has the format named by the options, else 0.0."""
     return think_answer_format(sample) if options.template == "think_answer" else boxed_format(sample)

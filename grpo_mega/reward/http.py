@@ -1,4 +1,4 @@
-"""Terms by a service of the user's: samples as JSON in batches, a verdict of each in the answer."""
+"""Reward terms computed by a user's HTTP service: samples as JSON in batches, one verdict for each in the answer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from grpo_mega.types import Sample
 
 @dataclass
 class Http:
-    """A service of the user's that scores.
+    """A user's HTTP service that scores samples.
 
     Attributes:
-        options: Where it is, and how it is asked.
+        options: Address and request settings.
         seconds: Time limit for one attempt.
-        service: What all calls ask, so that one that hangs is known to from call to call.
+        service: Client shared by all calls, so that a hanging service is remembered between calls.
     """
 
     options: HttpOptions
@@ -35,10 +35,10 @@ class Http:
         self.service = Service(self.options.url, self.seconds, self.options.retries, self.options.backoff)
 
     def outcomes(self, samples: Sequence[Sample]) -> list[Verdict | Exception]:
-        """What the service makes of samples: {"samples": [...]} is sent, and {"verdicts": [...]} answered, one of each.
+        """Verdicts of the service: sends {"samples": [...]}, expects {"verdicts": [...]}, one per sample.
 
-        A service that does not answer leaves the samples of the batch without a score. One that refuses them, or
-        answers something else, is an error.
+        A service that does not answer leaves the samples of the batch without a score. Refusing them, or any other
+        answer, is an error.
         """
         options = self.options
         batches = [samples[start : start + options.batch] for start in range(0, len(samples), options.batch)]
@@ -52,7 +52,7 @@ def _of_batch(service: Service, samples: Sequence[Sample]) -> list[Verdict | Exc
         return service.ask(request, partial(_read, service.url, len(samples)))
     except Away as away:
         return [Verdict(0.0, unscorable=str(away)) for _ in samples]
-    except Exception as error:  # of these samples, and not the end of the thread that asks for others
+    except Exception as error:  # fails these samples only; must not end the thread that asks for others
         return [error for _ in samples]
 
 

@@ -1,4 +1,4 @@
-"""Terms by a language model that judges: any OpenAI-compatible service of chat completions, such as SGLang's."""
+"""Reward terms by a language model as judge, through any OpenAI-compatible chat completions API, such as SGLang's."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Sample
 
 MOST_KEPT = 1 << 14
-"""Replies that are kept in memory."""
+"""Number of replies kept in memory."""
 SHOWN_CHARACTERS = 1000
-"""Of a reply, the last ones, that are a verdict's reason."""
+"""Number of trailing characters of a reply that become a verdict's reason."""
 logger = logging.getLogger(__name__)
 _FIELDS = re.compile(r"\{(prompt|answer|completion)\}")
 
 
 @dataclass
 class Judge:
-    """A model that judges, and the replies that it has given.
+    """A judge model with a cache of its replies.
 
     Attributes:
-        options: Which model is asked what.
+        options: Model, rubric and request settings.
         seconds: Time limit for a reply.
-        kept: Digest of a question and how its reply is read -> reply, the latest used last.
-        service: What all calls ask, so that one that hangs is known to from call to call.
+        kept: Cache, digest of a question and the parsing of its reply -> reply, least recently used first.
+        service: Client shared by all calls, so that a hanging service is remembered between calls.
     """
 
     options: JudgeOptions
@@ -48,7 +48,7 @@ class Judge:
     service: Service = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError when the environment lacks the key, or it cannot be sent; the message does not show it."""
+        """Raises ValueError when the environment lacks the key, or it cannot be sent; the message never shows it."""
         options = self.options
         key = _key(options.key) if options.key else ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -58,11 +58,10 @@ class Judge:
         self._warned = False
 
     def outcomes(self, samples: Sequence[Sample]) -> list[Verdict | Exception]:
-        """What the model makes of samples: the number in its reply, and the reply as the reason.
+        """Verdicts of the judge: the number in its reply, with the reply as the reason.
 
-        Samples that lead to the same question share a reply. A service that does not answer, one that refuses a
-        question (400, 413, 422), as it does when it is longer than the model's context, or a reply without a score
-        leaves the sample without one.
+        Samples that lead to the same question share a reply. A sample is left without a score if the service does not
+        answer, refuses the question (400, 413, 422; e.g. longer than the model's context), or replies without a score.
         """
         questions = [question(self.options.rubric, sample) for sample in samples]
         different = [*dict.fromkeys(questions)]
@@ -86,7 +85,7 @@ class Judge:
                 reply = self.service.ask(request, _content)
         except (Away, Refused) as without:
             return Verdict(0.0, unscorable=str(without))
-        except Exception as error:  # of this sample, and not the end of the thread that asks for others
+        except Exception as error:  # fails this sample only; must not end the thread that asks for others
             return error
         verdict = verdict_in(reply, options)
         if not verdict.unscorable:
@@ -94,7 +93,7 @@ class Judge:
         return verdict
 
     def _known(self, digest: str) -> str | None:
-        """The reply to a question that was asked before; None for a new one, or one that cannot be read."""
+        """Cached reply to a question; None for a new question, or a cache file that cannot be read."""
         if self.options.cache:
             file = _file(self.options.cache, digest)
             try:
@@ -127,20 +126,20 @@ class Judge:
                 self.kept.popitem(last=False)
 
     def _warn(self, file: Path, error: Exception) -> None:
-        """Says once that replies are asked for again, because the cache cannot be used."""
+        """Warns once that replies are requested again because the cache cannot be used."""
         if not self._warned:
             self._warned = True
             logger.warning("options.cache=%s of a judge: %s: %s; replies are not kept", self.options.cache, file, error)
 
 
 def question(rubric: str, sample: Sample) -> str:
-    """The rubric with the sample's texts in it; braces within these texts stay as they are."""
+    """The rubric with the sample's texts inserted; braces within these texts are kept."""
     texts = {"prompt": sample.prompt.text, "answer": sample.prompt.answer, "completion": sample.text}
     return _FIELDS.sub(lambda match: texts[match[1]], rubric)
 
 
 def verdict_in(reply: str, options: JudgeOptions) -> Verdict:
-    """The last score in a reply, and its end as the reason."""
+    """Last score in a reply, with the end of the reply as the reason."""
     end = reply.strip()[-SHOWN_CHARACTERS:]
     scores = [match[1] for match in re.finditer(options.pattern, reply)]
     try:
@@ -154,7 +153,7 @@ def verdict_in(reply: str, options: JudgeOptions) -> Verdict:
 
 
 def _key(variable: str) -> str:
-    """The key in a variable of the environment, without white space around it; messages never show it."""
+    """API key from an environment variable, without surrounding white space; messages never show it."""
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ValueError(
@@ -166,7 +165,7 @@ def _key(variable: str) -> str:
 
 
 def _content(answer: Any) -> str:
-    """The text of a chat completion; "" for one that has none, as when its tokens went into thinking."""
+    """Text of a chat completion; "" when it has none, e.g. when all tokens went into thinking."""
     try:
         content = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):

@@ -1,4 +1,4 @@
-"""Which code computes each kind of built-in term."""
+"""Table of the built-in kinds of reward terms and the code that computes each."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Sample
 
 VERIFY_THREADS = 4
-"""Threads that score built-in terms: a symbolic comparison waits for a worker process."""
+"""Threads for built-in terms, as a symbolic comparison waits for a worker process."""
 Outcomes = Callable[[Sequence[Sample]], list[Verdict | Exception]]
-"""Samples -> what a term makes of each, in order: a verdict, or why there is none."""
+"""Samples -> outcome of a term for each, in order: a verdict, or the exception that prevented one."""
 Formula = Callable[[Sample, Any], float | Verdict]
 """(sample, options of the kind) -> value, or verdict."""
 
@@ -43,8 +43,8 @@ FORMULAS: dict[str, Formula] = {
 }
 
 GUARDED = {"regex": "grpo_mega.reward.patterns:regex", "reasoning_gym": "grpo_mega.reward.puzzles:solved"}
-"""Kind -> function that runs as those of users do: an unlucky pattern takes for ever, and nothing else can end it; and
-scorers of a library may do anything."""
+"""Kind -> function that runs in the guarded process like user functions: a regular expression may take forever and
+cannot be interrupted, and a library's scorers may do anything."""
 
 SERVICES: dict[str, type[Programs] | type[Command] | type[Http] | type[Judge]] = {
     "code": Programs,
@@ -52,11 +52,11 @@ SERVICES: dict[str, type[Programs] | type[Command] | type[Http] | type[Judge]] =
     "http": Http,
     "judge": Judge,
 }
-"""Kind -> what runs a program, or asks one or a service."""
+"""Kind -> class that runs a program or calls a service."""
 
 
 def built_in(kind: str, options: Any, seconds: float) -> Outcomes:
-    """What a kind that needs no guard makes of samples; `seconds` is the time limit of programs and services."""
+    """Outcomes of a kind that needs no guard; `seconds` is the time limit of programs and services."""
     if kind in SERVICES:
         return SERVICES[kind](options, seconds).outcomes
     return partial(_in_threads, partial(_outcome, FORMULAS[kind], options))

@@ -1,4 +1,4 @@
-"""Terms about how a completion is written, whatever it answers: its language, length and repetitions."""
+"""Reward terms for the style of a completion, whatever its answer: language, length and repetition."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ RANGES = {
     "japanese": _HAN + r"\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f",
     "korean": r"\u1100-\u11ff\u3130-\u318f\ua960-\ua97f\uac00-\ud7ff\uffa0-\uffdc",
 }
-"""Script -> the ranges of its letters in Unicode, as in a character class."""
+"""Script -> Unicode ranges of its letters, as in a character class."""
 _MARKUP = re.compile(r"\\[A-Za-z]+|</?[A-Za-z_]+>")
 
 
 def language(sample: Sample, options: LanguageOptions) -> float:
-    r"""The share of the letters of a completion that belong to a script; 0.0 for a completion without letters.
+    r"""Share of a completion's letters that belong to a script; 0.0 for a completion without letters.
 
-    After the language consistency of DeepSeek-R1 (arXiv 2501.12948, section 2.3.2), a share of words there. Tags and
-    LaTeX commands (`\frac`) count in no language. Languages that share a script are not told apart.
+    After the language consistency of DeepSeek-R1 (arXiv 2501.12948, section 2.3.2), which uses the share of words. Tags
+    and LaTeX commands (`\frac`) are ignored. Languages with the same script are not distinguished.
     """
     points = np.frombuffer(_MARKUP.sub("", sample.text).encode("utf-32-le", "surrogatepass"), "<u4")
     _, others, belong = np.bincount(_table(options.script)[points], minlength=3)
@@ -47,7 +47,7 @@ def language(sample: Sample, options: LanguageOptions) -> float:
 
 @cache
 def _table(script: str) -> NDArray[np.uint8]:
-    """For every code point: 0 for what is no letter, 2 for a letter of the script, 1 for one of another."""
+    """Lookup table by code point: 0 for non-letters, 2 for letters of the script, 1 for other letters."""
     signs = "".join(map(chr, range(sys.maxunicode + 1)))
     table = np.fromiter(map(str.isalpha, signs), np.uint8, len(signs))
     table[[sign.start() for sign in re.finditer(f"[{RANGES[script]}]", signs)]] *= 2
@@ -55,20 +55,20 @@ def _table(script: str) -> NDArray[np.uint8]:
 
 
 def length(sample: Sample, options: LengthOptions) -> float:
-    """0 for completions of at most `low` tokens, 1 from `high` tokens on, on a line in between."""
+    """0 for completions of at most `low` tokens, 1 from `high` tokens, linear in between."""
     value = (len(sample.token_ids) - options.low) / (options.high - options.low)
     return min(max(value, 0.0), 1.0)
 
 
 def overlong(sample: Sample, options: OverlongOptions) -> float:
-    """The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13): from 0 to -1 before the length limit."""
+    """Soft overlong punishment of DAPO (arXiv 2503.14476, equation 13): from 0 to -1 before the length limit."""
     free = options.limit - options.buffer
     return min(max((free - len(sample.token_ids)) / options.buffer, -1.0), 0.0)
 
 
 def repetition(sample: Sample, options: RepetitionOptions) -> float:
-    """Minus the share of the completion's stretches of `size` tokens that repeat an earlier one: in (-1, 0].
+    """Minus the share of the completion's `size`-grams of tokens that repeat an earlier one, in (-1, 0].
 
-    0 for a completion shorter than one stretch.
+    0 for a completion shorter than `size` tokens.
     """
     return -sample.repeated(options.size)

@@ -1,7 +1,7 @@
-r"""Folds the many ways to write one answer into one, in text steps, before `parse.py` reads the structure.
+r"""Normalises the many spellings of an answer to one, in text steps, before `parse.py` reads the structure.
 
-Every step maps text to text, is linear in its length and keeps the meaning. What no step knows stays unchanged; such an
-answer then only equals its own text. Look-alikes (full-width digits, Cyrillic letters) are not folded.
+Every step maps text to text in linear time and keeps the meaning. Unknown notation stays unchanged and then equals only
+the same text. Look-alikes (full-width digits, Cyrillic letters) are not folded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SYMBOLS = {
         "\u201d": '"',
     },
 }
-"""Typographic signs that have one meaning in mathematics, as LaTeX."""
+"""Typographic signs with one mathematical meaning -> LaTeX."""
 
 COMMANDS = {
     **dict.fromkeys(["dfrac", "tfrac", "cfrac"], r"\frac"),
@@ -60,17 +60,17 @@ COMMANDS = {
     **dict.fromkeys(["tiny", "small", "normalsize", "large", "Large", "LARGE", "huge", "Huge", "bf", "rm", "it"], ""),
     **dict.fromkeys(["quad", "qquad", "thinspace"], " "),
 }
-r"""LaTeX commands that are other spellings of one command, or say only how the text looks."""
+r"""LaTeX commands that are synonyms of another command, or only change the layout -> replacement."""
 
 UPRIGHT = "text|textbf|textit|textrm|textnormal|textsf|texttt|textup|emph|mbox|hbox|mathrm|mathit|rm"
-r"""Fonts of words and units; `\mathrm{e}` and `\mathrm{i}` are the constants."""
+r"""Font commands of words and units; `\mathrm{e}` and `\mathrm{i}` are the constants."""
 BOLD = "mathbf|boldsymbol|bm|mathsf|underline|pmb|boldmath"
-"""Fonts and lines that may stand around any formula."""
+"""Font and line commands that may surround any formula."""
 
 SUPERSCRIPTS = dict(
     zip("\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "-0123456789", strict=True)
 )
-"""Raised digits and the raised minus sign."""
+"""Superscript digits and the superscript minus sign."""
 
 _RAISED = re.compile(f"(?<=[0-9A-Za-z)}}\\]])\u207b?[{''.join(SUPERSCRIPTS)[1:]}]+")
 _SYMBOLS = {ord(sign): latex for sign, latex in SYMBOLS.items()}
@@ -85,7 +85,7 @@ _PLAIN_FUNCTION = re.compile(r"(?<![\\A-Za-z])(arc(?:sin|cos|tan)|sin|cos|tan|co
 
 
 def normalize(text: str) -> str:
-    """The text after all of `STEPS`, in their order."""
+    """The text after all `STEPS`, in order."""
     for step in STEPS:
         text = step(text)
     return text
@@ -100,7 +100,7 @@ def fold_symbols(text: str) -> str:
 
 
 def unwrap_delimiters(text: str) -> str:
-    r"""Removes what frames the whole: `$...$`, `\(...\)`, `**...**`, quotes, a final full stop, "answer:"."""
+    r"""Removes delimiters around a text: `$...$`, `\(...\)`, `**...**`, quotes, a final full stop, "answer:"."""
     text = re.sub(r"^(?:the\s+)?(?:final\s+)?answer\s*:\s*", "", text.strip(), flags=re.IGNORECASE)
     text = re.sub(r"(?<=[^.\s])\s*\.$", "", text)
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ('"', '"')):
@@ -108,11 +108,11 @@ def unwrap_delimiters(text: str) -> str:
         framed = len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing)
         if framed and opening not in inner and closing not in inner:
             text = re.sub(r"(?<=[^.\s])\s*\.$", "", inner.strip())
-    return re.sub(r"(?<!\\)\$(?=\s*[0-9.])", r"\\$", text)  # what is left before a number is the currency
+    return re.sub(r"(?<!\\)\$(?=\s*[0-9.])", r"\\$", text)  # a `$` still left before a number is the currency
 
 
 def unify_commands(text: str) -> str:
-    r"""Removes layout and unites synonyms: `\left(\dfrac12\right)` is `(\frac12)`, `70\,000` is `70 000`."""
+    r"""Removes layout commands and replaces synonyms: `\left(\dfrac12\right)` is `(\frac12)`, `70\,000` is `70 000`."""
     text = text.replace(r"\%", "%").replace("{,}", ",").replace("{:}", ":")
     text = re.sub(r",\\!\s*", ",", text).replace(r"\!", "")
     text = re.sub(r"(?<!\\)\\[,;:> ]|~", " ", text)
@@ -123,7 +123,7 @@ def unify_commands(text: str) -> str:
 
 def unify_fonts(text: str) -> str:
     r"""Unites fonts: `\mathrm{~cm}` and `\mbox{ cm}` become `\text{ cm}`; `\mathbf{64}` and `\text{64}` become `64`."""
-    for _ in range(3):  # fonts inside fonts
+    for _ in range(3):  # nested fonts
         text = _UPRIGHT.sub(lambda match: _upright(match[1]), text)
         text = _BOLD.sub("", text)
         if whole := re.fullmatch(r"\s*\\text\{([^{}]*)\}\s*", text):
@@ -132,7 +132,7 @@ def unify_fonts(text: str) -> str:
 
 
 def _upright(content: str) -> str:
-    r"""The content in `\text{}` where it is words or a unit, and bare where it is a number, `e` or `i`."""
+    r"""The content in `\text{}` if it is words or a unit, bare if it is a number, `e` or `i`."""
     if content in ("e", "i") or not re.search(r"[A-Za-z]", content):
         return content
     return rf"\text{{{content}}}"
@@ -193,7 +193,7 @@ STEPS = (
 
 
 def closing(text: str, opening: int) -> int:
-    """Index at which the bracket at `opening` closes, -1 when it never does; brackets of all kinds match: `[0, 1)`."""
+    """Index of the bracket that closes the one at `opening`, or -1; brackets of all kinds match: `[0, 1)`."""
     depth = 0
     for index in range(opening, len(text)):
         depth += (text[index] in "([{") - (text[index] in ")]}")

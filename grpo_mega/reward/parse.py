@@ -1,7 +1,7 @@
-r"""Reads the structure of an answer, a `Form`, out of its text: lists of solutions, relations, brackets, matrices.
+r"""Parses the text of an answer into a `Form`: lists of solutions, relations, brackets, matrices.
 
-`parse` never evaluates anything. What it does not recognize is `Words`, which equal only the same words; so an unknown
-notation costs a right answer its reward, and never pays a wrong one. Single values are read in `quantity.py`.
+`parse` never evaluates anything. Unrecognised text becomes `Words`, which equal only the same words: unknown notation
+may cost a right answer its reward, but never rewards a wrong one. Single values are parsed in `quantity.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpo_mega.reward.quantity import quantity
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> Form:
-    """The structure of an answer, whatever it is. Callers bound length and nesting first."""
+    """Form of any answer. Callers bound length and nesting first."""
     return _solutions(normalize(text))
 
 
@@ -31,7 +31,7 @@ _COMMAS = re.compile(r"(?P<cut>[,;])|[(){}\[\]]")
 
 
 def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
-    """The parts of the text between those matches of the pattern's group `cut` that are outside all brackets."""
+    """Parts of the text between matches of the pattern's group `cut` that are outside all brackets."""
     parts, start, depth = [], 0, 0
     for match in pattern.finditer(text):
         bracket = match.group()
@@ -44,7 +44,7 @@ def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
 
 
 def _solutions(text: str) -> Form:
-    r"""The whole answer: one value, or several separated by commas, `and`, `or`, `\cup`, or meant by `\pm`."""
+    r"""Form of the whole answer: one value, or several joined by commas, `and`, `or`, `\cup`, or split at `\pm`."""
     parts = [sign for part in _split(_bare(text), _SEPARATORS) for sign in _signs(part)]
     items = tuple(_item(part) for part in parts)
     if len(items) == 1:
@@ -57,13 +57,13 @@ def _and(text: str) -> bool:
 
 
 def _one_unknown_between(items: tuple[Form, ...]) -> bool:
-    """Whether all items are intervals of one unknown: joined by `and` they are no union, which commas and `or` make."""
+    """Whether all items are intervals of one unknown: joined by `and` these are no union, unlike by commas or `or`."""
     names = {item.name if isinstance(item, Named) and isinstance(item.value, Ordered) else None for item in items}
     return len(names) == 1 and None not in names
 
 
 def _signs(text: str) -> list[str]:
-    r"""Both readings of a text with `\pm`, or the text alone; in a set, each member is read by itself."""
+    r"""Both readings of a text with `\pm`, or the text alone; in a set, each member is expanded separately."""
     if text.startswith(r"\{") or not re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
         return [text]
     upper = re.sub(r"\\mp(?![A-Za-z])", "-", re.sub(r"\\pm(?![A-Za-z])", "+", text))
@@ -72,7 +72,7 @@ def _signs(text: str) -> list[str]:
 
 
 def _bare(text: str) -> str:
-    r"""The text without braces or `\text{}` around the whole of it."""
+    r"""The text without braces or `\text{}` around it."""
     while text.startswith("{") and closing(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     match = re.fullmatch(r"\\text\{([^{}]*)\}", text)
@@ -83,7 +83,7 @@ def _bare(text: str) -> str:
 
 
 def _item(text: str) -> Form:
-    """One member of a list, by the first reader that recognizes it."""
+    """Form of one member of a list, from the first parser that recognises it."""
     text = _bare(text)
     for read in (_known_words, _relation, _bracketed, _matrix, quantity):
         form = read(text)
@@ -105,7 +105,7 @@ _KNOWN_WORDS: dict[str, Form] = {
 
 
 def _known_words(text: str) -> Form | None:
-    """Words and signs with a meaning of their own, and the real numbers without one point; None for other text."""
+    """Form of words and signs with a fixed meaning, and of the real numbers without one point; None for other text."""
     text = text.replace("{ ", "{").replace(" }", "}")
     if match := re.fullmatch(r"\\mathbb\{R\} ?\\setminus ?\\\{(.*)\\\}", text):
         return _all_but(_item(match[1]))
@@ -123,7 +123,7 @@ _FLIPPED = {">": "<", r"\ge": r"\le"}
 
 
 def _relation(text: str) -> Form | None:
-    r"""`x = 5`, `2x + y = 6`, `1 < x \le 2`, `x \ne 3`, `x \in [0, 1]`, `\{x \mid x > 2\}`."""
+    r"""Form of a relation: `x = 5`, `2x + y = 6`, `1 < x \le 2`, `x \ne 3`, `x \in [0, 1]`, `\{x \mid x > 2\}`."""
     if match := re.fullmatch(r"\\\{ ?[a-zA-Z] ?(?:\\in ?\\mathbb\{R\} ?)?(?:\\mid|\||:)(.*)\\\}", text):
         return _relation(match[1].strip())
     sides = _split(text, _OPERATOR)
@@ -152,7 +152,7 @@ def _relation(text: str) -> Form | None:
 
 
 def _operators(text: str) -> list[str]:
-    """The relation signs outside all brackets, from left to right."""
+    """Relation signs outside all brackets, from left to right."""
     operators, depth = [], 0
     for match in _OPERATOR.finditer(text):
         if match["cut"] is None:
@@ -163,7 +163,7 @@ def _operators(text: str) -> list[str]:
 
 
 def _between(sides: list[str], operators: list[str]) -> Form | None:
-    r"""`0 \le x < 1` is `x \in [0, 1)`; None for any other chain."""
+    r"""Form of a chain of two inequalities: `0 \le x < 1` is `x \in [0, 1)`; None for any other chain."""
     if set(operators) <= set(_FLIPPED):
         sides, operators = sides[::-1], [_FLIPPED[operator] for operator in operators[::-1]]
     if not set(operators) <= {"<", r"\le"} or not _is_variable(sides[1]):
@@ -173,13 +173,13 @@ def _between(sides: list[str], operators: list[str]) -> Form | None:
 
 
 def _named_all(name: str, form: Form) -> Form:
-    """A form whose members are each an equation for this name."""
+    """A form with each of its members turned into an equation for `name`."""
     assert isinstance(form, Unordered)
     return Unordered(tuple(Named(_name(name), item) for item in form.items))
 
 
 def _equation(left: str, right: str) -> Form:
-    """`name = value` or `value = name` as Named, another equation with a letter as Relation, `9 = 10` as Words."""
+    """Form of an equation: Named (`name = value` or reversed), Relation (others with a letter) or Words (`9 = 10`)."""
     if _is_name(right) and not _is_name(left):
         left, right = right, left
     if _is_name(left):
@@ -190,24 +190,24 @@ def _equation(left: str, right: str) -> Form:
 
 
 def _is_variable(text: str) -> bool:
-    """Whether the text is one letter, perhaps Greek, perhaps with an index."""
+    """Whether the text is one letter, possibly Greek or with an index."""
     return bool(re.fullmatch(r"(?:[A-Za-z]|\\[a-z]+)(?:_\{[^{}]*\})?", text.strip())) and "infty" not in text
 
 
 def _is_name(text: str) -> bool:
-    r"""Whether the text names an unknown: names, their sums and products (`m + n`, `f(2)`, `\angle ABC`)."""
+    r"""Whether the text names an unknown: names, or their sums and products (`m + n`, `f(2)`, `\angle ABC`)."""
     text = re.sub(r"_\{[^{}]*\}|(?<=[A-Za-z])\([^()]*\)", "", text)
     unsolved = re.search(r"\\(?:sqrt|sin|cos|tan|log|ln|pi|pm|approx|infty|to)(?![A-Za-z])", text)
     return unsolved is None and bool(re.search("[A-Za-z]", text) and re.fullmatch(r"[-A-Za-z\\{}|\[\]'+(), ]+", text))
 
 
 def _name(text: str) -> str:
-    """The name without spaces and marks of text, for comparison."""
+    """The name without spaces and text commands, for comparison."""
     return re.sub(r"\\text(?=\{)|\s", "", text)
 
 
 def _bracketed(text: str) -> Form | None:
-    r"""`(a, b)`, `[a, b)`, `\{a, b\}`, a named point `A(1, 2)`; `(a)` is `a`."""
+    r"""Form of a bracketed text: `(a, b)`, `[a, b)`, `\{a, b\}`, a named point `A(1, 2)`; `(a)` is `a`."""
     text = re.sub(r"^[A-Z] ?(?=\([^()]*,[^()]*\)$)", "", text)
     if text.startswith(r"\{") and text.endswith(r"\}") and closing(text, 1) == len(text) - 1:
         members = _solutions_inside(text[2:-2].strip())
@@ -223,7 +223,7 @@ def _bracketed(text: str) -> Form | None:
 
 
 def _solutions_inside(text: str) -> tuple[Form, ...]:
-    r"""The members of a set, from the text inside its braces; commas there never group digits."""
+    r"""Members of a set, from the text inside its braces, where commas never group digits."""
     parts = re.sub(r"(?<=\d),(?=\d)", ", ", text)
     return tuple(_item(sign) for part in _split(parts, _SEPARATORS) for sign in _signs(part))
 
@@ -234,7 +234,7 @@ _MATRIX = re.compile(
 
 
 def _matrix(text: str) -> Form | None:
-    r"""`\begin{pmatrix} a & b \\ c & d \end{pmatrix}`, by rows; its brackets do not matter."""
+    r"""Form of a matrix, `\begin{pmatrix} a & b \\ c & d \end{pmatrix}`, by rows; the kind of brackets is ignored."""
     match = _MATRIX.fullmatch(text)
     if match is None:
         return None

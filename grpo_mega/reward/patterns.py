@@ -1,4 +1,4 @@
-"""Terms by the user's regular expressions, which may take for ever: they run where users' functions do."""
+"""Reward terms by user-defined regular expressions, which may never end: they run in the guarded process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ FLAGS = re.DOTALL | re.MULTILINE
 
 
 def regex(sample: Sample, pattern: str, read: str, whole: bool) -> float:
-    """1.0 when the pattern matches the answer; `^` and `$` stand for the ends of lines, `.` for line ends too.
+    """1.0 when the pattern matches the answer; `^` and `$` match at line ends, `.` matches line ends too.
 
     Args:
-        sample: Its problem's metadata has the `pattern` when the argument is "".
-        pattern: Python's syntax.
-        read: Where the answer stands, as `final_answer` takes it.
-        whole: Whether it must match all of the answer, not only a part.
+        sample: Sample; its prompt's metadata holds the `pattern` when that argument is "".
+        pattern: Regular expression in Python's syntax.
+        read: Where to read the answer, as in `final_answer`.
+        whole: Whether the pattern must match the whole answer.
 
     Raises:
-        ValueError: There is no pattern, or it is none.
+        ValueError: The pattern is missing or invalid.
     """
     expression = compiled(sample.prompt, pattern)
     answer = final_answer(sample, read)
@@ -28,7 +28,7 @@ def regex(sample: Sample, pattern: str, read: str, whole: bool) -> float:
 
 
 def compiled(prompt: Prompt, pattern: str) -> re.Pattern[str]:
-    """The pattern, or the problem's own for "". Raises ValueError when there is none, or it is none."""
+    """Compiles the pattern, or the problem's own if it is "". Raises ValueError when it is missing or invalid."""
     pattern = pattern or prompt.metadata.get("pattern", "")
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(f"pattern={pattern!r} in the problem's metadata; give one, or one for all in the options")

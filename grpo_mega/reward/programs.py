@@ -1,4 +1,4 @@
-"""Terms by programs that the policy writes: each is run against its problem's tests, in a sandbox."""
+"""Reward terms for programs that the policy writes: each runs against its problem's tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from grpo_mega.types import Sample
 
 @dataclass(frozen=True)
 class Programs:
-    """What runs the programs of completions.
+    """Scores the programs of completions.
 
     Attributes:
-        options: What a program may use, and what it earns.
-        seconds: Time limit for one test, by the clock.
-        sandbox: Where the programs run.
+        options: Resource limits and scoring rule.
+        seconds: Wall-clock limit for one test.
+        sandbox: Sandbox that runs the programs.
     """
 
     options: CodeOptions
@@ -29,7 +29,7 @@ class Programs:
     sandbox: Sandbox = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError, with the fix, when nothing on this machine can keep programs in."""
+        """Raises ValueError, with the fix, when no containment mechanism works on this machine."""
         try:
             made = Sandbox(self.options.boxes or None, run_without_isolation=self.options.run_without_isolation)
         except SandboxUnavailable as error:
@@ -37,9 +37,9 @@ class Programs:
         object.__setattr__(self, "sandbox", made)
 
     def outcomes(self, samples: Sequence[Sample]) -> list[Verdict | Exception]:
-        """The share of its tests that each sample's program passes, or whether it passes all; and the first failure.
+        """Verdict for each sample: the share of tests passed, or whether all pass, and the first failure.
 
-        A program that the sandbox could not run leaves its sample without a score. A problem whose tests are none is an
+        A program that the sandbox could not run leaves its sample without a score. A problem with invalid tests is an
         error.
         """
         with ThreadPoolExecutor(self.sandbox.boxes, "reward worker") as threads:

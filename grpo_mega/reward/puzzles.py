@@ -1,7 +1,7 @@
-"""Terms by the scorers of the library reasoning-gym (Stojanovski et al., 2025, arXiv 2505.24760).
+"""Reward terms by the scorers of the library reasoning-gym (Stojanovski et al., 2025, arXiv 2505.24760).
 
-An answer is untrusted text that code of a third party reads: it runs where users' functions do, for vetted tasks only
-(`config/puzzles.py`), none of whose scorers executes the answer.
+An answer is untrusted text that code of a third party reads: it runs in the guarded process, for vetted tasks only
+(`config/puzzles.py`), whose scorers never execute the answer.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Prompt, Sample
 
 LONGEST = 10_000
-"""Characters of the longest answer that is scored; the largest grids of the tasks have some 3,000."""
+"""Longest answer that is scored, in characters; the largest grids of the tasks have some 3,000."""
 KEY = "reasoning_gym"
-"""Of a prompt's metadata: {"task": name, "entry": {"question", "answer", "metadata"}}, as the task made them."""
+"""Key of a prompt's metadata for {"task": name, "entry": {"question", "answer", "metadata"}}, as the task generated
+them."""
 
 
 def solved(sample: Sample, read: str, partial: bool) -> Verdict:
-    """What the task's scorer gives the answer: 1.0 for a right one, and with `partial` less for a part of it.
+    """Score of the answer by the task's scorer: 1.0 if correct, less for partial answers if `partial`.
 
-    An answer that the scorer cannot read, which it may say by any exception, earns 0, with the exception as reason.
+    An answer on which the scorer raises any exception earns 0, with the exception as reason.
 
     Args:
-        sample: Its problem's metadata has the task and the entry, see `KEY`.
-        read: Where the answer stands, as `final_answer` takes it.
+        sample: Sample; its prompt's metadata has task and entry, see `KEY`.
+        read: Where to read the answer, as in `final_answer`.
         partial: Whether scores below 1 count; otherwise they are 0.
 
     Raises:
-        ValueError: The problem is of no vetted task.
+        ValueError: The problem's task is not vetted.
     """
     task, entry = checked_puzzle(sample.prompt)
     scorer = _scorer(task)
@@ -44,7 +45,7 @@ def solved(sample: Sample, read: str, partial: bool) -> Verdict:
     if len(answer) > LONGEST:
         return Verdict(0.0, f"the answer has {len(answer):,} characters, and {LONGEST:,} at most are scored")
     try:
-        with redirect_stdout(StringIO()):  # some say what is wrong
+        with redirect_stdout(StringIO()):  # some print what is wrong
             score = float(scorer(answer, entry))
     except Exception as error:
         return Verdict(0.0, f"the scorer of {task} failed: {type(error).__name__}: {error}")
@@ -70,7 +71,7 @@ def checked_puzzle(prompt: Prompt) -> tuple[str, dict[str, Any]]:
 
 @functools.cache
 def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
-    """The scorer of a task with its default settings, which no vetted one reads."""
-    import reasoning_gym  # not needed by other rewards, and so no dependency
+    """Scorer of a task with its default settings, which no vetted scorer reads."""
+    import reasoning_gym  # an optional dependency, not needed by other rewards
 
     return reasoning_gym.get_score_answer_fn(task)

@@ -1,7 +1,6 @@
-r"""Reads one value with its unit: numbers, ratios, times of day, numerals in a base, and expressions.
+r"""Parses one value with its unit: numbers, ratios, times of day, numerals in a base, and expressions.
 
-The unit stands before the value (`\$18`) or after it (`12\text{ cm}^2`, `25%`, `90^{\circ}`); `units.py` knows its
-names.
+The unit stands before the value (`\$18`) or after it (`12\text{ cm}^2`, `25%`, `90^{\circ}`); `units.py` has the names.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 
 
 def quantity(text: str) -> Form | None:
-    r"""A number, ratio or expression with its unit: `\$18`, `18 dollars`, `12\text{ cm}^2`, `25%`, `90^{\circ}`."""
+    r"""Form of a number or expression with its unit: `\$18`, `18 dollars`, `12\text{ cm}^2`, `25%`, `90^{\circ}`."""
     if (number := rational(text)) is not None:
         return Number(number)
     if _ORDINAL.fullmatch(text):
@@ -67,7 +66,7 @@ def quantity(text: str) -> Form | None:
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    """The value's text and the name of the unit after it; "" for the unit when there is none."""
+    """(text of the value, name of the unit after it); "" when there is no unit."""
     if match := _TEMPERATURE.fullmatch(text):
         return match[1], f"degree {match[2][0].upper()}"
     for suffix, unit in _SUFFIXES.items():
@@ -87,9 +86,9 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 
 def in_unit(form: Number | Expression, unit: str) -> Number | Expression:
-    r"""`5 m` as five metres when `unit`, that of the other side, is m; alone it could be a variable and stays as it is.
+    r"""Reads `5 m` as five metres if `unit`, the other side's unit, is m; without that, m could be a variable.
 
-    What is written `5\text{ m}` needs no such help.
+    `5\text{ m}` is unambiguous.
     """
     if not isinstance(form, Expression) or form.unit or not unit:
         return form
@@ -101,7 +100,7 @@ def in_unit(form: Number | Expression, unit: str) -> Number | Expression:
 
 
 def _simple(text: str) -> Form:
-    """The form of a number or an expression, without parentheses around it."""
+    """Form of a number or an expression, without surrounding parentheses."""
     if text.startswith("(") and closing(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     number = rational(text)
@@ -109,7 +108,7 @@ def _simple(text: str) -> Form:
 
 
 def _ratio(text: str) -> Form | None:
-    """The form of a ratio (`3:4`, `3 to 4`) or a time of day; None for other text."""
+    """Form of a ratio (`3:4`, `3 to 4`) or a time of day; None for other text."""
     parts = re.split(r" ?: ?| to ", text)
     numbers = [rational(part) for part in parts]
     if len(parts) == 1 or None in numbers:
@@ -122,6 +121,6 @@ _NUMERAL = re.compile(r"\(?([0-9][0-9A-F.]*)\)?_\{(?:\\text\{)?([0-9]{1,2}|[a-z]
 
 
 def _numeral(text: str) -> Form | None:
-    """The form of digits with their base as index, `1011_2`; None for other text."""
+    """Form of digits with their base as index, `1011_2`; None for other text."""
     match = _NUMERAL.fullmatch(text.replace(" ", ""))
     return None if match is None else Numeral(match[1], _BASES.get(match[2], match[2]))

@@ -1,4 +1,4 @@
-"""The exact value of a number, in all the ways in which numbers are written."""
+"""Exact value of a number in any of its usual spellings."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NUMBERS = [
 
 
 def rational(text: str) -> Fraction | None:
-    r"""The exact value of a number that is written as one; None for anything that would have to be computed.
+    r"""Exact value of a number literal; None for anything that would have to be computed.
 
-    Decimals, with thousands separators and exponents (`1,234.5`, `70 000`, `3.5 \cdot 10^{4}`), fractions, mixed
-    numbers whose fraction is proper, and repeating decimals; one sign at most.
+    Accepts decimals, with thousands separators and exponents (`1,234.5`, `70 000`, `3.5 \cdot 10^{4}`), fractions,
+    mixed numbers whose fraction is proper, and repeating decimals; one sign at most.
     """
     sign, text = re.fullmatch(r"([-+]?) ?(.*)", text.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
     for pattern in _NUMBERS:
@@ -39,7 +39,7 @@ def rational(text: str) -> Fraction | None:
 
 
 def _value(part: dict[str, str | None]) -> Fraction | None:
-    """The value of the named parts of a number; None for a division by zero and for exponents beyond MAX_EXPONENT."""
+    """Value of the named parts of a number; None for a division by zero and for exponents beyond MAX_EXPONENT."""
     if part.get("top"):
         top, bottom = _plain_decimal(part["top"]), _plain_decimal(part["bottom"])
         return top / bottom if bottom else None
@@ -58,5 +58,5 @@ def _value(part: dict[str, str | None]) -> Fraction | None:
 
 
 def _plain_decimal(text: str | None) -> Fraction:
-    """The value of a decimal with separators or parentheses."""
+    """Value of a decimal with separators or parentheses."""
     return Fraction(re.sub(r"[,\s()]", "", str(text)))

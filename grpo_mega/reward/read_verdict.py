@@ -1,4 +1,4 @@
-"""Reads a verdict out of what functions, programs and services of users return."""
+"""Reads verdicts returned by functions, programs and services of users."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from grpo_mega.reward.verdict import Verdict
 
 MOST_CHARACTERS = 4000
-"""Limit for a reason, and for what an error shows of a value that cannot be used."""
+"""Largest number of characters of a reason, or of an invalid value shown in an error."""
 MOST_END = 1 << 40
-"""Where no completion ends."""
+"""Upper bound on the position of a step's end; no completion is as long."""
 FORMS = (
     "a reward must be a finite number (a float, int or bool), a pair (number, reason), or have the fields value, "
     "reason, unscorable and steps"
@@ -23,17 +23,17 @@ STEPS = (
 
 
 class NoVerdict(ValueError):
-    """A value that is no verdict; the message shows it."""
+    """Error for a returned value that is not a verdict; the message shows it."""
 
 
 def read_verdict(returned: object) -> Verdict:
     """The verdict in a returned value: a number, a pair (number, reason), or an object or dictionary of its fields.
 
-    Of an object or dictionary, `reason`, `unscorable` and `steps` may be missing or None; with an `unscorable`, `value`
-    may too.
+    In an object or dictionary, `reason`, `unscorable` and `steps` may be missing or None, and with `unscorable` also
+    `value`.
 
     Raises:
-        NoVerdict: It is none of these, a number is not finite, its words are no text, or its steps are out of order.
+        NoVerdict: The value is none of these, a number is not finite, a reason is not text, or steps are out of order.
     """
     value, reason, unscorable, steps = _fields(returned)
     words = [part or "" for part in (reason, unscorable)]
@@ -49,10 +49,10 @@ def read_verdict(returned: object) -> Verdict:
 
 
 def shown(value: object) -> str:
-    """The beginning of a value's representation; its type's name when it has none."""
+    """Beginning of a value's representation; the name of its type if that fails."""
     try:
         return repr(value)[:MOST_CHARACTERS]
-    except Exception:  # such as an integer of millions of digits
+    except Exception:  # e.g. an integer of millions of digits
         return f"a {type(value).__name__}"
 
 
@@ -65,7 +65,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _steps(returned: object, steps: Any) -> tuple[tuple[int, float], ...]:
-    """The steps of a verdict, each after the one before."""
+    """Steps of a verdict, checked to be in order."""
     read: list[tuple[int, float]] = []
     for step in steps if isinstance(steps, (tuple, list)) else (steps,):
         end, reward = step if isinstance(step, (tuple, list)) and len(step) == 2 else (0, None)
@@ -78,7 +78,7 @@ def _steps(returned: object, steps: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _fields(returned: Any) -> tuple[Any, Any, Any, Any]:
-    """(value, reason, unscorable, steps) as they were returned, whatever their types."""
+    """(value, reason, unscorable, steps) as returned, of any type."""
     if isinstance(returned, dict):
         return returned.get("value"), returned.get("reason"), returned.get("unscorable"), returned.get("steps")
     if isinstance(returned, (tuple, list)) and len(returned) == 2:

@@ -1,4 +1,4 @@
-"""What programs and services of users are told of a sample."""
+"""JSON form of a sample for users' programs and services."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grpo_mega.types import Sample
 
 
 def sample_json(sample: Sample) -> dict[str, Any]:
-    """The sample's fields, as JSON has them; `tokens` is the number of sampled tokens."""
+    """The sample's fields as JSON types; `tokens` is the number of sampled tokens."""
     prompt = sample.prompt
     return {
         "id": prompt.id,

@@ -1,4 +1,4 @@
-"""Which terms of the reward a problem has, and whether these can score it: looked at before training."""
+"""Checks before training which reward terms apply to a problem, and that they can score it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from grpo_mega.reward.truths import IDEAL, why_unreachable
 from grpo_mega.types import Prompt, Sample
 
 SHOWN = 3
-"""Problems that a message names."""
+"""Number of problems that a message names."""
 READ_PROBLEMS = ("multiple_choice", "countdown", "regex", "reasoning_gym", "code", "sum_steps")
-"""Kinds that need something of a problem besides its answer."""
+"""Kinds of terms that read more of a problem than its answer."""
 
 
 def has_task(term: RewardTerm, task: str) -> bool:
-    """Whether samples of this task have the term."""
+    """Whether a term applies to samples of this task."""
     return not term.tasks or task in term.tasks
 
 
@@ -34,7 +34,7 @@ def check_problems(terms: Sequence[RewardTerm], prompts: Iterable[Prompt]) -> No
 
     Args:
         terms: The terms of the reward.
-        prompts: The problems; not read when all terms have all tasks and need nothing but the answer.
+        prompts: The problems; not read when all terms apply to all tasks and need only the answer.
 
     Raises:
         ValueError: A problem has no term, a task no problem, or a term cannot score a problem; names them.
@@ -67,7 +67,7 @@ def check_problems(terms: Sequence[RewardTerm], prompts: Iterable[Prompt]) -> No
 def why_not(term: RewardTerm, prompt: Prompt) -> str:
     """Why a built-in term can score no completion of a problem, and how to fix it; empty when it can.
 
-    Answers of terms of all tasks are not tried here: the data does, line by line.
+    Answers for terms that apply to all tasks are not checked here: the data room checks them line by line.
     """
     try:
         if term.built_in in IDEAL and term.tasks:

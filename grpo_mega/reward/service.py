@@ -1,4 +1,4 @@
-"""Requests to services that score: JSON by HTTP, within a time limit, repeated while there is no answer."""
+"""HTTP client for scoring services: JSON requests with a time limit, repeated while there is no answer."""
 
 from __future__ import annotations
 
@@ -17,47 +17,48 @@ from urllib.parse import urlsplit
 from grpo_mega.platform.trace import span
 
 MOST_BYTES = 64 << 20
-"""Longest answer that is read."""
+"""Largest answer that is read, in bytes."""
 LONGEST_PAUSE = 30.0
-"""Seconds, at most, before a request is repeated."""
+"""Longest pause before a request is repeated, in seconds."""
 TRY_LATER = (408, 425, 429)
-"""Answers that refuse a request only for now, besides those from 500 on."""
+"""Status codes below 500 that refuse a request only temporarily."""
 TOO_MUCH = (400, 413, 422)
-"""Answers that refuse what one request holds, such as a text that is longer than the model's context."""
+"""Status codes that refuse the content of one request, e.g. a text longer than the model's context."""
 GIVEN_UP_AFTER = 8
-"""Requests in a row that got no answer, however often they were repeated; then the others are not even sent."""
+"""Number of consecutive unanswered requests, after all their retries, from which on no more are sent."""
 SHOWN_CHARACTERS = 300
-"""Of an answer, the first ones, that an error shows."""
+"""Number of leading characters of an answer shown in an error."""
 HIDDEN = b"[hidden]"
-"""What is shown for a secret."""
+"""Text shown in place of a secret."""
 SHORTEST_SECRET = 6
-"""Characters of a key that is hidden. Local services get shorter ones, such as "none", which answers may well hold."""
+"""Shortest key that is hidden, in characters. Local services get shorter ones, such as "none", which answers may
+contain."""
 
 T = TypeVar("T")
 
 
 class Away(Exception):
-    """A service has not answered; the message says what happened."""
+    """Error: a service has not answered; the message says what happened."""
 
 
 class Refused(ValueError):
-    """A service refuses what one request holds, and may well answer others; the message says what it answered."""
+    """Error: a service refuses the content of one request but may answer others; the message has its answer."""
 
 
 @dataclass
 class Service:
-    """A service, and how patient its callers are. Threads share it.
+    """A service with its limits and retries, shared by threads.
 
     Attributes:
         url: Where requests go; proxies of the environment are not used.
         seconds: Time limit for one attempt, from connecting to the last byte.
         retries: Further attempts after one that got no answer.
-        backoff: Seconds before the first of them; each further one waits twice as long.
+        backoff: Seconds before the first retry; doubled for each further one.
         headers: Sent with each request.
-        secret: A text of the headers that nothing shows, although an answer may repeat it; "" for none.
-        lost: Requests in a row that got no answer, over all calls of a step.
-        lost_at: When the last of them was given up, by `time.monotonic`.
-        away: Set while nothing is sent, which ends the pauses of the others.
+        secret: A text in the headers that is never shown, even if an answer repeats it; "" for none.
+        lost: Number of consecutive unanswered requests, over all calls of a step.
+        lost_at: Time (`time.monotonic`) at which the last of them was given up.
+        away: Set while no requests are sent, which ends the pauses of other threads.
     """
 
     url: str
@@ -71,18 +72,18 @@ class Service:
     away: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError when a header's value is no printable ASCII; the message does not show it."""
+        """Raises ValueError when a header's value is not printable ASCII; the message never shows it."""
         for name, value in self.headers.items():
             if not (value.isascii() and value.isprintable()):
                 raise ValueError(f"{self.url}: the value of the header {name} is not printable ASCII")
 
     def ask(self, request: Any, read: Callable[[Any], T]) -> T:
-        """What `read` makes of the JSON that the service answers a request with.
+        """Sends a request and returns `read` of the JSON answer.
 
         Raises:
-            Away: There is no answer to any attempt, or too many requests before had none.
-            Refused: The service refuses what this request holds.
-            ValueError: The service refuses every request, or `read` the answer.
+            Away: No attempt was answered, or too many earlier requests were not.
+            Refused: The service refuses the content of this request.
+            ValueError: The service refuses every request, or `read` refuses the answer.
         """
         content = json.dumps(request).encode()
         for attempt in range(self.retries + 1):
@@ -104,13 +105,13 @@ class Service:
         raise AssertionError("unreachable")
 
     def _lose(self) -> None:
-        """Counts a request without an answer."""
+        """Counts an unanswered request."""
         self.lost, self.lost_at = self.lost + 1, time.monotonic()
         if self.lost >= GIVEN_UP_AFTER:
             self.away.set()
 
     def _given_up(self) -> bool:
-        """Whether nothing is sent now, because too many requests were lost within the time that one may take."""
+        """Whether requests are suspended, because too many were lost within the time that one may take."""
         if self.away.is_set() and time.monotonic() > self.lost_at + self.seconds * (self.retries + 1):
             self.lost = 0
             self.away.clear()
@@ -119,10 +120,10 @@ class Service:
     def _attempt(self, content: bytes) -> Any:
         try:
             status, answer = post(self.url, content, self.headers, self.seconds)
-        except (OSError, HTTPException) as error:  # whose text may be what the service sent
+        except (OSError, HTTPException) as error:  # its text may be what the service sent
             said = f"{type(error).__name__}: {error}".encode(errors="replace")
             raise Away(self._without_secret(said).decode()) from None
-        except ValueError:  # of http.client, whose text may quote a header, and so a key
+        except ValueError:  # an http.client error, whose text may quote a header and so the key
             raise ValueError(f"{self.url} cannot be asked: its url or headers are no HTTP") from None
         answer = self._without_secret(answer)
         words = f"answered {status}: {answer[: 4 * SHOWN_CHARACTERS].decode(errors='replace')[:SHOWN_CHARACTERS]!r}"
@@ -138,7 +139,7 @@ class Service:
             raise Away(f"{words}, which is no JSON") from None
 
     def _without_secret(self, text: bytes) -> bytes:
-        """The text with `HIDDEN` for the secret, however JSON escapes it; to be called before anything is cut."""
+        """The text with the secret replaced by `HIDDEN`, however JSON escapes it; call it before cutting the text."""
         if len(self.secret) < SHORTEST_SECRET:
             return text
         signs = (rf"(?:\\?{re.escape(sign)}|\\u{ord(sign):04x})" for sign in self.secret)
@@ -146,11 +147,11 @@ class Service:
 
 
 def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> tuple[int, bytes]:
-    """The status of a POST request of JSON, and at most `MOST_BYTES` of the answer.
+    """Sends JSON by POST; returns the status and at most `MOST_BYTES` of the answer.
 
     Raises:
-        TimeoutError: It took longer than `seconds`, although bytes may have arrived all the time.
-        OSError, HTTPException: There is no complete answer.
+        TimeoutError: The request took longer than `seconds`, even if bytes kept arriving.
+        OSError, HTTPException: The answer is missing or incomplete.
     """
     parts = urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
@@ -180,7 +181,7 @@ def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> t
 
 
 def _end(connection: socket.socket, late: threading.Event) -> None:
-    """Ends a connection that takes too long, which wakes the thread that reads from it."""
+    """Shuts down a connection that takes too long, which wakes the thread reading from it."""
     late.set()
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

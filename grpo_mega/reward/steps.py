@@ -1,4 +1,4 @@
-"""Rewards of a completion's steps: a term says at which character a step ends, process supervision needs the token."""
+"""Rewards of a completion's steps: converts step ends from characters (terms) to tokens (process supervision)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from grpo_mega.types import Sample
 def steps_of_tokens(
     sample: Sample, verdicts: Sequence[tuple[float, Verdict]], decode: Decode
 ) -> tuple[tuple[int, float], ...]:
-    """The steps of all terms together, as `Score.steps` has them.
+    """Steps of all terms together, in the format of `Score.steps`.
 
     A term without steps counts as one step that ends with the completion and is rewarded with the term's value. Rewards
-    of steps that end at the same token are added up.
+    of steps that end at the same token are summed.
 
     Args:
         sample: The sample.
-        verdicts: (weight, verdict) of each of its terms; a weight of 0 counts for nothing.
-        decode: How its tokens become text.
+        verdicts: (weight, verdict) of each of its terms; terms of weight 0 are ignored.
+        decode: Decodes token ids to text.
 
     Returns:
-        (index of its last token, its reward) of each step; () when no term has steps.
+        (index of last token, reward) of each step; () when no term has steps.
     """
     weighted = [(weight, verdict) for weight, verdict in verdicts if weight]
     ends = sorted({end for _, verdict in weighted for end, _ in verdict.steps})

@@ -1,4 +1,4 @@
-"""Steps of worked sums, right or wrong: rewards for process supervision on the task `chain_sum`."""
+"""Step rewards for worked sums, for process supervision on the task `chain_sum`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ _OPENING, _CLOSING = "<think>", "</think>"
 
 
 def sum_steps(sample: Sample, _: NoOptions) -> Verdict:
-    """The share of the steps of a worked sum that are right; as steps, 1.0 for each right one and 0.0 for others.
+    """Share of correct steps of a worked sum; as step rewards, 1.0 for a correct step and 0.0 for others.
 
-    For 3+5+2=? they are what `;` divides in the completion's opening <think>...</think>, such as 3+5=8;8+2=10. A step
-    is right when it adds the next terms of the question, at least one, to what the terms before them add up to. So
-    there are at most as many right steps as there are terms to add, and nothing is gained by repeating one. A
-    completion that does not open with <think> has no steps and a share of 0.0. Number words count as the
-    digits that they stand for (`config/numerals.py`).
+    Steps are the parts between `;` in the completion's opening <think>...</think>, such as 3+5=8;8+2=10 for 3+5+2=?. A
+    step is correct when it adds the next terms of the question, at least one, to the sum of the terms before. So there
+    are at most as many correct steps as terms to add, and repeating one gains nothing. A completion that does not open
+    with <think> has no steps and a share of 0.0. Number words count as their digits (`config/numerals.py`).
 
     Raises:
-        ValueError: The prompt is no sum.
+        ValueError: The prompt is not a sum.
     """
     left = terms_of(sample.prompt)
     if not sample.text.startswith(_OPENING):
@@ -42,7 +41,7 @@ def sum_steps(sample: Sample, _: NoOptions) -> Verdict:
 
 
 def terms_of(prompt: Prompt) -> list[int]:
-    """The terms of the sum that a prompt asks for. Raises ValueError when it asks for none."""
+    """Terms of the sum in a prompt. Raises ValueError when the prompt is not a sum."""
     match = _QUESTION.search(prompt.text)
     if not match:
         raise ValueError(f"the prompt {prompt.text[-80:]!r} does not end as a sum does, such as 3+5+2=?")

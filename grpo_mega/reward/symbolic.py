@@ -1,10 +1,9 @@
 """Runs sympy in worker processes that the kernel kills when a comparison takes too long.
 
-A hostile answer such as `9^{9^9}` keeps sympy busy for ever, in C code that no Python exception interrupts, and
+A hostile answer such as `9^{9^9}` keeps sympy busy forever, in C code that no Python exception interrupts, and
 math-verify's own time-outs work only in a main thread. So every comparison runs in a worker: a bare interpreter (it
-never imports this project or torch) that is started when first needed, limits its own CPU time and memory, and ends
-when its standard input closes, however this process dies. CPU time, unlike wall time, gives the same verdict on a
-busy machine.
+never imports this project or torch) that is started on first use, limits its own CPU time and memory, and ends when its
+standard input closes, however this process dies. CPU time, unlike wall time, gives the same verdict on a busy machine.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ import threading
 from pathlib import Path
 
 CPU_SECONDS = 2.0
-"""CPU time one comparison may take; more counts as not equivalent."""
+"""CPU time of one comparison, in seconds; a longer one counts as not equivalent."""
 WALL_SECONDS = 60.0
-"""Wall-clock limit, for a worker that gets no CPU time on a busy machine."""
+"""Wall-clock limit in seconds, for a worker that gets no CPU time on a busy machine."""
 START_SECONDS = 300.0
-"""Limit for starting an interpreter and importing sympy on a busy machine."""
+"""Seconds for starting an interpreter and importing sympy on a busy machine."""
 MEMORY_BYTES = 4 << 30
 """Address space of one worker."""
 
@@ -59,7 +58,7 @@ class _Worker:
             )
 
     def ask(self, pairs: Pairs) -> list[bool] | None:
-        """The verdict for each pair, or None when the worker died of the question."""
+        """Verdict for each pair, or None if the worker died on the question."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(pairs).encode() + b"\n")
         line = self._read(WALL_SECONDS)
@@ -71,7 +70,7 @@ class _Worker:
         self.process.communicate()
 
     def _read(self, seconds: float) -> bytes:
-        """One line, or b"" when the process ended or wrote nothing within `seconds`."""
+        """Reads one line; b"" when the process ended or wrote nothing within `seconds`."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
         return self.process.stdout.readline() if ready else b""
@@ -79,10 +78,10 @@ class _Worker:
 
 @functools.lru_cache(maxsize=4096)
 def symbolically_equal(pairs: Pairs) -> tuple[bool, ...]:
-    """Of each pair (answer, truth) whether sympy proves the two equal; all pairs share the limits of one question.
+    """For each pair (answer, truth), whether sympy proves them equal; all pairs share the limits of one question.
 
-    Thread-safe: concurrent calls use different workers. Callers bound length and nesting first (`verify.py`). The cache
-    makes a wrong answer that a whole group repeats cost once.
+    Thread-safe: concurrent calls use different workers. Callers bound length and nesting first (`verify.py`). Results
+    are cached, as a whole group may repeat a wrong answer.
     """
     worker = _take_idle() or _Worker()
     verdicts = worker.ask(pairs)
@@ -101,7 +100,7 @@ def close_workers() -> None:
 
 
 def _take_idle() -> _Worker | None:
-    """An idle worker that is still alive, if there is one."""
+    """An idle worker that is still alive, or None."""
     while _idle:
         try:
             worker = _idle.pop()
@@ -114,7 +113,7 @@ def _take_idle() -> _Worker | None:
 
 
 def _warn_once(answer: str, code: int) -> None:
-    """Logs a warning for the first answer that a worker gave up on, and only for it."""
+    """Logs a warning for the first answer that a worker failed on, and only for that."""
     if not _warned.is_set():
         _warned.set()
         _logger.warning(

@@ -1,11 +1,11 @@
-r"""The worker process of `symbolic.py`: `python -P symbolic_worker.py CPU_SECONDS MEMORY_BYTES`.
+r"""Worker process of `symbolic.py`: `python -P symbolic_worker.py CPU_SECONDS MEMORY_BYTES`.
 
 Writes `ready`, then for every line `[[answer, truth], ...]` on standard input one line `[true, false, ...]`, until the
 input ends. The texts are LaTeX of single expressions, or of two with ` = `, ` < ` or ` \le ` between them.
 
-math-verify's parser (latex2sympy) reads them; its comparison is not used, because that rounds to six decimals and
-forgives too much. Here two expressions are equal when sympy proves that their difference is zero; numbers in 60 digits
-only sort out early what is certainly different.
+math-verify's parser (latex2sympy) reads them; its comparison is not used, because it rounds to six decimals and is too
+lenient. Here two expressions are equal when sympy proves that their difference is zero; evaluation to 60 digits only
+rejects early what certainly differs.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _UNFINISHED = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Deri
 
 
 def equal(answer: str, truth: str) -> bool:
-    """Whether the two are the same expression or relation; text that sympy cannot read equals nothing."""
+    """Whether two texts are the same expression or relation; text that sympy cannot read equals nothing."""
     try:
         given, wanted = (_OPERATOR.split(text) for text in (answer, truth))
         if len(wanted) == 1:
             return _equal_expressions(_read(given[0]), _read(wanted[0]))
         return _equal_relations(_read(given[0]) - _read(given[2]), _read(wanted[0]) - _read(wanted[2]), wanted[1])
-    except Exception:  # sympy raises almost any type on hostile input; the verdict is what the caller asked for
+    except Exception:  # sympy raises almost any type on hostile input; an unreadable text is not equal
         return False
 
 
 @functools.lru_cache(maxsize=256)
 def _read(text: str) -> sympy.Expr:
-    """The expression, unevaluated, with decimals as exact fractions and `i` as the imaginary unit."""
+    """Parses an expression, unevaluated, with decimals as exact fractions and `i` as the imaginary unit."""
     text = _DECIMAL.sub(_fraction, text)
     text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
     expression = latex2sympy(text, is_real=True, normalization_config=None, conversion_config=_CONFIG)
@@ -58,13 +58,13 @@ def _read(text: str) -> sympy.Expr:
 
 
 def _fraction(match: re.Match[str]) -> str:
-    """A decimal as LaTeX of the same fraction."""
+    """A decimal as a LaTeX fraction of the same value."""
     whole, decimals = match[1] or match[3] or "", match[2] or ""
     return rf"{{\frac{{{int(whole + decimals)}}}{{{10 ** len(decimals)}}}}}"
 
 
 def _equal_expressions(answer: sympy.Expr, truth: sympy.Expr) -> bool:
-    """Whether the difference is zero, and the answer has no symbol or factorial that the truth does not have."""
+    """Whether the difference is zero, and the answer has no symbol or factorial that the truth lacks."""
     counting = (sympy.factorial, sympy.binomial, sympy.gamma)
     if not answer.free_symbols <= truth.free_symbols or (answer.has(sympy.factorial) and not truth.has(*counting)):
         return False
@@ -72,7 +72,7 @@ def _equal_expressions(answer: sympy.Expr, truth: sympy.Expr) -> bool:
 
 
 def _equal_relations(answer: sympy.Expr, truth: sympy.Expr, operator: str) -> bool:
-    """Whether `answer` and `truth`, both against 0, are multiples of each other: for inequalities positive ones."""
+    """Whether `answer` and `truth`, as relations to 0, are multiples of each other; positive ones for inequalities."""
     if answer.free_symbols != truth.free_symbols:
         return False
     ratio = sympy.cancel(sympy.simplify(answer.doit()) / sympy.simplify(truth.doit()))
@@ -80,7 +80,7 @@ def _equal_relations(answer: sympy.Expr, truth: sympy.Expr, operator: str) -> bo
 
 
 def _differ(answer: sympy.Expr, truth: sympy.Expr) -> bool:
-    """Whether the two have certainly different values at one of `POINTS`."""
+    """Whether two expressions certainly have different values at one of `POINTS`."""
     symbols = sorted(truth.free_symbols, key=str)
     for point in POINTS if symbols else POINTS[:1]:
         values = {symbol: point * (2 * index + 1) / (index + 1) for index, symbol in enumerate(symbols)}
@@ -94,7 +94,7 @@ def _differ(answer: sympy.Expr, truth: sympy.Expr) -> bool:
 
 def _is_zero(difference: sympy.Expr) -> bool:
     """Whether sympy proves that the difference is zero, by increasingly expensive simplifications."""
-    seed(0)  # sympy tries random points: the same question must get the same verdict
+    seed(0)  # sympy tries random points: the seed gives the same question the same verdict
     for simplify in (lambda d: d.doit(), sympy.expand, sympy.cancel, sympy.simplify, sympy.radsimp, sympy.trigsimp):
         difference = simplify(difference)
         if difference.is_zero:
@@ -111,7 +111,7 @@ def main(cpu_seconds: float, memory_bytes: int) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    equal("\\frac{1}{2}", "x+1")  # the first parse builds tables; no answer should pay for that
+    equal("\\frac{1}{2}", "x+1")  # the first parse builds tables; no answer should be charged for that
     print("ready", file=verdicts, flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)

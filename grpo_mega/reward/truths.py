@@ -17,14 +17,14 @@ from grpo_mega.reward.verify import MAX_CHARACTERS
 from grpo_mega.types import Prompt, Sample
 
 IDEAL = {"accuracy": "<think>...</think><answer>{}</answer>", "boxed": r"\boxed{{{}}}", "last_number": "{}"}
-"""Kind of term -> the completion that it scores 1, with {} for the ground truth."""
+"""Kind of term -> completion that scores 1, with {} for the ground truth."""
 _GSM8K = re.compile(r"####\s*(.*\S)\s*\Z")
 
 
 def why_unreachable(terms: Sequence[RewardTerm], truth: str) -> str | None:
-    """Why no completion can be right when `truth` is the answer, and how to fix it; None when one can be.
+    """Why no completion can match the answer `truth`, and the fix; None when one can.
 
-    Only built-in terms of all tasks are checked: a user's function may read answers as it likes.
+    Only built-in terms that apply to all tasks are checked, as a user function may read answers in its own way.
     """
     names = {term.name: term.built_in for term in terms if term.built_in in IDEAL and not term.tasks}
     if not names:

@@ -57,10 +57,10 @@ _SPELLINGS = {
     "pm": "p.m. p.m",
 }
 UNITS = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in (unit, *spellings.split())}
-"""Spelling -> unit."""
+"""Spelling -> canonical name of the unit."""
 
 SIGNS = {r"\$": "dollar", r"\pounds": "pound sterling", r"\euro": "euro", "USD": "dollar", r"US\$": "dollar"}
-"""Currency signs, before the value."""
+"""Currency signs that stand before a value -> unit."""
 
 _NUMBERS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -92,25 +92,25 @@ _FUNCTION_WORDS = (
     "upwards downwards afterwards forwards nowadays past also near being something anything nothing everything"
 )
 _CHANGING = frozenset(f"{_NUMBERS} {_OPERATIONS} {_HEDGES} {_FUNCTION_WORDS}".split())
-"""Words that turn the value before them into another value, a guess or a sentence. These word classes are closed."""
+"""Words that turn the value before them into another value, a guess or a sentence. These are closed word classes."""
 
 _CHANGING_FORMS = re.compile(
     r".*(?:th|milliard|illion|uple|upled|upling|fold|ly|n't)"
     r"|half[a-z]*|(?:twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)[a-z]*"
 )
-"""Fractions and ordinals, magnitudes, multipliers, adverbs."""
+"""Pattern of fractions and ordinals, magnitudes, multipliers, adverbs."""
 _LOOKALIKES = (
     "month path moth cloth tablecloth booth bath tooth teeth youth mouth broth length depth width math "
     "health wealth north south earth family jelly belly fly butterfly lily daily weekly monthly yearly elderly"
 )
 _EXCEPTIONS = frozenset(_LOOKALIKES.split())
-"""Words that match `_CHANGING_FORMS` and change nothing."""
+"""Words that match `_CHANGING_FORMS` but change nothing."""
 _FUNCTIONS = re.compile(
     "arc[a-z]+|sin|cos|tan|cot|sec|csc|log|exp|sqrt|abs|max|det|lim|arg|alpha|beta|gamma|delta|epsilon|zeta|eta|theta|"
     "iota|kappa|lambda|rho|sigma|tau|phi|chi|psi|omega"
 )
 _PRODUCT = re.compile("[abckmnpqrstxyz]{3}|[^aeiouy]+")
-"""Letters that are variables: `3 xyz` is not a number of things."""
+"""Pattern of letters that are variables: `3 xyz` is not a number of things."""
 
 _PLURAL = re.compile(r"[a-z]+[^siu']s")
 _COMMON_NOUNS = (
@@ -124,7 +124,7 @@ _COMMON_NOUNS = (
     "equipment"
 )
 _NOUNS = frozenset(_COMMON_NOUNS.split())
-"""Nouns that are counted and do not look like a plural."""
+"""Countable nouns that do not look like a plural."""
 
 _LAST_WORDS = (
     "old tall long wide high deep away apart ago later left leftover remaining total altogether overall each taller "
@@ -139,10 +139,10 @@ _TIMES = re.compile(
 
 
 def unit_name(text: str, counted: bool) -> str | None:
-    r"""The canonical name of a unit: `cm^2` for ` \text{ square centimeters}`; None when the text is not a unit.
+    r"""Canonical name of a unit: `cm^2` for ` \text{ square centimeters}`; None when the text is not a unit.
 
-    `counted`: the text follows a plain number, so that it may also name what is counted, as in `18 wooden chairs`. ""
-    stands for words that name nothing, like `more` and `left`.
+    `counted`: the text follows a plain number, so that it may also name counted things, as in `18 wooden chairs`. "" is
+    returned for words that name nothing, like `more` and `left`.
     """
     text = re.sub(r"\\text|[{}()~]", " ", text).strip(" .,")
     text = re.sub(r"(?<=[A-Za-z0-9]) *\^ *(?=[23])", "^", " ".join(text.split()))
@@ -164,23 +164,23 @@ def unit_name(text: str, counted: bool) -> str | None:
 
 
 def _known(part: str) -> str | None:
-    """The canonical name of one unit with its power, like `cm^2`, or None; case counts only in units such as `mL`."""
+    """Canonical name of one unit with its power, like `cm^2`, or None; case matters only in units such as `mL`."""
     word, power, exponent = part.partition("^")
     unit = UNITS.get(word) or (UNITS.get(word.lower()) if len(word) > 1 else None)
     return None if unit is None else unit + power + exponent
 
 
 def _share(part: str) -> str | None:
-    """The name of what a rate refers to: `person` in `3 apples per person`; a noun in the singular can be any word."""
+    """Name of the denominator of a rate: `person` in `3 apples per person`; a noun in the singular can be any word."""
     words = part.lower().split()
     return _join(words) if 0 < len(words) <= 3 and all(map(_harmless, words)) else None
 
 
 def _things(text: str) -> str | None:
-    """The name of what is counted, or None: nouns in the plural or well-known ones, with adjectives and comparisons.
+    """Name of counted things, or None: nouns in the plural or well-known ones, with adjectives and comparisons.
 
-    An open class of words can only be admitted where none of them changes the value, so the noun must look like one,
-    and no word before it may belong to the closed classes that count, calculate, hedge or deny.
+    Nouns are an open word class, so a word must look like a noun, and no word before it may belong to the closed
+    classes that count, calculate, hedge or negate.
     """
     if _TIMES.fullmatch(text):
         return "times"
@@ -206,7 +206,7 @@ def _things(text: str) -> str | None:
 
 
 def _nouns(text: str) -> str | None:
-    """`wooden chair` for `wooden chairs`; None unless the last word names things and no word changes the number."""
+    """Singular name of counted things, `wooden chair` for `wooden chairs`; None if a word may change the number."""
     *described, noun = text.replace("-", " ").split() or [""]
     plural = noun in _NOUNS or noun in UNITS or _PLURAL.fullmatch(noun)
     if not plural or len(described) > 3 or not all(map(_harmless, [*described, noun])):
@@ -215,7 +215,7 @@ def _nouns(text: str) -> str | None:
 
 
 def _harmless(word: str) -> bool:
-    """Whether a word leaves the number before it as it is, in the singular and in the plural."""
+    """Whether a word, in singular or plural, leaves the number before it unchanged."""
     if "-" in word:
         return all(map(_harmless, word.split("-")))
     forms = {word, word.removesuffix("s"), word.removesuffix("es"), word.removesuffix("'s")}
@@ -228,5 +228,5 @@ def _harmless(word: str) -> bool:
 
 
 def _join(words: list[str]) -> str:
-    """The words as one name, in the singular where only an s makes the difference."""
+    """The words as one name, made singular where only an s makes the difference."""
     return " ".join(word.removesuffix("s") for word in words)

@@ -2,8 +2,8 @@
 
 A function may exit, be killed, hang, fork, start programs, change its sample or the working directory, print without
 end or take all memory. So each rank has a process (`user_worker.py`) that calls the functions, each time with a copy of
-the sample and within a time limit. What goes wrong becomes an error of the rank that names the term and the sample;
-what the process has started ends with it.
+the sample and within a time limit. A failure becomes an error of the rank that names the term and the sample;
+everything that the process started ends with it.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from grpo_mega.sandbox.guard import END
 from grpo_mega.types import Sample
 
 IMPORT_SECONDS = 1800.0
-"""Time limit for importing a function's module, which may load a model."""
+"""Seconds for importing a function's module, which may load a model."""
 SECONDS_TO_DIE = 30.0
-"""Longest wait for killed processes to end; a driver may delay them."""
+"""Seconds to wait for killed processes to end, which a driver may delay."""
 STACK_SECONDS = 5.0
-"""How long a process that takes too long has to print where it is."""
+"""Seconds that a process which takes too long has to print its stack."""
 GRACE_SECONDS = 5.0
-"""How much later than its calls' limits an async function is ended that does not heed them."""
+"""Extra seconds before the worker is killed for an async function that ignores its time limit."""
 SHOWN_BYTES = 1 << 16
-"""Bytes of the functions' output that are passed on to standard error; the rest is read and dropped."""
+"""Bytes of the functions' output passed on to standard error; the rest is read and dropped."""
 LAST_LINES = 15
-"""Lines of output, the last ones, that an error shows."""
+"""Number of last lines of output shown in an error."""
 LAST_BYTES = 4000
-"""Bytes of output that are kept for an error."""
+"""Bytes of output kept for an error."""
 SLICE = 1.0
-"""Seconds of one wait; a wait that took longer counts as this much, because the job was suspended meanwhile."""
+"""Seconds of one wait; a longer one counts as this much, as the job must have been suspended."""
 DEFAULTS = {"PYTHONHASHSEED": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-"""Environment variables of the process that this one lacks: a rank that torchrun did not start is the only one."""
+"""Environment variables set for the worker if missing: a rank not started by torchrun is the only one."""
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from grpo_mega.reward.user_worker import main; "
@@ -57,34 +57,34 @@ _START = (
 
 
 class _Lost(Exception):
-    """The worker no longer answers, and it and its children have been ended."""
+    """Error: the worker no longer answers; it and its children have been killed."""
 
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function of the user's: its import path `package.module:function`, and its arguments after the sample."""
+    """A user function: its import path `package.module:function`, and its arguments after the sample."""
 
     path: str
     options: dict[str, Any] = field(default_factory=dict)
 
 
 class UserFunctions:
-    """The reward functions of a run, and the process that runs them."""
+    """User-defined reward functions of a run, and the process that runs them."""
 
     def __init__(self, functions: dict[str, UserFunction], seed: int, seconds: float, restart: bool = False) -> None:
-        """Imports the functions, with this process' import path, working directory and environment.
+        """Imports the functions, with this process's import path, working directory and environment.
 
         Args:
-            functions: By the name of the term.
-            seed: The run's. What a function draws depends on it, the term and the sample.
+            functions: Functions by name of their term.
+            seed: Seed of the run. A function's random numbers depend on it, the term and the sample.
             seconds: Time limit for a call.
-            restart: Whether calls after one that ended the process get a new one.
+            restart: Whether to start a new process after a call that ended it.
 
         Raises:
             ValueError: A function cannot be imported; names the term.
         """
         self._functions, self._seed, self._seconds, self._restart = functions, seed, seconds, restart
-        self._forms: dict[str, str] = {}  # of each function: see `user_worker.Function`
+        self._forms: dict[str, str] = {}  # for each function, how it takes samples: see `user_worker.Function`
         self._start()
         self._import()
 
@@ -101,11 +101,10 @@ class UserFunctions:
             self._forms[term] = answer["form"]
 
     def outcomes(self, term: str, samples: Sequence[Sample]) -> Iterator[Verdict | Exception]:
-        """What the term's function makes of each sample: a verdict, or why there is none.
+        """Yields the outcome of the term's function for each sample: a verdict, or the exception that prevented one.
 
-        The function is called as the outcomes are asked for, unless it takes several samples at once. A ValueError
-        stands for a value that is no verdict, a RuntimeError for a function that fails, takes too long, or ends its
-        process.
+        The function is called lazily, unless it takes several samples at once. A ValueError stands for a value that is
+        not a verdict, a RuntimeError for a function that fails, takes too long, or ends its process.
         """
         if self._forms[term] == ONE:
             for sample in samples:
@@ -116,9 +115,9 @@ class UserFunctions:
     def _call(self, term: str, samples: Sequence[Sample]) -> list[Verdict | Exception]:
         keys = [f"{self._seed}/{term}/{s.prompt.id}/{s.index}/{s.policy_version}" for s in samples]
         late = f"no value within reward.timeout_seconds={self._seconds:g}"
-        light = [replace(sample, experts=None) for sample in samples]  # a tensor, for which the worker would need torch
+        light = [replace(sample, experts=None) for sample in samples]  # a tensor, which would need torch in the worker
         seconds = self._seconds
-        if self._forms[term] == AT_ONCE:  # each has its own limit, which the worker keeps
+        if self._forms[term] == AT_ONCE:  # the worker enforces each sample's limit
             seconds = self._seconds * ceil(len(samples) / MOST_AT_ONCE) + GRACE_SECONDS
         try:
             if self._restart and not self._end.alive:
@@ -140,14 +139,14 @@ class UserFunctions:
         return read_verdict(outcome)
 
     def close(self) -> None:
-        """Ends the process and all that it started; the end of this interpreter does so too."""
+        """Ends the process and everything that it started; interpreter exit does so too."""
         self._end()
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair()
         path = json.dumps([str(folder) for folder in sys.path])
         with theirs:
-            # A session of its own keeps Ctrl-C away; -u, so that output is complete when it ends abruptly.
+            # A new session shields it from Ctrl-C; -u, so that output is complete when it ends abruptly.
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-P", "-c", _START, path, str(os.getpid()), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -170,7 +169,7 @@ class UserFunctions:
         self._end = weakref.finalize(self, _end, self._process, self._socket, os.getpid())
 
     def _ask(self, request: tuple[Any, ...], seconds: float, late: str) -> dict[str, Any]:
-        """The worker's answer to a request; `late` is the error's text when there is none within `seconds`."""
+        """Sends a request and returns the worker's answer; `late` is the error's text for none within `seconds`."""
         if not self._end.alive:
             raise _Lost("the process of this run's functions has already ended")
         message = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
@@ -178,7 +177,7 @@ class UserFunctions:
             self._socket.settimeout(min(seconds, IMPORT_SECONDS))
             self._socket.sendall(len(message).to_bytes(8, "big") + message)
             line = self._next_line(seconds)
-        except OSError:  # the worker's end may be closed
+        except OSError:  # the worker's end of the socket may be closed
             line = b""
         if line is None:
             raise self._late(late)
@@ -190,7 +189,7 @@ class UserFunctions:
         raise self._lost(invalid=bool(line))
 
     def _next_line(self, seconds: float) -> bytes | None:
-        """The worker's next line, incomplete when the worker has ended; None when there is none within `seconds`."""
+        """Next line from the worker, incomplete if the worker has ended; None if there is none within `seconds`."""
         left, line = seconds, b""
         while left > 0:
             began = time.monotonic()
@@ -207,7 +206,7 @@ class UserFunctions:
         return None
 
     def _read_output(self) -> None:
-        """Reads what functions have printed: shows the first SHOWN_BYTES and keeps the last LAST_BYTES for errors."""
+        """Reads the functions' output: forwards the first SHOWN_BYTES and keeps the last LAST_BYTES for errors."""
         try:
             output = os.read(self._output_fd, 1 << 20)
         except BlockingIOError:
@@ -223,11 +222,11 @@ class UserFunctions:
             sys.stderr.write(text)
 
     def _late(self, late: str) -> _Lost:
-        """Ends a worker that takes too long; the error shows where it was."""
+        """Kills a worker that takes too long; the error shows its stack."""
         self._process.send_signal(STACK)
         self._poll.unregister(self._socket)
         wait = STACK_SECONDS
-        for _ in range(10):  # a stack is written in pieces; other output may not stop
+        for _ in range(10):  # a stack is written in pieces, and other output may never stop
             if not self._poll.poll(1000 * wait):
                 break
             self._read_output()
@@ -236,7 +235,7 @@ class UserFunctions:
         return _Lost(f"{late}{self._output_for_error()}")
 
     def _lost(self, invalid: bool) -> _Lost:
-        """The error of a worker that has ended, or that is ended here because a function wrote into its socket."""
+        """Error for a worker that has ended, or that is killed here because a function wrote into its socket."""
         how = "was ended: the function has written to a file descriptor that is not its own"
         if not invalid:
             self._socket.close()
@@ -268,7 +267,7 @@ def _name(number: int) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
-    """Ends the guard process and all that it guards; in a fork of the rank, `owner`, it closes the connection only."""
+    """Ends the guard and everything that it guards; in a fork of the process `owner`, only closes the connection."""
     connection.close()
     if os.getpid() != owner:
         return

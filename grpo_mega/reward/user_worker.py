@@ -1,9 +1,9 @@
-"""The processes of `user_functions.py`: the guard, which the rank starts, and its child, the worker.
+"""Processes of `user_functions.py`: the guard, which the rank starts, and its child, the worker.
 
 The worker runs users' functions and may end in any way: it exits, is killed, runs out of memory, never returns. The
-guard (`sandbox/guard.py`) runs none of their code. When the worker ends, when the rank ends or when the rank asks for
-it, the guard kills all its descendants and exits with the worker's exit code; 128 plus the signal's number for a worker
-that was killed, as shells do.
+guard (`sandbox/guard.py`) runs none of their code. When the worker or the rank ends, or the rank asks for it, the guard
+kills all its descendants and exits with the worker's exit code; 128 plus the signal's number for a worker that was
+killed, as shells do.
 
 Started as `main`, in an interpreter that has imported no torch: a function whose module needs none has a worker of some
 20 MB that starts in a tenth of a second.
@@ -34,19 +34,19 @@ from grpo_mega.reward.read_verdict import MOST_CHARACTERS, NoVerdict, read_verdi
 from grpo_mega.sandbox import guard
 
 STACK = signal.SIGUSR2
-"""Signal on which the worker prints its stack; the guard passes it on to the worker."""
+"""Signal on which the worker prints its stack; the guard forwards it."""
 TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that schedulers send to all processes of a rank. The rank reacts to them, and ends the worker itself."""
+"""Signals that schedulers send to all processes of a rank: the rank reacts to them, and ends the worker itself."""
 ONE, AT_ONCE, LIST = "one", "at once", "list"
-"""How a function takes samples."""
+"""Ways in which a function takes samples."""
 MOST_AT_ONCE = 64
-"""Samples that an async function scores at once."""
+"""Number of samples that an async function scores concurrently."""
 LOOP = asyncio.Runner()
-"""One event loop for all calls, so that what belongs to a loop, such as a session of a client, can be kept."""
+"""One event loop for all calls, so that objects bound to a loop, such as client sessions, can be reused."""
 
 
 def main(rank: int, connection: int) -> None:
-    """Guards a worker until it or `rank`, the process that started this one, ends; then ends all its descendants.
+    """Guards a worker until it or the process `rank`, which started this one, ends; then kills all its descendants.
 
     Args:
         rank: Process id of the rank. Its thread that started this process must live as long as the rank (prctl(2)).
@@ -66,13 +66,13 @@ def main(rank: int, connection: int) -> None:
 def _work(connection: int) -> None:
     """Answers the rank's requests until the rank closes its end of the socket. Never returns."""
     guard.tell_kernel(guard.PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in TO_RANKS:  # not SIG_IGN and no mask: programs that a function starts would inherit those
+    for number in TO_RANKS:  # not SIG_IGN or a mask: programs started by a function would inherit those
         signal.signal(number, lambda *_: None)
     os.register_at_fork(after_in_child=_restore_signals)
     faulthandler.enable()
     faulthandler.register(STACK, all_threads=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
-    with suppress(OSError):  # when memory runs out, the kernel is to kill this process, not the rank
+    with suppress(OSError):  # when memory runs out, the kernel should kill this process, not the rank
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         _answer(socket.socket(fileno=connection))
@@ -83,34 +83,34 @@ def _work(connection: int) -> None:
 
 
 def _restore_signals() -> None:
-    """Restores the usual handling of signals, in processes that a function forks."""
+    """Restores default signal handling in processes that a function forks."""
     for number in TO_RANKS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def _answer(rank: socket.socket) -> None:
-    """Reads requests, each eight bytes of length and a pickled tuple, and answers each by a line of JSON.
+    """Reads requests (eight bytes of length, then a pickled tuple) and answers each with a line of JSON.
 
-    An answer carries its request's number; otherwise text that a function writes into the socket could pass for one.
+    An answer carries its request's number, so that text which a function writes into the socket cannot pass for one.
     """
     requests, me, number = rank.makefile("rb"), os.getpid(), 0
     functions: dict[str, Function] = {}
     while size := requests.read(8):
         number += 1
         answer = {"number": number} | _attempt(functions, requests.read(int.from_bytes(size, "big")))
-        if os.getpid() != me:  # a fork of the worker in which the function returned: only the worker itself answers
+        if os.getpid() != me:  # a fork of the worker, in which the function returned: only the worker itself answers
             os._exit(0)
         rank.sendall(json.dumps(answer).encode() + b"\n")
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the user's.
+    """A user function and how to call it.
 
     Attributes:
         call: The function itself.
-        form: How it takes samples: `ONE` after the other, several `AT_ONCE` because it is async, or as a `LIST`.
-        options: Its further arguments.
+        form: How the function takes samples: `ONE` at a time, several `AT_ONCE` (async), or as a `LIST`.
+        options: Further arguments.
     """
 
     call: Callable[..., Any]
@@ -119,9 +119,9 @@ class Function:
 
 
 def _attempt(functions: dict[str, Function], request: bytes) -> dict[str, Any]:
-    """The answer to a request, or the error "raised" with its "traceback".
+    """Answer to a request, or the error "raised" with its "traceback".
 
-    An import is answered by how the function takes samples, a call by "outcomes", one for each sample: see `_read`.
+    The answer to an import is how the function takes samples; to a call, "outcomes", one for each sample (see `_read`).
     """
     try:
         what, name, *arguments = pickle.loads(request)
@@ -129,7 +129,7 @@ def _attempt(functions: dict[str, Function], request: bytes) -> dict[str, Any]:
             function = functions[name] = _import(*arguments)
             return {"form": function.form}
         return {"outcomes": _outcomes(functions[name], *arguments)}
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too
+    except BaseException as error:  # including SystemExit and KeyboardInterrupt
         return _failed(error)
 
 
@@ -148,7 +148,7 @@ def _import(path: str, options: dict[str, Any]) -> Function:
 
 
 def _first_parameter(function: Callable[..., Any]) -> str:
-    """The name of the first parameter; "" when it is not known, as with functions of extension modules."""
+    """Name of the first parameter; "" when it is unknown, as for functions of extension modules."""
     try:
         return next(iter(inspect.signature(function).parameters), "")
     except (TypeError, ValueError):
@@ -156,7 +156,7 @@ def _first_parameter(function: Callable[..., Any]) -> str:
 
 
 def _outcomes(function: Function, samples: list[Any], keys: list[str], seconds: float) -> list[dict[str, Any]]:
-    """What the function makes of each sample; `keys`, one for each, seed the random generators."""
+    """Outcome of the function for each sample; `keys`, one per sample, seed the random generators."""
     _seed("\n".join(keys))
     if function.form == AT_ONCE:
         return LOOP.run(_at_once(function, samples, seconds))
@@ -171,20 +171,20 @@ def _outcomes(function: Function, samples: list[Any], keys: list[str], seconds: 
 
 
 async def _at_once(function: Function, samples: list[Any], seconds: float) -> list[dict[str, Any]]:
-    """What an async function makes of each sample, `MOST_AT_ONCE` of them at once."""
+    """Outcomes of an async function for each sample, `MOST_AT_ONCE` concurrently."""
     gate = asyncio.Semaphore(MOST_AT_ONCE)
     return await asyncio.gather(*(_awaited(function, sample, seconds, gate) for sample in samples))
 
 
 async def _awaited(function: Function, sample: Any, seconds: float, gate: asyncio.Semaphore) -> dict[str, Any]:
-    """What an async function makes of one sample within its time limit, which begins when its turn comes."""
+    """Outcome of an async function for one sample within its time limit, which starts when the call starts."""
     me = os.getpid()
     async with gate:
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
                 return _read(await function.call(sample, **function.options))
-        except BaseException as error:  # SystemExit would end the loop, and other samples with it
+        except BaseException as error:  # SystemExit would end the loop, and with it the other samples
             return {"late": True} if limit.expired() else _failed(error)
         finally:
             if os.getpid() != me:  # a fork of the worker shares its event loop
@@ -192,7 +192,7 @@ async def _awaited(function: Function, sample: Any, seconds: float, gate: asynci
 
 
 def _read(returned: Any) -> dict[str, Any]:
-    """A verdict's fields, or what was "returned" instead."""
+    """Fields of a verdict, or the value that was "returned" instead."""
     try:
         return asdict(read_verdict(returned))
     except NoVerdict as error:
@@ -200,7 +200,7 @@ def _read(returned: Any) -> dict[str, Any]:
 
 
 def _seed(key: str) -> None:
-    """Seeds Python's generator, and those of numpy and torch where a function's module has imported them."""
+    """Seeds Python's generator, and those of numpy and torch if they are imported."""
     number = int.from_bytes(hashlib.sha256(key.encode(errors="backslashreplace")).digest()[:8], "big")
     random.seed(number)
     if numpy := sys.modules.get("numpy"):
@@ -212,12 +212,12 @@ def _seed(key: str) -> None:
 def _text(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
-    except Exception:  # it cannot even be printed
+    except Exception:  # the exception cannot even be printed
         return type(error).__name__
 
 
 def _trace(error: BaseException) -> str:
-    """The frames of the user's code, the innermost last."""
+    """Stack frames of the user's code, innermost last."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
     return "".join(traceback.format_list(own)).rstrip()[-MOST_CHARACTERS:]

@@ -1,4 +1,4 @@
-"""What one term of the reward says of one sample."""
+"""Verdict of one reward term on one sample."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Verdict:
-    """The value of one term of the reward for one sample.
+    """Value of one reward term for one sample.
 
     Attributes:
-        value: The term's value, before its weight.
-        reason: Why it has this value, in words; empty when there is nothing to say.
-        unscorable: Why there is no value, such as a service that did not answer; empty when there is one.
-        steps: (one past its last character in `Sample.text`, its reward) of each step of the completion, in order, for
-            process supervision, which takes them for `value`; () for a term that scores no steps.
+        value: Value of the term, before its weight.
+        reason: Explanation of the value, in words; may be empty.
+        unscorable: Why there is no value, e.g. a service did not answer; empty when there is one.
+        steps: (one past the last character in `Sample.text`, reward) of each step of the completion, in order, used by
+            process supervision in place of `value`; () for a term that scores no steps.
     """
 
     value: float

@@ -2,7 +2,7 @@ r"""Decides whether an answer equals the ground truth, at bounded cost and witho
 
 Exact text first, then exact rational arithmetic; then both texts are normalized (`normalize.py`), their structure is
 read (`parse.py`) and compared here, and only what is left, pairs of expressions, goes to sympy in a guarded process
-(`symbolic.py`), all pairs of an answer as one question. docs/rewards.md says what is accepted and what is refused.
+(`symbolic.py`), all pairs of an answer as one question. docs/rewards.md lists what is accepted and refused.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from grpo_mega.reward.rational import MAX_EXPONENT
 from grpo_mega.reward.symbolic import symbolically_equal
 
 MAX_CHARACTERS = 1000
-MAX_NESTING = 10  # the time to parse nested groups grows exponentially
+MAX_NESTING = 10  # parsing time of nested groups grows exponentially
 MAX_QUESTIONS = 64
-"""Pairs of expressions that one answer may put to sympy."""
+"""Largest number of pairs of expressions that one answer may submit to sympy."""
 
 _INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]*)?|\.[0-9]+)"
@@ -55,8 +55,8 @@ def equivalent(answer: str, truth: str) -> bool:
     if not (_well_formed(answer) and _well_formed(truth)):
         return False
     given, wanted = parse(answer), parse(truth)
-    # The first comparison takes all pairs of expressions for equal and collects them for sympy; the second has its
-    # verdicts, with which it can only end earlier.
+    # The first comparison treats all pairs of expressions as equal and collects them for sympy; the second uses its
+    # verdicts, and can only end earlier.
     pairs: dict[tuple[str, str], bool] = {}
     if not _compare(given, wanted, lambda a, t: pairs.setdefault((a, t), True)):
         return False
@@ -69,7 +69,7 @@ def equivalent(answer: str, truth: str) -> bool:
 
 
 def _number(text: str) -> Fraction | None:
-    """The exact value of a plain number; None when it is not one, or too large to be worth computing."""
+    """Exact value of a plain number; None when it is not one, or too large to compute."""
     match = _NUMBER.fullmatch(text) if len(text) <= MAX_CHARACTERS else None
     if match is None or abs(int(match["exponent"] or 0)) > MAX_EXPONENT:
         return None
@@ -78,7 +78,7 @@ def _number(text: str) -> Fraction | None:
 
 
 def _well_formed(text: str) -> bool:
-    """Whether the text is short, shallow and balanced enough for a parser, and no number that `_number` refused."""
+    """Whether the text is short, shallow and balanced enough to parse, and not a number that `_number` refused."""
     if len(text) > MAX_CHARACTERS or any(c.isnumeric() and not c.isascii() for c in fold_symbols(text)):
         return False
     depth = accumulate((c in "{[(") - (c in "}])") for c in text)
@@ -89,7 +89,7 @@ def _well_formed(text: str) -> bool:
 
 
 def _compare(answer: Form, truth: Form, same: Same) -> bool:
-    """Whether the whole answer is the whole truth: the same solutions, of the same unknown as far as both name it."""
+    """Whether the whole answer equals the whole truth: the same solutions, of the same unknown where both name one."""
     given, wanted = _record(answer), _record(truth)
     if given and wanted:
         return given.keys() == wanted.keys() and all(_equal(given[n], wanted[n], same) for n in wanted)
@@ -102,7 +102,7 @@ def _compare(answer: Form, truth: Form, same: Same) -> bool:
 
 
 def _record(form: Form) -> dict[str, Form] | None:
-    """The values of several unknowns, by name: `x = 1, y = 2`, `(x, y) = (1, 2)`."""
+    """Values of several unknowns by name: `x = 1, y = 2`, `(x, y) = (1, 2)`; None for other forms."""
     if isinstance(form, Named) and isinstance(form.value, Ordered) and form.name[0] == "(":
         names = form.name.strip("()").split(",")
         if form.value.kind == "()" and len(names) == len(form.value.items) == len(set(names)):
@@ -115,7 +115,7 @@ def _record(form: Form) -> dict[str, Form] | None:
 
 
 def _point(record: dict[str, Form]) -> Form:
-    """The values of a record as a tuple: (1, 2) for `y = 2, x = 1`; unusual names keep the order given."""
+    """Values of a record as a tuple: (1, 2) for `y = 2, x = 1`; unusual names keep the given order."""
     names = sorted(record)
     letters = [ord(name) for name in names if len(name) == 1]
     consecutive = letters == list(range(ord(names[0][0]), ord(names[0][0]) + len(names)))  # a, b, c or m, n
@@ -124,10 +124,10 @@ def _point(record: dict[str, Form]) -> Form:
 
 
 def _solutions(form: Form) -> tuple[str | None, tuple[Form, ...]]:
-    """The name that all solutions share, if they do, and the solutions without it."""
+    """(name shared by all solutions or None, solutions without it)."""
     items = form.items if isinstance(form, Unordered) else (form,)
     names = {item.name for item in items if isinstance(item, Named)}
-    if len(names) > 1:  # x = 1, y = 2 or x = 3, y = 4: which belong together is in their order only
+    if len(names) > 1:  # x = 1, y = 2 or x = 3, y = 4: only the order says which belong together
         return None, (Ordered("several unknowns", items),)
     if len(names) == 1:
         items = tuple(item.value if isinstance(item, Named) else item for item in items)
@@ -139,7 +139,7 @@ def _solutions(form: Form) -> tuple[str | None, tuple[Form, ...]]:
 def _as_relation(form: Form) -> Relation | None:
     """The form as a relation, to compare `y = 2x + 1` with `2x - y + 1 = 0`.
 
-    None for a name that equals a constant: it is solved, and `2x = 10` does not answer `x = 5`.
+    None for a name that equals a constant: that is a solution, and `2x = 10` does not answer `x = 5`.
     """
     if isinstance(form, Named) and isinstance(form.value, (Expression, Words)):
         text = form.value.latex if isinstance(form.value, Expression) else form.value.text
@@ -149,7 +149,7 @@ def _as_relation(form: Form) -> Relation | None:
 
 
 def _match(answers: tuple[Form, ...], truths: tuple[Form, ...], same: Same) -> bool:
-    """Whether the two lists have the same values, each equally often, in any order."""
+    """Whether two lists have the same values with the same multiplicities, in any order."""
     if len(answers) != len(truths):
         return False
     fits = [[i for i, answer in enumerate(answers) if _equal(answer, truth, same)] for truth in truths]
@@ -169,7 +169,7 @@ def _match(answers: tuple[Form, ...], truths: tuple[Form, ...], same: Same) -> b
 
 
 def _equal(answer: Form, truth: Form, same: Same) -> bool:
-    """Whether two values are equal. A number is only answered by a number: an expression would repeat the question."""
+    """Whether two values are equal. Only a number answers a number: an expression would repeat the question."""
     if isinstance(answer, (Number, Expression)) and isinstance(truth, (Number, Expression)):
         answer, truth = in_unit(answer, truth.unit), in_unit(truth, answer.unit)
     match answer, truth:
@@ -189,11 +189,11 @@ def _equal(answer: Form, truth: Form, same: Same) -> bool:
             return answer.name == truth.name and _equal(answer.value, truth.value, same)
         case Relation(), Relation():
             return answer.operator == truth.operator and same(_text(answer), _text(truth))
-    return answer == truth  # words, numerals, and kinds that differ
+    return answer == truth  # words, numerals, and forms of different kinds
 
 
 def _equal_numbers(answer: Number, truth: Number) -> bool:
-    """Whether two numbers are equal, in the same unit or one without.
+    """Whether two numbers are equal, in the same unit or with one unit missing.
 
     `p%` is p/100, and also p where the other side is a bare p of at least 1.
     """

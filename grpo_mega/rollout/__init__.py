@@ -1,1 +1,1 @@
-"""From prompts to samples: the engines that generate completions, and the sampling they share."""
+"""Generation: from prompts to samples, with the engines that generate completions and the sampling they share."""

@@ -1,4 +1,4 @@
-"""Samples as SGLang returns them, and checks that they can be trained on."""
+"""Completions returned by SGLang, and checks that they can be trained on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_mega.rollout.contract import EngineError
 
 
 class Completion(NamedTuple):
-    """A sample as the engine's process sends it; `experts` are [tokens * layers * top k], see `routed`."""
+    """A completion as the engine's process sends it; `experts` is [tokens * layers * top k], see `routed`."""
 
     token_ids: array[int]
     logprobs: array[float]
@@ -23,7 +23,7 @@ class Completion(NamedTuple):
 
 
 def check(token_ids: array[int], logprobs: array[float]) -> None:
-    """Refuses completions that cannot be trained on.
+    """Refuses a completion that cannot be trained on.
 
     Raises:
         EngineError: There is not exactly one finite log-prob for each token.
@@ -39,7 +39,7 @@ def check(token_ids: array[int], logprobs: array[float]) -> None:
 
 
 def routed(experts: np.ndarray | None, tokens: int, model: ModelConfig) -> torch.Tensor:
-    """The experts that each token of a sequence was sent to.
+    """Routed experts of each token of a sequence.
 
     Args:
         experts: [tokens * layers * top k] as SGLang returns them, dense layers included; None when it returned none.
@@ -50,7 +50,7 @@ def routed(experts: np.ndarray | None, tokens: int, model: ModelConfig) -> torch
         [tokens, MoE layers, top k] int16.
 
     Raises:
-        EngineError: Some are missing, a number is no expert of the model, or an expert is named twice for one token.
+        EngineError: Experts are missing, out of range, or repeated for one token.
     """
     moe = model.moe
     shape = (tokens, model.layers, moe.top_k)

@@ -1,7 +1,7 @@
-"""The state machine that all engines share: which weights an engine has, and which calls are legal when.
+"""State machine shared by all engines: which weights an engine has, and which calls are legal when.
 
-This is bookkeeping alone. Before an engine does what it was asked for it reports that to its contract, so that all
-engines refuse the same calls with the same messages.
+Bookkeeping only. An engine reports every call to its contract before it acts, so that all engines refuse the same calls
+with the same messages.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from typing import NamedTuple
 import torch
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
-"""The kinds of an engine's memory; each can be released and resumed by itself."""
+"""Kinds of an engine's memory; each can be released and resumed separately."""
 
 
 class Spec(NamedTuple):
-    """Shape and dtype that a weight must have."""
+    """Expected shape and dtype of a weight."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class EngineError(RuntimeError):
-    """An engine was asked for something that it cannot do now, or failed to do it."""
+    """An engine was asked for something that is not possible now, or failed to do it."""
 
 
 class EngineRestarted(EngineError):
-    """An engine was lost and has been restarted; all engines of the job wait for weights, and nothing is under way.
+    """An engine was lost and has been restarted; all engines of the job wait for weights, and no samples are under way.
 
-    Push the weights, then submit again what was not handed out. A `Producer` does that when it is called again: it
-    keeps the samples that were finished.
+    Push the weights, then resubmit the samples that were not handed out. A `Producer` does so when it is called again,
+    and keeps the finished samples.
     """
 
 
 class Contract:
-    """The state of one engine, the same on every rank but for the weights that a rank is to push.
+    """State of one engine, the same on every rank except for the weights that a rank is to push.
 
     Where ranks push different weights they have to agree first that none of them refuses; the methods named `check_`
     refuse without changing the state.
@@ -46,7 +46,7 @@ class Contract:
         """The state of a new engine.
 
         Args:
-            expected: The weights that this rank is to push, by name.
+            expected: Weights that this rank is to push, by name.
             has_weights: Whether the engine can generate before weights were pushed.
         """
         self._pushed: int | None = None
@@ -55,15 +55,15 @@ class Contract:
         self._due: dict[str, Spec] | None = None
         self._released: set[str] = set()
         self.under_way = 0
-        """Samples that were submitted, and neither handed out nor dropped."""
+        """Number of samples that were submitted, and neither handed out nor dropped."""
 
     @property
     def version(self) -> int | None:
-        """Policy version of the weights that the engine has; None when they were not pushed, or are gone."""
+        """Policy version of the engine's weights; None when none were pushed, or they were released."""
         return self._pushed if self._ready else None
 
     def begin_update(self) -> None:
-        """Begins a session of pushes; until it has ended nothing can be generated."""
+        """Begins a session of pushes; nothing can be generated until it ends."""
         self._refuse_while_generating("begin_update")
         if self._due is not None:
             raise EngineError("begin_update: a weight update is open already; end it with end_update")
@@ -72,7 +72,7 @@ class Contract:
         self._due, self._ready = dict(self._expected()), False
 
     def check_push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Refuses a bucket of weights when one of them is wrong."""
+        """Raises EngineError for a bucket in which a weight is unknown, repeated or of another shape or dtype."""
         due = self._session("push")
         names = [name for name, _ in bucket]
         for name, tensor in bucket:
@@ -85,14 +85,14 @@ class Contract:
                 raise EngineError(f"push: {name} is {_described(pushed)}, and the model's is {_described(due[name])}")
 
     def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Records that a bucket of weights is pushed; refuses it as `check_push` does."""
+        """Records the push of a bucket of weights; raises as `check_push` does."""
         self.check_push(bucket)
         due = self._session("push")
         for name, _ in bucket:
             del due[name]
 
     def check_end_update(self, version: int) -> None:
-        """Refuses to end the session while weights are missing, or with an older version."""
+        """Raises EngineError while weights are missing, or for an older version than the last one."""
         due = self._session("end_update")
         if due:
             raise EngineError(f"end_update: {len(due)} tensors were not pushed, the first: {next(iter(due))}")
@@ -100,51 +100,51 @@ class Contract:
             raise EngineError(f"end_update: version {version} is stale, version {self._pushed} was pushed before")
 
     def end_update(self, version: int) -> None:
-        """Ends the session: the engine has all weights of this policy version."""
+        """Ends the session of pushes: the engine has all weights of this policy version."""
         self.check_end_update(version)
         self._pushed, self._due, self._ready = version, None, True
 
     @property
     def released(self) -> frozenset[str]:
-        """The tags whose memory is released."""
+        """Tags whose memory is released."""
         return frozenset(self._released)
 
     def reset(self, released: Collection[str]) -> None:
-        """Back to the state of a new engine: without weights, nothing under way, and with this memory released."""
+        """Resets to the state of a new engine: no weights, no samples under way, and this memory released."""
         self._due, self._ready, self._released, self.under_way = None, False, {*released}, 0
 
     @property
     def busy(self) -> bool:
-        """Whether samples are under way: they were submitted, and neither handed out nor dropped."""
+        """Whether samples are under way: submitted, and neither handed out nor dropped."""
         return self.under_way > 0
 
     def submit(self, version: int, samples: int) -> None:
-        """Adds to the number of samples that are under way, with the weights of `version`; legal while others are."""
+        """Adds samples under way, with the weights of `version`; legal while others are under way."""
         self._refuse_without_weights("submit")
         if self.version not in (version, None):
             raise EngineError(f"submit: asked for version {version}, and the engine has version {self.version}")
         self.under_way += samples
 
     def poll(self) -> None:
-        """Refuses to look for samples when none are under way."""
+        """Raises EngineError when no samples are under way."""
         if not self.busy:
             raise EngineError("poll: no sample is under way; submit some first")
 
     def hand_out(self, samples: int) -> None:
-        """Subtracts samples that were handed to the caller from those that are under way."""
+        """Records that samples were handed to the caller, and are no longer under way."""
         self.under_way -= samples
 
     def drop(self) -> None:
-        """Forgets all samples that are under way: they will not be handed out."""
+        """Drops all samples under way: they will not be handed out."""
         self.under_way = 0
 
     def scores(self) -> None:
-        """Refuses scores where samples would be refused, and while some are under way."""
+        """Raises EngineError where `submit` would, and while samples are under way."""
         self._refuse_while_generating("scores")
         self._refuse_without_weights("scores")
 
     def release(self, tags: Collection[str]) -> None:
-        """Records that memory is given back; weights are undefined afterwards."""
+        """Records that memory is released; weights are undefined afterwards."""
         self._refuse_while_generating("release")
         self._refuse_tags("release", tags, self._released, "is released already")
         if self._due is not None:
@@ -154,7 +154,7 @@ class Contract:
             self._ready = False
 
     def resume(self, tags: Collection[str]) -> None:
-        """Records that released memory is taken again."""
+        """Records that released memory is resumed."""
         self._refuse_tags("resume", tags, {*TAGS} - self._released, "was not released")
         self._released -= {*tags}
 

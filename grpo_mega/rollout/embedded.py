@@ -1,7 +1,7 @@
 """The embedded engine: samples with a key-value cache from the training weights themselves, under any layout.
 
 There is no copy of the weights and no synchronisation: it samples from the weights that are trained. Prompts are split
-between the data parallel replicas, each of which generates as many at once as memory allows: a wave (`wave.py`). All
+between the data parallel replicas, each of which generates as many at once as configured, a wave (`wave.py`). All
 tensor and pipeline parallel ranks of a replica see every token, and hold the samples round-robin.
 """
 
@@ -27,13 +27,13 @@ from grpo_mega.weights.names import Entry, entries
 class EmbeddedEngine:
     """Generates with the policy's own weights; see `Engine`.
 
-    A push is compared with these weights and copies nothing; before the first push every version is accepted.
+    A push is compared with the training weights and copies nothing; before the first push every version is accepted.
     """
 
     experts_of = None
 
     def __init__(self, policy: Policy, decode: Callable[[Sequence[int]], str], concurrent_sequences: int) -> None:
-        """`decode` turns token ids into text; at most `concurrent_sequences` are generated at once per replica."""
+        """`decode` converts token ids to text; at most `concurrent_sequences` are generated at once per replica."""
         self.policy = policy
         self.decode = decode
         self.concurrent_sequences = concurrent_sequences
@@ -83,11 +83,11 @@ class EmbeddedEngine:
         return Finished([self._sample(completion) for completion in held], everywhere)
 
     def abort(self) -> None:
-        """Ends all that is under way, at the next poll; see `Engine`."""
+        """Ends all samples under way at the next poll; see `Engine`."""
         self._aborted = True
 
     def _advance(self, interrupted: bool) -> list[Completion]:
-        """The samples of this replica that end during a poll."""
+        """Samples of this replica that end during a poll."""
         topology, device = self.policy.topology, self.policy.platform.device
         if aborted := self._aborted:
             self._aborted = False
@@ -96,7 +96,7 @@ class EmbeddedEngine:
             raise Interrupted
         if ended:
             return self._ended()
-        if not (self._wave or self._plans):  # other replicas have some left
+        if not (self._wave or self._plans):  # other replicas still have samples
             return []
         wave = self._wave or Wave(self.policy, self._plans.popleft())
         wave.advance(STEPS_PER_POLL)
@@ -104,7 +104,7 @@ class EmbeddedEngine:
         return wave.take(everything=False)
 
     def _ended(self) -> list[Completion]:
-        """Ends all samples of this replica that are under way, with the tokens there are."""
+        """Ends all samples of this replica under way, with the tokens sampled so far."""
         finished = self._wave.take(everything=True) if self._wave else []
         nothing = torch.empty(0, dtype=torch.int32), torch.empty(0)
         finished += [Completion(one, plan.version, *nothing, "abort") for plan in self._plans for one in plan.wanted]
@@ -113,7 +113,7 @@ class EmbeddedEngine:
         return finished
 
     def _drop(self) -> None:
-        """Forgets all that is under way."""
+        """Drops all samples under way."""
         self._wave = None
         self._plans.clear()
         self._contract.drop()
@@ -134,10 +134,10 @@ class EmbeddedEngine:
         self._contract.begin_update()
 
     def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Compares the tensors with the parts of them that this rank trains.
+        """Compares the tensors with the shards that this rank trains.
 
         Raises:
-            EngineError: See `Engine`; or a tensor differs from the one that is trained.
+            EngineError: As in `Engine`; or a tensor differs from the trained one.
         """
         self._contract.push(bucket)
         parts, tensors = parts_of(self.policy, self._entries()), dict(bucket)
@@ -152,11 +152,11 @@ class EmbeddedEngine:
         self._contract.end_update(version)
 
     def release(self, tags: Collection[str]) -> None:
-        """Records that memory is released; the engine has none of its own when nothing is under way."""
+        """Records a release of memory; the engine holds none when no samples are under way."""
         self._contract.release(tags)
 
     def resume(self, tags: Collection[str]) -> None:
-        """Records that memory is taken again."""
+        """Records that memory is resumed."""
         self._contract.resume(tags)
 
     def pids(self) -> list[int]:

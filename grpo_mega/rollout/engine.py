@@ -1,7 +1,7 @@
-"""The interface of an engine: completions of prompts, handed out one by one, from weights that are pushed to it.
+"""Interface of an engine: completions of prompts, handed out one by one, from weights that are pushed to it.
 
 `contract.py` decides which calls are legal when. There are two implementations, `embedded.py` and `sglang/engine.py`,
-and one suite of tests runs on both. `producer.py` collects what they hand out.
+tested by one suite. `producer.py` collects the finished samples.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from grpo_mega.types import Sample
 Item = TypeVar("Item")
 
 STEPS_PER_POLL = 16
-"""A poll of the embedded engine draws at most this many tokens of each sequence."""
+"""Tokens of each sequence that one poll of the embedded engine samples at most."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample completions.
+    """Sampling parameters of completions.
 
     Attributes:
         max_new_tokens: Longest completion, in tokens.
@@ -44,7 +44,7 @@ class SamplingParams:
     draw: int = 0
 
     def greedy(self) -> SamplingParams:
-        """A copy that always takes the likeliest token."""
+        """A copy with greedy sampling."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=0)
 
 
@@ -72,31 +72,31 @@ def by_prompt(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
 
 
 def without_stop(tokens: Sequence[int], reason: str) -> Sequence[int]:
-    """A completion's tokens without the stop token, if it ended with one."""
+    """Tokens of a completion without its stop token, if it ended with one."""
     return tokens[:-1] if reason == "stop" else tokens
 
 
 def round_robin(items: Sequence[Item], rank: int, ranks: int, distributed: int) -> Sequence[Item]:
-    """The items that go to `rank` of `ranks`, which have received `distributed` other items before."""
+    """Items for `rank` of `ranks` in round-robin order, after `distributed` earlier items."""
     return items[(rank - distributed) % ranks :: ranks]
 
 
 class Engine(Protocol):
     """Generates completions with the policy, and hands them out one by one.
 
-    Every rank makes the same calls in the same order, with the same arguments but where a docstring says otherwise;
-    only `abort` is for one rank alone. All methods raise `contract.EngineError` when a call is not legal now, and then
-    nothing has changed.
+    Every rank makes the same calls in the same order, with the same arguments unless a docstring says otherwise; only
+    `abort` may be called by one rank alone. All methods raise `contract.EngineError`, and change nothing, when a call
+    is not legal.
     """
 
     @property
     def experts_of(self) -> range | None:
-        """The routed experts whose weights this rank is to push; None for all of them."""
+        """Routed experts whose weights this rank is to push; None for all of them."""
         ...
 
     @property
     def version(self) -> int | None:
-        """Policy version of the weights that the engine has; None when they were not pushed, or are gone."""
+        """Policy version of the engine's weights; None when none were pushed, or they were released."""
         ...
 
     @property
@@ -105,12 +105,12 @@ class Engine(Protocol):
         ...
 
     def submit(self, wanted: Sequence[Wanted], sampling: SamplingParams, version: int) -> None:
-        """Begins to generate samples; also while others are under way.
+        """Starts generating samples, possibly while others are under way.
 
         Args:
             wanted: (prompt, index among the prompt's samples); samples of one prompt are adjacent.
             sampling: How to sample.
-            version: Policy version, which must be that of the weights; written into the samples.
+            version: Policy version, which must equal that of the weights; recorded in the samples.
         """
         ...
 
@@ -122,22 +122,22 @@ class Engine(Protocol):
         under way every rank must poll, equally often; a rank that does not keeps the others waiting.
 
         Args:
-            interrupted: Whether this rank wants all that is under way to be given up; ranks may differ.
+            interrupted: Whether this rank wants to give up all samples under way; ranks may differ.
 
         Raises:
             Interrupted: On every rank, when one was interrupted.
-            EngineRestarted: An engine was lost; see there.
+            EngineRestarted: An engine was lost; see `EngineRestarted`.
             EngineError: Nothing is under way, or an engine failed.
 
-        After any error all that was under way is dropped; samples that were handed out before are not affected.
+        After any error all samples under way are dropped; those handed out before are not affected.
         """
         ...
 
     def abort(self) -> None:
-        """Ends all that is under way: the next polls hand it out with the tokens there are and the reason "abort".
+        """Ends all samples under way: the next polls hand them out with their tokens so far and the reason "abort".
 
-        One rank may call it alone, from any thread; the samples of all ranks end. Does nothing when nothing is under
-        way.
+        One rank may call it alone, from any thread; the samples of all ranks end. Does nothing when no samples are
+        under way.
         """
         ...
 

@@ -1,6 +1,6 @@
-"""Which samples of which prompts are waiting, in flight and done: bookkeeping alone, no engine and no process group.
+"""State of each sample of each prompt (waiting, in flight, done): bookkeeping without engine or process group.
 
-A pool is the same on every rank. Of samples that are done it holds the answers, not the tokens.
+A pool is the same on every rank. It holds the answers of done samples, not their tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from grpo_mega.types import Answer, Group, Prompt
 
 Wanted = tuple[Prompt, int]
-"""A sample that is to be generated: its prompt, and its index among the prompt's samples."""
+"""A sample to generate: its prompt, and its index among the prompt's samples."""
 
 
 class Pool:
@@ -21,17 +21,17 @@ class Pool:
     """
 
     def __init__(self, group_size: int, prompts: Iterable[Prompt] = ()) -> None:
-        """A pool in which the samples of `prompts` are waiting."""
+        """Creates a pool in which the samples of `prompts` are waiting."""
         self._group_size = group_size
         self._wanted: list[Wanted] = []  # by number
         self._waiting: list[int] = []  # numbers, ascending
         self._in_flight: defaultdict[tuple[str, int], deque[int]] = defaultdict(deque)  # (prompt id, index) -> numbers
         self._done: dict[int, Answer] = {}
-        self._missing: list[int] = []  # samples of each group that are not done
+        self._missing: list[int] = []  # number of samples of each group that are not done
         self.add(prompts)
 
     def add(self, prompts: Iterable[Prompt]) -> None:
-        """Adds prompts, whose samples are waiting."""
+        """Adds prompts, with all their samples waiting."""
         for prompt in prompts:
             self._waiting += range(len(self._wanted), len(self._wanted) + self._group_size)
             self._wanted += [(prompt, index) for index in range(self._group_size)]
@@ -39,12 +39,12 @@ class Pool:
 
     @property
     def waiting(self) -> list[Wanted]:
-        """The samples that are not being generated, prompt by prompt."""
+        """Samples that are waiting, prompt by prompt."""
         return [self._wanted[number] for number in self._waiting]
 
     @property
     def in_flight(self) -> int:
-        """Number of samples that are being generated."""
+        """Number of samples in flight."""
         return len(self._wanted) - len(self._waiting) - len(self._done)
 
     @property
@@ -53,9 +53,14 @@ class Pool:
         return len(self._done)
 
     @property
+    def wanted(self) -> int:
+        """Number of all samples."""
+        return len(self._wanted)
+
+    @property
     def complete(self) -> bool:
         """Whether all samples are done."""
-        return self.done == len(self._wanted)
+        return self.done == self.wanted
 
     def begin(self) -> None:
         """Marks all waiting samples as in flight."""

@@ -1,7 +1,7 @@
-"""From prompts to scored answers: submits samples to an engine, and scores and announces those that it finishes.
+"""Producer of scored answers: submits samples of prompts to an engine, scores finished ones and announces the scores.
 
-Every rank makes every call. A sample is held, and scored, by the one rank that the engine has handed it to; that rank
-announces its answer to all others.
+Every rank makes every call. A sample is held and scored by the one rank to which the engine handed it; that rank
+announces the answer to all others.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from grpo_mega.rollout.pool import Pool
 from grpo_mega.types import STRETCH, Answer, Group, Prompt, Rollout, Sample, Score
 
 Announcement = tuple[str, int, Answer]
-"""A sample that a rank holds: its prompt's id, its index among the prompt's samples, and its answer."""
+"""(prompt id, index among the prompt's samples, answer) of a sample that a rank holds."""
 
 Refill = Callable[[Sequence[Group]], Sequence[Prompt]]
-"""Groups that have just been completed -> prompts to add because of them; the same on every rank."""
+"""Newly completed groups -> prompts to add because of them; the same on every rank."""
 
 
 def no_refill(groups: Sequence[Group]) -> Sequence[Prompt]:
-    """The `Refill` that adds nothing."""
+    """`Refill` that adds no prompts."""
     return ()
 
 
 class Producer:
-    """Prompts in, scored answers out: in the order of the prompts, whichever sample finishes first.
+    """Turns prompts into scored answers, in the order of the prompts, whichever sample finishes first.
 
     Samples are scored and announced between two polls; an engine with processes of its own generates meanwhile.
     Announced samples are never generated or scored again, also when polls raise in between: after `Interrupted`, or
-    after `EngineRestarted` once the weights are pushed, the producer continues with what is missing. Samples that were
-    handed out and not announced yet are announced before `EngineRestarted` is raised; after any other error all ranks
-    forget them, and they are missing like those that were never finished.
+    after `EngineRestarted` once the weights are pushed, the producer continues with the missing samples. Samples that
+    were handed out and not announced yet are announced before `EngineRestarted` is raised; after any other error all
+    ranks forget them, and they are missing like those that were never finished.
     """
 
     def __init__(
@@ -51,32 +51,32 @@ class Producer:
         scoring: Callable[[], AbstractContextManager[object]] = nullcontext,
         refill: Refill = no_refill,
     ) -> None:
-        """A producer without prompts.
+        """Creates a producer without prompts.
 
         Args:
-            engine: An engine of which nothing is under way.
-            score: Scores samples; called on every rank with those that it holds, possibly none. When it raises on one
+            engine: An engine without samples under way.
+            score: Scores samples; called on every rank with the samples it holds, possibly none. When it raises on one
                 rank, all ranks raise.
             group_size: Samples per prompt.
             sampling: How to sample.
             version: Policy version; see `Engine.submit`.
-            at_least: Least number of samples, over all ranks, that are scored together, unless nothing more is under
-                way; with as many as there are ranks, most ranks have one to score.
+            at_least: Smallest number of samples, over all ranks, to score together, unless no more are under way; with
+                the number of ranks, most ranks have one to score.
             scoring: Context in which samples are scored and announced, such as a timer.
-            refill: Gets every group once, when it is complete, and says which prompts are added then.
+            refill: Called once with every complete group; returns prompts to add.
         """
         self._engine, self._score, self._scoring, self._refill = engine, score, scoring, refill
         self._sampling, self._version, self._at_least = sampling, version, at_least
         self._group_size = group_size
         self._pool = Pool(group_size)
-        self._unscored: list[Sample] = []  # held here
+        self._unscored: list[Sample] = []  # held by this rank
         self._unscored_everywhere = 0
-        self._samples: dict[int, Sample] = {}  # held here and announced: number -> sample
-        self._handed_out = 0  # groups
-        self._since: dict[tuple[str, int], int] = {}  # prompt id, index -> when it was submitted, for the trace
+        self._samples: dict[int, Sample] = {}  # held by this rank and announced: number -> sample
+        self._handed_out = 0  # number of groups
+        self._since: dict[tuple[str, int], int] = {}  # (prompt id, index) -> time of submission, for the trace
 
     def add(self, prompts: Iterable[Prompt]) -> None:
-        """Adds prompts, whose answers come after those to all earlier prompts; also while some are generated."""
+        """Adds prompts, whose answers follow those of all earlier prompts; also during generation."""
         self._pool.add(prompts)
 
     @property
@@ -84,19 +84,24 @@ class Producer:
         """Whether answers are missing; the same on all ranks."""
         return not self._pool.complete
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Samples that the engine has finished, on all ranks together, and all that were asked for."""
+        return self._pool.done + self._unscored_everywhere, self._pool.wanted
+
     def poll(self, interrupted: Callable[[], bool] | None = None) -> Rollout:
-        """Polls the engine once, scores and announces what is due; the groups that are complete, in order.
+        """Polls the engine once, scores and announces due samples, and returns complete groups in order.
 
         Each group is returned once, when it is complete and the groups of all prompts before it were returned, by this
         poll at the latest. Samples are numbered from 0 in each poll.
 
         Args:
-            interrupted: Whether this rank wants generation to be given up; ranks may differ.
+            interrupted: Whether this rank wants to stop generation; ranks may differ.
 
         Raises:
             Interrupted: One of the ranks was interrupted.
             EngineRestarted: An engine was lost; push the weights, and poll again.
-            EngineError: Nothing is missing, or an engine refused, or failed.
+            EngineError: No answers are missing, or an engine refused or failed.
             RuntimeError: On every rank. Some rank could not score its samples: `score` raised, or did not return one
                 score for each. Names the rank and the error.
         """
@@ -104,7 +109,7 @@ class Producer:
         return self._take_complete()
 
     def run(self, interrupted: Callable[[], bool] | None = None) -> Rollout:
-        """Polls until no answer is missing; all groups that no `poll` has returned, their samples numbered from 0.
+        """Polls until no answer is missing; returns all groups not yet returned by `poll`, samples numbered from 0.
 
         Raises the same errors as `poll`, and can be called again after them.
         """
@@ -113,7 +118,7 @@ class Producer:
         return self._take_complete()
 
     def _advance(self, interrupted: Callable[[], bool] | None) -> None:
-        """Submits what is waiting, polls once, and announces what is due."""
+        """Submits waiting samples, polls once, and announces due answers."""
         if self._engine.busy and not self._pool.in_flight:
             raise EngineError("the engine is generating for another caller; poll for those samples, or abort() first")
         if wanted := self._pool.waiting:
@@ -143,13 +148,13 @@ class Producer:
             raise
 
     def _announce(self) -> None:
-        """Scores the samples that this rank holds and has not announced yet, announces their answers, and refills."""
+        """Scores the samples that this rank holds and has not announced, announces their answers, and refills."""
         if not self._unscored_everywhere:
             return
         samples, self._unscored, self._unscored_everywhere = self._unscored, [], 0
         with self._scoring():
             of_all_ranks = from_all_ranks(lambda: self._announcements(samples))
-        announced: set[int] = set()  # groups
+        announced: set[int] = set()  # numbers of groups
         for rank, announcements in enumerate(of_all_ranks):
             numbers = [self._pool.take(*announcement) for announcement in announcements]
             announced |= {number // self._group_size for number in numbers}
@@ -166,7 +171,7 @@ class Producer:
         return [(s.prompt.id, s.index, _answer(s, score, holder)) for s, score in zip(samples, scores, strict=True)]
 
     def _take_complete(self) -> Rollout:
-        """The groups that are complete and were not returned before, up to the first incomplete one."""
+        """Complete groups not returned before, up to the first incomplete one."""
         groups: list[Group] = []
         first = self._handed_out * self._group_size
         while group := self._pool.group(self._handed_out):
@@ -189,20 +194,20 @@ def generate(
     version: int,
     interrupted: Callable[[], bool] | None = None,
 ) -> list[Sample]:
-    """`group_size` samples of every prompt, prompt by prompt, all of them on every rank: for small numbers of samples.
+    """Generates `group_size` samples of every prompt, in order, all on every rank: for small numbers of samples.
 
     Args:
-        engine: An engine of which nothing is under way.
+        engine: An engine without samples under way.
         prompts: The prompts to complete.
         group_size: Samples per prompt.
         sampling: How to sample.
         version: Policy version; see `Engine.submit`.
-        interrupted: Whether this rank wants generation to be given up; asked before every poll.
+        interrupted: Whether this rank wants to stop generation; called before every poll.
 
     Raises:
         Interrupted: One of the ranks was interrupted.
         EngineRestarted: An engine was lost; push the weights, and call this again.
-        EngineError: An engine refused, or failed.
+        EngineError: An engine refused or failed.
     """
     producer = Producer(engine, _zero_scores, group_size, sampling, version, len(prompts) * group_size)
     producer.add(prompts)

@@ -1,4 +1,4 @@
-"""Counter-based sampling: the next token is a function of the logits and of counters, and of nothing else.
+"""Counter-based sampling: the next token is a pure function of the logits and of counters.
 
 A token's noise is a hash of (seed, draw, prompt, sample, position) and the vocabulary index, so it does not depend on
 the rest of the batch, the engine or the layout. Integer arithmetic wraps around in two's complement on every device.
@@ -35,11 +35,11 @@ def gumbel_noise(
 
     Args:
         seed: The run's seed.
-        draw: Counts what is drawn in a run: the steps of training.
+        draw: Number of the draw in the run: the training step.
         prompt_keys: [B] int64, `prompt_key` of each sequence's prompt.
-        sample_indices: [B] integers below 2^31, which of the prompt's samples the sequence is.
+        sample_indices: [B] integers below 2^31, index of the sequence among the prompt's samples.
         positions: [B] integers below 2^32, index of the token in its completion.
-        vocab: V.
+        vocab: Vocabulary size V.
 
     Returns:
         [B, V] float32 on the device of `prompt_keys`, always finite.
@@ -50,7 +50,7 @@ def gumbel_noise(
     if not prompt_keys.shape == sample_indices.shape == positions.shape:
         shapes = [list(x.shape) for x in (prompt_keys, sample_indices, positions)]
         raise ValueError(f"prompt_keys, sample_indices and positions must have one shape [B], got {shapes}")
-    # "version" because it was one once: with another word every run would draw other samples.
+    # "version" is historical: with another word every run would draw other samples.
     sequence = _mix_64(prompt_keys ^ prompt_key(f"seed {seed} version {draw}"))
     counter = (sample_indices.long() << 32) + positions
     return _gumbel(_random_bits(_mix_64(sequence + counter * _GAMMA_64), vocab))
@@ -77,7 +77,7 @@ def sample_tokens(
 
     Raises:
         ValueError: An argument is out of range, `noise` is missing, superfluous or of another shape, or a row of
-            `logits` is no distribution (NaN, +inf, or -inf in every column).
+            `logits` is not a distribution (NaN, +inf, or -inf in every column).
     """
     _require_sampling_arguments(logits, noise, temperature, top_k, top_p)
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
@@ -86,21 +86,21 @@ def sample_tokens(
         scores = scores.masked_fill(~_likeliest(logprobs, top_k, top_p), -math.inf)
     tokens = scores.argmax(dim=-1)
     chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
-    if not chosen.isfinite().all():  # log_softmax turns a row that is no distribution into NaN
+    if not chosen.isfinite().all():  # log_softmax turns an invalid row into NaN
         rows = (~chosen.isfinite()).nonzero().flatten().tolist()
         raise ValueError(f"logits of rows {rows} hold NaN or +inf, or are -inf everywhere; check the weights")
     return tokens, chosen
 
 
 def _likeliest(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """[B, V] bool: the tokens that top-k and top-p keep."""
+    """[B, V] bool: tokens kept by top-k and top-p."""
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if top_k > 0:
         keep[:, top_k:] = False
     if top_p < 1:
         probability = ordered.double().exp()
-        keep &= probability.cumsum(-1) - probability < top_p  # the likelier ones do not reach it yet
+        keep &= probability.cumsum(-1) - probability < top_p  # the likelier tokens do not reach it yet
     return torch.empty_like(keep).scatter_(-1, order, keep)
 
 
@@ -123,7 +123,7 @@ def _random_bits(keys: Tensor, vocab: int) -> Tensor:
     """[B, V] int32, 31 random bits for every key [B] and vocabulary index.
 
     Half of the 64-bit key enters before each round. In place and in 32 bits: this runs over the whole vocabulary for
-    every sampled token, and memory traffic is what it costs.
+    every sampled token, and is bound by memory traffic.
     """
     first, second = keys.int()[:, None], (keys >> 32).int()[:, None]
     bits = torch.arange(vocab, dtype=torch.int32, device=keys.device) * _GAMMA_32 + first
@@ -139,7 +139,7 @@ def _gumbel(bits: Tensor) -> Tensor:
 
 
 def _mix_64(x: Tensor) -> Tensor:
-    """A bijection of 64-bit integers whose output looks random; overwrites and returns `x`."""
+    """Bijective mixing function of 64-bit integers with random-looking output; overwrites and returns `x`."""
     _xorshift_(x, 30).mul_(_MIX_64[0])
     _xorshift_(x, 27).mul_(_MIX_64[1])
     return _xorshift_(x, 31)

@@ -1,4 +1,4 @@
-"""Sequences that a replica generates together with the policy's own weights and a key-value cache, under any layout.
+"""Batch of sequences that a replica generates with the policy's own weights and a key-value cache, under any layout.
 
 A prompt is read once and its cache repeated for its samples; sequences that have ended are dropped from the cache.
 Under pipeline parallelism the last stage samples and broadcasts the tokens to the stages before it.
@@ -19,15 +19,15 @@ from grpo_mega.rollout.pool import Wanted
 from grpo_mega.rollout.sampling import gumbel_noise, prompt_key, sample_tokens
 
 COMPACT_BELOW = 0.75
-"""Ended sequences are dropped from the cache (a copy) once fewer than this share of its rows is alive."""
+"""Share of alive cache rows below which ended sequences are dropped from the cache (a copy)."""
 
 
 class Plan(NamedTuple):
-    """The samples that one replica is to generate together.
+    """Samples that one replica generates together.
 
     Attributes:
         groups: The samples, grouped by prompt.
-        sampling: How to sample.
+        sampling: Sampling parameters.
         version: Policy version.
     """
 
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
     @property
     def wanted(self) -> list[Wanted]:
-        """The samples of all groups, in order."""
+        """Samples of all groups, in order."""
         return [sample for group in self.groups for sample in group]
 
 
@@ -45,7 +45,7 @@ class Completion(NamedTuple):
     """A sample that has ended.
 
     Attributes:
-        wanted: Its prompt, and its index among the prompt's samples.
+        wanted: Prompt of the sample, and its index among the prompt's samples.
         version: Policy version that it was sampled with.
         tokens: [C] int32, on the CPU.
         logprobs: [C] float32, on the CPU.
@@ -62,8 +62,8 @@ class Completion(NamedTuple):
 class Wave:
     """The B samples of some prompts that one replica generates together, prompt by prompt; possibly none.
 
-    A sequence keeps its row in the [B, ...] tensors; `rows` are those in the cache at the moment, and `hidden`,
-    `positions` and `alive` are aligned with the rows of the cache.
+    A sequence keeps its row in the [B, ...] tensors; `rows` are those now in the cache, and `hidden`, `positions` and
+    `alive` are aligned with the rows of the cache.
     """
 
     def __init__(self, policy: Policy, plan: Plan) -> None:
@@ -74,11 +74,11 @@ class Wave:
         self.sampling = sampling = plan.sampling
         self.version = plan.version
         self.step = 0
-        self.ended = False  # here and on the ranks that share experts with this one
-        self.repeats = self._per_prompt([len(group) for group in plan.groups])  # samples of each prompt
+        self.ended = False  # on this rank and on those that share experts with it
+        self.repeats = self._per_prompt([len(group) for group in plan.groups])  # number of samples of each prompt
         lengths = self._per_prompt([len(p.token_ids) for p in prompts])
         limits = (policy.context - lengths).clamp(max=sampling.max_new_tokens)
-        self.limits = limits.repeat_interleave(self.repeats)  # [B] most new tokens
+        self.limits = limits.repeat_interleave(self.repeats)  # [B] largest number of new tokens
         self.keys = self._per_prompt([prompt_key(p.id) for p in prompts]).repeat_interleave(self.repeats)
         self.indices = self._per_prompt([index for _, index in self.wanted])
         self.rows = torch.arange(len(self.keys), device=lengths.device)
@@ -89,7 +89,7 @@ class Wave:
         self.alive = torch.ones_like(self.rows, dtype=torch.bool)
         self.taken = torch.zeros_like(self.rows, dtype=torch.bool)  # [B] see `take`
         self.prompt_lengths = lengths
-        self.positions = lengths.repeat_interleave(self.repeats)  # of the token about to be sampled
+        self.positions = lengths.repeat_interleave(self.repeats)  # position of the token about to be sampled
         self._read_prompts()
 
     def advance(self, steps: int) -> None:
@@ -109,7 +109,7 @@ class Wave:
             self._decode(tokens)
 
     def take(self, everything: bool) -> list[Completion]:
-        """The sequences that have ended, with `everything` the others too, without those that were taken before."""
+        """Completions of the sequences that have ended (all if `everything`), without those taken before."""
         due = ~self.taken if everything else ~self.taken & (self.stopped | (self.counts >= self.limits))
         self.taken |= due
         rows = due.nonzero()[:, 0]
@@ -138,7 +138,7 @@ class Wave:
         self.hidden = None if hidden is None else hidden[self.prompt_lengths.cumsum(0) - 1][repeated]
 
     def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next token of every cached sequence and its log-prob, on every stage."""
+        """Next token of every cached sequence and its log-prob, on every stage."""
         sampling = self.sampling
         drawn = torch.zeros(2, len(self.rows), dtype=torch.float64, device=self.rows.device)
         if self.hidden is not None and len(self.rows):
@@ -156,7 +156,7 @@ class Wave:
         return drawn[0].long(), drawn[1].float()
 
     def _record(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Stores the tokens of the sequences that are alive, and which of these end with them."""
+        """Stores the tokens of alive sequences, and which of these end with them."""
         now, stop = self.rows[self.alive], torch.tensor(self.sampling.stop_ids, device=tokens.device)
         self.tokens[now, self.step], self.logprobs[now, self.step] = tokens[self.alive], logprobs[self.alive]
         self.counts[now] += 1
@@ -164,7 +164,7 @@ class Wave:
         self.alive &= ~self.stopped[self.rows] & (self.counts[self.rows] < self.limits[self.rows])
 
     def _compact(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Drops ended sequences from the cache; the tokens of the others."""
+        """Drops ended sequences from the cache; returns the tokens of the others."""
         kept = self.alive.nonzero()[:, 0]
         self.cache.keep(kept)
         self.rows, self.positions, self.alive = self.rows[kept], self.positions[kept], self.alive[kept]

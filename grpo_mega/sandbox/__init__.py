@@ -1,11 +1,11 @@
-"""Runs programs that nobody trusts, such as a policy's: contained, within limits, and without leaving anything.
+"""Runs untrusted programs, such as those a policy writes: contained, within limits, leaving nothing behind.
 
     sandbox = Sandbox()
     outcome = sandbox.python("print(int(input()) + 1)", stdin=b"41")
     outcome.stdout                                                       # b"42\\n"
 
 No daemon, no privileges, no service: bubblewrap where Linux allows user namespaces, Landlock and seccomp elsewhere.
-What each mechanism keeps in, and what it does not, is in docs/sandbox.md.
+docs/sandbox.md says what each mechanism contains and what it does not.
 """
 
 from grpo_mega.sandbox.limits import Limits, Outcome

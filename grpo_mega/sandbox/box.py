@@ -1,4 +1,4 @@
-"""Starts a box and runs programs in it, one after the other, each in a fresh process (`inside.py`)."""
+"""A box: a sandbox process that runs programs one after the other, each in a fresh process (`inside.py`)."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from grpo_mega.sandbox.start import ENVIRONMENT, BoxError, Mechanism, command, m
 from grpo_mega.sandbox.watch import END_SECONDS, BoxLost, watch
 
 START_SECONDS = 120.0
-"""Limit for starting a box on a busy machine."""
+"""Seconds within which a box must have started; generous, for busy machines."""
 COUNTED_PER_NAMESPACE = (5, 14)
-"""The first Linux that counts the processes of a user namespace by themselves."""
+"""First Linux release that counts the processes of each user namespace separately."""
 
 SPARE = 32
-"""Processes that the user may start elsewhere while a program runs, where the kernel counts them as the program's."""
+"""Processes that the user may start elsewhere during a program, where the kernel counts them as the program's."""
 
 
 class Box:
-    """One box. Not thread-safe: it runs one program at a time."""
+    """A sandbox process that runs one program at a time. Not thread-safe."""
 
     def __init__(self, mechanism: Mechanism, read_only: Sequence[str] = ()) -> None:
-        """Starts it.
+        """Starts the box.
 
         Args:
-            mechanism: What keeps programs in.
+            mechanism: How programs are contained.
             read_only: Further files and folders that programs may read.
 
         Raises:
-            BoxError: It cannot be started.
+            BoxError: The box cannot be started.
         """
         self.mechanism = mechanism
         self._uid = unused_uid()
@@ -52,7 +52,7 @@ class Box:
             raise BoxError(f"{mechanism}: {error}") from error
 
     def _start(self, stack: ExitStack, read_only: Sequence[str]) -> None:
-        """Starts the box's process and waits until it is ready; what only the start needs is closed by `stack`."""
+        """Starts the box's process and waits until it is ready; `stack` closes what only the start needs."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stack.enter_context(theirs)
         owner = os.pidfd_open(os.getpid())
@@ -72,7 +72,7 @@ class Box:
             raise BoxError(f"{self.mechanism}: {said or f'it ended with code {self._process.returncode}'}")
 
     def _popen(self, read_only: Sequence[str], descriptors: list[int], messages: int) -> subprocess.Popen[bytes]:
-        """Starts the box's process, as a user of its own where this one is root."""
+        """Starts the box's process; where this process is root, as a separate user."""
         started = command(self.mechanism, self._uid, read_only, descriptors)
         user: dict[str, Any] = {"user": self._uid, "group": self._uid, "extra_groups": []} if self._uid else {}
         process = subprocess.Popen(
@@ -92,16 +92,16 @@ class Box:
         return process
 
     def run(self, request: dict[str, Any], stdin: bytes, limits: Limits) -> Outcome:
-        """What became of one program.
+        """Runs one program and returns its outcome.
 
         Args:
             request: "argv", or "source" and "call", and "files"; see `inside.py`.
             stdin: The program's standard input.
-            limits: What it may use.
+            limits: Limits of the program's resources.
 
         Raises:
-            BoxError: The program could not be begun.
-            BoxLost: The box is no more, or will not answer, and must be closed.
+            BoxError: The program could not be started.
+            BoxLost: The box has ended or does not answer, and must be closed.
         """
         used = asdict(limits)
         used["processes"] += self._processes_before()
@@ -124,24 +124,24 @@ class Box:
 
     @property
     def alive(self) -> bool:
-        """Whether it waits for a program: then its socket has neither a message nor an end."""
+        """Whether the box is waiting for a program: its socket then has neither a message nor an end of file."""
         return not _ready(self._control.fileno(), 0)
 
     def close(self) -> None:
-        """Ends the box and all that runs in it."""
+        """Ends the box and every process in it."""
         with suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # for forks of this process too, which `close` is not
+            self._control.shutdown(socket.SHUT_RDWR)  # also closes it for forks of this process, which `close` does not
         self._control.close()
         ended = os.pidfd_open(self._process.pid)
         _ready(ended, END_SECONDS)
         os.close(ended)
-        for pid in session(self._process.pid):  # not reaped yet, so that its number is still its own
+        for pid in session(self._process.pid):  # not reaped yet, so its process id is still its own
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
 
     def _processes_before(self) -> int:
-        """Processes of the box's user that are none of the program's, as far as the kernel counts them."""
+        """Number of processes that the kernel counts for the box's user besides those of the program."""
         release = tuple(int(number) for number in os.uname().release.split(".")[:2])
         if self._uid or (self.mechanism == "bubblewrap" and release >= COUNTED_PER_NAMESPACE):
             return 2
@@ -149,7 +149,7 @@ class Box:
 
 
 def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[int, int]:
-    """The ends of a pipe, to read and to write, each closed by its stack."""
+    """The (read, write) ends of a pipe; `ours` closes the first, `theirs` the second."""
     reader, writer = os.pipe()
     ours.callback(os.close, reader)
     theirs.callback(os.close, writer)
@@ -157,7 +157,7 @@ def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[int, int]:
 
 
 def _in_memory(content: bytes, stack: ExitStack) -> int:
-    """A descriptor, closed by `stack`, of an unnamed file in memory that nobody can change any more."""
+    """Descriptor of an unnamed, sealed (read-only) file in memory; `stack` closes it."""
     file = os.memfd_create("given", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     stack.callback(os.close, file)
     with open(file, "wb", closefd=False) as opened:
@@ -168,7 +168,7 @@ def _in_memory(content: bytes, stack: ExitStack) -> int:
 
 
 def _ready(descriptor: int, seconds: float) -> bool:
-    """Whether there is something to read within so many seconds; `select` would take no descriptor above 1023."""
+    """Whether `descriptor` becomes readable within `seconds`. Uses poll, as `select` takes no descriptor above 1023."""
     waiting = select.poll()
     waiting.register(descriptor, select.POLLIN)
     return bool(waiting.poll(1000 * seconds))

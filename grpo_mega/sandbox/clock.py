@@ -1,39 +1,39 @@
-"""The clock that ends a program: it stands still while the program waits for a CPU that others have."""
+"""Wall-clock limit of a program that does not count the time it waits for a CPU used by others."""
 
 from __future__ import annotations
 
 from grpo_mega.sandbox.processes import Effort, waited
 
 MOST = 2
-"""A program gets at most this many times its wall time, however long it waits for a CPU."""
+"""Upper bound on a program's wall time, as a multiple of its limit, however long it waits for a CPU."""
 
 
 class Clock:
-    """How much of its wall time one program has left.
+    """Remaining wall time of one program.
 
     Attributes:
-        limit: Seconds of wall time that it may take.
-        elapsed: Seconds since it began, by the clock.
-        waited: Seconds of these in which it waited for a CPU.
+        limit: Seconds of wall time that the program may take.
+        elapsed: Seconds of wall time since it began.
+        waited: Seconds of `elapsed` in which it waited for a CPU.
     """
 
     def __init__(self, limit: float, before: Effort) -> None:
-        """Starts it; `before` is what the box, which may have to wait for a CPU too, has done until then."""
+        """Starts the clock; `before` is the effort of the box (which may wait for a CPU too) up to now."""
         self.limit = limit
         self.elapsed, self.waited = 0.0, 0.0
         self._last = before
 
     @property
     def own(self) -> float:
-        """Seconds that count: in which the program ran, or waited for something else than a CPU."""
+        """Seconds that count against the limit: running, or waiting for anything but a CPU."""
         return self.elapsed - self.waited
 
     @property
     def left(self) -> float:
-        """Seconds until the program is ended, if it has not to wait for a CPU from now on."""
+        """Seconds until the program is ended, provided that it does not wait for a CPU from now on."""
         return min(self.limit - self.own, MOST * self.limit - self.elapsed)
 
     def look(self, now: Effort) -> None:
-        """Counts what the box, and all that the program has started, have waited for since the last look."""
+        """Adds the time that the box and the program's processes waited for a CPU since the last call."""
         self.waited = min(max(0.0, self.waited + waited(self._last, now)), self.elapsed)
         self._last = now

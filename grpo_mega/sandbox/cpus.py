@@ -1,4 +1,4 @@
-"""How many CPUs a rank has for programs: of those that its container may use, not of all that the machine has."""
+"""Number of CPUs that a rank may use for programs, from what its container, not the whole machine, may use."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 
 
 def share_of_cpus() -> int:
-    """CPUs for this rank's programs, at least one; how many ranks there are LOCAL_WORLD_SIZE says, as of torchrun."""
+    """CPUs for this rank's programs, at least one; the number of ranks on the node is torchrun's LOCAL_WORLD_SIZE."""
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     together = min(_cpus_of_cpuset(), quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
     return share(together, ranks, len(os.sched_getaffinity(0)))
 
 
 def share(together: float, ranks: int, bound: int) -> int:
-    """Of the CPUs that all ranks may use together those of one; a rank that is bound to fewer has these."""
+    """One rank's share of the CPUs that all ranks may use together; at most `bound`, the CPUs that it is bound to."""
     return max(1, min(bound, int(together / ranks)))
 
 
 def _cpus_of_cpuset() -> int:
-    """CPUs that this process could be bound to: of its cpuset, whatever it is bound to now (cpuset(7))."""
+    """CPUs of this process's cpuset, whatever it is bound to at present (cpuset(7))."""
     found: list[int] = []
 
-    def look() -> None:  # in a thread, whose binding ends with it
-        with suppress(OSError):  # refused: then only those that it is bound to are known
+    def look() -> None:  # in a thread, so that the binding ends with it
+        with suppress(OSError):  # refused: only the CPUs that the process is bound to are known
             os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
         found.append(len(os.sched_getaffinity(0)))
 
@@ -36,10 +36,10 @@ def _cpus_of_cpuset() -> int:
 
 
 def quota(groups: Path, root: Path) -> float:
-    """CPUs whose time a process may use in all, by the quotas of its control groups; infinite without one.
+    """CPU quota of a process, in CPUs: the smallest of its control groups; infinite without a quota.
 
     Args:
-        groups: Its groups, as /proc/PID/cgroup has them (cgroups(7)).
+        groups: File /proc/PID/cgroup of the process (cgroups(7)).
         root: Where control groups are mounted. In a container its own group may be mounted there, under no name.
     """
     least = float("inf")
@@ -57,13 +57,13 @@ def quota(groups: Path, root: Path) -> float:
 
 
 def _quota_of(folder: Path) -> float:
-    """CPUs by the quota of one group; infinite where there is none, or no such group."""
-    with suppress(OSError, ValueError):  # "max" is no number
+    """CPU quota of one control group, in CPUs; infinite where there is no quota or no such group."""
+    with suppress(OSError, ValueError):  # "max" (no quota) is not a number
         if (folder / "cpu.max").exists():
             microseconds, period = map(int, (folder / "cpu.max").read_text().split())
         else:
             microseconds = int((folder / "cpu.cfs_quota_us").read_text())
             period = int((folder / "cpu.cfs_period_us").read_text())
-        if microseconds > 0:  # -1: none
+        if microseconds > 0:  # -1: no quota
             return microseconds / period
     return float("inf")

@@ -1,15 +1,15 @@
-"""Guards a process: when it ends, or whoever asked for the guard does, all that it has started ends with it.
+"""Guards a program: when it or the guard's parent ends, every process that the program has started is killed.
 
 A guard is the subreaper of its descendants, so that the kernel makes orphans among them its children, whatever sessions
 they have opened, and the parent-death signal tells it when its parent has ended.
 
     python guard.py PARENT PROGRAM ARGUMENTS...
 
-runs one program this way. When the program ends, when PARENT, a process id, ends or asks for it by `END`, all that the
-program has started is killed, and the guard exits with the program's exit code; 128 plus the signal's number for one
-that was killed, as shells do, and 127 for one that cannot be started.
+runs one program under a guard. When the program ends, or the process with id PARENT ends or sends `END`, every process
+that the program has started is killed, and the guard exits with the program's exit code; 128 plus the signal's number
+for one that was killed, as shells do, and 127 for one that cannot be started.
 
-Only the standard library is imported: every call of a program waits for it, and boxes have no other.
+Only the standard library is imported: every call of a program waits for these imports, and boxes have nothing else.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import sys
 from contextlib import suppress
 
 END = signal.SIGRTMIN
-"""Signal that asks a guard to end everything."""
+"""Signal that asks a guard to kill everything under it."""
 NOT_STARTED = 127
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PIDFD_OPEN = 434
 
 
 def main(parent: int, program: list[str]) -> int:
-    """Runs the program until it or `parent` ends; returns the exit code."""
+    """Runs the program until it or the process `parent` ends; returns the exit code."""
     if not take_charge(parent):
         return 0
     try:
@@ -43,10 +43,10 @@ def main(parent: int, program: list[str]) -> int:
 
 
 def take_charge(parent: int) -> bool:
-    """Makes this process a guard that gets `END` when its parent ends; False when that is not `parent` any more.
+    """Makes this process a guard that gets `END` when its parent ends; False when its parent is no longer `parent`.
 
-    All signals are blocked, those that schedulers send to all processes of a rank too: the rank reacts to them. The
-    parent's thread that has started this process must live as long as the guard (prctl(2)).
+    All signals are blocked, including those that schedulers send to all processes of a rank: the rank reacts to them.
+    The parent's thread that has started this process must live as long as the guard (prctl(2)).
 
     Raises:
         OSError: The kernel is not Linux.
@@ -55,15 +55,16 @@ def take_charge(parent: int) -> bool:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # with an inherited SIG_IGN, children could not be waited for
     adopt_orphans()
     tell_kernel(PR_SET_PDEATHSIG, END)
-    return os.getppid() == parent  # it may have died before the signal was set
+    return os.getppid() == parent  # the parent may have died before the signal was set
 
 
 def under_guard(owner: int, folder: str) -> None:
-    """Returns in a fork; this process is its guard, and ends with it or with the process of which `owner` is a pidfd.
+    """Returns in a fork; this process becomes its guard and ends with it or with the process of the pidfd `owner`.
 
-    It removes `folder` then. It needs no parent-death signal: threads that start boxes may end long before `owner`.
+    The guard then removes `folder`. It uses no parent-death signal, as threads that start boxes may end long before
+    `owner`.
     """
-    import shutil  # here, because it takes longer than all other modules, and programs wait for these
+    import shutil  # imported here: it takes longer than all other modules, and programs wait for the imports at the top
 
     child = os.fork()
     if child == 0:
@@ -79,20 +80,20 @@ def under_guard(owner: int, folder: str) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of all descendants that have lost theirs."""
+    """Makes this process the parent of descendants whose own parent has ended (a subreaper)."""
     tell_kernel(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def tell_kernel(option: int, value: int) -> None:
-    """prctl(2); raises OSError where it fails."""
+    """Calls prctl(2); raises OSError where it fails."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed; it needs Linux")
 
 
 def watch(child: int, passed_on: tuple[int, ...] = ()) -> int:
-    """The child's exit code, or 0 when `END` arrives first; reaps the orphans that become children of this process.
+    """Waits for a child and returns its exit code, or 0 when `END` arrives first; reaps adopted orphans.
 
-    Signals of `passed_on` are sent to the child as well.
+    Signals in `passed_on` are forwarded to the child.
     """
     while (number := signal.sigwait((signal.SIGCHLD, END, *passed_on))) != END:
         if number in passed_on:
@@ -108,8 +109,8 @@ def watch(child: int, passed_on: tuple[int, ...] = ()) -> int:
 
 
 def end_descendants() -> None:
-    """Kills children until none are left: those of a child that dies become children of this process."""
-    with suppress(ChildProcessError):  # none are left
+    """Kills all descendants: repeats until no child is left, as the children of a killed child move to this process."""
+    with suppress(ChildProcessError):  # no child left
         while True:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -119,11 +120,11 @@ def end_descendants() -> None:
 
 
 def _children() -> list[int]:
-    """The process ids of this process' children."""
+    """Process ids of this process's children."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            parent = file.read().rpartition(b")")[2].split()[1]  # the name, in parentheses, may hold anything
+            parent = file.read().rpartition(b")")[2].split()[1]  # the name, in parentheses, may contain anything
             if int(parent) == os.getpid():
                 found.append(int(name))
     return found

@@ -1,17 +1,17 @@
-"""The process that a box consists of: it forks a fresh process for every program, and ends it with all that it started.
+"""Main process of a box: forks a fresh process for every program, and kills it with everything that it started.
 
-It is started once and has Python's usual modules imported, so that a program costs a fork and not an interpreter. With
+It is started once and imports Python's usual modules, so that a program costs a fork instead of an interpreter. With
 namespaces ("bubblewrap") it is process 1 of a box that has no network and none of the machine's files, and every
 program gets further namespaces of its own: processes, which the kernel ends together, and an empty /tmp. Without
-("landlock") a program is a process group that it cannot leave, and may write no file; this process has a guard above
-it there, which ends what a program has started if this process and the one that it works for die at once.
+namespaces ("landlock") a program is a process group that it cannot leave, and may write no file; a guard above this
+process then kills what a program has started if this process and its owner die at once.
 
 A request comes over a socket as a message with descriptors: the request itself (a pickled dict, in memory), and the
-program's standard input, output and error. The answer is one message, sent when nothing of the program is alive any
-more. While a program runs, any message means: end it now. The program itself has none of these descriptors.
+program's standard input, output and error. The answer is one message, sent once no process of the program is alive.
+While a program runs, any message means: kill it now. The program itself has none of these descriptors.
 
-Every program inherits this process' memory. So this process reads nothing of a request, not even a file's name: the
-fork that becomes the program does, and what it has read ends with it.
+Every program inherits this process' memory. So this process reads nothing of a request, not even a file's name: only
+the fork that becomes the program reads it.
 
 It runs inside the box: only the standard library, and the files of this project that `box.py` sends along.
 """
@@ -40,15 +40,15 @@ WARM = (
     "__future__ abc array bisect cmath collections.abc copy dataclasses datetime decimal enum fractions functools "
     "heapq io itertools math operator queue random re statistics string textwrap time typing"
 )
-"""Modules that programs often import."""
+"""Modules that programs often import, imported in advance."""
 CLONE_NEWNS, CLONE_NEWPID = 0x20000, 0x20000000
 MS_NOSUID, MS_NODEV, MS_BIND = 2, 4, 4096
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, PR_SET_DUMPABLE = 47, 4, 4
 CAPABILITIES_3 = 0x20080522
 RUN, RUN_WITH_FILES = b"run", b"run with files"
-"""Messages that bring a request."""
+"""Messages that announce a request."""
 REPORT = 4
-"""Descriptor on which a program's process reports that it could not begin."""
+"""Descriptor on which a program's process reports that it could not start."""
 _C = ctypes.CDLL(None, use_errno=True)
 
 
@@ -56,14 +56,15 @@ def main(control_fd: int, owner_fd: int, mechanism: str, read_only: list[str]) -
     """Serves programs until the process that started this one closes its end of the socket, or dies.
 
     Args:
-        control_fd: This process' end of the socket.
-        owner_fd: A pidfd of the process that this one works for: forks of it may keep the socket open.
+        control_fd: This process's end of the socket.
+        owner_fd: A pidfd of the process that started the box; its end is noticed even if its forks keep the socket
+            open.
         mechanism: "bubblewrap", "landlock" or "unconfined".
         read_only: Files and folders that programs may read, for Landlock.
     """
     for number in TO_RANKS:
         signal.signal(number, lambda *_: None)
-    folder = f"/tmp/sandbox-{os.urandom(8).hex()}"  # of the files that a program begins with
+    folder = f"/tmp/sandbox-{os.urandom(8).hex()}"  # for the files that a program begins with
     if mechanism != "bubblewrap":
         guard.under_guard(owner_fd, folder)
     guard.adopt_orphans()
@@ -97,7 +98,7 @@ def _serve(
     own: int,
     folder: str | None,
 ) -> bytes:
-    """Runs one program. The answer, as JSON: its wait "status", null when not known, or the "error" of its start."""
+    """Runs one program; returns JSON: its wait "status" (null if unknown), or the "error" of its start."""
     reader, writer = os.pipe()
     started = (descriptors, writer)
     with open(reader, "rb") as reports:
@@ -108,7 +109,7 @@ def _serve(
                 if folder:
                     os.mkdir(folder, 0o700)
                 child = _fork(_in_group, started, mechanism, read_only, folder)
-                with suppress(PermissionError):  # it was faster, and runs its command already
+                with suppress(PermissionError):  # the fork was faster and runs its command already
                     os.setpgid(child, child)
         except OSError as error:
             return json.dumps({"error": str(error)}).encode()
@@ -118,7 +119,7 @@ def _serve(
         status: int | None = _until_ended(child, control, owner, in_group=mechanism != "bubblewrap")
         report = reports.read()
     if folder:
-        os.waitpid(_fork(shutil.rmtree, folder, True), 0)  # not here: it reads the files' names
+        os.waitpid(_fork(shutil.rmtree, folder, True), 0)  # not removed here: that would read the files' names
     if mechanism == "bubblewrap":
         report, _, ended = report.rpartition(b"\x00")
         status = int(ended) if ended else None
@@ -126,7 +127,7 @@ def _serve(
 
 
 def _fork_first_process(started: tuple[list[int], int], own: int) -> int:
-    """The process id of `_as_first_process` in a process namespace of its own; this process stays in `own`."""
+    """Process id of a fork that runs `_as_first_process` in a new process namespace; the caller stays in `own`."""
     _check(_C.unshare(CLONE_NEWPID), "unshare(CLONE_NEWPID)")
     try:
         return _fork(_as_first_process, started)
@@ -135,7 +136,7 @@ def _fork_first_process(started: tuple[list[int], int], own: int) -> int:
 
 
 def _fork(then: Any, *arguments: Any) -> int:
-    """The process id of a fork that does `then`, and nothing else."""
+    """Process id of a fork that calls `then` and exits."""
     child = os.fork()
     if child == 0:
         try:
@@ -146,14 +147,15 @@ def _fork(then: Any, *arguments: Any) -> int:
 
 
 def _until_ended(child: int, control: socket.socket, owner: int, in_group: bool) -> int:
-    """The wait status of the program; ends it, and all that it has started, when it ends or somebody asks for it."""
+    """Waits for the program; kills it and all it started when it ends or a message arrives; returns its wait status."""
     ended = _C.syscall(guard.PIDFD_OPEN, child, 0)
     waiting = select.poll()
     for descriptor in (ended, control.fileno(), owner):
         waiting.register(descriptor, select.POLLIN)
     ready = [descriptor for descriptor, _ in waiting.poll()]
     os.close(ended)
-    # Not reaped yet, so that the number is still its own. Signals to a group reach all or none that forks meanwhile.
+    # Not reaped yet, so that the number is still its own. A signal to a group cannot miss a process that is being
+    # forked.
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL) if in_group else os.kill(child, signal.SIGKILL)
     status = 0
@@ -169,7 +171,7 @@ def _until_ended(child: int, control: socket.socket, owner: int, in_group: bool)
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """The request; only a fork may read it (see above)."""
+    """Reads the request; only a fork may call it (see the module's docstring)."""
     with open(descriptor, "rb") as file:
         return pickle.load(file)
 
@@ -184,7 +186,7 @@ def _write(files: dict[str, bytes], folder: str) -> None:
 
 
 def _as_first_process(started: tuple[list[int], int]) -> NoReturn:
-    """Process 1 of the program's own namespaces: the program is its child, and all ends with it."""
+    """Process 1 of a program's own namespaces: the program is its child, and all processes end with it."""
     (given, *descriptors), report = started
     try:
         request = _read(given)
@@ -209,7 +211,7 @@ def _as_first_process(started: tuple[list[int], int]) -> NoReturn:
 
 
 def _in_group(started: tuple[list[int], int], mechanism: str, read_only: list[str], folder: str | None) -> NoReturn:
-    """A program without namespaces: a process group, whose other processes the kernel makes the box's children."""
+    """Runs a program without namespaces: a process group, whose orphans the kernel makes children of the box."""
     (given, *descriptors), report = started
     os.setpgid(0, 0)
     try:
@@ -247,7 +249,7 @@ def _program(
 
 
 def _only(descriptors: list[int], report: int) -> None:
-    """Makes the program's descriptors 0 to 2, or 3 with a result's, and `REPORT`, and closes all others."""
+    """Moves the program's descriptors to 0, 1, 2 (and 3 for a result) and `REPORT`, and closes all others."""
     above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in (*descriptors, report)]
     numbers = [*range(len(descriptors)), REPORT]
     os.closerange(0, 64)
@@ -265,7 +267,7 @@ def _limit(request: dict[str, Any]) -> None:
         (resource.RLIMIT_FSIZE, request["file_bytes"], request["file_bytes"]),
         (resource.RLIMIT_NOFILE, request["open_files"], request["open_files"]),
         (resource.RLIMIT_NPROC, request["processes"], request["processes"]),
-        (resource.RLIMIT_CORE, 1, 1),  # with 0 the kernel would still start a program that collects dumps (core(5))
+        (resource.RLIMIT_CORE, 1, 1),  # with 0 the kernel would still start a collector of core dumps (core(5))
     ):
         most = resource.getrlimit(kind)[1]
         soft, hard = (value if most == resource.RLIM_INFINITY else min(value, most) for value in (soft, hard))
@@ -273,7 +275,7 @@ def _limit(request: dict[str, Any]) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Gives up what the box needs for mounts and namespaces (capset(2))."""
+    """Drops the capabilities that the box needs for mounts and namespaces (capset(2))."""
     _check(_C.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "PR_CAP_AMBIENT")
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_3, 0)
     none = (ctypes.c_uint32 * 6)()

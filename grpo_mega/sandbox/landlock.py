@@ -1,7 +1,7 @@
-"""Landlock (landlock(7)): which files a program may read, without namespaces and without privileges, by ctypes alone.
+"""Landlock (landlock(7)): restricts the files that a program may read, without namespaces or privileges, by ctypes.
 
-Nothing can be written. From version 4 on TCP is refused as well, from version 6 on abstract sockets and signals to
-others; the seccomp filter refuses these on every version.
+Nothing can be written. Version 4 and later also refuse TCP, version 6 and later abstract sockets and signals to other
+processes; the seccomp filter refuses these on every version.
 
 It runs inside the box: only the standard library, and no other file of this project.
 """
@@ -14,10 +14,10 @@ import struct
 from collections.abc import Sequence
 
 CREATE, ADD_RULE, RESTRICT = 444, 445, 446
-"""Numbers of the system calls, on every machine."""
+"""Numbers of the Landlock system calls, the same on every architecture."""
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 FILES_OF_VERSION = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""Version -> how many kinds of access to files there are."""
+"""Number of access rights for files in each version of Landlock."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 PR_SET_NO_NEW_PRIVS = 38
 _PATH_BENEATH = 1
@@ -26,14 +26,14 @@ _C = ctypes.CDLL(None, use_errno=True)
 
 
 def version() -> int:
-    """The version of Landlock in this kernel; 0 where it has none, or it is switched off."""
+    """Landlock's version in this kernel; 0 where it is missing or switched off."""
     return max(0, _C.syscall(CREATE, None, ctypes.c_size_t(0), 1))
 
 
 def restrict(read_only: Sequence[str]) -> None:
-    """Lets this process, and all that it starts, read and execute these files and folders, and reach nothing else.
+    """Restricts this process and its descendants to reading and executing the given files and folders.
 
-    Paths that do not exist are left out. Raises OSError where the kernel has no Landlock.
+    Paths that do not exist are skipped. Raises OSError where the kernel has no Landlock.
     """
     release = version()
     handled = (1 << FILES_OF_VERSION[max(1, min(release, 5))]) - 1

@@ -1,4 +1,4 @@
-"""What a program in a sandbox may use, and what became of it."""
+"""Resource limits of a program in a sandbox, and the outcome of its run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. What exceeds a limit fails inside the program, or ends it.
+    """Resource limits of one program. Exceeding one fails inside the program, or ends it.
 
     Attributes:
         cpu_seconds: CPU time of one process, in whole seconds: unlike wall time, the same on a busy machine.
-        wall_seconds: Time by the clock, for programs that wait; all processes of the program end with it. Time in which
-            the program waits for a CPU that others have does not count, but for as long again at most.
-        memory_bytes: Address space of one process; and memory that all of them have in use, which is looked at four
-            times a second where the kernel lists a process' children. Pages that they share count once.
+        wall_seconds: Wall time, for programs that wait; all processes of the program end with it. Waiting for a CPU
+            that others use does not count, up to the same time again.
+        memory_bytes: Address space of one process; also memory in use by all of them, which is checked four times a
+            second where the kernel lists a process's children. Pages that they share count once.
         processes: Processes and threads at once.
         file_bytes: Size of one file that the program writes.
         tmp_bytes: Size of all files in the program's /tmp, which is in memory.
-        tmp_files: Number of files and folders in it.
+        tmp_files: Number of files and folders in the program's /tmp.
         open_files: Descriptors of one process.
         output_bytes: Standard output and a function's result, each; what goes to standard error beyond it is dropped.
     """
@@ -48,18 +48,18 @@ Status = Literal["exited", "time", "output", "memory", "lost", "infrastructure"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program.
+    """Outcome of a program's run.
 
     Attributes:
         status: "exited" (by itself, or by a signal), "time" (its CPU or wall time ran out), "output" (it wrote more
-            than it may), "memory" (its processes together used more than one may), "lost" (its box ended while it ran,
-            twice: it may have used up the machine's memory) or "infrastructure" (no box could be started, or the
-            program did not get a CPU on a busy machine: nothing is known about it).
-        exit_code: As of `subprocess`: the signal's number, negative, when a signal ended it. None unless it exited.
-        stdout, stderr: What it wrote; cut at `output_bytes`.
-        result: What a called function returned, as JSON; empty when it did not return.
-        seconds: Time by the clock.
-        reason: In words, why it did not exit.
+            than it may), "memory" (its processes together used more than one may), "lost" (its box ended while the
+            program ran, twice: it may have used up the machine's memory) or "infrastructure" (no box could be started,
+            or the program did not get a CPU on a busy machine: nothing is known about it).
+        exit_code: As in `subprocess`: negative signal number if a signal ended the program. None unless it exited.
+        stdout, stderr: Output of the program; cut at `output_bytes`.
+        result: Return value of a called function, as JSON; empty when it did not return.
+        seconds: Wall time.
+        reason: Why the program did not exit, in words.
     """
 
     status: Status
@@ -72,5 +72,5 @@ class Outcome:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it exited with code 0."""
+        """Whether the program exited with code 0."""
         return self.status == "exited" and self.exit_code == 0

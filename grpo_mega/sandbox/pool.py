@@ -1,4 +1,4 @@
-"""Boxes that wait for programs, as many as may run at once; a box that is lost is replaced."""
+"""Pool of sandbox processes (boxes), as many as programs may run at once; a lost box is replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_mega.sandbox.start import BoxError, Mechanism
 from grpo_mega.sandbox.watch import BoxLost
 
 MECHANISMS: tuple[Mechanism, ...] = ("bubblewrap", "landlock")
-"""What can keep programs in, the better one first."""
+"""Containment mechanisms, best first."""
 PAGE = 4096
 """Bytes that a file in /tmp takes at least."""
 FIX = (
@@ -28,12 +28,12 @@ FIX = (
 
 
 class SandboxUnavailable(RuntimeError):
-    """Nothing on this machine can keep programs in; says what was tried, why it failed, and the fix."""
+    """No containment mechanism works on this machine; says what was tried, why it failed, and the fix."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function to call once a program has run: `name`, or `Class.method`, and arguments as JSON has them."""
+    """A function to call once a program has run: `name`, or `Class.method`, with arguments that JSON can hold."""
 
     name: str
     arguments: Sequence[Any] = field(default_factory=list)
@@ -42,8 +42,8 @@ class Call:
 class Sandbox:
     """Runs programs, several at once from several threads, each in a fresh process.
 
-    Nothing is shared between programs: neither files nor memory nor processes. It ends, with all that runs in it, with
-    this process or when it is closed or collected. A fork of this process has boxes of its own.
+    Nothing is shared between programs: neither files nor memory nor processes. The sandbox and all that runs in it end
+    when this process ends, or when it is closed or garbage-collected. A fork of this process has boxes of its own.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Sandbox:
 
         Args:
             boxes: Programs that run at once; by default as many as this rank has CPUs (`share_of_cpus`).
-            mechanism: What keeps programs in; the best that works here by default.
+            mechanism: How programs are contained; by default the best mechanism that works here.
             read_only: Further files and folders that programs may read, such as packages.
             run_without_isolation: Where no mechanism works, programs run with this user's rights, files and processes,
                 under limits and, where the kernel has it, a seccomp filter. Whoever sets it trusts what a policy may
@@ -93,7 +93,7 @@ class Sandbox:
     ) -> Outcome:
         """Runs a command in a folder that has `files`: {relative path: content}.
 
-        Raises ValueError for files that do not fit or would lie elsewhere.
+        Raises ValueError for files that exceed the limits or lie outside the folder.
         """
         return self._execute({"argv": [*argv], "source": "", "call": None}, files, stdin, limits)
 
@@ -105,16 +105,16 @@ class Sandbox:
         limits: Limits | None = None,
         call: Call | None = None,
     ) -> Outcome:
-        """Runs a Python program, with the standard library, in a fork of an interpreter that waits.
+        """Runs a Python program, with the standard library, in a fork of a waiting interpreter.
 
-        With `call`, `Outcome.result` is what the function returned, as JSON; what JSON cannot hold is an error of the
-        program. Raises ValueError for files that do not fit or would lie elsewhere.
+        With `call`, `Outcome.result` is what the function returned, as JSON; a value that JSON cannot hold is an error
+        of the program. Raises ValueError for files that exceed the limits or lie outside the folder.
         """
         called = (call.name, [*call.arguments]) if call else None
         return self._execute({"argv": None, "source": source, "call": called}, files, stdin, limits)
 
     def close(self) -> None:
-        """Ends every box that no program runs in; the next program starts a new one."""
+        """Closes every idle box; the next program starts a new one."""
         while (box := self._take_idle()) is not None:
             box.close()
 
@@ -127,7 +127,7 @@ class Sandbox:
             raise RuntimeError("this process is a fork of the one that made the Sandbox: make one here")
         with self._free:
             for again in (False, True):
-                try:  # what ended one box may have ended the others that wait
+                try:  # the cause of one box's end may have ended the idle ones too
                     box = (None if again else self._take_idle()) or Box(self.mechanism, self._read_only)
                 except BoxError as error:
                     return Outcome("infrastructure", reason=str(error))
@@ -148,7 +148,7 @@ class Sandbox:
         return outcome
 
     def _take_idle(self) -> Box | None:
-        """An idle box that is still alive, if there is one."""
+        """An idle box that is still alive, or None."""
         while self._idle:
             try:
                 box = self._idle.pop()
@@ -161,7 +161,7 @@ class Sandbox:
 
 
 def best_mechanism() -> tuple[Mechanism | None, str]:
-    """The best mechanism that works on this machine, and why better ones do not; None when none does."""
+    """The best mechanism that works on this machine, and why the better ones do not; None when none works."""
     problems: list[str] = []
     for mechanism in MECHANISMS:
         why = problem(mechanism)
@@ -173,7 +173,7 @@ def best_mechanism() -> tuple[Mechanism | None, str]:
 
 @cache
 def problem(mechanism: Mechanism) -> str:
-    """Why a mechanism does not work on this machine, found out by running a program; empty when it does."""
+    """Why a mechanism does not work on this machine, found by running a program in it; empty when it works."""
     try:
         box = Box(mechanism)
     except BoxError as error:
@@ -203,7 +203,7 @@ def _checked(files: Mapping[str, bytes], limits: Limits) -> dict[str, bytes]:
 
 
 def _close(idle: list[Box], owner: int) -> None:
-    """Ends idle boxes, at the end of the process that started them; its forks leave them alone."""
+    """Closes idle boxes at the end of the process `owner` that started them; does nothing in its forks."""
     if os.getpid() == owner:
         while idle:
             idle.pop().close()

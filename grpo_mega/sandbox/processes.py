@@ -1,4 +1,4 @@
-"""What /proc says of processes: who belongs to a session, to a user, to a tree, what they use and wait for."""
+"""Facts about processes from /proc: members of a session or process tree, threads of a user, CPU time, memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Effort:
-    """What processes have done and wanted to do since they began.
+    """CPU time that processes used and waited for since they began.
 
     Attributes:
         ran: Process id -> seconds of CPU time.
-        reaped: Process id -> seconds of CPU time of the children that it has waited for, and of theirs.
+        reaped: Process id -> seconds of CPU time of its children that have been waited for, and of theirs.
         threads: Thread id -> (seconds that it ran, seconds that it waited for a CPU).
     """
 
@@ -29,7 +29,7 @@ class Effort:
 
 
 def session(leader: int) -> list[int]:
-    """Process ids of a session's processes."""
+    """Process ids of the session of `leader`."""
     return [pid for pid in _processes() if _session_of(pid) == leader]
 
 
@@ -41,7 +41,7 @@ def _session_of(pid: int) -> int | None:
 
 
 def threads_of(uid: int) -> int:
-    """Threads of all processes of a user."""
+    """Number of threads of all processes of a user."""
     threads = 0
     for pid in _processes():
         with suppress(OSError):
@@ -55,7 +55,7 @@ def _processes() -> list[int]:
 
 
 def tree(root: int) -> list[int]:
-    """Process ids of `root`, first, and of all that it has started, and theirs; `root` alone where Linux lists none."""
+    """Process ids of `root` (first) and its descendants; `root` alone where Linux lists no children."""
     found, waiting = [], [root]
     while waiting:
         found.append(waiting.pop())
@@ -64,10 +64,10 @@ def tree(root: int) -> list[int]:
 
 
 def effort(processes: Sequence[int]) -> Effort:
-    """What processes have done; nothing of those that have ended. Without CONFIG_SCHED_INFO no thread is there.
+    """Reads the CPU and waiting time of processes that have not ended; of no threads without CONFIG_SCHED_INFO.
 
-    What they waited is read first, of all of them: what they ran explains it, and goes on while this process reads,
-    which on a busy machine may take long.
+    Waiting times are read first, for all processes: running times, which explain them, grow while this process reads,
+    which may take long on a busy machine.
     """
     found = Effort()
     for pid in processes:
@@ -77,7 +77,7 @@ def effort(processes: Sequence[int]) -> Effort:
                 found.threads[int(thread)] = int(used) / 1e9, int(queued) / 1e9
     for pid in processes:
         with suppress(OSError):
-            # The name, in brackets, is the program's own choice and may be no text.
+            # The name, in brackets, is the program's own choice and may not be text.
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             own, reaped = (TICK * (int(fields[i]) + int(fields[i + 1])) for i in (11, 13))  # proc_pid_stat(5)
             found.ran[pid], found.reaped[pid] = own, reaped
@@ -85,10 +85,10 @@ def effort(processes: Sequence[int]) -> Effort:
 
 
 def waited(before: Effort, after: Effort) -> float:
-    """Seconds that processes waited for a CPU which others had, between two looks; below 0 where they ran side by side.
+    """Seconds between two readings that processes waited for a CPU used by others; negative where they ran in parallel.
 
-    Of the thread that waited for longest, as far as none of the processes ran meanwhile: those that only are in each
-    other's way have not waited for others. It is never more than a thread was in the kernel's queue.
+    The wait of the thread that waited longest, less what the processes themselves ran meanwhile: waiting for each other
+    does not count. Never more than that thread's time in the kernel's run queue.
     """
     ran, of_threads = _ran(before, after), [-math.inf]
     for thread, (used, queued) in after.threads.items():
@@ -99,10 +99,10 @@ def waited(before: Effort, after: Effort) -> float:
 
 
 def _ran(before: Effort, after: Effort) -> float:
-    """CPU time of processes between two looks: of those that are there, and of children that were waited for.
+    """CPU seconds of processes between two readings, those of reaped children included.
 
-    A child that ended was seen to run before; only what its parent has got of it beyond that is new. One that nobody
-    waits for takes nothing back.
+    Of a child that ended, only the time beyond the previous reading is added. A child that is never reaped subtracts
+    nothing.
     """
     own = sum(seconds - before.ran.get(pid, 0.0) for pid, seconds in after.ran.items())
     reaped = sum(seconds - before.reaped.get(pid, 0.0) for pid, seconds in after.reaped.items())
@@ -111,7 +111,7 @@ def _ran(before: Effort, after: Effort) -> float:
 
 
 def resident_bytes(processes: Sequence[int]) -> int:
-    """Memory that is in use by processes.
+    """Bytes of memory in use by processes.
 
     Pages that processes share are counted once, in shares (Pss, proc_pid_smaps(5)). Where this process may not see a
     program's mappings, as root without CAP_SYS_PTRACE, pages of memory that forks have in common are counted for each.
@@ -124,7 +124,7 @@ def resident_bytes(processes: Sequence[int]) -> int:
 
 
 def _bytes_of(pid: int) -> int:
-    """A process' share of the memory in use, else all that it uses; raises OSError of one that has ended."""
+    """A process's share of the memory in use, else its whole resident memory; raises OSError if it has ended."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -133,7 +133,7 @@ def _bytes_of(pid: int) -> int:
 
 
 def _children(pid: int) -> list[int]:
-    """The processes that a process' threads have started; none of one that has ended."""
+    """Process ids of the children of a process's threads; empty if it has ended."""
     started: list[int] = []
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):

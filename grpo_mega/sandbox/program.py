@@ -1,4 +1,4 @@
-"""What a box's fork does once it is contained: it becomes a command, or runs a Python program.
+"""Last step of a contained fork: it becomes a command, or runs a Python program.
 
 It runs inside the box: only the standard library, and no other file of this project.
 """
@@ -21,16 +21,16 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 RESULT = 3
-"""Descriptor that a called function's result goes to."""
+"""Descriptor for a called function's result."""
 CANNOT_RUN = 127
-"""Exit code when there is no such command, as of shells."""
+"""Exit code for a command that does not exist, as in shells."""
 TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that schedulers send to all processes of a rank. The rank reacts to them; no program's reward may."""
+"""Signals that schedulers send to all processes of a rank: the rank reacts, and no program's reward may change."""
 
 
 def become(argv: list[str]) -> NoReturn:
-    """Replaces this process by a command; ends it with `CANNOT_RUN` when there is none, and says so."""
-    # Python ignores two of them, and whoever started the rank with nohup the third: programs expect what is usual.
+    """Replaces this process by a command; exits with `CANNOT_RUN` and a message when there is none."""
+    # Python ignores two of them, and whoever started the rank with nohup the third: programs expect the default.
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -41,7 +41,7 @@ def become(argv: list[str]) -> NoReturn:
 
 
 def run_python(request: dict[str, Any]) -> int:
-    """Runs the source, as `__main__` unless a function of it is to be called; the exit code, as of an interpreter."""
+    """Runs the source, as `__main__` unless one of its functions is called; returns an interpreter's exit code."""
     module = types.ModuleType("program" if request["call"] else "__main__")
     module.__file__ = os.path.abspath("program.py")
     sys.modules[module.__name__] = module
@@ -57,7 +57,7 @@ def run_python(request: dict[str, Any]) -> int:
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_RANKS),
         after_in_child=_restore_signals,
     )
-    random.seed(0)  # a fork of Python draws a new seed
+    random.seed(0)  # a fork of Python would draw a new seed
     streams = [open(number, "w" if number else "r", encoding="utf-8", closefd=False) for number in range(3)]  # noqa: SIM115
     sys.stdin, sys.stdout, sys.stderr = streams
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]
@@ -68,7 +68,7 @@ def run_python(request: dict[str, Any]) -> int:
             _call(module, *request["call"])
     except SystemExit as error:
         code = _exit_code(error)
-    except BaseException:  # KeyboardInterrupt too
+    except BaseException:  # including KeyboardInterrupt
         code = 1
         with suppress(BaseException):
             traceback.print_exc(limit=-20)
@@ -77,29 +77,29 @@ def run_python(request: dict[str, Any]) -> int:
 
 
 def _end(module: types.ModuleType) -> int:
-    """Ends the program as an interpreter ends: nothing that it has written to a file object stays unwritten.
+    """Ends the program as an interpreter does, so that everything written to a file object reaches its file.
 
     Threads are waited for, `atexit` is called, streams are flushed, and files that only variables hold are closed.
-    The exit code: 120 when standard output or error cannot be written, as of an interpreter.
+    Returns the exit code: 120 when standard output or error cannot be written, as an interpreter does.
     """
     with suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with suppress(BaseException):
         atexit._run_exitfuncs()
     code = _flush()
-    with suppress(BaseException):  # the collector closes files of a circle in any order, which may lose what they hold
+    with suppress(BaseException):  # the collector closes files of a cycle in any order, which may lose their buffers
         for one in gc.get_objects():
             if type(one) in (io.TextIOWrapper, io.BufferedWriter) and not one.closed:
                 one.flush()
     with suppress(BaseException):
         for name in [name for name in module.__dict__ if name != "__builtins__"]:
-            module.__dict__[name] = None  # one after the other: a finalizer may use those that come later
+            module.__dict__[name] = None  # one after the other: a finalizer may use objects that come later
         gc.collect()
     return code or _flush()
 
 
 def _flush() -> int:
-    """0, or 120 when what was written to a standard stream could not be passed on."""
+    """Flushes the standard streams; returns 0, or 120 when that failed."""
     code = 0
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         try:
@@ -111,14 +111,14 @@ def _flush() -> int:
 
 
 def _restore_signals() -> None:
-    """Restores the usual handling of signals, in processes that a program forks, before any is delivered."""
+    """Restores default signal handling in processes that a program forks, before any signal is delivered."""
     for number in TO_RANKS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_RANKS)
 
 
 def _call(module: types.ModuleType, name: str, arguments: list[Any]) -> None:
-    """Calls a function of the module, or a method of a class of it (`Class.method`); writes what it returns as JSON."""
+    """Calls a function of the module, or `Class.method`; writes its return value as JSON."""
     function: Any = module
     for part in name.split("."):
         function = getattr(function() if isinstance(function, type) else function, part)

@@ -1,9 +1,9 @@
 """A seccomp filter: system calls that a program in a sandbox may not make (seccomp(2)), set up by ctypes alone.
 
-It is the second wall. The first one, namespaces or Landlock, says what a program can reach; the filter takes away the
-calls that could weaken that wall (new namespaces, mounts, other ways to make system calls) and those that the first
-wall does not see: sockets, shared memory and messages of System V, keys, memory that no limit counts, other
-processes. Calls that are newer than the table do not exist for the program.
+The second line of defence. The first, namespaces or Landlock, limits what a program can reach; the filter removes the
+calls that could weaken it (new namespaces, mounts, other ways to make system calls) and those that it does not cover:
+sockets, shared memory and messages of System V, keys, memory that no limit counts, other processes. Calls that are
+newer than the table do not exist for the program.
 
 It runs inside the box: only the standard library, and no other file of this project.
 """
@@ -43,18 +43,18 @@ chmod 90 -, fchmod 91 52, fchmodat 268 53, chown 92 -, fchown 93 55, lchown 94 -
 utime 132 -, utimes 235 -, utimensat 280 88, futimesat 261 -, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
 removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, truncate 76 45, creat 85 -, openat2 437 437
 """
-"""Calls that fail as well where no namespaces hide files and processes of the same user. Landlock does not see changes
-of modes, owners, times and attributes. Leaving the process group would be leaving those that end with the program."""
+"""Further calls that fail where no namespaces hide files and processes of the same user. Landlock does not check
+changes of modes, owners, times and attributes. A program that left its process group would survive the group."""
 ARGUMENTS = """
 clone3 435 435, clone 56 220, socketpair 53 199, prlimit64 302 261, fcntl 72 25, ioctl 16 29,
 kill 62 129, tgkill 234 131, open 2 -, openat 257 56
 """
-"""Calls that depend on their arguments."""
+"""Calls that are allowed or refused by their arguments."""
 NEWEST = 450
-"""The newest call that the tables were written for, on both machines; later ones have the same number on all."""
+"""Newest call known to the tables, on both architectures; later calls have the same number on all."""
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machine -> column of the tables, and the constant of audit.h that the kernel names the machine by."""
+"""Architecture -> column of the tables, and its constant in audit.h."""
 NEW_NAMESPACES = 0x7E020080
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET and NEWTIME."""
 O_CREAT, O_TRUNC = 0o100, 0o1000
@@ -73,7 +73,7 @@ Instruction = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Check:
-    """A look at an argument: the call fails when its value has any of `bits`, is `one_of`, or is none of `none_of`."""
+    """Condition on an argument: the call fails if the value has any of `bits`, is `one_of`, or is not in `none_of`."""
 
     argument: int
     bits: int = 0
@@ -83,7 +83,7 @@ class Check:
 
 
 def numbers(table: str, column: int) -> dict[str, int]:
-    """Name -> number of the calls of a table that exist on a machine."""
+    """Name -> number of the system calls of a table that exist on an architecture."""
     rows = [row.split() for row in table.replace("\n", " ").split(",")]
     return {name: int(found[column]) for name, *found in rows if found[column] != "-"}
 
@@ -94,10 +94,10 @@ def instructions(namespaces: bool, pid: int, machine: str) -> list[Instruction]:
     Args:
         namespaces: Whether the program has namespaces of its own; the rules are stricter where it has none.
         pid: The program's process id, the only one that it may send signals to without namespaces.
-        machine: As of `platform.machine()`.
+        machine: Architecture, as in `platform.machine()`.
 
     Raises:
-        OSError: The tables do not have this machine.
+        OSError: The tables lack this architecture.
     """
     if machine not in MACHINES:
         raise OSError(errno.ENOSYS, f"system calls of {machine} are not known, only those of {', '.join(MACHINES)}")
@@ -105,7 +105,7 @@ def instructions(namespaces: bool, pid: int, machine: str) -> list[Instruction]:
     filter_: list[Instruction] = [
         (LOAD, 0, 0, MACHINE),
         (EQUAL, 1, 0, name_of_kernel),
-        (RETURN, 0, 0, KILL),  # another machine's calls on this one, such as those of 32 bits
+        (RETURN, 0, 0, KILL),  # calls of another architecture on this machine, such as 32-bit ones
         (LOAD, 0, 0, NUMBER),
         (AT_LEAST, 0, 1, NEWEST + 1),
         (RETURN, 0, 0, FAIL | errno.ENOSYS),
@@ -123,14 +123,14 @@ def instructions(namespaces: bool, pid: int, machine: str) -> list[Instruction]:
 
 
 def _checks(namespaces: bool, pid: int) -> dict[str, list[Check]]:
-    """Call -> what is looked at."""
+    """System call -> conditions on its arguments."""
     checks = {
         "clone": [Check(0, bits=NEW_NAMESPACES)],
         # Pairs of datagram sockets could send to any address.
         "socketpair": [Check(0, none_of=(AF_UNIX,)), Check(1, none_of=(SOCK_STREAM,), mask=SOCK_TYPES)],
         "prlimit64": [Check(0, none_of=(0, pid))],
         "ioctl": [Check(1, one_of=(TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP))],
-        "fcntl": [Check(1, one_of=(F_SETOWN, F_SETOWN_EX, F_SETSIG))],  # signals to whom the caller chooses
+        "fcntl": [Check(1, one_of=(F_SETOWN, F_SETOWN_EX, F_SETSIG))],  # signals to a process of the caller's choice
     }
     if not namespaces:
         checks |= {
@@ -143,7 +143,7 @@ def _checks(namespaces: bool, pid: int) -> dict[str, list[Check]]:
 
 
 def _block(number: int, checks: list[Check]) -> list[Instruction]:
-    """The instructions for one call; they end the filter when it is that call."""
+    """Instructions for one call; they end the filter when the call matches."""
     body: list[Instruction] = []
     fail = (RETURN, 0, 0, FAIL | errno.EPERM)
     for check in checks:
@@ -164,9 +164,9 @@ class _Program(ctypes.Structure):
 
 
 def install(namespaces: bool) -> None:
-    """Filters the calls of this process, and of all that it starts, from now on and for good.
+    """Filters the system calls of this process and its descendants, for good.
 
-    Raises OSError where the kernel has no seccomp, or the machine is not in the tables.
+    Raises OSError where the kernel has no seccomp, or the tables lack the architecture.
     """
     listed = instructions(namespaces, os.getpid(), platform.machine())
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in listed))

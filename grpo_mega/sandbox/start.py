@@ -1,7 +1,7 @@
-"""What a box is started with: its interpreter, its user, its command line.
+"""Command line of a sandbox process (a box), with its interpreter, user and environment.
 
-The process that starts a box needs no privileges. Where it is root, the box's processes get a user id that nobody else
-has: root's processes are not counted by the kernel, and one user's count would be shared by all.
+The process that starts a box needs no privileges. Where it is root, each box gets a user id of its own: the kernel does
+not limit root's number of processes, and a shared user's limit would be shared by all boxes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 Mechanism = Literal["bubblewrap", "landlock", "unconfined"]
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
-"""What programs may read, besides the interpreter."""
+"""Files and folders that programs may read, besides the interpreter."""
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
@@ -30,10 +30,10 @@ ENVIRONMENT = {
 }
 """The whole environment of a program."""
 NOBODY_ELSE = 1 << 24
-"""How many user ids a box's is drawn from."""
+"""Number of user ids from which a box's id is drawn."""
 
 _HERE = Path(__file__).parent
-# The box cannot read this project's files: it gets those that it needs over its standard input.
+# The box cannot read this project's files, so it gets the modules it needs over standard input.
 _BEGIN = """
 import json, sys, types
 sys.path.remove("")
@@ -49,7 +49,7 @@ sys.modules["grpo_mega.sandbox.inside"].main(int(control), int(owner), mechanism
 
 
 class BoxError(Exception):
-    """A box could not be started, or a program in it not begun; says why."""
+    """A box, or a program in it, could not be started; says why."""
 
 
 def interpreter(uid: int | None) -> tuple[str, str]:
@@ -84,7 +84,7 @@ def command(mechanism: Mechanism, uid: int | None, read_only: Sequence[str], des
     """The command that starts a box.
 
     Args:
-        mechanism: What keeps programs in.
+        mechanism: How programs are contained.
         uid: The user that the command will be run by; None for the user of this process.
         read_only: Further files and folders that programs may read.
         descriptors: The box's end of its socket, and a pidfd of this process.
@@ -96,13 +96,13 @@ def command(mechanism: Mechanism, uid: int | None, read_only: Sequence[str], des
     readable = [path for path in dict.fromkeys((*SYSTEM, prefix, *read_only)) if os.path.exists(path)]
     outer = _bubblewrap(readable) if mechanism == "bubblewrap" else []
     inner = [python, "-s", "-S", "-B", "-X", "utf8", "-c", _BEGIN, *map(str, descriptors), mechanism, *readable]
-    # When memory runs out, the kernel is to end programs and not the job. Signals are for the rank (`TO_RANKS`).
+    # When memory runs out, the kernel should kill programs, not the job. Signals are for the rank (`TO_RANKS`).
     first = 'trap "" INT TERM USR1; echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
     return ["/bin/sh", "-c", first, "sh", *outer, *inner]
 
 
 def _bubblewrap(readable: Sequence[str]) -> list[str]:
-    """The beginning of a command that runs in a box of bubblewrap, with the right to make further namespaces in it."""
+    """Start of the command line of a bubblewrap box, which may create further namespaces inside."""
     program = shutil.which("bwrap")
     if program is None:
         raise BoxError("bubblewrap: bwrap is not installed: apt-get install bubblewrap, or conda install bubblewrap")
@@ -118,7 +118,7 @@ def _bubblewrap(readable: Sequence[str]) -> list[str]:
 
 
 def modules() -> dict[str, str]:
-    """Name -> source of the modules that the box needs, in the order in which they import each other."""
+    """Name -> source of the modules that the box needs, in import order."""
     sources = {
         name: (_HERE / f"{name}.py").read_text() for name in ("guard", "landlock", "seccomp", "program", "inside")
     }
@@ -126,6 +126,6 @@ def modules() -> dict[str, str]:
 
 
 def _open_to_all(path: str) -> bool:
-    """Whether every user may read a file and enter all folders that it lies in."""
+    """Whether every user may read a file and enter all folders above it."""
     folders = Path(path).parents
     return bool(os.stat(path).st_mode & 0o004) and all(os.stat(folder).st_mode & 0o001 for folder in folders)

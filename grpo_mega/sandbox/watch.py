@@ -1,4 +1,4 @@
-"""Watches a program that runs in a box: reads what it writes, ends it at a limit, says what became of it."""
+"""Watches a program that runs in a box: reads its output, ends it at a limit, reports its outcome."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from grpo_mega.sandbox.processes import effort, resident_bytes, tree
 from grpo_mega.sandbox.start import BoxError
 
 END_SECONDS = 30.0
-"""Limit for ending a program's processes; a box that takes longer is ended from outside."""
+"""Seconds for ending a program's processes; a box that takes longer is killed from outside."""
 SLICE = 1.0
-"""Seconds of one round; one that took longer counts as this much, because the job was suspended meanwhile."""
+"""Seconds of one polling round; a longer one counts as this much, as the job must have been suspended."""
 
 LOOK = 0.25
-"""Seconds between looks at all of a program's processes: their memory, and what they wait for."""
+"""Seconds between checks of the memory and CPU waits of all of a program's processes."""
 OWN_BYTES = 256 << 20
-"""What a box and the interpreters that it forks may use besides."""
+"""Bytes allowed in addition to the program's limit, for the box and the interpreters that it forks."""
 
 
 class BoxLost(Exception):
@@ -34,20 +34,20 @@ class BoxLost(Exception):
 
 
 def watch(control: socket.socket, pipes: Sequence[int], limits: Limits, box: int) -> Outcome:
-    """Reads what a program writes and ends it at a limit; returns when nothing of it is alive any more.
+    """Reads a program's output and ends it at a limit; returns once none of its processes is alive.
 
     Args:
         control: The socket to the box.
-        pipes: What to read: standard output, standard error and, for a function, its result.
-        limits: What the program may use.
+        pipes: Pipes to read: standard output, standard error and, for a function, its result.
+        limits: Limits of the program's resources.
         box: Process id of the box.
 
     Raises:
-        BoxError: The program could not be begun.
+        BoxError: The program could not be started.
         BoxLost: The box has ended, or does not answer.
     """
     written = {pipe: bytearray() for pipe in pipes}
-    counted = [pipes[0], *pipes[2:]]  # of standard error the rest is only dropped
+    counted = [pipes[0], *pipes[2:]]  # beyond the limit, standard error is read and dropped
     status: Status = "exited"
     reason, asked, began = "", False, time.monotonic()
     looked, before, clock, left = began, began, Clock(limits.wall_seconds, effort(tree(box))), END_SECONDS
@@ -57,7 +57,7 @@ def watch(control: socket.socket, pipes: Sequence[int], limits: Limits, box: int
             selector.register(descriptor, selectors.EVENT_READ)
         while True:
             ready = {key.fd for key, _ in selector.select(min(left if asked else clock.left, LOOK))}
-            now = time.monotonic()  # what reading and looking took counts as well: a program may keep this busy
+            now = time.monotonic()  # reading and checking count as well: a program may keep this process busy
             passed, before = min(now - before, SLICE), now
             for pipe in ready & written.keys():
                 if not _read(pipe, written[pipe], limits.output_bytes):
@@ -81,10 +81,10 @@ def watch(control: socket.socket, pipes: Sequence[int], limits: Limits, box: int
                 elif clock.left <= 0:
                     status, reason = _out_of_time(clock)
             if status != "exited":
-                with suppress(OSError):  # it has ended: there is nothing to read but that
+                with suppress(OSError):  # the box has ended: only the end of file can be read
                     control.send(b"end")
                 asked = True
-    for pipe, output in written.items():  # what was written last
+    for pipe, output in written.items():  # the last output
         while _read(pipe, output, limits.output_bytes) and len(output) <= limits.output_bytes:
             pass
     if status == "exited" and any(len(written[pipe]) > limits.output_bytes for pipe in counted):
@@ -95,7 +95,7 @@ def watch(control: socket.socket, pipes: Sequence[int], limits: Limits, box: int
 
 
 def _out_of_time(clock: Clock) -> tuple[Status, str]:
-    """What becomes of a program whose time is up, and why: of one that others kept from running, nothing is known."""
+    """Status and reason for a program whose time is up; unknown ("infrastructure") if others kept it from running."""
     if clock.own >= clock.limit:
         return "time", f"did not end within {clock.limit:g} s"
     return "infrastructure", f"it waited for a CPU for {clock.waited:.2g} of {clock.elapsed:.2g} s: the machine is busy"
@@ -106,7 +106,7 @@ def _too_much(limits: Limits) -> str:
 
 
 def _ended(outcome: Outcome, answer: dict[str, Any], limits: Limits) -> Outcome:
-    """The outcome of a program that nobody ended, from the box's answer."""
+    """Outcome of a program that ended by itself, from the box's answer."""
     if "error" in answer:
         raise BoxError(answer["error"])
     if answer["status"] is None:
@@ -118,7 +118,7 @@ def _ended(outcome: Outcome, answer: dict[str, Any], limits: Limits) -> Outcome:
 
 
 def _answer(control: socket.socket) -> bytes:
-    """The box's message; raises BoxLost when it has ended."""
+    """Receives the box's message; raises BoxLost when the box has ended."""
     try:
         if answer := control.recv(1 << 16):
             return answer
@@ -128,7 +128,7 @@ def _answer(control: socket.socket) -> bytes:
 
 
 def _read(pipe: int, output: bytearray, most: int) -> bool:
-    """Appends what there is to read, and at most one byte more than `most` in all; False when there is no more."""
+    """Appends readable bytes, up to one more than `most` in all; False at end of file."""
     try:
         part = os.read(pipe, 1 << 16)
     except BlockingIOError:

@@ -1,1 +1,1 @@
-"""The stages of a run, one algorithm per file: pre-training of the toy, supervised fine-tuning, GRPO."""
+"""Stages of a run, one algorithm per file: pre-training of the toy, supervised fine-tuning, GRPO and others."""

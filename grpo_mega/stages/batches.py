@@ -1,7 +1,7 @@
-"""From scored answers to the batches of updates.
+"""Batches of updates from scored answers.
 
-Which samples are in which mini-batch, and what counts in its denominators, follows from the answers, which every rank
-has, and is the same under every layout. Tokens and log-probs are only on the replica that computes them.
+The samples of each mini-batch, and those that count in its denominators, follow from the answers, which every rank has,
+and are the same under every layout. Tokens and log-probs are only on the replica that computes them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_mega.types import Batch, Group, Rollout
 
 
 def advantage_options(config: Config) -> AdvantageOptions:
-    """How rewards become advantages, from the configuration."""
+    """Options of the advantages, from the configuration."""
     algorithm = config.algorithm
     weights = {term.name: term.weight for term in config.reward.terms if term.weight}
     terms = weights if algorithm.terms_apart else {}
@@ -36,13 +36,13 @@ def advantage_options(config: Config) -> AdvantageOptions:
 
 
 def trained_and_counted(groups: Sequence[Group], config: Config) -> tuple[list[int], list[int]]:
-    """Numbers of the samples that updates compute, and of those that count in the denominators.
+    """Numbers of the samples that updates compute, and of the samples that count in the denominators.
 
     A group without signal has advantages of 0. By equation 3 of DeepSeekMath its samples still count, and the KL term,
     like an entropy bonus, has a gradient; with neither of the two they have no gradient and are not computed. A sample
-    that could not be scored is as if it had never been sampled.
+    without a score is treated as never sampled.
 
-    A teacher has something to say of every sample, whatever its reward.
+    With a teacher every sample has a gradient, whatever its reward.
     """
     signal = groups_with_signal(groups, advantage_options(config))
     samples = [(has, answer) for group, has in zip(groups, signal, strict=True) for answer in group.answers]
@@ -56,7 +56,7 @@ def trained_and_counted(groups: Sequence[Group], config: Config) -> tuple[list[i
 
 
 def mini_batches(groups: Sequence[Group], config: Config, step: int) -> list[MiniBatch]:
-    """The mini-batches of a step, epoch after epoch; a function of the arguments, so a resumed step has the same."""
+    """The mini-batches of a step, epoch after epoch; a pure function, so a resumed step has the same."""
     return [
         part for epoch in range(config.algorithm.epochs) for part in mini_batches_of_epoch(groups, config, step, epoch)
     ]
@@ -73,7 +73,7 @@ def mini_batches_of_epoch(groups: Sequence[Group], config: Config, step: int, ep
 
 
 def make_batch(rollout: Rollout, config: Config, topology: Topology, step: int) -> Batch | None:
-    """This replica's part of the samples that updates compute, with advantages; None when updates compute none.
+    """This replica's share of the samples that updates compute, with advantages; None when there are none.
 
     Every rank must call it: samples are sent from the ranks that hold them to those that compute them.
     """
@@ -85,7 +85,7 @@ def make_batch(rollout: Rollout, config: Config, topology: Topology, step: int) 
 
 
 def with_advantages(batch: Batch, groups: Sequence[Group], config: Config) -> Batch:
-    """The batch with advantages at the tokens that are learned: of samples, or by step; a critic's come later."""
+    """The batch with advantages at the learned tokens, by sample or by step; those of a critic are added later."""
     options = advantage_options(config)
     if options.baseline == "critic":
         return batch
@@ -97,12 +97,12 @@ def with_advantages(batch: Batch, groups: Sequence[Group], config: Config) -> Ba
 
 
 def batch_of_all(rollout: Rollout, config: Config, topology: Topology) -> Batch:
-    """This replica's part of all samples of a step, for measuring the mismatch; every rank must call it."""
+    """This replica's share of all samples of a step, for measuring the mismatch; every rank must call it."""
     return exchange_samples(rollout, [list(range(sum(1 for _ in rollout.answers)))], config, topology)
 
 
 def batch_of(current: StepInProgress, mini_batch: MiniBatch, config: Config, step: int) -> Batch:
-    """This replica's part of a mini-batch, with token weights over all samples that count in it."""
+    """This replica's share of a mini-batch, with token weights over all samples that count in it."""
     assert current.batch is not None, "without a batch there are no mini-batches"
     lengths = [answer.length for group in current.groups for answer in group.answers]
     row = {number: i for i, number in enumerate(current.batch.numbers.tolist())}
@@ -114,7 +114,7 @@ def batch_of(current: StepInProgress, mini_batch: MiniBatch, config: Config, ste
 
 
 def with_newest(whole: Batch, part: Batch, logprob: torch.Tensor, entropy: torch.Tensor) -> Batch:
-    """The batch with the log-probs and entropies [tokens of the part] that an update found for some sequences."""
+    """The batch with the log-probs and entropies [tokens of the part] that an update computed for some sequences."""
     starts = whole.cu_seqlens.tolist()
     place = {number: slice(starts[row], starts[row + 1]) for row, number in enumerate(whole.numbers.tolist())}
 
@@ -130,6 +130,6 @@ def with_newest(whole: Batch, part: Batch, logprob: torch.Tensor, entropy: torch
 
 
 def longest_completion(rollout: RolloutConfig, step: int) -> int:
-    """Largest number of tokens of a completion after `step` steps: more from `rollout.longer_from_step` on."""
+    """Largest number of tokens of a completion after `step` steps; it changes at `rollout.longer_from_step`."""
     longer, since = rollout.longer_max_new_tokens, rollout.longer_from_step
     return rollout.max_new_tokens if longer is None or since is None or step < since else longer

@@ -1,8 +1,7 @@
-"""What follows from log-probs before a step's updates: factors for the engine's deviation, penalties in rewards."""
+"""Corrections from log-probs before a step's updates: factors for the engine's mismatch, KL penalties in rewards."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mega.algorithm.correction import CorrectionOptions, correction_factors, share_beyond
+from grpo_mega.config.passes import corrects_beyond_tokens
 from grpo_mega.config.schema import AlgorithmConfig, Config
 from grpo_mega.models.topology import Topology
 from grpo_mega.run import Metrics
@@ -17,21 +17,10 @@ from grpo_mega.stages.batches import with_advantages
 from grpo_mega.types import Answer, Batch, Group
 
 
-def needs_old_logprobs(config: Config) -> bool:
-    """Whether something is computed from the old policy's log-probs before the first update of a step."""
-    algorithm = config.algorithm
-    if config.distill.teacher:  # whose log-probs they are compared with
-        return True
-    if algorithm.advantage_baseline == "critic":  # which may learn alone, while the policy makes no pass of its own
-        return True
-    return algorithm.kl_in == "reward" or correction_of(algorithm) is not None
-
-
 def correction_of(algorithm: AlgorithmConfig) -> CorrectionOptions | None:
-    """What has to be known of whole sequences or of the batch to correct for the engine; None where the loss corrects
-    each token for itself."""
-    rejects = algorithm.rejection_floor > 0 or algorithm.rejection_cap < math.inf
-    if not (rejects or algorithm.correction_level != "token" or algorithm.correction_normalized):
+    """Options of a correction that needs whole sequences or the batch; None where the loss corrects each token by
+    itself."""
+    if not corrects_beyond_tokens(algorithm):
         return None
     return CorrectionOptions(
         kind=algorithm.correction,
@@ -55,8 +44,8 @@ def corrected(batch: Batch, algorithm: AlgorithmConfig, topology: Topology) -> B
 
 
 def correction_metrics(batch: Batch, algorithm: AlgorithmConfig, topology: Topology) -> Metrics:
-    """How many tokens of a step are beyond a bound of `correction_of`; {} where the loss tells of each update, or there
-    is no correction. Every rank must call it."""
+    """Metrics of the tokens of a step beyond a bound of `correction_of`; {} where the loss reports it for each update,
+    or there is no correction. Every rank must call it."""
     options = correction_of(algorithm)
     if options is None or options.kind == "none":
         return {}
@@ -66,9 +55,9 @@ def correction_metrics(batch: Batch, algorithm: AlgorithmConfig, topology: Topol
 
 
 def penalised(batch: Batch, groups: Sequence[Group], config: Config, topology: Topology) -> Batch:
-    """The batch with the advantages of rewards less `kl_coef` times log(old / reference) of the whole completion, where
-    that is the place of the KL term (RLOO, arXiv 2402.14740); every rank must call it."""
-    if config.algorithm.kl_in != "reward" or config.algorithm.advantage_baseline == "critic":  # there, token by token
+    """The batch with advantages of rewards less `kl_coef` times log(old / reference) of the whole completion, if
+    `kl_in` is reward (RLOO, arXiv 2402.14740); every rank must call it."""
+    if config.algorithm.kl_in != "reward" or config.algorithm.advantage_baseline == "critic":  # with a critic, by token
         return batch
     log_ratio = torch.where(batch.mask, (batch.old_logprob - batch.ref_logprob).double(), 0.0)
     samples = torch.zeros(sum(len(group.answers) for group in groups), dtype=torch.float64)
@@ -81,5 +70,5 @@ def penalised(batch: Batch, groups: Sequence[Group], config: Config, topology: T
 
 
 def _less(answer: Answer, penalty: float) -> Answer:
-    """The answer with a reward that is lower by the penalty."""
+    """The answer with its reward reduced by the penalty."""
     return replace(answer, score=replace(answer.score, total=answer.score.total - penalty))

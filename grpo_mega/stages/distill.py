@@ -1,8 +1,8 @@
-"""On-policy distillation: the policy samples, and a teacher says of each of its tokens how likely it would have been.
+"""On-policy distillation: the policy samples, and a teacher gives the log-prob of each sampled token.
 
 The loop is that of GRPO. The advantage is each token's own, log(teacher / policy): minus the estimate of the reverse KL
-(MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649, on the student's data alone; as a policy gradient: Thinking Machines,
-"On-Policy Distillation", 2025). Rewards are measured, and may be added. A prompt needs no group.
+(MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649, on the student's data only; as a policy gradient: Thinking Machines,
+"On-Policy Distillation", 2025). Rewards are measured, and may be added. Groups are not required.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from grpo_mega.data import Data
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.models.teacher import Teacher
+from grpo_mega.rollout.sglang.teacher import ServedTeacher
 from grpo_mega.run import Run
 from grpo_mega.stages.grpo import GRPO
 from grpo_mega.stages.rollouts import Rollouts
@@ -31,7 +32,7 @@ class Distill(GRPO):
         self,
         config: Config,
         policy: Policy,
-        teacher: Teacher,
+        teacher: Teacher | ServedTeacher,
         reference: ReferencePolicy | None,
         data: Data,
         rollouts: Rollouts,
@@ -40,7 +41,7 @@ class Distill(GRPO):
         self.teacher = teacher
 
     def experience(self, run: Run) -> StepInProgress:
-        """As for GRPO, with the teacher's log-prob of every token, and advantages from these."""
+        """Experience of a step as in GRPO, with the teacher's log-prob of every token and advantages from these."""
         current = super().experience(run)
         if current.batch is not None:
             with run.phase("teacher"):
@@ -48,7 +49,7 @@ class Distill(GRPO):
         return current
 
     def update(self, current: StepInProgress, batch: Batch, step: int) -> None:
-        """One optimizer update; the metrics are those of all tokens of the step, as they were sampled."""
+        """One optimizer update; its metrics cover all tokens of the step, as sampled."""
         super().update(current, batch, step)
         whole = current.batch
         assert whole is not None, "without a batch there are no updates"
@@ -57,11 +58,11 @@ class Distill(GRPO):
         current.updates[-1] |= {f"distill/{name}": value for name, value in metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """GRPO's state, and which teacher it is."""
+        """GRPO's state, and the identity of the teacher."""
         return super().state_dict() | {"teacher": self.teacher.checksum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state of `state_dict`. Raises ValueError when the teacher is another one."""
+        """Restores a state of `state_dict`. Raises ValueError for another teacher."""
         if state["teacher"] != self.teacher.checksum:
             raise ValueError(
                 f"distill.teacher={self.config.distill.teacher} is another teacher than the one that this run began "
@@ -72,10 +73,10 @@ class Distill(GRPO):
         super().load_state_dict(state)
 
 
-def with_teacher(batch: Batch, teacher: Teacher, config: Config) -> Batch:
+def with_teacher(batch: Batch, teacher: Teacher | ServedTeacher, config: Config) -> Batch:
     """The replica's batch with the teacher's log-probs, at the temperature of the samples, and advantages from them.
 
-    Advantages that it has are those of the rewards, and `old_logprob` those of the policy. Every rank must call it.
+    On input, `advantage` comes from rewards, and `old_logprob` from the policy. Every rank must call it.
     """
     distill = config.distill
     logprob = teacher.logprobs(batch, config.rollout.temperature)

@@ -17,7 +17,7 @@ from grpo_mega.types import Batch, Prompt, Rollout
 
 
 def exchange_samples(rollout: Rollout, parts: Sequence[Sequence[int]], config: Config, topology: Topology) -> Batch:
-    """The samples that this replica computes, packed; every rank must call it.
+    """Exchanges samples and packs those that this replica computes; every rank must call it.
 
     `parts` are lists of sample numbers, such as mini-batches; each is distributed evenly over the replicas.
     """
@@ -37,8 +37,8 @@ def assign_samples(
 ) -> list[list[int]]:
     """Numbers of the samples that each replica computes, ascending.
 
-    A sample stays on one replica for the whole step. When `parts` are the mini-batches of the first epoch, each of
-    these is distributed evenly; those of later epochs, which are shuffled again, only on average.
+    A sample stays on one replica for the whole step. Each of `parts`, the mini-batches of the first epoch, is
+    distributed evenly; mini-batches of later epochs, which are shuffled again, only on average.
     """
     prompts = [group.prompt.token_ids for group in rollout.groups for _ in group.answers]
     number, answers = number_prompts(prompts), list(rollout.answers)
@@ -60,9 +60,9 @@ def _exchanged(
     topology: Topology,
     experts: tuple[int, int] | None,
 ) -> dict[int, Completion]:
-    """The completions that this replica computes, by number.
+    """Exchanges completions; returns those that this replica computes, by number.
 
-    `experts`: (MoE layers, top k) if samples have their experts, for routing replay; None if not.
+    `experts` is (MoE layers, top k) if samples have experts for routing replay, else None.
     """
     answers = list(rollout.answers)
     leaving = [[Completion.of(rollout.samples[i]) for i in numbers if i in rollout.samples] for numbers in assigned]
@@ -88,7 +88,7 @@ def _column(
     shapes: Sequence[tuple[int, ...]],
     topology: Topology,
 ) -> list[torch.Tensor]:
-    """Sends this rank's tensors, listed by replica; the tensors that arrive, from these ranks and of these shapes."""
+    """Sends this rank's tensors, listed by replica; returns those arriving from ranks `sources`, with these shapes."""
     of_replica = [torch.cat([torch.empty(0, dtype=dtype), *(part.flatten() for part in parts)]) for parts in leaving]
     sizes = [0] * topology.world_size
     for source, shape in zip(sources, shapes, strict=True):

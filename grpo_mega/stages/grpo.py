@@ -1,7 +1,7 @@
 """The loop of GRPO, step by step as in the paper (DeepSeekMath, arXiv 2402.03300, algorithm 1).
 
-The objective of an update (ratio, clip, KL) is in `grpo_mega/algorithm/objective.py`, the weight of a token in
-`weights.py` beside it. `rollouts.py` turns prompts into scored answers, `batches.py` answers into batches of updates.
+The objective of an update (ratio, clip, KL) is in `grpo_mega/algorithm/objective.py`, the token weights in `weights.py`
+beside it. `rollouts.py` turns prompts into scored answers, `batches.py` turns answers into batches of updates.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
+from grpo_mega.config.passes import is_on_policy
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data
 from grpo_mega.models.learning_rate import Schedule
@@ -16,7 +17,7 @@ from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.run import Metrics, Run, Saved, StepRecord, is_due
 from grpo_mega.stages.batches import batch_of, batch_of_all, make_batch, mini_batches, with_newest
-from grpo_mega.stages.corrections import corrected, needs_old_logprobs, penalised
+from grpo_mega.stages.corrections import corrected, penalised
 from grpo_mega.stages.loss import loss_of
 from grpo_mega.stages.metrics import achieved
 from grpo_mega.stages.refill import refill_of
@@ -34,13 +35,14 @@ class GRPO:
     def __init__(
         self, config: Config, policy: Policy, reference: ReferencePolicy | None, data: Data, rollouts: Rollouts
     ) -> None:
-        self.config, self.algorithm, self.data, self.save_every = config, config.algorithm, data, config.run.save_every
+        self.config, self.algorithm, self.data = config, config.algorithm, data
+        self.save_every, self.most_steps = config.run.save_every, config.run.steps
         self.policy, self.topology, self.reference, self.rollouts = policy, policy.topology, reference, rollouts
         self.copies = [copy for copy in (reference, rollouts.average) if copy]
         self.models: list[Saved] = [policy, *self.copies]
         updates_per_step = config.algorithm.epochs * config.algorithm.mini_batches
         # Then the old policy is the policy itself, and its log-probs need no pass of their own.
-        self.on_policy = updates_per_step == 1 and not needs_old_logprobs(config)
+        self.on_policy = is_on_policy(config)
         self.loss = loss_of(config.algorithm, self.on_policy)
         self.temperature = config.rollout.temperature
         self.in_progress: StepInProgress | None = None
@@ -61,7 +63,7 @@ class GRPO:
         self.in_progress = None
         if self.reference and is_due(self.algorithm.reference_refresh, run.step + 1):
             self.reference.refresh()  # pi_ref <- pi_theta
-        return StepRecord(metrics, with_numbers(current, self.config, self.topology))
+        return StepRecord(metrics, with_numbers(current, self.config, self.topology), current.loads)
 
     def experience(self, run: Run) -> StepInProgress:
         """The data for the updates of a step: questions, groups of answers, rewards, advantages, log-probs."""
@@ -85,7 +87,7 @@ class GRPO:
         return current
 
     def with_logprobs(self, run: Run, batch: Batch) -> Batch:
-        """The batch with the log-probs that its updates need."""
+        """The batch with all log-probs that its updates need."""
         if self.reference:  # log pi_ref, for the KL term
             batch = batch.with_(ref_logprob=self.reference.logprobs(batch, self.temperature))
             run.raise_if_stopping()
@@ -99,6 +101,7 @@ class GRPO:
         gradients = self.policy.update(batch, self.loss, self.schedule.next(step), self.temperature)
         self.rollouts.follow()  # an average of the weights, for evaluations
         self.watch.tokens["trained"] += gradients.tokens
+        current.loads = {str(layer): load for layer, load in gradients.expert_loads.items()}
         current.updates.append(gradients.metrics)
         if current.batch is not None and current.shown_groups:
             current.batch = with_newest(current.batch, batch, gradients.outputs, gradients.entropies)
@@ -106,14 +109,14 @@ class GRPO:
             current.batch = current.batch.with_(old_logprob=gradients.outputs)
 
     def evaluated(self, run: Run) -> Metrics:
-        """Metrics on the validation problems, if an evaluation is due at the end of this step."""
+        """Metrics on the validation problems, if an evaluation is due after this step."""
         if not is_due(self.config.run.eval_every, run.step + 1):
             return {}
         metrics = self.rollouts.evaluate(run, "validation", self.data.validation, run.step + 1)
         return self.watch.evaluated(metrics)
 
     def begin(self, run: Run) -> None:
-        """Starts at the policy's present weights, which are copied to the reference."""
+        """Starts from the policy's current weights, which are copied to the reference."""
         self.prepare()
         for copy in self.copies:
             copy.refresh()
@@ -134,14 +137,14 @@ class GRPO:
         run.finish(achieved(self.before if run.step else {}, after) | tokens)
 
     def progress(self, step: int) -> str:
-        """The updates of the step in progress that are done, in words; empty between two steps."""
+        """Progress within the step in progress (updates done), in words; empty between two steps."""
         if self.in_progress is None:
             return ""
         updates = mini_batches(self.in_progress.groups, self.config, step)
         return f"after {len(self.in_progress.updates)} of {len(updates)} updates"
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, the order of prompts, and the evaluation before training."""
+        """Counters, position in the order of prompts, and the evaluation before training."""
         return {
             "schedule": self.schedule.state_dict(),
             "before": self.before,

@@ -1,7 +1,7 @@
-"""A reward model's score as a term of the reward, and the alarm for a policy that learns to please it alone.
+"""A reward model's score as a reward term, and the alarm for reward hacking.
 
-A process reward model scores steps (`algorithm/step_scores.py`): rewards of steps for process supervision, of which the
-score of the whole answer is made.
+A process reward model scores steps (`algorithm/step_scores.py`), for process supervision; the score of the whole answer
+is computed from them.
 
 DeepSeekMath (arXiv 2402.03300, section 4.1) learns from a reward model; DeepSeek-R1 (arXiv 2501.12948) mixes preference
 rewards into the last 400 steps only, because longer training led to reward hacking.
@@ -33,17 +33,17 @@ from grpo_mega.types import Answer, Batch, Rollout
 logger = logging.getLogger(__name__)
 
 FALL = 0.1
-"""What success may fall below the best evaluation's before a higher learned reward counts as hacking: three standard
+"""Drop of success below the best evaluation's from which a higher learned reward counts as hacking: three standard
 errors of a success of one half on 200 problems."""
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What a reward model says of an answer.
+    """A reward model's scores of one answer.
 
     Attributes:
-        value: Of the whole.
-        steps: (index of its last token in the completion, its score) of each step; () by a model of whole answers.
+        value: Score of the whole answer.
+        steps: (index of last token in the completion, score) of each step; () for a model of whole answers.
     """
 
     value: float
@@ -51,23 +51,23 @@ class Learned:
 
 
 ScoresOf = Callable[[Rollout, Batch], list[Learned]]
-"""(answers, this replica's part of all of them) -> what is said of each, on every rank; every rank must call it."""
+"""(answers, this replica's share of them) -> scores of each answer, on every rank; every rank must call it."""
 
 
 @dataclass(frozen=True)
 class WholeScores:
-    """The scores of a reward model of whole answers, read at their last tokens.
+    """Scores of a reward model of whole answers, read at their last tokens.
 
     Attributes:
-        model: The model.
-        scale: What their mean is subtracted of, and their deviation divided by; None for scores as they are.
+        model: The reward model.
+        scale: Mean and standard deviation to normalise scores with; None for raw scores.
     """
 
     model: ScalarModel
     scale: Scale | None
 
     def __call__(self, rollout: Rollout, batch: Batch) -> list[Learned]:
-        """See `ScoresOf`."""
+        """Scores of the answers; see `ScoresOf`."""
         scores = self.model.scores(batch, sum(1 for _ in rollout.answers))
         if self.scale is not None:
             scores = (scores - self.scale.mean) / self.scale.std
@@ -76,13 +76,13 @@ class WholeScores:
 
 @dataclass(frozen=True)
 class StepScores:
-    """The probabilities of a process reward model that steps are right, read at their last tokens.
+    """Scores of a process reward model: probabilities that steps are correct, read at their last tokens.
 
     Attributes:
-        model: The model.
-        separators: What divides steps, as the model learned it (`step_ends`).
-        outcome: What steps say of the whole: one of `OUTCOMES`.
-        decode: Token ids -> the text of a completion.
+        model: The process reward model.
+        separators: Separators of steps with which the model was trained (`step_ends`).
+        outcome: How step scores become the answer's score: one of `OUTCOMES`.
+        decode: Decodes token ids to the text of a completion.
     """
 
     model: ScalarModel
@@ -91,7 +91,7 @@ class StepScores:
     decode: Decode
 
     def __call__(self, rollout: Rollout, batch: Batch) -> list[Learned]:
-        """See `ScoresOf`. The value of an answer without tokens is 0, of one with a score that is not finite, NaN."""
+        """Scores of the answers, see `ScoresOf`: 0 for an answer without tokens, NaN if a score is not finite."""
         answers = [(len(group.prompt.token_ids), answer) for group in rollout.groups for answer in group.answers]
         ends: list[list[int]] = []
         numbers = enumerate(batch.numbers.tolist())
@@ -102,7 +102,7 @@ class StepScores:
         return [self._learned(found[number], prompt) for number, (prompt, _) in enumerate(answers)]
 
     def _ends(self, batch: Batch, sequence: int, answer: Answer) -> list[int]:
-        """The tokens of the batch that end the steps of one of its sequences."""
+        """Indices in the batch of the tokens that end the steps of one of its sequences."""
         first, end = batch.cu_seqlens[sequence : sequence + 2].tolist()
         ids = batch.tokens[first:end][batch.mask[first:end]].tolist()
         if not ids:
@@ -111,7 +111,7 @@ class StepScores:
         return [end - len(ids) + token for token in step_tokens(text, ids, self.decode, self.separators)]
 
     def _learned(self, scores: Sequence[tuple[int, float]], prompt: int) -> Learned:
-        """What these scores, at tokens of prompt and completion, say."""
+        """Scores of an answer, from step scores at tokens of prompt and completion."""
         values = torch.tensor([score for _, score in scores], dtype=torch.float64)
         if not values.isfinite().all():
             return Learned(math.nan)
@@ -121,10 +121,10 @@ class StepScores:
 
 
 class LearnedReward:
-    """Adds a reward model's scores to those of answers."""
+    """Adds a reward model's scores to the scores of answers."""
 
     def __init__(self, config: Config, topology: Topology, scores_of: ScoresOf, checksum: str) -> None:
-        """Scores by a model that no run trains. The `checksum` tells its weights from others."""
+        """`scores_of` computes scores by a frozen model, whose weights `checksum` identifies."""
         self.checksum = checksum
         self._config, self._settings = config, config.reward.model
         self._topology, self._scores_of = topology, scores_of
@@ -132,14 +132,14 @@ class LearnedReward:
         self._counting = {term.name for term in config.reward.terms if term.weight}
 
     def is_due(self, step: int) -> bool:
-        """Whether answers of the policy after `step` steps are learned from by their scores, too."""
+        """Whether scores count in training after `step` steps."""
         return step >= self._settings.from_step
 
     def added(self, rollout: Rollout) -> Rollout:
-        """The answers with the term `model`, and with `weight` times it in their totals; every rank must call it.
+        """The answers with the term `model`, and `weight` times it added to their totals; every rank must call it.
 
-        With process supervision the scores of steps, times `weight`, are added to the rewards of steps. An answer that
-        other terms could not score stays without a score.
+        With process supervision step scores, times `weight`, are added to the step rewards. An answer that other terms
+        could not score stays unscored.
 
         Raises:
             FloatingPointError: A score is not finite; names the sample.
@@ -167,7 +167,7 @@ class LearnedReward:
         return replace(answer, score=replace(score, total=total, terms=score.terms | {LEARNED: value}, steps=steps))
 
     def _steps(self, answer: Answer, learned: Learned) -> tuple[tuple[int, float], ...]:
-        """The rewards of steps of all terms and the model's; terms without steps count as one that ends the answer."""
+        """Step rewards of all terms and of the model; terms without steps count as one step at the answer's end."""
         others = answer.score.steps
         if not others and self._counting & answer.score.terms.keys():
             others = ((max(0, answer.length - 1), answer.score.total),)
@@ -178,20 +178,21 @@ class LearnedReward:
 
 
 class HackingAlarm:
-    """Compares each evaluation with the best earlier one: a policy that games its reward model raises the learned
-    reward while it solves fewer problems (overoptimization: Gao et al., 2022, arXiv 2210.10760).
+    """Alarm for reward hacking: compares each evaluation with the best earlier one, as a policy that games its reward
+    model raises the learned reward while it solves fewer problems (overoptimization: Gao et al., 2022, arXiv
+    2210.10760).
 
     Attributes:
-        best: The success and the learned reward of the evaluation with the highest success so far.
+        best: Success and learned reward of the evaluation with the highest success so far.
     """
 
     def __init__(self, reward_model: str = "") -> None:
-        """Before the first evaluation by the reward model with this checksum."""
+        """Starts without evaluations; `reward_model` is the checksum of the scoring model."""
         self._reward_model = reward_model
         self.best: tuple[float, float] | None = None
 
     def heard(self, measured: Metrics) -> Metrics:
-        """Takes an evaluation; its metric `hacking`, 1 with a warning or 0; {} where one of the numbers is missing."""
+        """Records an evaluation; returns the metric `hacking`, 1 (with a warning) or 0; {} if a number is missing."""
         if ACCURACY not in measured or LEARNED not in measured:
             return {}
         success, learned = measured[ACCURACY], measured[LEARNED]
@@ -213,11 +214,11 @@ class HackingAlarm:
         return {"hacking": float(hacking)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The best evaluation, and what scored it, for a checkpoint."""
+        """The best evaluation and the checksum of its reward model, for a checkpoint."""
         return {"best": self.best, "reward_model": self._reward_model}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state of `state_dict`. Raises ValueError when another reward model scores now."""
+        """Restores a state of `state_dict`. Raises ValueError for another reward model."""
         if state["reward_model"] != self._reward_model:
             raise ValueError(
                 "reward.model.path holds another reward model than the run began with (SHA-256 of its manifest "

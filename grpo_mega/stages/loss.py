@@ -9,7 +9,7 @@ from grpo_mega.stages.corrections import correction_of
 
 
 def loss_of(algorithm: AlgorithmConfig, on_policy: bool) -> Loss:
-    """The GRPO loss with these settings; with `on_policy` the old policy is the policy itself, see `grpo_loss`."""
+    """The GRPO loss with these settings; with `on_policy` the old policy is the current one, see `grpo_loss`."""
     options = GRPOLoss(
         kind=algorithm.objective,
         clip_low=algorithm.clip_low,

@@ -1,4 +1,4 @@
-"""The metrics of a step of reinforcement learning, and of a run."""
+"""Metrics of a step of reinforcement learning, and of a run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from grpo_mega.types import Group, Score
 
 
 def step_metrics(current: StepInProgress, success: str, signal: Sequence[bool]) -> Metrics:
-    """Metrics of a step whose updates are done; `success` names the term that is reported as accuracy, `signal` says of
-    each group whether it has one."""
+    """Metrics of a step whose updates are done; `success` names the term that is reported as accuracy, `signal` says
+    for each group whether it has signal."""
     means = {name: average(u[name] for u in current.updates) for name in (current.updates or [{}])[0]}
     updates = {name if "/" in name else f"policy/{name}": mean for name, mean in means.items()}
     groups = {"rollout/groups_with_signal": average(signal)} if signal else {}
@@ -40,9 +40,10 @@ def rollout_metrics(groups: Sequence[Group], success: str) -> Metrics:
 
 
 def unanimity(groups: Sequence[Group], success: str) -> Metrics:
-    """The shares of groups in which every answer succeeds, and in which none does at all.
+    """Shares of groups in which all answers succeed, and in which none does.
 
-    Answers without the term `success` have no say, groups without any that has it do not count; {} without such groups.
+    Answers without the term `success` are ignored, as are groups without any answer that has it; {} if no groups are
+    left.
     """
     judged = [[a.score.terms[success] for a in group.answers if success in a.score.terms] for group in groups]
     judged = [values for values in judged if values]
@@ -55,9 +56,9 @@ def unanimity(groups: Sequence[Group], success: str) -> Metrics:
 
 
 def reward_metrics(groups: Sequence[Group], success: str) -> Metrics:
-    """Means and deviation over the answers that have a score, and the number of those without; by task when several.
+    """Means and standard deviation over scored answers, and the number of unscored ones; by task if there are several.
 
-    What no answer has is left out: a term of another task, or all of them when nothing could be scored.
+    Terms that no answer has are left out: those of other tasks, or all when nothing could be scored.
     """
     scores = [(group.prompt.task, answer.score) for group in groups for answer in group.answers]
     scored = [(task, score) for task, score in scores if not score.unscorable]
@@ -77,7 +78,7 @@ def reward_metrics(groups: Sequence[Group], success: str) -> Metrics:
 
 
 def mean_terms(scores: Sequence[Score]) -> Metrics:
-    """The mean of every term of the reward over the samples that have it."""
+    """Mean of every reward term over the samples that have it."""
     values: dict[str, list[float]] = {}
     for score in scores:
         for name, value in score.terms.items():
@@ -99,5 +100,5 @@ def average(values: Iterable[float]) -> float:
 
 
 def nearest_rank(values: Sequence[float], percent: int) -> float:
-    """The smallest of the values, which are sorted, that at least so many per cent of them do not exceed."""
+    """Nearest-rank percentile of sorted values: the smallest that at least `percent` % of them do not exceed."""
     return values[-(-percent * len(values) // 100) - 1]

@@ -16,7 +16,7 @@ class Completion:
     """The part of a sample that a batch needs, as tensors.
 
     Attributes:
-        prompt: The prompt it completes.
+        prompt: Prompt of the completion.
         token_ids: [n] int32.
         logprobs: [n] float32.
         experts: See `Sample`.
@@ -29,13 +29,13 @@ class Completion:
 
     @classmethod
     def of(cls, sample: Sample) -> Completion:
-        """The completion of a sample, with tensors that share the sample's memory."""
+        """Completion of a sample, with tensors that share the sample's memory."""
         token_ids, logprobs = np.asarray(sample.token_ids, np.int32), np.asarray(sample.logprobs, np.float32)
         return cls(sample.prompt, torch.from_numpy(token_ids), torch.from_numpy(logprobs), sample.experts)
 
 
 def pack_samples(samples: Sequence[Sample]) -> Batch:
-    """Packs samples that are all on this rank, numbered from 0 in this order."""
+    """Packs samples that are all on this rank, numbered from 0 in order."""
     number = number_prompts([sample.prompt.token_ids for sample in samples])
     return pack([Completion.of(sample) for sample in samples], range(len(samples)), number)
 
@@ -43,8 +43,8 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
 def pack(completions: Sequence[Completion], numbers: Sequence[int], number_of: dict[tuple[int, ...], int]) -> Batch:
     """Packs completions with their prompts, which may be shared; completions are masked in, with rollout log-probs.
 
-    `numbers` are the numbers of the sequences in the global batch, `number_of` those of its prompts: parts of it that
-    were packed on several replicas can be put together again.
+    `numbers` are the numbers of the sequences in the global batch, `number_of` those of its prompts, so that parts
+    packed on several replicas can be joined again.
     """
     prompts = [completion.prompt.token_ids for completion in completions]
     lengths = [len(prompt) for prompt in prompts]
@@ -70,7 +70,7 @@ def number_prompts(prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], 
 
 
 def _packed_experts(experts: Sequence[torch.Tensor | None], batch: Batch) -> torch.Tensor | None:
-    """The experts of all tokens; a prompt's are those of its first sample, because it may be computed once for all."""
+    """Experts of all tokens; those of a prompt are its first sample's, because it may be computed once for all."""
     known = [each for each in experts if each is not None]
     if not known:
         return None

@@ -1,8 +1,8 @@
 """PPO with a critic (Schulman et al., 2017, arXiv 1707.06347), as for language models (Ouyang et al., 2022, arXiv
-2203.02155): what GRPO is compared with.
+2203.02155), the baseline of GRPO.
 
-The loop is that of GRPO. A second model, as large as the policy, estimates before every token the rewards to come;
-advantages are what came beyond that, one for each token, and a prompt needs no group.
+The loop is that of GRPO. A second model, as large as the policy, estimates the future rewards before every token; each
+token has its own advantage, the difference to that estimate, and groups are not required.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_mega.types import Batch
 
 
 class PPO(GRPO):
-    """Reinforcement learning of the policy, with advantages from a critic that is trained beside it."""
+    """Reinforcement learning of the policy, with advantages from a critic that is trained alongside."""
 
     name = "ppo"
 
@@ -49,7 +49,7 @@ class PPO(GRPO):
         self.critic_loss = ClippedSquaredError(config.critic.clip)
 
     def experience(self, run: Run) -> StepInProgress:
-        """As for GRPO, with a value before every token, and advantages from these."""
+        """Experience of a step as in GRPO, with a value before every token and advantages from these."""
         current = super().experience(run)
         if current.batch is not None:
             with run.phase("values"):
@@ -58,7 +58,7 @@ class PPO(GRPO):
         return current
 
     def update(self, current: StepInProgress, batch: Batch, step: int) -> None:
-        """One update of the policy, unless the critic still learns alone, and one of the critic."""
+        """One update of the policy (except in the critic's first steps alone), and one of the critic."""
         if step < self.config.critic.alone_steps:
             current.updates.append({})
         else:
@@ -69,7 +69,7 @@ class PPO(GRPO):
         current.updates[-1] |= {f"critic/{name}": value for name, value in metrics.items()}
 
     def begin(self, run: Run) -> None:
-        """Starts at the policy's present weights, which the critic's body and the reference get, too."""
+        """Starts from the policy's current weights, which are copied to the critic's body and the reference."""
         self.critic.take_body(self.policy)
         super().begin(run)
 
@@ -79,7 +79,7 @@ class PPO(GRPO):
         self.critic.use_optimizer(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """GRPO's state, and the updates of the critic."""
+        """GRPO's state, and the number of updates of the critic."""
         return super().state_dict() | {"critic_updates": self.critic.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ class PPO(GRPO):
 
 
 def with_critic(batch: Batch, scores: Sequence[float], critic: ScalarModel, config: Config) -> Batch:
-    """The replica's batch with a value before every token, and the advantages and returns that follow from them.
+    """The replica's batch with a value before every token, and the resulting advantages and returns.
 
     `scores` are the rewards of all samples of the step. Every rank must call it.
     """
@@ -105,8 +105,8 @@ def with_critic(batch: Batch, scores: Sequence[float], critic: ScalarModel, conf
 
 
 def token_rewards(batch: Batch, scores: Sequence[float], algorithm: AlgorithmConfig) -> torch.Tensor:
-    """[T] the score of its sample at every last token; with `kl_in=reward`, less kl_coef * log(old / reference) at each
-    token of a completion."""
+    """[T] rewards of tokens: the sample's score at its last token; with `kl_in=reward`, less kl_coef * log(old /
+    reference) at each token of a completion."""
     rewards = torch.zeros(len(batch.tokens))
     if algorithm.kl_in == "reward":
         rewards -= algorithm.kl_coef * (batch.old_logprob - batch.ref_logprob) * batch.mask

@@ -1,8 +1,8 @@
 """The base model: a plain language model trained on worked problems until it can solve them, then cached.
 
-The base model can solve them but hardly knows the answer format, which reinforcement learning then elicits. Learning to
-solve them is a sudden transition at a step that differs from seed to seed, so training ends when the model passes a
-gate (an accuracy on validation problems) and not at a fixed step.
+The base model can solve the problems but hardly uses the answer format, which reinforcement learning then elicits. The
+ability to solve them appears suddenly, at a step that differs from seed to seed, so training ends when the model passes
+a gate (an accuracy on validation problems) and not at a fixed step.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from grpo_mega.stages.sft import supervised_update
 from grpo_mega.types import Row
 
 RECIPE = 2
-"""Part of the cache's checksum; raise it when a change of the code below, or of the documents, changes the weights."""
+"""Version in the cache's checksum; raise it when a change of the code below or of the documents changes the weights."""
 
 
 def base_path(config: Config) -> Path:
-    """The folder in which the base model of this recipe is cached; the recipe is all that determines the weights."""
+    """Folder of the cached base model of this recipe, which has everything that determines the weights."""
     data = {k: v for k, v in asdict(config.data).items() if not k.endswith("_path")}
     base = {k: v for k, v in asdict(config.base).items() if k not in ("save_every", "max_steps")}
     recipe = [RECIPE, config.run.seed, base, asdict(config.model), data]
@@ -49,7 +49,7 @@ class Pretrain:
     def __init__(self, config: Config, policy: Policy, engine: Engine, task: GeneratedTask) -> None:
         """A stage that trains `policy` on `task`; `engine` generates with the policy's own weights."""
         self.config, self.base = config, config.base
-        self.save_every = config.base.save_every
+        self.save_every, self.most_steps = config.base.save_every, config.base.max_steps
         self.policy = policy
         self.models = [policy]
         self.engine = engine
@@ -60,7 +60,7 @@ class Pretrain:
         self.passed_at: int | None = None
 
     def begin(self, run: Run) -> None:
-        """Takes the weights from the cache, or random ones."""
+        """Loads the weights from the cache, or initialises them at random."""
         self.cached = from_main_rank(self.path.is_dir)
         if self.cached:
             run.recorder.note(f"base model: from {self.path}")
@@ -77,7 +77,7 @@ class Pretrain:
         self.policy.use_optimizer(OptimizerConfig(lr=self.base.lr, beta2=0.98, weight_decay=self.base.weight_decay))
 
     def is_done(self, steps: int) -> bool:
-        """Whether the model is from the cache, or the learning rate has fallen to 0 after the gate was passed."""
+        """Whether the model is from the cache, or the learning rate has decayed to 0 after the gate was passed."""
         return self.cached or (self.passed_at is not None and steps >= self.passed_at + self.base.decay_steps)
 
     def step(self, run: Run) -> StepRecord:
@@ -105,7 +105,7 @@ class Pretrain:
         return StepRecord({f"base/{name}": value for name, value in metrics.items()})
 
     def _lr(self, step: int) -> float:
-        """The learning rate: warmed up, then constant, and linearly to 0 from the step that passed the gate."""
+        """Learning rate: warm-up, then constant, then linear decay to 0 from the step that passed the gate."""
         rate = LearningRate(self.base.lr, self.base.warmup_steps)
         if self.passed_at is not None:
             rate = replace(rate, shape="wsd", begins=self.passed_at, decay=self.base.decay_steps)
@@ -126,7 +126,7 @@ class Pretrain:
         """Saves the model in the cache."""
         self.policy.optimizer = None
         self.policy.updates = (
-            0  # the same for the next stage, whether the model was trained now or comes from the cache
+            0  # so that the next stage is the same, whether the model was trained now or comes from the cache
         )
         if self.cached or from_main_rank(self.path.is_dir):
             return
@@ -142,7 +142,7 @@ class Pretrain:
                 own.rename(self.path)
 
     def _settings(self) -> dict[str, Any]:
-        """The configuration, for who exports the model, without what does not decide about it."""
+        """The configuration, for exporting the model, without settings that do not affect it."""
         config = {room: of_room for room, of_room in asdict(self.config).items() if room not in ("layout", "cluster")}
         return config | {"run": {"name": "base-model", "steps": self.config.run.steps, "seed": self.config.run.seed}}
 
@@ -151,7 +151,7 @@ class Pretrain:
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """The accuracies that the gate has measured, and the step that passed it."""
+        """Accuracies measured by the gate, and the step that passed it."""
         return {"accuracies": self.accuracies, "passed_at": self.passed_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ class Pretrain:
 
 
 def gate_is_passed(accuracies: list[float], base: BaseConfig) -> bool:
-    """Whether the last `gate_passes` accuracies, of all checks in order, reached the gate."""
+    """Whether the last `gate_passes` of all measured accuracies reached the gate."""
     last = accuracies[-base.gate_passes :]
     return len(last) == base.gate_passes and min(last) >= base.gate_accuracy
 

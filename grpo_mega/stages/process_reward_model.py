@@ -1,8 +1,8 @@
-"""Training of a process reward model: it learns how right each step of an answer is.
+"""Training of a process reward model, which learns the correctness of each step of an answer.
 
 As in Let's Verify Step by Step (Lightman et al., 2023, arXiv 2305.20050) and Math-Shepherd (Wang et al., 2023, arXiv
-2312.08935): a language model's body with a head of one number, read at the last token of each step. The formulas are in
-`grpo_mega/algorithm/step_scores.py`, where steps end is in `grpo_mega/step_ends.py`.
+2312.08935): a language model's body with a head of one number, read at the last token of each step. Formulas:
+`grpo_mega/algorithm/step_scores.py`; ends of steps: `grpo_mega/step_ends.py`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from grpo_mega.types import Batch, pack_rows
 
 
 class ProcessRewardModel(ScalarTraining[LabelledAnswer]):
-    """Updates on answers whose steps have labels."""
+    """Stage of updates on answers with labelled steps."""
 
     name = "process_reward_model"
     noun, measured_on = "answer", "step"
 
     def __init__(self, config: Config, model: ScalarModel, answers: Examples[LabelledAnswer]) -> None:
-        """A stage that trains `model`, whose weights are the first ones, on `answers`."""
+        """A stage that trains `model`, which has its initial weights, on `answers`."""
         super().__init__(config, model, answers)
         self.separators = [*config.pairs.separators]
 
     def update(self, examples: Sequence[LabelledAnswer], lr: float) -> Pass:
-        """One update on the cross-entropy of all steps of answers."""
+        """One update on the cross-entropy of all steps of the answers."""
         return step_update(self.model, examples, lr)
 
     def measure(self, examples: Sequence[LabelledAnswer]) -> Metrics:
@@ -43,17 +43,17 @@ class ProcessRewardModel(ScalarTraining[LabelledAnswer]):
         return measure(self.model, examples, self.config.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """What every training of a reward model has, and what divides steps."""
+        """State shared by all reward-model training, and the separators of steps."""
         return super().state_dict() | {"separators": self.separators}
 
 
 def step_update(model: ScalarModel, answers: Sequence[LabelledAnswer], lr: float) -> Pass:
-    """One update on the loss of all steps of answers, which every rank has; its metrics are those of the steps."""
+    """One update on the loss of all steps of answers, which every rank has, with metrics of the steps."""
     return model.apply(step_gradients(model, answers), lr)
 
 
 def step_gradients(model: ScalarModel, answers: Sequence[LabelledAnswer]) -> Pass:
-    """Forward and backward of the cross-entropy, mean over all steps of the answers, which every rank has."""
+    """Forward and backward pass of the mean cross-entropy over all steps of the answers, which every rank has."""
     batch = pack_answers(answers)
     weight = batch.mask / max(1, int(batch.mask.sum()))
     found = model.gradients(model.share(batch.with_(weight=weight)), cross_entropy, {"accuracy": right_side})
@@ -69,7 +69,7 @@ def pack_answers(answers: Sequence[LabelledAnswer]) -> Batch:
 
 
 def scores_of(model: ScalarModel, answers: Sequence[LabelledAnswer], batch_size: int) -> torch.Tensor:
-    """[S] float64 scores of the steps of any number of answers, `batch_size` at a time, answer after answer."""
+    """[S] float64 scores of the steps of any number of answers, in order, `batch_size` answers at a time."""
     scores: list[float] = []
     for part in in_parts(answers, batch_size):
         found = model.masked_scores(model.share(pack_answers(part)))
@@ -78,6 +78,6 @@ def scores_of(model: ScalarModel, answers: Sequence[LabelledAnswer], batch_size:
 
 
 def measure(model: ScalarModel, answers: Sequence[LabelledAnswer], batch_size: int) -> Metrics:
-    """The metrics of the steps of one answer or more."""
+    """Metrics of the steps of one or more answers."""
     labels = torch.tensor([label for answer in answers for label in answer.labels], dtype=torch.float64)
     return step_metrics(scores_of(model, answers, batch_size), labels)

@@ -1,4 +1,4 @@
-"""Training of a reward model: of two responses to a prompt it learns to give the preferred one the higher score.
+"""Training of a reward model, which learns to score the preferred one of two responses higher.
 
 Reward modelling as for InstructGPT (Ouyang et al., 2022, arXiv 2203.02155, section 3.5): a language model's body with a
 head of one number, read at a response's last token. The formulas are in `grpo_mega/algorithm/preference.py`.
@@ -22,25 +22,25 @@ from grpo_mega.stages.scalar_training import ScalarTraining, in_parts
 from grpo_mega.types import Batch, pack_rows
 
 SCALE_PAIRS = 2048
-"""Pairs whose scores say what the reward is normalised by: so many that its mean is off by 2 % of a deviation."""
+"""Pairs whose scores determine the normalisation: with so many, the mean is off by 2 % of a standard deviation."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Mean and standard deviation of the scores of the responses that were learned, chosen and rejected together."""
+    """Mean and standard deviation of the scores of the learned responses, chosen and rejected together."""
 
     mean: float
     std: float
 
 
 class RewardModel(ScalarTraining[Pair]):
-    """Updates on pairs; after the last one the scale of the scores is measured."""
+    """Stage of updates on pairs; measures the scale of the scores after the last one."""
 
     name = "reward_model"
     noun = measured_on = "pair"
 
     def __init__(self, config: Config, model: ScalarModel, pairs: Pairs) -> None:
-        """A stage that trains `model`, whose weights are the first ones, on `pairs`."""
+        """A stage that trains `model`, which has its initial weights, on `pairs`."""
         super().__init__(config, model, pairs)
         self.scale: Scale | None = None
 
@@ -58,7 +58,7 @@ class RewardModel(ScalarTraining[Pair]):
             self.scale = scale_of(self.model, self.learned_pairs(), self.config.batch_size)
 
     def learned_pairs(self) -> list[Pair]:
-        """The first `SCALE_PAIRS` pairs that were learned."""
+        """The first `SCALE_PAIRS` learned pairs."""
         steps = range(min(self.examples.steps, -(-SCALE_PAIRS // self.config.batch_size)))
         return [pair for step in steps for pair in self.examples.of_step(step)][:SCALE_PAIRS]
 
@@ -67,7 +67,7 @@ class RewardModel(ScalarTraining[Pair]):
         return {} if self.scale is None else {"scores": asdict(self.scale)}
 
     def state_dict(self) -> dict[str, Any]:
-        """What every training of a reward model has, and the scale of the scores once it is measured."""
+        """State shared by all reward-model training, and the scale of the scores once it is measured."""
         return super().state_dict() | {"scale": None if self.scale is None else asdict(self.scale)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -77,15 +77,15 @@ class RewardModel(ScalarTraining[Pair]):
 
 
 def preference_update(model: ScalarModel, pairs: Sequence[Pair], lr: float) -> Pass:
-    """One update on the preference loss of all pairs, which every rank has; its metrics are those of the pairs."""
+    """One update on the preference loss of all pairs, which every rank has, with metrics of the pairs."""
     return model.apply(preference_gradients(model, pairs), lr)
 
 
 def preference_gradients(model: ScalarModel, pairs: Sequence[Pair]) -> Pass:
-    """Forward and backward of the preference loss of all pairs, which every rank has.
+    """Forward and backward pass of the preference loss of all pairs, which every rank has.
 
     All responses are scored first; then one backward pass of the sum of each score times the loss's derivative by it,
-    which is the exact gradient wherever the responses of a pair are computed.
+    which is the exact gradient even if the responses of a pair are computed on different ranks.
     """
     batch = model.share(pack_pairs(pairs))
     chosen, rejected = _scores(model, batch, len(pairs))
@@ -99,33 +99,33 @@ def preference_gradients(model: ScalarModel, pairs: Sequence[Pair]) -> Pass:
 
 def pack_pairs(pairs: Sequence[Pair]) -> Batch:
     """Packs both responses of every pair: pair p has the sequences 2p (chosen) and 2p + 1, with their last tokens
-    masked in, and the tokens they begin with in common, which may be computed once."""
+    masked in; their common prefix may be computed once."""
     batch = pack_rows(rows_of(pairs))
     shared = [n for pair in pairs for n in [_common(pair.chosen.token_ids, pair.rejected.token_ids)] * 2]
     return batch.with_(prompts=batch.numbers // 2, prompt_lengths=torch.tensor(shared, dtype=torch.int64))
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens that both begin with, the last token of either not among them."""
+    """Length of the common prefix of two sequences, excluding the last token of either."""
     most = min(len(one), len(other)) - 1
     return next((i for i in range(most) if one[i] != other[i]), most)
 
 
 def _scores(model: ScalarModel, batch: Batch, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[P], [P] float64 scores of the chosen and of the rejected responses of a batch of `pack_pairs`."""
+    """[P], [P] float64 scores of the chosen and the rejected responses of a batch of `pack_pairs`."""
     chosen, rejected = model.scores(batch, 2 * pairs).view(-1, 2).unbind(dim=1)
     return chosen, rejected
 
 
 def scores_of(model: ScalarModel, pairs: Sequence[Pair], batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[P], [P] float64 scores of the responses of any number of pairs, `batch_size` at a time."""
+    """[P], [P] float64 scores of the chosen and rejected responses of any number of pairs, `batch_size` at a time."""
     parts = [_scores(model, model.share(pack_pairs(part)), len(part)) for part in in_parts(pairs, batch_size)]
     chosen, rejected = zip(*parts, strict=True)
     return torch.cat(chosen), torch.cat(rejected)
 
 
 def measure(model: ScalarModel, pairs: Sequence[Pair], batch_size: int) -> Metrics:
-    """Accuracy, loss, margin and calibration error on pairs, one or more."""
+    """Accuracy, loss, margin and calibration error on one or more pairs."""
     chosen, rejected = scores_of(model, pairs, batch_size)
     return preference_metrics(chosen, rejected) | {"calibration_error": calibration_error(chosen, rejected)}
 

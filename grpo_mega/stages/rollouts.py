@@ -1,4 +1,4 @@
-"""From prompts to scored answers: the engine generates, the reward scores, each as a phase of the run."""
+"""Rollouts: the engine generates answers to prompts and the reward scores them, each as a phase of the run."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from grpo_mega.step_ends import Decode
 from grpo_mega.types import Prompt, Rollout, Sample, Score
 
 InTurn = Callable[[int, str, Callable[[], Rollout]], Rollout]
-"""(policy version, phase, work) -> the result of the work, which is done with an engine that has the weights of this
-version, and timed as this phase."""
+"""(policy version, phase, work) -> result of the work, done while the engine has the weights of this version, and timed
+as this phase."""
 
 
 class Rollouts:
     """Generates and scores answers of the policy to prompts.
 
     Attributes:
-        reward_model: Checksum of the reward model that scores as well; empty without one.
+        reward_model: Checksum of a reward model that adds scores; empty without one.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Rollouts:
             score: Scores samples, on the rank that holds them.
             policy: The model whose answers are generated.
             stop_ids: Tokens that end a completion.
-            decode: What makes text of tokens.
-            average: An average of its weights, whose answers evaluations are about; None for those of the policy.
-            generates_meanwhile: Whether the engine generates while samples are scored; otherwise they are scored when
-                all are generated.
-            traffic: Metrics of what was moved between trainer and engine since its last call.
-            outdate: Called when the policy's weights are others although its version is the same.
+            decode: Decodes token ids to text.
+            average: Average of its weights, used in evaluations; None to evaluate the policy itself.
+            generates_meanwhile: Whether the engine generates while samples are scored; otherwise scoring starts after
+                generation.
+            traffic: Returns metrics of transfers between trainer and engine since its last call.
+            outdate: Called when the policy's weights change without a new version.
             learned: Adds a reward model's scores; None without one.
         """
         self.average = average
@@ -88,11 +88,11 @@ class Rollouts:
         )
 
     def sampling(self, step: int) -> SamplingParams:
-        """How completions are sampled after `step` steps."""
+        """Sampling parameters after `step` steps."""
         return replace(self._sampling, max_new_tokens=longest_completion(self.config, step), draw=step)
 
     def evaluation_sampling(self, step: int) -> SamplingParams:
-        """How evaluations sample after `step` steps."""
+        """Sampling parameters of evaluations after `step` steps."""
         sampling, temperature, top_p = self.sampling(step), self._evaluation.temperature, self._evaluation.top_p
         return replace(
             sampling,
@@ -101,9 +101,9 @@ class Rollouts:
         )
 
     def answers(self, run: Run, prompts: list[Prompt], group_size: int, refill: Refill = no_refill) -> Rollout:
-        """Scored answers to every prompt, and to those that `refill` adds.
+        """Scored answers to all prompts, including those that `refill` adds.
 
-        They are the same on every rank, except for the samples that each holds.
+        The result is the same on every rank, except for the samples that the rank holds.
 
         Raises:
             Interrupted: A signal arrived in the meantime.
@@ -115,7 +115,7 @@ class Rollouts:
     ) -> Rollout:
         """Scored answers of the policy after `step` steps, timed as `phase`.
 
-        An engine with weights of its own gets the policy's first.
+        An engine with its own copy of the weights gets the policy's first.
         """
         run.raise_if_stopping()
 
@@ -127,7 +127,12 @@ class Rollouts:
         sampling = self.evaluation_sampling(step) if phase == "evaluate" else self.sampling(step)
         producer = Producer(self.engine, self.score, group_size, sampling, version, at_least, scoring, refill)
         producer.add(prompts)
-        rollout = self.in_turn(version, phase, lambda: producer.run(run.is_asked_to_stop))
+
+        def stopping() -> bool:
+            run.recorder.samples(*producer.progress)
+            return run.is_asked_to_stop()
+
+        rollout = self.in_turn(version, phase, lambda: producer.run(stopping))
         if self._learned is None or not (phase == "evaluate" or self._learned.is_due(step)):
             return rollout
         with run.phase("reward_model" if phase == "generate" else phase):
@@ -158,13 +163,13 @@ class Rollouts:
         return measured
 
     def follow(self) -> None:
-        """Lets the average, if there is one, follow the policy after an update."""
+        """Updates the average, if there is one, after an update of the policy."""
         if self.average:
             self.average.follow()
 
     @contextmanager
     def _evaluated_weights(self) -> Iterator[None]:
-        """A context in which the policy has the weights that are evaluated: their average, if there is one."""
+        """Context in which the policy has the weights to evaluate: their average, if there is one."""
         if self.average is None:
             yield
             return
@@ -177,6 +182,6 @@ class Rollouts:
 
 
 def without_turns(timer: PhaseTimer, version: int, phase: str, work: Callable[[], Rollout]) -> Rollout:
-    """The `InTurn` of an engine that generates with the trainer's own weights."""
+    """`InTurn` for an engine that generates with the trainer's own weights."""
     with timer(phase):
         return work()

@@ -1,4 +1,4 @@
-"""What the training of a reward model is, whatever it learns from: updates, held-out figures, what a checkpoint has."""
+"""Training common to all reward models: updates, held-out metrics, checkpoint state."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Item = TypeVar("Item")
 
 
 class ScalarTraining(ABC, Generic[E]):
-    """Updates of a model with a scalar head on examples, each on those that belong to its number.
+    """Base of the stages that train a model with a scalar head, with one update per step on the step's examples.
 
     Attributes:
-        name: Of the stage, and what its metrics begin with.
-        noun: What one example is called.
-        measured_on: What the figures of the held-out examples are about, in the summary's names.
+        name: Name of the stage, and prefix of its metrics.
+        noun: Noun for an example.
+        measured_on: Unit of the held-out metrics, as used in the names of the summary's fields.
     """
 
     name: str
@@ -35,7 +35,8 @@ class ScalarTraining(ABC, Generic[E]):
 
     def __init__(self, config: Config, model: ScalarModel, examples: Examples[E]) -> None:
         """A stage that trains `model`, whose weights are the first ones, on the examples."""
-        self.config, self.save_every = config.pairs, config.pairs.save_every
+        self.config = config.pairs
+        self.save_every, self.most_steps = config.pairs.save_every, examples.steps
         self.eval_every = config.run.eval_every
         self.optimizer = replace(config.optimizer, lr=config.pairs.lr, weight_decay=config.pairs.weight_decay)
         self.model = model
@@ -45,21 +46,21 @@ class ScalarTraining(ABC, Generic[E]):
 
     @abstractmethod
     def update(self, examples: Sequence[E], lr: float) -> Pass:
-        """One update on examples, which every rank has, with their metrics."""
+        """One update on examples, which every rank has; returns their metrics."""
 
     @abstractmethod
     def measure(self, examples: Sequence[E]) -> Metrics:
-        """Figures of one example or more, which every rank has."""
+        """Metrics of one or more examples, which every rank has."""
 
     def after_last_update(self, run: Run) -> None:
-        """What is still to be measured, within the last step."""
+        """Further measurements after the last update, within the last step."""
 
     def results(self) -> dict[str, Any]:
-        """What else the summary of the run has."""
+        """Further fields for the summary of the run."""
         return {}
 
     def begin(self, run: Run) -> None:
-        """Starts at the model's present weights."""
+        """Starts from the model's current weights."""
         self.prepare()
 
     def prepare(self) -> None:
@@ -69,7 +70,7 @@ class ScalarTraining(ABC, Generic[E]):
     def step(self, run: Run) -> StepRecord:
         """One update on the examples of this step.
 
-        What follows the update is not interrupted: a step is done whole, or not begun.
+        Work after the update is not interrupted: a step is done completely, or not begun.
         """
         with run.phase("reward_model"):
             lr = self.rate.at(update=run.step, step=run.step)
@@ -104,7 +105,7 @@ class ScalarTraining(ABC, Generic[E]):
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """The identity of the examples and of the tokenizer."""
+        """Identity of the examples and of the tokenizer."""
         return {"pairs": self.examples.identity, "tokenizer": self.examples.tokenizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from grpo_mega.types import Row, pack_rows
 
 
 class SFT:
-    """Supervised steps, each on the rows that belong to its number."""
+    """Stage of supervised steps, each on the rows of its number."""
 
     name = "sft"
     in_progress: StepInProgress | None = None
@@ -29,7 +29,7 @@ class SFT:
     def __init__(self, config: SFTConfig, policy: Policy, rows: SupervisedRows) -> None:
         """A stage that trains `policy` on `rows`."""
         self.config = config
-        self.save_every = config.save_every
+        self.save_every, self.most_steps = config.save_every, rows.steps
         self.policy = policy
         self.models = [policy]
         self.rows = rows
@@ -37,7 +37,7 @@ class SFT:
         self.loss = float("nan")
 
     def begin(self, run: Run) -> None:
-        """Starts at the policy's present weights."""
+        """Starts from the policy's current weights."""
         self.prepare()
 
     def prepare(self) -> None:
@@ -57,7 +57,7 @@ class SFT:
         return steps >= self.rows.steps
 
     def end(self, run: Run) -> None:
-        """Reports the last loss."""
+        """Reports the final loss."""
         self.policy.optimizer = None
         run.recorder.note(f"supervised fine-tuning: {run.step} steps, last loss {self.loss:.3f}")
 

@@ -1,8 +1,8 @@
-"""The samples that a run shows in samples/: whole groups of a step, with the numbers that updates found for each token.
+"""Samples that a run writes to samples/: whole groups of a step, with the per-token numbers of the updates.
 
-Which groups follows from seed, step and answers, which every rank has, and is the same under every layout. Texts come
-from the ranks that hold the samples, numbers from the replicas that compute them; they meet on the main rank, and no
-more of them travels than is shown.
+The choice of groups depends on seed, step and answers, which every rank has, and is the same under every layout. Texts
+come from the ranks that hold the samples, numbers from the replicas that compute them; only those of shown samples are
+sent to the main rank.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from grpo_mega.types import Batch, Group, Rollout
 
 
 def chosen_groups(groups: Sequence[Group], config: Config, step: int) -> list[int]:
-    """Indices of the groups of a step that are shown, ascending: drawn at random, those with signal before others.
+    """Indices of the groups of a step to show, ascending: drawn at random, preferring groups with signal.
 
-    The draw depends on the seed, the step and what has signal alone, so a step that runs again draws the same.
+    The draw depends only on the seed, the step and the signal of groups, so a repeated step draws the same.
     """
     signal = groups_with_signal(groups, advantage_options(config))
     order = [*range(len(groups))]
@@ -38,7 +38,7 @@ def chosen_groups(groups: Sequence[Group], config: Config, step: int) -> list[in
 
 
 def records_of(rollout: Rollout, chosen: Sequence[int], decode: Decode) -> list[dict[str, Any]]:
-    """Records of all samples of these groups, in their order, as samples/ shows them before any update.
+    """Records of all samples of these groups, in their order, in the format of samples/, before any update.
 
     Every rank must call it, with the same groups. The records are on the main rank, the others get [].
     """
@@ -59,11 +59,10 @@ def records_of(rollout: Rollout, chosen: Sequence[int], decode: Decode) -> list[
 
 
 def with_numbers(current: StepInProgress, config: Config, topology: Topology) -> list[dict[str, Any]]:
-    """The records of a step whose updates are done, with the advantages and the log-probs of every policy.
+    """Records of a finished step, with the advantages and the log-probs under every policy.
 
-    Those of samples that no update computed stay as they are. An advantage is one number of a sample, or where tokens
-    have advantages of their own (a critic's, of steps, from a teacher) a list. Every rank must call it; the records are
-    on the main rank.
+    Records of samples that no update computed are unchanged. An advantage is one number per sample, or a list if tokens
+    have their own (critic, process supervision, teacher). Every rank must call it; the records are on the main rank.
     """
     batch = current.batch
     if batch is None:
@@ -80,14 +79,14 @@ def with_numbers(current: StepInProgress, config: Config, topology: Topology) ->
 
 
 def with_old_logprobs(current: StepInProgress, batch: Batch, topology: Topology) -> list[dict[str, Any]]:
-    """The records of a step without updates, with the log-probs that its mismatch is measured by: those of `batch`,
-    which has all samples of the step. Every rank must call it; the records are on the main rank."""
+    """Records of a step without updates, with the log-probs that its mismatch is measured by, from `batch`, which has
+    all samples of the step. Every rank must call it; the records are on the main rank."""
     found = _found(current, batch, {"old_logprobs": batch.old_logprob}, topology)
     return [_joined(record, values, by_token=True) for record, values in zip(current.shown, found, strict=True)]
 
 
 def sample_numbers(groups: Sequence[Group], chosen: Sequence[int]) -> list[range]:
-    """The numbers of the samples of each chosen group in their rollout."""
+    """Numbers, in the rollout, of the samples of each chosen group."""
     ends = [*accumulate(len(group.answers) for group in groups)]
     return [range(ends[index] - len(groups[index].answers), ends[index]) for index in chosen]
 
@@ -95,8 +94,8 @@ def sample_numbers(groups: Sequence[Group], chosen: Sequence[int]) -> list[range
 def _found(
     current: StepInProgress, batch: Batch, columns: Mapping[str, Tensor], topology: Topology
 ) -> list[dict[str, list[float]]]:
-    """Of each record, column -> its values at the tokens of the completion, {} of a sample that is in no replica's
-    batch. On the main rank; [] on the others, and where nothing is shown."""
+    """For each record {column: values at the completion's tokens}, {} for a sample in no replica's batch. On the main
+    rank; [] on others, and if nothing is shown."""
     numbers = [number for of_group in sample_numbers(current.groups, current.shown_groups) for number in of_group]
     if not numbers:
         return [{} for _ in current.shown]
@@ -107,7 +106,7 @@ def _found(
 
 
 def _values(batch: Batch, columns: Mapping[str, Tensor], numbers: set[int]) -> dict[int, dict[str, list[float]]]:
-    """Number -> column -> its values at the completion's tokens, of those samples that are in the batch."""
+    """{number: {column: values at the completion's tokens}} of those samples that are in the batch."""
     starts = batch.cu_seqlens.tolist()
     parts = {number: slice(starts[i], starts[i + 1]) for i, number in enumerate(batch.numbers.tolist())}
     return {
@@ -118,7 +117,7 @@ def _values(batch: Batch, columns: Mapping[str, Tensor], numbers: set[int]) -> d
 
 
 def _joined(record: dict[str, Any], values: Mapping[str, list[float]], by_token: bool) -> dict[str, Any]:
-    """The record with these values; unless `by_token`, tokens have the same advantage, and it is their sample's."""
+    """The record with these values; unless `by_token`, all tokens have the same advantage, and one number is stored."""
     lists: dict[str, Any] = {name: rounded(of_tokens) for name, of_tokens in values.items()}
     if "advantages" not in lists:
         return record | lists

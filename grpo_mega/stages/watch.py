@@ -1,4 +1,4 @@
-"""Watches a run: counts its tokens, measures the mismatch with the engine, and warns when nothing is being learned."""
+"""Monitors a run: counts tokens, measures the mismatch with the engine, and warns when nothing is being learned."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Watch:
     """
 
     def __init__(self, config: Config, topology: Topology, reward_model: str = "") -> None:
-        """Counters at 0; `reward_model` is the checksum of the reward model that scores, empty without one."""
+        """Starts with counters at 0; `reward_model` is the checksum of the scoring reward model, empty without one."""
         self._topology, self._success, self._adam = topology, config.reward.success, config.optimizer
         self._algorithm, self._advantages = config.algorithm, advantage_options(config)
-        # With a critic a group is no unit, and from a teacher there is something to learn whatever the rewards are.
+        # Groups do not matter with a critic, and a teacher gives signal whatever the rewards are.
         self._learns_from_groups = self._advantages.baseline != "critic" and not config.distill.teacher
         self.tokens = {"generated": 0, "trained": 0}
         self.steps_without_signal = 0
@@ -51,7 +51,7 @@ class Watch:
         self._compared = False
 
     def step(self, current: StepInProgress, policy: Policy, schedule: Schedule) -> Metrics:
-        """Metrics of a step whose updates of the policy are done."""
+        """Metrics of a step after the updates of the policy."""
         self.tokens["generated"] += sum(answer.length for group in current.groups for answer in group.answers)
         signal = []
         if self._learns_from_groups:
@@ -67,11 +67,11 @@ class Watch:
         return step_metrics(current, self._success, signal) | refilled | current.mismatch | noise
 
     def evaluated(self, measured: Metrics) -> Metrics:
-        """Metrics of an evaluation, with a warning when a reward model seems to be gamed."""
+        """Metrics of an evaluation; warns when a reward model seems to be gamed."""
         return {f"eval/{name}": value for name, value in (measured | self.hacking.heard(measured)).items()}
 
     def mismatch(self, batch: Batch, logprob: Tensor) -> Metrics:
-        """Metrics of how far the trainer's log-probs [T] are from the engine's, over the batches of all replicas.
+        """Metrics of the difference between the trainer's log-probs [T] and the engine's, over all replicas' batches.
 
         In the first step after a start, warns when rounding does not explain the difference.
         """
@@ -88,7 +88,7 @@ class Watch:
         return {f"mismatch/{name}": value for name, value in mismatch.items()}
 
     def noise(self, policy: Policy, schedule: Schedule) -> Metrics:
-        """The gradient noise scale of the latest updates, in mini-batches; {} where there is no telling."""
+        """Gradient noise scale of the latest updates, in mini-batches; {} where it cannot be estimated."""
         assert policy.optimizer is not None, "a stage creates it before its first step"
         scale = noise_in_batches(*moment_sums(policy.optimizer), schedule.updates, self._adam.beta1, self._adam.beta2)
         return {} if scale is None else {"policy/gradient_noise_scale": scale}
@@ -96,7 +96,7 @@ class Watch:
     def signal(self, of_groups: Sequence[bool], scored: bool = True) -> None:
         """Counts steps in which no group had two different rewards, and warns after several: nothing is learned.
 
-        `scored`: some answer of the step has a score.
+        `scored` says whether some answer of the step has a score.
         """
         self.steps_without_signal = 0 if any(of_groups) else self.steps_without_signal + 1
         if self.steps_without_signal == STEPS_WITHOUT_SIGNAL:

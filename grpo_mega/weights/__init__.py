@@ -1,1 +1,1 @@
-"""Weights as the world calls them: Hugging Face names, families, fp8 blocks, folders, and the stream to an engine."""
+"""Weights in external formats: Hugging Face names, families, fp8 blocks, folders, and the stream to an engine."""

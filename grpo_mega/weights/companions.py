@@ -1,6 +1,6 @@
-"""What a model directory holds beside weights: the tokenizer's files, and which tokens begin and end a text.
+"""Files of a model directory other than weights: the tokenizer's files, and the tokens that begin and end a text.
 
-Without them transformers makes up an empty tokenizer for the directory, and says nothing.
+Without them transformers silently creates an empty tokenizer for the directory.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
 )  # fmt: skip
-"""What tokenizers of Hugging Face directories are made of; each has some of them."""
+"""Possible tokenizer files of a Hugging Face directory, which has some of them."""
 
 
 @dataclass(frozen=True)
 class Companions:
-    """Beside the weights.
+    """Content of a model directory other than weights.
 
     Attributes:
-        config: Fields of config.json that the architecture does not give.
+        config: Fields of config.json that do not follow from the architecture.
         files: {name: content} of further files.
         origin: The config.json of the directory that the model started from; empty when there is none.
     """
@@ -38,12 +38,12 @@ class Companions:
 
 
 def companions(config: Config, stop_ids: Sequence[int]) -> Companions:
-    """Of a run's model: its tokenizer (chars has no files), and what its origin says of generation and context.
+    """Companions of a run's model: its tokenizer (chars has no files), and its origin's generation and context fields.
 
-    `stop_ids` end a completion, as they did in training.
+    `stop_ids` are the stop tokens of training.
 
     Raises:
-        ValueError: The tokenizer's folder has lost its files.
+        ValueError: The tokenizer's files are missing.
     """
     tokenizer = None if config.data.tokenizer == "chars" else Path(config.data.tokenizer)
     model = Path(config.run.init_from) if config.run.init_from else None
@@ -51,7 +51,7 @@ def companions(config: Config, stop_ids: Sequence[int]) -> Companions:
     origin = {name: _first(folders, name) for name in (CONFIG, GENERATION)}
     kept = {name: origin[CONFIG][name] for name in ("bos_token_id", "pad_token_id") if name in origin[CONFIG]}
     made_for = origin[CONFIG].get("max_position_embeddings") or 0
-    # A Mistral that is trained within its window has none here, and may be written as a Llama, which has none.
+    # A Mistral trained within its window has none here, and may be written as a Llama, which has none.
     window = sliding_window(origin[CONFIG]) if config.model.window is None else None
     longest = max(config.model.context, min(made_for, window or made_for))
     there = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()] if tokenizer else []
@@ -66,7 +66,7 @@ def companions(config: Config, stop_ids: Sequence[int]) -> Companions:
 
 
 def _ends(stop_ids: Sequence[int], origin: dict[str, Any]) -> dict[str, Any]:
-    """What ends a text, as the model's origin has it where it names the same tokens; empty for none."""
+    """End-of-text settings, from the model's origin if it names the same tokens; empty for none."""
     named = origin.get("eos_token_id")
     if not stop_ids:
         return {}
@@ -76,7 +76,7 @@ def _ends(stop_ids: Sequence[int], origin: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first(folders: Sequence[Path], name: str) -> dict[str, Any]:
-    """The JSON object in the first of the folders that has this file; empty when none has."""
+    """The JSON object in this file of the first folder that has it; empty when none has."""
     for folder in folders:
         if (folder / name).is_file():
             return json.loads((folder / name).read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 """Hugging Face model directories: config.json, safetensors and their index, read and written under any layout.
 
-Reading checks all names, shapes, dtypes and the configuration before a weight changes; each rank then reads the parts
-that it holds. A directory is written under a temporary name and renamed when it is whole.
+Reading checks all names, shapes, dtypes and the configuration before a weight changes; each rank then reads its shards.
+A directory is written under a temporary name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from grpo_mega.weights.stream import FILE_BYTES, hf_buckets
 ONE_FILE = "model.safetensors"
 PREDICTION = "num_nextn_predict_layers"
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""Of weights that can be read: as config.json calls them, and as safetensors does."""
+"""Readable dtypes of weights: name in config.json -> name in safetensors."""
 NOT_EXPORTED = ("auto_map", "quantization_config", "dtype", "torch_dtype")
-"""Fields of an original config.json that are of its own files: code, precision."""
+"""Fields of an original config.json that apply only to its own files: code, precision."""
 
 
 def is_model(path: Path) -> bool:
-    """Whether this is a Hugging Face model directory, whole or not."""
+    """Whether this is a Hugging Face model directory, complete or not."""
     return (path / CONFIG).is_file()
 
 
@@ -54,11 +54,11 @@ def is_model(path: Path) -> bool:
 def load_weights(path: Path, policy: Model, whole: ModelConfig | None = None) -> None:
     """Reads a model directory into a policy without optimizer, rounding to `model.dtype`; every rank must call it.
 
-    Or into the body of a model with a scalar head, whose head stays as it is; `whole` is then the architecture of the
+    For a model with a scalar head, reads its body and keeps the head; `whole` is then the architecture of the
     directory, a language model with that body.
 
     Raises:
-        ValueError: The directory is not of this model, or not whole; names the first file, tensor or field.
+        ValueError: The directory is not of this model, or incomplete; names the first file, tensor or field.
     """
     assert policy.optimizer is None, "an optimizer made before would keep the old master weights"
     model = whole or policy.architecture
@@ -74,7 +74,7 @@ def load_weights(path: Path, policy: Model, whole: ModelConfig | None = None) ->
             mine[file_of(entry, files)].append(entry)
     for of_tensor in held.values():
         for part in of_tensor.values():
-            part.zero_()  # rows of the embedding after the vocabulary stay zero
+            part.zero_()  # rows of the embedding beyond the vocabulary stay zero
     for file, tensors in mine.items():
         with safe_open(path / file, "pt") as content:
             for entry in tensors:
@@ -82,13 +82,13 @@ def load_weights(path: Path, policy: Model, whole: ModelConfig | None = None) ->
 
 
 class Reader:
-    """Parts of Megatron's tensors from a model directory, one at a time."""
+    """Reads shards of Megatron's tensors from a model directory, one at a time."""
 
     def __init__(self, path: Path, model: ModelConfig, vocab_size: int) -> None:
         """Checks the whole directory; only headers of files are read.
 
         Raises:
-            ValueError: The directory is not of this model, or not whole; names the first file, tensor or field.
+            ValueError: The directory is not of this model, or incomplete; names the first file, tensor or field.
         """
         wanted = entries(model, vocab_size)
         self._path = path
@@ -101,7 +101,7 @@ class Reader:
         self.config = _described(model, vocab_size, _json(path / CONFIG))
 
     def __contains__(self, key: str) -> bool:
-        """Whether tensors of the directory make this Megatron tensor."""
+        """Whether the directory has the tensors of this Megatron tensor."""
         return key in self._entries
 
     def part(self, key: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
@@ -115,13 +115,13 @@ class Reader:
 
 
 def check_architecture(path: Path, model: ModelConfig, vocab_size: int | None, has_weights: bool = True) -> None:
-    """Compares a model directory with a configuration as loading it does, before there is a policy.
+    """Checks a model directory against a configuration as loading does, but without a policy.
 
-    `vocab_size` is what the policy will have, or None when only the tokenizer knows. Without weights, as beside an
-    imported checkpoint, config.json alone is compared.
+    `vocab_size` is the policy's, or None when only the tokenizer knows. Without weights, as in an imported checkpoint,
+    only config.json is checked.
 
     Raises:
-        ValueError: It is of another model, or cannot be read.
+        ValueError: The directory is of another model, or cannot be read.
     """
     try:
         _compared(path, _files(path) if has_weights else None, model, vocab_size)
@@ -139,12 +139,12 @@ def save(
 ) -> None:
     """Writes the policy as a model directory, files of at most `byte_budget` bytes; every rank must call it.
 
-    `beside` the weights lie a tokenizer and the tokens that end a text, see `companions.py`; without them only weights
-    and architecture. The weights are rounded to the nearest of `dtype`, "fp32" or "bf16", or stay as they are trained;
-    balancing biases are always fp32. Main memory on every rank: two files.
+    `beside` has the tokenizer and the end tokens, see `companions.py`; without it only weights and architecture are
+    written. The weights are rounded to `dtype`, "fp32" or "bf16", or keep their dtype; balancing biases are always
+    fp32. Main memory on every rank: two files.
 
     Raises:
-        ValueError: No supported family describes the model, or `path` exists.
+        ValueError: No supported family matches the model, or `path` exists.
         RuntimeError: The disk is full or failed; nothing is left at `path`.
     """
     written = replace(policy.architecture, dtype=dtype or policy.architecture.dtype)
@@ -160,7 +160,7 @@ def save(
             for number, (name, tensor) in enumerate(bucket if writer else ()):
                 bucket[number] = name, tensor.to(dtypes[name])
             succeed_together(lambda: writer.add(bucket) if writer else None)  # noqa: B023
-            bucket.clear()  # the next one comes while the name of this one lives on
+            bucket.clear()  # the next bucket is made while this name still refers to the previous one
         succeed_together(lambda: writer.finish() if writer else None)
     finally:
         if writer:
@@ -168,15 +168,15 @@ def save(
 
 
 def _growth(trained: ModelConfig, written: ModelConfig) -> int:
-    """How many times larger tensors become by the change of their dtype, at least 1."""
+    """Growth factor of a tensor's size by the change of dtype, at least 1."""
     return max(1, DTYPES_OF_MODELS[written.dtype].itemsize // DTYPES_OF_MODELS[trained.dtype].itemsize)
 
 
 def _described(model: ModelConfig, vocab_size: int, origin: dict[str, Any]) -> dict[str, Any]:
-    """The model's config.json: that of the directory which it started from, where this is still the same function.
+    """The model's config.json, based on that of the directory it started from if that describes the same function.
 
     Raises:
-        ValueError: No supported family describes the model.
+        ValueError: No supported family matches the model.
     """
     own = hf_config(model, vocab_size)
     modules = {key: model.mtp_layers for key in (PREDICTION, RENAMED[PREDICTION]) if key in origin}
@@ -187,10 +187,10 @@ def _described(model: ModelConfig, vocab_size: int, origin: dict[str, Any]) -> d
 
 
 class Writer:
-    """A model directory that one process writes, bucket by bucket; it has its name when it is whole."""
+    """Model directory written by one process, bucket by bucket; renamed to its final name when it is complete."""
 
     def __init__(self, path: Path, config: dict[str, Any], beside: Companions | None = None) -> None:
-        """`path` must not exist; `config` becomes its config.json, with what comes `beside` the weights."""
+        """`path` must not exist; `config` becomes its config.json, merged with that of `beside`."""
         self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
         self._files = beside.files if beside else {}
         self._config = config | (beside.config if beside else {})
@@ -199,7 +199,7 @@ class Writer:
         self._held = ExitStack()
 
     def begin(self) -> None:
-        """Makes the directory, under a temporary name; no other process can before `finish` or `discard`.
+        """Creates the directory under a temporary name, and locks it until `finish` or `discard`.
 
         Raises:
             ValueError: Another process is writing the directory, or has written it meanwhile.
@@ -210,7 +210,7 @@ class Writer:
         if self._path.exists():
             raise ValueError(f"{self._path} exists; name another directory, or remove it")
         remove = partial(shutil.rmtree, self._temporary, ignore_errors=True)
-        remove()  # what a process that was killed has left
+        remove()  # left by a process that was killed
         self._held.callback(remove)
         self._temporary.mkdir()
 
@@ -219,16 +219,16 @@ class Writer:
         file = self._part(len(self._names))
         try:
             save_file({name: tensor.cpu() for name, tensor in bucket}, file, {"format": "pt"})
-        except SafetensorError as error:  # in some versions also what the operating system refuses
+        except SafetensorError as error:  # in some versions this includes errors of the operating system
             raise OSError(f"{file}: {error}") from error
-        file.chmod(self._temporary.stat().st_mode & 0o666)  # safetensors lets nobody else read it
+        file.chmod(self._temporary.stat().st_mode & 0o666)  # safetensors makes the file unreadable for others
         with file.open("rb") as written:
             os.fsync(written.fileno())
         self._names.append([name for name, _ in bucket])
         self._bytes += sum(tensor.nbytes for _, tensor in bucket)
 
     def finish(self) -> None:
-        """Gives the files, which are counted now, their names, writes what describes them, renames the directory."""
+        """Gives the files their numbered names, writes the index and companions, and renames the directory."""
         where: dict[str, str] = {}
         for number, inside in enumerate(self._names):
             file = f"model-{number + 1:05d}-of-{len(self._names):05d}.safetensors"
@@ -244,7 +244,7 @@ class Writer:
         self._held.close()
 
     def discard(self) -> None:
-        """Removes the directory that this writer has begun and not finished, if there is one."""
+        """Removes an unfinished directory of this writer, if there is one."""
         self._held.close()
 
     def _part(self, number: int) -> Path:
@@ -254,7 +254,7 @@ class Writer:
 def _examined(
     path: Path, model: ModelConfig, vocab_size: int, wanted: list[Entry]
 ) -> tuple[dict[str, str], str | None]:
-    """{name of a tensor: its file}, or what is wrong with the directory."""
+    """{tensor name: file}, or a description of what is wrong with the directory."""
     try:
         files = _files(path)
         config = _compared(path, files, model, vocab_size)
@@ -263,15 +263,15 @@ def _examined(
         return files, None
     except Unusable as error:
         return {}, str(error)
-    except Exception as error:  # whatever is wrong with a file, the other ranks must hear of it
+    except Exception as error:  # whatever is wrong with a file, the other ranks must be told
         return {}, f"{type(error).__name__}: {error}"
 
 
 def _compared(path: Path, files: dict[str, str] | None, model: ModelConfig, vocab_size: int | None) -> dict[str, Any]:
-    """The directory's config.json, which is of this model.
+    """Reads the directory's config.json and checks that it describes this model.
 
     Raises:
-        Unusable: It is not, or the files hold other prediction modules.
+        Unusable: It describes another model, or the files have other prediction modules.
     """
     config = _json(path / CONFIG)
     apart = {} if files is None else {PREDICTION: model.mtp_layers}  # checked below, against the files
@@ -285,7 +285,7 @@ def _compared(path: Path, files: dict[str, str] | None, model: ModelConfig, voca
 def _check_prediction_modules(config: dict[str, Any], files: dict[str, str], model: ModelConfig) -> None:
     """Raises `Unusable` when a directory has other multi-token prediction modules than the configuration.
 
-    Its tensors count: of DeepSeek-V3, transformers names one module in config.json and writes none.
+    Its tensors decide: for DeepSeek-V3, transformers names one module in config.json and writes none.
     """
     named = said(config, PREDICTION) or 0
     layers = range(model.layers, model.layers + named)
@@ -303,11 +303,7 @@ def _check_prediction_modules(config: dict[str, Any], files: dict[str, str], mod
 
 
 def _declared(config: dict[str, Any]) -> str | None:
-    """The dtype that config.json gives, in safetensors' words; None when it gives none.
-
-    Raises:
-        Unusable: Weights of this dtype cannot be read.
-    """
+    """The dtype in config.json, under safetensors' name; None when it has none."""
     name = config.get("dtype") or config.get("torch_dtype")  # transformers 5; before
     if name is not None and name not in DTYPES:
         raise Unusable(f"{CONFIG}: weights in {name} cannot be read; convert them to one of {', '.join(DTYPES)}")
@@ -325,7 +321,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _files(path: Path) -> dict[str, str]:
-    """{name of a tensor: its file} as the index has it, or as the only file has it."""
+    """{tensor name: file}, from the index or the only file."""
     if (path / INDEX).is_file():
         where = _json(path / INDEX).get("weight_map")
         if not isinstance(where, dict):

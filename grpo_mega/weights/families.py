@@ -1,4 +1,4 @@
-"""Which Hugging Face model a configuration is, and its config.json."""
+"""Hugging Face family of a configuration, and its config.json."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from grpo_mega.weights.fp8 import is_fp8
 
 
 def family(model: ModelConfig) -> str:
-    """The `model_type` that computes the same function.
+    """`model_type` of the Hugging Face family that computes the same function.
 
     Raises:
-        ValueError: There is none; names the fields that do not fit.
+        ValueError: No family matches; names the fields that do not fit.
     """
     plain = "llama" if model.window is None else "ministral" if model.full_every else "mistral"
     dense = "gemma3_text" if model.gemma else "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else plain
@@ -45,7 +45,7 @@ def family(model: ModelConfig) -> str:
 
 
 def _obstacles(model: ModelConfig, name: str) -> Iterator[str]:
-    """Fields whose value the family cannot express, and the values that it can."""
+    """Yields the fields whose values the family cannot express, with the values that it can."""
     moe = model.moe
     if name == "gpt_oss":
         yield from _obstacles_of_gpt_oss(model)
@@ -96,7 +96,7 @@ def _obstacles(model: ModelConfig, name: str) -> Iterator[str]:
 
 
 def _obstacles_of_gpt_oss(model: ModelConfig) -> Iterator[str]:
-    """What the layers of GPT-OSS alone cannot express."""
+    """Yields the fields whose values GPT-OSS's layers cannot express."""
     moe = model.moe
     wanted = {"qkv_bias": True, "qk_norm": False, "attention": "gqa"}
     for field, value in wanted.items():
@@ -116,10 +116,10 @@ def _obstacles_of_gpt_oss(model: ModelConfig) -> Iterator[str]:
 
 
 def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """The config.json of the model, for transformers and engines.
+    """Content of the model's config.json, for transformers and engines.
 
     Raises:
-        ValueError: No supported family describes the model, see `family`.
+        ValueError: No supported family matches the model, see `family`.
     """
     name = family(model)
     written = {key: attrgetter(field)(model) for key, field in FIELDS[name].items()} | FIXED[name]
@@ -132,7 +132,7 @@ def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     if model.window_rope_base:
         written |= {
             "rope_local_base_freq": float(model.window_rope_base),
-            "sliding_window_pattern": model.full_every or model.layers + 1,  # before there were layer_types
+            "sliding_window_pattern": model.full_every or model.layers + 1,  # before layer_types existed
         }
     return {
         "architectures": [ARCHITECTURES[name]],
@@ -148,21 +148,21 @@ def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def _rope_scaling(model: ModelConfig, name: str) -> dict[str, Any] | None:
-    """How rotary positions are stretched; None when they are plain."""
+    """Scaling of rotary positions in config.json; None for plain ones."""
     for kind, (room, _) in ROPE.items():
         settings = getattr(model, room)
         if settings.factor > 1:
             written = {key: getattr(settings, field) for key, field in rope_fields(kind, name).items()}
             kept = {key: value for key, value in written.items() if key.startswith(("original", "truncate"))}
             written = {key: float(value) for key, value in written.items()} | kept
-            if name == "deepseek_v3":  # in the words that DeepSeek's own code knows
+            if name == "deepseek_v3":  # under the names that DeepSeek's own code knows
                 return {"type": kind, **written, "mscale": written["mscale_all_dim"]}
             return {"rope_type": kind, **written}
-    return {"rope_type": "default"} if name == "gpt_oss" else None  # whose positions are stretched otherwise
+    return {"rope_type": "default"} if name == "gpt_oss" else None  # else it would be scaled
 
 
 def _of_experts(model: ModelConfig, name: str) -> dict[str, Any]:
-    """What the two kinds of files express with other numbers than `MoEConfig`."""
+    """Expert settings that the two kinds of files express with other numbers than `MoEConfig`."""
     moe = model.moe
     if name == "qwen3_moe":
         return {"mlp_only_layers": [*range(moe.first_dense)]}
@@ -183,15 +183,15 @@ _COMPARED_APART = (
 
 
 def differences(config: dict[str, Any], model: ModelConfig, vocab_size: int) -> list[str]:
-    """Fields of a config.json that differ from the model's own, so that the same weights would be another function.
+    """Differences of a config.json from the model's own, by which the same weights would compute another function.
 
-    `config` is the parsed config.json; each difference is a sentence for people.
+    `config` is the parsed config.json; each difference is a readable sentence.
     """
     wanted = hf_config(model, vocab_size) | {"quantization_config": None}
     if is_fp8(config.get("quantization_config")) or (is_mxfp4(config) and model.gpt_oss):
-        config = config | {"quantization_config": None}  # says how the file stores weights, not what the model computes
+        config = config | {"quantization_config": None}  # describes storage of weights, not the function
     free = {*_COMPARED_APART}
-    if {config.get("model_type"), wanted["model_type"]} <= {*SAME_FUNCTION, "llama"}:  # these differ in windows alone
+    if {config.get("model_type"), wanted["model_type"]} <= {*SAME_FUNCTION, "llama"}:  # these differ only in windows
         free.add("model_type")
     unlike = {key: (said(config, key), value) for key, value in wanted.items() if key not in free}
     unlike |= _rope_differences(config, wanted)
@@ -209,16 +209,16 @@ def differences(config: dict[str, Any], model: ModelConfig, vocab_size: int) -> 
 
 
 def _rope_differences(config: dict[str, Any], wanted: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{setting: (value in config.json, value of the model)} of all that rotary positions depend on."""
+    """{setting: (value in config.json, value of the model)} of the differing settings of rotary positions."""
     theirs, ours = rope(config), rope(wanted)
     pairs = {key: (theirs[key], ours[key]) for key in ("rope_theta", "rope_type", "partial_rotary_factor")}
     kind = ours["rope_type"]
     if kind in ROPE and theirs["rope_type"] == kind:
         settings = {key: ours[key] for key in rope_fields(kind, wanted["model_type"])}
-        if wanted["model_type"] == "gpt_oss":  # these would replace what follows from the factor
+        if wanted["model_type"] == "gpt_oss":  # these would override values derived from the factor
             settings |= dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor"))
         elif kind == "yarn":
             settings |= {"mscale": ours["mscale"], "truncate": True}
-            settings["attention_factor"] = None  # which would replace what follows from factor and mscale
+            settings["attention_factor"] = None  # which would override the value derived from factor and mscale
         pairs |= {f"rope {key}": (theirs.get(key, YARN_ASSUMED.get(key)), value) for key, value in settings.items()}
     return pairs

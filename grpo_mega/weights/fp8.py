@@ -1,8 +1,8 @@
-"""Weights in 8 bits as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3.2): E4M3, one scale per block of 128 x 128.
+"""fp8 weights as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2): E4M3, one scale per block of 128 x 128.
 
-A tensor NAME is stored beside NAME_scale_inv, the float32 number that each block is multiplied by when it is read. So
-are the matrices of attention, feed-forward layers and experts; embeddings, the output layer, norms, routers and what
-joins a prediction module to the model stay as they are.
+A tensor NAME is stored with NAME_scale_inv, the float32 factors of its blocks. The matrices of attention, feed-forward
+layers and experts are in fp8; embeddings, the output layer, norms, routers and the projection that joins a prediction
+module to the model are not.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ SCALE = "_scale_inv"
 DTYPE = torch.float8_e4m3fn
 QUANTISED = re.compile(r"\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight$")
 CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-"""What a config.json of such a model says under `quantization_config`, and nothing else that matters for weights."""
+"""`quantization_config` in the config.json of such a model, as far as it matters for weights."""
 
 
 def is_fp8(quantization_config: Any) -> bool:
-    """Whether a config.json means these weights."""
+    """Whether a `quantization_config` describes these weights."""
     given = quantization_config if isinstance(quantization_config, dict) else {}
     return all(given.get(key, "e4m3" if key == "fmt" else None) == value for key, value in CONFIG.items())
 
@@ -39,7 +39,7 @@ def in_fp8(name: str) -> bool:
 
 
 def quantised_bucket(bucket: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) pairs as fp8 files and engines have them: matrices in fp8, each followed by its scales."""
+    """(name, whole tensor) pairs as in fp8 files and engines: matrices in fp8, each followed by its scales."""
     stored = []
     for name, tensor in bucket:
         if in_fp8(name):
@@ -51,10 +51,10 @@ def quantised_bucket(bucket: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[s
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, columns] finite numbers -> the same in E4M3, and the float32 scales of its blocks.
+    """Quantises [rows, columns] finite numbers; returns E4M3 numbers and the float32 scales of the blocks.
 
-    The largest number of a block becomes the largest of the format, 448; a block of zeros has the scale 1. Memory: the
-    weight twice in float32.
+    The largest number of a block is mapped to the largest of the format, 448; a block of zeros has the scale 1. Memory:
+    the weight twice in float32.
     """
     rows, columns = weight.shape
     across, down = scale_shape(weight.shape)
@@ -67,6 +67,6 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantised(content: torch.Tensor, scale: torch.Tensor, part: Sequence[slice]) -> torch.Tensor:
-    """The `part` of a weight whose E4M3 numbers are `content`, in float32; `scale` is that of the whole weight."""
+    """Dequantises a `part` of a weight to float32; `content` has its E4M3 numbers, `scale` all scales of the weight."""
     rows, columns = (torch.arange(p.start, p.stop) // BLOCK for p in part)
     return content.float() * scale[rows[:, None], columns]

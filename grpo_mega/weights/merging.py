@@ -1,4 +1,4 @@
-"""This rank's parts of a policy's tensors, and weights with adapters in them: W + alpha / rank * B A, part by part."""
+"""This rank's shards of a policy's tensors, with adapters merged shard by shard: W + alpha / rank * B A."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from grpo_mega.models.shards import Box, named_box, shards
 from grpo_mega.weights.names import Entry, Slices
 
 Held = dict[str, dict[Box, torch.Tensor]]
-"""Name of a Megatron tensor -> where this rank's parts of it lie -> the parts."""
+"""Name of a Megatron tensor -> position of this rank's shards -> shards."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """This rank's parts of a policy's tensors.
+    """This rank's shards of a policy's tensors.
 
     Attributes:
-        held: The parts; they share the model's memory.
-        numbers: {(name of a Megatron tensor, first row of one that it is made of): which of these it is}.
-        rank: Of the adapters; 0 when there are none.
-        scale: What the adapters' product is multiplied by.
+        held: The shards, which share the model's memory.
+        numbers: {(name of a fused Megatron tensor, first row of one of its tensors): number of that tensor}.
+        rank: Rank of the adapters; 0 without adapters.
+        scale: Scale of the adapters' product.
     """
 
     held: Held
@@ -36,9 +36,9 @@ class Parts:
     scale: float
 
     def merged(self, entry: Entry, box: Box, source: Slices) -> torch.Tensor:
-        """The `source` of the part at `box`, with its adapter in it, summed in fp32 and rounded to the part's dtype.
+        """The slice `source` of the shard at `box`, with its adapter merged in fp32 and rounded to the shard's dtype.
 
-        Without an adapter it is the model's own memory, otherwise it is new.
+        Without an adapter it is a view of the model's memory, otherwise a new tensor.
         """
         part, layer = self.held[entry.key][box][source], entry.key.removesuffix(".weight")
         if not (self.rank and layer + A in self.held):
@@ -51,9 +51,10 @@ class Parts:
 
 
 def merged_bytes(model: ModelConfig, lora: LoRAConfig, tp: int, bucket: float) -> float:
-    """Bytes that weights with adapters in them take on a rank while a bucket of so many bytes is made; 0 without.
+    """Extra bytes on a rank for merging adapters while a bucket of `bucket` bytes is made; 0 without adapters.
 
-    Those of the bucket, before they become one message, and in fp32 the largest part of a matrix and its sum.
+    They are the bucket's weights before they are joined to a message and, in fp32, the largest matrix shard and its
+    sum.
     """
     if not lora.rank:
         return 0.0
@@ -71,12 +72,12 @@ def merged_bytes(model: ModelConfig, lora: LoRAConfig, tp: int, bucket: float) -
 
 
 def parts_of(policy: Model, wanted: list[Entry]) -> Parts:
-    """This rank's parts of the policy's tensors, and of its adapters; `wanted` are all tensors of the model.
+    """This rank's shards of the policy's tensors and adapters; `wanted` are all tensors of the model.
 
-    Of a model with a scalar head they are its body's: no Hugging Face tensor stands for the head, which is left out.
+    For a model with a scalar head only the body's are returned, as no Hugging Face tensor corresponds to the head.
 
     Raises:
-        ValueError: The model has a tensor that no Hugging Face name stands for.
+        ValueError: The model has a tensor without Hugging Face name.
     """
     held: Held = defaultdict(dict)
     for shard in shards(policy.chunks):

@@ -1,8 +1,8 @@
-"""Weights in 4 bits as GPT-OSS has those of its experts: MXFP4 (OCP Microscaling Formats, 1.0, section 5).
+"""4-bit weights, as of GPT-OSS's experts: MXFP4 (OCP Microscaling Formats, 1.0, section 5).
 
 A tensor NAME [experts, columns, rows] is stored as NAME_blocks [experts, rows, blocks, 16], two numbers in each byte,
 the lower four bits first, and NAME_scales [experts, rows, blocks], the exponent of two, plus 127, of each block of 32
-columns. They are read, and never written: exports have the numbers themselves.
+columns. The format is only read: exports have unquantised numbers.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import torch
 from grpo_mega.weights.names import Entry, Slices
 
 BLOCK = 32
-"""Columns with one scale."""
+"""Number of columns that share a scale."""
 BLOCKS, SCALES = "_blocks", "_scales"
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the lower three of four bits mean, E2M1; the highest is the sign."""
+"""Values of the lower three of four bits (E2M1); the highest bit is the sign."""
 
 
 def in_mxfp4(entry: Entry) -> bool:
-    """Whether files in mxfp4 have this tensor in it: the matrices of the experts."""
+    """Whether mxfp4 files store this tensor quantised: the matrices of the experts."""
     return entry.place is not None and len(entry.shape) == 3
 
 
 def stored_shapes(entry: Entry) -> dict[str, tuple[int, ...]]:
-    """{name in the files: shape} of what such a tensor is stored as."""
+    """{name in the files: shape} of the stored tensors of a quantised tensor."""
     experts, columns, rows = entry.shape
     blocks = -(-columns // BLOCK)
     return {entry.name + BLOCKS: (experts, rows, blocks, BLOCK // 2), entry.name + SCALES: (experts, rows, blocks)}
 
 
 def dequantised(stored: Callable[[str, Slices], torch.Tensor], name: str, target: Slices) -> torch.Tensor:
-    """The part `target` of the tensor of this name, in float32, which holds every number of the format.
+    """Dequantises the slice `target` of a tensor to float32, which can represent every number of the format.
 
-    `stored` gives a part of a tensor in the files.
+    `stored` reads a slice of a tensor in the files.
     """
     experts, columns, rows = target
     of_rows = (experts, rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK)))

@@ -1,8 +1,8 @@
-"""What the tensors of a model are called in Hugging Face checkpoints, and which rows of which Megatron tensor they are.
+"""Table of the Hugging Face tensors of a model, with the rows of the Megatron tensor that hold each.
 
-Every entry of the table is a choice of rows of one Megatron tensor, so one table serves both directions and every
-layout. In most families it is a Hugging Face tensor, in GPT-OSS also one expert's part of one. Megatron's names are
-those of `policy.shards.named_box`, one for each layer and expert.
+Every entry selects rows of one Megatron tensor, so one table serves both directions and every layout. It is a Hugging
+Face tensor, or in GPT-OSS one expert's part of one. Megatron's names are those of `shards.named_box`, one for each
+layer and expert.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from grpo_mega.models.shards import Box
 from grpo_mega.weights.families import family
 
 Slices = tuple[slice, ...]
-"""A part of a tensor."""
+"""Slices of a tensor, one for each axis."""
 
 
 class Rows(NamedTuple):
-    """Of every `period` rows, those from `start` to below `stop`."""
+    """Rows from `start` to below `stop` of every `period` rows."""
 
     period: int
     start: int
@@ -31,9 +31,9 @@ class Rows(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where one expert's rows lie in a Hugging Face tensor of all experts of a layer, [experts, columns, rows].
+    """Position of one expert's rows in a Hugging Face tensor of all experts of a layer, [experts, columns, rows].
 
-    They are number `expert` of its first axis, and of its last every `step`-th from `start`.
+    Index `expert` of the first axis, and every `step`-th from `start` of the last.
     """
 
     expert: int
@@ -43,17 +43,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """One Hugging Face tensor, or with a `place` a part of one; entries of one name follow each other.
+    """One Hugging Face tensor, or with a `place` a part of one; entries of the same name are consecutive.
 
     Attributes:
-        name: Its name there.
+        name: Name of the Hugging Face tensor.
         key: Name of the Megatron tensor that holds it.
-        shape: Its shape, that of the whole tensor.
-        rows: Which rows of the Megatron tensor it is; without a `place` the other axes are the same.
-        dtype: What it is trained in.
-        expert: The routed expert that it belongs to, None when it serves every token.
-        joins_last: It is of no use without the tensor before it; whoever gets one gets both at once.
-        place: Which part of the tensor it is; None for all of it.
+        shape: Shape of the whole Hugging Face tensor.
+        rows: Rows of the Megatron tensor; without a `place` the other axes are the same.
+        dtype: Dtype in training.
+        expert: Routed expert that it belongs to, None if it serves every token.
+        joins_last: Whether it must be sent together with the tensor before it.
+        place: Part of the tensor; None for all of it.
     """
 
     name: str
@@ -67,27 +67,27 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """Numbers in the tensor, or in this part of it."""
+        """Number of elements of the tensor, or of this part of it."""
         whole = torch.Size(self.shape).numel()
         return whole // (self.shape[0] * self.place.step) if self.place else whole
 
     @property
     def bytes(self) -> int:
-        """Size of the tensor, or of this part of it."""
+        """Size of the tensor, or of this part of it, in bytes."""
         return self.numel * self.dtype.itemsize
 
     def outwards(self, part: torch.Tensor) -> torch.Tensor:
-        """A part of the Megatron tensor, [rows, ...], as it lies in the Hugging Face tensor; the same memory."""
+        """A view of a part of the Megatron tensor, [rows, ...], in the orientation of the Hugging Face tensor."""
         return part.movedim(0, -1)[None] if self.place else part
 
     def inwards(self, part: torch.Tensor) -> torch.Tensor:
-        """A part of the Hugging Face tensor as it lies in the Megatron tensor; the same memory."""
+        """A view of a part of the Hugging Face tensor in the orientation of the Megatron tensor."""
         return part[0].movedim(-1, 0) if self.place else part
 
     def overlap(self, box: Box) -> Iterator[tuple[Slices, Slices]]:
-        """What of this tensor a shard at `box` of the Megatron tensor holds: pairs (part of the shard, part of this).
+        """Overlap of this tensor with a Megatron tensor's shard at `box`: pairs (slice of the shard, slice of this).
 
-        A shard of fused rows holds several pieces; `outwards` turns what is in them.
+        A shard of fused rows has several pieces; `outwards` changes their orientation.
         """
         (top, bottom), *others = box
         whole, columns = tuple(slice(None) for _ in others), tuple(slice(*other) for other in others)
@@ -101,7 +101,7 @@ class Entry:
                 yield source, self._target(first + shift, last + shift, columns)
 
     def _target(self, first: int, last: int, columns: Slices) -> Slices:
-        """Where rows from `first` to below `last`, of those that this entry chooses, lie in the Hugging Face tensor."""
+        """Slice of the Hugging Face tensor for rows `first` to below `last` of those that this entry selects."""
         if self.place is None:
             return (slice(first, last), *columns)
         expert, start, step = self.place
@@ -110,22 +110,22 @@ class Entry:
 
 
 def size(part: Slices) -> torch.Size:
-    """The shape of a part of a tensor."""
+    """Shape of a slice of a tensor."""
     return torch.Size([len(range(s.start, s.stop, s.step or 1)) for s in part])
 
 
 def entries(model: ModelConfig, vocab_size: int) -> list[Entry]:
-    """Every tensor of the model in the order of its layers, those of the routed experts last.
+    """All tensors of the model in the order of its layers, routed experts last.
 
     Raises:
-        ValueError: No supported family describes the model, see `family`.
+        ValueError: No supported family matches the model, see `family`.
     """
     family(model)
     return sorted(_model(model, vocab_size), key=lambda entry: entry.expert is not None)
 
 
 def copies(model: ModelConfig) -> dict[str, str]:
-    """Tensors that a directory may hold once more: {name of the copy: name of the original}."""
+    """{name of a copy: name of its original} of tensors that a directory may store twice."""
     output = "model.embed_tokens.weight" if model.tie_embeddings else "lm_head.weight"
     originals = {"lm_head.weight": output} if model.tie_embeddings else {}
     for layer in range(model.layers, model.layers + model.mtp_layers):
@@ -168,7 +168,7 @@ def _layer(model: ModelConfig, dtype: torch.dtype, has_experts: bool) -> Iterato
 
 
 def _grouped_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
-    """Megatron fuses the queries, the key and the value of a group, one group after the other."""
+    """Attention tensors; Megatron fuses the queries, the key and the value of each group, group after group."""
     hidden, channels = model.hidden, head_channels(model)
     queries = model.heads // model.kv_heads * channels
     fused = queries + 2 * channels
@@ -199,7 +199,7 @@ def _latent_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]
         yield kv_a
     else:
         yield _entry("q_a_proj.weight", "linear_q_down_proj.weight", (q_rank, hidden), dtype)
-        # SGLang fuses the two, and silently drops one that comes without the other.
+        # SGLang fuses the two, and silently drops one that comes alone.
         yield replace(kv_a, joins_last=True)
         yield _entry("q_a_layernorm.weight", "q_layernorm.weight", (q_rank,), dtype)
         yield _entry("q_b_proj.weight", "linear_q_up_proj.weight", (queries, q_rank), dtype)
@@ -210,7 +210,7 @@ def _latent_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]
 
 
 def _gated(hidden: int, inner: int, dtype: torch.dtype) -> Iterator[Entry]:
-    """Megatron fuses the gate and what it multiplies."""
+    """Tensors of a gated feed-forward layer; Megatron fuses the gate and its factor."""
     yield _entry("gate_proj.weight", "linear_fc1.weight", (inner, hidden), dtype, Rows(2 * inner, 0, inner))
     yield _entry("up_proj.weight", "linear_fc1.weight", (inner, hidden), dtype, Rows(2 * inner, inner, 2 * inner))
     yield _entry("down_proj.weight", "linear_fc2.weight", (hidden, inner), dtype)
@@ -219,7 +219,7 @@ def _gated(hidden: int, inner: int, dtype: torch.dtype) -> Iterator[Entry]:
 def _experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
     moe = model.moe
     yield _entry("gate.weight", "router.weight", (moe.experts, model.hidden), dtype)
-    if has_balancing_bias(moe):  # which is balanced in fp32 whatever the model's precision
+    if has_balancing_bias(moe):  # the balancing bias is in fp32 whatever the model's precision
         yield _entry("gate.e_score_correction_bias", "router.expert_bias", (moe.experts,), torch.float32)
     for number in range(moe.experts):
         one = _inside(_gated(model.hidden, moe.ffn_hidden, dtype), f"experts.{number}.", f"experts.{number}.")
@@ -229,7 +229,7 @@ def _experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
 
 
 def _stacked_experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
-    """Those of GPT-OSS: one tensor for all experts, in which the rows of the gate and its factor alternate."""
+    """Expert tensors of GPT-OSS: one for all experts, in which the rows of the gate and its factor alternate."""
     hidden, inner, experts = model.hidden, model.moe.ffn_hidden, model.moe.experts
     yield _entry("router.weight", "router.weight", (experts, hidden), dtype)
     yield _entry("router.bias", "router.bias", (experts,), dtype)
@@ -248,7 +248,7 @@ def _stacked_experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
 
 
 def _ahead(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
-    """A multi-token prediction module; it shares the embedding and the output layer."""
+    """Tensors of a multi-token prediction module, which shares the embedding and the output layer."""
     hidden = model.hidden
     yield _entry("enorm.weight", "enorm.weight", (hidden,), dtype)
     yield _entry("hnorm.weight", "hnorm.weight", (hidden,), dtype)
@@ -258,7 +258,7 @@ def _ahead(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
 
 
 def _entry(name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Rows | None = None) -> Entry:
-    """By default all rows of the Megatron tensor."""
+    """An entry; by default with all rows of the Megatron tensor."""
     return Entry(name, key, shape, rows or Rows(shape[0], 0, shape[0]), dtype)
 
 

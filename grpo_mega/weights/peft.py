@@ -16,13 +16,13 @@ from grpo_mega.models.adapters import A, B, target_of
 from grpo_mega.weights.names import Entry, Rows
 
 PREFIX = "base_model.model."
-"""Of the names of all tensors: transformers' model lies that deep in the library's."""
+"""Prefix of all tensor names, as transformers' model is nested in the library's."""
 
 
 def adapter_entries(model: list[Entry], lora: LoRAConfig, layers: int) -> list[Entry]:
-    """The adapters of a model's tensors, in their order: of each matrix lora_A [rank, inputs], lora_B [outputs, rank].
+    """Adapters of a model's tensors, in order: for each matrix lora_A [rank, inputs] and lora_B [outputs, rank].
 
-    Those of prediction modules, which transformers does not build, are left out: what comes after `layers` layers.
+    Adapters of prediction modules (beyond `layers` layers), which transformers does not build, are left out.
     """
     return [*_adapters([entry for entry in model if _layer(entry) < layers], lora)]
 
@@ -43,12 +43,12 @@ def _adapters(model: list[Entry], lora: LoRAConfig) -> Iterator[Entry]:
 
 
 def adapter_config(model: list[Entry], lora: LoRAConfig, base: str | None, layers: int) -> dict[str, Any]:
-    """The content of adapter_config.json; `base` is the folder or name of the model that the adapters belong to.
+    """Content of adapter_config.json; `base` is the folder or name of the model that the adapters belong to.
 
     Raises:
-        ValueError: `peft` would lose some: transformers 5 has all experts of a layer in one tensor, and `peft` then
-            takes every adapter of a gate_proj for an expert's (_convert_peft_config_moe, 0.21). Or it has none such:
-            GPT-OSS stores the experts so, too.
+        ValueError: `peft` would lose some adapters: transformers 5 has all experts of a layer in one tensor, and `peft`
+            then takes every adapter of a gate_proj for an expert's (_convert_peft_config_moe, 0.21). Or it lacks such
+            adapters: GPT-OSS also stores all experts in one tensor.
     """
     stacked = next((entry.name for entry in model if entry.place and _is_adapted(entry, lora)), None)
     if stacked:
@@ -85,11 +85,11 @@ def _is_adapted(entry: Entry, lora: LoRAConfig) -> bool:
 
 
 def _matrix(entry: Entry) -> str:
-    """The name of a tensor's module."""
+    """Name of a tensor's module."""
     return entry.name.removesuffix(".weight")
 
 
 def _layer(entry: Entry) -> int:
-    """The layer that a tensor is of; 0 for what is of none."""
+    """Layer of a tensor; 0 for a tensor outside the layers."""
     match = re.match(r"model\.layers\.(\d+)\.", entry.name)
     return int(match[1]) if match else 0

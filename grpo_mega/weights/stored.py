@@ -1,6 +1,6 @@
-"""The tensors in the files of a Hugging Face model directory: whether they are the model's, and their content.
+"""Tensors in the files of a Hugging Face model directory: checks that they match the model, and reads them.
 
-They are numbers as they are, or in fp8 (`fp8.py`), or in 4 bits (`mxfp4.py`).
+They may be unquantised, in fp8 (`fp8.py`), or in 4 bits (`mxfp4.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AGAIN = "download the folder again, or name another"
 
 
 class Unusable(Exception):
-    """Why a directory cannot be read."""
+    """Error: a directory cannot be read; the message says why."""
 
 
 Header = tuple[list[int], str]
@@ -33,7 +33,7 @@ def headers(file: Path) -> dict[str, Header]:
     """{name: (shape, dtype)} of the tensors in a file.
 
     Raises:
-        Unusable: It cannot be read.
+        Unusable: The file cannot be read.
     """
     try:
         with safe_open(file, "pt") as content:
@@ -44,18 +44,18 @@ def headers(file: Path) -> dict[str, Header]:
 
 
 def file_of(entry: Entry, files: dict[str, str]) -> str:
-    """The file that holds a tensor, or its numbers without their scales; `files` is {name of a tensor: its file}."""
+    """File of a tensor (of its numbers, if scales are separate); `files` is {tensor name: file}."""
     return files[entry.name] if entry.name in files else files[entry.name + mxfp4.BLOCKS]
 
 
 def fill(parts: dict[Box, torch.Tensor], entry: Entry, content: Any, path: Path, files: dict[str, str]) -> None:
-    """Copies one tensor of an open file into the parts of the Megatron tensor that hold it."""
+    """Copies one tensor of an open file into the shards of the Megatron tensor that hold it."""
     in_mxfp4 = entry.name not in files
     stored = None if in_mxfp4 else content.get_slice(entry.name)
     scale = _scale(path, files, entry.name) if stored and stored.get_dtype() == "F8_E4M3" else None
 
     def part_of(name: str, part: Slices) -> torch.Tensor:
-        with safe_open(path / files[name], "pt") as file:  # the scales may lie in another file
+        with safe_open(path / files[name], "pt") as file:  # the scales may be in another file
             return file.get_slice(name)[part]
 
     for box, part in parts.items():
@@ -78,19 +78,19 @@ def check_tensors(
     in_fp8: bool,
     in_mxfp4: bool,
 ) -> None:
-    """Names, shapes and dtypes of all tensors, and that what is stored twice is twice the same.
+    """Checks names, shapes and dtypes of all tensors, and that tensors stored twice are equal.
 
     Args:
         path: The directory.
-        files: {name of a tensor: its file}.
+        files: {tensor name: file}.
         wanted: The model's tensors.
-        twice: {name of a copy that may be there: name of its original}.
-        declared: The dtype that config.json gives, if it gives one.
-        in_fp8: config.json says that some are stored in fp8.
-        in_mxfp4: It says that experts are stored in 4 bits.
+        twice: {name of an optional copy: name of its original}.
+        declared: Dtype in config.json, if any.
+        in_fp8: Whether config.json declares tensors in fp8.
+        in_mxfp4: Whether config.json declares experts in 4 bits.
 
     Raises:
-        Unusable: The files do not hold the model; names the first tensor.
+        Unusable: The files do not match the model; names the first tensor.
     """
     inside = {file: headers(path / file) for file in sorted(set(files.values()))}
     quantised = {name for file in inside.values() for name, (_, dtype) in file.items() if dtype == "F8_E4M3"}

@@ -1,12 +1,12 @@
-"""The policy's weights as whole Hugging Face tensors on every rank, a bucket at a time, never the whole model.
+"""Stream of the policy's weights as whole Hugging Face tensors to every rank, in buckets, never the whole model.
 
-Who holds which part of a tensor follows from Megatron's sharding metadata, so tensor, pipeline and expert parallelism,
-fused and duplicated parameters are one case: every part travels from one rank that holds it. Replicas keep to
-themselves: parts of routed experts travel within one set of experts, all others within one model parallel group.
+The owners of a tensor's shards follow from Megatron's sharding metadata, so tensor, pipeline and expert parallelism,
+fused and duplicated parameters are one case: every shard is sent by one rank that holds it. Replicas do not
+communicate: shards of routed experts are sent within one set of experts, all others within one model parallel group.
 
-What arrives has the policy's adapters in it (`merging.py`); the model's own weights stay as they are.
+The streamed tensors have the policy's adapters merged in (`merging.py`); the model's own weights are unchanged.
 
-Memory: a bucket, and the parts of it that one rank sends; when each rank gets experts of its own, the parts of the
+Memory: a bucket, and the shards of it that one rank sends; when each rank gets its own experts, the shards of the
 buckets of all ranks of the group. A caller that keeps all buckets holds the whole model.
 """
 
@@ -29,12 +29,12 @@ from grpo_mega.weights.peft import adapter_entries
 
 Bucket = list[tuple[str, torch.Tensor]]
 FILE_BYTES = 4 * 2**30
-"""Most bytes of a file of an exported model, which is a bucket."""
+"""Largest file of an exported model in bytes; each file is a bucket."""
 
 
 @dataclass
 class Traffic:
-    """What streams moved, added up: whole tensors handed out here, and what came from and went to other ranks.
+    """Total traffic of streams: bytes of whole tensors yielded here, and bytes received from and sent to other ranks.
 
     A broadcast counts once for its sender.
     """
@@ -53,24 +53,24 @@ def hf_buckets(
     traffic: Traffic | None = None,
     adapters: bool = False,
 ) -> Iterator[Bucket]:
-    """Yields (name, whole tensor) pairs of at most `byte_budget` bytes together; every rank must take all of them.
+    """Yields buckets of (name, whole tensor) pairs of at most `byte_budget` bytes; every rank must consume all.
 
-    A tensor that is larger by itself makes a bucket of its own; so do several that go together (`Entry`). Each tensor
-    comes once, in the same order and with the same bits on every rank, in the dtype that it is trained in and in memory
-    that the caller may keep. Routed experts come last. Every rank gets equally many buckets; the last of a rank that
-    asked for fewer experts are empty.
+    A larger tensor is a bucket of its own; so are several that belong together (`Entry`). Each tensor comes once, in
+    the same order and bit for bit equal on every rank, in its dtype of training and in memory that the caller may keep.
+    Routed experts come last. Every rank gets the same number of buckets; the last ones of a rank that asked for fewer
+    experts are empty.
 
     Args:
         policy: The model.
-        byte_budget: Most bytes of a bucket.
-        experts_of: Of the routed experts only these, such as those that this rank's engine owns. Every rank may name
-            others, and an expert travels to those ranks only that named it. None for all of them.
-        traffic: What is moved is added here.
-        adapters: Yields the adapters, called as `peft` calls them, instead of weights that have them in.
+        byte_budget: Largest size of a bucket in bytes.
+        experts_of: Only these routed experts, such as those of this rank's engine rank. Ranks may name different
+            experts, and an expert is sent only to ranks that named it. None for all.
+        traffic: Counter that the traffic is added to.
+        adapters: Yields the adapters, under `peft`'s names, instead of merged weights.
 
     Raises:
-        ValueError: No Hugging Face model describes this one, a rank named experts that do not exist, or some of those
-            that are one tensor, or byte_budget is not above 0 and the same everywhere.
+        ValueError: The model has no Hugging Face equivalent, a rank named experts that do not exist, or only some of
+            the experts in one tensor, or byte_budget is not positive and equal on all ranks.
     """
     traffic = Traffic() if traffic is None else traffic
     asked = _asked(byte_budget, experts_of, policy.architecture.moe.experts)
@@ -95,7 +95,7 @@ def hf_buckets(
 
 
 def plan(wanted: Iterable[Entry], byte_budget: int) -> Iterator[list[Entry]]:
-    """Cuts tensors, in their order, into buckets of at most `byte_budget` bytes, or of what cannot be cut."""
+    """Groups tensors, in order, into buckets of at most `byte_budget` bytes, or of one inseparable group."""
     bucket: list[Entry] = []
     room = byte_budget
     for part in _inseparable(wanted):
@@ -110,7 +110,7 @@ def plan(wanted: Iterable[Entry], byte_budget: int) -> Iterator[list[Entry]]:
 
 
 def _inseparable(wanted: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """One tensor each, or those that go together."""
+    """Yields single tensors, or groups of tensors that belong together."""
     part: list[Entry] = []
     for entry in wanted:
         if part and not entry.joins_last:
@@ -122,7 +122,7 @@ def _inseparable(wanted: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 def _asked(byte_budget: int, experts_of: range | None, experts: int) -> list[range | None]:
-    """The `experts_of` of every rank of the job; wrong arguments of one rank are an error on all of them."""
+    """The `experts_of` of every rank of the job; invalid arguments on one rank are an error on all."""
     asked: list = [None] * dist.get_world_size()
     dist.all_gather_object(asked, (byte_budget, experts_of))
     for rank, (budget, numbers) in enumerate(asked):
@@ -134,13 +134,13 @@ def _asked(byte_budget: int, experts_of: range | None, experts: int) -> list[ran
 
 
 def _of(routed: list[Entry], numbers: range | None) -> list[Entry]:
-    """The entries of these experts; all of them when `numbers` is None."""
+    """Entries of these experts; all of them when `numbers` is None."""
     return [entry for entry in routed if numbers is None or entry.expert in numbers]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What a shard contributes to a tensor: `source` of the shard is `target` of the tensor; who sends it."""
+    """A shard's contribution to a tensor: slice `source` of the shard is slice `target` of the tensor; with sender."""
 
     entry: Entry
     box: Box
@@ -154,7 +154,7 @@ class _Piece:
 
 
 class _Sharing:
-    """Some of the tensors, and a group of ranks that has all parts of them; ranks are those within the group."""
+    """Some of the tensors, and a group of ranks that holds all their shards; ranks are numbered within the group."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class _Sharing:
                 self._holder[key].setdefault(box, rank)  # the first of several replicas
 
     def give_to_all(self, bucket: list[Entry]) -> Bucket:
-        """A bucket on every rank: each broadcasts the parts that it is to send, one message per dtype."""
+        """A bucket on every rank: each rank broadcasts the shards that it is to send, one message per dtype."""
         whole = self._empty(bucket)
         messages: dict[tuple[int, torch.dtype], list[_Piece]] = defaultdict(list)
         for piece in self._pieces(bucket):
@@ -191,7 +191,7 @@ class _Sharing:
         return self._handed_out(whole)
 
     def give_each(self, buckets: Sequence[list[Entry]]) -> Bucket:
-        """A bucket of its own for every rank, in one exchange; parts that a rank has itself do not travel."""
+        """A different bucket for every rank, in one exchange; shards that a rank holds itself are not sent."""
         ranks, me, dtype = range(len(buckets)), self._me, self.entries[0].dtype
         wanted = [[*self._pieces(bucket)] for bucket in buckets]
         there = [[p for p in wanted[rank] if p.holder == me] for rank in ranks]
@@ -206,10 +206,10 @@ class _Sharing:
         return self._handed_out(whole)
 
     def _pieces(self, bucket: list[Entry]) -> Iterator[_Piece]:
-        """All parts of these tensors, in the same order on every rank.
+        """Yields all shards of these tensors, in the same order on every rank.
 
         Raises:
-            RuntimeError: The group does not hold all of a tensor.
+            RuntimeError: The group lacks a part of a tensor.
         """
         for entry in bucket:
             pieces = [

@@ -1,7 +1,8 @@
-"""Log-probs and losses for GRPO: fused, exact, and with a vocabulary that is split over tensor parallel ranks.
+"""Log-probs and losses for GRPO: fused, exact, and with a vocabulary sharded over tensor parallel ranks.
 
 Needs only torch; triton where there is a GPU. From logits: `fused_logprob`, `fused_grpo_loss`. From hidden states,
-never holding [tokens, vocabulary]: `linear_logprob`, `linear_grpo_loss`, and `linear_token_loss` for any other loss.
+without materialising [tokens, vocabulary]: `linear_logprob`, `linear_grpo_loss`, and `linear_token_loss` for any other
+loss.
 """
 
 from grpo_kernels.dispatch import Backend, backend

@@ -1,6 +1,6 @@
-"""Refuses bad arguments before a launch; every message names the argument and what is expected.
+"""Validates arguments before a launch; every message names the argument and the expected value.
 
-Values on a GPU are checked there without a synchronization: a bad one ends in a device-side assertion.
+Values on a GPU are checked there without synchronization: a bad one causes a device-side assertion.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def require_linear(hidden: Tensor, output_weight: Tensor) -> None:
     _require_tensor("hidden", hidden, 2, DTYPES)
     _require_tensor(
         "output_weight", output_weight, 2, DTYPES[:2]
-    )  # gradients made ahead would miss float16's loss scale
+    )  # gradients made in the forward pass would miss float16's loss scale
     _require_device("output_weight", output_weight, hidden.device)
     if hidden.shape[1] != output_weight.shape[1]:
         raise ValueError(
@@ -78,7 +78,7 @@ def require_ids(ids: Tensor, count: int, device: torch.device, vocab_size: int) 
 
 
 def require_tokens(tokens: Tokens, options: GRPOLoss, count: int, device: torch.device) -> None:
-    """Requires the [n] float vectors that the options need."""
+    """Requires the [n] float vectors used by the options."""
     if not isinstance(options, GRPOLoss):
         raise TypeError(f"options is a {type(options).__name__}; pass a GRPOLoss")
     vectors = {"advantages": tokens.advantage, "token_weight": tokens.weight}

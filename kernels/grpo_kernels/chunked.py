@@ -1,7 +1,7 @@
-"""The output layer's matrix products, a chunk of rows at a time, and the sums over tensor parallel ranks they need.
+"""Matrix products of the output layer in chunks of rows, and their reductions over tensor parallel ranks.
 
-A chunk consists of whole blocks of rows, and every product is of one block: the products and the order in which they
-are added depend only on the number of rows. So no bit of a result depends on the chunk size.
+A chunk consists of whole blocks of rows, and every product is over one block: the products and the order of their sum
+depend only on the number of rows, so results are bit for bit independent of the chunk size.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from grpo_kernels.vocab_parallel import Shard, shard_of
 HIDDEN_GRADS = ("all_reduce", "reduce_scatter", "partial")
 
 BLOCK_CPU, BLOCK_GPU = 64, 2048
-"""Rows of a block. On a GPU adding a block's product to the weight's gradient reads and writes 8 V H bytes, which takes
-less time than its 4096 V H operations; on a CPU the fewest that cost nothing."""
+"""Number of rows of a block. On a GPU adding a block's product to the weight's gradient reads and writes 8 V H bytes,
+which takes less time than its 4096 V H operations; on a CPU the smallest block without loss of speed."""
 
 
 class Settings(TypedDict, total=False):
@@ -39,14 +39,14 @@ class Settings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The options of a call, about its output layer.
+    """Options of a call that concern the output layer.
 
     Attributes:
-        shard: This rank's part of the vocabulary.
+        shard: This rank's vocabulary shard.
         inv_temperature: 1 / temperature.
         chunk: Rows per chunk, whole blocks.
         logits_dtype: Dtype of the logits of a chunk.
-        hidden_grad: How the ranks' parts of the gradient of `hidden` are combined; see `linear.py`.
+        hidden_grad: How the ranks' partial gradients of `hidden` are combined; see `linear.py`.
         backend: The requested implementation, or None.
     """
 
@@ -58,23 +58,23 @@ class OutputLayer:
     backend: str | None
 
     def chunks(self, count: int) -> Iterator[slice]:
-        """Slices of `count` rows, each but the last of whole blocks; one empty slice for no rows."""
+        """Slices of `count` rows, all but the last of whole blocks; one empty slice for no rows."""
         return (slice(start, min(start + self.chunk, count)) for start in range(0, max(count, 1), self.chunk))
 
     def operands(self, hidden: Tensor, output_weight: Tensor) -> Operands:
-        """The operands of the products: [n, H] rows of all ranks and the [columns, H] weight without padding."""
+        """Operands of the products: [n, H] rows of all ranks and the [columns, H] weight without padding."""
         hidden = hidden.detach().to(output_weight.dtype)
         hidden = _gathered(hidden, self.shard) if self.gathers else hidden
         return Operands.of(hidden, output_weight.detach()[: self.shard.columns])
 
     def operations(self, operands: Operands, one_launch: bool = False) -> Any:
-        """The row operations for chunks of these operands; `one_launch`: see `dispatch.backend`."""
+        """Row operations for chunks of these operands; for `one_launch` see `dispatch.backend`."""
         hidden = operands.hidden
         logits = hidden.new_empty(0, self.shard.columns, dtype=self.logits_dtype)
         return choose_backend(logits, self.backend, one_launch, gradient=hidden.dtype).operations
 
     def reduced(self, grad_hidden: Tensor | None) -> Tensor | None:
-        """The gradient of `hidden`, combined as `hidden_grad` requires, from this rank's part of it [n, H]."""
+        """Gradient of `hidden`, combined as `hidden_grad` requires, from this rank's partial gradient [n, H]."""
         if grad_hidden is None or self.shard.ranks == 1 or self.hidden_grad == "partial" or not len(grad_hidden):
             return grad_hidden
         if self.gathers:
@@ -86,7 +86,7 @@ class OutputLayer:
 
     @property
     def gathers(self) -> bool:
-        """Whether `hidden` has only this rank's part of the rows."""
+        """Whether `hidden` has only this rank's share of the rows."""
         return self.hidden_grad == "reduce_scatter" and self.shard.ranks > 1
 
 
@@ -103,7 +103,7 @@ def output_layer(
     hidden_grad: str = "all_reduce",
     backend: str | None = None,
 ) -> OutputLayer:
-    """The `OutputLayer` of a call: checks the arguments, and chooses what they leave open.
+    """The `OutputLayer` of a call: checks the arguments and fills in defaults.
 
     Raises:
         ValueError, TypeError: An argument is bad; names it.
@@ -116,7 +116,7 @@ def output_layer(
     checks.require_chunk(chunk)
     choose_backend(output_weight, backend)  # refuses an unknown name
     shard = shard_of(len(output_weight), vocab_size, group)
-    if chunk is None:  # from a width that is equal on all ranks, which exchange data for every chunk
+    if chunk is None:  # from a width that is equal on all ranks, as they exchange data for every chunk
         chunk = _default_chunk(-(-shard.vocab_size // shard.ranks), output_weight)
     block = _block(output_weight)
     chunk = -(-chunk // block) * block
@@ -139,7 +139,7 @@ class Operands:
         return cls(hidden, output_weight) if output_weight.is_cuda else cls(hidden.float(), output_weight.float())
 
     def logits(self, part: slice, dtype: torch.dtype) -> Tensor:
-        """[r, columns] logits of some rows, counted from the beginning of a block."""
+        """[r, columns] logits of some rows; `part` starts at the beginning of a block."""
         rows = self.hidden[part]
         out = torch.empty(len(rows), len(self.output_weight), dtype=dtype, device=rows.device)
         for block in self.blocks(len(rows)):
@@ -147,7 +147,7 @@ class Operands:
         return out
 
     def gradient_for(self, logits: Tensor) -> Tensor:
-        """[r, columns] memory in the operands' dtype for the gradient of a chunk's logits: these if they have it."""
+        """[r, columns] memory in the operands' dtype for the gradient of a chunk's logits: if possible the logits'."""
         same = logits.dtype == self.hidden.dtype
         return logits if same else torch.empty_like(logits, dtype=self.hidden.dtype)
 
@@ -159,7 +159,7 @@ class Operands:
 
 @dataclass
 class Gradients:
-    """The gradients that are accumulated; None for those that are not needed.
+    """Accumulated gradients; None if not needed.
 
     Attributes:
         hidden: [n, H], every row written once.
@@ -173,7 +173,7 @@ class Gradients:
     def wanted(
         cls, operands: Operands, hidden: Tensor, output_weight: Tensor, main_grad: Tensor | None = None
     ) -> Gradients:
-        """Gradients for the tensors that require one; the weight's is added to `main_grad` when that is given."""
+        """Gradients for the tensors that require one; the weight's is added to `main_grad` if that is given."""
         rows, total = None, None
         if hidden.requires_grad:
             rows = torch.empty_like(operands.hidden, dtype=hidden.dtype)

@@ -2,7 +2,7 @@
 
 For float32 and bfloat16 on GPUs of compute capability 9.0 on. The source in `csrc/` is compiled at run time by NVRTC,
 which comes with torch, through `torch.cuda._compile_kernel`: no build step and no host compiler, but a private function
-of torch, so `why_not` tries it before anything depends on it. The other row operations are Triton's.
+of torch, so `why_not` tries it before anything depends on it. The other row operations use Triton.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ __all__ = ["grpo_rows_", "row_gradient_", "row_stats", "why_not"]
 SOURCES = Path(__file__).with_name("csrc")
 TYPES = {torch.float32: "float", torch.bfloat16: "BFloat16"}
 CTAS, THREADS = 8, 256
-"""CTAs of a cluster and threads of a CTA, the same as in `csrc/row_math.cuh`."""
+"""CTAs of a cluster and threads of a CTA, as in `csrc/row_math.cuh`."""
 AT_ONCE = 4
-"""CTAs for which a multiprocessor has registers."""
+"""Number of CTAs for which a multiprocessor has registers."""
 OWN_SHARED_MEMORY = 1024 + 256
-"""Bytes of shared memory that a CTA takes besides its part of a row: the system's, and the kernel's own variables."""
+"""Bytes of shared memory that a CTA uses in addition to its part of a row: the system's, and the kernel's own
+variables."""
 
 
 def why_not(device: torch.device, dtype: torch.dtype, columns: int, gradient: torch.dtype | None = None) -> str:
@@ -68,7 +69,7 @@ def grpo_rows_(
     out: Tensor | None = None,
     grad_scale: float = 1.0,
 ) -> Tensor:
-    """See `rows.grpo_rows_`; `out` is of the logits' dtype, or bfloat16.
+    """CUDA implementation of `rows.grpo_rows_`; `out` has the logits' dtype, or bfloat16.
 
     Raises:
         ValueError: The kernel does not support these tensors.
@@ -101,18 +102,18 @@ def grpo_rows_(
 
 
 def kernel_source() -> str:
-    """The CUDA source, which includes a header of `SOURCES`."""
+    """CUDA source, which includes a header of `SOURCES`."""
     return (SOURCES / "grpo_rows.cu").read_text()
 
 
 def kernel_name(logits: torch.dtype, out: torch.dtype) -> str:
-    """The kernel of these dtypes, as a C++ expression."""
+    """Name of the kernel for these dtypes, as a C++ expression."""
     return f"grpo_rows<{TYPES[logits]}, {TYPES[out]}>"
 
 
 @contextmanager
 def some_toolkit() -> Iterator[None]:
-    """Gives torch some path when no CUDA toolkit is installed: it refuses to compile without one, needed or not."""
+    """Gives torch a dummy path when no CUDA toolkit is installed, as it refuses to compile without any."""
     from torch.utils import cpp_extension  # imported late, because it imports setuptools
 
     before = cpp_extension.CUDA_HOME

@@ -18,7 +18,7 @@ MODULES = {"torch": "grpo_kernels.rows", "triton": "grpo_kernels.triton_rows", "
 
 @dataclass(frozen=True)
 class Backend:
-    """An implementation and the reason for it.
+    """An implementation of the row operations, and the reason for choosing it.
 
     Attributes:
         name: "torch", "triton" or "cuda".
@@ -37,17 +37,17 @@ class Backend:
 def backend(
     logits: Tensor, override: str | None = None, one_launch: bool = False, gradient: torch.dtype | None = None
 ) -> Backend:
-    """The implementation for logits (or the weight they are made with) like these.
+    """Chooses the implementation for logits (or the output weight) like these.
 
     Args:
         logits: Any tensor on the device in question.
         override: The name of an implementation to use; None for the best available.
-        one_launch: Whether loss and gradient are made in one launch, the operation that "cuda" has a kernel of its own
-            for; its others are Triton's.
-        gradient: With `one_launch`, the dtype that the gradient is written in; None: that of the logits.
+        one_launch: Whether loss and gradient are computed in one launch, the operation with a CUDA kernel; others under
+            "cuda" use Triton.
+        gradient: With `one_launch`, dtype of the gradient; None for that of the logits.
 
     Raises:
-        ValueError: `override` is not the name of one.
+        ValueError: `override` is not an implementation.
     """
     if override is not None:
         if override not in MODULES:
@@ -66,5 +66,5 @@ def backend(
 
 
 def fits_one_launch(shard: Shard, options: GRPOLoss) -> bool:
-    """Whether a token's loss depends only on its local row of logits: that is whole, and the sequence has no effect."""
+    """Whether a token's loss depends only on its local row of logits: a whole row, no effect of the sequence."""
     return shard.ranks == 1 and not options.per_sequence

@@ -1,4 +1,4 @@
-"""Arguments of a launch: the rows to visit, and the loss as plain numbers; and its name in a profile."""
+"""Arguments of a launch: the rows to visit, the loss as plain numbers, and its name in a profile."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def named(operation: str) -> record_function:
 
 @dataclass(frozen=True)
 class Visit:
-    """The rows that a launch visits, the i-th of `count`, and the token (index into ids, weights, ...) of each.
+    """Rows that a launch visits, the i-th of `count`, and the token (index into ids, weights, ...) of each.
 
     Attributes:
         mode: EVERY_ROW: row i, token i. LISTED_ROWS: row index[i], token i. WHERE_LISTED: row i, token index[i], which
             is -1 for a row that is not listed and has to become 0.
-        index: int64; anything of that type where the mode does not read it.
+        index: int64; any tensor of that type if the mode does not read it.
         count: Number of rows to go through.
         width: Number of leading columns to write.
     """
@@ -37,7 +37,7 @@ class Visit:
 
 
 def visit(out: Tensor, ids: Tensor, rows: Tensor | None, columns: int, others: str) -> Visit:
-    """The rows and columns of `out` that a launch has to write; `others` as for `rows.row_gradient_`."""
+    """Rows and columns of `out` that a launch has to write; `others` as in `rows.row_gradient_`."""
     width = out.shape[1] if others == "zero" else columns
     if rows is None:
         return Visit(EVERY_ROW, ids, len(out), width)
@@ -50,7 +50,7 @@ def visit(out: Tensor, ids: Tensor, rows: Tensor | None, columns: int, others: s
 
 @dataclass(frozen=True)
 class Scalars:
-    """The options of the loss as run-time arguments of a kernel, in this order; bounds are those of the log-ratio."""
+    """Options of the loss as run-time arguments of a kernel, in this order; bounds are on the log-ratio."""
 
     log_low: float
     log_high: float
@@ -68,7 +68,7 @@ class Scalars:
 
 
 def scalars(options: GRPOLoss) -> Scalars:
-    """The options as numbers, for those that are not `per_sequence`.
+    """The options as numbers, for losses that are not `per_sequence`.
 
     `kind` is 0 (ppo), 1 (cispo) or 2 (sapo), `kl` 1, 2 or 3, `correction` 0 (none), 1 (truncate) or 2 (mask).
     """

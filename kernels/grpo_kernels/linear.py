@@ -1,11 +1,11 @@
-"""From hidden states and the output layer's weight to log-probs and losses, a chunk of rows at a time.
+"""Log-probs and losses from hidden states and the output layer's weight, in chunks of rows.
 
-The logits of a chunk exist while it is worked on; [tokens, vocabulary] never does. Common to all functions here:
+Only the logits of one chunk exist at a time, never [tokens, vocabulary]. Arguments of all functions here:
 
-    hidden           [n, H] hidden states of the rows that count and no others; float32, bfloat16 or float16. They are
-                     rounded to the weight's dtype: Megatron hands out a bf16 model's hidden states as float32.
-    output_weight    [V, H] float32 or bfloat16 output layer, this rank's part of the vocabulary when `group` is given.
-                     Rows after the real vocabulary are padding: never read, gradient 0.
+    hidden           [n, H] hidden states of the rows with a loss only; float32, bfloat16 or float16. They are rounded
+                     to the weight's dtype: Megatron hands out a bf16 model's hidden states as float32.
+    output_weight    [V, H] float32 or bfloat16 output layer, this rank's vocabulary shard if `group` is given. Rows
+                     after the real vocabulary are padding: never read, gradient 0.
     ids              [n] int64, GLOBAL token ids.
     temperature      what the logits are divided by.
     chunk            rows per chunk, rounded up to whole blocks of 2048 on a GPU, of 64 on a CPU; None: one block on a
@@ -48,7 +48,7 @@ from grpo_kernels.rows import logprob_and_entropy
 from grpo_kernels.token_loss import RowLosses, Tokens, token_losses
 
 TokenLoss = Callable[[Tensor, Tensor, slice], tuple[Tensor, PerToken]]
-"""(log-probs [r], entropies [r], which of the n rows these are) -> (weighted loss of each [r], whatever else [r])."""
+"""(log-probs [r], entropies [r], slice of the n rows) -> (weighted loss of each [r], further outputs [r])."""
 
 
 def linear_logprob(
@@ -56,7 +56,7 @@ def linear_logprob(
 ) -> tuple[Tensor, Tensor]:
     """[n] log-probs and [n] entropies of the tokens, float32, both differentiable; arguments: see the module.
 
-    The forward pass keeps four floats per row, and nothing under `no_grad`; the backward pass makes the logits again.
+    The forward pass saves four floats per row, nothing under `no_grad`; the backward pass recomputes the logits.
 
     Raises:
         ValueError, TypeError: An argument is bad; names it.
@@ -74,22 +74,23 @@ def linear_token_loss(
     grad_scale: float = 1.0,
     **settings: Unpack[Settings],
 ) -> tuple[Tensor, PerToken]:
-    """The sum of any loss of log-probs and entropies, with gradients made in the forward pass.
+    """Sum of any loss of log-probs and entropies, with gradients computed in the forward pass.
 
-    Each chunk's logits are made once: three matrix products in all (6 n V H operations), where a backward pass that
-    makes them again takes four. They are read twice, before and after `token_loss`. The arguments not named here: see
-    the module.
+    Each chunk's logits are computed once: three matrix products in all (6 n V H operations), instead of four with
+    recomputation in the backward pass. They are read twice, before and after `token_loss`. For other arguments see the
+    module.
 
     Args:
         token_loss: Called for one chunk of rows after the other, in order (once with no row when n is 0). Each loss it
-            returns must come from that token's log-prob and entropy alone; autograd differentiates it in these.
+            returns must depend only on that token's log-prob and entropy; autograd differentiates it in these.
         main_grad: [V, H] float32 accumulator (Megatron's) that the weight's gradient is added to in the forward pass;
             autograd then gets none for the weight. None: autograd gets it.
-        grad_scale: With `main_grad`, the number that the loss is going to be multiplied by before `backward`; another
-            one is an error there.
+        grad_scale: With `main_grad`, the factor by which the loss will be multiplied before `backward`; another factor
+            is an error there.
 
     Returns:
-        The scalar float32 loss, whose `backward` runs once; and what `token_loss` returned besides, each [n], detached.
+        The scalar float32 loss, whose `backward` runs once; and the further outputs of `token_loss`, each [n],
+        detached.
 
     Raises:
         ValueError, TypeError: An argument is bad; names it.
@@ -120,17 +121,17 @@ def linear_grpo_loss(
     grad_scale: float = 1.0,
     **settings: Unpack[Settings],
 ) -> tuple[Tensor, Metrics]:
-    """`fused_grpo_loss` from hidden states, with gradients made in the forward pass.
+    """GRPO loss (`fused_grpo_loss`) from hidden states, with gradients computed in the forward pass.
 
-    One launch makes a chunk's losses and writes its gradient over its logits, or beside them where these are wider than
-    the weight. Two do it when ranks share the vocabulary: they exchange the rows' statistics in between. Where a
-    token's gradient needs its whole sequence (`options.per_sequence`), the second launch comes after the first of all
-    chunks, on logits that are made again. For the vectors and `options` see `fused_grpo_loss`, for `main_grad` and
+    One launch computes a chunk's losses and writes its gradient over its logits, or to new memory if their dtype is
+    wider than the weight's. With a sharded vocabulary there are two, between which ranks exchange the rows' statistics.
+    If a token's gradient needs its whole sequence (`options.per_sequence`), the second launches follow the first ones
+    of all chunks, on recomputed logits. For the vectors and `options` see `fused_grpo_loss`, for `main_grad` and
     `grad_scale` `linear_token_loss`, for the others the module.
 
     Args:
         sequence_group: With `options.per_sequence`, the ranks that each hold some tokens of every sequence (context
-            parallelism), or None. Their `cu_seqlens` count the tokens each has; all of them call this.
+            parallelism), or None. Each passes `cu_seqlens` of its own tokens; all of them must call this.
 
     Returns:
         The scalar float32 loss, whose `backward` runs once, and metrics.
@@ -151,7 +152,7 @@ def linear_grpo_loss(
 
 
 def _grpo_outputs(work: Work, tokens: Tokens, options: GRPOLoss) -> Tensor:
-    """The [n, 7] `RowLosses` of a linear loss; adds its gradients."""
+    """[n, 7] `RowLosses` of a linear loss; adds its gradients."""
     if fits_one_launch(work.layer.shard, options):
         operations = work.layer.operations(work.operands, one_launch=True)
         return passes.one_launch(work, operations, tokens, options)
@@ -170,7 +171,7 @@ def _grpo_derivatives(tokens: Tokens, options: GRPOLoss, logprob: Tensor, entrop
 
 
 def _differentiated(token_loss: TokenLoss, logprob: Tensor, entropy: Tensor, part: slice) -> Derivatives:
-    """The token loss together with its derivatives, by autograd on the [r] vectors."""
+    """The token loss with its derivatives, by autograd on the [r] vectors."""
     inputs = (logprob.requires_grad_(), entropy.requires_grad_())
     with torch.enable_grad():
         losses, extras = token_loss(*inputs, part)

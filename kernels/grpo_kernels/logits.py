@@ -1,4 +1,4 @@
-"""Logits for sampling, with the same values from which the linear functions compute log-probs."""
+"""Logits for sampling, equal to those from which the linear functions compute log-probs."""
 
 from __future__ import annotations
 

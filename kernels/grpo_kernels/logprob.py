@@ -1,4 +1,4 @@
-"""Log-probs and entropies of given logits, with a gradient."""
+"""Differentiable log-probs and entropies of given logits."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def fused_logprob(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature)[ids] and the entropy of softmax(logits / temperature).
 
-    The logits are read once. What is kept for the backward pass is the logits themselves and four floats per row; it
-    writes a gradient as large as they are, 0 in rows that are not listed and in padding.
+    The logits are read once. For the backward pass, the logits themselves and four floats per row are saved; it writes
+    a gradient of the same size, 0 in rows that are not listed and in padding.
 
     Args:
-        logits: [N, >= V] float32, bfloat16 or float16; this rank's part of the vocabulary when `group` is given.
+        logits: [N, >= V] float32, bfloat16 or float16; this rank's vocabulary shard if `group` is given.
         ids: [n] int64, GLOBAL token ids.
-        temperature: What the logits are divided by.
-        rows: [n] int64, the rows of `logits` that count, each once; None: all N.
+        temperature: Divisor of the logits.
+        rows: [n] int64, rows of `logits` to use, each once; None for all N.
         vocab_size: Number of real tokens of all ranks together; columns after them are padding, which is never read.
-            None: no column is. The ranks have equally many columns, in rank order.
-        group: The tensor parallel ranks that hold the vocabulary, or None. All of them call this with the same rows and
-            get the same bits.
+            None for no padding. All ranks have the same number of columns, in rank order.
+        group: Tensor parallel ranks that share the vocabulary, or None. All must call this with the same rows, and get
+            the same bits.
         backend: "cuda", "triton" or "torch"; None: see `dispatch.backend`.
 
     Returns:

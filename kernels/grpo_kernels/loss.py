@@ -36,11 +36,11 @@ def fused_grpo_loss(
     group: dist.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """sum(token_weight * loss of the token); `token_loss.py` has the formulas.
+    """GRPO loss of given logits, sum(token_weight * loss of the token); `token_loss.py` has the formulas.
 
-    The gradient is known as soon as a row has been read, so it is made here and OVERWRITES THE LOGITS: the caller gives
-    them up. Autograd hands that memory out as their gradient, 0 in rows that are not listed or have weight 0 and in
-    padding. When no gradient is asked for (no_grad, or logits that require none) they stay as they are.
+    The gradient is computed in the forward pass and OVERWRITES THE LOGITS, which the caller must not use afterwards.
+    Autograd returns that memory as their gradient, 0 in padding and in rows that are not listed or have weight 0.
+    Without gradient (no_grad, or logits that require none) the logits are unchanged.
 
     The n tokens' vectors are [n] float32; `logits` and the arguments from `temperature` on that are not named here are
     those of `fused_logprob`. Float16 logits have no gradients below 6e-8: scale the weights up.
@@ -51,7 +51,7 @@ def fused_grpo_loss(
         ref_logprob: Log-prob under the reference policy; None when `options.kl_coef` is 0. With 0 and a reference, the
             KL divergence is measured.
         advantages: A of each token.
-        token_weight: Mask / denominator of each token. A row of weight 0 counts nowhere and may hold anything.
+        token_weight: Mask / denominator of each token. A row of weight 0 is ignored and may hold anything.
         options: The loss.
         rollout_logprob: Log-prob as the engine sampled the token, for `options.correction` and its `off_policy_mask`.
         cu_seqlens: [B + 1] int64, 0 and the ends of the sequences among the n tokens, if `options.per_sequence`.
@@ -93,7 +93,7 @@ RowArguments = tuple[Tensor, Tensor, Tensor | None, int, float]
 def _in_two_launches(
     operations: Any, row_arguments: RowArguments, shard: Shard, tokens: Tokens, options: GRPOLoss, needed: bool
 ) -> Tensor:
-    """The [n, 7] `RowLosses` in two passes over the logits, between which ranks and sequences are combined."""
+    """[n, 7] `RowLosses` in two passes over the logits, between which ranks and sequences are combined."""
     inv_temperature = row_arguments[-1]
     stats = shard.merged(operations.row_stats(*row_arguments), inv_temperature)
     logprob, entropy = logprob_and_entropy(stats, inv_temperature)

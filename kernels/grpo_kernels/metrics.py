@@ -18,12 +18,12 @@ class Metrics:
         tokens: Number of these tokens. With 0 the means are 0, the minimum is inf and the maximum -inf.
         clip_low, clip_high, clip_dual: Fraction whose ratio is beyond that bound (`TokenLosses.clipped`).
         kl: Mean estimate of KL(policy || reference), in the loss or not; 0 without a reference.
-        kl_old: Mean k3 estimate of KL(old || policy), whose samples the old policy drew.
+        kl_old: Mean k3 estimate of KL(old || policy), from samples of the old policy.
         entropy: Mean.
         ratio, ratio_min, ratio_max: Mean and extremes of the importance ratio (`TokenLosses.log_ratio`).
         loss: [n] weighted loss of every token, for finding one that is not finite.
         logprob: [n] log-prob of every token; 0 where the weight, before the correction, is 0.
-        entropies: [n] entropy at every token; likewise.
+        entropies: [n] entropy at every token; 0 where the weight, before the correction, is 0.
     """
 
     tokens: Tensor
@@ -42,7 +42,7 @@ class Metrics:
 
 
 def metrics(losses: RowLosses, tokens: Tokens) -> Metrics:
-    """The metrics of the losses of all rows and of the inputs of their tokens."""
+    """Metrics of all rows, from their losses and inputs."""
     logprob, old, counted = losses.logprob, tokens.old, losses.weight != 0
     count = counted.sum().float()
     difference = torch.zeros_like(logprob) if old is None else logprob - old

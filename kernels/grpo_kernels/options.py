@@ -1,4 +1,4 @@
-"""Options of the GRPO loss. Every number is a run-time scalar of the kernels: changing one compiles nothing."""
+"""Options of the GRPO loss. Numbers are run-time scalars of the kernels: changing one does not recompile them."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ class GRPOLoss:
     Attributes:
         kind: "ppo", clipped importance ratio of the token (arXiv 1707.06347, equation 7); "cispo", the clipped ratio is
             a constant factor of the log-prob (arXiv 2506.13585, equations 4 and 5); "sapo", a sigmoid of the ratio in
-            place of the clip (arXiv 2511.20347, section 3); "gspo", clipped ratio of the token's sequence
-            (arXiv 2507.18071, equations 5 to 7); "gspo_token", the same, but that a token's advantage acts on that
-            token alone (section 4.3, equations 13 and 14); "gmpo", geometric mean of a sequence's clipped ratios
-            (arXiv 2507.20673); "vespo", a function of the sequence's ratio, the product of its tokens', is a constant
-            factor of the log-prob (arXiv 2602.10693).
-        clip_low: The ratio is clipped from below at 1 - clip_low; from 1 on at 0, which no ratio is below.
+            place of the clip (arXiv 2511.20347, section 3); "gspo", clipped ratio of the token's sequence (arXiv
+            2507.18071, equations 5 to 7); "gspo_token", gspo's value, with gradients that let each token have its own
+            advantage (section 4.3, equations 13 and 14); "gmpo", geometric mean of a sequence's clipped ratios (arXiv
+            2507.20673); "vespo", a function of the sequence's ratio, the product of its tokens', is a constant factor
+            of the log-prob (arXiv 2602.10693).
+        clip_low: The ratio is clipped from below at 1 - clip_low; no bound from clip_low = 1 on, as ratios are
+            positive.
         clip_high: The ratio is clipped from above at 1 + clip_high; inf for no bound.
         dual_clip: Upper bound c > 1 on loss / -A where the advantage A is negative (arXiv 1912.09729), or None. For
             ppo, gspo and gspo_token.
-        tau_pos, tau_neg: Temperatures of sapo's sigmoid, for positive advantages and for the others; the larger, the
-            faster the gradient of a token falls as its ratio leaves 1.
-        vespo_k_pos, vespo_lambda_pos: Of vespo's factor rho^k exp(lambda (1 - rho)) for advantages that are not
-            negative: it is 1 at rho = 1 and largest at k / lambda; the larger both are, the faster it falls.
-        vespo_k_neg, vespo_lambda_neg: The same for negative advantages.
-        off_policy_mask: The policy term of a token with negative advantage is 0 in a sequence whose tokens have become
-            less likely than they were to the engine by more than this on average, in nats (DeepSeek-V3.2, arXiv
-            2512.02556, section 3.1); None for no mask.
+        tau_pos, tau_neg: Temperatures of SAPO's sigmoid, for positive advantages and for the others; the larger, the
+            faster a token's gradient falls as its ratio moves away from 1.
+        vespo_k_pos, vespo_lambda_pos: k and lambda of VESPO's factor rho^k exp(lambda (1 - rho)) for non-negative
+            advantages: it is 1 at rho = 1 and largest at k / lambda; the larger both are, the faster it falls.
+        vespo_k_neg, vespo_lambda_neg: k and lambda of VESPO's factor for negative advantages.
+        off_policy_mask: The policy term of a token with negative advantage is 0 in a sequence whose mean log-prob has
+            fallen by more than this since sampling, in nats (DeepSeek-V3.2, arXiv 2512.02556, section 3.1); None for no
+            mask.
         kl: Estimator of the KL divergence to the reference policy: "k1", "k2" or "k3".
         kl_coef: Factor of the estimate in the loss, not negative; with 0 the reference is not needed.
-        kl_unbiased: Multiplies the estimate by the token's importance ratio, through which the gradient goes as well:
-            so it is that of the divergence, whoever sampled (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
-        entropy_coef: The loss falls by this times the entropy.
-        correction: What to do when the engine that sampled and the trainer disagree about a token, with
-            c = exp(old - rollout): "none"; "truncate", the policy term is multiplied by c, or by the bound that c is
-            beyond, truncated importance sampling (IMPALA, arXiv 1802.01561; between engine and trainer: Yao et al.,
-            Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025); "mask", it is multiplied by
-            c, and a token whose c is beyond a bound does not count at all (IcePop, arXiv 2510.18855).
-        correction_floor: Lower bound of c; at most 1, the c of a token about which they agree, and 0 for no bound.
+        kl_unbiased: Multiplies the estimate by the token's importance ratio, with gradient, which makes the gradient
+            that of the divergence for any sampling policy (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+        entropy_coef: Coefficient of the entropy bonus, subtracted from the loss.
+        correction: Correction for the mismatch of engine and trainer, with c = exp(old - rollout) of a token: "none";
+            "truncate", the policy term is multiplied by c, or by the bound that c exceeds, truncated importance
+            sampling (IMPALA, arXiv 1802.01561; between engine and trainer: Yao et al., Your Efficient RL Framework
+            Secretly Brings You Off-Policy RL Training, 2025); "mask", it is multiplied by c, and a token whose c is
+            beyond a bound is ignored (IcePop, arXiv 2510.18855).
+        correction_floor: Lower bound of c; at most 1, the value when engine and trainer agree; 0 for no bound.
         correction_cap: Upper bound of c; at least 1.
 
     Raises:
@@ -113,7 +114,7 @@ class GRPOLoss:
 
     @property
     def log_bounds(self) -> tuple[float, float, float]:
-        """The bounds of the ratio's logarithm: low, high and, for negative advantages, dual; infinite for none."""
+        """Bounds of the log-ratio: low, high and, for negative advantages, dual; infinite for none."""
         low = math.log1p(-self.clip_low) if self.clip_low < 1 else -math.inf
         dual = math.inf if self.dual_clip is None else math.log(self.dual_clip)
         return low, math.log1p(self.clip_high), dual

@@ -1,6 +1,6 @@
-"""Passes over the chunks of an output layer's logits: losses in one launch per chunk or in two, gradients with them.
+"""Passes over the chunks of an output layer's logits: losses with their gradients, in one or two launches per chunk.
 
-A chunk's logits exist inside one call of a function here, so that those of two chunks never do at the same time.
+A chunk's logits exist only within one function call, so that never two chunks' logits exist at the same time.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from grpo_kernels.token_loss import RowLosses, Tokens
 
 PerToken = dict[str, Tensor]
 Derivatives = tuple[Tensor, Tensor, Tensor | None, PerToken]
-"""(losses, their derivatives in the log-probs, in the entropies or None, whatever else), all [r]."""
+"""(losses, their derivatives by the log-probs, by the entropies or None, further outputs), all [r]."""
 DerivativesOf = Callable[[Tensor, Tensor, slice], Derivatives]
-"""(log-probs [r], entropies [r], which of the n rows these are) -> their losses and derivatives."""
+"""(log-probs [r], entropies [r], slice of the n rows) -> losses and derivatives."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The rows of a call, and the gradients to add to.
+    """Rows of a call, and the gradients to accumulate.
 
     Attributes:
         layer: The output layer.
@@ -53,7 +53,7 @@ class Work:
         main_grad: Tensor | None = None,
         grad_scale: float = 1.0,
     ) -> Work:
-        """The work of a linear function, from its arguments; gathers other ranks' rows where `layer` says so."""
+        """The work of a linear function, from its arguments; gathers other ranks' rows if `layer` requires it."""
         operands = layer.operands(hidden, output_weight)
         gradients = None
         if torch.is_grad_enabled() and (hidden.requires_grad or output_weight.requires_grad):
@@ -62,16 +62,16 @@ class Work:
         return cls(layer, operands, ids - layer.shard.start, gradients, scale)
 
     def parts(self) -> list[slice]:
-        """The rows of each chunk."""
+        """Slices of the rows of each chunk."""
         return list(self.layer.chunks(len(self.ids)))
 
     def row_arguments(self, part: slice) -> tuple[Tensor, Tensor, None, int, float]:
-        """The first five arguments of every row operation, for some rows, whose logits are computed here."""
+        """First five arguments of every row operation for some rows, whose logits are computed here."""
         logits = self.operands.logits(part, self.layer.logits_dtype)
         return logits, self.ids[part], None, self.layer.shard.columns, self.layer.inv_temperature
 
     def attached(self, loss: Tensor, hidden: Tensor, output_weight: Tensor, main_grad: Tensor | None) -> Tensor:
-        """The loss [] with the gradients that were made for the two tensors."""
+        """The loss [] with the computed gradients of the two tensors attached."""
         if self.gradients is None:
             return loss
         by_weight, promised = (self.gradients.output_weight, None) if main_grad is None else (None, self.grad_scale)
@@ -80,7 +80,7 @@ class Work:
 
 
 def one_launch(work: Work, operations: Any, tokens: Tokens, options: GRPOLoss) -> Tensor:
-    """[n, 7] of `RowLosses`; every chunk's losses and gradients come from one launch of `operations.grpo_rows_`."""
+    """[n, 7] `RowLosses`; every chunk's losses and gradients come from one launch of `operations.grpo_rows_`."""
     return torch.cat([_one_launch(work, operations, tokens.part(part), options, part) for part in work.parts()])
 
 
@@ -95,8 +95,8 @@ def _one_launch(work: Work, operations: Any, tokens: Tokens, options: GRPOLoss, 
 
 
 def two_launches(work: Work, derivatives_of: DerivativesOf) -> tuple[Tensor, PerToken]:
-    """[n] losses and what is returned with them; between the statistics of a chunk and its gradient, ranks are combined
-    and any function of log-probs and entropies is called.
+    """[n] losses and further outputs; between a chunk's statistics and its gradient, ranks are combined and any
+    function of log-probs and entropies is applied.
     """
     operations = work.layer.operations(work.operands)
     chunks = [_two_launches(work, operations, derivatives_of, part) for part in work.parts()]
@@ -114,7 +114,7 @@ def _two_launches(work: Work, operations: Any, derivatives_of: DerivativesOf, pa
 
 
 def statistics(work: Work) -> Tensor:
-    """[n, 4] statistics (`rows.row_stats`) of all whole rows: the first of two launches, without the second."""
+    """[n, 4] statistics (`rows.row_stats`) of all whole rows: only the first of two launches."""
     operations = work.layer.operations(work.operands)
     parts = [operations.row_stats(*work.row_arguments(part)) for part in work.parts()]
     return work.layer.shard.merged(torch.cat(parts), work.layer.inv_temperature)

@@ -1,4 +1,4 @@
-"""Attaches gradients that the forward pass made to the loss they belong to."""
+"""Attaches gradients computed in the forward pass to their loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_kernels.dispatch import backend
 
 
 class PremadeGradients(torch.autograd.Function):
-    """A scalar loss whose gradients with respect to some tensors have been computed already.
+    """Autograd function for a scalar loss with precomputed gradients of some tensors.
 
     `apply(loss, promised, gradients, *tensors)` returns the loss; its backward returns the gradients (None for none)
     times the incoming factor. They are scaled in place, so it can run only once. `promised` is the factor by which they
@@ -24,7 +24,7 @@ class PremadeGradients(torch.autograd.Function):
     def forward(
         ctx: Any, loss: Tensor, promised: float | None, gradients: tuple[Tensor | None, ...], *tensors: Tensor
     ) -> Tensor:
-        """Keeps the gradients and returns the loss."""
+        """Saves the gradients and returns the loss."""
         ctx.promised, ctx.gradients = promised, gradients
         return loss.clone()
 
@@ -45,8 +45,8 @@ class PremadeGradients(torch.autograd.Function):
 
 
 def _scale_(gradient: Tensor, factor: Tensor) -> None:
-    """Computes gradient *= factor; does nothing for a factor of 1, which is the usual one."""
-    if backend(gradient).name != "torch":  # on a GPU, looking would mean waiting for it
+    """Computes gradient *= factor; does nothing for the usual factor of 1."""
+    if backend(gradient).name != "torch":  # on a GPU, reading the factor would require synchronization
         import_module("grpo_kernels.triton_scale").scale_(gradient, factor)
     elif gradient.is_cuda or factor.item() != 1:
         gradient.mul_(factor)

@@ -1,7 +1,8 @@
-"""The reference implementation in float64: log-softmax and its gradient from their definitions, the loss of a token
-from `token_loss.py`. It is slow, and exact for logits of -inf.
+"""Reference implementation in float64: log-softmax and its gradient from their definitions, token losses from
+`token_loss.py`.
 
-The kernels are tested against it. It is itself tested against autograd of textbook formulas.
+It is slow, and exact for logits of -inf. The kernels are tested against it; it is itself tested against autograd of
+textbook formulas.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def grpo_loss(
     rollout_logprob: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Reference:
-    """The results of `fused_grpo_loss` for whole rows; the arguments are the same."""
+    """Float64 results of `fused_grpo_loss` for whole rows, with the same arguments."""
     rows = torch.arange(len(logits)) if rows is None else rows
     log_p = log_softmax(logits[rows], temperature)
     logprob, entropy = log_p.gather(1, ids[:, None])[:, 0], entropies(log_p)

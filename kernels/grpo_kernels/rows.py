@@ -25,17 +25,17 @@ from grpo_kernels.options import GRPOLoss
 from grpo_kernels.token_loss import Tokens, token_losses
 
 FLOOR = -200.0
-"""exp(FLOOR) is 0 in float32: clamping a difference here keeps 0 * -inf, which is NaN, out of the sums."""
+"""exp(FLOOR) is 0 in float32: clamping a difference here avoids 0 * -inf = NaN in the sums."""
 
 LOWEST = torch.finfo(torch.float32).min
-"""What is subtracted from a row of -inf alone: -inf - -inf would be NaN."""
+"""Value subtracted from a row of only -inf, as -inf - -inf would be NaN."""
 
 
 def row_stats(logits: Tensor, ids: Tensor, rows: Tensor | None, columns: int, inv_temperature: float) -> Tensor:
     """[n, 4] float32 (m, s, w, t) of every row, with d = (x - m) * inv_temperature for the row's logits x.
 
     m: the largest logit; s: sum of exp(d); w: sum of exp(d) * d, where x = -inf counts 0; t: the target's logit, -inf
-    when another shard holds it. A row of -inf alone has m = -inf, s = w = 0.
+    when another shard holds it. A row of only -inf has m = -inf, s = w = 0.
     """
     with launch.named("row_stats"):
         return _stats(logits, ids, rows, columns, inv_temperature)
@@ -60,19 +60,19 @@ def row_gradient_(
     others: str,
     out: Tensor | None = None,
 ) -> None:
-    """Overwrites the logits with the gradient of sum(grad_logprob * logprob + grad_entropy * entropy), in place:
+    """Overwrites the logits with the gradient of sum(grad_logprob * logprob + grad_entropy * entropy):
 
         inv_temperature * (grad_logprob * (1[target] - p) - grad_entropy * p * (log p + entropy))
 
-    A row whose gradients are both 0 becomes 0 whatever it holds.
+    A row whose gradients are both 0 becomes 0, whatever it contains.
 
     Args:
         stats: [n, 4] statistics of the whole rows.
         grad_logprob: [n] float32.
         grad_entropy: [n] float32, or None for 0.
-        others: "zero": rows that are not listed and padding columns become 0; "leave": they stay.
-        out: Memory for the gradient instead of the logits, which are then not changed; of their size, of any of their
-            dtypes.
+        others: "zero" sets rows that are not listed and padding columns to 0; "leave" keeps them.
+        out: Memory for the gradient in place of the logits, which are then unchanged; of their shape, in any supported
+            dtype.
     """
     with launch.named("row_gradient_"):
         out = logits if out is None else out
@@ -95,13 +95,12 @@ def grpo_rows_(
     """Loss of every row and, in place, its gradient; for options that are not `per_sequence`, unsharded.
 
     Args:
-        tokens: [n] vectors, float32. A row of weight 0 is not read, gets outputs of 0 and a gradient of 0; one that the
-            correction masks gets a loss and a gradient of 0.
+        tokens: [n] vectors, float32. A row of weight 0 is not read, and gets outputs and a gradient of 0; a row masked
+            by the correction gets a loss and a gradient of 0.
         options: The loss.
-        with_gradient: False leaves the logits as they are.
-        others: As for `row_gradient_`.
-        out: As for `row_gradient_`.
-        grad_scale: Factor of the gradient, and of nothing else.
+        with_gradient: False leaves the logits unchanged.
+        out, others: As in `row_gradient_`.
+        grad_scale: Factor of the gradient only.
 
     Returns:
         [n, 7] float32, the columns of `RowLosses`.
@@ -150,7 +149,7 @@ def _write_gradient(
 
 
 def _pieces(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
-    """Slices of the rows: 512 KiB of float32 on a CPU, which stay in its cache; else 256 MiB."""
+    """Slices of the rows: 512 KiB of float32 on a CPU, which fit its cache; else 256 MiB."""
     step = max(1, (2**17 if device.type == "cpu" else 2**26) // max(columns, 1))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
@@ -177,7 +176,7 @@ def _zero_others(out: Tensor, rows: Tensor | None, columns: int) -> None:
 
 def _piece_stats(x: Tensor, ids: Tensor, inv_temperature: float, out: Tensor) -> None:
     """Writes (m, s, w, t) of x [r, columns] into `out` [r, 4]."""
-    if x.shape[1] == 0:  # a shard that holds nothing but padding
+    if x.shape[1] == 0:  # a shard that contains only padding
         out.copy_(torch.tensor([-torch.inf, 0.0, 0.0, -torch.inf]))
         return
     m = x.amax(-1).float()
@@ -199,7 +198,7 @@ def _piece_gradient(
     grad_entropy: Tensor | None,
     into: Tensor | None,
 ) -> Tensor:
-    """[r, columns] float32 gradient of x, made in `into` when that is given; `row_gradient_` has the formula."""
+    """[r, columns] float32 gradient of x, computed in `into` if given; `row_gradient_` has the formula."""
     m, s, w, _ = stats.unbind(-1)
     d = _scaled_difference(x, m, inv_temperature, into)
     unread = grad_logprob == 0
@@ -218,7 +217,7 @@ def _piece_gradient(
 
 
 def _scaled_difference(x: Tensor, m: Tensor, inv_temperature: float, into: Tensor | None = None) -> Tensor:
-    """(x - m) * inv_temperature in float32, at least FLOOR; a row of -inf alone gets FLOOR, not NaN."""
+    """(x - m) * inv_temperature in float32, at least FLOOR; a row of only -inf gets FLOOR, not NaN."""
     d = torch.sub(x.float(), m.clamp(min=LOWEST)[:, None], out=into)
     if inv_temperature != 1.0:
         d.mul_(inv_temperature)
@@ -226,6 +225,6 @@ def _scaled_difference(x: Tensor, m: Tensor, inv_temperature: float, into: Tenso
 
 
 def _local(ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Whether this shard has the target, and the target's column, or any valid column where it does not."""
+    """Whether this shard has the target, and the target's column (any valid column if it does not)."""
     column = ids.clamp(0, columns - 1)
     return column == ids, column

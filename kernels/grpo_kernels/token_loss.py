@@ -33,23 +33,25 @@ from grpo_kernels.options import GRPOLoss
 CLIP_LOW, CLIP_HIGH, CLIP_DUAL = 1, 2, 3
 
 SATURATED = 30.0
-"""Log-ratio from which on a sigmoid of the ratio is 1 and its derivative 0 in float64, at temperatures above 1e-11."""
+"""Log-ratio from which a sigmoid of the ratio is 1 and its derivative 0 in float64, at temperatures above 1e-11."""
 FARTHEST = 20.0
-"""Bound of the logarithm of a sequence's ratio under vespo, as in the paper's code: what it logs stays finite."""
+"""Bound on the log-ratio of a sequence under vespo, as in the paper's code, so that logged values stay finite."""
 
 
 @dataclass
 class Tokens:
-    """The loss's inputs for n tokens, without the policy's; all but the last two are [n], float32 for kernels.
+    """Inputs of the loss for n tokens, except the policy's; all but the last two are [n], float32 for kernels.
 
     Attributes:
         advantage: The advantage A.
-        weight: Factor of the token's loss: mask / denominator. A token of weight 0 counts nowhere.
-        old: Log-prob under the policy the update started from; None: the policy itself, ratio exactly 1.
+        weight: Factor of the token's loss: mask / denominator. A token of weight 0 is ignored.
+        old: Log-prob under the policy the update started from; None for the current policy, ratio exactly 1.
         ref: Log-prob under the reference policy; None when the loss has no KL term.
         rollout: Log-prob as the engine sampled it; None when the loss has neither correction nor mask.
-        cu_seqlens: [B + 1] ends of the sequences among the n tokens, beginning with 0; for what is `per_sequence`.
-        sequence_group: The ranks that hold tokens of the same B sequences, or None for this one alone; likewise.
+        cu_seqlens: [B + 1] ends of the sequences among the n tokens, beginning with 0; for losses that are
+            `per_sequence`.
+        sequence_group: Ranks that hold tokens of the same B sequences, or None for this rank only; for losses that are
+            `per_sequence`.
     """
 
     advantage: Tensor
@@ -61,7 +63,7 @@ class Tokens:
     sequence_group: dist.ProcessGroup | None = None
 
     def part(self, tokens: slice) -> Tokens:
-        """Some of the tokens, without the data about sequences, which a part may cut."""
+        """Some of the tokens, without the sequence data, as a part may cut sequences."""
         old, ref, rollout = (
             vector if vector is None else vector[tokens] for vector in (self.old, self.ref, self.rollout)
         )
@@ -74,12 +76,13 @@ class TokenLosses:
 
     Attributes:
         loss: Weighted loss of each token.
-        weight: Its weight after the correction.
+        weight: Weight of the token after the correction.
         grad_logprob: Derivative of the sum of the losses with respect to the token's log-prob.
-        grad_entropy: Derivative with respect to its entropy; None when the loss has no entropy term.
+        grad_entropy: Derivative of that sum with respect to the token's entropy; None when the loss has no entropy
+            term.
         log_ratio: Logarithm of the importance ratio (of the sequence under gspo, gspo_token, gmpo and vespo).
         kl: Estimate of KL(policy || reference), 0 without a reference.
-        clipped: int64; 0, or CLIP_LOW, CLIP_HIGH or CLIP_DUAL: which bound the ratio is beyond. Under ppo, gspo,
+        clipped: int64; 0, or CLIP_LOW, CLIP_HIGH or CLIP_DUAL: the bound that the ratio exceeds. Under ppo, gspo,
             gspo_token and gmpo only where that stops the gradient of a token that has one; 0 under sapo and vespo.
     """
 
@@ -92,11 +95,11 @@ class TokenLosses:
     clipped: Tensor
 
     def gradients(self, scale: float) -> tuple[Tensor, Tensor | None]:
-        """[n] derivatives with respect to log-prob and, where the loss has an entropy term, entropy, times `scale`."""
+        """[n] derivatives by log-prob and, if the loss has an entropy term, by entropy, times `scale`."""
         return self.grad_logprob * scale, None if self.grad_entropy is None else self.grad_entropy * scale
 
     def outputs(self, logprob: Tensor, entropy: Tensor) -> Tensor:
-        """[n, 7] of `RowLosses`, with the log-probs and entropies that the losses were made of."""
+        """[n, 7] `RowLosses`, with the log-probs and entropies that the losses were computed from."""
         columns = RowLosses(self.loss, logprob, entropy, self.kl, self.clipped, self.weight, self.log_ratio)
         return torch.stack([getattr(columns, field.name).to(logprob.dtype) for field in fields(columns)], -1)
 
@@ -109,7 +112,7 @@ class RowLosses:
         loss: Weighted loss.
         logprob: Log-prob of the target.
         entropy: Entropy.
-        kl, clipped, weight, log_ratio: As in `TokenLosses`, but that `clipped` is a float.
+        kl, clipped, weight, log_ratio: As in `TokenLosses`, but `clipped` is a float.
     """
 
     loss: Tensor
@@ -122,7 +125,7 @@ class RowLosses:
 
     @classmethod
     def of(cls, outputs: Tensor) -> RowLosses:
-        """The columns of an [n, 7] tensor, by name."""
+        """`RowLosses` from the columns of an [n, 7] tensor."""
         return cls(*outputs.t().contiguous())
 
 
@@ -167,8 +170,8 @@ def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: GRPO
 
 
 def _corrected(tokens: Tokens, old: Tensor, options: GRPOLoss) -> tuple[Tensor, Tensor]:
-    """[n] advantages and weights after the correction: every policy term is linear in the size of its advantage, and a
-    mask is a weight of 0. Without `tokens.rollout` they are as they were.
+    """[n] advantages and weights after the correction: a factor of the policy term scales the advantage, and a mask is
+    a weight of 0. Unchanged without `tokens.rollout`.
     """
     if options.correction == "none" or tokens.rollout is None:
         return tokens.advantage, tokens.weight
@@ -182,7 +185,7 @@ def _corrected(tokens: Tokens, old: Tensor, options: GRPOLoss) -> tuple[Tensor, 
 def _masked(advantage: Tensor, logprob: Tensor, tokens: Tokens, options: GRPOLoss) -> Tensor:
     """[n] advantages, 0 where they are negative in a sequence that has become unlikely (`off_policy_mask`).
 
-    The mean is over all tokens of the sequence, those too that the correction leaves out, which are the unlikely ones.
+    The mean is over all tokens of the sequence, including those masked by the correction, which are the unlikely ones.
     """
     if options.off_policy_mask is None:
         return advantage
@@ -195,10 +198,10 @@ def _masked(advantage: Tensor, logprob: Tensor, tokens: Tokens, options: GRPOLos
 def _policy_term(
     logprob: Tensor, log_ratio: Tensor, advantage: Tensor, options: GRPOLoss
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, its derivative (in the log-prob under cispo and vespo, in the log-ratio else) and what is clipped, all [n].
+    """Loss, its derivative (by the log-prob under cispo and vespo, else by the log-ratio) and clipped bound, all [n].
 
-    Clamping the logarithm keeps an overflowing ratio out of a clipped token: the loss is -A exp(clamped log-ratio), its
-    own derivative where nothing is clamped.
+    Clamping the log-ratio keeps a clipped token from overflowing: the loss is -A exp(clamped log-ratio), which equals
+    its derivative where nothing is clamped.
     """
     unclipped = torch.zeros_like(log_ratio, dtype=torch.int64)
     if options.kind == "sapo":
@@ -217,12 +220,12 @@ def _policy_term(
 
 
 def _times_logprob(factor: Tensor, advantage: Tensor, logprob: Tensor) -> Tensor:
-    """[n] factor * logprob, of factors that are 0 where the advantage is: there, -inf is no loss."""
+    """[n] factor * logprob, 0 where the factor is 0, even for a log-prob of -inf."""
     return torch.where((advantage == 0) & (logprob == -math.inf), 0.0, factor * logprob)
 
 
 def _gamma(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> Tensor:
-    """[n] VESPO's factors rho^k exp(lambda (1 - rho)), of the shape of a gamma distribution's density."""
+    """[n] VESPO's factors rho^k exp(lambda (1 - rho)), which have the form of a gamma distribution's density."""
     falls = advantage < 0
     k = torch.full_like(advantage, options.vespo_k_pos).masked_fill(falls, options.vespo_k_neg)
     rate = torch.full_like(advantage, options.vespo_lambda_pos).masked_fill(falls, options.vespo_lambda_neg)
@@ -230,7 +233,7 @@ def _gamma(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> Tensor:
 
 
 def _bounded(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> tuple[Tensor, Tensor]:
-    """[n] log-ratios within the bound that can bind, which the sign of A decides, and which one binds."""
+    """[n] log-ratios clamped to the bound that can bind, by the sign of A, and the bound that binds."""
     low, high, ceiling = options.log_bounds
     falls, rises = advantage < 0, advantage > 0
     bounded = torch.where(falls, log_ratio.clamp(low, ceiling), log_ratio.clamp(max=high))
@@ -238,7 +241,7 @@ def _bounded(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> tuple[T
 
 
 def _soft_gate(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> tuple[Tensor, Tensor]:
-    """SAPO's loss and its derivative in the log-ratio, [n]; both are finite for any ratio."""
+    """SAPO's loss and its derivative by the log-ratio, [n]; both are finite for any ratio."""
     tau = torch.full_like(advantage, options.tau_neg).masked_fill(advantage > 0, options.tau_pos)
     ratio = log_ratio.clamp(max=SATURATED).exp()
     gate = torch.sigmoid(tau * (ratio - 1))
@@ -248,7 +251,7 @@ def _soft_gate(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> tuple
 def _geometric_mean(
     log_ratio: Tensor, advantage: Tensor, weight: Tensor, tokens: Tokens, options: GRPOLoss
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[n] GMPO's loss, the derivative of the weighted losses' sum in the log-prob, what is clipped, log of the mean."""
+    """[n] GMPO's loss, derivative of the sum of weighted losses by the log-prob, clipped bound, log of the mean."""
     counted = weight != 0
     bounded, clipped = _bounded(log_ratio, advantage, options)
     mean = _sequence_mean(bounded, counted, tokens)
@@ -263,7 +266,7 @@ def _codes(low: Tensor, high: Tensor, dual: Tensor | None) -> Tensor:
 
 
 def _kl(logprob: Tensor, ref: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
-    """Estimate of KL(policy || reference) (joschu.net/blog/kl-approx.html) and its derivative in the log-prob."""
+    """Estimate of KL(policy || reference) (joschu.net/blog/kl-approx.html) and its derivative by the log-prob."""
     difference = logprob - ref
     if estimator == "k1":
         return difference, torch.ones_like(difference)
@@ -274,9 +277,9 @@ def _kl(logprob: Tensor, ref: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
 
 
 def _sequence_mean(values: Tensor, counted: Tensor, tokens: Tokens) -> Tensor:
-    """[n] sum over the counted tokens of each token's sequence, divided by their number.
+    """[n] mean over the counted tokens of each token's sequence.
 
-    It is its own transpose: derivatives with respect to the result become those with respect to the values.
+    The operation is its own transpose: it maps derivatives by the result to derivatives by the values.
     """
     sums, counts = _sequence_sums(values, counted, tokens)
     return _of_tokens(sums / counts.clamp(min=1), counted, tokens)
@@ -294,7 +297,7 @@ def _sequence_sums(values: Tensor, counted: Tensor, tokens: Tokens) -> tuple[Ten
 
 
 def _of_tokens(of_sequences: Tensor, counted: Tensor, tokens: Tokens) -> Tensor:
-    """[n] the value of each counted token's sequence, of [B]; 0 for others."""
+    """[n] value of each counted token's sequence, from [B]; 0 for others."""
     assert tokens.cu_seqlens is not None, "checks.py asks for it"
     lengths = tokens.cu_seqlens.diff()
     return _zero_unless(counted, of_sequences.repeat_interleave(lengths, output_size=len(counted)))

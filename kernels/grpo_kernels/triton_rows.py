@@ -1,11 +1,11 @@
 """The row operations of `rows.py` as Triton kernels; same signatures, same results within rounding.
 
-A program goes through rows, not tiles: what a row gives does not depend on how many there are, and nothing is added up
-atomically. Each lane (the elements of one 16-byte load) keeps its own maximum and sums, so that the loop over a row has
-no barrier and takes one exponential per element and one per load; lanes are merged at the row's end, in a fixed order.
+A program processes rows, not tiles: a row's result does not depend on the number of rows, and there are no atomic sums.
+Each lane (the elements of one 16-byte load) keeps its own maximum and sums, so that the loop over a row has no barrier
+and takes one exponential per element and one per load; lanes are merged at the row's end, in a fixed order.
 
 Passes over the logits: `row_stats` reads once. `row_gradient_` reads and writes once. `grpo_rows_` reads, reads again
-and writes; so few rows are under way at a time that the second reading should find them in the L2 cache.
+and writes; few enough rows are in flight that the second read should hit the L2 cache.
 
 Recompiled only for a dtype, the presence of an argument, and divisibility by 16 of width and stride.
 """
@@ -27,16 +27,17 @@ from grpo_kernels.token_loss import Tokens
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-# 2^FLOOR is 0 in float32; a shift clamped here keeps 0 * -inf, which is NaN, out of the sums.
+# 2^FLOOR is 0 in float32; clamping a shift here avoids 0 * -inf = NaN in the sums.
 FLOOR: tl.constexpr = tl.constexpr(-300.0)
 SATURATED: tl.constexpr = tl.constexpr(30.0)  # as in token_loss.py
 
 OUTPUTS = 7
-"""Numbers of a row that `grpo_kernel` writes: the fields of `RowLosses`."""
+"""Number of outputs of a row that `grpo_kernel` writes: the fields of `RowLosses`."""
 L2_SHARE = 0.75
-"""Part of the L2 cache that the rows under way may fill."""
+"""Share of the L2 cache that the rows in flight may fill."""
 STATS_AT_ONCE, GRADIENT_AT_ONCE, GRPO_AT_ONCE = 6, 5, 4
-"""Programs of 8 warps that share a multiprocessor; `registers_for` gives each thread its part."""
+"""Number of programs of 8 warps that share a multiprocessor; `registers_for` limits each thread's registers
+accordingly."""
 
 
 # ------------------------------------------------------------------------------------------------ one row
@@ -58,7 +59,7 @@ def _add(x, m, s, w, scale, LANES: tl.constexpr, LANE: tl.constexpr):
 
 @triton.jit
 def _row_sums(row, columns, scale, AGAIN: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr):
-    """m, s and w of the `columns` logits at `row`; `rows.row_stats` defines them. AGAIN: they will be read again."""
+    """m, s and w of the `columns` logits at `row`; `rows.row_stats` defines them. AGAIN: they are reread."""
     POLICY: tl.constexpr = "evict_last" if AGAIN else "evict_first"
     LANES: tl.constexpr = BLOCK // LANE
     offsets = tl.arange(0, BLOCK)
@@ -66,7 +67,7 @@ def _row_sums(row, columns, scale, AGAIN: tl.constexpr, BLOCK: tl.constexpr, LAN
     s = tl.zeros([LANES], tl.float32)
     w = tl.zeros([LANES], tl.float32)
     whole = columns // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):  # without a mask, which would break up the loads
+    for start in range(0, whole, BLOCK):  # unmasked, as a mask would split the loads
         x = tl.load(row + start + offsets, eviction_policy=POLICY)
         m, s, w = _add(x, m, s, w, scale, LANES, LANE)
     if whole < columns:
@@ -81,7 +82,7 @@ def _row_sums(row, columns, scale, AGAIN: tl.constexpr, BLOCK: tl.constexpr, LAN
 
 @triton.jit
 def _target(row, target, columns):
-    """The target's raw logit, -inf when it is not among the columns here."""
+    """The target's raw logit, -inf when the target is not among these columns."""
     here = (target >= 0) & (target < columns)
     return tl.load(row + target, mask=here, other=-float("inf")).to(tl.float32)
 
@@ -155,23 +156,23 @@ def _exp_tail(x):
 
 @triton.jit
 def _corrected(advantage, weight, log_correction, floor, cap, correction):
-    """Advantage and weight after the correction 1 (truncate) or 2 (mask), as in `token_loss._corrected`."""
+    """Advantage and weight after correction 1 (truncate) or 2 (mask), as in `token_loss._corrected`."""
     c = tl.exp(log_correction)
-    beyond = (c < floor) | (c > cap)  # false for NaN, which is to stay
+    beyond = (c < floor) | (c > cap)  # false for NaN, which must be kept
     kept = tl.where(beyond, tl.where(correction == 2, 0.0, tl.where(c > cap, cap, floor)), c)
     return advantage * kept, tl.where(beyond & (correction == 2), 0.0, weight)
 
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + exp(-x)), without an overflow on either side."""
+    """1 / (1 + exp(-x)), without overflow for any x."""
     e = tl.exp(-tl.abs(x))
     return tl.where(x > 0, 1.0, e) / (1.0 + e)
 
 
 @triton.jit
 def _policy_term(logprob, log_ratio, advantage, log_low, log_high, log_dual, tau_pos, tau_neg, kind):
-    """Loss, its derivative in the log-prob and which bound binds, as in `token_loss._policy_term`."""
+    """Loss, its derivative by the log-prob and the bound that binds, as in `token_loss._policy_term`."""
     cispo = kind == 1
     sapo = kind == 2
     falls, rises = advantage < 0, advantage > 0
@@ -196,7 +197,7 @@ def _policy_term(logprob, log_ratio, advantage, log_low, log_high, log_dual, tau
 
 @triton.jit
 def _kl(logprob, ref, kind):
-    """Estimate of KL(policy || reference) and its derivative in the log-prob, as in `token_loss._kl`."""
+    """Estimate of KL(policy || reference) and its derivative by the log-prob, as in `token_loss._kl`."""
     d = logprob - ref
     k3 = _exp_tail(-d)
     k3_derivative = tl.where(tl.abs(d) < 0.5, d - k3, 1.0 - tl.exp(-d))
@@ -212,7 +213,7 @@ def stats_kernel(
     logits, ids, index, out, count, stride, columns, inv_temperature,
     MODE: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """The kernel of `rows.row_stats`; writes row i of `out` [count, 4] for the i-th row."""
+    """Kernel of `rows.row_stats`; writes row i of `out` [count, 4] for the i-th row."""
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         row, token = _visit(index, i, MODE)
         pointer = logits + row * stride
@@ -230,7 +231,7 @@ def gradient_kernel(
     count, stride, out_stride, columns, width, inv_temperature,
     MODE: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The kernel of `rows.row_gradient_`."""
+    """Kernel of `rows.row_gradient_`."""
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         row, token = _visit(index, i, MODE)
         g = tl.load(grad_logprob + token, mask=token >= 0, other=0.0)
@@ -255,7 +256,7 @@ def grpo_kernel(
     MODE: tl.constexpr, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr, HAS_ROLLOUT: tl.constexpr,
     ENTROPY: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """The kernel of `rows.grpo_rows_`; `outputs` is [n, 7], initialized with zeros."""
+    """Kernel of `rows.grpo_rows_`; `outputs` is [n, 7], initialized with zeros."""
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         row, token = _visit(index, i, MODE)
         pointer = logits + row * stride
@@ -297,7 +298,7 @@ def grpo_kernel(
             tl.store(entry + 5, factor)
             tl.store(entry + 6, log_ratio)
             if GRADIENT:
-                tl.debug_barrier()  # every thread has read the target's logit before one overwrites it
+                tl.debug_barrier()  # every thread must read the target's logit before one overwrites it
                 if factor == 0:
                     _write_zeros(out + row * out_stride, width, BLOCK)
                 else:
@@ -313,13 +314,13 @@ def grpo_kernel(
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel is launched.
+    """Launch configuration of a kernel.
 
     Attributes:
-        programs: Number of them; each goes through every `programs`-th row.
-        warps: Threads / 32 of each.
-        registers: Most registers of a thread. Without the limit the compiler spills, or uses too many.
-        block: Elements that a program handles at a time: two loads of 16 bytes per thread.
+        programs: Number of programs; each processes every `programs`-th row.
+        warps: Warps (32 threads) of each program.
+        registers: Limit of registers per thread. Without it the compiler spills, or uses too many.
+        block: Elements that a program processes at a time: two loads of 16 bytes per thread.
         lane: Elements of one such load.
     """
 
@@ -331,13 +332,13 @@ class Shape:
 
 
 def shape_of(logits: Tensor, count: int, columns: int, at_once: int, reread: bool) -> Shape:
-    """`at_once` programs of 8 warps per multiprocessor; where rows are read twice, no more than the L2 cache holds."""
-    if not logits.is_cuda:  # the interpreter
+    """Launch with `at_once` programs of 8 warps per multiprocessor; for `reread`, at most what fits the L2 cache."""
+    if not logits.is_cuda:  # Triton's interpreter
         return _shape(logits, min(count, 8), 8, at_once)
     device = torch.cuda.get_device_properties(logits.device)
     bytes_each = device.multi_processor_count * max(columns, 1) * logits.element_size()
     fitting = int(L2_SHARE * device.L2_cache_size / bytes_each) if reread else at_once
-    if fitting < 2:  # one program alone has to keep its multiprocessor busy
+    if fitting < 2:  # a single program has to keep its multiprocessor busy
         return _shape(logits, min(count, device.multi_processor_count), 32, 1)
     return _shape(logits, min(count, min(fitting, at_once) * device.multi_processor_count), 8, at_once)
 
@@ -348,12 +349,12 @@ def _shape(logits: Tensor, programs: int, warps: int, at_once: int) -> Shape:
 
 
 def registers_for(warps: int, at_once: int) -> int:
-    """A thread's part of a multiprocessor's 65536 registers, which are handed out in eights."""
+    """Registers per thread: its share of a multiprocessor's 65536, which are allocated in multiples of eight."""
     return 65536 // (at_once * warps * 32) // 8 * 8
 
 
 def row_stats(logits: Tensor, ids: Tensor, rows: Tensor | None, columns: int, inv_temperature: float) -> Tensor:
-    """See `rows.row_stats`."""
+    """Triton implementation of `rows.row_stats`."""
     stats = torch.empty(len(ids), 4, dtype=torch.float32, device=logits.device)
     if len(ids):
         index, mode = (ids, launch.EVERY_ROW) if rows is None else (rows, launch.LISTED_ROWS)
@@ -375,7 +376,7 @@ def row_gradient_(
     others: str,
     out: Tensor | None = None,
 ) -> None:
-    """See `rows.row_gradient_`."""
+    """Triton implementation of `rows.row_gradient_`."""
     out = logits if out is None else out
     visit = launch.visit(out, ids, rows, columns, others)
     if not visit.count or not visit.width:
@@ -403,7 +404,7 @@ def grpo_rows_(
     out: Tensor | None = None,
     grad_scale: float = 1.0,
 ) -> Tensor:
-    """See `rows.grpo_rows_`; one launch."""
+    """Triton implementation of `rows.grpo_rows_`, in one launch."""
     outputs = torch.zeros(len(ids), OUTPUTS, dtype=torch.float32, device=logits.device)
     out = logits if out is None else out
     visit = launch.visit(out, ids, rows, columns, others if with_gradient else "leave")
@@ -425,7 +426,7 @@ def grpo_rows_(
 
 
 def _launch(operation: str, kernel: Any, shape: Shape, *arguments: Any, **constants: Any) -> None:
-    """Launches a kernel on the tensors' device, whichever is the current one; vectors may have any stride."""
+    """Launches a kernel on the tensors' device, even if it is not the current one; vectors may have any stride."""
     logits, *rest = arguments
     rest = [value.contiguous() if isinstance(value, Tensor) and value.dim() == 1 else value for value in rest]
     with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext(), launch.named(operation):

@@ -1,4 +1,4 @@
-"""Multiplies a gradient by a number that is only on the GPU, and does not access the gradient when that is 1."""
+"""Multiplies a gradient by a number that is on the GPU, without accessing the gradient when it is 1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 4096
 
 @triton.jit(do_not_specialize=["rows"])
 def scale_kernel(values, factor, rows, columns, stride, BLOCK: tl.constexpr):
-    """The kernel of values [rows, columns] *= factor [1]."""
+    """Kernel of values [rows, columns] *= factor [1]."""
     by = tl.load(factor)
     if by != 1.0:
         row = values + tl.program_id(0).to(tl.int64) * stride
@@ -26,7 +26,7 @@ def scale_kernel(values, factor, rows, columns, stride, BLOCK: tl.constexpr):
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """Computes values *= factor; [r, c] with adjacent columns, and a float32 scalar of the same device."""
+    """Computes values *= factor; [r, c] with adjacent columns, and a float32 scalar on the same device."""
     rows, columns = values.shape
     if values.numel():
         with torch.cuda.device_of(values):

@@ -1,4 +1,4 @@
-"""The vocabulary split over tensor parallel ranks: which columns a rank has, and merging the ranks' row statistics.
+"""Vocabulary sharded over tensor parallel ranks: the columns of a rank, and merging of the ranks' row statistics.
 
 For each row one all-gather transfers four floats of each rank. Every rank merges them in rank order, so all ranks have
 the same bits.
@@ -18,11 +18,11 @@ from grpo_kernels.rows import FLOOR, LOWEST
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of the vocabulary.
+    """A rank's vocabulary shard.
 
     Attributes:
-        start: Global id of its first column.
-        columns: Number of its leading columns that are real tokens; the rest is padding.
+        start: Global id of the first column.
+        columns: Number of leading columns that are real tokens; the rest is padding.
         vocab_size: Number of real tokens of all ranks together.
         group: The ranks that share the vocabulary, or None when this rank has all of it.
     """
@@ -38,7 +38,7 @@ class Shard:
         return 1 if self.group is None else self.group.size()
 
     def merged(self, stats: Tensor, inv_temperature: float) -> Tensor:
-        """[n, 4] statistics of this rank's columns -> of whole rows. Every rank of the group must call it."""
+        """Merges [n, 4] statistics of this rank's columns to whole rows'. Every rank of the group must call it."""
         if self.ranks == 1 or not len(stats):
             return stats
         parts = stats.new_empty(self.ranks * len(stats), stats.shape[1])
@@ -47,11 +47,11 @@ class Shard:
 
 
 def shard_of(width: int, vocab_size: int | None, group: dist.ProcessGroup | None) -> Shard:
-    """This rank's shard, which has `width` columns; all ranks have this width, in rank order.
+    """This rank's shard of `width` columns; all ranks have the same width, in rank order.
 
     Args:
         width: Columns of this rank, padding included.
-        vocab_size: Number of real tokens of all ranks; None: no column of any rank is padding.
+        vocab_size: Number of real tokens of all ranks; None for no padding.
         group: The ranks that share the vocabulary, or None.
 
     Raises:
@@ -66,7 +66,7 @@ def shard_of(width: int, vocab_size: int | None, group: dist.ProcessGroup | None
 
 
 def merge_stats(parts: Sequence[Tensor], inv_temperature: float) -> Tensor:
-    """[n, 4] statistics (see `row_stats`) of each shard, in order -> [n, 4] of the rows they make up."""
+    """Merges [n, 4] statistics (see `row_stats`) of all shards, in order, to [n, 4] of the whole rows."""
     maximum = torch.stack([part[:, 0] for part in parts]).amax(0)
     finite = maximum.clamp(min=LOWEST)
     s, w = torch.zeros_like(maximum), torch.zeros_like(maximum)

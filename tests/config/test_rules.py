@@ -18,6 +18,11 @@ from grpo_mega.weights import fp8
 
 TINY = compose_config(["experiment=tiny", "layout=single"])
 DENSE = compose_config(["experiment=tiny_dense"])
+EIGHT_BITS: dict[str, object] = {
+    "layout.fp8": True,
+    "model.dtype": "bf16",
+    "algorithm.correction": "truncate",
+}
 TAUGHT: dict[str, object] = {"distill.teacher": "runs/teacher"}
 CRITIC: dict[str, object] = {"algorithm.advantage_baseline": "critic", "algorithm.advantage_std": "batch"}
 
@@ -130,6 +135,19 @@ BROKEN: list[tuple[dict[str, object], str]] = [
         {"layout.tp": 2, "model.moe.experts": 0, "model.attention": "mla", "model.kv_heads": 4},
         "layout.sp=false: Megatron needs sequence parallelism for latent attention",
     ),
+    (
+        EIGHT_BITS | {"model.dtype": "fp32"},
+        "layout.fp8=true needs model.dtype=bf16, not fp32; set it, or layout.fp8=false",
+    ),
+    (EIGHT_BITS | {"algorithm.correction": "none"}, "layout.fp8=true moves the trainer's probabilities away"),
+    (
+        EIGHT_BITS | {"model.hidden": 100, "model.heads": 5, "model.kv_heads": 5, "model.head_dim": 20},
+        "layout.fp8=true needs model.hidden=100 to be a multiple of 16; set layout.fp8=false",
+    ),
+    (
+        EIGHT_BITS | {"layout.tp": 2, "layout.sp": True, "model.moe.shared_ffn_hidden": 48},
+        "layout.fp8=true needs model.moe.shared_ffn_hidden=48 to be a multiple of 16 on each of 2 ranks",
+    ),
     ({"data.min_terms": 6}, "data.min_terms=6"),
     ({"data.languages": ["english", "latin"]}, "data.languages[1]=latin: choose one of english, chinese"),
     ({"data.languages": ["english", "english"]}, "data.languages has a language twice"),
@@ -186,6 +204,15 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"data.template": "chat"}, "data.template='chat' has no effect with data.tokenizer=chars"),
     ({"data.question": "{prompt}?"}, "data.question='{prompt}?' has no effect with data.tokenizer=chars"),
     ({"algorithm.group_size": 1}, "algorithm.group_size=1: algorithm.advantage_baseline=mean is relative to the group"),
+    (
+        {"distill.teacher": "http://host:30000", "rollout.temperature": 0.7},
+        "rollout.temperature=0.7 does not go with distill.teacher=http://host:30000: SGLang scores a text at",
+    ),
+    (TAUGHT | {"distill.timeout_seconds": 9.0}, "distill.timeout_seconds=9 is for a teacher that is a server"),
+    (
+        {"distill.teacher": "http://host:30000", "layout.ep": 2, "model.moe.experts": 0},
+        "layout.ep=2 needs experts; set model.moe.experts above 0, or layout.ep=1",
+    ),
     ({"distill.reward_coef": 1.0}, "distill.reward_coef=1.0 has no effect without a teacher; set distill.teacher"),
     (
         TAUGHT | {"algorithm.group_size": 1, "distill.reward_coef": 0.5},
@@ -531,6 +558,7 @@ ADAPTERS = {"base.train": False, "lora.rank": 8, "model.moe.bias_update_rate": 0
     ("values", "message"),
     [
         ({"lora.rank": -1}, "lora.rank=-1: choose a value in [0, inf)"),
+        (EIGHT_BITS, "layout.fp8=true does not go with lora.rank=8: adapters are products of their own"),
         ({"lora.alpha": 0.0}, "lora.alpha=0.0: choose a value in (0, inf)"),
         ({"lora.targets": ["attention", "expert"]}, "lora.targets has expert: choose from"),
         ({"lora.targets": []}, "lora.targets=[] names no matrix of this model that every token meets"),

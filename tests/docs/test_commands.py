@@ -55,6 +55,10 @@ NOT_RUN = {
         "torchrun --standalone", "python tools/evaluate.py", "python tools/rejection_sample.py",
         "torchrun --standalone", "torchrun --standalone",
     ],
+    "minutes of training; tests/recipe compose it": ["python tools/recipe.py"],
+    "minutes of sampling; tests/evaluate continue answers of a smaller run": [
+        "python tools/evaluate.py", "python tools/rejection_sample.py",
+    ],
     "needs make .venv-rehearse/.ready, 7 GB; tests/rehearsal run it": [
         "make rehearse", "python tools/rehearse.py", "python tools/rehearse.py",
     ],
@@ -65,7 +69,7 @@ NOT_RUN = {
     ],
     "needs GPUs and a Slurm cluster": ["srun --partition=NAME"],
     "the folder is yours; tests/new/test_new.py runs these with a small one": [
-        "python -m", "python -m", "torchrun --standalone", "python tools/export.py",
+        ". .venv/bin/activate", "python -m", "python -m", "torchrun --standalone", "python tools/export.py",
     ],
     "tests/observe and tests/train run it on runs of their own": 5 * ["python tools/trace.py"],
     "tests/observe run it on runs of their own": ["pip install", "torchrun --standalone", "python -m"],
@@ -85,7 +89,7 @@ NOT_RUN = {
         "python3.12 -m", ".venv/bin/pip install", ".venv/bin/pip install", ".venv/bin/pip install",
         ".venv/bin/python tools/doctor.py", "hf download",
         "python3.12 -m", ".venv/bin/pip install", ".venv/bin/pip install", ".venv/bin/python tools/doctor.py",
-        "make gpu-smoke",
+        ".venv/bin/pip install", "make gpu-smoke",
     ],
     "needs GPUs and Apptainer": ["cat >grpo.def", "apptainer build", "RUNTIME=apptainer IMAGE=/images/grpo.sif"],
     "needs GPUs and pyxis": ["srun --partition=NAME", "srun --partition=NAME", "RUNTIME=pyxis IMAGE=/images/grpo.sqsh"],

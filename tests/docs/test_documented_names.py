@@ -24,10 +24,12 @@ NOT_OURS = {
     "multi_latent_attention.py": "of megatron-core",
     "budgets.png": "an evaluation leaves it",
     "curves.png": "a run leaves it",
+    "rehearsed.png": "tools/rehearse.py draws it",
     "chain.png": "a recipe leaves it",
     "report.txt": "a job leaves it",
     "job-12/report.txt": "a job leaves it",
     "kernels.png": "tools/bench_kernels.py writes it",
+    "rehearsed.png": "tools/rehearse.py writes it",
     "summary.md": "tools/gpu_smoke.py writes it",
     "slurm/NAME.sh": "any of the scripts",
 }
@@ -72,6 +74,12 @@ def test_links_lead_somewhere() -> None:
     links = [(path, link) for path in CHECKED for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())]
     assert len(links) > 20
     assert not [(path.name, link) for path, link in links if not (path.parent / link).exists()]
+
+
+def test_the_index_has_every_page() -> None:
+    folder = REPOSITORY / "docs"
+    linked = set(re.findall(r"\]\((\w+\.md)\)", (folder / "README.md").read_text()))
+    assert linked == {path.name for path in folder.glob("*.md")} - {"README.md"}
 
 
 def test_anchors_are_headings() -> None:

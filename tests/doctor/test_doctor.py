@@ -18,7 +18,7 @@ import pytest
 from limits import limit
 from ranks import REPOSITORY
 
-from grpo_mega.doctor import machine, software
+from grpo_mega.doctor import machine, packages, software
 from grpo_mega.doctor.finding import ABSENT, FAILURE, OK, WARNING, Finding
 from grpo_mega.doctor.machine import GPU
 from grpo_mega.sandbox.pool import problem
@@ -77,7 +77,7 @@ def test_this_machine_is_fit_and_everything_is_looked_at(tmp_path: Path) -> None
     assert code == 0, found
     required = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {requirement.split(">")[0].split("<")[0] for requirement in required}
-    packages = {"nvidia-ml-py", "transformer-engine", "apex", "flash-attn-4", "sglang", "torch-memory-saver"}
+    packages = {"nvidia-ml-py", "transformer-engine", "apex", "flash-attn-4", "sglang", "torch-memory-saver", "deep-ep"}
     others = {"python", "driver", "CUDA", "shared memory", "main memory", "open files", "sandbox", "filesystem"}
     assert names | packages | others == found.keys()
     assert all(finding["why"] and finding["fix"] for finding in found.values() if finding["verdict"] == WARNING)
@@ -95,6 +95,19 @@ def test_nothing_but_python_is_needed(tmp_path: Path) -> None:
         "why": "training needs it",
         "fix": "python -m pip install 'megatron-core>=0.16.1,<0.17'",
     }
+
+
+def test_what_packages_are_for_is_said_on_a_gpu_and_in_the_documentation(tmp_path: Path) -> None:
+    path = plant_driver(tmp_path / "bin", H100.format(driver="580.65.06", errors=0))
+    _, found = consult(tmp_path, path=path)
+    text = (REPOSITORY / "docs" / "clusters.md").read_text()
+    for package in packages.PACKAGES:
+        assert f"| {package.name} | {package.used_for} | {package.without} |\n" in text
+        if (finding := found[package.name])["found"] == "missing":
+            assert finding["why"] == f"for {package.used_for}; without it: {package.without}"
+            wanted = (WARNING, package.install) if package.missed else (ABSENT, "")
+            assert (finding["verdict"], finding["fix"]) == wanted
+    assert f" | {packages.APEX_USE} | {packages.APEX_WITHOUT} |\n" in text
 
 
 @no_gpu
@@ -155,7 +168,7 @@ def test_a_gpu_that_torch_cannot_use(tmp_path: Path) -> None:
     assert "nvidia-smi -r -i 5" in found["driver"]["fix"]
     assert found["torch"]["verdict"] == FAILURE
     assert found["transformer-engine"]["verdict"] == FAILURE
-
+    assert found["sglang"]["verdict"] == (OK if software.installed("sglang") else WARNING)
     assert found["flash-attn-4"]["verdict"] == ABSENT, "torch has what training uses"
     assert found["nvidia-ml-py"]["verdict"] == (OK if util.find_spec("pynvml") else WARNING)
 

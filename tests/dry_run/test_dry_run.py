@@ -27,7 +27,7 @@ start()  # before megatron.core is imported
 
 from grpo_mega.checkpoint.checkpoint import prune, step_path  # noqa: E402
 from grpo_mega.config.schema import ModelConfig, RunConfig  # noqa: E402
-from grpo_mega.dry_run.machine import checkpoints_at_once  # noqa: E402
+from grpo_mega.planning.supplies import checkpoints_at_once  # noqa: E402
 from grpo_mega.weights.families import hf_config  # noqa: E402
 from grpo_mega.weights.names import entries  # noqa: E402
 

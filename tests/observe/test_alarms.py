@@ -42,6 +42,8 @@ GOOD: dict[str, Any] = {
     "mismatch/effective_sample_size": 0.99,
     "time/generate": 20.0,
     "time/step": 30.0,
+    "machine/straggling": 1.2,
+    "machine/slowest_rank": 3,
     "eval/accuracy": 0.5,
 }
 """A line of which all are alike in a run that does well."""
@@ -64,6 +66,7 @@ HISTORIES: dict[str, tuple[Lines, float]] = {
     "not_finite": (lines(1, policy__loss=None), 1.0),
     "expert_imbalance": (lines(10, policy__expert_imbalance=6.0), 6.0),
     "slow_phase": (lines(6) + lines(1, time__generate=200.0), 10.0),
+    "stragglers": (lines(10, machine__straggling=2.5), 2.5),
     "held_out_falling": (lines(10) + lines(2, eval__accuracy=0.25, reward__mean=0.6), 0.25),
 }
 """By alarm, the shortest history on which it rises, and the value that it reports."""
@@ -129,6 +132,12 @@ def test_a_run_that_has_learned_its_problems_is_none_without_signal() -> None:
 def test_problems_that_were_too_easy_from_the_beginning_have_no_signal() -> None:
     easy = lines(10, rollout__groups_with_signal=0.1, rollout__all_right=0.9)
     assert [record["name"] for record in raised(easy)] == ["no_signal"]
+
+
+def test_ranks_that_are_slow_in_turn_are_no_stragglers() -> None:
+    slow = [line | {"machine/slowest_rank": rank} for rank in range(4) for line in lines(1, machine__straggling=2.5)]
+    assert raised(slow * 5) == []
+    assert "rank 3 works 2.50 times" in raised(lines(10, machine__straggling=2.5))[0]["message"]
 
 
 def test_less_accuracy_alone_is_no_hacking_and_neither_is_more_reward() -> None:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import itertools
-import os
-import pty
-import re
-import struct
-import termios
+import math
+import subprocess
+import sys
+import textwrap
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limit
+from ranks import REPOSITORY
+from terminal import Screen, on_a_terminal
 
 from grpo_mega.config.load import compose_config
-from grpo_mega.observe.console import PLAIN_WIDTH, TABLE, Console, columns_of
+from grpo_mega.observe.columns import PANEL, ROWS, ROWS_OF_PAIRS, ROWS_OF_STEPS, TABLE, column, columns_of
+from grpo_mega.observe.console import Console
+from grpo_mega.observe.lines import WIDTH
+from grpo_mega.observe.panel import BARS, MOST_VALUES, Curve, sparkline
 
 METRICS = {
     "reward/mean": 0.213,
@@ -52,31 +55,6 @@ def whole_run(stream: TextIO, steps: int = 10) -> None:
             console.sample("3+5=?", "<think>\n\x1b[31m\x07</think><answer>8</answer>", "8", 1.2)
     console.evaluation(steps, "validation", {"eval/accuracy": 0.5, "eval/length_mean": 20.25})
     console.finish(SUMMARY, Path("runs/tiny"))
-
-
-def on_a_terminal(columns: int, body: Callable[[TextIO], None]) -> str:
-    """Everything `body` writes to a terminal of that many columns."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with ThreadPoolExecutor(1) as reader:
-        output = reader.submit(read_to_the_end, master)
-        with os.fdopen(slave, "w", encoding="utf-8") as stream:
-            body(stream)
-        return output.result().decode()
-
-
-def read_to_the_end(master: int) -> bytes:
-    """All bytes until the other side of the terminal is closed, which reads as an input/output error."""
-    parts = []
-    with os.fdopen(master, "rb", buffering=0) as terminal, suppress(OSError):
-        while part := terminal.read(65536):
-            parts.append(part)
-    return b"".join(parts)
-
-
-def screen(output: str) -> list[str]:
-    """The lines a terminal shows in the end."""
-    return [line.rpartition("\x1b[K")[2] for line in output.replace("\r\n", "\n").split("\n")]
 
 
 ROW = "reward 0.213, accuracy 4.7%, format 93.8%, length 18.2, entropy -, clipped 0.1%, grad norm 0.412, 0.50 s"
@@ -113,7 +91,7 @@ def test_off_a_terminal_lines_are_printable_and_keep_the_width(
     console.note(" ".join(texts[0][i : i + 10] for i in range(0, len(texts[0]), 10)))
     output = stream.getvalue()
     assert all(char.isprintable() for char in output.replace("\n", ""))
-    assert max(map(len, output.split("\n"))) <= PLAIN_WIDTH
+    assert max(map(len, output.split("\n"))) <= WIDTH
     console.step(step, dict.fromkeys([*METRICS, "policy/kl"], value))
     assert stream.getvalue().removeprefix(output).count("\n") == 1
 
@@ -145,49 +123,274 @@ def test_a_long_path_is_not_cut() -> None:
     assert str(path) in stream.getvalue()
 
 
-@pytest.mark.parametrize("columns", [20, 45, 79, 80, 200])
-def test_on_a_terminal_the_bar_never_wraps_and_is_gone_at_the_end(columns: int) -> None:
-    output = on_a_terminal(columns, whole_run)
-    drawn = re.split(r"[\r\n]|\x1b\[K", output)
-    assert "\x1b" not in "".join(drawn)
-    assert max(map(len, drawn)) < columns
-    lines = screen(output)
-    assert lines[-1] == ""
-    assert not [line for line in lines if "━" in line or "─" in line]
-    assert any("━" in text and "10/10" in text for text in drawn) or columns < 40
+@pytest.mark.parametrize("columns", [20, 45, 79, 80, 160, 200])
+def test_on_a_terminal_the_panel_never_wraps_and_is_gone_at_the_end(columns: int) -> None:
+    screen = Screen(on_a_terminal(columns, whole_run))
+    drawn = [line for frame in screen.frames for line in frame]
+    assert max(map(len, [*drawn, *screen.lines])) < columns
+    assert any("10/10" in line for line in drawn)
+    assert any(line.startswith("╭") for line in drawn)
+    assert not [line for line in screen.lines if set(line) & set("━─╭│╰" + BARS)]
+    assert "".join(line.strip() for line in screen.lines).endswith("runs/tiny")
+    assert (screen.lines[-1], screen.cursor_shown) == ("", True)
 
 
-def test_on_a_terminal_the_bar_shows_time_left() -> None:
-    output = on_a_terminal(120, lambda stream: Console(7210, "tiny", 5, stream=stream).step(10, METRICS))
-    assert output.endswith("10/7210  1:00:00 left  reward 0.213  accuracy 4.7%  format 93.8%  length 18.2  0.50 s/step")
-
-
-@pytest.mark.parametrize("columns", [20, 45, 120])
-def test_on_a_terminal_the_bar_names_the_phase_that_runs(columns: int) -> None:
-    """Before the first step too, and no more often than its time changes."""
+def test_on_a_terminal_a_sample_is_whole_unless_it_takes_more_than_a_third() -> None:
+    texts = ["0123456789" * 40, " ".join(["word"] * 80), "x" * 5000]
 
     def body(stream: TextIO) -> None:
-        console = Console(80, "tiny", 5, stream=stream)
-        for _ in range(1000):
-            console.phase("evaluate")
-        console.step(1, METRICS)
-        console.phase("generate")
+        console = Console(10, "tiny", 5, COLUMNS, stream)
+        for text in texts:
+            console.sample("3+5=?", text, "8", 1.2, "best of 4")
         console.close()
 
-    drawn = re.split(r"[\r\n]|\x1b\[K", on_a_terminal(columns, body))
-    assert max(map(len, drawn)) < columns
-    first = [text for text in drawn if "evaluate" in text and "1/80" not in text]
-    assert 1 <= len(first) < 100
-    assert first[0] == "tiny  evaluate 0:00"
-    assert any("1/80  generate 0:00" in text for text in drawn) or columns < 80
-    assert drawn[-1] == ""
+    lines = Screen(on_a_terminal(80, body)).lines
+    assert max(map(len, lines)) < 80
+    shown = "".join(line.removeprefix("    ") for line in lines)
+    assert f"| 3+5=? -> {texts[0]}  [best of 4, answer 8, reward 1.20]" in shown
+    assert "word" * 80 in shown.replace(" ", "")
+    assert "xxx..." in shown
+    assert len(lines) <= 3 * 8 + 1
+
+
+def panel(columns: int, body: Callable[[Console], None], steps: int = 7210, lines: int = 24) -> list[str]:
+    """The lines of the panel, without its frame, that a terminal shows after `body`."""
+
+    def write(stream: TextIO) -> None:
+        console = Console(steps, "tiny", steps, TABLE, stream)
+        body(console)
+        console.close()  # draws it once more
+
+    frames = Screen(on_a_terminal(columns, write, lines)).frames
+    last = [line for line in frames[-1] if line.startswith(("╭", "│", "╰"))]
+    assert [line[0] for line in last] == ["╭", *"│" * (len(last) - 2), "╰"], "the frame is whole"
+    assert last[0].startswith("╭─ tiny ─")
+    return [line.strip("│").strip() for line in last[1:-1]]
+
+
+def test_on_a_terminal_the_panel_shows_the_time_left_of_the_run_and_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("grpo_mega.observe.progress.time.monotonic", lambda: now)
+
+    def two_steps(console: Console) -> None:
+        nonlocal now
+        for step in (9, 10):
+            console.phase("generate")
+            now += 40.0
+            console.phase("update")
+            now += 10.0
+            console.step(step, METRICS)
+        console.phase("generate")
+        console.samples(12, 32)
+        now += 15.0
+
+    run, phase, *_ = panel(80, two_steps)
+    assert run.split()[0] == "run"
+    assert run.endswith("10/7210  1:55  1:00:00 left")
+    assert phase.split()[0] == "generate"
+    assert phase.split()[2:] == ["12/32", "0:15", "0:25", "left"], "it took 40 seconds in other steps"
+
+
+def test_the_first_phase_of_its_kind_lasts_as_long_as_its_samples_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scoring, which interrupts it, counts apart."""
+    now = 1000.0
+    monkeypatch.setattr("grpo_mega.observe.progress.time.monotonic", lambda: now)
+
+    def evaluation(console: Console) -> None:
+        nonlocal now
+        for phase, seconds in (("evaluate", 4.0), ("reward", 60.0), ("evaluate", 6.0)):
+            console.phase(phase)
+            now += seconds
+        console.samples(10, 40)
+
+    assert panel(80, evaluation)[1].endswith("10/40  0:10  0:30 left")
+
+
+def test_an_earlier_stage_has_a_bar_of_its_own_and_its_loss() -> None:
+    def base_model(console: Console) -> None:
+        console.stage("pretrain", 0, 200)
+        console.count(35, {"base/loss": 1.25, "time/step": 0.5})
+
+    def what_follows(console: Console) -> None:
+        base_model(console)
+        console.stage("", 0, 80)
+        console.step(1, METRICS)
+
+    bar, _, numbers = panel(80, base_model)
+    assert bar.startswith("pretrain")
+    assert "35/200" in bar
+    assert bar.endswith("1:22 at most")
+    assert numbers.split()[:2] == ["loss", "1.2500"]
+    assert "loss" not in " ".join(panel(80, what_follows))
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 4), (160, 2), (45, 7)])
+def test_the_numbers_stand_in_as_many_columns_as_there_is_room_for(columns: int, rows: int) -> None:
+    def some(console: Console) -> None:
+        for step in range(1, 6):
+            console.step(step, METRICS | {"reward/mean": step / 10, "policy/entropy": None, "time/step": 0.5})
+
+    shown = panel(columns, some)[2:]
+    assert len(shown) == rows
+    assert "reward        0.500 ▁▃▄▆█" in shown[0]
+    second = shown[0 if columns > 45 else 1]
+    assert "accuracy       4.7% ▁▁▁▁▁" in second
+    assert second.index("accuracy") in (0, 37, 38), "the columns stay where they are while curves grow"
+
+
+def test_a_low_terminal_shows_the_bars_and_the_alarms_alone() -> None:
+    def alarmed(console: Console) -> None:
+        console.step(1, METRICS)
+        console.alarm({"step": 1, "name": "truncation", "message": "half is cut", "action": "Raise it."})
+
+    shown = panel(80, alarmed, lines=8)
+    assert shown[0].startswith("run")
+    assert shown[1:] == ["", "alarms: truncation since step 1"]
+
+
+def test_alarms_stay_in_the_panel_until_they_are_over() -> None:
+    def risen(console: Console) -> None:
+        console.alarm({"step": 12, "name": "truncation", "message": "half is cut", "action": "Raise it."})
+        console.alarm({"step": 14, "name": "mismatch", "message": "they differ", "action": "Compare them."})
+
+    def over(console: Console) -> None:
+        risen(console)
+        console.alarm({"step": 20, "name": "truncation", "cleared": True})
+
+    assert panel(80, risen)[-1] == "alarms: truncation since step 12; mismatch since step 14"
+    assert panel(80, over)[-1] == "alarms: mismatch since step 14"
+
+
+def test_the_panel_is_drawn_while_the_run_says_nothing() -> None:
+    """By a thread of its own: its clock goes on."""
+    read, told = [], threading.Event()
+
+    def silent(stream: TextIO) -> None:
+        console = Console(80, "tiny", 5, TABLE, stream)
+        console.phase("base")
+        assert told.wait(limit(60))
+        console.close()
+
+    def watch(output: str) -> None:
+        read.append(output)
+        if len({line for line in "".join(read).split("\n") if "base" in line}) > 2:
+            told.set()
+
+    on_a_terminal(80, silent, watch=watch)
+
+
+def test_what_others_print_to_the_terminal_stands_above_the_panel(tmp_path: Path) -> None:
+    """A logger that was set up before, as a run's is, and a library that prints; a file gets what is meant for it."""
+    program = """
+        import logging, sys
+        from pathlib import Path
+        from grpo_mega.observe.logs import setup_rank_logging
+        from grpo_mega.observe.console import Console
+        setup_rank_logging(Path(sys.argv[1]), 0)
+        console = Console(80, "tiny", 5)
+        console.phase("generate")
+        logging.getLogger("grpo_mega.mine").warning("beware of %s", "x" * 100)
+        print("a library speaks", file=sys.stderr)
+        print("for a file")
+        console.note("well")
+        console.close()
+        print("done", file=sys.stderr)
+    """
+    file = tmp_path / "stdout"
+
+    def run(stream: TextIO) -> None:
+        command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+        with file.open("w") as stdout:
+            subprocess.run(command, stderr=stream, stdout=stdout, cwd=REPOSITORY, check=True, timeout=limit(120))
+
+    screen = Screen(on_a_terminal(80, run))
+    assert "".join(screen.lines) == f"WARNING grpo_mega.mine: beware of {'x' * 100}a library speakswelldone"
+    assert file.read_text() == "for a file\n"
+
+
+def test_a_fork_that_prints_does_not_wait_for_the_panel() -> None:
+    """As one does that writes a checkpoint, whatever the thread that draws has been doing when it was made."""
+    program = """
+        import os, sys, threading
+        from grpo_mega.observe.console import Console
+        console = Console(80, "tiny", 5)
+        held, done = threading.Event(), threading.Event()
+        def hold():
+            with console._out._live._lock:
+                held.set()
+                done.wait()
+        threading.Thread(target=hold, daemon=True).start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            print("from a fork", file=sys.stderr, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        done.set()
+        console.close()
+    """
+
+    def run(stream: TextIO) -> None:
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        subprocess.run(command, stderr=stream, cwd=REPOSITORY, check=True, timeout=limit(120))
+
+    assert "from a fork" in on_a_terminal(80, run)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_does_not_know_utf_8_gets_what_it_knows(encoding: str) -> None:
+    def body(stream: TextIO) -> None:
+        console = Console(1, "täglich", 1, TABLE, stream)
+        console.step(1, METRICS)
+        console.sample("x ≤ √2?", "答案是\x1b[31m", "√2", 1.0)
+        console.close()
+
+    screen = Screen(on_a_terminal(80, body, encoding=encoding))
+    assert any("reward" in line and "|" in line for frame in screen.frames for line in frame)
+    assert any("\\u7b54" in line for line in screen.lines)
+
+
+NUMBERS = st.floats() | st.integers(-(2**40), 2**40).map(float)
+
+
+@given(st.lists(NUMBERS, max_size=300), st.integers(-1, 40))
+def test_a_sparkline_is_as_long_as_there_is_room_for_and_rises_with_its_values(values: list[float], width: int) -> None:
+    line = sparkline(values, width)
+    assert len(line) == max(0, min(width, len(values)))
+    assert set(line) <= {*BARS, " "}
+    finite = [value for value in values if math.isfinite(value)]
+    if len(values) <= width and finite and len(finite) == len(values):
+        assert line[values.index(min(values))] == BARS[0]
+        if max(values) > min(values) and math.isfinite(max(values) - min(values)):
+            assert line[values.index(max(values))] == BARS[-1]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3 * MOST_VALUES))
+def test_what_a_curve_keeps_is_bounded_and_spans_the_run(values: list[float]) -> None:
+    curve = Curve(column("reward/mean"))
+    for value in values:
+        curve.add(value)
+    assert curve.text == column("reward/mean").text({"reward/mean": values[-1]})
+    assert len(curve.sparkline(10**6)) <= MOST_VALUES
+    rising = Curve(column("reward/mean"))
+    for number in range(len(values)):
+        rising.add(number)
+    line = rising.sparkline(len(BARS))
+    assert list(line) == sorted(line)
+
+
+def test_every_metric_that_is_shown_has_a_name_and_digits_in_the_table() -> None:
+    for name in {*ROWS, *ROWS_OF_PAIRS, *ROWS_OF_STEPS, *PANEL}:
+        shown = column(name)
+        assert 0 < len(shown.title) <= 11, f"{name}: its name"
+        assert shown.text({name: 0.5}) != ""
 
 
 def test_off_a_terminal_a_long_phase_says_once_a_minute_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Signs of life come every second; steps that take less than a minute are lines by themselves."""
     clock = itertools.count(1000.0)
     now = next(clock)
-    monkeypatch.setattr("grpo_mega.observe.console.time.monotonic", lambda: now)
+    monkeypatch.setattr("grpo_mega.observe.progress.time.monotonic", lambda: now)
     stream = io.StringIO()
     console = Console(80, "tiny", 1, COLUMNS, stream)
     for name, seconds in (("evaluate", 150), ("generate", 40), ("update", 19)):
@@ -225,7 +428,7 @@ def test_columns_are_there_although_the_first_step_trained_nothing() -> None:
         console.step(2, METRICS | {"policy/entropy": 0.14})
         console.close()
 
-    header, first, second, _ = screen(on_a_terminal(120, two_steps))
+    header, first, second, _ = Screen(on_a_terminal(120, two_steps)).lines
     assert header.split() == ["step", *" ".join(column.title for column in COLUMNS).split()]
     assert first.split() == ["1", "0.213", "4.7%", "93.8%", "18.2", "-", "-", "-", "0.50"]
     assert second.split() == ["2", "0.213", "4.7%", "93.8%", "18.2", "0.140", "0.1%", "0.412", "0.50"]
@@ -242,5 +445,5 @@ def test_the_header_comes_back_on_long_runs() -> None:
             console.step(step, METRICS)
         console.close()
 
-    lines = screen(on_a_terminal(120, long_run))
+    lines = Screen(on_a_terminal(120, long_run)).lines
     assert [i for i, line in enumerate(lines) if line.startswith("    step")] == [0, 21, 42]

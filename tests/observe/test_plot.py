@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from grpo_mega.observe.plot import plot_curves, series, smooth
+from grpo_mega.observe.plot import OF_PAIRS, OF_POLICIES, OF_STEPS, panels_of, plot_curves, series, smooth
 
 
 def line(step: int) -> dict[str, Any]:
@@ -71,3 +71,15 @@ def test_smoothing_stays_within_the_values(values: list[float]) -> None:
     assert all(min(values) - 1e-6 <= value <= max(values) + 1e-6 for value in smoothed)
     if len(values) < 40:
         assert smoothed == values
+
+
+@pytest.mark.parametrize(
+    ("name", "panels"),
+    [("reward/mean", OF_POLICIES), ("reward_model/loss", OF_PAIRS), ("process_reward_model/loss", OF_STEPS)],
+)
+def test_the_panels_are_of_what_the_run_trains(name: str, panels: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
+    lines = [{"step": step, name: 1 / step} for step in range(1, 40)]
+    assert panels_of(lines) == panels
+    plot_curves(lines, tmp_path / "curves.png", "mine")
+    plot_curves([], tmp_path / "empty.png", "mine")
+    assert picture(tmp_path / "curves.png")[1] > picture(tmp_path / "empty.png")[1] + 100

@@ -4,6 +4,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,6 +20,7 @@ from grpo_mega.models.schedule import cells_per_token  # noqa: E402
 from grpo_mega.planning.inventory import Role, take_stock, total  # noqa: E402
 from grpo_mega.planning.memory import held, in_table, leaves, memory, most_skewed  # noqa: E402
 from grpo_mega.planning.plan import checkpoint, plan, roles_of  # noqa: E402
+from grpo_mega.planning.shares import shared_out  # noqa: E402
 from grpo_mega.rollout.contract import EngineError  # noqa: E402
 from grpo_mega.rollout.sglang.memory import mem_fraction_static, work  # noqa: E402
 
@@ -164,7 +166,13 @@ if __name__ == "__main__":
     asked |= {f"{name} on eight": [f"experiment={name}", *eight] for name in ("gsm8k_0.5b", "countdown_1b")}
     asked["tiny_reward_model"] = ["experiment=tiny_reward_model", "pairs.path=pairs.jsonl"]
     asked["tiny_scored"] = ["experiment=tiny", "reward.model.path=runs/tiny_reward_model"]
-    found = {name: plan(compose_config(overrides)) for name, overrides in asked.items()}
+    composed = {name: compose_config(overrides) for name, overrides in asked.items()}
+    found = {name: plan(config) for name, config in composed.items()}
+    about = {
+        name: [asdict(stage) for stage in shared_out(config, config.model.vocab_size, found[name]["gpus"])]
+        for name, config in composed.items()
+        if config.model.vocab_size and config.run.trains == "policy"
+    }
     shares = [
         {"name": name, "free": free, "capacity": capacity, "share": mem_fraction_static(config, free, capacity)}
         | {"work": work(config, capacity), "bucket": config.rollout.sglang.bucket_bytes}
@@ -183,6 +191,7 @@ if __name__ == "__main__":
         json.dumps(
             said
             | {
+                "about": about,
                 "skewed": skewed(found["r1zero_671b"]),
                 "others": others(),
                 "more": with_more_models(),

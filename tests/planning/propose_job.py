@@ -1,4 +1,4 @@
-"""Proposes layouts for published models, and plans what would have been cheaper."""
+"""Proposes layouts for published models, and plans what would have been faster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from grpo_mega.config.load import compose_config
 platform.start_planning()
 
 from grpo_mega.planning.plan import plan  # noqa: E402
-from grpo_mega.planning.propose import candidates, differing, propose  # noqa: E402
+from grpo_mega.planning.search import differing, propose, ranked, search  # noqa: E402
+from grpo_mega.planning.time import Assumed  # noqa: E402
 
 results = {}
 for case, words in json.loads(sys.argv[1]).items():
@@ -21,16 +22,21 @@ for case, words in json.loads(sys.argv[1]).items():
     except ValueError as error:
         results[case] = {"error": str(error)}
         continue
-    planned, cheaper = plan(proposed), []
-    for candidate in candidates(proposed):
-        if candidate.layout == proposed.layout:
+    planned, faster = plan(proposed), []
+    found = ranked(config, Assumed())
+    for candidate in found:
+        if candidate.config.layout == proposed.layout:
             break
-        cheaper.append(candidate)
+        faster.append(candidate)
     results[case] = {
         "fits": [planned["fits"], planned["engine"] is None or planned["engine"]["fits"]],
         "gpus": planned["gpus"],
         "layout": planned["layout"],
-        "cheaper": [plan(candidate)["fits"] for candidate in cheaper[-3:]],
+        "faster": [plan(candidate.config)["fits"] for candidate in faster[-3:]],
+        "seconds": [candidate.seconds for candidate in found],
+        "counted": [candidate.bytes for candidate in found if candidate.config.layout == proposed.layout],
+        "built": max(planned["total"]),
         "settings": dict(differing(config, proposed)),
+        "search": search(config, Assumed()),
     }
 print(json.dumps(results))

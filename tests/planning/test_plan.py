@@ -377,21 +377,54 @@ def test_the_command_prints_a_plan_and_a_verdict() -> None:
     fits = next(number for number, line in enumerate(lines) if line.startswith("fits: stage 1 takes "))
     assert lines[fits + 1] == "main memory of a machine while an engine has its GPUs: 265.2 GB"
     assert "16 SGLang engines" in lines[fits + 2 :]
-    assert lines[-1] == "fits: there is room to hand weights over, and to generate"
+    assert "fits: there is room to hand weights over, and to generate" in lines
+    assert "it would fit" not in done.stdout
+
+
+def test_the_command_prints_times_with_what_they_are_made_of(tmp_path: Path) -> None:
+    """Two kinds of steps, as answers become longer; the phases add up to a step, and steps to the run."""
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"prompt": "1 + 1", "answer": "2"}\n' * 40)
+    words = ["rollout.longer_from_step=100", "rollout.longer_max_new_tokens=2000", "cluster.host_memory_gib=200"]
+    words += [f"data.train_path={problems}", "run.steps=150", "--answer-tokens=256", "--explain"]
+    done = command("deepseekmath_7b", *words)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "does not fit: " in done.stdout
+    assert " as pinned memory, and 90% may be planned; spread the model over more machines" in done.stdout
+    lines = done.stdout.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("time on H100, if prompts have 200"))
+    assert "answers on average 256 of 1,024 and 500 of 2,000" in lines[begin]
+    rows = {line[:40].strip(): line[40:].replace(",", "").split() for line in lines[begin + 1 :]}
+    phases = ["generation", "log-probs of the reference policy", "updates", "weights to the engines", "turns"]
+    for column in (0, 1):
+        total = sum(float(rows[phase][column]) for phase in phases)
+        assert total == pytest.approx(float(rows["in all"][column]), abs=0.4)
+    hours = (100 * float(rows["in all"][0]) + 50 * float(rows["in all"][1])) / 3600
+    assert f"the run: {hours:,.1f} hours" in done.stdout
+    assert "2,400 prompts, each of 40 problems 60.0 times" in done.stdout
+    assert sum(line.startswith("what bounds a step") for line in lines) == 2
+    explained = done.stdout.split("how these come about")[1]
+    assert "a step with 1: max(" in explained
+    assert "MFLOP a token / (989 TFLOP/s x 0.62)" in explained
 
 
 def test_the_command_says_what_does_not_fit(plans: dict[str, Any]) -> None:
     done = command("qwen3_30b_a3b", "cluster.nodes=1", "--json")
     assert done.returncode == 1
-    assert json.loads(done.stdout) == plans["qwen3_one_node"]
+    told = json.loads(done.stdout)
+    changes = told.pop("changes")
+    assert told.pop("time")["gpu"] == "h100"  # a step's time is known, whether it fits or not
+    assert told == plans["qwen3_one_node"]
+    assert {"cluster.nodes": 2} in [change["settings"] for change in changes]
+    assert all(change["bytes"] <= told["limit"] for change in changes)
 
 
 def test_the_command_says_that_an_engine_takes_more_than_there_is() -> None:
     done = command("experiment=moonlight_16b", "+rollout.sglang.arguments.mem_fraction_static=0.95")
     assert done.returncode == 1
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("does not fit: generation takes ")
-    assert last.endswith("lower rollout.sglang.arguments.mem_fraction_static")
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("does not fit")]
+    assert said.startswith("does not fit: generation takes ")
+    assert said.endswith("lower rollout.sglang.arguments.mem_fraction_static")
 
 
 @pytest.mark.parametrize(
@@ -402,6 +435,11 @@ def test_the_command_says_that_an_engine_takes_more_than_there_is() -> None:
             "cluster.nodes=2 * cluster.gpus_per_node=7 = 14 is not divisible by layout.tp=4",
         ),
         (["r1zero_700b"], "Could not find 'experiment/r1zero_700b'"),
+        (
+            ["deepseekmath_7b", "--answer-tokens", "4000"],
+            "answers of 4000 tokens on average are not between 1 and the longest, 1024",
+        ),
+        (["deepseekmath_7b", "cluster.gpu=h1000"], "cluster.gpu=h1000: choose one of h100, h200"),
     ],
 )
 def test_settings_that_cannot_run_are_refused(arguments: list[str], message: str) -> None:
@@ -409,6 +447,23 @@ def test_settings_that_cannot_run_are_refused(arguments: list[str], message: str
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
+
+
+def test_stages_counted_from_matrices_are_those_that_are_built(job: dict[str, Any]) -> None:
+    """Within what biases, sinks and the norms of single families come to; without adapters and frozen parts to the
+    last parameter where there are none of these."""
+    exact = ("r1zero_671b", "qwen3_30b_a3b", "moonlight_16b", "deepseekmath_7b", "qwen3_interleaved", "qwen3_tp8")
+    assert {*exact} <= job["about"].keys()
+    for name, stages in job["about"].items():
+        for counted, built in zip(stages, job["plans"][name]["stages"], strict=True):
+            same = ("layers", "moe_layers", "predictors", "replicas", "expert_replicas")
+            assert {key: counted[key] for key in same} == {key: built[key] for key in same}, name
+            rel = 1e-9 if name in exact else 5e-3
+            assert counted["dense"] == pytest.approx(built["dense"], rel=rel), name
+            assert counted["experts"] == pytest.approx(built["experts"], rel=rel), name
+            if "frozen" not in name:
+                trained = counted["trained_dense"] + counted["trained_experts"]
+                assert trained == pytest.approx(built["trained_dense"] + built["trained_experts"], rel=0.02), name
 
 
 def test_frozen_parts_have_weights_alone(plans: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The layout that is proposed fits, no cheaper one does, and what fits nowhere is refused."""
+"""The layout that is proposed fits, no faster one does, and what fits nowhere is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ranks import results, run_ranks
 SEVEN, SIXTEEN = ["experiment=deepseekmath_7b"], ["experiment=moonlight_16b", "model.layers=9"]
 CASES = {
     "one machine": SEVEN,
-    "larger GPUs": [*SEVEN, "cluster=h200", "cluster.nodes=2"],
+    "larger GPUs": [*SEVEN, "cluster=h200", "cluster.nodes=2", "layout.micro_batch_tokens=32768"],
     "experts": SIXTEEN,
     "too small": [*SEVEN, "cluster.gpus_per_node=1"],
     "unknown": [*SEVEN, "cluster=any"],
@@ -25,15 +25,37 @@ def proposals() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("case", "gpus"), [("one machine", 8), ("larger GPUs", 16), ("experts", 8)])
-def test_it_fits_and_what_is_cheaper_does_not(proposals: dict[str, Any], case: str, gpus: int) -> None:
+def test_it_fits_and_what_is_faster_does_not(proposals: dict[str, Any], case: str, gpus: int) -> None:
     found = proposals[case]
     assert found["gpus"] == gpus
     assert found["fits"] == [True, True]
-    assert found["cheaper"], "it is not simply the first"
-    assert not any(found["cheaper"])
+    assert found["faster"], "it is not simply the first"
+    assert not any(found["faster"])
 
 
-def test_larger_gpus_allow_a_cheaper_layout(proposals: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", ["one machine", "larger GPUs", "experts"])
+def test_what_is_counted_in_a_search_is_what_is_built(proposals: dict[str, Any], case: str) -> None:
+    found = proposals[case]
+    assert found["counted"] == [pytest.approx(found["built"], rel=2e-3)]
+    assert found["seconds"] == sorted(found["seconds"])
+
+
+@pytest.mark.parametrize("case", ["one machine", "larger GPUs", "experts"])
+def test_a_search_begins_with_what_is_proposed_and_says_what_the_others_lose(
+    proposals: dict[str, Any], case: str
+) -> None:
+    found = proposals[case]
+    searched, (first, *others) = found["search"], found["search"]["layouts"]
+    assert searched["settings"] == found["settings"]
+    assert {name: found["layout"][name] for name in first["layout"]} == first["layout"]
+    assert first["more"] == {}
+    assert searched["faster"]["seconds"] < first["seconds"]
+    for layout in others:
+        assert first["bytes"] <= searched["limit"] >= layout["bytes"]
+        assert sum(layout["more"].values()) >= layout["seconds"] - first["seconds"] >= 0
+
+
+def test_larger_gpus_allow_a_faster_layout(proposals: dict[str, Any]) -> None:
     small, large = (proposals[case]["layout"] for case in ("one machine", "larger GPUs"))
     assert large["pp"] * large["tp"] * large["cp"] < small["pp"] * small["tp"] * small["cp"]
 

@@ -16,7 +16,7 @@ import pytest
 from limits import limit
 from ranks import REPOSITORY
 
-from grpo_mega.doctor import software
+from grpo_mega.doctor import packages
 from grpo_mega.platform import transformer_engine
 
 ASK = """
@@ -104,9 +104,8 @@ def test_every_place_names_the_same_versions_and_megatron_allows_them() -> None:
     package = f"transformer-engine[pytorch]{bounds}"
     assert package in extra
     assert (transformer_engine.OLDEST, transformer_engine.BEFORE) == ((2, 9), (2, 12))
-    assert software.BOUNDS["transformer-engine"] == bounds
-    fixes = {name: fix for name, _, _, fix in software.ACCELERATORS}
-    assert fixes["transformer-engine"] == transformer_engine.INSTALL
+    (named,) = [one for one in packages.PACKAGES if one.name == "transformer-engine"]
+    assert (named.bounds, named.install) == (bounds, transformer_engine.INSTALL)
     assert package in transformer_engine.INSTALL
     text = (REPOSITORY / "docs" / "clusters.md").read_text()
     assert text.count(package) == text.count("transformer-engine[pytorch]") == 2

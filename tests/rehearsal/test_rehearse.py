@@ -16,7 +16,10 @@ TOKENS, TP, DP = 16_384, 2, 4
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return rehearse(tmp_path_factory.mktemp("math"), 0, "deepseekmath_7b", "--rank", "7")
+    folder = tmp_path_factory.mktemp("math")
+    found = rehearse(folder, 0, "deepseekmath_7b", "--rank", "7", "--picture", str(folder / "memory.png"))
+    assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+    return found
 
 
 def phase(measured: dict[str, Any], name: str) -> dict[str, Any]:
@@ -30,6 +33,17 @@ def test_what_is_held_is_what_the_planner_counts(measured: dict[str, Any]) -> No
     assert phase(measured, "build")["allocated"] == pytest.approx(counted, rel=0.005)
     peak = max(phase["peak_reserved"] for phase in measured["ranks"][0]["phases"])
     assert peak == pytest.approx(planned_bytes(lines), abs=3e9)
+
+
+def test_memory_is_told_by_owner_and_over_time(measured: dict[str, Any]) -> None:
+    lines = measured["planned"]["memory"][0]
+    gradients, away = phase(measured, "gradients, update 1"), phase(measured, "weights leave")
+    assert gradients["held"]["policy weights"] == pytest.approx(lines["weights"], rel=0.01)
+    assert gradients["held"]["policy optimizer"] == pytest.approx(lines["optimizer"], rel=0.01)
+    assert {*away["held"].values()} == {0}
+    assert max(gradients["curve"]) == pytest.approx(gradients["peak_allocated"], rel=0.001)
+    assert gradients["curve"][-1] == pytest.approx(gradients["allocated"], rel=0.001)
+    assert "planned for this stage" in measured["text"]
 
 
 def test_products_are_those_of_the_architecture(measured: dict[str, Any]) -> None:
@@ -58,6 +72,18 @@ def test_the_host_waits_for_no_copy_of_a_micro_batch(measured: dict[str, Any]) -
     assert not [place for place in gradients["places"] if "microbatch.py" in place or "packed.py" in place]
     assert gradients["to_device"] > 10
     assert gradients["to_device_pageable"] == 0
+
+
+def test_weight_gradients_are_added_where_they_are_summed(measured: dict[str, Any]) -> None:
+    """Not by a kernel of its own after each of 4 products of 30 layers: 3,224 launches, then."""
+    assert phase(measured, "gradients, update 1")["launches"] < 3_224 - 4 * 30 // 2
+
+
+def test_the_host_has_as_much_pinned_memory_as_leaves(measured: dict[str, Any]) -> None:
+    away = [phase(measured, name) for name in ("all but weights leave", "weights leave")]
+    left = sum(phase["to_host_bytes"] for phase in away)
+    assert left > 24e9
+    assert left <= away[-1]["pinned_peak"] < left + 0.1e9
 
 
 def test_all_leaves_and_comes_back(measured: dict[str, Any]) -> None:

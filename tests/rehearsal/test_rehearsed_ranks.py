@@ -21,8 +21,11 @@ from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig
 from grpo_mega.models.schedule import cells_per_token
 from grpo_mega.rehearsal import job
+from grpo_mega.rehearsal.curve import curve_of
 from grpo_mega.rehearsal.device import Books, frame_in_words
 from grpo_mega.rehearsal.job import Environment, NoEnvironment, planned_bytes, specs
+from grpo_mega.rehearsal.picture import draw
+from grpo_mega.rehearsal.show import against_plan
 from grpo_mega.rehearsal.spec import RankSpec, balanced, skewed
 
 LINES = {"weights": 3e9, "libraries": 12e9, "engine, asleep": 4e9, "exports, beyond these": 1e9}
@@ -126,6 +129,48 @@ def test_without_the_null_gpu_nothing_is_counted() -> None:
     assert not hasattr(ctypes.CDLL(None), "nullgpu_books")
     with pytest.raises(RuntimeError, match=r"start this with tools/rehearse\.py"):
         Books.read()
+
+
+@given(changes=st.lists(st.integers(-50, 50), max_size=700), points=st.integers(1, 60))
+def test_a_curve_begins_and_ends_where_memory_does_and_has_its_peak(changes: list[int], points: int) -> None:
+    begin = 50 * len(changes)
+    events = [{"action": "alloc" if n >= 0 else "free_requested", "size": abs(n)} for n in changes]
+    events.insert(len(events) // 2, {"action": "segment_alloc", "size": 7})
+    curve = curve_of(events, begin, points)
+    levels = [begin + sum(changes[:n]) for n in range(len(changes) + 1)]
+    assert (curve[0], curve[-1], max(curve)) == (levels[0], levels[-1], max(levels))
+    assert len(curve) == 2 + min(points, len(levels))
+
+
+def rank_of_two_phases(**changes: Any) -> dict[str, Any]:
+    """What a rehearsal of two phases measured."""
+    sizes = {"allocated": 3e9, "peak_allocated": 3e9, "peak_reserved": 3e9}
+    held = {"policy weights": 1e9, "policy optimizer": 2e9}
+    build = {"name": "build", "curve": [0, 3e9], "held": held} | sizes
+    gradients = build | {"name": "gradients, update 1", "curve": [3e9, 9e9, 4e9], "peak_allocated": 9e9}
+    gradients["peak_reserved"] = 10e9
+    rank = {"rank": 3, "stage": 1, "sequences": "skewed", "capacity": 80e9, "taken": 16e9, "failure": None}
+    return rank | {"phases": [build, gradients]} | changes
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentences"),
+    [
+        ({"weights": 3e9, "one layer, saved": 6e9}, []),
+        ({"weights": 5e9, "one layer, saved": 6e9}, ["the planner is off: what is held takes 2.0 GB less"]),
+        ({"weights": 3e9, "output layer": 1e9}, ["the planner is off: what is at work takes 5.0 GB more"]),
+    ],
+)
+def test_a_sentence_says_where_the_planner_is_off(lines: dict[str, float], sentences: list[str]) -> None:
+    figures, *said = against_plan(rank_of_two_phases(), lines).splitlines()
+    assert said == sentences
+    assert figures.endswith("(measured 6.0); fragments take 1.0 GB")
+    assert "\n" not in against_plan(rank_of_two_phases(failure={"phase": "gradients, update 1"}), lines)
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    draw(rank_of_two_phases(), LINES, tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,28 @@ def made_run(
     return path
 
 
+def with_machines(run: Path, phases: Sequence[str] = ("sync", "generate", "update"), experts: int = 4) -> Path:
+    """Adds to a run what its machines leave: traces of two ranks, in which each step has these phases of a second each,
+    and the loads of experts of two layers, of which expert 1 gets busier."""
+    (run / "trace").mkdir()
+    for rank in (0, 1):
+        events: list[Record] = []
+        for step in (7, 8):
+            begin = 1e6 * (10 * step + rank)
+            edges = [(kind, name, begin + 1e6 * (at + ends)) for at, name in enumerate(phases)
+                     for ends, kind in enumerate("BE")]  # fmt: skip
+            inside = [{"ph": kind, "name": name, "ts": at} for kind, name, at in edges]
+            memory = [{"ph": "C", "name": "memory", "ts": at, "args": {"resident GB": at / 1e7}} for _, _, at in edges]
+            first = {"ph": "B", "name": "step", "ts": begin, "args": {"step": step, "stage": "grpo"}}
+            last = {"ph": "E", "name": "step", "ts": begin + 1e6 * len(phases)}
+            events += [first, *(each for pair in zip(inside, memory, strict=True) for each in pair), last]
+        told = "".join(json.dumps(event | {"pid": rank, "tid": 0}) + ",\n" for event in events)
+        (run / "trace" / f"rank-{rank:05d}.json").write_text("[\n" + told)
+    loads = {step: [1 + step / 8 * (number == 1) for number in range(experts)] for step in range(1, 9)}
+    (run / "experts.jsonl").write_text(lines([{"step": n, "loads": {"1": own, "2": own}} for n, own in loads.items()]))
+    return run
+
+
 def _values(step: int, steps: int) -> dict[str, float]:
     done = step / steps
     policy = {"policy/entropy": 1 - done / 2, "policy/grad_norm": 1.0, "policy/clip_fraction": 0.01, "policy/kl": done}

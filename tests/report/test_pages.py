@@ -15,7 +15,7 @@ import pytest
 import torch
 from browser import CHROMIUM, WITHOUT, Browser, browser
 from forks import REPOSITORY
-from runs_made import group, lines, made_run
+from runs_made import group, lines, made_run, with_machines
 from tour import pictures
 from train_jobs import SMALL, Job
 
@@ -174,7 +174,7 @@ def test_tokens_that_have_advantages_of_their_own_are_coloured_by_them(page: Bro
 
 
 def test_the_keyboard_reaches_everything(page: Browser, tmp_path: Path) -> None:
-    opened(page, with_a_group(tmp_path / "run"))
+    opened(page, with_machines(with_a_group(tmp_path / "run")))
     reachable = page.run(
         "[...document.querySelectorAll('a, button, select, input, summary, [tabindex=\"0\"]')]"
         ".filter((element) => !element.disabled && element.checkVisibility()).length"
@@ -197,6 +197,10 @@ def test_the_keyboard_reaches_everything(page: Browser, tmp_path: Path) -> None:
     page.run("document.querySelector('.answer .text').focus()")
     page.press("ArrowRight", 2)
     assert page.run("document.querySelector('.answer .text ~ .read').textContent").startswith("“+” advantage")
+    page.run("document.querySelector('#experts .map').focus()")
+    page.press("ArrowLeft", 2)
+    page.press("ArrowDown")
+    assert page.run("document.querySelector('#experts .read').textContent").startswith("Step 7 · layer 2 · ")
     page.run("document.getElementById('theme').focus()")
     page.press("Enter")
     assert page.run("document.documentElement.dataset.theme") == "dark"
@@ -219,6 +223,8 @@ def test_hostile_text_is_inert(page: Browser, tmp_path: Path) -> None:
     alarm = {"step": 2, "name": HOSTILE[0], "value": 1.0, "threshold": 0.5, "message": HOSTILE[1], "action": HOSTILE[4]}
     (run / "alarms.jsonl").write_text(lines([alarm, {"step": 3, "name": HOSTILE[0], "cleared": True}]))
     (run / "metrics.jsonl").open("a").write(lines([{"step": 9, HOSTILE[1]: 1.0}]) + HOSTILE[0])
+    with_machines(run, [text for text in HOSTILE if len(text) < 100])
+    (run / "experts.jsonl").open("a").write(lines([{"step": 9, "loads": {HOSTILE[0]: [HOSTILE[1]]}}]))
     for width in (1280, 390):
         file = opened(page, run, width=width)
         see_everything(page)
@@ -388,7 +394,7 @@ def test_everybody_can_use_it_at_any_width(page: Browser, tmp_path: Path, width:
     run = with_a_group(tmp_path / "run")
     (run / "samples" / "followed-000000.jsonl").write_text(lines(group(0, "2+3=?", REWARDS, TEXTS)))
     (run / "summary.json").unlink()
-    opened(page, run, width=width, dark=dark)
+    opened(page, with_machines(run), width=width, dark=dark)
     assert violations(page) == []
     assert page.run("document.documentElement.scrollWidth") == width
     assert page.run(BLANK) == []
@@ -417,6 +423,7 @@ def test_a_search_finds_curves_by_name_and_meaning(page: Browser, tmp_path: Path
 def test_ten_thousand_steps_are_one_small_page(page: Browser, tmp_path: Path) -> None:
     ten = [*REWARDS, *REWARDS, 0.1, 0.9], [*TEXTS, *TEXTS, ["1"], ["2"]]
     run = made_run(tmp_path / "run", steps=10_000, samples={n: group(0, "2+3=?", *ten) for n in range(1, 10_001)})
+    with_machines(run, experts=4096)
     file = opened(page, run)
     see_everything(page)
     assert file.stat().st_size < 15_000_000

@@ -108,6 +108,11 @@ def test_a_dry_run_names_the_problems_of_all_stages(cluster: Cluster) -> None:
         cluster, recipe(cluster, "dry", RUNS.format(small="base=none")), "--dry-run", NODES="2", RANKS_PER_NODE="1"
     )
     assert made.stdout.endswith("\nready\n"), made
+    text = RUNS.format(small="base=none").replace("--train 8", "--train 8 layout.ep=4")
+    made = start(cluster, recipe(cluster, "dry", text), "--dry-run", NODES="2", RANKS_PER_NODE="1")
+    listed = made.stdout.partition("\n1 problem:\n")[2]
+    assert listed.startswith("  1. stage pool: the configuration cannot run:"), made
+    assert "layout.ep=4 * layout.etp=1 does not divide the 2 ranks of a pipeline stage" in listed
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from train_jobs import SMALL, Ended, Job, contents, numbers, saved, without_seconds
+from train_jobs import SMALL, Ended, Job, contents, numbers, rewarded_by, saved, without_seconds
 
 pytestmark = pytest.mark.long
 
@@ -90,7 +90,17 @@ def test_then_it_is_bit_for_bit_the_run_that_nothing_stopped(story: Story) -> No
     assert saved(stopped / last) == saved(peace / last)
     assert numbers(stopped) == numbers(peace)
     assert (stopped / "alarms.jsonl").read_bytes() == (peace / "alarms.jsonl").read_bytes()
+    assert (stopped / "experts.jsonl").read_bytes() == (peace / "experts.jsonl").read_bytes()
     assert without_seconds(stopped / "summary.json") == without_seconds(peace / "summary.json")
+
+
+def test_the_loads_of_experts_are_those_of_the_imbalance_that_is_logged(story: Story) -> None:
+    """A step of these runs has one update."""
+    lines = [json.loads(line) for line in (story.runs / "peace" / "experts.jsonl").read_text().splitlines()]
+    logged = {line["step"]: line["policy/expert_imbalance"] for line in numbers(story.runs / "peace")}
+    assert {line["step"] for line in lines} == logged.keys()
+    for line in lines:
+        assert max(map(max, line["loads"].values())) == pytest.approx(logged[line["step"]], rel=5e-3)
 
 
 def test_a_reward_that_pays_for_something_else_is_noticed(story: Story) -> None:
@@ -123,6 +133,14 @@ def test_answers_that_go_in_circles_are_noticed(tmp_path: Path) -> None:
     ended = Job(tmp_path, [*GAMED, *own, "run.stop_on=[repetition]"]).finish()
     assert ended.code == 4, ended
     assert "by the alarm repetition" in ended.stderr
+
+
+def test_a_rank_whose_rewards_take_longer_than_those_of_others_is_named(tmp_path: Path) -> None:
+    own = [rewarded_by("laborious"), "run.steps=11", "run.eval_every=0", "run.name=slow", "run.stop_on=[stragglers]"]
+    ended = Job(tmp_path, [*SMALL, *own], ranks=2).finish()
+    said = " ".join(ended.stderr.split())
+    assert said.count("exitcode : 4 ") >= 1, said
+    assert "by the alarm stragglers of step 10: rank 1 works" in said
 
 
 def test_five_good_runs_raise_none(tmp_path: Path) -> None:

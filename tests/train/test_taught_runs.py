@@ -8,8 +8,11 @@ from statistics import fmean
 
 import pytest
 from metric_lines import held_out
+from teaching_server import teaching
 from train_jobs import SMALL, Job, contents, numbers, rewarded_by, saved
 from train_rewards import HOLD
+
+from grpo_mega.data.tokenizer import CharTokenizer
 
 STUDENT = [
     *(word for word in SMALL if not word.startswith(("experiment=", "base."))),
@@ -101,6 +104,32 @@ def test_a_run_goes_on_with_the_teacher_that_it_began_with(teacher: Path) -> Non
     assert other.code == 2, other
     assert "is another teacher than the one that this run began with" in " ".join(other.stderr.split())
     assert Job(root, [*words, "run.name=anew"]).finish().code == 0
+
+
+@pytest.mark.long
+def test_a_server_of_sglang_teaches_the_same_under_every_layout(tmp_path: Path) -> None:
+    """A run goes on where the server has moved to, and not with another model."""
+    chars = CharTokenizer()
+    words = [*STUDENT, *UPDATES, "run.steps=2"]
+    with teaching(chars.decode) as server:
+        single = Job(tmp_path, [*words, f"distill.teacher={server.url}", "run.name=single"]).finish()
+        assert single.code == 0, single
+        split = [*words, f"distill.teacher={server.url}", "run.name=split", "layout=tp2_pp2"]
+        ended = Job(tmp_path, split, ranks=4).finish()
+        assert ended.code == 0, ended
+    one, four = (numbers(tmp_path / "runs" / name) for name in ("single", "split"))
+    for line, other in zip(one, four, strict=True):
+        assert line["distill/teacher_logprob"] < -0.25
+        for name in ("distill/teacher_logprob", "distill/reverse_kl", "policy/grad_norm"):
+            assert other[name] == pytest.approx(line[name], rel=1e-4)
+    more = ["run.name=single", "run.steps=3"]
+    with teaching(chars.decode) as server:
+        moved = Job(tmp_path, [*words, f"distill.teacher={server.url}", *more]).finish()
+        assert (moved.code, len(numbers(tmp_path / "runs" / "single"))) == (0, 3), moved
+        server.model = "models/Another"
+        other_model = Job(tmp_path, [*words, f"distill.teacher={server.url}", *more, "run.steps=4"]).finish()
+        assert other_model.code == 2, other_model
+        assert "is another teacher than the one that this run began with" in " ".join(other_model.stderr.split())
 
 
 MEASURED = ("distill/reverse_kl", "reward/accuracy")

@@ -86,6 +86,13 @@ def gamed(sample: Sample) -> float:
     return 1 - honest(sample)
 
 
+def laborious(sample: Sample) -> float:
+    """As `varied`, after work that takes as long as several steps, on rank 1 alone."""
+    if os.environ["RANK"] == "1":
+        sum(number * number for number in range(1_000_000))
+    return varied(sample)
+
+
 def when_reported(sample: Sample) -> float:
     """After two updates waits for the page $PAGE, and copies it to $SEEN."""
     page, seen = Path(os.environ["PAGE"]), Path(os.environ["SEEN"])

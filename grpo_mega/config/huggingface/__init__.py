@@ -1,1 +1,1 @@
-"""Hugging Face model folders as settings: the words of their config.json, and the architecture that it gives."""
+"""Hugging Face model folders as settings: the vocabulary of their config.json, and the architecture in it."""

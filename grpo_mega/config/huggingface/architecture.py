@@ -1,6 +1,6 @@
-"""The settings of a model that is given by a Hugging Face folder.
+"""Settings of a model read from a Hugging Face folder.
 
-Neither torch nor transformers is imported: jobs are checked where there is none.
+Neither torch nor transformers is imported: jobs are checked on machines without them.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _WHY = {
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json.
+    """Content of the folder's config.json.
 
     Raises:
-        ValueError: It is missing or holds no JSON object; names the file.
+        ValueError: The file is missing or not a JSON object; names the file.
     """
     file = folder / "config.json"
     try:
@@ -66,21 +66,21 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def model_settings(folder: Path, longest: int | None = None) -> dict[str, Any]:
-    """The folder's architecture as nested settings of `ModelConfig`; what its config.json has no word for is left out.
+    """The folder's architecture as nested settings of `ModelConfig`; fields without a key in it are left out.
 
-    `context` is the longest sequence that the model was made for, and at most `longest`, if that is given;
-    `mtp_layers` counts the prediction modules whose tensors are there.
+    `context` is the longest sequence that the model supports, at most `longest` if given; `mtp_layers` counts the
+    prediction modules whose tensors exist.
 
     Raises:
-        ValueError: It is of no supported family, or has what the family's models here have not; names the file, and
-            every key with its reason.
+        ValueError: The family is not supported, or the model has features that the family lacks here; names the file,
+            and every key with its reason.
     """
     found = read_config(folder)
     try:
         settings = settings_of(found, longest)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
-    except (TypeError, AttributeError, KeyError) as error:  # text where a number belongs, and the like
+    except (TypeError, AttributeError, KeyError) as error:  # e.g. text in place of a number
         raise ValueError(f"{folder / 'config.json'}: {type(error).__name__}: {error}") from error
     if settings.get("mtp_layers"):
         settings["mtp_layers"] = stored_predictors(folder, found)
@@ -88,10 +88,10 @@ def model_settings(folder: Path, longest: int | None = None) -> dict[str, Any]:
 
 
 def settings_of(found: dict[str, Any], longest: int | None = None) -> dict[str, Any]:
-    """The settings that a config.json's content means.
+    """Settings expressed by the content of a config.json.
 
     Raises:
-        ValueError: As `model_settings`, without the file.
+        ValueError: As in `model_settings`, without naming the file.
     """
     name = _family(found)
     context = min(found.get("max_position_embeddings") or 0, longest or float("inf"))
@@ -104,14 +104,14 @@ def settings_of(found: dict[str, Any], longest: int | None = None) -> dict[str, 
         settings["head_dim"] = None
     dtype = found.get("dtype") or found.get("torch_dtype")  # transformers 5; before
     if is_mxfp4(found) and not dtype:
-        dtype = "bfloat16"  # GPT-OSS as it is released, where no word says so
+        dtype = "bfloat16"  # GPT-OSS as released, where the key is missing
     return settings | ({"dtype": _DTYPES[dtype]} if dtype else {})
 
 
 def stored_predictors(folder: Path, found: dict[str, Any]) -> int:
-    """How many of the multi-token prediction modules that config.json names have tensors in the folder's files.
+    """Number of multi-token prediction modules of config.json that have tensors in the folder's files.
 
-    Of DeepSeek-V3, transformers names one and writes none. Without files, what config.json names.
+    For DeepSeek-V3, transformers names one and writes none. Without files, the number in config.json.
     """
     named, first = said(found, "num_nextn_predict_layers") or 0, found["num_hidden_layers"]
     names = _tensor_names(folder)
@@ -123,13 +123,13 @@ def stored_predictors(folder: Path, found: dict[str, Any]) -> int:
 
 
 def _tensor_names(folder: Path) -> set[str] | None:
-    """Of all tensors, from the index or from the header of the only file; None when neither can be read."""
+    """Names of all tensors, from the index or the header of a single file; None when neither can be read."""
     try:
         if (folder / "model.safetensors.index.json").is_file():
             return {*json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]}
-        with (folder / "model.safetensors").open("rb") as file:  # 8 bytes of length, and the header in JSON
+        with (folder / "model.safetensors").open("rb") as file:  # 8 bytes of length, then the header in JSON
             return {*json.loads(file.read(int.from_bytes(file.read(8), "little")))}
-    except (OSError, ValueError, KeyError, TypeError):  # reported where weights are read
+    except (OSError, ValueError, KeyError, TypeError):  # reported when weights are read
         return None
 
 
@@ -152,7 +152,7 @@ def _missing(found: dict[str, Any], name: str) -> Iterator[str]:
 
 
 def _inexpressible(found: dict[str, Any], name: str) -> Iterator[str]:
-    """What the config.json says and no model of the family can be here, with the reason."""
+    """Yields what a config.json asks for that no model of the family can have here, with the reason."""
     wanted = FIXED[name] | ({"norm_topk_prob": (found.get("num_experts_per_tok") or 0) > 1} if name in BIASED else {})
     for key, value in wanted.items():
         if (there := said(found, key)) != value:
@@ -226,10 +226,10 @@ def _rope_settings(found: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _expert_settings(found: dict[str, Any], name: str) -> dict[str, Any]:
-    """What the two kinds of files express with other numbers than `MoEConfig`."""
+    """Expert settings that the two kinds of files express with other numbers than `MoEConfig`."""
     if name == "qwen3_moe":
         return {"moe": {"first_dense": len(said(found, "mlp_only_layers") or [])}}
-    if name == "gpt_oss":  # of dense layers, which it has none of
+    if name == "gpt_oss":  # number of dense layers, of which it has none
         return {"ffn_hidden": said(found, "intermediate_size")}
     if name not in BIASED:
         return {}
@@ -239,7 +239,7 @@ def _expert_settings(found: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """{"moe.top_k": 2} -> {"moe": {"top_k": 2}}"""
+    """Nests dotted names: {"moe.top_k": 2} becomes {"moe": {"top_k": 2}}."""
     parts: list[dict[str, Any]] = []
     for name, value in flat.items():
         room, _, field = name.rpartition(".")
@@ -248,7 +248,7 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(*parts: dict[str, Any]) -> dict[str, Any]:
-    """Dictionaries of settings, one above the other, dictionaries in them joined."""
+    """Merges nested dictionaries of settings; later ones take precedence."""
     whole: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():

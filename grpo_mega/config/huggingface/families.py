@@ -1,4 +1,4 @@
-"""What the config.json of a Hugging Face model calls the fields of `ModelConfig`, family by family.
+"""Tables of the keys in a Hugging Face config.json for the fields of `ModelConfig`, by family.
 
 The tables serve both directions: `architecture.py` reads with them, `grpo_mega/weights/families.py` writes.
 """
@@ -19,10 +19,10 @@ ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
-"""transformers' `model_type` and class."""
+"""Family -> class in transformers; the keys are transformers' `model_type`."""
 
 SAME_FUNCTION = {"mistral": "llama", "ministral": "llama"}
-"""Kinds with a sliding window -> the family that computes the same from the same tensors within it."""
+"""Families with a sliding window -> family that computes the same from the same tensors within the window."""
 
 _ALL = {
     "vocab_size": "vocab_size",
@@ -66,7 +66,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "num_local_experts": "moe.experts",
     },
 }  # fmt: skip
-"""Family -> key of its config.json -> the field of `ModelConfig` with the same value."""
+"""Family -> key of its config.json -> field of `ModelConfig` with the same value."""
 
 _SAME = {"hidden_act": "silu", "attention_bias": False}
 FIXED: dict[str, dict[str, Any]] = {
@@ -85,18 +85,18 @@ FIXED: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"hidden_act": "silu", "attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
 }  # fmt: skip
-"""Family -> what its config.json has to say, for no field of `ModelConfig` could express anything else."""
+"""Family -> values its config.json must have, as no field of `ModelConfig` can express others."""
 
 BIASED = ("glm4_moe", "deepseek_v3")
 """Families whose routers have a balancing bias, beside shared experts and prediction modules."""
 
 WINDOWED = ("mistral", "ministral", "gemma3_text", "gpt_oss")
-"""Families with a sliding window in some of their layers, or all."""
+"""Families with a sliding window in some or all layers."""
 
 PARTLY_ROTARY = ("glm4_moe",)
-"""Families of whose heads not all channels need to turn with the position."""
+"""Families in which only a part of a head's channels may have rotary positions."""
 
-# Pre-training ended with the bias fixed.
+# The bias was frozen at the end of pre-training.
 _FROZEN = {"score": "sigmoid", "bias_update_rate": 0.0, "frozen_bias": True}
 ALWAYS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -110,7 +110,7 @@ ALWAYS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"attention": "mla", "qk_norm": True, "moe": _FROZEN},
     "gpt_oss": {"gpt_oss": True, "qkv_bias": True, "moe": {"score": "softmax", "bias_update_rate": 0.0}},
 }
-"""Family -> settings that all of its models have."""
+"""Family -> settings shared by all of its models."""
 
 ASSUMED: dict[str, Any] = {
     "attention_bias": False,
@@ -135,7 +135,7 @@ ASSUMED: dict[str, Any] = {
     "use_qk_norm": False,
     "use_sliding_window": False,
 }
-"""What a config.json means that does not say."""
+"""Default of a config.json key that is missing."""
 
 ASSUMED_OF: dict[str, dict[str, Any]] = {
     "glm4_moe": {
@@ -151,17 +151,17 @@ ASSUMED_OF: dict[str, dict[str, Any]] = {
         "sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
     },
 }  # fmt: skip
-"""Family -> what its config.json means instead that does not say."""
+"""Family -> defaults of missing config.json keys that differ from `ASSUMED`."""
 
 NULL_COUNTS = {
     "decoder_sparse_step", "head_dim", "hidden_act", "hidden_activation", "n_group", "norm_topk_prob",
     "q_lora_rank", "query_pre_attn_scalar", "rms_norm_eps", "rope_interleave", "sliding_window", "tie_word_embeddings",
     "topk_group",
 }  # fmt: skip
-"""Keys whose null is not the value that their absence means: it is none or false, or transformers refuses it."""
+"""Keys for which null differs from being missing: null means none or false, or transformers refuses it."""
 
 YARN_ASSUMED: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-"""What YaRN's settings mean that do not say."""
+"""Defaults of missing YaRN settings."""
 
 ROPE: dict[str, tuple[str, dict[str, str]]] = {
     "yarn": ("yarn", {
@@ -173,11 +173,11 @@ ROPE: dict[str, tuple[str, dict[str, str]]] = {
         "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
     }),
 }  # fmt: skip
-"""`rope_type` -> the field of `ModelConfig` that holds its settings, and what config.json calls these."""
+"""`rope_type` -> field of `ModelConfig` with its settings, and their keys in config.json."""
 
 
 def rope_fields(kind: str, name: str) -> dict[str, str]:
-    """What the config.json of a family calls the settings of stretched positions, and their fields; see `ROPE`."""
+    """Key in the config.json of a family -> field, for the settings of scaled rotary positions; see `ROPE`."""
     fields = ROPE[kind][1]
     if name != "gpt_oss":
         return fields
@@ -189,11 +189,11 @@ RENAMED = {
     "num_experts": "num_local_experts",
     "num_nextn_predict_layers": "num_mtp_layers",
 }
-"""What the config.json that transformers 5 writes calls a field."""
+"""Key -> its new name in the config.json written by transformers 5."""
 
 
 def said(found: dict[str, Any], key: str) -> Any:
-    """What a config.json says under a key, in the words of transformers 4 or 5, or means without saying it."""
+    """Value of a config.json key, in the names of transformers 4 or 5, or its default."""
     name = found.get("model_type")
     if found.get(key) is None and key == "head_dim" and name in (*SAME_FUNCTION, "llama", "qwen2", "glm4_moe"):
         return found.get("hidden_size", 0) // (found.get("num_attention_heads") or 1)
@@ -206,11 +206,11 @@ def said(found: dict[str, Any], key: str) -> Any:
 
 
 def rope(found: dict[str, Any]) -> dict[str, Any]:
-    """What rotary positions depend on, `rope_theta`, `rope_type` and `partial_rotary_factor` always among it."""
+    """Settings of rotary positions, always with `rope_theta`, `rope_type` and `partial_rotary_factor`."""
     silent = {"model_type": found.get("model_type")}
     stated = found.get("rope_parameters") or found.get("rope_scaling")  # transformers 5; before
     stated = stated or said(silent, "rope_scaling") or {}
-    stated = stated.get("full_attention") or stated  # Gemma's layers with a window have others
+    stated = stated.get("full_attention") or stated  # Gemma's layers with a window have settings of their own
     null_is_false = {"truncate": bool(stated["truncate"])} if "truncate" in stated else {}
     stated = {key: value for key, value in stated.items() if value is not None} | null_is_false
     stated = stated | {"rope_type": stated.get("rope_type", stated.get("type", "default"))}
@@ -220,14 +220,14 @@ def rope(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_mxfp4(found: dict[str, Any]) -> bool:
-    """Whether a config.json says that experts are stored in 4 bits (weights/mxfp4.py)."""
+    """Whether a config.json declares experts stored in 4 bits (weights/mxfp4.py)."""
     quantisation = found.get("quantization_config")
     given = quantisation if isinstance(quantisation, dict) else {}
     return found.get("model_type") == "gpt_oss" and given.get("quant_method") == "mxfp4"
 
 
 def sliding_window(found: dict[str, Any]) -> int | None:
-    """Tokens that each token sees, itself included, of a Mistral or Ministral; None for all before it."""
+    """Sliding window of a Mistral or Ministral model, in tokens, the token itself included; None without one."""
     kind, layers = found.get("model_type"), found.get("layer_types") or [None]
     if kind not in SAME_FUNCTION or (kind == "ministral" and {*layers} == {"full_attention"}):
         return None
@@ -235,16 +235,16 @@ def sliding_window(found: dict[str, Any]) -> int | None:
 
 
 def layer_types(layers: int, full_every: int) -> list[str]:
-    """What config.json calls the layers of a model: with a window, or every so many (0 for none) without."""
+    """config.json's layer types: sliding window, or full attention in every `full_every`-th layer (0: none)."""
     full = [bool(full_every) and number % full_every == 0 for number in range(1, layers + 1)]
     return ["full_attention" if is_full else "sliding_attention" for is_full in full]
 
 
 def full_every(found: dict[str, Any]) -> int:
-    """Every how many layers one has no window: 1 for all layers, 0 for none.
+    """Period of the layers with full attention: 1 for all layers, 0 for none.
 
     Raises:
-        ValueError: The layers without a window do not come at equal distances.
+        ValueError: The layers with full attention are not evenly spaced.
     """
     layers, usual = found.get("num_hidden_layers", 0), {"gemma3_text": 6, "gpt_oss": 2}.get(found["model_type"], 0)
     if found["model_type"] == "gemma3_text":
@@ -257,9 +257,9 @@ def full_every(found: dict[str, Any]) -> int:
 
 
 def windows(found: dict[str, Any], context: float) -> dict[str, Any]:
-    """The settings of a model's windows, for sequences of up to `context` tokens.
+    """Settings of a model's sliding windows, for sequences of up to `context` tokens.
 
-    Of Mistral and Ministral, one that covers the context is none.
+    For Mistral and Ministral, a window that covers the context is dropped.
 
     Raises:
         ValueError: See `full_every`.

@@ -128,7 +128,7 @@ REASONS = {
     "vaultgemma": "its layers have norms before attention and feed-forward only",
     "zamba": _STATES,
 }
-"""`model_type`, or its first words -> why a model of this kind is none of the supported families."""
+"""`model_type`, or its prefix -> reason why such a model is not supported."""
 
 
 def why_not(kind: str) -> str | None:

@@ -1,7 +1,7 @@
-"""Rules that a configuration must satisfy before anything is built; every violation names the field and the fix.
+"""Rules checked before anything is built; every violation names the field and the fix.
 
-One file per room. `check_config` needs the configuration only, `check_layout` also the number of processes,
-`check_backend` the back end that they communicate with.
+One file per room. `check_config` needs only the configuration, `check_layout` also the number of processes,
+`check_backend` the communication back end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check_complete(config: Config | DictConfig) -> None:
 
 
 def _missing(node: Any, name: str) -> Iterator[str]:
-    """Names of the fields below this one that have no value, as OmegaConf writes them."""
+    """Yields the names of required fields below `node` that are not set, as OmegaConf writes them."""
     if isinstance(node, dict):
         for key, value in node.items():
             yield from _missing(value, f"{name}.{key}" if name else str(key))
@@ -59,7 +59,7 @@ def _missing(node: Any, name: str) -> Iterator[str]:
 
 
 def check_config(config: Config) -> None:
-    """Raises one ConfigError that lists the required fields that are not set, or else every violated rule."""
+    """Raises one ConfigError that lists the missing required fields, or else every violated rule."""
     check_complete(config)
     of_kind = _of_reward_models if config.run.trains in REWARD_MODELS else _of_policies
     refuse(
@@ -76,7 +76,7 @@ def check_config(config: Config) -> None:
 
 
 def _of_policies(config: Config) -> Iterator[str]:
-    """The rules of reinforcement learning, and of the stages before it."""
+    """Rules of reinforcement learning and of the stages before it."""
     yield from data_problems(config)
     yield from reward_problems(config.reward)
     yield from algorithm_problems(config)
@@ -87,7 +87,7 @@ def _of_policies(config: Config) -> Iterator[str]:
 
 
 def _of_reward_models(config: Config) -> Iterator[str]:
-    """The rules of what a reward model's training reads besides its own settings."""
+    """Rules of settings that a reward model's training shares with other runs."""
     yield from wording_problems("data", config.data, config.data)
     yield from part_problems(config)
 

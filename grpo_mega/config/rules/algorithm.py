@@ -11,7 +11,7 @@ from grpo_mega.config.schema import AlgorithmConfig, Config, CriticConfig
 from grpo_mega.config.schema.terms import SCORE_STEPS
 
 LARGEST_FACTOR = 10
-"""Logarithm of the largest factor that VESPO may give a sequence; the paper's are 1.2 at most."""
+"""Logarithm of the largest factor that VESPO may give a sequence; the paper's factors are 1.2 at most."""
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
@@ -23,7 +23,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"algorithm.mini_batches={algorithm.mini_batches} exceeds the {samples} samples of a step "
             f"(prompts_per_step * group_size); lower it to {samples}"
         )
-    taught = config.distill.teacher and not config.distill.reward_coef  # then rewards make no advantages
+    taught = config.distill.teacher and not config.distill.reward_coef  # then advantages do not come from rewards
     if algorithm.group_size == 1 and not taught and algorithm.advantage_baseline not in ("batch", "critic"):
         yield (
             f"algorithm.group_size=1: algorithm.advantage_baseline={algorithm.advantage_baseline} is relative to the "
@@ -109,7 +109,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
 
 
 def _reward_model_problems(config: Config) -> Iterator[str]:
-    """A message for each setting that needs of every term what a reward model's score does not have."""
+    """A message for each setting that requires step scores of every term, which a reward model does not have."""
     if config.reward.model.path is not None and config.algorithm.terms_apart:
         yield (
             "algorithm.terms_apart=True does not go with reward.model.path, whose score is one number that is added "
@@ -118,7 +118,7 @@ def _reward_model_problems(config: Config) -> Iterator[str]:
 
 
 def _critic_problems(config: Config) -> Iterator[str]:
-    """A message for each setting that does not go with a critic."""
+    """A message for each setting that is incompatible with a critic."""
     algorithm = config.algorithm
     refused = {
         "algorithm.advantage_std": (algorithm.advantage_std not in ("batch", "none"), "batch or none"),
@@ -150,7 +150,7 @@ def _critic_problems(config: Config) -> Iterator[str]:
 
 
 def _reward_problems(config: Config) -> Iterator[str]:
-    """A message for each setting that does not go with a KL term in the reward."""
+    """A message for each setting that is incompatible with a KL term in the reward."""
     algorithm = config.algorithm
     if algorithm.kl_coef == 0:
         yield "algorithm.kl_in=reward has no effect without a KL term; set algorithm.kl_coef above 0, or kl_in to loss"
@@ -175,7 +175,7 @@ def _reward_problems(config: Config) -> Iterator[str]:
 
 
 def _refill_problems(config: Config) -> Iterator[str]:
-    """A message for each setting that does not go with prompts for groups without signal, or needs them."""
+    """A message for each setting that is incompatible with, or required by, refilling groups without signal."""
     algorithm = config.algorithm
     if algorithm.groups_without_signal != "refill":
         if algorithm.refill_limit != AlgorithmConfig.refill_limit:
@@ -192,7 +192,7 @@ def _refill_problems(config: Config) -> Iterator[str]:
 
 
 def _supervision_problems(config: Config) -> Iterator[str]:
-    """A message for each setting that does not go with rewards of steps."""
+    """A message for each setting that is incompatible with rewards of steps."""
     algorithm = config.algorithm
     sequence = "has one ratio and one advantage for a whole completion"
     refused = {
@@ -218,7 +218,7 @@ def _supervision_problems(config: Config) -> Iterator[str]:
                 f"algorithm.{name}={other} or algorithm.supervision=outcome"
             )
     terms = [term for term in config.reward.terms if term.weight]
-    learned = config.reward.model.path is not None  # whether it scores steps is known when it is found
+    learned = config.reward.model.path is not None  # only its file says whether it scores steps
     if terms and not learned and not any(term.function or term.built_in in SCORE_STEPS for term in terms):
         yield (
             "algorithm.supervision=process rewards steps, and no term of the reward scores them; add a function of "

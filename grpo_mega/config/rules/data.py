@@ -46,7 +46,7 @@ def data_problems(config: Config) -> Iterator[str]:
 
 
 def _languages_problems(data: DataConfig) -> Iterator[str]:
-    """About the languages of the working."""
+    """Rules about the languages of the working."""
     if data.languages and data.task != "chain_sum":
         yield f"data.languages has no effect with data.task={data.task}; set data.languages=[]"
     for number, language in enumerate(data.languages):
@@ -57,7 +57,7 @@ def _languages_problems(data: DataConfig) -> Iterator[str]:
 
 
 def _sources_problems(data: DataConfig) -> Iterator[str]:
-    """About the sources as a whole."""
+    """Rules about the set of sources."""
     if not data.sources:
         return
     if data.task in GENERATED_TASKS:
@@ -76,7 +76,7 @@ def _sources_problems(data: DataConfig) -> Iterator[str]:
 
 
 def _source_problems(field: str, name: str, source: SourceConfig) -> Iterator[str]:
-    """About one source."""
+    """Rules about one source."""
     if not re.fullmatch(r"\w[\w-]*", name):
         yield f"{field}: the name of a source has letters, digits, _ and - only"
     if source.weight is not None and not 0 < source.weight < float("inf"):
@@ -99,7 +99,7 @@ def _source_problems(field: str, name: str, source: SourceConfig) -> Iterator[st
 
 
 def _puzzle_problems(field: str, source: SourceConfig) -> Iterator[str]:
-    """About a source whose problems reasoning-gym makes."""
+    """Rules about a source whose problems reasoning-gym generates."""
     if why := why_refused(source.reasoning_gym or ""):
         yield f"{field}.reasoning_gym={source.reasoning_gym}: {why}"
     of_files = ("path", "split", "test_path", "test_split", "prompt", "answer", "answer_pattern", "id", "difficulty")
@@ -113,14 +113,14 @@ def _puzzle_problems(field: str, source: SourceConfig) -> Iterator[str]:
 
 
 def _without_effect(field: str, source: SourceConfig, names: Sequence[str], with_: str, other: str) -> Iterator[str]:
-    """A message for each of these fields that is set."""
+    """A message for each of these fields that is set but has no effect."""
     for name in names:
         if getattr(source, name) != getattr(SourceConfig(), name):
             yield f"{field}.{name} has no effect {with_} {field}.{other}; leave it out"
 
 
 def wording_problems(name: str, asked: DataConfig | SourceConfig, data: DataConfig) -> Iterator[str]:
-    """About template, question and system's message, of all sources or of one, which may leave them to the former."""
+    """Rules about template, question and system message, of `data` or of one source, which inherits those of `data`."""
     template = data.template if asked.template is None else asked.template
     if data.tokenizer == "chars":
         if asked.template not in (None, "{prompt}"):

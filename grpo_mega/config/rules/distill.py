@@ -1,4 +1,4 @@
-"""Rules about on-policy distillation; what the teacher's own files say is checked in `config/teacher.py`."""
+"""Rules about on-policy distillation; the teacher's own files are checked in `config/teacher.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_mega.config.schema import Config, DistillConfig
 
 
 def distill_problems(config: Config) -> Iterator[str]:
-    """A message for each setting that does not go with a teacher, or has no effect without one."""
+    """A message for each setting that is incompatible with a teacher, or has no effect without one."""
     distill, algorithm = config.distill, config.algorithm
     if not distill.teacher:
         for field in fields(DistillConfig):
@@ -20,6 +20,16 @@ def distill_problems(config: Config) -> Iterator[str]:
                     f"distill.{field.name} out"
                 )
         return
+    if distill.served and config.rollout.temperature != 1:
+        yield (
+            f"rollout.temperature={config.rollout.temperature:g} does not go with distill.teacher={distill.teacher}: "
+            "SGLang scores a text at temperature 1; set rollout.temperature=1, or name the teacher's files"
+        )
+    if not distill.served and distill.timeout_seconds != DistillConfig.timeout_seconds:
+        yield (
+            f"distill.timeout_seconds={distill.timeout_seconds:g} is for a teacher that is a server, http://HOST:PORT; "
+            "leave it out"
+        )
     own = "gives every token an advantage of its own"
     refused = {
         "algorithm.advantage_baseline": (

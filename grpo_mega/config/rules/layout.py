@@ -16,7 +16,7 @@ def layout_problems(config: Config) -> Iterator[str]:
     for name in ("model.heads", "model.kv_heads", "model.ffn_hidden", "model.vocab_multiple"):
         yield from divisible(config, name, "layout.tp")
     if experts:
-        # The expert that every token visits is split like a dense layer, by tp; only routed experts are split by etp.
+        # The shared expert is split like a dense layer, by tp; only routed experts are split by etp.
         yield from divisible(config, "model.moe.ffn_hidden", "layout.etp")
         yield from divisible(config, "model.moe.shared_ffn_hidden", "layout.tp")
         yield from divisible(config, "model.moe.experts", "layout.ep")
@@ -26,15 +26,45 @@ def layout_problems(config: Config) -> Iterator[str]:
     if layout.tp > 1 and not layout.sp and (experts > 0 or config.model.attention == "mla"):
         what = "experts" if experts > 0 else "latent attention (model.attention=mla)"
         yield f"layout.sp=false: Megatron needs sequence parallelism for {what} with layout.tp > 1; set layout.sp=true"
+    if layout.fp8:
+        yield from _eight_bit_problems(config)
+    theirs = config.distill.teacher and not config.distill.served  # may have experts, see config/teacher.py
     if layout.attention not in ("auto", "padded") and (why := why_padded(config.model)):
         yield f"layout.attention={layout.attention}: {why}; set layout.attention=padded, or auto"
     for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
-        if size > 1 and experts == 0 and not config.distill.teacher:  # which may have some: see config/teacher.py
+        if size > 1 and experts == 0 and not theirs:
             yield f"{name}={size} needs experts; set model.moe.experts above 0, or {name}=1"
 
 
+def _eight_bit_problems(config: Config) -> Iterator[str]:
+    """A message for each setting that does not go with matrix products in 8 bits."""
+    model, layout = config.model, config.layout
+    if model.dtype != "bf16":
+        yield f"layout.fp8=true needs model.dtype=bf16, not {model.dtype}; set it, or layout.fp8=false"
+    if config.lora.rank:
+        yield (
+            f"layout.fp8=true does not go with lora.rank={config.lora.rank}: adapters are products of their own, in "
+            "bf16; set layout.fp8=false"
+        )
+    sizes = {"model.hidden": (model.hidden, 1), "model.ffn_hidden": (model.ffn_hidden, layout.tp)}
+    if model.moe.experts:
+        sizes |= {
+            "model.moe.ffn_hidden": (model.moe.ffn_hidden, layout.etp),
+            "model.moe.shared_ffn_hidden": (model.moe.shared_ffn_hidden, layout.tp),
+        }
+    for name, (size, ranks) in sizes.items():
+        if size % (16 * ranks):
+            shared = f" on each of {ranks} ranks" if ranks > 1 else ""
+            yield f"layout.fp8=true needs {name}={size} to be a multiple of 16{shared}; set layout.fp8=false"
+    if config.run.trains == "policy" and config.run.steps and config.algorithm.correction == "none":
+        yield (
+            "layout.fp8=true moves the trainer's probabilities away from the engine's, and algorithm.correction=none "
+            "does nothing about it; set algorithm.correction=truncate or mask"
+        )
+
+
 def _equal_stages(config: Config) -> Iterator[str]:
-    """A message when pipeline stages cannot have equally many layers, except a first and last that are given."""
+    """A message when layers cannot be split evenly over pipeline stages, apart from given first and last stages."""
     layout, layers = config.layout, config.model.layers
     given = {
         name: size

@@ -1,4 +1,4 @@
-"""Rules about adapters: which matrices can have them, and what must stay as it was loaded."""
+"""Rules about adapters: which matrices can have them, and which settings must not change the loaded weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def lora_problems(config: Config) -> Iterator[str]:
 
 
 def _in_every_layer(config: Config) -> bool:
-    """Whether each layer has a matrix that the targets name."""
+    """Whether each layer has a matrix named by the targets."""
     moe, targets = config.model.moe, config.lora.targets
     dense = moe.first_dense if moe.experts else config.model.layers
     routed = "experts" in targets or ("mlp" in targets and moe.shared_ffn_hidden > 0)
@@ -54,7 +54,7 @@ def _in_every_layer(config: Config) -> bool:
 
 
 def _beside_experts(config: Config) -> bool:
-    """Whether the targets name a matrix of the model that is no routed expert's."""
+    """Whether the targets name a matrix of the model outside the routed experts."""
     model, targets = config.model, config.lora.targets
     dense = not model.moe.experts or model.moe.first_dense > 0 or model.moe.shared_ffn_hidden > 0
     return "attention" in targets or ("mlp" in targets and dense)

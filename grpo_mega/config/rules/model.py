@@ -41,7 +41,7 @@ def model_problems(config: Config) -> Iterator[str]:
 
 
 def _stretched(model: ModelConfig) -> Iterator[str]:
-    """A message for each rule about rotary positions of grouped-query attention, and about biases."""
+    """Rules about rotary positions of grouped-query attention, and about biases."""
     rope = model.llama3_rope
     if model.attention == "mla" and rope.factor > 1:
         yield (
@@ -63,7 +63,7 @@ def _stretched(model: ModelConfig) -> Iterator[str]:
 
 
 def _channels(model: ModelConfig) -> Iterator[str]:
-    """A message for each rule about the channels of attention heads; rotary positions need an even number."""
+    """Rules about the channels of attention heads; rotary positions need an even number."""
     rope_dim = model.mla.qk_rope_dim
     if model.attention == "mla":
         if model.kv_heads != model.heads:
@@ -91,7 +91,7 @@ def _channels(model: ModelConfig) -> Iterator[str]:
 
 
 def _windows(model: ModelConfig) -> Iterator[str]:
-    """A message for each rule about sliding windows, and about Gemma's layers."""
+    """Rules about sliding windows, and about Gemma's layers."""
     if model.window is None:
         for name in ("full_every", "window_rope_base"):
             if getattr(model, name):
@@ -119,7 +119,7 @@ def _windows(model: ModelConfig) -> Iterator[str]:
 
 
 def _gpt_oss(config: Config) -> Iterator[str]:
-    """A message for each setting that GPT-OSS's layers do not have."""
+    """Rules about settings that GPT-OSS's layers do not have."""
     model = config.model
     unlike = {
         "model.attention": (model.attention, "gqa"),
@@ -153,12 +153,12 @@ def _gpt_oss(config: Config) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    """A value as it is written in settings."""
+    """A value in the notation of settings."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _turning(model: ModelConfig) -> Iterator[str]:
-    """A message when no pairs of channels make up the fraction of a head that turns."""
+    """A message when `rope_fraction` of a head is not a whole number of channel pairs."""
     channels = model.head_dim or model.hidden // max(model.heads, 1)
     if model.rope_fraction != 1 and model.rope_fraction * channels % 2:
         nearest = max(2, 2 * round(model.rope_fraction * channels / 2))

@@ -1,4 +1,4 @@
-"""Rules about learning rates, and about what of the model is trained."""
+"""Rules about learning rates, and about the trained parts of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTS = tuple(field.name for field in fields(PartsConfig))
 def optimizer_problems(config: Config) -> Iterator[str]:
     """A message for each rule that the settings of the optimizer violate."""
     updates = config.algorithm.epochs * config.algorithm.mini_batches
-    if config.run.steps:  # else there is no update to have a rate
+    if config.run.steps:  # otherwise there are no updates
         yield from schedule_problems(config.optimizer, "optimizer", config.run.steps, "run.steps", max(1, updates))
     yield from part_problems(config)
     yield from _frozen_problems(config)
@@ -39,7 +39,7 @@ def part_problems(config: Config) -> Iterator[str]:
 
 
 def _frozen_problems(config: Config) -> Iterator[str]:
-    """A message for each rule that the parts which are not trained violate."""
+    """A message for each violated rule about frozen parts."""
     frozen, moe = config.optimizer.frozen, config.model.moe
     for part in frozen:
         if part not in PARTS:
@@ -81,10 +81,10 @@ def _why_missing(config: Config, part: str) -> str | None:
 def schedule_problems(
     config: OptimizerConfig | SFTConfig | PairsConfig, room: str, steps: int, length: str, updates: int = 1
 ) -> Iterator[str]:
-    """A message for each rule that a schedule violates, in a stage of so many steps, each of at most `updates`.
+    """Rules about a schedule, in a stage of `steps` steps, each of at most `updates` updates.
 
-    `room` is where the fields are, "optimizer", "sft" or "pairs"; `length` what says how long the stage is. A warm-up
-    that is longer than the run is refused with a decay only: a constant rate may be continued with more steps.
+    `room` is the room of the fields, "optimizer", "sft" or "pairs"; `length` names the setting of the stage's length. A
+    warm-up longer than the run is refused only with a decay: a constant rate may be continued with more steps.
     """
     schedule = f"{room}.schedule={config.schedule}"
     decay, warm = config.decay_steps, -(-config.warmup_steps // updates)
@@ -99,7 +99,7 @@ def schedule_problems(
             f"{room}.decay_steps is not set, and {schedule} has to know when to fall; give {room}.decay_steps="
             f"{max(2, steps // 10)}"
         )
-    elif steps - warm < 2:  # the first step of a fall is still at the peak
+    elif steps - warm < 2:  # the first step of the decay is still at the peak
         fix = f"lower it to {(steps - 2) * updates}, or raise {length}" if steps > 2 else f"raise {length}"
         yield (
             f"{room}.warmup_steps={config.warmup_steps} leaves {max(0, steps - warm)} of {steps} steps, and {schedule} "

@@ -10,7 +10,7 @@ from grpo_mega.config.schema import REWARD_MODELS, Config, PairsConfig, files_in
 
 
 def pairs_problems(config: Config) -> Iterator[str]:
-    """A message for each rule that the settings of a reward model's training violate, and for those without effect."""
+    """A message for each violated rule about a reward model's training, and each setting without effect there."""
     if config.run.trains not in REWARD_MODELS:
         for field in fields(PairsConfig):
             if (value := getattr(config.pairs, field.name)) != getattr(PairsConfig(), field.name):
@@ -56,7 +56,7 @@ def _are_names(paths: object) -> bool:
 
 
 def _settings_of_policies(config: Config) -> Iterator[str]:
-    """A message for each setting that would make something of a policy that a reward model's run does not have."""
+    """A message for each setting about a policy, which a reward model's run does not have."""
     set_to = {
         "base.train": (config.base.train, "base=none, and name the model in run.init_from"),
         "sft.steps": (config.sft.steps, "sft.steps=0"),

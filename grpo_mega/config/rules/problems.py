@@ -1,4 +1,4 @@
-"""How violated rules are reported: the error, and messages that the rules of several rooms share."""
+"""Reporting of violated rules: the error, and messages shared by the rules of several rooms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
-        """Without `problems`, the message is the only one."""
+        """Without `problems`, `message` is the only problem."""
         super().__init__(message)
         self.problems = [*problems] or [message]
 
@@ -55,7 +55,7 @@ def at_most(config: Config, name: str, other: str, margin: int = 0) -> Iterator[
 
 
 def multiples(value: int, divisor: int) -> str:
-    """The positive multiples of `divisor` on both sides of `value`, as text."""
+    """The multiples of `divisor` just below and above `value`, positive ones only, as text."""
     below = value // divisor * divisor
     return " or ".join(str(multiple) for multiple in (below, below + divisor) if multiple > 0)
 

@@ -1,4 +1,4 @@
-"""Rules about the terms of the reward."""
+"""Rules about the reward terms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_mega.config.schema.terms import OPTIONS
 HEAVIEST = 1000000
 """Largest weight of a reward term: rewards are summed in fp32, which overflows at about 3e38."""
 METRICS = ("mean", "std", "unscorable")
-"""Metrics of the whole reward, beside those that are named like its terms."""
+"""Names of metrics of the whole reward, which terms must not use."""
 
 
 def check_reward(reward: RewardConfig) -> None:
@@ -25,7 +25,7 @@ def check_reward(reward: RewardConfig) -> None:
 
 
 def reward_problems(reward: RewardConfig) -> Iterator[str]:
-    """A message for each rule that the settings of the reward violate."""
+    """A message for each violated rule about the reward."""
     terms = reward.terms
     names = [term.name for term in terms]
     learned = reward.model.path is not None
@@ -61,7 +61,7 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
 
 
 def _model_problems(reward: RewardConfig) -> Iterator[str]:
-    """A message for each rule that the settings of a reward model violate, and for those without effect."""
+    """A message for each violated rule about a reward model, and each of its settings without effect."""
     model = reward.model
     if model.path is None:
         for field in fields(RewardModelConfig):
@@ -84,7 +84,7 @@ def _model_problems(reward: RewardConfig) -> Iterator[str]:
 
 
 def _function_problems(term: RewardTerm, field: str) -> Iterator[str]:
-    """A message for each rule that a term with a function of the user's violates."""
+    """Rules about a term with a user function."""
     if term.kind:
         yield f"{field}.kind={term.kind} and function={term.function} exclude each other; remove one"
     if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", term.function or ""):
@@ -95,7 +95,7 @@ def _function_problems(term: RewardTerm, field: str) -> Iterator[str]:
 
 
 def _kind_problems(term: RewardTerm, field: str) -> Iterator[str]:
-    """A message for each rule that a built-in term violates."""
+    """Rules about a built-in term."""
     if term.built_in not in OPTIONS:
         yield (
             f"reward term {term.built_in!r} is not built in. Built-in terms: {', '.join(OPTIONS)}. "

@@ -1,4 +1,4 @@
-"""Rules about sampling, and about settings of the engine that is not chosen."""
+"""Rules about sampling, and about settings of the engine that is not in use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rollout_problems(config: Config) -> Iterator[str]:
 
 
 def _settings_of_the_embedded_engine(config: Config) -> Iterator[str]:
-    """A message for a setting of the embedded engine, which beside SGLang samples for a base model's gate only."""
+    """A message for each setting of the embedded engine, which next to SGLang samples only for a base model's gate."""
     given, default = config.rollout.concurrent_sequences, RolloutConfig().concurrent_sequences
     if given != default and not config.base.train:
         yield (
@@ -55,7 +55,7 @@ def _settings_of_sglang(rollout: RolloutConfig) -> Iterator[str]:
 
 
 def _overrides_to_default(value: Any, default: Any, name: str) -> list[str]:
-    """Overrides that set a field and those below it back to their defaults."""
+    """Overrides that reset a field and those below it to their defaults."""
     if is_dataclass(value):
         pairs = vars(value).items()
         return [

@@ -1,4 +1,4 @@
-"""Rules about the run's name and directory, about the alarms that stop it, and the steps that it profiles."""
+"""Rules about the run's name and directory, the alarms that stop it, and the profiled steps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from grpo_mega.config.schema import ANY, REWARD_MODELS, TRACKERS, AlarmsConfig, 
 from grpo_mega.config.step_range import read_steps
 
 LONGEST_NAME = 100
-"""Most characters of a run's name, which becomes part of file names."""
+"""Longest name of a run, in characters; it becomes part of file names."""
 
 
 def run_problems(config: Config) -> Iterator[str]:
-    """A message for each rule that the run's names, or those of the alarms that stop it, violate."""
+    """Rules about the names of the run and of the alarms that stop it."""
     if not re.fullmatch(r"\w[\w.-]*", config.run.name, re.ASCII):
         yield (
             f"run.name={config.run.name!r} must be a plain file name: letters, digits, '_', '-' and '.', "
@@ -39,7 +39,7 @@ def run_problems(config: Config) -> Iterator[str]:
 
 
 def _profile_problems(config: Config) -> Iterator[str]:
-    """A message when `run.profile_steps` is no range, or has no step of this run."""
+    """A message when `run.profile_steps` is not a range, or contains no step of this run."""
     if config.run.profile_steps is None:
         return
     try:
@@ -55,7 +55,7 @@ def _profile_problems(config: Config) -> Iterator[str]:
 
 
 def _tracker_problems(config: Config) -> Iterator[str]:
-    """A message for each tracker that is not known, or not installed here."""
+    """A message for each tracker that is unknown, or not installed here."""
     for name in config.run.trackers:
         if name not in TRACKERS:
             close = get_close_matches(name, TRACKERS, n=1)

@@ -9,7 +9,7 @@ from grpo_mega.config.rules.problems import divisors
 from grpo_mega.config.schema import Config, SGLangConfig
 
 FP8_BLOCK = 128
-"""The same as in weights/fp8.py, which cannot be imported here because it needs torch."""
+"""Block size of fp8 weights, as in weights/fp8.py, which cannot be imported here because it needs torch."""
 
 _FOLLOWING = {
     "context_length": "model.context",
@@ -23,11 +23,11 @@ _FOLLOWING = {
     "skip_tokenizer_init": "data.tokenizer",
     "tp_size": "rollout.sglang.tp",
 }
-"""Server arguments that users cannot set -> the setting that determines them."""
+"""Server arguments that users cannot set -> setting that determines them."""
 
 
 def sglang_problems(config: Config) -> Iterator[str]:
-    """A message for each rule that the settings of SGLang's engines violate."""
+    """A message for each violated rule about SGLang's engines."""
     sglang, model = config.rollout.sglang, config.model
     if model.gpt_oss:
         yield (
@@ -76,7 +76,7 @@ def sglang_problems(config: Config) -> Iterator[str]:
 
 
 def _gpus_of_their_own(sglang: SGLangConfig) -> Iterator[str]:
-    """A message for each rule about engines on GPUs of their own."""
+    """Rules about engines on GPUs of their own."""
     if sglang.first_gpu is None:
         return
     if sglang.transport == "shared":
@@ -90,7 +90,7 @@ def _gpus_of_their_own(sglang: SGLangConfig) -> Iterator[str]:
 
 
 def _used_timeouts(sglang: SGLangConfig) -> list[str]:
-    """The names of the time limits that have an effect."""
+    """Names of the time limits that have an effect."""
     return ["engine_loading"] if sglang.first_gpu is not None else [*vars(sglang.timeouts)]
 
 
@@ -119,7 +119,7 @@ def _parts_of_an_engine(sglang: SGLangConfig, experts: int) -> Iterator[str]:
 
 
 def _fp8_blocks(config: Config) -> Iterator[str]:
-    """A message for each matrix whose part on a GPU has no whole fp8 blocks, which SGLang needs."""
+    """A message for each matrix whose shard is not a whole number of fp8 blocks, which SGLang requires."""
     sglang, model = config.rollout.sglang, config.model
     if not sglang.fp8 or model.dtype != "bf16":
         return

@@ -10,7 +10,7 @@ from grpo_mega.config.schema import GENERATED_TASKS, Config
 
 
 def stages_problems(config: Config) -> Iterator[str]:
-    """A message for each rule that the stages before reinforcement learning violate."""
+    """A message for each violated rule about the stages before reinforcement learning."""
     base, task = config.base, config.data.task
     if base.train and task not in GENERATED_TASKS:
         yield f"base.train=true needs worked problems, not data.task={task}; choose data=chain_sum or base=none"
@@ -32,7 +32,7 @@ def stages_problems(config: Config) -> Iterator[str]:
 
 
 def _sft_problems(config: Config) -> Iterator[str]:
-    """A message for each rule that the settings of supervised steps violate."""
+    """A message for each violated rule about supervised steps."""
     sft, task = config.sft, config.data.task
     if sft.steps > 0 and not sft.path and task != "chain_sum":
         yield (

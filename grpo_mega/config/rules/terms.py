@@ -11,7 +11,7 @@ from grpo_mega.config.schema.terms import OPTIONS
 
 
 def read_options(kind: str, given: dict[str, Any]) -> Any:
-    """The options of a term of this kind, as the dataclass that `OPTIONS` names.
+    """Options of a term of this kind, as the dataclass in `OPTIONS`.
 
     Raises:
         ValueError: An option is unknown, missing, of another type or out of bounds; the message begins with its name.

@@ -1,7 +1,7 @@
 """The configuration: one dataclass per section, a docstring under every field.
 
-Hydra composes the YAML files of `configs/` into these classes; a field that is not here is refused. Rules that
-involve more than one field live in `rules`.
+Hydra composes the YAML files of `configs/` into these classes; other fields are refused. Rules that involve more than
+one field live in `rules`.
 """
 
 from __future__ import annotations

@@ -37,5 +37,7 @@ class AlarmsConfig:
     """Tokens of the busiest expert over those of the average one, median of 10 steps."""
     slow_phase: Annotated[float | None, Interval("(1, inf)")] = 6.0
     """Seconds of a phase over their median, when it took a minute or more."""
+    stragglers: Annotated[float | None, Interval("(1, inf)")] = 1.5
+    """Working time of the slowest rank over that of the median rank, median of 10 steps, in most of which it is one."""
     held_out_falling: Annotated[float | None, Interval("(0, inf)")] = 0.1
     """Fall of the validation accuracy from its best, in two evaluations in a row, while the training reward rises."""

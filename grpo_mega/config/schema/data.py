@@ -1,4 +1,4 @@
-"""Where prompts come from."""
+"""Data: prompts, tokenizer and template."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from omegaconf import MISSING
 from grpo_mega.config.limits import Interval, OneOf
 
 GENERATED_TASKS = ("chain_sum", "tiny_code", "tiny_mixture")
-"""Tasks whose problems are generated; those of all others are stored."""
+"""Tasks whose problems are generated; those of all other tasks are stored."""
 
 
 @dataclass
 class SourceConfig:
-    """Stored problems and how they are read: data.sources.NAME, where NAME is the task of its problems. A column is
+    """A source of problems and how to read it: data.sources.NAME, where NAME is the task of its problems. A column is
     named by its path, such as reward_model.ground_truth or messages.0.content."""
 
     path: str | None = None
-    """Training problems: a .jsonl, .json, .parquet or .arrow file, or a folder of them; null for a source that is only
-    tested, or has reasoning_gym."""
+    """Training problems: a .jsonl, .json, .parquet or .arrow file, or a folder of them; null for a source used only for
+    testing, or with reasoning_gym."""
     split: str = "train"
-    """Which files of a folder hold training problems: those in a folder, or with a name, that begins so."""
+    """Split with the training problems in a folder, by the names of its files and folders."""
     test_path: str | None = None
-    """Held-out problems, in the same forms."""
+    """Held-out problems, in the same file formats as `path`."""
     test_split: str = "test"
-    """Which files of the folder test_path hold them."""
+    """Split with the held-out problems in the folder test_path."""
     weight: float | None = None
-    """Share of the training prompts that come from this source, relative to the weights of the others; null in every
-    source: the number of its problems, so that every problem comes equally often."""
+    """Share of the training prompts from this source, relative to the weights of the others; null, in every source: the
+    number of its problems, so that every problem is equally frequent."""
     prompt: str = "prompt"
     """Column of the problem: text, or a list of messages {role, content}."""
     answer: str = "answer"
@@ -38,81 +38,81 @@ class SourceConfig:
     """Regular expression whose last match in the column is the answer, or the group in it, as in '#### (.*)'; null: the
     whole column."""
     id: str | None = None
-    """Column of the problem's unique name; null: its row's number."""
+    """Column of the problem's unique id; null: the row's number."""
     difficulty: str | None = None
-    """Column of a number: the first pass over the problems is from low to high; null: every pass is shuffled."""
+    """Column of the difficulty, a number: the first epoch is sorted from low to high; null: every epoch is shuffled."""
     metadata: list[str] = field(default_factory=list)
-    """Further columns, which rewards find in the metadata of a prompt under the names given here."""
+    """Further columns, passed to rewards in the prompt's metadata under the names given here."""
     template: str | None = None
-    """data.template for this source; null: the same."""
+    """data.template for this source; null for data.template itself."""
     question: str | None = None
-    """data.question for this source; null: the same."""
+    """data.question for this source; null for data.question itself."""
     system: str | None = None
-    """data.system for this source; null: the same, an empty text: none."""
+    """data.system for this source; null for data.system itself, an empty text for none."""
     reasoning_gym: str | None = None
-    """Instead of files: a task of the library reasoning-gym, such as gcd, whose problems are made when the run starts;
-    docs/data.md lists the tasks. The reward reasoning_gym scores them."""
+    """Instead of files: a task of the library reasoning-gym, such as gcd, whose problems are generated when the run
+    starts; docs/data.md lists the tasks. The reward reasoning_gym scores them."""
     problems: int = 1000
-    """reasoning_gym: training problems, before data.validation_size of all sources are held out."""
+    """reasoning_gym: number of training problems, before data.validation_size of all sources are held out."""
     test_problems: int = 100
-    """reasoning_gym: held-out problems."""
+    """reasoning_gym: number of held-out problems."""
     options: dict[str, Any] = field(default_factory=dict)
     """reasoning_gym: settings of the task, such as {min_terms: 2}."""
 
 
 @dataclass
 class DataConfig:
-    """Where prompts come from."""
+    """Data: task, tokenizer, prompt template, problems and their order."""
 
     task: Annotated[str, OneOf(*GENERATED_TASKS, "jsonl")] = MISSING
-    """chain_sum, tiny_code or tiny_mixture, which is both (generated), or jsonl (stored: train_path or sources)."""
+    """Task: chain_sum, tiny_code or tiny_mixture of both (generated), or jsonl (stored: train_path or sources)."""
     tokenizer: str = "chars"
-    """chars (built in: digits, operators and tags, and words of Python for tasks with programs), or a directory with
-    a Hugging Face tokenizer; that of run.init_from unless another is named."""
+    """chars (built in: digits, operators and tags, and words of Python for tasks with programs), or a directory with a
+    Hugging Face tokenizer; by default that of run.init_from."""
     template: str = "{prompt}"
-    """How a problem is presented to a Hugging Face model: a text in which {prompt} is replaced by the problem (the
-    beginning-of-text token is added), or chat for the tokenizer's chat template, which is used unless the data option
-    has a text when run.init_from brings one."""
+    """Template of the prompt for a Hugging Face model: a text in which {prompt} is replaced by the problem (the
+    beginning-of-text token is added), or chat for the tokenizer's chat template, the default if run.init_from has one
+    and the data option sets no text."""
     question: str = "{prompt}"
-    """How a problem is worded within the template: a text in which {prompt} is replaced by the problem, such as one
-    that asks for the final answer in a certain form."""
+    """Wording of the problem within the template: a text in which {prompt} is replaced by the problem, e.g. to ask for
+    the final answer in a certain form."""
     system: str | None = None
-    """The system's message before every problem, in the chat template; problems that are messages and begin with one
-    keep their own. null: none."""
+    """System message before every problem, in the chat template; problems that are chats with a system message keep
+    theirs. null: none."""
     parse_special: bool = False
-    """Special tokens, such as <|im_end|>, that are spelt in a problem count as such: for problems that are whole
-    dialogues. Otherwise they are ordinary text, and only the template writes special tokens."""
+    """Parse special tokens, such as <|im_end|>, that are spelled in a problem: for problems that are whole dialogues.
+    Otherwise they are ordinary text, and only the template writes special tokens."""
     min_terms: Annotated[int, Interval("[2, inf)")] = 3
     """chain_sum, tiny_mixture: fewest numbers in a sum."""
     max_terms: Annotated[int, Interval("[2, inf)")] = 5
     """chain_sum, tiny_mixture: most numbers in a sum."""
     languages: list[str] = field(default_factory=list)
-    """chain_sum: languages of the working, english and chinese, whose words stand for the digits; with two of them the
-    base model mixes both, as it has read both. Empty: the working is in digits."""
+    """chain_sum: languages (english, chinese) whose number words the working uses; with two, the base model has read
+    both and mixes them. Empty: digits."""
     validation_size: Annotated[int, Interval("[1, inf)")] = 200
-    """Problems for tuning: for generated tasks disjoint from training and test, permutations of the same numbers
-    included; for jsonl taken off the training problems of all sources."""
+    """Number of problems for tuning: for generated tasks disjoint from training and test, permutations of the same
+    numbers included; for jsonl held out of the training problems of all sources."""
     test_size: Annotated[int, Interval("[1, inf)")] = 400
-    """Held-out problems for the reported accuracy: generated, or for jsonl, when there is no test_path,
-    taken off the training problems of all sources."""
+    """Number of held-out problems for the reported accuracy: generated, or for jsonl without test_path held out of the
+    training problems of all sources."""
     train_path: str | None = None
-    """jsonl: training problems in the form of a single source, one {"prompt": ..., "answer": ...} a row, optional "id"
-    and "task"."""
+    """jsonl: training problems as a single source, one {"prompt": ..., "answer": ...} a row, optional "id" and
+    "task"."""
     test_path: str | None = None
-    """jsonl: held-out problems in the same form; null to hold out data.test_size of the training problems."""
+    """jsonl: held-out problems, in the format of train_path; null to hold out data.test_size of the training
+    problems."""
     shared_test_problems: Annotated[int, Interval("[0, inf)")] = 0
-    """jsonl: how many problems of a test file may be trained on too, in the same words; more are refused, with their
-    names."""
+    """jsonl: number of problems of a test file that may also be trained on; more are refused, with their ids."""
     curriculum: Annotated[str, OneOf("none", "frontier")] = "none"
-    """jsonl: none (every pass has all problems) or frontier (problems that are always or never solved come in every
-    data.frontier_revisit-th pass only)."""
+    """jsonl: none (every epoch has all problems) or frontier (problems that are always or never solved appear only in
+    every data.frontier_revisit-th epoch)."""
     frontier_low: Annotated[float, Interval("(-inf, inf)")] = 0.1
-    """Lowest pass rate of a problem that comes in every pass, inclusive: the mean of reward.success over the answers of
+    """frontier: lowest pass rate, inclusive, of a problem that appears in every epoch: the mean of reward.success over
     its latest group."""
     frontier_high: Annotated[float, Interval("(-inf, inf)")] = 0.9
-    """Highest pass rate of a problem that comes in every pass, inclusive."""
+    """frontier: highest pass rate, inclusive, of a problem that appears in every epoch."""
     frontier_revisit: Annotated[int, Interval("[2, inf)")] = 4
-    """Passes in which a problem with another pass rate comes once."""
+    """frontier: problems with another pass rate appear once in this many epochs."""
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     """jsonl: instead of train_path and test_path, any number of sources by name, for example
     data.sources.gsm8k.path=FILE."""

@@ -1,4 +1,4 @@
-"""How evaluations sample."""
+"""Sampling of evaluations."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from grpo_mega.config.limits import Interval
 
 @dataclass
 class EvalConfig:
-    """How evaluations sample, during training (run.eval_every) and before and after it."""
+    """Sampling of evaluations, during training (run.eval_every) and before and after it."""
 
     samples: Annotated[int, Interval("[1, 256]")] = 1
-    """Sampled answers to each problem; with several, pass@k and maj@k are recorded for k of 2, 4, ... `samples`."""
+    """Number of sampled answers to each problem; with several, pass@k and maj@k are recorded for k of 2, 4, ...
+    `samples`."""
     temperature: Annotated[float | None, Interval("[0, 1000000]")] = None
     """Sampling temperature, 0 for the likeliest token; null: rollout.temperature."""
     top_p: Annotated[float | None, Interval("(0, 1]")] = None

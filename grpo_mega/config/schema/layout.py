@@ -1,4 +1,4 @@
-"""How processes share the model, and the machines that they run on."""
+"""Distribution of the model over processes, and the machines that they run on."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from grpo_mega.config.limits import Interval, OneOf
 
 @dataclass
 class LayoutConfig:
-    """How the processes share the model. Data parallelism is what is left: world size / (tp * cp * pp)."""
+    """Parallel layout of the model. The data parallel size is world size / (tp * cp * pp)."""
 
     tp: Annotated[int, Interval("[1, inf)")] = 1
     """Tensor parallel size."""
     pp: Annotated[int, Interval("[1, inf)")] = 1
     """Pipeline parallel size."""
     vpp: Annotated[int, Interval("[1, inf)")] = 1
-    """Pieces of the model on every pipeline rank, interleaved (virtual pipeline); needs pp > 1."""
+    """Virtual pipeline size: interleaved pieces of the model on every pipeline rank; needs pp > 1."""
     first_stage_layers: Annotated[int | None, Interval("[1, inf)")] = None
-    """Layers of the first pipeline stage; null for as many as every other stage."""
+    """Layers of the first pipeline stage; null for as many as the other stages have."""
     last_stage_layers: Annotated[int | None, Interval("[1, inf)")] = None
-    """Layers of the last pipeline stage, which also computes the loss (DeepSeek-V3: fewer); null for as many as
-    every other stage."""
+    """Layers of the last pipeline stage, which also computes the loss (DeepSeek-V3: fewer); null for as many as the
+    other stages have."""
     cp: Annotated[int, Interval("[1, inf)")] = 1
     """Context parallel size: ranks that share every sequence."""
     ep: Annotated[int, Interval("[1, inf)")] = 1
@@ -32,28 +32,38 @@ class LayoutConfig:
     sp: bool = False
     """Sequence parallelism; needs tp > 1, and Megatron requires it for experts and for latent attention with tp > 1."""
     micro_batch_tokens: Annotated[int, Interval("[1, inf)")] = 16384
-    """Most tokens in one micro-batch, prompts of a group counted once, context parallel ranks together."""
+    """Largest number of tokens in a micro-batch, over all context parallel ranks, with the prompt of a group counted
+    once."""
     recompute: Annotated[str, OneOf("none", "selective", "full")] = "none"
-    """What the backward pass recomputes instead of keeping in memory: none, selective (attention) or full (layers)."""
+    """Activations that the backward pass recomputes: none, selective (attention) or full (layers)."""
     attention: Annotated[str, OneOf("auto", "padded", "torch", "flash3", "flash4")] = "auto"
-    """What computes attention. padded: torch's fused attention, in a table as wide as the longest sequence. torch,
+    """Attention kernels. padded: torch's fused attention, on a table as wide as the longest sequence. torch,
     flash3, flash4: FlashAttention-2 (part of torch), 3 or 4 (packages) for sequences of any length, in bf16 on a GPU;
-    a shared prompt is there once. auto: torch, where the model allows it; padded on a CPU."""
+    a shared prompt appears once. auto: torch, where the model allows it; padded on a CPU."""
+    fp8: bool = False
+    """Matrix products of layers in 8 bits, forward and backward, by Transformer Engine's block recipe (DeepSeek-V3,
+    arXiv 2412.19437, section 3.3), on H100 or newer. Weights stay bf16; embedding, output layer, router and attention
+    are computed as before. It moves the trainer's probabilities away from the engine's: see `algorithm.correction`."""
 
 
 @dataclass
 class ClusterConfig:
-    """The machines that an experiment is meant for: what the planner plans for, and how long ranks wait for each other.
-    Training uses the processes that torchrun starts."""
+    """The machines of an experiment, for the planner, and the timeout of collectives. Training uses the processes that
+    torchrun starts."""
 
     nodes: Annotated[int | None, Interval("[1, inf)")] = None
     """Machines; null for the fewest processes that fit the layout."""
     gpus_per_node: Annotated[int, Interval("[1, inf)")] = 8
     """GPUs of one machine."""
     gpu_memory_mib: Annotated[int | None, Interval("[1, inf)")] = None
-    """Memory of one GPU in MiB, as nvidia-smi shows it (H100: 81559, H200: 143771); null gives no verdict."""
+    """Memory of one GPU in MiB, as nvidia-smi shows it (H100: 81559, H200: 143771); null: the planner does not say
+    whether it fits."""
+    gpu: Annotated[str | None, OneOf("h100", "h200", "h800", "h20", "a100", "b200", "gb200", "gb300")] = None
+    """Which GPU it is; the planner's times go by its data sheet. null: no times."""
+    host_memory_gib: Annotated[int | None, Interval("[1, inf)")] = None
+    """Main memory of one machine in GiB; null gives no verdict."""
     timeout_seconds: Annotated[
         int, Interval("[60, 604800]", "a minute to a week: busy ranks are late, and a job that hangs has to end")
     ] = 1800
-    """How long a rank waits in a collective for the others before it ends the job. A rank that has read its part of a
-    checkpoint waits there, too: it has to be more than the slowest takes. Writing and checking one is not limited."""
+    """Timeout of collectives: how long a rank waits for the others before it ends the job. It must exceed the time in
+    which the slowest rank reads its part of a checkpoint. Writing and checking a checkpoint is not limited."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is trained beside weights that stay as they were loaded."""
+"""Low-rank adapters, trained while the loaded weights are frozen."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class LoRAConfig:
     rank: Annotated[int, Interval("[0, inf)")] = 0
     """Rows of A, columns of B; 0 trains all weights and has no adapters."""
     alpha: Annotated[float, Interval("(0, inf)")] = 32.0
-    """The adapters' output is multiplied by alpha / rank."""
+    """Scale of the adapters' output, which is multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=lambda: ["attention", "mlp", "experts"])
-    """Which matrices get adapters, in Hugging Face's words. attention: q_proj, k_proj, v_proj and o_proj; of latent
+    """Matrices with adapters, by Hugging Face's names. attention: q_proj, k_proj, v_proj and o_proj; of latent
     attention q_proj, or q_a_proj and q_b_proj, kv_a_proj_with_mqa, kv_b_proj and o_proj. mlp: gate_proj, up_proj and
-    down_proj of dense layers and of the expert that every token visits. experts: those of every routed expert."""
+    down_proj of dense layers and of the shared expert. experts: those of every routed expert."""

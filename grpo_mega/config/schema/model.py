@@ -21,13 +21,14 @@ class MoEConfig:
     ffn_hidden: Annotated[int, Interval("[1, inf)")] = 64
     """Hidden size of one routed expert."""
     shared_ffn_hidden: Annotated[int, Interval("[0, inf)")] = 0
-    """Hidden size of the expert every token visits; 0 for none."""
+    """Hidden size of the shared expert, which every token visits; 0 for none."""
     first_dense: Annotated[int, Interval("[0, inf)")] = 0
-    """How many of the first layers stay dense (DeepSeek-V3: 3)."""
+    """Number of first layers that are dense (DeepSeek-V3: 3)."""
     score: Annotated[str, OneOf("sigmoid", "softmax")] = "sigmoid"
     """Router scores: sigmoid (DeepSeek-V3) or softmax."""
     bias_update_rate: Annotated[float, Interval("[0, inf)")] = 1e-3
-    """Step of the auxiliary-loss-free balancing bias (DeepSeek-V3, section 2.1.2); 0 turns it off. Needs sigmoid."""
+    """Update rate of the auxiliary-loss-free balancing bias (DeepSeek-V3, section 2.1.2); 0 turns it off. Needs
+    sigmoid."""
     frozen_bias: bool = False
     """Keep the balancing bias as it was loaded; needs bias_update_rate=0."""
     aux_loss_coef: Annotated[float, Interval("[0, inf)")] = 0.0
@@ -51,43 +52,45 @@ class MLAConfig:
     kv_lora_rank: Annotated[int, Interval("[1, inf)")] = 16
     """Rank of the compressed key and value."""
     qk_head_dim: Annotated[int, Interval("[1, inf)")] = 16
-    """Query and key channels per head without position."""
+    """Query and key channels per head without rotary position."""
     qk_rope_dim: Annotated[int, Interval("[1, inf)")] = 8
-    """Query and key channels per head that carry the rotary position."""
+    """Query and key channels per head with rotary position."""
     v_head_dim: Annotated[int, Interval("[1, inf)")] = 16
     """Value channels per head."""
 
 
 @dataclass
 class YarnConfig:
-    """YaRN (Peng et al., 2023): rotary positions stretched over a longer context; for latent attention, and GPT-OSS."""
+    """YaRN (Peng et al., 2023): rotary positions scaled to a longer context; for latent attention and GPT-OSS."""
 
     factor: Annotated[float, Interval("[1, inf)")] = 1.0
-    """How many times longer the context has become (DeepSeek-V3: 40); 1 for plain rotary positions."""
+    """Factor by which the context is extended (DeepSeek-V3: 40); 1 for plain rotary positions."""
     original_context: Annotated[int, Interval("[1, inf)")] = 4096
     """Context of pre-training, in tokens."""
     beta_fast: Annotated[float, Interval("(0, inf)")] = 32.0
-    """Channels that turn more often than this within the original context keep their frequency."""
+    """Channels that rotate more often than this within the original context keep their frequency."""
     beta_slow: Annotated[float, Interval("(0, inf)")] = 1.0
-    """Channels that turn less often than this are slowed down by `factor`; those in between by less."""
+    """Channels that rotate less often than this within the original context are slowed down by `factor`; those between
+    beta_slow and beta_fast by less."""
     mscale: Annotated[float, Interval("(0, inf)")] = 1.0
     """Attention logits are multiplied by (0.1 * mscale * ln(factor) + 1)^2; `mscale_all_dim` in DeepSeek's files."""
     truncate: bool = True
-    """Between the two kinds of channels is a whole number of pairs (DeepSeek-V3); false for GPT-OSS."""
+    """Round the bounds between these channels to whole channel pairs (DeepSeek-V3); false for GPT-OSS."""
 
 
 @dataclass
 class Llama3RopeConfig:
-    """Rotary positions stretched over a longer context as in Llama 3.1; for grouped-query attention."""
+    """Rotary positions scaled to a longer context as in Llama 3.1; for grouped-query attention."""
 
     factor: Annotated[float, Interval("[1, inf)")] = 1.0
-    """Channels that turn seldom are slowed down by this (Llama 3.1: 8); 1 for plain rotary positions."""
+    """Factor by which slow channels are slowed down further (Llama 3.1: 8); 1 for plain rotary positions."""
     original_context: Annotated[int, Interval("[1, inf)")] = 8192
     """Context of pre-training, in tokens."""
     low_freq_factor: Annotated[float, Interval("(0, inf)")] = 1.0
-    """Channels that turn less often than this within the original context are slowed down by `factor`."""
+    """Channels that rotate less often than this within the original context are slowed down by `factor`."""
     high_freq_factor: Annotated[float, Interval("(0, inf)")] = 4.0
-    """Channels that turn more often than this keep their frequency; those in between are slowed down by less."""
+    """Channels that rotate more often than this within the original context keep their frequency; those between
+    low_freq_factor and high_freq_factor are slowed down by less."""
 
 
 @dataclass
@@ -109,7 +112,7 @@ class ModelConfig:
     context: Annotated[int, Interval("[1, inf)")] = MISSING
     """Longest sequence, prompt and completion, in tokens."""
     attention: Annotated[str, OneOf("gqa", "mla")] = "gqa"
-    """gqa or mla."""
+    """Kind of attention: gqa (grouped-query) or mla (multi-head latent)."""
     qk_norm: bool = False
     """RMSNorm on queries and keys (Qwen3)."""
     qkv_bias: bool = False
@@ -119,23 +122,23 @@ class ModelConfig:
     rope_base: Annotated[int, Interval("[1, inf)")] = 10000
     """Base of the rotary frequencies."""
     rope_fraction: Annotated[float, Interval("(0, 1]")] = 1.0
-    """Fraction of a head's channels, the first ones, that turn with the position (GLM-4.5: 0.5); for grouped-query
+    """Fraction of a head's channels, the first ones, with rotary positions (GLM-4.5: 0.5); for grouped-query
     attention."""
     window: Annotated[int | None, Interval("[1, inf)")] = None
-    """Tokens that each token sees, itself and those just before it (Mistral-7B-v0.1: 4096); null for all before it. For
-    grouped-query attention."""
+    """Sliding window: tokens that each token attends to, itself included (Mistral-7B-v0.1: 4096); null for full
+    attention. For grouped-query attention."""
     full_every: Annotated[int, Interval("[0, inf)")] = 0
-    """Every so many layers one sees all tokens before it, whatever the window (Gemma 3: 6); 0 for none."""
+    """Period of the layers with full attention in place of the window (Gemma 3: 6); 0 for none."""
     window_rope_base: Annotated[int | None, Interval("[1, inf)")] = None
     """Base of the rotary frequencies in layers with the window (Gemma 3: 10000); null for `rope_base`."""
     query_pre_attn_scalar: Annotated[int | None, Interval("[1, inf)")] = None
-    """Attention logits are divided by the square root of it (Gemma 3); null for the channels of a head."""
+    """Attention logits are divided by the square root of this (Gemma 3); null for head_dim."""
     gemma: bool = False
     """Gemma 3's dense layers: norms that multiply by 1 + weight, also after attention and after feed-forward; GELU (its
     tanh form) in place of SiLU; embeddings multiplied by sqrt(hidden)."""
     gpt_oss: bool = False
-    """GPT-OSS's layers: a learned sink for every head, which takes part of its attention; biases in all projections and
-    in the router; experts whose gate and its factor are clamped at 7: x sigmoid(1.702 x) (y + 1)."""
+    """GPT-OSS's layers: a learned attention sink for every head; biases in all projections and in the router; experts
+    whose gate and its factor are clamped at 7: x sigmoid(1.702 x) (y + 1)."""
     norm_eps: Annotated[float, Interval("(0, inf)")] = 1e-6
     """Epsilon of RMSNorm."""
     init_std: Annotated[float, Interval("(0, inf)", "with 0 every channel stays the same")] = 0.02
@@ -143,12 +146,12 @@ class ModelConfig:
     vocab_size: Annotated[
         int | None, Interval("[1, 10000000]", "today's largest vocabularies have some 300,000 tokens")
     ] = None
-    """Tokens of the embedding and the output layer, where they have more than the tokenizer (released models); null for
-    the tokenizer's number."""
+    """Vocabulary size of the embedding and the output layer, if larger than the tokenizer's (released models); null for
+    the tokenizer's."""
     vocab_multiple: Annotated[int, Interval("[1, inf)")] = 32
-    """Embedding rows are padded up to a multiple of this; padding is never sampled. Same in every layout."""
+    """The vocabulary is padded to a multiple of this; padding is never sampled. Independent of the layout."""
     dtype: Annotated[str, OneOf("fp32", "bf16")] = "fp32"
-    """fp32 or bf16 (with fp32 master weights)."""
+    """Data type of parameters and activations: fp32, or bf16 (with fp32 master weights)."""
     mtp_layers: Annotated[int, Interval("[0, inf)")] = 0
     """Multi-token prediction modules (DeepSeek-V3: 1); 0 for none. They learn to draft the policy's tokens."""
     mtp_loss_coef: Annotated[float, Interval("(0, inf)")] = 0.1

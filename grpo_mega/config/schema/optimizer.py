@@ -15,7 +15,7 @@ AT_THE_PEAK = "the first step of a fall is still at the peak"
 
 @dataclass
 class PartConfig:
-    """How the optimizer treats one part of the model."""
+    """Optimizer settings of one part of the model."""
 
     lr_multiplier: Annotated[float, Interval("(0, inf)")] = 1.0
     """The part's learning rate is `optimizer.lr` times this, throughout the schedule."""
@@ -25,24 +25,24 @@ class PartConfig:
 
 @dataclass
 class PartsConfig:
-    """The parts of a model; every parameter belongs to one, biases to their matrix's."""
+    """The parts of a model; every parameter belongs to one, a bias to its matrix's."""
 
     embedding: PartConfig = field(default_factory=PartConfig)
-    """Vectors of the tokens; with model.tie_embeddings the output layer too, as they are one."""
+    """Token embeddings; with model.tie_embeddings also the output layer, which shares them."""
     head: PartConfig = field(default_factory=PartConfig)
     """The output layer."""
     attention: PartConfig = field(default_factory=PartConfig)
-    """Projections of attention."""
+    """Attention projections."""
     mlp: PartConfig = field(default_factory=PartConfig)
     """Dense MLPs and shared experts."""
     experts: PartConfig = field(default_factory=PartConfig)
     """Routed experts."""
     router: PartConfig = field(default_factory=PartConfig)
-    """Routers' matrices; the bias that balances the experts is no parameter, and moves as model.moe says."""
+    """Router matrices; the balancing bias is not a parameter, and is updated as set in model.moe."""
     norms: PartConfig = field(default_factory=PartConfig)
-    """Norms, those within attention too."""
+    """Norms, including those within attention."""
     predictors: PartConfig = field(default_factory=PartConfig)
-    """Multi-token prediction modules, with all that is in them."""
+    """Multi-token prediction modules, with all their parameters."""
     adapters: PartConfig = field(default_factory=PartConfig)
     """Adapters, see `lora`."""
 
@@ -56,31 +56,31 @@ class OptimizerConfig:
     warmup_steps: Annotated[int, Interval("[0, inf)")] = 0
     """Optimizer updates of linear warm-up."""
     schedule: Annotated[str, OneOf(*SCHEDULES)] = "constant"
-    """What follows the warm-up: constant; linear or cosine, which fall to `lr_floor` from then on; wsd (warm-up,
-    stable, decay), which stays at `lr` and falls linearly at the end of the run."""
+    """Learning rate after the warm-up: constant; linear or cosine, which decay to `lr_floor`; wsd (warm-up, stable,
+    decay), which stays at `lr` and decays linearly at the end of the run."""
     decay_steps: Annotated[int | None, Interval("[2, inf)", AT_THE_PEAK)] = None
-    """GRPO steps of the fall, with and without signal: the last ones of the run under wsd, which needs a number; null
-    under linear and cosine for all that follow the warm-up. A run that may be continued with more `run.steps` needs a
-    number, and under wsd a checkpoint from before the fall: run.keep_every keeps some."""
+    """GRPO steps of the decay, with and without signal. wsd requires a number, the last steps of the run; linear and
+    cosine decay over all steps after the warm-up if null. A run that may be continued with more `run.steps` needs a
+    number, and with wsd a checkpoint from before the decay: run.keep_every keeps some."""
     lr_floor: Annotated[float, Interval("[0, 1]")] = 0.0
-    """What is left of `lr` after the fall, as a share of it."""
+    """Learning rate after the decay, as a share of `lr`."""
     beta1: Annotated[float, Interval("[0, 1)")] = 0.9
-    """Adam's first moment decay."""
+    """Decay rate of Adam's first moment."""
     beta2: Annotated[float, Interval("[0, 1)")] = 0.95
-    """Adam's second moment decay."""
+    """Decay rate of Adam's second moment."""
     eps: Annotated[float, Interval("(0, inf)")] = 1e-8
     """Adam's epsilon."""
     weight_decay: Annotated[float, Interval("[0, inf)")] = 0.0
     """Decoupled weight decay; with 0, a step without signal moves nothing."""
     parts: PartsConfig = field(default_factory=PartsConfig)
-    """Learning rates and weight decay of parts of the model, in GRPO."""
+    """Learning rates and weight decay of the parts of the model, in GRPO."""
     frozen: list[str] = field(default_factory=list)
-    """Parts of the model, by the names of `parts`, that keep their weights in every stage: they have no gradients and
-    no moments, and do not count in the gradient norm."""
+    """Parts of the model, by the names of `parts`, that keep their weights in every stage: they have no gradients or
+    moments, and do not count in the gradient norm."""
     average_decay: Annotated[float, Interval("[0, 1)")] = 0.0
-    """Share that an average of the weights keeps of itself at each update (0.99: about the last 100 updates count);
-    evaluations use it in place of the weights, and tools/export.py --model average writes it. In host memory, four
-    bytes for each trained parameter of a rank, and a copy of the weights during an evaluation. 0 for no average."""
+    """Decay of the exponential moving average of the weights at each update (0.99: about the last 100 updates count);
+    evaluations use the average, and tools/export.py --model average writes it. Takes four bytes of host memory for each
+    trained parameter of a rank, and a copy of the weights during an evaluation. 0 for no average."""
     clip_grad: Annotated[float, Interval("[0, inf)")] = 1.0
     """Global gradient norm limit; 0 for none."""
     distributed: bool = False

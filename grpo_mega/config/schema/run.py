@@ -1,4 +1,4 @@
-"""The run: its name, its length and what it writes."""
+"""The run: its name, length and outputs."""
 
 from __future__ import annotations
 
@@ -10,73 +10,71 @@ from omegaconf import MISSING
 from grpo_mega.config.limits import Interval, OneOf
 
 TRACKERS = ("wandb", "trackio", "mlflow")
-"""Where metrics can be sent."""
+"""Services that metrics can be sent to."""
 REWARD_MODELS = ("reward_model", "process_reward_model")
-"""What `run.trains` is for runs that train a reward model."""
+"""Values of `run.trains` for runs that train a reward model."""
 
 
 @dataclass
 class RunConfig:
-    """The name of a run, how long it lasts and what it writes."""
+    """Name, length and outputs of a run."""
 
     name: str = MISSING
     """The run's directory is `root`/`name`."""
     root: str = "runs"
     """Directory of run directories and cached base models."""
     trains: Annotated[str, OneOf("policy", *REWARD_MODELS)] = "policy"
-    """What the run trains: policy (the stages before reinforcement learning, and this), reward_model (which scores
-    whole answers) or process_reward_model (which scores their steps); these two learn from `pairs`, and need no
-    `run.steps`, `algorithm`, `reward` and `optimizer.lr`, and of `data` the tokenizer and its template."""
+    """Trained model: policy (by reinforcement learning and the stages before it), reward_model (scores whole answers)
+    or process_reward_model (scores their steps). The last two learn from `pairs`; they need neither `run.steps`,
+    `algorithm`, `reward` nor `optimizer.lr`, and of `data` only the tokenizer and its template."""
     seed: Annotated[int, Interval("[0, 4294967295]", "generators are seeded with 32 bits of it")] = 0
-    """Everything random derives from it: weights, data, sampling."""
+    """Random seed of everything: weights, data, sampling."""
     steps: Annotated[int, Interval("[0, inf)")] = MISSING
-    """GRPO steps; 0 ends the run after the stages before them. A reward model's follow from `pairs`."""
+    """GRPO steps; 0 ends the run after the earlier stages. Steps of a reward model follow from `pairs`."""
     eval_every: Annotated[int, Interval("[0, inf)")] = 20
-    """Steps between evaluations on the validation problems; 0 for never. The held-out test runs first and last. A
-    reward model is evaluated on its held-out pairs, then and at the end."""
+    """Steps between evaluations on the validation problems; 0 for never. The held-out test runs before and after
+    training. A reward model is evaluated on its held-out pairs, also at the end."""
     save_every: Annotated[int, Interval("[0, inf)")] = 20
     """Steps between checkpoints; 0 saves only the last step."""
     async_save: bool = False
-    """Write checkpoints while training continues; one counts when it is complete, a step or more later. Costs memory: a
-    copy of the saved state is held until then."""
+    """Write checkpoints in the background; each becomes valid when it is complete, a step or more later. A copy of the
+    saved state is held in memory until then."""
     keep_checkpoints: Annotated[int, Interval("[1, inf)")] = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: Annotated[int, Interval("[0, inf)")] = 0
-    """Checkpoints of steps divisible by this are kept for good; 0 for none. Those of an earlier stage, such as the cold
-    start, go when the next one has saved."""
+    """Checkpoints of steps divisible by this are kept forever; 0 for none. Those of an earlier stage, such as the cold
+    start, are removed when the next stage has saved."""
     export_every: Annotated[int, Interval("[-1, inf)", "-1 exports after the last step only, 0 never")] = 0
     """Steps between exports of the policy as a Hugging Face folder, export/step-NNNNNN of the run directory; the last
-    step is exported too. -1 exports that one alone, 0 none. All are kept; one that fails is a warning."""
+    step is exported too. -1 exports only the last step, 0 none. All are kept; a failed export is a warning."""
     print_every: Annotated[int, Interval("[1, inf)")] = 10
     """Steps between rows of the console table."""
     report_every: Annotated[int, Interval("[0, inf)")] = 50
-    """Steps between pages about the run (report.html), each written beside training by a process of low priority; 0 for
-    none before the end, which always leaves one."""
+    """Steps between reports (report.html), written in the background by a process of low priority; 0 for only one at
+    the end."""
     sample_groups_per_step: Annotated[int, Interval("[0, inf)")] = 1
-    """Groups of answers that every step writes to samples/, whole and with the numbers of each token (50 bytes a token
-    or so): drawn by `seed` and step, from those with signal as far as there are such. 0 for none, on the console
-    neither."""
+    """Number of groups that every step writes to samples/, with all answers and per-token numbers (about 50 bytes a
+    token): drawn by `seed` and step, preferably from groups with signal. 0 for none, also on the console."""
     followed_problems: Annotated[int, Interval("[0, inf)")] = 2
-    """The first so many validation problems are followed: each evaluation writes its answers to them to samples/. 0
-    for none."""
+    """Number of validation problems, the first ones, whose answers each evaluation writes to samples/; 0 for none."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
     keep_traces: Annotated[int, Interval("[0, inf)")] = 20
-    """Newest steps whose trace is kept in trace/, a file a rank, and up to as many before them; 0 for none. What each
-    rank did last is in flight/ in any case. See docs/traces.md."""
+    """Number of newest steps whose trace is kept in trace/, one file per rank; up to twice as many may exist. 0 for
+    none. The last actions of each rank are always in flight/. See docs/traces.md."""
     profile_steps: str | None = None
-    """Steps of the last stage that torch's profiler follows, FIRST:LAST, such as 3:5, into profile/, a file a rank; it
-    slows them down. null for none."""
+    """Steps of the last stage to profile with torch's profiler, FIRST:LAST, such as 3:5, into profile/, one file per
+    rank; profiling slows them down. null for none."""
     trackers: list[str] = field(default_factory=list)
-    """Where the metrics of every step are sent besides: wandb, trackio, mlflow, which are installed apart. A process of
-    its own sends them; one that fails is a warning. See docs/trackers.md."""
+    """Services that get the metrics of every step: wandb, trackio, mlflow, which must be installed separately. A
+    separate process sends them; a failure is a warning. See docs/trackers.md."""
     tracker_project: str = "grpo_mega"
-    """The project, or experiment, that the trackers file the run under."""
+    """Project, or experiment, of the run in the trackers."""
     prometheus: str | None = None
     """Folder for the newest metrics as a file of Prometheus' node exporter (its --collector.textfile.directory); null
     for none."""
     stop_on: list[str] = field(default_factory=list)
-    """Alarms that stop the run, which is saved and ends with exit code 4; [any] for each of them. See `alarms`."""
+    """Alarms that stop the run, which saves a checkpoint and ends with exit code 4; [any] for all. See `alarms`."""
     init_from: str | None = None
     """Directory to start from when `base.train` is false: a checkpoint, or a Hugging Face model (Llama, Mistral,
     Qwen2.5, Qwen3, Qwen3-MoE, DeepSeek-V3); null starts from random weights. A Hugging Face folder also gives the

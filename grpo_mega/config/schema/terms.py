@@ -1,7 +1,7 @@
-"""The kinds of built-in reward terms, and the options of each: what `reward.terms[].options` may hold.
+"""Kinds of built-in reward terms, and the options of each, as given in `reward.terms[].options`.
 
-An option without a default must be given. Values are checked here, so that a wrong one is refused before anything is
-built; what each kind computes is in `grpo_mega/reward/`.
+An option without a default is required. Values are checked here, before anything is built; the terms themselves are in
+`grpo_mega/reward/`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 READS = ("text", "tag", "boxed")
-"""Where a final answer stands: the whole completion, its only answer tag, or its only box."""
+"""Places of a final answer: the whole completion, its only answer tag, or its only box."""
 TEMPLATES = ("think_answer", "boxed")
 SCRIPTS = (
     *("latin", "cyrillic", "greek", "arabic", "hebrew", "devanagari", "bengali", "tamil", "thai", "georgian"),
@@ -20,12 +20,12 @@ SCRIPTS = (
 
 @dataclass(frozen=True)
 class NoOptions:
-    """A kind without options."""
+    """Options of kinds that have none."""
 
 
 @dataclass(frozen=True)
 class FormatOptions:
-    """Of format.
+    """Options of the kind format.
 
     Attributes:
         template: think_answer (R1-Zero's tags around the whole completion) or boxed (one box).
@@ -39,10 +39,10 @@ class FormatOptions:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Of multiple_choice and countdown.
+    """Options of the kinds multiple_choice and countdown.
 
     Attributes:
-        read: Where the answer stands, see `READS`.
+        read: Place of the answer, see `READS`.
     """
 
     read: str = "text"
@@ -53,11 +53,11 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class ExactOptions:
-    """Of exact.
+    """Options of the kind exact.
 
     Attributes:
-        read: Where the answer stands, see `READS`.
-        ignore_case: Whether capitals count as small letters.
+        read: Place of the answer, see `READS`.
+        ignore_case: Whether upper and lower case are equal.
     """
 
     read: str = "text"
@@ -69,12 +69,12 @@ class ExactOptions:
 
 @dataclass(frozen=True)
 class RegexOptions:
-    """Of regex.
+    """Options of the kind regex.
 
     Attributes:
-        pattern: Python's syntax; "" takes each problem's own, `pattern` in its metadata.
-        read: Where the answer stands, see `READS`.
-        whole: Whether the pattern must match all of it, not only a part.
+        pattern: Regular expression in Python's syntax; "" for each problem's own, `pattern` in its metadata.
+        read: Place of the answer, see `READS`.
+        whole: Whether the pattern must match the whole answer.
     """
 
     pattern: str = ""
@@ -88,11 +88,11 @@ class RegexOptions:
 
 @dataclass(frozen=True)
 class PuzzleOptions:
-    """Of reasoning_gym.
+    """Options of the kind reasoning_gym.
 
     Attributes:
-        read: Where the answer stands, see `READS`.
-        partial: Whether an answer that the task's scorer gives a part of the score earns it; otherwise it earns 0.
+        read: Place of the answer, see `READS`.
+        partial: Whether a partial score of the task's scorer counts; otherwise it is 0.
     """
 
     read: str = "text"
@@ -104,7 +104,7 @@ class PuzzleOptions:
 
 @dataclass(frozen=True)
 class LanguageOptions:
-    """Of language.
+    """Options of the kind language.
 
     Attributes:
         script: A script, see `SCRIPTS`; chinese, japanese and korean stand for the scripts these languages use.
@@ -118,11 +118,11 @@ class LanguageOptions:
 
 @dataclass(frozen=True)
 class LengthOptions:
-    """Of length.
+    """Options of the kind length.
 
     Attributes:
-        low: Tokens of a completion up to which the value is 0.
-        high: Tokens from which it is 1.
+        low: Number of tokens up to which the value is 0.
+        high: Number of tokens from which the value is 1.
     """
 
     low: int
@@ -135,7 +135,7 @@ class LengthOptions:
 
 @dataclass(frozen=True)
 class OverlongOptions:
-    """Of overlong.
+    """Options of the kind overlong.
 
     Attributes:
         limit: L_max of DAPO's equation 13, in tokens.
@@ -152,10 +152,10 @@ class OverlongOptions:
 
 @dataclass(frozen=True)
 class RepetitionOptions:
-    """Of repetition.
+    """Options of the kind repetition.
 
     Attributes:
-        size: Tokens of a stretch (the n of n-gram).
+        size: Length of an n-gram, in tokens.
     """
 
     size: int = 20
@@ -166,10 +166,10 @@ class RepetitionOptions:
 
 @dataclass(frozen=True)
 class CodeOptions:
-    """Of code.
+    """Options of the kind code.
 
     Attributes:
-        all_or_nothing: Whether a program that fails a test earns 0, or the share of tests that it passes.
+        all_or_nothing: Whether a program that fails a test earns 0 instead of the share of tests that it passes.
         cpu_seconds: CPU time of a program, for each test.
         memory_mib: Memory of a process.
         boxes: Programs that a rank runs at once; 0 for its share of the machine's CPUs.
@@ -190,7 +190,7 @@ class CodeOptions:
 
 @dataclass(frozen=True)
 class CommandOptions:
-    """Of command.
+    """Options of the kind command.
 
     Attributes:
         command: A program and its arguments.
@@ -208,14 +208,14 @@ class CommandOptions:
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """Of http.
+    """Options of the kind http.
 
     Attributes:
-        url: Where samples are sent, http:// or https://.
-        batch: Samples of one request.
-        at_once: Requests of a rank at once.
+        url: Address of the service, http:// or https://.
+        batch: Number of samples in a request.
+        at_once: Number of concurrent requests of a rank.
         retries: Further attempts after one that got no answer.
-        backoff: Seconds before the first of them; each further one waits twice as long, 30 at most.
+        backoff: Seconds before the first retry; doubled for each further one, at most 30.
     """
 
     url: str
@@ -231,20 +231,21 @@ class HttpOptions:
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """Of judge.
+    """Options of the kind judge.
 
     Attributes:
-        url: Of an OpenAI-compatible API, such as http://HOST:30000/v1.
-        model: The model's name there.
-        rubric: What it is asked; {prompt}, {answer} and {completion} stand for the sample's.
-        pattern: Matches the score in its reply, the number being the first group; the last match counts. The default
-            wants the last line to be `Score: N`: ask for just that, other replies leave the sample without a score.
-        low: Least score.
-        high: Greatest score; a reply with another number, or none, leaves the sample without a score.
-        max_tokens: Longest reply.
-        temperature: Of the reply; 0 for the most likely one.
+        url: Address of an OpenAI-compatible API, such as http://HOST:30000/v1.
+        model: Name of the model in the API.
+        rubric: Question to the model; {prompt}, {answer} and {completion} are replaced by the sample's.
+        pattern: Regular expression for the score in the reply, with the number as first group; the last match counts.
+            The default expects a last line `Score: N`: ask for just that, as other replies leave the sample without a
+            score.
+        low: Lowest score.
+        high: Highest score; a reply with a number out of bounds, or none, leaves the sample without a score.
+        max_tokens: Longest reply, in tokens.
+        temperature: Sampling temperature of the reply; 0 for greedy.
         key: Environment variable with the API's key; "" for none.
-        cache: Folder of the replies, which ranks and later starts share; "" keeps them in memory.
+        cache: Folder of cached replies, shared by ranks and later runs; "" keeps them in memory.
         at_once, retries, backoff: See `HttpOptions`.
     """
 
@@ -295,9 +296,9 @@ OPTIONS: dict[str, type] = {
     "http": HttpOptions,
     "judge": JudgeOptions,
 }
-"""Kind -> its options."""
+"""Kind -> dataclass of its options."""
 SCORE_STEPS = ("sum_steps", "command", "http")
-"""Kinds that can score the steps of a completion, besides functions."""
+"""Kinds that can score the steps of a completion; functions can too."""
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -311,7 +312,7 @@ def _within(name: str, value: float, low: float, high: float) -> None:
 
 
 def _service(url: str, at_once: int, retries: int, backoff: float) -> None:
-    """Checks what all services have."""
+    """Checks the options shared by all services."""
     if not re.fullmatch(r"https?://[^/\s]+\S*", url):
         raise ValueError(f"url={url!r}: write it as http://HOST:PORT/PATH")
     _within("at_once", at_once, 1, 1000)

@@ -1,4 +1,4 @@
-"""Tasks whose problems are made up on the spot."""
+"""Tasks with generated problems."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from grpo_mega.types import Prompt
 
 
 class GeneratedTask(Protocol):
-    """What a run needs of a task: problems, and documents from which a base model learns to solve them.
+    """Interface of a generated task: problems, and documents from which a base model learns to solve them.
 
     Attributes:
-        lesson: What its base model learns from, and until when.
-        tokenizer: Encodes its problems and documents.
+        lesson: Training data and stopping rule of the base model.
+        tokenizer: Encodes problems and documents.
         validation: Problems held out for tuning and for the base model's gate.
         test: Problems held out for the reported accuracy.
     """
@@ -40,33 +40,33 @@ class GeneratedTask(Protocol):
         ...
 
     def longest_document(self) -> int:
-        """Tokens of the longest base document there can be."""
+        """Number of tokens of the longest possible base document."""
         ...
 
     def working_prompt(self, prompt: Prompt) -> Prompt:
-        """A held-out problem with the beginning of its untagged working, which the base model's gate continues."""
+        """A held-out problem with the beginning of its untagged working, for the base model's gate to continue."""
         ...
 
     def is_worked_out(self, prompt: Prompt, text: str) -> bool:
-        """Whether the continuation of a `working_prompt` comes to the right answer."""
+        """Whether the continuation of a `working_prompt` reaches the right answer."""
         ...
 
 
 def chain_sum(data: DataConfig) -> ChainSum:
-    """The task of a run with `data.task=chain_sum`, with the same problems at every call.
+    """The task of a run with `data.task=chain_sum`, the same problems in every call.
 
     Raises:
-        ValueError: So many problems cannot be held out; names the field.
+        ValueError: Too many problems are to be held out; names the field.
     """
     sizes = (data.min_terms, data.max_terms, data.validation_size, data.test_size)
     return ChainSum(character_tokenizer(data), *sizes, data.languages)
 
 
 def generated_task(data: DataConfig) -> GeneratedTask:
-    """The task of a run whose `data.task` is not jsonl, with the same problems at every call.
+    """The task of a run whose `data.task` is not jsonl, the same problems in every call.
 
     Raises:
-        ValueError: So many problems cannot be held out; names the field.
+        ValueError: Too many problems are to be held out; names the field.
     """
     if data.task == "chain_sum":
         return chain_sum(data)

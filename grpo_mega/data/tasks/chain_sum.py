@@ -23,13 +23,13 @@ Trace = tuple[list[int], list[int]]
 """Token ids of a prompt and of its completion."""
 
 SPLIT_SEED = 20250120
-"""Seed of every held-out split; never the run's seed."""
+"""Seed of every held-out split, independent of the run's seed."""
 _WORKING = re.compile(r"(?:^|=)([0-9]+)\Z")
 
 
 @dataclass(frozen=True)
 class Styles:
-    """How often a worked solution adds everything at once, two terms per step, or one term per step."""
+    """Probabilities of the styles of a worked solution: all terms at once, two terms per step, one term per step."""
 
     whole: float
     two: float
@@ -68,7 +68,7 @@ def working_answer(text: str) -> str | None:
 
 
 class ChainSum:
-    """The task: sums of `min_terms` to `max_terms` digits, with problems held out for validation and test."""
+    """Task of sums of `min_terms` to `max_terms` digits, with problems held out for validation and test."""
 
     lesson = "worked arithmetic, until it can calculate"
 
@@ -83,13 +83,13 @@ class ChainSum:
     ) -> None:
         """Draws the held-out problems; 2 <= min_terms <= max_terms. Raises ValueError when the sizes are impossible.
 
-        Working is in words of `languages` (see `numerals.py`), or in digits; problems and answers always in digits.
+        Working uses number words of `languages` (see `numerals.py`), or digits; problems and answers use digits.
         """
         self.tokenizer = tokenizer
         self.languages = tuple(languages)
         self.lengths = range(min_terms, max_terms + 1)
         self._check_sizes(validation_size, test_size)
-        # The test problems come first, so that the size of the validation set does not change them.
+        # The test problems are drawn first, so that the size of the validation set does not change them.
         test = _held_out("test", test_size, self.lengths, exclude=())
         validation = _held_out("validation", validation_size, self.lengths, exclude={_multiset(t) for t in test})
         self.test = [self._prompt("test", terms) for terms in test]
@@ -120,7 +120,7 @@ class ChainSum:
         return [self.base_document(random.Random(f"{seed}/document/{step}/{i}"), tagged, direct) for i in range(n)]
 
     def longest_document(self) -> int:
-        """Tokens of the longest base document or demonstration there can be."""
+        """Number of tokens of the longest possible base document or demonstration."""
         terms = (9,) * self.lengths[-1]
         return len(self.tokenizer.encode(_question(terms) + _tagged(terms, 1, (), random.Random())))
 

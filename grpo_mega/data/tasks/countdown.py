@@ -1,7 +1,7 @@
-"""Problems of Countdown, TinyZero's task (Pan et al., 2025): numbers that an expression is to make a value of.
+"""Problems of Countdown, TinyZero's task (Pan et al., 2025): an expression of given numbers with a given value.
 
-As in its data set there are three or four numbers from 1 to 99, and values from 10 to 99. Every value is that of
-some expression in which each number stands once: the problem is made from it.
+As in TinyZero's data set there are three or four numbers from 1 to 99, and values from 10 to 99. Each problem is
+generated from an expression that uses every number once, so it has a solution.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PROMPT = (
     "(1 + 2) / 3."
 )
 Key = tuple[tuple[int, ...], int]
-"""Numbers in order of size, and the value: problems that differ in nothing else are one."""
+"""(sorted numbers, value): identifies a problem."""
 
 
 def problems(seed: int) -> Iterator[dict[str, Any]]:
-    """Problems without end, no two of them equal: rows with the columns prompt, answer and nums."""
+    """Yields distinct problems without end: rows with the columns prompt, answer and nums."""
     rng, seen = random.Random(f"countdown/{seed}"), set[Key]()
     while True:
         numbers = [rng.choice(NUMBERS) for _ in range(rng.choice(COUNTS))]
@@ -37,12 +37,12 @@ def problems(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def key(numbers: list[int], target: int) -> Key:
-    """What makes a problem another one."""
+    """Identity of a problem: its sorted numbers and its value."""
     return tuple(sorted(numbers)), target
 
 
 def _some_value(numbers: list[int], rng: random.Random) -> Fraction:
-    """The value of a random expression in which every number stands once; a division by 0 is a sum instead."""
+    """Value of a random expression that uses every number once; a division by 0 becomes a sum."""
     left = [Fraction(number) for number in numbers]
     while len(left) > 1:
         rng.shuffle(left)

@@ -1,9 +1,9 @@
-"""Tiny programs: three values of a function are given, and the answer is a Python function that has all its values.
+"""Tiny programs: given three values of a function, write a Python function that computes it.
 
 A problem such as `f(0,0)=4;f(1,0)=6;f(0,1)=9?` has the answer `def f(x,y):return 2*x+5*y+4`. Completions are judged by
-hidden tests, which are other values of the function. Held-out problems are chosen over (slopes, their order aside, and
-value at the origin), by a seed of its own: no training problem is a held-out one with x and y exchanged. Everything
-random is a function of (seed, purpose, counter), so any stream can be continued from its counter alone.
+hidden tests, which are other values of the function. The split is over (unordered slopes, value at the origin), by a
+seed of its own: no training problem is a held-out one with x and y exchanged. Everything random is a function of (seed,
+purpose, counter), so any stream can be continued from its counter alone.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from grpo_mega.types import Prompt
 Coefficients = tuple[int, int, int]
 """(a, b, c) of the function a x + b y + c."""
 Kin = tuple[int, int, int]
-"""The same for all functions that are equal but for the names of x and y."""
+"""Coefficients up to exchanging x and y, the key of the split."""
 
 SLOPES = range(1, 10)
 ORIGINS = range(20)
-"""Values of the function at x = y = 0."""
+"""Possible values of the function at x = y = 0."""
 SPLIT_SEED = 20250121
-"""Seed of every held-out split; never the run's seed."""
+"""Seed of every held-out split, independent of the run's seed."""
 TESTS = 2
-"""Hidden tests of a problem: of all functions of the task, only the right one passes them."""
+"""Number of hidden tests of a problem: of all functions of the task, only the right one passes them."""
 TAGGED_WORKING = {0: 0.5, 1: 0.3, 2: 0.2}
-"""Slopes that a base document in answer tags works out before it answers -> how often."""
+"""Number of slopes that a base document in answer tags works out before it answers -> probability."""
 
 
 def program(function: Coefficients) -> str:
-    """The reference answer."""
+    """Reference answer: the source of the function."""
     a, b, c = function
     return f"def f(x,y):return {a}*x+{b}*y+{c}"
 
 
 def working(function: Coefficients) -> list[str]:
-    """How each slope follows from the given values: `6-4=2` and `9-4=5` for 2 x + 5 y + 4."""
+    """Derivation of each slope from the given values: `6-4=2` and `9-4=5` for 2 x + 5 y + 4."""
     a, b, c = function
     return [f"{slope + c}-{c}={slope}" for slope in (a, b)]
 
 
 def hidden_tests(function: Coefficients) -> list[dict[str, Any]]:
-    """The tests of a problem, the same at every call, as `Prompt.metadata["tests"]` has them."""
+    """Tests of a problem, the same in every call, in the format of `Prompt.metadata["tests"]`."""
     a, b, c = function
     rng = random.Random(f"{SPLIT_SEED}/tests/{a}/{b}/{c}")
     # y is above any difference of two values at the origin, x above what y times a difference of slopes adds to that:
@@ -55,12 +55,12 @@ def hidden_tests(function: Coefficients) -> list[dict[str, Any]]:
 
 
 class TinyCode:
-    """The task, with problems held out for validation and test."""
+    """Task of tiny programs, with problems held out for validation and test."""
 
     lesson = "worked programs, until it can write them"
 
     def __init__(self, tokenizer: CharTokenizer, validation_size: int, test_size: int) -> None:
-        """Draws the held-out problems. Raises ValueError when half of all are not left for training."""
+        """Draws the held-out problems. Raises ValueError when fewer than half of all are left for training."""
         self.tokenizer = tokenizer
         available = [(a, b, c) for a, b in combinations_with_replacement(SLOPES, 2) for c in ORIGINS]
         if 2 * (validation_size + test_size) > len(available):
@@ -69,7 +69,7 @@ class TinyCode:
                 f"{len(available)} functions (order of x and y aside), and half must be left for training: hold out at "
                 f"most {len(available) // 2}"
             )
-        # The test problems come first, so that the size of the validation set does not change them.
+        # The test problems are drawn first, so that the size of the validation set does not change them.
         rng = random.Random(f"{SPLIT_SEED}/held-out")
         rng.shuffle(available)
         self._held_out: set[Kin] = set(available[: test_size + validation_size])
@@ -89,7 +89,7 @@ class TinyCode:
         """Tokens of one document for the base model: prompt, solution, `<eos>`.
 
         A share `tagged` has its program in answer tags, after thoughts of mixed quality; of the rest a share `direct`
-        is the program alone, the others work both slopes out before it.
+        is the program alone, and the others derive both slopes first.
         """
         function = self._draw(rng)
         if rng.random() < tagged:
@@ -102,7 +102,7 @@ class TinyCode:
         return self.tokenizer.encode(f"{_question(function)}{solution}<eos>")
 
     def longest_document(self) -> int:
-        """Tokens of the longest base document there can be."""
+        """Number of tokens of the longest possible base document."""
         function = (SLOPES[-1], SLOPES[-1], ORIGINS[-1])
         return len(self.tokenizer.encode(f"{_question(function)}{_tagged(function, 2)}<eos>"))
 

@@ -1,4 +1,4 @@
-"""Chain sums and tiny programs in turn: two tasks, told apart by `Prompt.task`, for rewards with terms by task."""
+"""Mixture of chain sums and tiny programs, told apart by `Prompt.task`, for rewards with terms by task."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from grpo_mega.types import Prompt
 
 
 class TinyMixture:
-    """Both tasks, each with half of the training problems, of the held-out ones and of the base model's documents."""
+    """Mixture of both tasks, half each of training problems, held-out problems and base documents."""
 
     lesson = "worked arithmetic and programs, until it can do both"
 
     def __init__(
         self, tokenizer: CharTokenizer, min_terms: int, max_terms: int, validation_size: int, test_size: int
     ) -> None:
-        """Draws the held-out problems; of an odd number one more is a sum. Raises ValueError as the two tasks do."""
+        """Draws the held-out problems; an odd number has one more sum. Raises ValueError as the two tasks do."""
         self.tokenizer = tokenizer
         try:
             self.sums = ChainSum(tokenizer, min_terms, max_terms, -(-validation_size // 2), -(-test_size // 2))
@@ -32,12 +32,12 @@ class TinyMixture:
         return (self.programs if k % 2 else self.sums).problem(seed, k // 2)
 
     def documents(self, seed: int, step: int, n: int, tagged: float, direct: float) -> list[list[int]]:
-        """The n base documents of one training step, in the shares that either task gives `tagged` and `direct`."""
+        """The n base documents of one training step, with `tagged` and `direct` as in each task."""
         sums = self.sums.documents(seed, step, -(-n // 2), tagged, direct)
         return sums + self.programs.documents(seed, step, n // 2, tagged, direct)
 
     def longest_document(self) -> int:
-        """Tokens of the longest base document there can be."""
+        """Number of tokens of the longest possible base document."""
         return max(self.sums.longest_document(), self.programs.longest_document())
 
     def working_prompt(self, prompt: Prompt) -> Prompt:
@@ -45,7 +45,7 @@ class TinyMixture:
         return self._task_of(prompt).working_prompt(prompt)
 
     def is_worked_out(self, prompt: Prompt, text: str) -> bool:
-        """Whether the continuation of a `working_prompt` comes to the right answer."""
+        """Whether the continuation of a `working_prompt` reaches the right answer."""
         return self._task_of(prompt).is_worked_out(prompt, text)
 
     def _task_of(self, prompt: Prompt) -> ChainSum | TinyCode:

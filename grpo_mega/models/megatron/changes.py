@@ -323,9 +323,9 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
     Change(
         "gradients_in_place",
         "Transformer Engine's products add the gradients of their weights to Megatron's float32 buffers",
-        "each micro-batch's gradient is rounded to bf16 and added afterwards; Megatron's output layer, which wants Apex, "
-        "refuses the setting for it",
-        "tests/rehearsal/test_rehearsed_ranks.py::test_weight_gradients_are_added_where_they_are_summed",
+        "each micro-batch's gradient would be rounded to bf16 and added afterwards; the setting for it is refused by "
+        "Megatron's output layer, which wants Apex",
+        "tests/rehearsal/test_rehearse.py::test_weight_gradients_are_added_where_they_are_summed",
         lambda chunk: add_weight_gradients_in_place(chunk.gpt) if chunk.transformer_engine else None,
     ),
     Change(

@@ -1,13 +1,14 @@
 """Megatron's fused paths that are Transformer Engine's kernels: which of them a model takes, where that is installed.
 
-Not taken: `apply_rope_fusion`, which counts positions along the row (grouped-query attention rotates in
-`PackedAttention`, and latent attention gathers its angles by position); and `gradient_accumulation_fusion` as a
-setting, which Megatron's own output layer refuses without Apex: `add_weight_gradients_in_place` does the same for the
-layers that have it.
+Not taken: `apply_rope_fusion`, which counts positions along the row, where grouped-query attention rotates in
+`PackedAttention` and latent attention gathers its angles by position. Nor `gradient_accumulation_fusion` as a setting:
+Megatron's own output layer refuses it without Apex. `add_weight_gradients_in_place` does the same for the layers that
+have it.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -42,3 +43,13 @@ def add_weight_gradients_in_place(gpt: GPTModel) -> None:
     for module in modules:
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
+
+
+def forget_placeholders() -> None:
+    """Lets go of the tensors that stand in autograd for gradients that were added in place, one for each shape.
+
+    Transformer Engine keeps them for as long as the process lives, and makes them anew when they are not there.
+    """
+    kept = sys.modules.get("transformer_engine.pytorch.module.base")
+    if kept is not None:
+        kept._dummy_wgrads.clear()

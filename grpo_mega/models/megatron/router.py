@@ -31,6 +31,7 @@ class PackedRouter(TopKRouter):
     """
 
     packed: PackedTokens
+    config: TransformerConfig
     unfused: TransformerConfig
     """The configuration without Transformer Engine's choice of experts, which knows no replay."""
     load: torch.Tensor

@@ -1,1 +1,1 @@
-"""Generation in SGLang: each engine runs in a process of its own, driven from the ranks that share its GPUs."""
+"""Generation in SGLang: each engine runs in a separate process, driven by the ranks that share its GPUs."""

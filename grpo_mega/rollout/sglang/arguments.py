@@ -1,7 +1,7 @@
-"""What an SGLang engine is started with: server arguments, environment, model directory; and the experts of a rank.
+"""Inputs of an SGLang engine's start: server arguments, environment, model directory; also the experts of a rank.
 
 Server arguments have the names and meanings of SGLang's ServerArgs, releases 0.5.20 and 0.5.23; `supported.py` refuses
-those that the installed release does not have.
+names that the installed release lacks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from grpo_mega.weights.names import entries
 ROOM = 8
 """Positions that SGLang keeps free after the longest sequence."""
 PORTS, NEIGHBOURS = (20000, 30000), 20
-"""Range of the ports where the parts of an engine meet, and how many are needed: SGLang takes some of those after the
-port that it is given."""
+"""Range of the ports where the parts of an engine meet, and number of consecutive ports needed: SGLang also uses some
+after the one it is given."""
 
 _claims: list[socket.socket] = []
 
@@ -37,22 +37,22 @@ NEVER = 7 * 24 * 3600.0
 """SGLang's own time limit for a batch that hangs, in effect off: `rollout.sglang.silence_seconds` is the only limit."""
 ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-    "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # processes on other nodes than the first have to answer the trainer
-    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # else CUDA graphs keep their memory when they are released
+    "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # processes on nodes other than the first have to answer the trainer
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # otherwise CUDA graphs keep their memory on release
     # NCCL would register the buffers of captured graphs; these are mapped again when memory is resumed, and a replay
     # with the old registration can hang (torch_memory_saver's issue 88). SGLang 0.5.23 sets it too, older ones may not.
     "NCCL_GRAPH_REGISTER": "0",
 }
 EXACT = {"disable_overlap_schedule": True}
-"""Without it SGLang's scheduler prepares a batch while the one before is computed, and a token now and then gets a
-log-prob that is not the policy's, also while the KV cache has room for all. `tests/rollout/engine_contract.py` found it
-in 0.5.20 for 4 of two million tokens, up to 0.3 away, and without overlap for none of as many; in 0.5.23 in one run of
-two. Of tokens like those, 218,730 were right afterwards with overlap, and 177,630 without: too few to tell if it is
-rarer."""
+"""Disables SGLang's overlapped scheduler, which prepares a batch while the previous one is computed. With it a token
+now and then gets a log-prob that is not the policy's, even while the KV cache has room for all.
+`tests/rollout/engine_contract.py` found this in 0.5.20 for 4 of two million tokens, by up to 0.3, and without overlap
+for none of as many; in 0.5.23 in one run of two. Of such tokens later checks found none wrong, in 218,730 with overlap
+and 177,630 without: too few to tell whether it has become rarer."""
 ON_SHARED_GPU = {
     "enable_memory_saver": True,
-    "disable_prefill_cuda_graph": True,  # SGLang refuses its graphs for prompts together with the memory saver
-    "disable_piecewise_cuda_graph": True,  # their name before 0.5.14
+    "disable_prefill_cuda_graph": True,  # SGLang refuses CUDA graphs for prompts together with the memory saver
+    "disable_piecewise_cuda_graph": True,  # name before 0.5.14
 }
 ON_CPU = {
     "device": "cpu",
@@ -61,7 +61,7 @@ ON_CPU = {
     "disable_cuda_graph": True,
     "max_total_tokens": 32768,
 }
-"""Server arguments on a CPU; `rollout.sglang.arguments` can replace them, as those of `ON_SHARED_GPU`."""
+"""Default server arguments on a CPU; `rollout.sglang.arguments` can replace them, like those of `ON_SHARED_GPU`."""
 
 EXPERT_PLACEMENT: dict[str, Any] = {
     "dwdp_size": 1,
@@ -72,11 +72,11 @@ EXPERT_PLACEMENT: dict[str, Any] = {
     "init_expert_location": "trivial",
     "moe_dp_size": 1,
 }
-"""Server arguments that can move or copy experts, each with the value with which it does not."""
+"""Server arguments that can move or copy experts, with the values that prevent it."""
 
 
 def server_arguments(config: Config, platform: Platform, folder: Path, number: int, engines: int) -> dict[str, Any]:
-    """Server arguments of engine `number` of `engines`: those that follow from the run, and the user's."""
+    """Server arguments of engine `number` of `engines`: those derived from the run, and the user's."""
     sglang = config.rollout.sglang
     return {
         "model_path": str(folder),
@@ -98,7 +98,7 @@ def server_arguments(config: Config, platform: Platform, folder: Path, number: i
 
 
 def take_turns(sglang: SGLangConfig, platform: Platform) -> bool:
-    """Whether trainer and engines share GPUs, so that each has to release its memory for the other."""
+    """Whether trainer and engines share GPUs, so that each must release its memory for the other."""
     return platform.device.type == "cuda" and sglang.first_gpu is None
 
 
@@ -108,7 +108,7 @@ def suspends(sglang: SGLangConfig) -> bool:
 
 
 def check_platform(config: Config, platform: Platform) -> None:
-    """Raises a ValueError when the engines cannot be started, or reached, on this machine."""
+    """Raises ValueError when the engines cannot be started or reached on this machine."""
     sglang = config.rollout.sglang
     if platform.device.type == "cpu":
         for name, without in (("first_gpu", "null"), ("fp8", "false")):
@@ -140,10 +140,10 @@ def environment(sglang: SGLangConfig, platform: Platform) -> dict[str, str]:
 
 
 def model_config(config: Config, vocab_size: int) -> dict[str, Any]:
-    """The engine's config.json, without stop tokens: those are part of each request.
+    """Content of the engine's config.json, without stop tokens, which are part of each request.
 
     Raises:
-        ValueError: No Hugging Face model describes this one.
+        ValueError: The model has no Hugging Face equivalent.
     """
     changes = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": config.model.context + ROOM}
     in_fp8 = {"quantization_config": fp8.CONFIG | {"activation_scheme": "dynamic"}} if config.rollout.sglang.fp8 else {}
@@ -154,7 +154,7 @@ def expected_weights(config: Config, vocab_size: int, experts: range | None) -> 
     """Shapes and dtypes of the weights to push, by name; of routed experts only those in `experts`, or all for None.
 
     Raises:
-        ValueError: No Hugging Face model describes this one.
+        ValueError: The model has no Hugging Face equivalent.
     """
     expected: dict[str, Spec] = {}
     for entry in entries(config.model, vocab_size):
@@ -175,13 +175,13 @@ def write_model(folder: Path, config: Config, vocab_size: int) -> None:
 
 
 def attention_copies(sglang: SGLangConfig) -> int:
-    """Number of copies of the attention layers in an engine, each with a KV cache: its data parallel attention."""
+    """Number of copies of the attention layers in an engine (data parallel attention), each with its own KV cache."""
     given = sglang.arguments
     return given.get("dp_size", 1) if given.get("enable_dp_attention") else given.get("attn_dp_size", 1)
 
 
 def own_experts(config: Config, engine_rank: int) -> range | None:
-    """The routed experts that a rank of an engine holds, by its index among the engine's ranks; None for any or all.
+    """Routed experts held by a rank of an engine, given its index among the engine's ranks; None for all.
 
     With the server argument ep_size a rank holds consecutive experts (FusedMoE._map_global_expert_id_to_local_expert_id
     in SGLang), and tp / ep_size consecutive ranks hold the same (SGLang's initialize_model_parallel).
@@ -196,7 +196,7 @@ def own_experts(config: Config, engine_rank: int) -> range | None:
 
 
 def free_port() -> int:
-    """A port that is free on this machine, as are the `NEIGHBOURS` - 1 after it.
+    """A free port on this machine, whose next `NEIGHBOURS` - 1 ports are free too.
 
     The ports are below the range of outgoing connections. No other rank of this machine is given them as long as this
     process lives; another program may still take one before SGLang does.
@@ -205,7 +205,7 @@ def free_port() -> int:
     for port in choice.sample(range(*PORTS, NEIGHBOURS), k=(PORTS[1] - PORTS[0]) // NEIGHBOURS):
         claim = socket.socket(socket.AF_UNIX)
         with suppress(OSError), ExitStack() as servers:
-            claim.bind(f"\0grpo_mega engine at port {port}")  # a name that one process of the machine can have
+            claim.bind(f"\0grpo_mega engine at port {port}")  # a name that only one process of the machine can hold
             for neighbour in range(port, port + NEIGHBOURS):
                 servers.enter_context(socket.create_server(("", neighbour)))
             _claims.append(claim)
@@ -215,7 +215,7 @@ def free_port() -> int:
 
 
 def own_address() -> str:
-    """The address of the interface that leads to the job's first node; the host's own name may resolve to another."""
+    """Address of the interface that leads to the job's first node; the host name may resolve to another."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # UDP: sends nothing
         return probe.getsockname()[0]

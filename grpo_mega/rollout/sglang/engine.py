@@ -1,9 +1,9 @@
-"""Generation in SGLang engines: each serves a group of ranks, and the prompts are split between them.
+"""SGLang engines of a job: each serves a group of ranks, and the prompts are split between engines.
 
 `rollout.sglang.tp` consecutive ranks form a group, of one node or of several whole ones. The first of them on each node
 hosts the engine's process there (`process.py`), the first of all owns the engine and talks to it (`lifecycle.py`). The
-owner distributes what its engine has finished over the ranks of the group, round-robin: they hold the samples. All
-ranks stay together: what one engine refuses, or that it was lost, is raised on every rank.
+owner distributes finished samples round-robin over the ranks of the group, which hold them. All ranks stay in step: a
+refusal or loss of one engine is raised on every rank.
 
 The log-probs that SGLang returns are those under the softmax of logits / temperature before top-k and top-p, as
 `Sample` wants them; SGLANG_RETURN_ORIGINAL_LOGPROB would change that and is turned off. SGLang cannot take our noise: a
@@ -35,23 +35,23 @@ from grpo_mega.types import Prompt, Sample
 from grpo_mega.weights import fp8
 
 SECONDS_PER_POLL = 0.25
-"""How long a poll waits for samples, at most."""
+"""Longest wait for samples in one poll, in seconds."""
 
 
 class SGLangEngine:
-    """SGLang engines of a whole job; see `Engine`."""
+    """The SGLang engines of a job; see `Engine`."""
 
     def __init__(
         self, config: Config, vocab_size: int, platform: Platform, decode: Callable[[Sequence[int]], str], path: Path
     ) -> None:
-        """Starts the engines, without weights; see `lifecycle.Engines`, also for what is raised.
+        """Starts the engines without weights; see `lifecycle.Engines`, also for the errors.
 
         Args:
             config: The run's configuration.
-            vocab_size: The tokenizer's.
-            platform: Where the trainer computes.
+            vocab_size: Vocabulary size of the tokenizer.
+            platform: Platform of the trainer.
             decode: Turns token ids into text.
-            path: The run directory: the engines' logs go into its logs/, what they start from into engine-N/.
+            path: The run directory: engine logs go to logs/, model directories to engine-N/.
         """
         self._run, self._config, self._decode = config, config.rollout.sglang, decode
         self._engines = Engines(config, vocab_size, platform, path)
@@ -59,18 +59,18 @@ class SGLangEngine:
         self._transport = self._engines.transport
         self.experts_of = self._transport.experts_of
         self._submitted = self._prompts = 0
-        self._under_way: dict[int, tuple[Prompt, int, int]] = {}  # number -> prompt, index, version; of its engine
-        self._distributed = 0  # samples of this rank's engine that its ranks have received
-        self._generation: Generation | None = None  # while samples are under way
+        self._under_way: dict[int, tuple[Prompt, int, int]] = {}  # number -> prompt, index, version (own engine)
+        self._distributed = 0  # number of samples of this rank's engine that its ranks have received
+        self._generation: Generation | None = None  # set while samples are under way
         self._aborted = self._failing = False
 
     @property
     def version(self) -> int | None:
-        """Policy version of the weights that the engines have; None before the first push, or when they are gone."""
+        """Policy version of the engines' weights; None before the first push, or after their release."""
         return self._contract.version
 
     def pids(self) -> list[int]:
-        """The processes of this rank's engine on this node."""
+        """Process ids of this rank's engine on this node."""
         return [*self._engines.pids]
 
     @property
@@ -79,7 +79,7 @@ class SGLangEngine:
         return self._contract.busy
 
     def submit(self, wanted: Sequence[Wanted], sampling: SamplingParams, version: int) -> None:
-        """Has the engines generate these samples, each engine those of every n-th prompt; see `Engine`."""
+        """Submits samples to the engines, each of which gets every n-th prompt; see `Engine`."""
         idle = not self.busy
         self._contract.submit(version, len(wanted))
         if idle:
@@ -95,16 +95,16 @@ class SGLangEngine:
                     requests[self._submitted] = self._request(prompt, index, sampling)
                 self._submitted += 1
             self._prompts += 1
-        if self._generation and not self._failing:  # else they are dropped when the failure is raised
+        if self._generation and not self._failing:  # otherwise they are dropped when the failure is raised
             self._generation.send(requests)
 
     def poll(self, interrupted: bool = False) -> Finished:
-        """Waits a moment for the engines, and distributes what has arrived over the ranks of each; see `Engine`.
+        """Waits briefly for the engines and distributes arrived samples over the ranks of each; see `Engine`.
 
         Raises:
             Interrupted: `interrupted` held on some rank; all requests were aborted.
-            EngineRestarted: An engine was lost. Raised when the others have finished what they were sent.
-            EngineError: An engine was lost too often, sent what cannot be trained on, or failed otherwise.
+            EngineRestarted: An engine was lost. Raised once the others have finished their samples.
+            EngineError: An engine was lost too often, sent an unusable completion, or failed otherwise.
         """
         self._contract.poll()
         try:
@@ -117,11 +117,11 @@ class SGLangEngine:
         return finished
 
     def abort(self) -> None:
-        """Ends all that is under way, at the next poll; see `Engine`."""
+        """Ends all samples under way at the next poll; see `Engine`."""
         self._aborted = True
 
     def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
-        """Log-prob of every token but the first, by each engine, and by each rank of its data parallel attention."""
+        """Log-prob of every token but the first, by each engine and each rank of its data parallel attention."""
         copies = attention_copies(self._config)
         self._contract.scores()
         answers = self._engines.on_owners(lambda: self._engines.ask("score", token_ids=[*token_ids], copies=copies))
@@ -137,7 +137,7 @@ class SGLangEngine:
         self._engines.on_owners(self._transport.begin)
 
     def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Replaces some weights, of the routed experts only this rank's (`experts_of`); they may be freed after."""
+        """Replaces weights, of routed experts only this rank's (`experts_of`); the tensors may be freed afterwards."""
         if self._config.fp8:
             bucket = fp8.quantised_bucket(bucket)
         refusal = _refusal(lambda: self._contract.check_push(bucket))
@@ -148,28 +148,28 @@ class SGLangEngine:
         self._contract.push(bucket)
 
     def end_update(self, version: int) -> None:
-        """Closes the session; caches made with the old weights are emptied."""
+        """Closes the update session; KV caches made with the old weights are emptied."""
         self._engines.on_all(lambda: self._contract.check_end_update(version))
         self._engines.on_owners(self._transport.complete)
         self._engines.on_owners(self._transport.end)
         self._contract.end_update(version)
 
     def release(self, tags: Collection[str]) -> None:
-        """Gives memory back; without the server argument enable_memory_saver SGLang keeps it."""
+        """Releases memory; without the server argument enable_memory_saver SGLang keeps it."""
         self._contract.release(tags)
         self._engines.on_owners(lambda: self._engines.ask("release", tags=[*tags]))
 
     def resume(self, tags: Collection[str]) -> None:
-        """Takes released memory again."""
+        """Resumes released memory."""
         self._contract.resume(tags)
         self._engines.on_owners(lambda: self._engines.ask("resume", tags=[*tags]))
 
     def close(self) -> None:
-        """Ends the processes that this rank hosts; ranks may call it at different times."""
+        """Ends the processes hosted by this rank; ranks may call it at different times."""
         self._engines.close()
 
     def _finished(self, interrupted: bool) -> Finished:
-        """What has arrived of this rank's samples, once its owner has waited a moment for their engine."""
+        """This rank's share of arrived samples, once the owner has waited briefly for its engine."""
         assert self._generation, "samples are under way"
         generation, aborted = self._generation, self._aborted
         if aborted:
@@ -195,10 +195,10 @@ class SGLangEngine:
         return Finished(self._received(generation) if arrived else [], arrived)
 
     def _received(self, generation: Generation) -> list[Sample]:
-        """The samples, of those that this rank's engine has finished, that this rank is to hold; all ranks call it.
+        """Samples, of those finished by this rank's engine, that this rank is to hold; all ranks call it.
 
         Raises:
-            EngineError: On every rank, when one received what cannot be trained on; nothing is under way any more.
+            EngineError: On every rank, when one received an unusable completion; all samples under way are dropped.
         """
         finished, generation.finished = generation.finished, {}
         ended, size = sorted(finished), self._config.tp
@@ -211,55 +211,55 @@ class SGLangEngine:
         samples, failure = attempt(
             lambda: [self._sample(*wanted[number], completion) for number, completion in completions.items()]
         )
-        if any(self._ranks.sum([failure is not None])):  # the engines are sound: what they are doing has to end
+        if any(self._ranks.sum([failure is not None])):  # the engines are sound: their work has to be ended
             self._end(generation)
             self._engines.raise_together(failure)
         return samples or []
 
     def _end(self, generation: Generation) -> None:
-        """Ends what all engines are doing."""
+        """Ends the generation of all engines."""
         generation.abort()
         while any(self._ranks.sum([generation.at_work])):
             generation.listen(SECONDS_PER_POLL)
 
     def _push(self, bucket: Bucket, gathered: list[tuple[EngineError | None, Any]]) -> None:
-        """Sends a bucket to the engine, unless one of its ranks refuses."""
+        """Sends a bucket to the engine, unless one of the engine's ranks refuses it."""
         for refusal, _ in gathered:
             if refusal:
                 raise refusal
         self._transport.push(bucket, [offer for _, offer in gathered])
 
     def _request(self, prompt: Prompt, index: int, sampling: SamplingParams) -> dict[str, Any]:
-        """SGLang's arguments for one sample."""
+        """SGLang's request arguments for one sample."""
         parameters = {
             "max_new_tokens": min(sampling.max_new_tokens, self._run.model.context - len(prompt.token_ids)),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
             "stop_token_ids": [*sampling.stop_ids],
-            # Read in SGLang's deterministic mode only, which would make all samples of a prompt the same without it.
+            # Read only in SGLang's deterministic mode, which would otherwise make all samples of a prompt the same.
             "sampling_seed": prompt_key(f"{sampling.seed} {sampling.draw} {prompt.id} {index}") & 0x7FFFFFFF,
         }
         experts = {"return_routed_experts": True} if self._config.routing_replay else {}
         return {"input_ids": [*prompt.token_ids], "sampling_params": parameters, **experts}
 
     def _sample(self, prompt: Prompt, index: int, version: int, completion: Completion) -> Sample:
-        """The sample of a prompt that is this completion.
+        """Converts a completion of a prompt to a sample.
 
         Raises:
-            EngineError: It cannot be trained on.
+            EngineError: The completion cannot be trained on.
         """
         token_ids, logprobs, reason, engine_experts = completion
         check(token_ids, logprobs)
         text, experts = self._decode(without_stop(token_ids, reason)), None
-        unknown = reason == "abort" and engine_experts is None  # SGLang had preempted it, and not resumed it yet
+        unknown = reason == "abort" and engine_experts is None  # SGLang had preempted it and not resumed it yet
         if self._config.routing_replay and token_ids and not unknown:
             experts = routed(engine_experts, len(prompt.token_ids) + len(token_ids) - 1, self._run.model)
         return Sample(prompt, index, token_ids, logprobs, reason, ((0, version),), text, experts)
 
 
 def _refusal(check: Callable[[], None]) -> EngineError | None:
-    """The error with which `check` refuses, for the other ranks; None if it does not."""
+    """The error that `check` raises, to be shared with the other ranks; None if it raises none."""
     try:
         check()
     except EngineError as error:

@@ -1,4 +1,4 @@
-"""One rank's view of the generation in its engine: what the engine was sent, what has arrived, whether it is at work.
+"""One rank's view of its engine's generation: requests sent, samples arrived, whether the engine is busy.
 
 Time limits and errors are kept per engine; `engine.py` brings the ranks together.
 """
@@ -18,13 +18,13 @@ class Generation:
     """The samples that one engine has under way, from the first one submitted until none is left.
 
     Attributes:
-        finished: Number of the sample -> completion, of those that have arrived and were not handed out.
+        finished: Number of the sample -> completion, for samples that arrived and were not handed out.
         failure: The first error; None when there was none.
-        refused: Whether the engine refused a request: the results of the others are of no use any more.
+        refused: Whether the engine refused a request: the results of the others are then useless.
     """
 
     def __init__(self, process: EngineProcess | None, silence_seconds: float, abort_seconds: float) -> None:
-        """A generation without samples.
+        """Creates a generation without samples.
 
         Args:
             process: The engine; None on a rank that owns none.
@@ -33,7 +33,7 @@ class Generation:
         """
         self._process = process
         self._silence_seconds, self._abort_seconds = silence_seconds, abort_seconds
-        self._requests: set[int] = set()  # that the engine has not answered
+        self._requests: set[int] = set()  # requests that the engine has not answered
         self._due: set[int] = set()  # samples that have not arrived
         self._aborted = self.refused = False
         self._heard = time.monotonic()
@@ -42,11 +42,11 @@ class Generation:
 
     @property
     def at_work(self) -> bool:
-        """Whether the engine has not answered all requests."""
+        """Whether the engine has unanswered requests."""
         return bool(self._requests)
 
     def send(self, samples: Mapping[int, dict[str, Any]]) -> None:
-        """Has the engine generate these samples as well: number -> SGLang's arguments."""
+        """Submits further samples to the engine: number -> SGLang's arguments."""
         if samples and not self.failure:
             if not self.at_work:
                 self._heard = time.monotonic()
@@ -55,13 +55,13 @@ class Generation:
             self._try(lambda process: self._requests.add(process.tell("generate", samples=dict(samples))))
 
     def listen(self, seconds: float) -> None:
-        """Takes the messages that arrive within about `seconds`, or until the engine has answered all requests."""
+        """Receives messages for about `seconds`, or until the engine has answered all requests."""
         until = time.monotonic() + seconds
         while self.at_work and (left := until - time.monotonic()) > 0:
             self._try(lambda process: self._take(process, process.hear(left)))
 
     def abort(self) -> None:
-        """Has the engine end all samples and send them as they are; `listen` takes them."""
+        """Makes the engine end all samples and send them as they are; `listen` receives them."""
         if self.at_work and not self._aborted:
             self._aborted, self._heard = True, time.monotonic()
             self._try(lambda process: process.tell("abort"))
@@ -94,6 +94,6 @@ class Generation:
         assert self._process, "only the owner of an engine sends requests"
         try:
             work(self._process)
-        except EngineError as error:  # it was lost
+        except EngineError as error:  # the engine was lost
             self.failure = self.failure or error
             self._requests.clear()

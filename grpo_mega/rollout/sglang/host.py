@@ -1,4 +1,4 @@
-"""The process that an SGLang engine lives in; `process.py` starts it, and explains why the engine has its own process.
+"""Process that hosts an SGLang engine; `process.py` starts it, and explains why the engine has its own process.
 
     python -m grpo_mega.rollout.sglang.host FILE_DESCRIPTOR
 
@@ -7,8 +7,8 @@ request's number, value) or ("error", request's number, text). While it generate
 finished sample and ("alive",) when there are new tokens, and it reads only "abort" and further "generate" requests. The
 first request holds the server arguments. Nothing of the trainer is imported here.
 
-Releases of SGLang from 0.5.6 on are supported; docs/STATUS.md lists those that were tried. From 0.5.21 on weights are
-pushed between `begin_weight_update` and `end_weight_update`; older releases have no such methods.
+Releases of SGLang from 0.5.6 on are supported; docs/STATUS.md lists the tested ones. From 0.5.21 on weights are pushed
+between `begin_weight_update` and `end_weight_update`; older releases have no such methods.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from grpo_mega.rollout.sglang.payload import Described, bucket, metadata
 from grpo_mega.rollout.sglang.supported import Refused, supported
 
 SECONDS_BETWEEN_LOOKS = 1.0
-"""How often the engine checks whether the trainer and its own parts are alive; how long it may outlive them."""
+"""Seconds between the engine's checks that the trainer and its own parts are alive; how long it may outlive them."""
 SECONDS_BETWEEN_POLLS = 0.1
-"""How often a generating engine looks for messages."""
+"""Seconds between a generating engine's checks for messages."""
 SECONDS_BETWEEN_SIGNS = 0.5
-"""How often the trainer is told of new tokens, at most."""
+"""Shortest interval, in seconds, between reports of new tokens to the trainer."""
 
 
 class Outbox:
-    """Sends messages in a thread: the engine continues while the trainer does not read, or is itself sending."""
+    """Sends messages in a thread, so that the engine continues while the trainer does not read or is itself sending."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -57,20 +57,20 @@ class Outbox:
         try:
             while True:
                 self._connection.send(self._messages.get())
-        finally:  # the trainer is gone
+        finally:  # the trainer has gone
             os.killpg(0, signal.SIGKILL)
 
 
 class Host:
-    """An engine; requests name its public methods."""
+    """An SGLang engine; requests name its public methods."""
 
     def __init__(self, connection: Connection, outbox: Outbox, arguments: dict[str, Any]) -> None:
         import torch
-        from sglang.srt.entrypoints.engine import Engine  # slow, and after the watch over the parent has begun
+        from sglang.srt.entrypoints.engine import Engine  # slow, so only after the parent watch has started
 
         arguments = supported(arguments)
         if arguments.get("nnodes", 1) > 1:
-            # Otherwise tensors on a CPU travel as file descriptors, which only related processes can pass on.
+            # Otherwise CPU tensors travel as file descriptors, which only related processes can pass on.
             torch.multiprocessing.set_sharing_strategy("file_system")
         self._connection, self._outbox = connection, outbox
         self._engine = Engine(**arguments)
@@ -80,14 +80,14 @@ class Host:
         self._submissions: set[asyncio.Future[None]] = set()
 
     def facts(self) -> dict[str, Any]:
-        """{"version": SGLang's, "pids": the processes that hold memory}."""
+        """{"version": SGLang's version, "pids": ids of the processes that hold memory}."""
         return {"version": version("sglang"), "pids": [os.getpid(), *(child.pid for child in _children())]}
 
     def generate(self, request: int, samples: dict[int, dict[str, Any]]) -> None:
-        """Sends ("sample", its number, token ids, log-probs, reason, experts) as each ends, then answers the request.
+        """Generates; sends ("sample", number, token ids, log-probs, reason, experts) as each ends, then answers.
 
-        Ids and log-probs are arrays of C ints and floats: neither the pipe nor the trainer handles them one by one.
-        Further requests to generate that arrive meanwhile are served too, until an "abort" arrives.
+        Ids and log-probs are arrays of C ints and floats: neither the pipe nor the trainer then handles tokens one by
+        one. Further "generate" requests that arrive meanwhile are served too, until an "abort" arrives.
         """
         self._engine.loop.run_until_complete(self._generate(request, samples))
 
@@ -106,7 +106,7 @@ class Host:
         return [[logprob for logprob, *_ in one["meta_info"]["input_token_logprobs"][1:]] for one in results]
 
     def begin_update(self) -> None:
-        """Opens an update session if this release has them; one that was given up half-way is closed first."""
+        """Opens an update session if this release has them; one that was abandoned half-way is closed first."""
         if self._updating:
             self.end_update()
         self._updating = True
@@ -114,11 +114,11 @@ class Host:
             _succeeded(self._engine.begin_weight_update())
 
     def push(self, parts: list[tuple[Any, Described]]) -> None:
-        """Replaces weights.
+        """Replaces weights by those of a bucket.
 
         Args:
-            parts: For each rank of the engine its bytes, or the result of torch's `reduce_tensor` on a [bytes] tensor
-                of them; and the names, shapes and dtypes of the tensors in them.
+            parts: For each rank of the engine, its bytes (or torch's `reduce_tensor` of a [bytes] tensor), and the
+                names, shapes and dtypes of the tensors in them.
         """
         from sglang.srt.utils import MultiprocessingSerializer
 
@@ -126,19 +126,19 @@ class Host:
             MultiprocessingSerializer.serialize({"flattened_tensor": bucket(part), "metadata": metadata(described)})
             for part, described in parts
         ]
-        # The KV cache of the old weights is emptied by `end_update`, once and not with every bucket.
+        # The KV cache of the old weights is emptied once, by `end_update`, not with every bucket.
         _succeeded(self._engine.update_weights_from_tensor(payloads, "flattened_bucket", flush_cache=False))
 
     def join(self, address: str, port: int, group: str, first: int, ranks: int, backend: str) -> None:
-        """The engine's ranks join a process group of `ranks` ranks, with the ranks from `first` on."""
+        """Makes the engine's ranks join a process group of `ranks` ranks, as the ranks from `first` on."""
         _succeeded(self._engine.init_weights_update_group(address, port, first, ranks, group, backend))
 
     def receive(self, group: str, tensors: list[Described]) -> None:
-        """Replaces weights by the tensors that each rank of the engine receives now through a process group."""
+        """Replaces weights by tensors that each rank of the engine receives through a process group."""
         self._fetch({"group": group, "tensors": tensors})
 
     def load(self, folder: str, experts: list[list[int] | None]) -> None:
-        """Replaces all weights by those of a model directory; each rank reads its experts, or all where it has None."""
+        """Replaces all weights by those of a model directory; each rank reads its experts, or all for None."""
         from grpo_mega.rollout.sglang.loader import missing
 
         if files := missing(Path(folder)):
@@ -152,28 +152,28 @@ class Host:
             self.flush()
 
     def end_update(self) -> None:
-        """Closes the session; caches made with the old weights are emptied."""
+        """Closes the update session; KV caches made with the old weights are emptied."""
         self._updating = False
         if hasattr(self._engine, "end_weight_update"):
             _succeeded(self._engine.end_weight_update())
         self.flush()
 
     def flush(self) -> None:
-        """Empties all KV caches, as soon as the engine has nothing to do; SGLang refuses before."""
+        """Empties all KV caches once the engine is idle; SGLang refuses to do so before."""
         while not all(self._engine.loop.run_until_complete(self._flush())):
             time.sleep(0.05)
 
     def release(self, tags: list[str]) -> None:
-        """Gives memory back. SGLang ends itself, and this process, when it is asked while it has something to do."""
+        """Releases memory. SGLang ends itself, and this process, when asked while it is busy."""
         self.flush()
         _succeeded(self._engine.release_memory_occupation(tags=tags))
 
     def resume(self, tags: list[str]) -> None:
-        """Takes memory again."""
+        """Resumes released memory."""
         _succeeded(self._engine.resume_memory_occupation(tags=tags))
 
     def _fetch(self, source: dict[str, Any]) -> None:
-        """Has the engine's ranks get weights by themselves; `source` as `loader.load` reads it."""
+        """Makes the engine's ranks load weights themselves; `source` is in the format of `loader.load`."""
         import torch
 
         from grpo_mega.rollout.sglang.loader import NAME
@@ -182,7 +182,7 @@ class Host:
         _succeeded(self._engine.update_weights_from_tensor(message, NAME, flush_cache=False))
 
     async def _flush(self) -> list[bool]:
-        """Whether each cache is empty; SGLang's own `flush_cache` reports one, also under data parallel attention."""
+        """Whether each KV cache was emptied; `flush_cache` reports only one, even with data parallel attention."""
         from sglang.srt.managers.io_struct import FlushCacheReqInput
 
         manager = self._engine.tokenizer_manager
@@ -231,7 +231,7 @@ class Host:
         self._outbox.send("sample", number, token_ids, logprobs, reason["type"], experts)
 
     async def _give_signs(self) -> None:
-        """Sends ("alive",) when SGLang's scheduler has sent tokens since the last time: of any request, every 50."""
+        """Sends ("alive",) when SGLang's scheduler has sent tokens since the last call: every 50 for any request."""
         last = None
         while True:
             if (now := self._engine.tokenizer_manager.last_receive_tstamp) != last:
@@ -240,9 +240,9 @@ class Host:
             await asyncio.sleep(SECONDS_BETWEEN_SIGNS)
 
     async def _listen(self) -> None:
-        """Accepts further requests to generate; at an "abort" ends all that there are, and accepts no more."""
+        """Accepts further "generate" requests; at an "abort" ends all requests, and accepts no more."""
         while True:
-            # Not loop.add_reader: uvloop would make reading from the connection fail when nothing is there.
+            # Not loop.add_reader: uvloop would make reading from the connection fail when it is empty.
             while not self._connection.poll():
                 await asyncio.sleep(SECONDS_BETWEEN_POLLS)
             request, method, arguments = self._connection.recv()
@@ -251,9 +251,9 @@ class Host:
             self._submit(request, arguments["samples"])
 
     async def _abort_until(self, waiting: Sequence[asyncio.Future]) -> None:
-        """Aborts requests until those that are waited for have ended.
+        """Aborts requests repeatedly until `waiting` have ended.
 
-        SGLang aborts what its scheduler knows of; requests on their way there need another call.
+        SGLang aborts only requests that its scheduler knows; those still on their way need another call.
         """
         while not all(future.done() for future in waiting):
             self._aborting = True
@@ -262,7 +262,7 @@ class Host:
 
 
 def _experts(returned: Any) -> Any:
-    """[tokens * layers * top k] the experts of each token as SGLang returns them; None if not asked for.
+    """Experts of each token as SGLang returns them, [tokens * layers * top k]; None if not requested.
 
     They are encoded in base64; before 0.5.10 they are a tensor.
     """
@@ -274,7 +274,7 @@ def _experts(returned: Any) -> Any:
 
 
 def _succeeded(result: Any) -> None:
-    """Raises `Refused` when SGLang reports a failure in what it returns: (success, message, ...), or None."""
+    """Raises `Refused` when SGLang's return value, (success, message, ...) or None, reports a failure."""
     success, message, *_ = result if isinstance(result, tuple) else (result is None, str(result))
     if not success:
         raise Refused(message)
@@ -287,14 +287,14 @@ def _children() -> list[Any]:
 
 
 def _end_with(parent: int) -> None:
-    """Ends the whole process group when the trainer is gone, however it ended."""
+    """Kills the whole process group when the process `parent`, the trainer, has ended in any way."""
     while os.getppid() == parent:
         time.sleep(SECONDS_BETWEEN_LOOKS)
     os.killpg(0, signal.SIGKILL)
 
 
 def _end_without(parts: list[Any]) -> None:
-    """Ends the whole process group when a part of the engine is gone: not every release of SGLang notices that."""
+    """Kills the whole process group when a part of the engine has ended, which not every release of SGLang notices."""
     import psutil
 
     with suppress(psutil.NoSuchProcess):
@@ -315,23 +315,23 @@ def serve(connection: Connection) -> None:
                 outbox.send("answer", request, host.facts())
             elif method == "generate":
                 host.generate(request, **arguments)
-            elif method != "abort":  # an abort that is too late: the generation has just ended
+            elif method != "abort":  # an abort that came too late: the generation has just ended
                 outbox.send("answer", request, getattr(host, method)(**arguments))
         except (Exception, SystemExit) as error:
             outbox.send("error", request, _reason(method, error))
 
 
 def _reason(method: str, error: BaseException) -> str:
-    """The message of an error, with the method that failed."""
+    """Message of an error, with the method that failed."""
     return f"{method}: {error}" if isinstance(error, Refused) else f"{method}: {type(error).__name__}: {error}"
 
 
 def main() -> None:
-    """The entry point of the engine's process."""
+    """Entry point of the engine's process."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         serve(Connection(int(sys.argv[1])))
-    except (EOFError, OSError):  # the trainer closed the connection, or is gone
+    except (EOFError, OSError):  # the trainer closed the connection, or has ended
         os.killpg(0, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""The SGLang engines of a job: started, asked by their owners, restarted when one is lost.
+"""Life cycle of a job's SGLang engines: started, called by their owners, restarted when one is lost.
 
 Every rank takes part in every call. When work fails on one rank, all ranks raise the error, so that no rank is left
 waiting in a collective; when the failures are lost engines, these are restarted first.
@@ -45,11 +45,11 @@ class Engines:
     """All engines of a job, seen from one rank, which shares one of them with the ranks of its group.
 
     Attributes:
-        ranks: Which ranks share an engine, which host its processes, which owns it.
-        transport: How weights reach this rank's engine.
-        contract: The state of the engines; a restart resets it.
-        process: The part of its engine that this rank hosts; None on a rank that hosts none.
-        pids: The processes of this rank's engine on this node.
+        ranks: The ranks that share each engine, host its processes and own it.
+        transport: Transport of weights to this rank's engine.
+        contract: State of the engines; a restart resets it.
+        process: Engine process that this rank hosts; None on a rank that hosts none.
+        pids: Process ids of this rank's engine on this node.
     """
 
     def __init__(self, config: Config, vocab_size: int, platform: Platform, path: Path) -> None:
@@ -57,12 +57,12 @@ class Engines:
 
         Args:
             config: The run's configuration.
-            vocab_size: The tokenizer's.
-            platform: Where the trainer computes.
-            path: The run directory: the engines' logs go into its logs/, what they start from into engine-N/.
+            vocab_size: Vocabulary size of the tokenizer.
+            platform: Platform of the trainer.
+            path: The run directory: engine logs go to logs/, model directories to engine-N/.
 
         Raises:
-            ValueError: No Hugging Face model describes this one, an engine would have a part of a node, or there are
+            ValueError: The model has no Hugging Face equivalent, an engine would have a part of a node, or there are
                 not enough GPUs.
             EngineError: An engine did not start.
         """
@@ -85,7 +85,7 @@ class Engines:
         self._start_engines(own_engine=True)
 
     def close(self) -> None:
-        """Ends the processes that this rank hosts; ranks may call it at different times."""
+        """Ends the processes hosted by this rank; ranks may call it at different times."""
         self.transport.close()
         if self.process:
             self.process.end()
@@ -93,7 +93,7 @@ class Engines:
         self.pids = []
 
     def ask(self, method: str, **arguments: Any) -> Any:
-        """The engine's answer to a request; on ranks that own an engine. See `EngineProcess.ask`."""
+        """Sends a request to the engine and returns its answer; for owners of an engine. See `EngineProcess.ask`."""
         return self._ask_within(self._config.answer_seconds, method, **arguments)
 
     def _ask_within(self, seconds: float, method: str, **arguments: Any) -> Any:
@@ -101,23 +101,23 @@ class Engines:
         return self.process.ask(method, seconds, **arguments)
 
     def on_owners(self, work: Callable[[], Result]) -> list[Result | None]:
-        """The results of `work` by rank: it runs on ranks that own an engine, and is None elsewhere.
+        """Runs `work` on ranks that own an engine; returns the results by rank, None for others.
 
         Raises:
-            EngineError, EngineRestarted: It failed on some rank; see `raise_together`.
+            EngineError, EngineRestarted: `work` failed on some rank; see `raise_together`.
         """
         return self._on_some(self.ranks.owns, work)
 
     def on_all(self, work: Callable[[], Result]) -> list[Result | None]:
-        """The results of `work` by rank: it runs on every rank.
+        """Runs `work` on every rank; returns the results by rank.
 
         Raises:
-            EngineError, EngineRestarted: It failed on some rank; see `raise_together`.
+            EngineError, EngineRestarted: `work` failed on some rank; see `raise_together`.
         """
         return self._on_some(True, work)
 
     def raise_together(self, failure: EngineError | None) -> None:
-        """Returns when no rank has a failure.
+        """Raises the failures of all ranks on every rank; returns when there are none.
 
         Raises:
             EngineRestarted: On every rank. All failures were lost engines, which have been restarted.
@@ -126,17 +126,17 @@ class Engines:
         self._gather(None, failure)
 
     def _on_some(self, runs_here: bool, work: Callable[[], Result]) -> list[Result | None]:
-        """The results of `work` by rank: it runs on ranks that pass `runs_here`, and is None elsewhere."""
+        """Runs `work` on ranks that pass `runs_here`; returns the results by rank, None for others."""
         return self._gather(*(attempt(work) if runs_here else (None, None)))
 
     def _gather(self, result: Result, failure: EngineError | None) -> list[Result]:
-        """The results of all ranks, by rank; raises on all of them when one has a failure, see `raise_together`."""
+        """Gathers the results of all ranks, by rank; raises on all when one has a failure, see `raise_together`."""
         gathered = self.ranks.gather((result, failure))
         self._restart_and_raise([failure for _, failure in gathered])
         return [result for result, _ in gathered]
 
     def _restart_and_raise(self, failures: Sequence[EngineError | None]) -> None:
-        """Raises the failures of all ranks, if there are any; restarts engines first if all failures are lost ones."""
+        """Raises the failures of all ranks, if any; restarts engines first if all failures are lost engines."""
         raised = [failure for failure in failures if failure]
         if not raised:
             return
@@ -153,19 +153,19 @@ class Engines:
         """Starts engines, without weights; every rank must call it.
 
         An engine that is lost while it starts is started once more: `_gather` calls this again, `restarts` times at
-        most. `own_engine`: whether this rank's engine is among those to start.
+        most. `own_engine` says whether this rank's engine is among those to start.
         """
         if own_engine:
-            self.close()  # the parts of an engine that was lost on another node
+            self.close()  # parts, on other nodes, of an engine that was lost
             self._connected = False
-            self.contract.reset(self._at_rest)  # now: should another one fail, this one is not released twice
-        # Every rank waits here for all others, so that what the first rank has written is there for all.
+            self.contract.reset(self._at_rest)  # at once: should another engine fail, this one is not released twice
+        # Every rank waits here for all others, so that all see what the first rank has written.
         conditions = self.on_all(self._start_conditions)
         of_engine = [conditions[rank] for rank in self.ranks.of_engine]
         self._on_some(self.ranks.hosts, lambda: self._start(of_engine) if own_engine else self._release_held())
         pids = self._on_some(self.ranks.hosts, lambda: self.process.facts["pids"] if self.process else [])
         self.pids = pids[self.ranks.host] or []
-        unconnected = not self._connected  # also when it was lost with another one, which did not start
+        unconnected = not self._connected  # also when it was lost together with one that did not start
         addresses = self._on_some(self.ranks.owns and unconnected, self.transport.opened)
         self._on_some(unconnected, lambda: self._connect(addresses[self.ranks.of_engine[0]]))
         self.contract.reset(self._at_rest)
@@ -175,9 +175,9 @@ class Engines:
         self._connected = True
 
     def _start_conditions(self) -> dict[str, Any]:
-        """What the start of an engine depends on: a free port where its parts can meet, and free GPU memory.
+        """Inputs of an engine's start: a free port where its parts can meet, and free GPU memory.
 
-        SGLang would choose a port that something else may have taken when it listens there, seconds later.
+        SGLang would choose a port early that may be taken when it listens there, seconds later.
         """
         conditions: dict[str, Any] = {}
         if self.ranks.owns:
@@ -189,13 +189,13 @@ class Engines:
         return conditions
 
     def _common_arguments(self, of_engine: list[Any]) -> dict[str, Any]:
-        """Server arguments that all parts of an engine must have alike; its fullest GPU decides for all.
+        """Server arguments that all parts of an engine must share; its fullest GPU decides for all.
 
-        `of_engine`: the `_start_conditions` of each of the engine's ranks.
+        `of_engine` has the `_start_conditions` of each of the engine's ranks.
         """
         port = of_engine[0]["port"]
         arguments: dict[str, Any] = {"nccl_port": port}
-        # Data parallel attention meets on ports on one node, too, and those are the same for all engines if not given.
+        # Data parallel attention uses ports on one node as well, and all engines would use the same if none were given.
         if self.ranks.nodes > 1 or attention_copies(self._config) > 1:
             arguments = {"dist_init_addr": f"{of_engine[0]['host']}:{port}"}
         if "memory" in of_engine[0]:
@@ -219,13 +219,13 @@ class Engines:
             self.ask("release", tags=[*self._at_rest])
 
     def _release_held(self) -> None:
-        """Releases the memory that the engine still holds and would not hold at rest."""
+        """Releases the engine's memory that it would not hold at rest."""
         held = [tag for tag in self._at_rest if tag not in self.contract.released]
         if self.ranks.owns and held:
             self.ask("release", tags=held)
 
     def _make_transport(self, config: Config, vocab_size: int) -> Transport:
-        """How weights get from this rank to its engine."""
+        """Creates the transport of weights from this rank to its engine."""
         ranks, tp = self.ranks, self._config.tp
         experts = [own_experts(config, rank) for rank in range(tp)]
         if self._config.transport == "network":
@@ -239,7 +239,7 @@ class Engines:
 
 
 def attempt(work: Callable[[], Result]) -> tuple[Result | None, EngineError | None]:
-    """(the result of `work`, None), or (None, why it failed) for `Engines.raise_together`."""
+    """(the result of `work`, None), or (None, its error) for `Engines.raise_together`."""
     try:
         return work(), None
     except EngineError as error:

@@ -1,7 +1,7 @@
-"""Loads weights inside SGLang's own processes, in each rank of an engine those that are meant for it.
+"""Loads weights inside SGLang's own processes; each rank of an engine loads its own part.
 
-SGLang calls `load` for updates that name it, which its server argument custom_weight_loader permits. SGLang's own
-updates, from a broadcast or a directory, would give every rank all routed experts.
+SGLang calls `load` for updates that name it, as its server argument custom_weight_loader permits. SGLang's own updates,
+from a broadcast or a directory, would give every rank all routed experts.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 import torch.distributed as dist
 
 NAME = f"{__name__}.load"
-"""The import path of `load`, by which SGLang finds it."""
+"""Import path by which SGLang finds `load`."""
 INDEX = "model.safetensors.index.json"
 EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
-"""Part of the names of a routed expert's weights, with the expert's number."""
+"""Pattern of a routed expert's number in the names of its weights."""
 
 Described = Sequence[tuple[str, Sequence[int], str]]
 """Name, shape and dtype of tensors, in the order of their bytes."""
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Gives a model weights: SGLang calls it in every rank of an engine, with the same arguments.
+    """Loads weights into a model; called by SGLang in every rank of an engine with the same arguments.
 
     The name of the only tensor is the source of the weights in JSON: {"group": name of a process group, "tensors": for
-    each rank what it is sent}, or {"folder": a model directory, "experts": for each rank [first, one past the last] or
-    null}.
+    each rank the tensors it is sent}, or {"folder": a model directory, "experts": for each rank [first, one past the
+    last] or null}.
     """
     ((message, _),) = named_tensors
     source, rank = json.loads(message), dist.get_rank()
@@ -44,13 +44,13 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 
 def sent(tensors: Described, rank: int, group_name: Any, device: torch.device) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that the trainer's process of the same `rank` sends, as one tensor of bytes, if it sends any."""
+    """Receives the tensors, as one tensor of bytes, that the trainer process of the same `rank` sends, if any."""
     sizes = [math.prod(shape) * getattr(torch, kind).itemsize for _, shape, kind in tensors]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     if tensors:
         dist.recv(flat, src=rank, group=dist.distributed_c10d._resolve_process_group(group_name))
         if device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # NCCL has only begun
+            torch.cuda.current_stream().synchronize()  # NCCL has only enqueued it
     parts = flat.split(sizes) if tensors else ()
     return [
         (name, part.view(getattr(torch, kind)).view(shape))
@@ -59,7 +59,7 @@ def sent(tensors: Described, rank: int, group_name: Any, device: torch.device) -
 
 
 def missing(folder: Path) -> list[str]:
-    """The files of a model directory that are not visible on this machine."""
+    """Files of a model directory that are not visible on this machine."""
     if not (folder / INDEX).is_file():
         return [INDEX]
     files = {*json.loads((folder / INDEX).read_text())["weight_map"].values()}
@@ -67,7 +67,7 @@ def missing(folder: Path) -> list[str]:
 
 
 def stored(folder: Path, experts: range | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a model directory with an index, one at a time; of routed experts only `experts`, or all."""
+    """Yields the tensors of a model directory with an index; of routed experts only `experts`, or all for None."""
     from safetensors import safe_open
 
     file_of = json.loads((folder / INDEX).read_text())["weight_map"]

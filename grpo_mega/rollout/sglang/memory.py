@@ -1,10 +1,11 @@
-"""The memory of an SGLang engine on its GPUs, and the value of its mem_fraction_static beside a trainer.
+"""Memory of an SGLang engine on its GPUs, and its mem_fraction_static next to a trainer.
 
 SGLang's server argument mem_fraction_static is a share of the memory that is free when the engine starts: weights and
 KV cache take that much together (`KVCacheConfigurator._profile_available_bytes` in mem_cache/kv_cache_configurator.py),
 and the rest is for its CUDA graphs and activations. By default SGLang chooses it as if it were alone on the GPU
 (arg_groups/memory_hook.py). Here engines start before the policy is on the GPU (assemble.py), so that default would
-leave no room for what an offloaded trainer keeps. `mem_fraction_static` leaves it. Planner and engine both use it.
+leave no room for the memory that an offloaded trainer keeps. The function `mem_fraction_static` leaves it, for planner
+and engine.
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ from grpo_mega.weights.names import Entry, entries
 logger = logging.getLogger(__name__)
 
 FIXED = 12e9
-"""CUDA context, workspaces of cuBLAS and Transformer Engine, and buffers of NCCL, of which 7 GB were measured under
-TP2 x PP2 x DP2, and 9.5 GB with experts (verl's pull request 6408)."""
+"""Bytes of CUDA context, workspaces of cuBLAS and Transformer Engine, and buffers of NCCL, of which 7 GB were measured
+under TP2 x PP2 x DP2, and 9.5 GB with experts (verl's pull request 6408)."""
 SUSPENDED = 6e9
-"""`FIXED` while process groups are suspended: NCCL kept 3.5 GB of a Megatron job's (NCCL's pull request 2060)."""
+"""Value of `FIXED` while process groups are suspended: NCCL kept 3.5 GB of a Megatron job's (NCCL's pull request
+2060)."""
 ENGINE_ASLEEP = 4e9
-"""What an inference engine keeps while the trainer has the device."""
+"""Bytes that an inference engine keeps while the trainer has the device."""
 MIB = 2**20
 PIECES = ((160 * 2**30, 16384), (60 * 2**30, 8192), (0, 4096))
-"""(bytes of a GPU, tokens): above this size SGLang reads prompts in pieces of that length."""
+"""(bytes of a GPU, tokens): on larger GPUs SGLang reads prompts in chunks of that length."""
 REQUESTS = 512
-"""Default of the largest number of requests that SGLang captures CUDA graphs for."""
+"""Default of the largest batch for which SGLang captures CUDA graphs."""
 LEAST_WORK = (60 * 2**30, 10 * 2**30)
-"""(bytes of a GPU, bytes): above this size SGLang reserves at least that much for its work."""
+"""(bytes of a GPU, bytes): on larger GPUs SGLang reserves at least that much for its work."""
 WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "gate")
-"""Matrices that are replicated on every GPU of an engine, as are vectors."""
+"""Matrices that, like vectors, are replicated on every GPU of an engine."""
 
 
 def weights(config: Config, vocab_size: int) -> dict[str, float]:
-    """Bytes of an engine's weights on each of its GPUs: {"routed experts", "other weights"}.
+    """Bytes of an engine's weights on each GPU: {"routed experts", "other weights"}.
 
     SGLang loads no prediction modules, and holds the up-projection of latent keys and values twice.
     """
@@ -56,7 +58,7 @@ def weights(config: Config, vocab_size: int) -> dict[str, float]:
 
 
 def cache_bytes(config: Config) -> int:
-    """Bytes of KV cache for a token on each GPU that holds it.
+    """Bytes of KV cache per token on each GPU that holds it.
 
     Latent attention keeps one vector for all heads (DeepSeek-V2, section 2.1), on all GPUs that share the heads;
     otherwise each GPU has the keys and values of its own heads, at least one.
@@ -72,8 +74,8 @@ def cache_bytes(config: Config) -> int:
 def work(config: Config, capacity: float) -> float:
     """Bytes for activations, CUDA graphs and collectives while an engine generates, as SGLang itself reserves them.
 
-    1.5 MiB for each token of a piece of a prompt, 2 MiB for each request in CUDA graphs, under data parallel attention
-    3 MiB more (4.5 from 301 requests on) for each of them times its ranks, and a GiB for every 8 GPUs
+    1.5 MiB for each token of a prompt chunk, 2 MiB for each request in CUDA graphs, under data parallel attention 3 MiB
+    more (4.5 from 301 requests on) for each of them times its ranks, and a GiB for every 8 GPUs
     (arg_groups/memory_hook.py).
     """
     arguments = config.rollout.sglang.arguments
@@ -90,15 +92,15 @@ def work(config: Config, capacity: float) -> float:
 
 
 def trainer_away(config: Config) -> float:
-    """Bytes that an offloaded trainer keeps of a GPU."""
+    """Bytes of a GPU that an offloaded trainer keeps."""
     return SUSPENDED if suspends(config.rollout.sglang) else FIXED
 
 
 def static_bytes(config: Config, capacity: float) -> float:
-    """Bytes that weights and KV cache may take of a GPU of `capacity` bytes.
+    """Bytes for weights and KV cache on a GPU of `capacity` bytes.
 
-    With the user's mem_fraction_static its share; otherwise what an offloaded trainer, one bucket of weights and the
-    engine's work leave.
+    The user's mem_fraction_static of it; otherwise the rest after an offloaded trainer, one bucket of weights and the
+    engine's work.
     """
     given = config.rollout.sglang.arguments.get("mem_fraction_static")
     if given is not None:
@@ -107,7 +109,7 @@ def static_bytes(config: Config, capacity: float) -> float:
 
 
 def mem_fraction_static(config: Config, free: float, capacity: float) -> float:
-    """SGLang's share for an engine that starts with `free` bytes: `static_bytes`, or less to leave room for its work.
+    """mem_fraction_static for an engine that starts with `free` bytes: `static_bytes`, or less to leave room for work.
 
     When an engine is restarted the trainer's weights may be on the GPU; its cache is smaller then.
 
@@ -132,11 +134,11 @@ def mem_fraction_static(config: Config, free: float, capacity: float) -> float:
 
 
 def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacity: float) -> dict[str, Any]:
-    """The contents of a GPU of `capacity` bytes while weights are handed over, and while the engine generates.
+    """Memory plan of a GPU of `capacity` bytes while weights are pushed, and while the engine generates.
 
     Args:
-        config: The run's.
-        vocab_size: Tokens of the model.
+        config: The run's configuration.
+        vocab_size: Vocabulary size of the model.
         trainer_weights: Bytes of the weights of the fullest pipeline stage.
         capacity: Bytes of a GPU.
     """
@@ -172,28 +174,28 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
 
 
 def _bytes(entry: Entry, config: Config) -> int:
-    """Bytes of a tensor as the engine keeps it, with its scales."""
+    """Bytes of a tensor as stored by the engine, including its scales."""
     if not (config.rollout.sglang.fp8 and fp8.in_fp8(entry.name)):
         return entry.bytes
     return math.prod(entry.shape) * fp8.DTYPE.itemsize + 4 * math.prod(fp8.scale_shape(entry.shape))
 
 
 def _buckets(config: Config) -> int:
-    """Number of buckets on a GPU at once: the one that arrives, the tensors made of it, and those that the rank sends.
+    """Number of buckets on a GPU at once: the arriving one, the tensors made of it, and those that the rank sends.
 
     When every rank gets experts of its own, the pipeline stage that holds a layer sends a bucket to every other stage.
-    Weights with adapters in them come to that, see `merged_bytes`.
+    Merged adapter weights are added, see `merged_bytes`.
     """
     return 2 if own_experts(config, 0) is None else 2 + config.layout.pp
 
 
 def _gpus(entry: Entry, config: Config) -> int:
-    """Number of GPUs of an engine that a tensor is split over."""
+    """Number of GPUs of an engine over which a tensor is split."""
     sglang, name = config.rollout.sglang, entry.name
     matrix = name.split(".")[-2]
     if len(entry.shape) == 1 or matrix in WHOLE:
         return 1
-    if entry.expert is not None:  # whole experts or parts of them: ep_size does not change how many bytes there are
+    if entry.expert is not None:  # whole experts or parts of them: ep_size does not change the number of bytes
         return sglang.tp
     if matrix in ("k_proj", "v_proj"):
         return min(config.model.kv_heads, _attention_gpus(config))

@@ -1,4 +1,4 @@
-"""Weights in the form that SGLang's `update_weights_from_tensor` takes: bytes and the layout of the tensors in them."""
+"""Weights in the format of SGLang's `update_weights_from_tensor`: bytes and the layout of the tensors in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Described = list[tuple[str, tuple[int, ...], str]]
 
 
 class _SharedTensor:
-    """A tensor in the memory of another process; pickles as that tensor, without opening it in this process."""
+    """A tensor in another process's memory; pickles as that tensor, without opening it in this process."""
 
     def __init__(self, rebuild: Any, arguments: tuple[Any, ...]) -> None:
         self._reduced = rebuild, arguments
@@ -20,7 +20,7 @@ class _SharedTensor:
 
 
 def bucket(part: Any) -> Any:
-    """A [bytes] tensor of uint8 for one rank of the engine: from bytes, or from what `reduce_tensor` made of one."""
+    """A [bytes] uint8 tensor for one rank of the engine, from bytes or from the result of `reduce_tensor`."""
     import torch
 
     if not part:  # nothing for this rank

@@ -1,9 +1,9 @@
-"""An SGLang engine in a process of its own, seen from the trainer: requests, answers, its log, and its end.
+"""The trainer's handle of an SGLang engine in a separate process: requests, answers, log, termination.
 
-Why not `sglang.Engine` in the trainer itself: when one of its processes fails, SGLang ends the process that made the
-engine; it also replaces signal handlers, and on a CPU the changes that Megatron needs would apply to it. This way the
-trainer outlives any engine, notices its end, and starts another one. There is no HTTP server and no Ray in between,
-only a pipe.
+Why not `sglang.Engine` in the trainer itself: when one of its processes fails, SGLang kills the process that created
+the engine; it also replaces signal handlers, and on a CPU it would be affected by the substitutions that Megatron
+needs. In a separate process, the trainer outlives any engine, notices its end, and starts another one. They communicate
+by a pipe, without HTTP server or Ray.
 
 The engine's processes form a process group. They do not receive the signals that ask the trainer to stop, and they are
 killed with it: by `end`, or by themselves a second after the trainer is gone.
@@ -31,13 +31,13 @@ LAST_LINES = 15
 """Number of lines of an engine's log that an error shows."""
 OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 OF_THE_TRAINER = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Prefixes of environment variables that are for the ranks of a job (`OF_THE_JOB`), or for training."""
+"""Prefixes of environment variables meant for the ranks of a job (`OF_THE_JOB`), or for training."""
 SECONDS_TO_DIE = 30.0
-"""Longest wait for killed processes to end; a driver may delay them."""
+"""Seconds to wait for killed processes to end, which a driver may delay."""
 
 
 class EngineLost(EngineError):
-    """The engine died, or did not answer in time and was ended."""
+    """The engine died, or did not answer in time and was killed."""
 
 
 class EngineProcess:
@@ -82,7 +82,7 @@ class EngineProcess:
             raise
 
     def ask(self, method: str, seconds: float, **arguments: Any) -> Any:
-        """The answer to a request, which must come within `seconds`.
+        """Sends a request and returns the answer, which must arrive within `seconds`.
 
         Raises:
             EngineError: The engine refused the request, or failed at it; with its message.
@@ -98,7 +98,7 @@ class EngineProcess:
         raise self.lost(f"did not answer {method} within {seconds:g} s")
 
     def tell(self, method: str, **arguments: Any) -> int:
-        """Sends a request; its number, which is part of the answer that `hear` returns."""
+        """Sends a request; returns its number, which is part of the answer that `hear` returns."""
         self._requests += 1
         try:
             self._connection.send((self._requests, method, arguments))
@@ -107,24 +107,24 @@ class EngineProcess:
         return self._requests
 
     def hear(self, seconds: float) -> tuple[Any, ...] | None:
-        """The engine's next message, see `host.py`; None when there is none within `seconds`."""
+        """Next message of the engine, see `host.py`; None when none arrives within `seconds`."""
         try:
             return self._connection.recv() if self._connection.poll(seconds) else None
         except (EOFError, OSError) as error:
             raise self.lost("died") from error
 
     def refusal(self, message: str) -> EngineError:
-        """The error for a request that the engine refused with this message."""
+        """Error for a request that the engine refused with this message."""
         return EngineError(f"{self._name}: {message}; its log is {self._log}")
 
     def lost(self, what: str) -> EngineLost:
-        """Ends the engine; the error for it, with the last lines of the engine's log."""
+        """Kills the engine; returns the error, with the last lines of the engine's log."""
         self.end()
         lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
         return EngineLost("\n".join([f"{self._name} {what}; the last lines of {self._log}:", *lines]))
 
     def end(self) -> None:
-        """Kills all processes of the engine, in whatever state it is."""
+        """Kills all processes of the engine, in any state."""
         if self._connection.closed:
             return
         self._connection.close()
@@ -136,7 +136,7 @@ class EngineProcess:
 
 
 def _without_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables of the trainer's job: the engine's processes form a job of their own.
+    """The environment without the variables of the trainer's job, as the engine's processes form a separate job.
 
     With torchrun's variables they would wait for a store that does not exist.
     """
@@ -158,7 +158,7 @@ def _members(group: int) -> Iterator[psutil.Process]:
 
 
 def _alive(process: psutil.Process) -> bool:
-    """Whether a process can hold memory: a zombie, which another process has to reap, cannot."""
+    """Whether a process can hold memory; a zombie, which another process has to reap, cannot."""
     with suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -1,4 +1,4 @@
-"""Which ranks of a job share an SGLang engine, which of them host its processes, and which one owns it."""
+"""Assignment of ranks to SGLang engines: which ranks share one, host its processes, and own it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 FOREVER = timedelta(days=7)
-"""Time limit of collectives that wait for engines, whose own limits are in `rollout.sglang`."""
+"""Time limit of collectives that wait for engines, which have their own limits in `rollout.sglang`."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's engine, and the ranks of every engine.
+    """Ranks of every engine, and this rank's role in its own.
 
     Attributes:
         engine: Number of this rank's engine.
-        members: The ranks that share each engine, by the engine's number.
-        engine_rank: This rank's index among those that share its engine.
+        members: Ranks that share each engine, by the engine's number.
+        engine_rank: Index of this rank among those that share its engine.
         nodes, node: Number of nodes that its engine is spread over, and the index of this rank's node among them.
         host: The rank that hosts the process of its engine on this node.
         all_ranks: Process group of all ranks, for tensors on the CPU.
@@ -40,21 +40,21 @@ class Ranks:
 
     @property
     def of_engine(self) -> list[int]:
-        """The ranks that share this rank's engine."""
+        """Ranks that share this rank's engine."""
         return self.members[self.engine]
 
     @property
     def hosts(self) -> bool:
-        """Whether this rank hosts a process of its engine: the first of the engine's ranks on each node does."""
+        """Whether this rank hosts a process of its engine, as the first of the engine's ranks on each node does."""
         return dist.get_rank() == self.host
 
     @property
     def owns(self) -> bool:
-        """Whether this rank talks to its engine: the first of the engine's ranks does."""
+        """Whether this rank owns (talks to) its engine, as the first of the engine's ranks does."""
         return self.engine_rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank."""
+        """Gathers a value from all ranks, by rank."""
         values: list = [None] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self.all_ranks)
         return values
@@ -66,7 +66,7 @@ class Ranks:
         return sums.tolist()
 
     def from_owner(self, values: Sequence[Any]) -> Any:
-        """Scatters the values of each engine's owner, one for each of the engine's ranks; this rank's value."""
+        """Scatters each engine owner's values, one for each rank of the engine; returns this rank's value."""
         received: list = [None]
         dist.scatter_object_list(received, [*values] if self.owns else None, self.of_engine[0], group=self.group)
         return received[0]
@@ -76,7 +76,7 @@ def ranks_of_engines(tp: int) -> Ranks:
     """Divides all ranks into engines of `tp` consecutive ranks; every rank must call it.
 
     Raises:
-        ValueError: An engine would have a part of a node that does not divide it, or not whole nodes.
+        ValueError: An engine's ranks neither divide a node nor fill whole nodes.
     """
     on_node = _ranks_on_node(tp)
     engine, engine_rank = divmod(dist.get_rank(), tp)
@@ -88,7 +88,7 @@ def ranks_of_engines(tp: int) -> Ranks:
 
 
 def _ranks_on_node(tp: int) -> int:
-    """Number of ranks of one node that share an engine of `tp` ranks."""
+    """Number of ranks on one node that share an engine of `tp` ranks."""
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     if node_size % tp and tp % node_size:
         raise ValueError(

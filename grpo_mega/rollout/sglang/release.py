@@ -1,4 +1,4 @@
-"""Checks that SGLang is installed, in a release that is supported, without importing it: an import takes long."""
+"""Checks that a supported release of SGLang is installed, without the slow import."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from grpo_mega.config.schema import RolloutConfig
 from grpo_mega.rollout.sglang.supported import NEEDED, OLDEST
 
 TESTED = "0.5.23"
-"""The newest release that was tried."""
+"""Newest release that was tested."""
 
 
 def check_installed(rollout: RolloutConfig) -> None:
-    """Checks that what `rollout.engine` needs is installed; an engine checks more when it starts (`supported.py`).
+    """Checks that `rollout.engine` is installed; an engine checks more when it starts (`supported.py`).
 
     Raises:
         ValueError: SGLang is absent, or too old for the configuration; with the command that installs it.
@@ -30,7 +30,7 @@ def check_installed(rollout: RolloutConfig) -> None:
         )
     try:
         release = version("sglang")
-    except PackageNotFoundError:  # a source tree, whose release is unknown
+    except PackageNotFoundError:  # a source tree of unknown release
         return
     if _numbers(release) < _numbers(OLDEST):
         raise ValueError(f"rollout.engine=sglang needs SGLang {OLDEST} or newer, and this is {release}: {install}")
@@ -43,7 +43,7 @@ def check_installed(rollout: RolloutConfig) -> None:
 
 
 def is_installed() -> bool:
-    """Whether a package sglang is installed; a mere folder of that name, such as a clone of its sources, is none."""
+    """Whether a package sglang is installed; a folder of that name, such as a clone of its sources, does not count."""
     spec = importlib.util.find_spec("sglang")
     return spec is not None and spec.origin is not None
 

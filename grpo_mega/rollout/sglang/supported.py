@@ -1,6 +1,6 @@
-"""Refuses, with the reason, what the installed release of SGLang does not support, before SGLang itself fails.
+"""Refuses, with the reason, arguments that the installed release of SGLang does not support, before SGLang fails.
 
-This runs in the engine's process (`host.py`), which has imported SGLang; `release.py` reads the version alone.
+This runs in the engine's process (`host.py`), which has imported SGLang; `release.py` only reads the version.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from importlib.metadata import version
 from typing import Any
 
 NOT_ALWAYS = ("disable_prefill_cuda_graph", "disable_piecewise_cuda_graph")
-"""Server arguments with which the trainer turns a feature off; left out where the release does not have them, because
-it lacks the feature or has another name for it."""
+"""Server arguments by which the trainer turns features off; left out where the release lacks them, because it lacks the
+feature or has another name for it."""
 OLDEST = "0.5.6"
-"""The first release that takes weights as bytes."""
+"""First release that takes weights as bytes."""
 NEEDED = {
     "enable_return_routed_experts": ("return_routed_experts", "0.5.9"),
     "enable_dp_attention": ("routed_dp_rank", "0.5.10"),
 }
-"""Server argument -> the parameter of requests that it needs, and the first release that has that parameter."""
+"""Server argument -> request parameter that it needs, and the first release with that parameter."""
 
 
 class Refused(Exception):
@@ -27,10 +27,10 @@ class Refused(Exception):
 
 
 def supported(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The server arguments to start the installed release with: `arguments` without those of `NOT_ALWAYS` it lacks.
+    """Server arguments for the installed release: `arguments` without those of `NOT_ALWAYS` that it lacks.
 
     Raises:
-        Refused: The release is too old for these arguments, or has no argument of some name.
+        Refused: The release is too old for these arguments, or an argument does not exist in it.
     """
     arguments = {name: value for name, value in arguments.items() if name not in NOT_ALWAYS or name in _parameters()}
     _check_release(arguments)
@@ -39,7 +39,7 @@ def supported(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_release(arguments: dict[str, Any]) -> None:
-    """Refuses releases that would fail later, with an error that does not say why."""
+    """Refuses releases that would fail later with an unclear error."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
@@ -63,7 +63,7 @@ def _check_names(arguments: dict[str, Any]) -> None:
 
 
 def _parameters() -> list[str]:
-    """The names of the installed release's server arguments."""
+    """Names of the installed release's server arguments."""
     from sglang.srt.server_args import ServerArgs
 
     return [*inspect.signature(ServerArgs).parameters]

@@ -1,6 +1,6 @@
-"""How an update's weights get from a group of ranks to their SGLang engine; `rollout.sglang.transport` chooses.
+"""Transports of weights from a group of ranks to their SGLang engine, chosen by `rollout.sglang.transport`.
 
-With every transport a rank of an engine gets the routed experts that it holds, and no others.
+With every transport a rank of an engine gets only the routed experts that it holds.
 
 All have one interface, and all requests to the engine go through `ask`, whose limit is `rollout.sglang.answer_seconds`:
 an engine that dies, or never takes what it is sent, counts as lost and does not block the trainer. For the disk the
@@ -31,7 +31,7 @@ from grpo_mega.weights.directory import Writer
 
 Bucket = Sequence[tuple[str, torch.Tensor]]
 Described = list[tuple[str, tuple[int, ...], str]]
-"""Name, shape and dtype of the tensors that are concatenated in a flat one, in this order."""
+"""Name, shape and dtype of the tensors concatenated in a flat one, in order."""
 Ask = Callable[..., Any]
 """Sends a request to this rank's engine and returns the answer, see `EngineProcess.ask`."""
 
@@ -40,10 +40,10 @@ DEVICE = 6
 
 
 class Transport:
-    """The interface of a transport. Every rank of an engine has one; a method is for the owner alone if not noted.
+    """Interface of a transport. Every rank of an engine has one; methods are called by the owner only unless noted.
 
     Attributes:
-        experts_of: The routed experts that this rank is to push; None for all of them.
+        experts_of: Routed experts that this rank is to push; None for all of them.
     """
 
     def __init__(self, ask: Ask, owner: bool, experts_of: range | None) -> None:
@@ -52,13 +52,13 @@ class Transport:
         self.experts_of = experts_of
 
     def opened(self) -> Any:
-        """Called when the engine was started; the address at which its ranks can connect to it."""
+        """Called after the engine's start; returns the address at which its ranks can connect to it."""
 
     def connect(self, address: Any) -> None:
-        """Connects to the engine at the address that `opened` returned; on every rank."""
+        """Connects to the engine at the address returned by `opened`; called on every rank."""
 
     def close(self) -> None:
-        """Closes the connection to the engine, which is about to end; on every rank."""
+        """Closes the connection to an engine that is about to end; called on every rank."""
 
     def begin(self) -> None:
         """Opens an update."""
@@ -66,15 +66,15 @@ class Transport:
 
     @contextmanager
     def offered(self, bucket: Bucket) -> Iterator[Any]:
-        """A description of this rank's bucket for the owner; valid until the body ends; on every rank."""
+        """Yields a description of this rank's bucket for the owner, valid until the body ends; called on every rank."""
         yield None
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
-        """Hands a bucket over; `offers` are the descriptions of all ranks of the engine; on every rank."""
+        """Pushes a bucket; `offers` are the descriptions from all ranks of the engine; called on every rank."""
         raise NotImplementedError
 
     def complete(self) -> None:
-        """Called when all buckets were pushed; for every engine of the job before the first `end`."""
+        """Called after all buckets were pushed; for every engine of the job before the first `end`."""
 
     def end(self) -> None:
         """Closes the update."""
@@ -82,12 +82,12 @@ class Transport:
 
 
 class Shared(Transport):
-    """For engines on the trainer's devices: a rank hands its engine rank a handle of the bucket, on a CPU the bytes."""
+    """Transport to engines on the trainer's devices: passes handles of the buckets, or on a CPU their bytes."""
 
     @contextmanager
     def offered(self, bucket: Bucket) -> Iterator[Any]:
-        """A handle of the bytes, or on a CPU the bytes themselves, and their `described` tensors."""
-        flat = flattened(bucket)  # lives as long as this frame: a handle alone does not keep it
+        """Yields a handle of the bytes, or on a CPU the bytes themselves, and their `described` tensors."""
+        flat = flattened(bucket)  # lives as long as this frame: a handle alone does not keep it alive
         yield _shared(flat), described(bucket)
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
@@ -97,11 +97,10 @@ class Shared(Transport):
 
 
 class Network(Transport):
-    """For engines on devices of their own: each rank sends its bucket to its engine rank, all of them at once.
+    """Transport to engines on devices of their own: all ranks send their buckets to their engine ranks at once.
 
-    They do so in a process group of the trainer's ranks, followed by those of the engine. The trainer's part runs in a
-    thread, because the engine may never do its part: then the engine is lost and the group aborted, which ends the
-    transfer, too.
+    The process group has the trainer's ranks, followed by those of the engine. The trainer's part runs in a thread,
+    because the engine may never do its part: then the engine is lost and the group aborted, which ends the transfer.
     """
 
     def __init__(
@@ -111,14 +110,14 @@ class Network(Transport):
         super().__init__(ask, engine_rank == 0, experts_of)
         self._device, self._backend = platform.device, platform.backend
         self._engine_rank, self._ranks, self._seconds = engine_rank, ranks, seconds
-        self._timeout = timedelta(seconds=2 * seconds)  # first the engine is lost: NCCL would end this process
+        self._timeout = timedelta(seconds=2 * seconds)  # the engine is lost first: NCCL would end this process
         self._connections = 0
         self._name = ""
         self._store: dist.Store | None = None
         self._group: dist.ProcessGroup | None = None
 
     def opened(self) -> dict[str, Any]:
-        """The store of a new process group: a group with an engine that is gone cannot be used again."""
+        """Store of a new process group: a group with an engine that has ended cannot be used again."""
         self._connections += 1
         address = own_address()
         self._store = _store_at(address, self._timeout)
@@ -134,20 +133,20 @@ class Network(Transport):
         self._together(lambda: self._join(store), "join", **address, **sizes)
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
-        """Sends the bytes; the engine has them when it answers."""
-        if not (group := self._group):  # torch would send through the job's own
+        """Sends the bytes; the engine has received them when it answers."""
+        if not (group := self._group):  # torch would send through the job's own group
             raise EngineLost("the connection to the engine was closed, and the engine was not restarted")
         flat = flattened(bucket)
         self._together(lambda: self._send(flat, group), "receive", group=self._name, tensors=offers)
 
     @contextmanager
     def offered(self, bucket: Bucket) -> Iterator[Described]:
-        """The `described` tensors that this rank will send."""
+        """Yields the `described` tensors that this rank will send."""
         yield described(bucket)
 
     def _join(self, store: dist.Store) -> None:
-        """Makes the group as SGLang does on its side (`init_custom_process_group`): beside those of the job."""
-        name: Any = self._name  # a type of its own in some releases
+        """Creates the group beside those of the job, as SGLang does on its side (`init_custom_process_group`)."""
+        name: Any = self._name  # a separate type in some releases
         # A given name does not advance torch's counter of default names, which must be equal on all ranks.
         self._group, _ = distributed_c10d._new_process_group_helper(
             2 * self._ranks,
@@ -163,14 +162,14 @@ class Network(Transport):
 
     def _send(self, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread starts on the first one
+            torch.cuda.set_device(self._device)  # a thread starts on device 0
         if len(flat):
             dist.send(flat, dst=self._ranks + self._engine_rank, group=group)
         if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # NCCL has only begun
+            torch.cuda.current_stream().synchronize()  # NCCL has only enqueued it
 
     def _together(self, work: Callable[[], None], method: str, **arguments: Any) -> None:
-        """Does `work` while the engine does its part, at the owner's request.
+        """Runs `work` while the engine does its part, at the owner's request.
 
         Raises:
             EngineError: The engine refused.
@@ -194,14 +193,14 @@ class Network(Transport):
             )
 
     def close(self) -> None:
-        """Aborts the group: to end it as usual would need the engine's ranks."""
+        """Aborts the group: an orderly end would need the engine's ranks."""
         if self._group:
             distributed_c10d._abort_process_group(self._group)
         self._group = None
 
 
 class Disk(Transport):
-    """Through a Hugging Face directory that all nodes see: the first engine's owner writes, all engines read.
+    """Transport by a Hugging Face directory visible to all nodes: the first engine's owner writes, all engines read.
 
     Works wherever the engines are; needs disk space for one copy of the weights, and the time to write and read them.
     """
@@ -215,9 +214,9 @@ class Disk(Transport):
         config: dict[str, Any],
         experts: Sequence[range | None],
     ) -> None:
-        """One rank of the job `writes` into `folder`, which the run alone uses; only that rank is to push experts.
+        """One rank of the job `writes` into `folder`, which only this run uses; only that rank is to push experts.
 
-        `config` is the config.json; `experts` are those that each rank of the engine reads, None for all.
+        `config` is the config.json; `experts` has the experts that each rank of the engine reads, None for all.
         """
         super().__init__(ask, owner, experts_of=None if writes else range(0))
         self._folder, self._config, self._writes = folder, config, writes
@@ -226,10 +225,10 @@ class Disk(Transport):
         self._writer: Writer | None = None
 
     def begin(self) -> None:
-        """Removes the last update's directory, which all engines have read or will never read."""
-        self._updates += 1  # another name every time: file systems of several nodes may remember files
+        """Removes the directory of the last update, which all engines have read or will never read."""
+        self._updates += 1  # another name every time, as file systems of several nodes may cache files
         if self._writes:
-            if self._writer:  # of an update that was interrupted
+            if self._writer:  # left by an interrupted update
                 self._writer.discard()
             self._writer = Writer(self._path, self._config)
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -241,12 +240,12 @@ class Disk(Transport):
             _written(lambda: writer.add(bucket))
 
     def complete(self) -> None:
-        """Completes the directory: it gets its final name."""
+        """Completes the directory by giving it its final name."""
         if self._writer:
             _written(self._writer.finish)
 
     def end(self) -> None:
-        """Has the engine read the directory."""
+        """Makes the engine read the directory."""
         self._ask("load", folder=str(self._path), experts=self._experts)
 
     @property
@@ -255,7 +254,7 @@ class Disk(Transport):
 
 
 def _store_at(address: str, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens at this address only; by default torch listens on all interfaces, without authentication."""
+    """A store that listens on this address only; by default torch listens on all interfaces, without authentication."""
     listening = socket.create_server((address, 0), backlog=1024)
     port = listening.getsockname()[1]
     # The store closes the descriptor.
@@ -265,7 +264,7 @@ def _store_at(address: str, timeout: timedelta) -> dist.TCPStore:
 
 
 def _try(work: Callable[[], None], failures: list[Exception]) -> None:
-    """Does `work`; its exception joins `failures`."""
+    """Runs `work`; appends its exception to `failures`."""
     try:
         work()
     except Exception as error:
@@ -273,7 +272,7 @@ def _try(work: Callable[[], None], failures: list[Exception]) -> None:
 
 
 def _written(work: Callable[[], None]) -> None:
-    """Does `work`; raises an EngineError, which is raised on all ranks, when the disk fails."""
+    """Runs `work`; turns disk errors into an EngineError, which is raised on all ranks."""
     try:
         work()
     except (OSError, ValueError) as error:
@@ -292,12 +291,12 @@ def flattened(bucket: Bucket) -> torch.Tensor:
 
 
 def _aligned(bucket: Bucket) -> Bucket:
-    """The bucket with the longest elements first, so that each tensor begins at a multiple of its element size."""
+    """The bucket sorted by decreasing element size, so that each tensor begins at a multiple of its element size."""
     return sorted(bucket, key=lambda pair: -pair[1].dtype.itemsize)
 
 
 def _shared(flat: torch.Tensor) -> Any:
-    """A [bytes] tensor in a form that pickles for another process: its bytes, or on CUDA a handle that it opens.
+    """A [bytes] tensor in a form that pickles for another process: its bytes, or on CUDA a handle to open there.
 
     The memory must not be reused before the engine has answered. A device is named by its UUID, because the engine may
     number devices differently; SGLang's processes accept that (sglang.srt.utils.patch_torch).

@@ -1,0 +1,111 @@
+"""What a run shows of its metrics on the console: which, in which order, and how their values are written.
+
+What a metric is called and how many digits it has says `metric_table.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from grpo_mega.config.schema import REWARD_MODELS, Config
+from grpo_mega.observe.metric_table import find
+
+SECONDS = "time/step"
+ROWS = (
+    "reward/mean", "reward/accuracy", "reward/format", "rollout/length_mean", "policy/kl", "policy/entropy",
+    "policy/clip_fraction", "policy/grad_norm", SECONDS,
+)  # fmt: skip
+"""The columns of a policy's run."""
+ROWS_OF_PAIRS = (
+    "reward_model/loss", "reward_model/accuracy", "reward_model/margin", "reward_model/grad_norm", SECONDS,
+)  # fmt: skip
+"""The columns of a reward model's training."""
+ROWS_OF_STEPS = (
+    "process_reward_model/loss",
+    "process_reward_model/accuracy",
+    "process_reward_model/grad_norm",
+    SECONDS,
+)
+"""Those of a process reward model's."""
+PANEL = (
+    "reward/mean", "reward/accuracy", "eval/accuracy", "reward/format", "rollout/length_mean", "policy/kl",
+    "policy/entropy", "policy/clip_fraction", "mismatch/mean_abs", "policy/grad_norm", *ROWS_OF_PAIRS[:-1],
+    *ROWS_OF_STEPS[:-1], "sft/loss", "sft/grad_norm", "base/loss", "base/grad_norm", SECONDS,
+    "machine/tokens_per_second", "machine/mfu", "machine/peak_memory_gb",
+)  # fmt: skip
+"""What the panel on a terminal shows of what a step has, the most important first."""
+WIDEST = 8
+"""Characters of a value; larger numbers are written in scientific notation."""
+
+
+class Column(NamedTuple):
+    """A metric that is shown."""
+
+    title: str
+    metric: str
+    digits: str
+
+    def text(self, metrics: dict[str, float]) -> str:
+        """The metric's value as it is shown; "-" when there is none."""
+        value = metrics.get(self.metric)
+        return "-" if value is None else number(value, self.digits)
+
+    @property
+    def width(self) -> int:
+        """Characters the column takes in a table, the space before it included."""
+        return max(len(self.title), WIDEST) + 2
+
+
+def column(metric: str) -> Column:
+    """How a metric of the table is shown; evaluations are told apart from training."""
+    known = find(metric)
+    assert known is not None, f"{metric} is shown, and metric_table.py does not have it"
+    of_split = {"eval/accuracy": "validation", "eval/heldout/accuracy": "held-out"}
+    return Column(of_split.get(metric, known.short), metric, known.digits)
+
+
+TABLE = tuple(column(metric) for metric in ROWS)
+
+
+def columns_of(config: Config) -> list[Column]:
+    """The columns of a run's table; entropy replaces the KL column where there is no KL term."""
+    if config.run.trains in REWARD_MODELS:
+        return [column(metric) for metric in (ROWS_OF_PAIRS if config.run.trains == "reward_model" else ROWS_OF_STEPS)]
+    available = {f"reward/{term.name}" for term in config.reward.terms} | {"reward/mean", "reward/accuracy"}
+    unused = "policy/entropy" if config.algorithm.kl_coef else "policy/kl"
+    return [c for c in TABLE if c.metric != unused and (c.metric in available or not c.metric.startswith("reward/"))]
+
+
+def number(value: float, digits: str) -> str:
+    """The value in its format, in scientific notation when that would be wider than a column."""
+    text = format(value, digits)
+    return text if len(text) <= WIDEST else f"{value:.1e}"
+
+
+def label(metric: str) -> str:
+    """The name of a metric in a sentence: "length" for "eval/length_mean"."""
+    return metric.rpartition("/")[2].removesuffix("_mean").replace("_", " ")
+
+
+def digits_of(metric: str) -> str:
+    """How the value of any metric is written in a sentence."""
+    share = "@" in metric or metric.endswith(("accuracy", "format", "rate", "fraction", "truncated"))  # @: pass@k
+    return ".1%" if share else ".4g"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss; dashes when they are not finite."""
+    if not math.isfinite(seconds):
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def shorten(text: str, width: int) -> str:
+    """Text of at most `width` characters: its beginning and its end, "..." between them."""
+    if len(text) <= width:
+        return text
+    kept = max(width - 3, 0)
+    return (text[: kept - kept // 2] + "..." + text[len(text) - kept // 2 :])[: max(width, 0)]

@@ -1,0 +1,79 @@
+"""Writes experts.jsonl: how many tokens each expert got in a step, over the average expert of its layer.
+
+A line is {"step": 4, "loads": {"2": [0.9, 1.2, ...]}}, with the number of a layer and a number for each of its experts,
+of the step's last update. The file has at most so many lines as make about `MOST_BYTES`: of a longer run every second,
+fourth, eighth step and so on, from its beginning to its end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.platform.files import write_atomic
+
+EXPERTS = "experts.jsonl"
+MOST_BYTES = 10_000_000
+BYTES_PER_EXPERT = 6
+MOST_LINES, FEWEST_LINES = 256, 16
+
+Loads = Mapping[str, Sequence[float]]
+"""Number of a layer -> tokens that each of its experts got."""
+
+
+class ExpertLog:
+    """The file of a run."""
+
+    def __init__(self, run_dir_path: Path, resume_from_step: int) -> None:
+        """Continues the file after this step; lines of later steps, which run again, are removed. -1 begins it anew."""
+        self._path = run_dir_path / EXPERTS
+        self._lines = {step: line for step, line in read_lines(self._path).items() if step <= resume_from_step}
+        if self._path.exists():
+            self._rewrite()
+
+    def write(self, step: int, loads: Loads) -> None:
+        """Records a step if it is one of those that are kept; nothing of a model without experts."""
+        if not loads or step % (every := spacing(step, sum(map(len, loads.values())))):
+            return
+        line = json.dumps({"step": step, "loads": {layer: _shares(own) for layer, own in loads.items()}})
+        kept = {old: text for old, text in self._lines.items() if old % every == 0}
+        thinned = len(kept) < len(self._lines)
+        self._lines = kept | {step: line}
+        if thinned:
+            self._rewrite()
+        else:
+            with self._path.open("a") as file:
+                file.write(line + "\n")
+
+    def _rewrite(self) -> None:
+        write_atomic(self._path, "".join(line + "\n" for line in self._lines.values()))
+
+
+def spacing(step: int, experts: int) -> int:
+    """Of every so many steps one is kept, when the run has come to this step; `experts` are those of all layers."""
+    most = min(max(MOST_BYTES // (BYTES_PER_EXPERT * experts), FEWEST_LINES), MOST_LINES)
+    every = 1
+    while step > most * every:
+        every *= 2
+    return every
+
+
+def read_lines(path: Path) -> dict[int, str]:
+    """Step -> its line; what is no whole line, as a crash leaves the last one, is left out."""
+    found = {}
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            record: Any = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found[record["step"]] = line
+    return found
+
+
+def _shares(tokens: Sequence[float]) -> list[float]:
+    """Tokens of each expert over the average one's, to three digits."""
+    average = sum(tokens) / len(tokens)
+    return [float(f"{own / average:.3g}") if average else 0.0 for own in tokens]

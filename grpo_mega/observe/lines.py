@@ -1,0 +1,86 @@
+"""The console off a terminal: lines that stand alone, in a file among other lines and far from any header.
+
+    step 10/80: reward 0.213, accuracy 4.7%, format 93.8%, length 18.2, clipped 0.1%, grad norm 0.412, 0.52 s, 0:05
+    elapsed, 0:36 left
+
+is one line. A step that takes longer than a minute says so once a minute, and what it does:
+
+    after step 10/80: generate for 3:00, 1:12:05 elapsed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+from grpo_mega.observe.columns import SECONDS, Column, clock
+from grpo_mega.observe.progress import Progress
+
+WIDTH = 120
+QUIET = 60.0
+"""The longest silence, in seconds, while a phase gives signs of life."""
+
+
+class Lines:
+    """Writes to a stream that is no terminal."""
+
+    def __init__(self, stream: TextIO, progress: Progress, columns: Sequence[Column]) -> None:
+        """Writes rows of `columns`, with the times of `progress`."""
+        self._stream, self._progress, self._columns = stream, progress, columns
+        self._last = time.monotonic()
+
+    @property
+    def width(self) -> int:
+        """Most characters in a line of text."""
+        return WIDTH
+
+    @property
+    def lines_per_sample(self) -> int:
+        """Most lines that a sample takes."""
+        return 1
+
+    def row(self, step: int, metrics: dict[str, float]) -> None:
+        """A step, never cut or wrapped."""
+        progress = self._progress
+        values = [f"{column.title} {column.text(metrics)}" for column in self._columns if column.metric != SECONDS]
+        values += [f"{column.text(metrics)} s" for column in self._columns if column.metric == SECONDS]
+        values.append(f"{progress.elapsed} elapsed")
+        if progress.left:
+            values.append(f"{progress.left} left")
+        self.print(f"step {step}/{progress.total}: {', '.join(values)}")
+
+    def forget(self) -> None:
+        """Another stage begins; nothing was kept of the one before."""
+
+    def remember(self, metrics: dict[str, float]) -> None:
+        """A step that may have no row; nothing is shown of it."""
+
+    def phase(self) -> None:
+        """A phase begins or goes on."""
+        if time.monotonic() - self._last < QUIET:
+            return
+        progress = self._progress
+        done, needed = progress.samples
+        samples = f", {done}/{needed} samples" if needed else ""
+        of = f" of {progress.stage}" if progress.stage else ""
+        lasts = clock(progress.phase_seconds)
+        self.print(
+            f"after step {progress.step}/{progress.total}{of}: {progress.phase} for {lasts}{samples}, "
+            f"{progress.elapsed} elapsed"
+        )
+
+    def alarms(self, up: Sequence[str]) -> None:
+        """The alarms that are up; each has had a line of its own."""
+
+    def interrupt_table(self) -> None:
+        """Something else was printed between two rows; they need no header again."""
+
+    def print(self, text: str) -> None:
+        """One line, however long."""
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+        self._last = time.monotonic()
+
+    def close(self) -> None:
+        """Nothing is left to be done."""

@@ -1,0 +1,269 @@
+"""Layouts for a run on the machines that it is meant for, ranked by the seconds that a step should take.
+
+Every layout that the rules allow is tried: its memory and its time follow from counted matrices (`shares.py`), in
+milliseconds. The first that fits is then built and planned exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
+
+from grpo_mega.config.rules import ConfigError, check_config, check_layout
+from grpo_mega.config.schema import REWARD_MODELS, Config, LoRAConfig
+from grpo_mega.config.teacher import check_teacher, read_teacher
+from grpo_mega.planning.hardware import Machines, machines_of
+from grpo_mega.planning.hours import cache_room
+from grpo_mega.planning.inventory import Role
+from grpo_mega.planning.lengths import answer_lengths
+from grpo_mega.planning.memory import MAY_BE_PLANNED, memory
+from grpo_mega.planning.plan import engine_of, plan, roles_beside, vocabulary
+from grpo_mega.planning.shares import shared_out
+from grpo_mega.planning.time import Assumed, Phase, generation_phase, hand_over_phases, trainer_phases
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+RECOMPUTE = ("none", "full")
+SHOWN = 8
+"""Layouts that a search lists."""
+TRIED = 12
+"""Layouts at most that are built before a search gives up: the counted memory is nearly exact."""
+ANY_GPU = "h100"
+"""Whose data sheet ranks layouts when `cluster.gpu` is null."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, or one with engines of another size.
+
+    Attributes:
+        config: The run with it.
+        bytes: Of the fullest GPU while training, as counted.
+        phases: A step's phases, those of the trainer.
+    """
+
+    config: Config
+    bytes: float
+    phases: list[Phase]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, as far as they depend on the layout."""
+        return sum(phase.seconds for phase in self.phases)
+
+
+def propose(config: Config, assumed: Assumed | None = None) -> Config:
+    """The configuration with the fastest layout that fits `config.cluster`, one machine if it gives no number.
+
+    Replaces the sizes and the recomputation of `layout`, `optimizer.distributed` and `overlap`, and the size of
+    engines; everything else, such as `layout.micro_batch_tokens`, stays. Call `platform.start_planning` first.
+
+    Raises:
+        ConfigError: The GPUs' memory is not given, or no layout fits.
+    """
+    assumed = assumed or Assumed()
+    return _first(config, assumed, ranked(config, assumed))[1]
+
+
+def search(config: Config, assumed: Assumed) -> dict[str, Any]:
+    """The fastest layouts that fit, and the fastest of all where that does not, as JSON.
+
+    Raises:
+        ConfigError: The GPUs' memory is not given, or no layout fits.
+    """
+    found = ranked(config, assumed)
+    first, best = _first(config, assumed, found)
+    machines, limit = _machines(config), limit_of(config)
+    fitting = [candidate for candidate in found[found.index(first) :] if candidate.bytes <= limit]
+    generation = generation_phase(best, vocabulary(best), machines, _room(best), assumed)
+    weights = hand_over_phases(best, vocabulary(best), machines, roles_about(best, machines.gpus))
+    same = [*([generation] if generation else []), *weights]
+    return {
+        "gpus": machines.gpus,
+        "gpu": config.cluster.gpu or ANY_GPU,
+        "limit": limit,
+        "tried": len(found),
+        "fit": len(fitting),
+        "same": {phase.name: phase.seconds for phase in same},
+        "settings": dict(differing(config, best)),
+        "layouts": [_told(candidate, first) for candidate in fitting[:SHOWN]],
+        "faster": _told(found[0], first) if found[0].bytes > limit else None,
+    }
+
+
+def _first(config: Config, assumed: Assumed, found: list[Candidate]) -> tuple[Candidate, Config]:
+    """The fastest candidate that fits when it is built, and its configuration with engines that fit as well.
+
+    Raises:
+        ConfigError: None does.
+    """
+    limit, gpus = limit_of(config), _gpus(config)
+    for candidate in [candidate for candidate in found if candidate.bytes <= limit][:TRIED]:
+        planned = plan(candidate.config)
+        if planned["fits"] and (best := _with_engine(candidate.config, assumed)):
+            return candidate, best
+    if not found:
+        raise ConfigError(f"{gpus} GPUs cannot be arranged for this model in any layout; change cluster.nodes")
+    smallest = min(candidate.bytes for candidate in found)
+    raise ConfigError(
+        f"no layout of {gpus} GPUs fits: the smallest takes about {smallest / 1e9:.1f} GB of a GPU, and "
+        f"{limit / 1e9:.1f} may be planned; raise cluster.nodes, or lower model.context and layout.micro_batch_tokens"
+    )
+
+
+def ranked(config: Config, assumed: Assumed) -> list[Candidate]:
+    """Every layout that the rules allow for this model on these GPUs, the fastest first, whether it fits or not.
+
+    Raises:
+        ConfigError: The GPUs' memory is not given.
+    """
+    limit_of(config)
+    machines = _machines(config)
+    algorithm, longest = config.algorithm, config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens
+    answers = answer_lengths(algorithm.prompts_per_step * algorithm.group_size, assumed.mean(config, longest), longest)
+    found = []
+    for candidate in candidates(config):
+        roles = roles_about(candidate, machines.gpus)
+        size = max(
+            sum(memory(candidate, roles, number, vocabulary(config)).values()) for number in range(candidate.layout.pp)
+        )
+        found.append(Candidate(candidate, size, trainer_phases(candidate, roles, machines, answers, assumed.prompt)))
+    return sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def candidates(config: Config) -> Iterator[Config]:
+    """The configuration with each layout that the rules allow for this model on these GPUs."""
+    config = replace(config, cluster=replace(config.cluster, nodes=config.cluster.nodes or 1))
+    teacher = read_teacher(config)
+    gpus = _gpus(config)
+    experts = config.model.moe.experts or (teacher is not None and teacher.model.moe.experts)
+    inside = [size for size in SIZES if size <= config.cluster.gpus_per_node]
+    for tp, pp, cp, ep, recompute in product(inside, SIZES, SIZES, SIZES if experts else [1], RECOMPUTE):
+        if gpus % (tp * pp * cp) or gpus // pp % ep:
+            continue
+        last = config.model.layers - (pp - 1) * -(-config.model.layers // pp)
+        if last < 1:
+            continue
+        uneven = last if config.model.layers % pp else None
+        layout = replace(
+            config.layout, tp=tp, pp=pp, cp=cp, ep=ep, sp=tp > 1, recompute=recompute, vpp=1, etp=1,
+            first_stage_layers=None, last_stage_layers=uneven,
+        )  # fmt: skip
+        several = gpus > tp * pp  # replicas, which share the optimizer's state
+        candidate = replace(config, layout=layout)
+        candidate.optimizer = replace(config.optimizer, distributed=several, overlap=several)
+        try:
+            check_config(candidate)
+            check_layout(candidate, gpus)
+            if teacher:
+                check_teacher(candidate, teacher)
+        except ConfigError:
+            continue
+        yield candidate
+
+
+def roles_about(config: Config, gpus: int) -> list[Role]:
+    """The models of a run as `plan.roles_of` has them, their stages counted and not built; frozen parts count as
+    trained."""
+    vocab_size = vocabulary(config)
+    whole = replace(config, lora=LoRAConfig())
+    if config.run.trains in REWARD_MODELS:
+        return [Role("reward model", True, True, shared_out(whole, vocab_size, gpus, scalar=True))]
+    teacher = None
+    if taught := read_teacher(config):
+        stages = shared_out(replace(whole, model=taught.model), taught.model.vocab_size or vocab_size, gpus)
+        teacher = Role("teacher", False, False, stages, taught.model)
+    scalar = shared_out(whole, vocab_size, gpus, scalar=True)
+    return roles_beside(config, shared_out(config, vocab_size, gpus), scalar, teacher)
+
+
+def limit_of(config: Config) -> float:
+    """Bytes of a GPU that may be planned. Raises ConfigError when its memory is not given."""
+    if config.cluster.gpu_memory_mib is None:
+        raise ConfigError("cluster.gpu_memory_mib is not set, and a layout is to fit it; give it, or cluster=h100")
+    return MAY_BE_PLANNED * config.cluster.gpu_memory_mib * 2**20
+
+
+def differing(config: Config, other: Config) -> list[tuple[str, Any]]:
+    """The (dotted name, value) of each setting in which the `other` configuration differs."""
+
+    def leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(node, dict):
+            for key, child in node.items():
+                yield from leaves(child, f"{name}.{key}".lstrip("."))
+        else:
+            yield name, node
+
+    before = dict(leaves(asdict(config), ""))
+    return [(name, value) for name, value in leaves(asdict(other), "") if before.get(name) != value]
+
+
+def _with_engine(config: Config, assumed: Assumed) -> Config | None:
+    """The configuration with the engines that fit and generate fastest; None when none do.
+
+    Larger ones than a machine are tried only if the run has them already.
+    """
+    if config.rollout.engine != "sglang":
+        return config
+    machines, vocab_size, own = _machines(config), vocabulary(config), config.rollout.sglang.tp
+    found = []
+    for size in {own, *(size for size in SIZES if size <= config.cluster.gpus_per_node)}:
+        other = deepcopy(config)
+        other.rollout.sglang.tp = size
+        if machines.gpus % size or not _valid(other):
+            continue
+        roles = roles_about(other, machines.gpus)
+        engine = engine_of(other, vocab_size, machines.gpus, roles)
+        phase = generation_phase(other, vocab_size, machines, _room(other), assumed)
+        if phase is None or (engine is not None and not engine["fits"]):
+            continue
+        pushed = hand_over_phases(other, vocab_size, machines, roles)
+        found.append((phase.seconds + sum(each.seconds for each in pushed), size, other))
+    return min(found, key=lambda each: each[:2])[2] if found else None
+
+
+def _valid(config: Config) -> bool:
+    try:
+        check_config(config)
+    except ConfigError:
+        return False
+    return True
+
+
+def _room(config: Config) -> float:
+    """Tokens that the caches of an engine hold."""
+    vocab_size, gpus = vocabulary(config), _gpus(config)
+    engine = (
+        engine_of(config, vocab_size, gpus, roles_about(config, gpus)) if config.rollout.engine == "sglang" else None
+    )
+    mib = config.cluster.gpu_memory_mib
+    return cache_room(config, {"engine": engine, "capacity": mib * 2**20 if mib else None}, vocab_size)
+
+
+def _told(candidate: Candidate, first: Candidate) -> dict[str, Any]:
+    """A candidate as JSON, and what makes it slower than the first."""
+    names = dict.fromkeys(name for each in (candidate, first) for phase in each.phases for name in phase.parts)
+    more = {name: _seconds_of(candidate, name) - _seconds_of(first, name) for name in names}
+    return {
+        "layout": asdict(candidate.config.layout),
+        "bytes": candidate.bytes,
+        "seconds": candidate.seconds,
+        "more": {name: seconds for name, seconds in sorted(more.items(), key=lambda item: -item[1]) if seconds > 0},
+    }
+
+
+def _seconds_of(candidate: Candidate, part: str) -> float:
+    return sum(phase.parts.get(part, 0.0) for phase in candidate.phases)
+
+
+def _machines(config: Config) -> Machines:
+    cluster = replace(config.cluster, gpu=config.cluster.gpu or ANY_GPU)
+    found = machines_of(cluster, _gpus(config))
+    assert found is not None  # a GPU is named
+    return found
+
+
+def _gpus(config: Config) -> int:
+    return (config.cluster.nodes or 1) * config.cluster.gpus_per_node

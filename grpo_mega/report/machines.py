@@ -1,0 +1,104 @@
+"""What the page shows of machines and experts: the lanes of ranks, and the load of experts, both bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_mega.observe.lanes import CHANGE, ENGINE, Lane, Lanes
+from grpo_mega.report.read import Record, RunData, finite
+
+Packed = dict[str, Any]
+
+CELLS = 300_000
+"""Numbers of experts' loads that a page holds: layers * experts * steps, of all its runs together."""
+MOST = 4096
+"""Layers, and experts of one, of a line that is taken for one of a run."""
+MOST_STEPS = 64
+"""Of the loads; evenly spread."""
+
+
+def turns(run: RunData) -> Packed | None:
+    """The lanes of the ranks in the newest steps with traces; None without any."""
+    found = run.lanes
+    if found is None or not any(lane.spans for lane in found.lanes):
+        return None
+    names = list(dict.fromkeys(name for lane in found.lanes for *_, name in lane.spans))
+    most = max((held for lane in found.lanes for _, held in lane.memory), default=0.0)
+    return {
+        "steps": [[step, _short(begin), _short(end)] for step, begin, end in found.steps],
+        "seconds": _short(found.seconds),
+        "phases": [{"name": name, "turn": _turn(name, run)} for name in names],
+        "most_gb": _short(most),
+        "lanes": [_lane(lane, names, found) for lane in found.lanes],
+        "left_out": sum(lane.left_out for lane in found.lanes),
+        "shared": _shares_devices(run),
+    }
+
+
+def _shares_devices(run: RunData) -> bool:
+    """Whether engines of SGLang take turns on the trainer's devices; the embedded one generates with the trainer."""
+    rollout = run.config.get("rollout")
+    return isinstance(rollout, dict) and rollout.get("engine") == "sglang"
+
+
+def _turn(phase: str, run: RunData) -> str:
+    """Whose turn a phase is: "engine", "change" between the two, or "trainer"."""
+    if not _shares_devices(run):
+        return "trainer"
+    return "engine" if phase in ENGINE else "change" if phase in CHANGE else "trainer"
+
+
+def _lane(lane: Lane, names: Sequence[str], of: Lanes) -> Packed:
+    spent = [_short(sum(end - begin for begin, end, name in lane.spans if name == phase)) for phase in names]
+    return {
+        "rank": lane.rank,
+        "spans": [[_short(begin), _short(end), names.index(name)] for begin, end, name in lane.spans],
+        "seconds": spent,
+        "memory": [[_short(at), _short(held)] for at, held in lane.memory if 0 <= at <= of.seconds],
+    }
+
+
+def experts(run: RunData, cells: int = CELLS) -> Packed | None:
+    """The load of each expert, over the average one of its layer, in steps that are evenly spread: `cells` numbers at
+    most. None of a dense model, and where one step has more. Lines of another shape than the last are left out."""
+    lines = [(int(record["step"]), loads) for record in run.experts if (loads := _loads(record)) is not None]
+    layers = {layer: len(own) for layer, own in lines[-1][1].items()} if lines else {}
+    if not 0 < sum(layers.values()) <= cells:
+        return None
+    alike = [(step, loads) for step, loads in lines if {layer: len(own) for layer, own in loads.items()} == layers]
+    count = min(len(alike), min(MOST_STEPS, cells // sum(layers.values())))
+    chosen = [alike[index * (len(alike) - 1) // max(count - 1, 1)] for index in range(count)]
+    if count == 1:
+        chosen = alike[-1:]
+    return {
+        "steps": [step for step, _ in chosen],
+        "recorded": len(alike),
+        "layers": [{"layer": layer, "loads": _over_steps(layer, size, chosen)} for layer, size in layers.items()],
+    }
+
+
+def _over_steps(layer: int, size: int, lines: Sequence[tuple[int, dict[int, list[float]]]]) -> list[list[int]]:
+    """The loads of each expert of a layer over these lines, in percent of the average expert's."""
+    return [[round(100 * loads[layer][expert]) for _, loads in lines] for expert in range(size)]
+
+
+def _loads(record: Record) -> dict[int, list[float]] | None:
+    """Layer -> loads of a line of experts.jsonl; None of one that holds something else."""
+    step, given = record.get("step"), record.get("loads")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53 or not isinstance(given, dict):
+        return None
+    found = {}
+    for layer, own in given.items():
+        if not (layer.isascii() and layer.isdigit() and len(layer) < 6 and isinstance(own, list) and own):
+            return None
+        values = [value for each in own if (value := finite(each)) is not None and 0 <= value <= len(own)]
+        if len(values) != len(own) or len(own) > MOST:
+            return None
+        found[int(layer)] = values
+    return dict(sorted(found.items())) if len(found) <= MOST else None
+
+
+def _short(seconds: float) -> float:
+    """To a hundredth of a percent of anything that a screen shows."""
+    return float(f"{seconds:.5g}")

@@ -1,0 +1,164 @@
+"""A teacher behind an SGLang server, which computes log-probs of texts on GPUs of its own.
+
+Its native interface (`/generate` with `return_logprob`) takes token ids and answers with (log-prob, token id, text) of
+each. Model, layout and precision are chosen when the server is started; its tokens must be the policy's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+import torch
+
+from grpo_mega.models.topology import Topology
+from grpo_mega.platform.collectives import from_main_rank, succeed_together
+from grpo_mega.types import Batch
+
+AT_ONCE = 32
+"""Concurrent requests of a rank; the server queues those of all ranks."""
+ATTEMPTS = 3
+"""Number of times that an unanswered request is sent, in all."""
+PROBED = 256
+"""Number of tokens, evenly over the vocabulary, whose spelling is compared when a run starts."""
+SHOWN = 200
+"""Characters of an answer shown in an error."""
+WITHOUT_PROXIES = build_opener(ProxyHandler({}))
+
+
+class ServedTeacher:
+    """Teacher of on-policy distillation on an SGLang server.
+
+    Attributes:
+        checksum: Identity of its model, as given by the server.
+    """
+
+    def __init__(self, server: TeacherServer, checksum: str, topology: Topology) -> None:
+        """The teacher on `server`, whose model has this `checksum`, for the ranks of a layout."""
+        self.checksum = checksum
+        self._server, self._topology = server, topology
+
+    def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
+        """[T] float32 log-probs of the replica's masked-in tokens, 0 elsewhere; every rank must call it.
+
+        Raises:
+            RuntimeError: On every rank. The server did not answer, or its answer is invalid.
+        """
+        assert temperature == 1, "config/rules/distill.py refuses others"
+        found = torch.zeros(len(batch.tokens))
+
+        def ask() -> None:
+            if self._topology.is_first_of_replica:
+                found.copy_(self._scored(batch))
+
+        succeed_together(ask)
+        return self._topology.from_first_of_replica(found)
+
+    def _scored(self, batch: Batch) -> torch.Tensor:
+        sequences = [ids.tolist() for ids in batch.tokens.split(batch.lengths.tolist())]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            scores = [score for of_one in pool.map(self._server.score, sequences) for score in of_one]
+        return torch.where(batch.mask, torch.tensor(scores), 0.0)
+
+
+@dataclass(frozen=True)
+class TeacherServer:
+    """Client of an SGLang server.
+
+    Attributes:
+        url: Address of the server, http://HOST:PORT.
+        seconds: Time limit of a request.
+    """
+
+    url: str
+    seconds: float
+
+    def check(self, vocab_size: int, decode: Callable[[Sequence[int]], str]) -> str:
+        """Checks that the server has the policy's tokens; returns the identity of its model. Every rank must call it.
+
+        Raises:
+            ValueError: On every rank. There is no SGLang server, or its tokens differ; names the first one.
+        """
+        asked = from_main_rank(lambda: self._introduced(vocab_size, decode))
+        if isinstance(asked, ValueError):
+            raise asked
+        return asked
+
+    def score(self, ids: list[int]) -> list[float]:
+        """Log-prob of every token of a sequence; 0 for the first, which nothing predicts.
+
+        Raises:
+            RuntimeError, ValueError: The server did not answer, or its answer is invalid.
+        """
+        answered = self._token_logprobs(ids, spelled=False)
+        scores = [0.0, *(one[0] for one in answered[1:])]
+        if not all(isinstance(score, int | float) and math.isfinite(score) for score in scores):
+            raise ValueError(f"{self.url} gives a token of a sample no log-prob, or one that is not finite")
+        return scores
+
+    def _introduced(self, vocab_size: int, decode: Callable[[Sequence[int]], str]) -> str | ValueError:
+        """Identity of the server's model, or the error why it cannot be the teacher."""
+        try:
+            info = self._ask("/get_model_info", None)
+            ids = sorted({*range(0, vocab_size, max(1, vocab_size // PROBED)), vocab_size - 1})
+            for token, (_, _, text) in zip(ids, self._token_logprobs(ids, spelled=True), strict=True):
+                if str(text).strip() != (own := decode([token])).strip():  # some tokenizers drop spaces of lone tokens
+                    return ValueError(
+                        f"distill.teacher={self.url} has other tokens than the policy: {token} is {text!r} there and "
+                        f"{own!r} here; serve a model with the same tokens"
+                    )
+        except (ValueError, RuntimeError) as error:
+            return ValueError(f"distill.teacher={self.url}: {error}")
+        named = {name: info.get(name) for name in ("model_path", "weight_version")}
+        return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+
+    def _token_logprobs(self, ids: list[int], spelled: bool) -> list[Any]:
+        """[log-prob, token id, text or null] of every token of a sequence."""
+        asked = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "return_text_in_logprobs": spelled,
+        }
+        answer = self._ask("/generate", asked)
+        try:
+            found = answer["meta_info"]["input_token_logprobs"]
+            same = [one[1] for one in found] == ids
+        except (KeyError, TypeError, IndexError):
+            same = False
+        if not same:
+            raise ValueError(f"it answered with no log-probs of the tokens: {json.dumps(answer)[:SHOWN]}")
+        return found
+
+    def _ask(self, path: str, content: dict[str, Any] | None) -> dict[str, Any]:
+        """Sends a request; returns the JSON answer.
+
+        Raises:
+            ValueError: The server refuses the request, or its answer is not a JSON object.
+            RuntimeError: The server does not answer any attempt.
+        """
+        body = None if content is None else json.dumps(content).encode()
+        request = Request(self.url.rstrip("/") + path, body, {"Content-Type": "application/json"})
+        why = ""
+        for _ in range(ATTEMPTS):
+            try:
+                with WITHOUT_PROXIES.open(request, timeout=self.seconds) as response:
+                    answer = json.loads(response.read())
+                if not isinstance(answer, dict):
+                    raise ValueError(f"{self.url}{path} answered with no JSON object: {str(answer)[:SHOWN]}")
+                return answer
+            except HTTPError as error:
+                why = f"status {error.code}: {error.read(SHOWN).decode(errors='replace')}"
+                if error.code < 500:
+                    raise ValueError(f"{self.url}{path} answered {why}") from None
+            except (URLError, OSError) as error:
+                why = f"{type(error).__name__}: {error}"
+        raise RuntimeError(f"{self.url}{path} gave no answer to {ATTEMPTS} requests ({why}); is SGLang running there?")

@@ -1,0 +1,182 @@
+"""Phases are those that the stages make, more work never takes less time, and only lengths that differ have a tail."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mega import platform
+
+platform.start()
+
+from grpo_mega.config.limits import limits_of  # noqa: E402
+from grpo_mega.config.load import compose_config  # noqa: E402
+from grpo_mega.config.schema import ClusterConfig, Config  # noqa: E402
+from grpo_mega.planning.hardware import GPUS, RATES, Machines, machines_of  # noqa: E402
+from grpo_mega.planning.hours import bound, warnings_of  # noqa: E402
+from grpo_mega.planning.search import roles_about  # noqa: E402
+from grpo_mega.planning.time import Assumed, StepTime, generate, run_time, step_time  # noqa: E402
+from grpo_mega.planning.training_time import Micro, Sequences, layer_backward, layer_forward, micro_batches, passes  # noqa: E402
+
+ROOM = 1e9
+SMALL = ["experiment=deepseekmath_7b", "algorithm.prompts_per_step=8", "algorithm.group_size=16"]
+EXPERTS = ["experiment=qwen3_30b_a3b", "algorithm.prompts_per_step=32", "algorithm.mini_batches=2"]
+
+
+composed = cache(lambda *words: compose_config([*words]))
+
+
+def made(words: list[str]) -> tuple[Config, Machines]:
+    config = deepcopy(composed(*words))
+    machines = machines_of(config.cluster, (config.cluster.nodes or 1) * config.cluster.gpus_per_node)
+    assert machines is not None
+    return config, machines
+
+
+def stepped(words: list[str], assumed: Assumed = Assumed(), room: float = ROOM) -> StepTime:  # noqa: B008 (frozen)
+    config, machines = made(words)
+    roles = roles_about(config, machines.gpus)
+    vocab_size, longest = config.model.vocab_size or 0, config.rollout.max_new_tokens
+    return step_time(config, roles, vocab_size, machines, room, longest, assumed)
+
+
+def names(words: list[str]) -> list[str]:
+    return [phase.name for phase in stepped(words).phases]
+
+
+@pytest.mark.parametrize(
+    ("words", "between"),
+    [
+        (["algorithm.kl_coef=0", "algorithm.mini_batches=1"], ["updates"]),
+        (["algorithm.kl_coef=0.1", "algorithm.mini_batches=1"], ["log-probs of the reference policy", "updates"]),
+        (["algorithm.kl_coef=0", "algorithm.mini_batches=2"], ["log-probs of the old policy", "updates"]),
+        (
+            ["algorithm=ppo", "algorithm.kl_coef=0", "algorithm.kl_in=loss"],
+            ["values of the critic", "log-probs of the old policy", "updates", "updates of the critic"],
+        ),
+    ],
+)
+def test_phases_are_those_of_the_stages(words: list[str], between: list[str]) -> None:
+    assert names([*SMALL, *words]) == ["generation", *between, "weights to the engines", "turns"]
+
+
+def test_engines_of_their_own_take_no_turns_and_the_embedded_one_gets_no_weights() -> None:
+    assert "turns" not in names([*SMALL, "rollout.sglang.first_gpu=8", "rollout.sglang.transport=network"])
+    assert names([*SMALL, "rollout.engine=embedded"])[-1] == "updates"
+
+
+def test_a_run_with_longer_answers_later_has_two_kinds_of_steps() -> None:
+    later = ["rollout.longer_from_step=10", "rollout.longer_max_new_tokens=2000", "rollout.max_new_tokens=1000"]
+    config, machines = made([*SMALL, *later, "run.steps=40"])
+    roles = roles_about(config, machines.gpus)
+    first, second = run_time(config, roles, 102400, machines, ROOM, Assumed(answer=250))
+    assert (first.steps, first.longest, first.answer) == (10, 1000, 250)
+    assert (second.steps, second.longest, second.answer) == (30, 2000, 500)
+    assert second.seconds > first.seconds
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(20, 900), st.integers(1, 124))
+def test_longer_answers_never_take_less_time_to_generate(mean: int, more: int) -> None:
+    shorter, longer = (stepped(SMALL, Assumed(answer)) for answer in (mean, mean + more))
+    assert longer.tokens >= shorter.tokens
+    assert longer.phases[0].seconds >= shorter.phases[0].seconds
+
+
+@given(st.lists(st.tuples(st.integers(1, 16384), st.integers(1, 8192)), min_size=1, max_size=40), st.integers(1, 4096))
+def test_micro_batches_with_more_tokens_never_take_less_time(sizes: list[tuple[int, int]], more: int) -> None:
+    """Nor one micro-batch more; lengths that pack better may take less, as there are fewer of them then."""
+    config, machines = made(EXPERTS)
+    stages = roles_about(config, machines.gpus)[0].stages
+    micros = sorted((Micro(*size) for size in sizes), key=lambda micro: -micro.tokens)
+    larger = [Micro(micro.tokens + more, micro.keys) for micro in micros]
+    least = passes(config, stages, micros, machines, training=True).seconds
+    for other in (larger, [Micro(micros[0].tokens, more), *micros]):
+        assert passes(config, stages, other, machines, training=True).seconds >= least * (1 - 1e-9)
+
+
+def test_only_lengths_that_differ_have_a_tail_and_more_gpus_do_not_shorten_it() -> None:
+    config, machines = made(EXPERTS)
+    answers = [4000] * 512
+    level = generate(config, 151936, machines, answers, 200, ROOM)
+    assert level.slowest.seconds == level.level
+    skewed = generate(config, 151936, machines, [16384, *[3500] * 510, 16384], 200, ROOM)
+    assert skewed.slowest.seconds > 1.5 * skewed.level
+    twice = generate(
+        config, 151936, replace(machines, gpus=2 * machines.gpus), [16384, *[3500] * 510, 16384], 200, ROOM
+    )
+    assert twice.alone == skewed.alone
+    assert twice.slowest.seconds >= twice.alone
+
+
+def test_what_bounds_a_step_is_said_and_a_tail_and_an_overflow_are_warned_of() -> None:
+    long = stepped(EXPERTS, Assumed(answer=1000))
+    assert bound(long).startswith("generation, ")
+    assert any("more GPUs do not shorten that" in line for line in warnings_of(long))
+    short = stepped([*EXPERTS, "rollout.max_new_tokens=64"], Assumed(answer=60))
+    assert not warnings_of(short)
+    tight = stepped(EXPERTS, Assumed(answer=4000), room=60_000)
+    assert any(line.startswith("the KV cache overflows: ") for line in warnings_of(tight))
+    assert tight.rollout.evicted > 0 == long.rollout.evicted
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_adapters_save_gradients_of_weights_and_recomputation_costs_a_forward_pass(experts: bool) -> None:
+    config, machines = made(EXPERTS)
+    micro = Micro(16384, 2000)
+    forward = layer_forward(config, experts, 1e6, micro, machines)
+    full = layer_backward(config, forward)
+    config.layout.recompute = "none"
+    none = layer_backward(config, forward)
+    assert {name: full[name] - none[name] for name in full} == pytest.approx(forward)
+    config.lora.rank = 8
+    adapted = layer_backward(config, forward)
+    assert none["matrix products"] - adapted["matrix products"] == pytest.approx(forward["matrix products"])
+    assert sum(adapted.values()) < sum(none.values())
+
+
+def test_a_pipeline_has_the_bubble_of_1f1b_and_pieces_divide_it() -> None:
+    micros = [Micro(8192, 2000)] * 8
+    found = {}
+    for pieces in (1, 2):
+        words = ["experiment=qwen3_30b_a3b", "layout.pp=4", f"layout.vpp={pieces}", "cluster.nodes=8"]
+        config, machines = made(words)
+        slots = passes(config, roles_about(config, 64)[0].stages, micros, machines, training=True)
+        found[pieces] = slots.parts["bubble"] / (slots.seconds - slots.parts["bubble"])
+    assert found == pytest.approx({1: 3 / 8, 2: 3 / 16})
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=60), st.integers(1, 4))
+def test_micro_batches_have_every_token_once(lengths: list[int], replicas: int) -> None:
+    """Of one replica exactly; of several at least their share, as slots wait for the fullest."""
+    config, _ = made(SMALL)
+    given_tokens = 1
+    work = Sequences(
+        tuple(n + given_tokens for n in lengths), tuple(range(len(lengths))), (given_tokens,) * len(lengths)
+    )
+    slots = micro_batches(config, work, replicas)
+    total = sum(micro.tokens for micro in slots)
+    assert total == pytest.approx(work.tokens) if replicas == 1 else total >= work.tokens / replicas
+    looked_at = sum(micro.tokens * micro.keys for micro in slots)
+    if replicas == 1:
+        assert looked_at == pytest.approx(sum((n + given_tokens) ** 2 / 2 for n in lengths))
+
+
+def test_every_gpu_that_may_be_named_has_a_data_sheet() -> None:
+    assert GPUS.keys() == {*limits_of(ClusterConfig)["gpu"].choices}
+    assert machines_of(compose_config(["experiment=tiny"]).cluster, 8) is None
+
+
+def test_hidden_exchange_and_faster_rates_save_what_they_say() -> None:
+    config, machines = made(EXPERTS)
+    micro = Micro(16384, 2000)
+    plain = layer_forward(config, True, 1e6, micro, machines)
+    hidden = layer_forward(config, True, 1e6, micro, replace(machines, rates=replace(RATES, hidden=1.0)))
+    assert plain["exchange of experts"] > 0 == hidden["exchange of experts"]
+    half = layer_forward(config, True, 1e6, micro, replace(machines, rates=replace(RATES, matmul=RATES.matmul / 2)))
+    assert half["matrix products"] == pytest.approx(2 * plain["matrix products"])
