@@ -1,18 +1,19 @@
-"""Measures the host work of one rank between engine and update: CPU seconds and memory.
+"""Measures what one rank's host does between engine and update, in seconds and memory.
 
     python tools/bench_host.py
     python tools/bench_host.py --samples 2048 --replicas 1 2 4 8
     python tools/bench_host.py experiment=qwen3_30b_a3b --mean 2000
 
 This process stands for one rank of a job with the settings and the layout of an experiment, R1-Zero's by default; each
-row of the table is a process of its own. Samples are synthetic, with log-normal lengths. Data from other ranks is
-synthetic too, so the network is not included; neither are rewards or the model. The parts:
+row of the table is a process of its own. Samples are made up, with log-normal lengths. What other ranks would send is
+made up here too, so the network is not in the figures; neither are rewards, nor the model. The parts:
 
-    answers    the samples that this rank holds, as the engine hands them out, and the answers of all others batch
-    advantages, mini-batches and replicas of all samples, packing of those that this replica computes schedule   the
-    plan of micro-batches for the log-probs; they are created one by one while the pipeline runs updates    the
-    mini-batches with their weights, and the plans of their micro-batches metrics    metrics of the step, mismatch of
-    engine and trainer, records of samples stop       the rest of a step written into a checkpoint and read back
+    answers    the samples that this rank holds, as the engine hands them out, and what it hears of all others
+    batch      advantages, mini-batches and replicas of all samples, packing of those that this replica computes
+    schedule   the plan of micro-batches for the log-probs; they are made one by one while the pipeline runs
+    updates    the mini-batches with their weights, and the plans of their micro-batches
+    metrics    what is logged of the step, how far engine and trainer are apart, records of samples
+    stop       the rest of a step written into a checkpoint and read back
 
 `--json FILE` writes the table. On a shared machine CPU seconds are the steadier figure, which is why they are shown.
 """

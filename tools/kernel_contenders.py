@@ -1,12 +1,13 @@
 """The contenders of `bench_kernels.py`: this project's kernels, plain torch, and other libraries' where installed.
 
-A contender runs one operation on a `Problem`. Libraries are imported when they run, so that a missing or broken one
-only costs a line in the table. Operations:
+A contender runs one operation on a `Problem`. Libraries are imported when they run, so that one that is missing or
+broken costs a line in the table and nothing else. Operations:
 
-    logprob           log-prob of each token from given logits ppo, gspo         loss and gradient of given logits, with
-    clipped ratio and k3 estimate of the KL divergence on-policy         loss and gradient of -A * log-prob: what a
-    cross entropy with weights can do linear ppo, linear on-policy these losses from hidden states and weight, with the
-    gradients of both
+    logprob           log-prob of each token from given logits
+    ppo, gspo         loss and gradient of given logits, with clipped ratio and k3 estimate of the KL divergence
+    on-policy         loss and gradient of -A * log-prob: what a cross entropy with weights can do
+    linear ppo, linear on-policy
+                      the same from hidden states and weight, with the gradients of both
 """
 
 from __future__ import annotations

@@ -11,14 +11,15 @@
 
 A recipe is a file of configs/recipe, or any YAML file of that form. Its products lie in runs/NAME, or in --root.
 
-run       runs all unfinished stages, one after the other. After a kill or stop (SIGTERM, Ctrl-C), start the command
-again to resume. Settings are added to the training runs of all stages (run.seed=1) or of one (r1_zero:run.steps=40);
-give them again when resuming. With --again, a stage and all that depend on it are done again; their products are set
-aside. status    says how far it is, what the stages came to, and what has changed since they were done; draws
-chain.png. show      prints the commands of all stages. plan      says of every training run whether it fits its GPUs
-(tools/plan.py); exit code 1 when one does not. again     sets aside what a stage and all that depend on it have made:
-what runs the recipe next does them again. replace   puts a checkpoint, a folder or a file in the place of what a stage
-makes.
+run       does all stages that are not done, one after the other. A command that was killed or stopped (SIGTERM, Ctrl-C)
+          is started again and goes on where it was. Settings are added to the training runs of all stages
+          (run.seed=1) or of one (r1_zero:run.steps=40); give them again when it goes on. With --again, a stage and all
+          that depend on it are done again; what they made is set aside.
+status    says how far it is, what the stages came to, and what has changed since they were done; draws chain.png.
+show      prints the commands of all stages.
+plan      says of every training run whether it fits its GPUs (tools/plan.py); exit code 1 when one does not.
+again     sets aside what a stage and all that depend on it have made: what runs the recipe next does them again.
+replace   puts a checkpoint, a folder or a file in the place of what a stage makes.
 
 Exit code: 0 done, 1 a stage failed, 2 it cannot be done so, 75 it was stopped and can go on.
 """

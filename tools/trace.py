@@ -1,4 +1,4 @@
-"""Joins the traces of a run's ranks into one file for Perfetto, and says where the time of a step goes.
+"""Joins the traces of a run's ranks into one file for Perfetto, and shows where the time of a step goes.
 
     python tools/trace.py runs/tiny
     python tools/trace.py runs/tiny --steps 3:5 --out slow.json
@@ -6,9 +6,9 @@
     python tools/trace.py runs/tiny --cost
 
 https://ui.perfetto.dev opens the file, RUN/trace/joined.json.gz without --out; a name that ends in .gz is compressed.
---last writes nothing: it tells what each rank did last, which is known whatever has become of the run; --before tells
-it of the start before the newest one, as of a job that was started again. Nor does --cost: it measures what an event
-takes on this machine, and tells what share of the run's steps their events took.
+--last writes nothing: it shows the last events of each rank, which exist after any end of the run; --before shows those
+of the start before the newest one, e.g. of a job that was restarted. --cost writes nothing either: it measures the time
+of an event on this machine, and shows which share of the run's steps recording took.
 
 Exit code: 0 done, 2 the run has no such trace, or the file cannot be written.
 """
@@ -34,13 +34,13 @@ from grpo_mega.platform.trace import Process, Trace, phase, recording, span
 
 DONE, BAD_INPUT = 0, 2
 EVENTS = 10_000
-"""That are recorded to measure what one takes; fewer than a step may have."""
+"""Number of events recorded to measure the cost of one; fewer than a step may have."""
 MOMENTS = 8
-"""Of each rank that --last tells."""
+"""Number of events of each rank that --last shows."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Parser of the options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("run", type=Path, metavar="RUN", help="a run directory")
     made.add_argument("--steps", metavar="FIRST:LAST", help="only these steps, such as 3:5; all that are kept without")
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     options = parser().parse_args(arguments)
     try:
         if options.last or options.before:
@@ -86,8 +86,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _cost(traces: Sequence[RankTrace]) -> str:
-    """What recording takes of a step: the events of the busiest rank and step, and what an event takes here, in time
-    of a CPU: others may use this machine meanwhile."""
+    """Cost of recording: the events of the busiest rank and step, and the CPU time of an event here, as others may use
+    this machine too."""
     shares = []
     for trace in traces:
         for begin, end in (when for _, when in steps_of(trace).values()):
@@ -112,11 +112,11 @@ def _cost(traces: Sequence[RankTrace]) -> str:
 
 
 def _tell_last(run: Path, before: bool) -> None:
-    """Prints what each rank did last, in the newest start or the one before it, and for which ranks the others may
-    wait.
+    """Prints the last events of each rank, in the newest start or the one before it, and the ranks that others may be
+    waiting for.
 
     Raises:
-        ValueError: The run has left nothing.
+        ValueError: The run has no such records.
     """
     files = sorted(file for file in (run / FLIGHT).glob("rank-*") if file.name.endswith(BEFORE) == before)
     if not files:

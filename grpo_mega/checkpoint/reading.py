@@ -108,7 +108,7 @@ def load_sharded(state: dict[str, Any], checkpoint: Path, part: str, files: set[
         )
         try:
             loaded = dist_checkpointing.load(state, temporary, sharded, common)
-        except CheckpointException as error:  # which is no Exception
+        except CheckpointException as error:  # which is not an Exception
             raise _explained(error, folder, index) from error
     _refuse_fp8_state(folder, loaded)
     return loaded

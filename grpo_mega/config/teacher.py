@@ -13,7 +13,7 @@ from grpo_mega.config.trained_model import TrainedModel, read_trained_model
 
 
 def read_teacher(config: Config) -> TrainedModel | None:
-    """What the files of `distill.teacher` say; None when the run has no teacher, or a server's.
+    """Reads the description of `distill.teacher` from its files; None without a teacher, or with one on a server.
 
     Raises: see `read_trained_model`.
     """

@@ -1,4 +1,4 @@
-"""Whether a run can learn from a reward model: what the state of its training says, as its checkpoint has it."""
+"""Checks the training state of a reward model, from its checkpoint, before a run uses the model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def check_reward_model_state(config: Config, checkpoint: Path, state: dict[str, 
     """Compares the state of the stage that trained `reward.model.path` with the policy's tokenizer and settings.
 
     Raises:
-        ValueError: It has another tokenizer, or no scale that `reward.model.normalize` needs; or settings are about
-            scores of steps, and it has none.
+        ValueError: The reward model has another tokenizer, or lacks the scale that `reward.model.normalize` needs; or
+            settings need scores of steps, which it lacks.
     """
     path = config.reward.model.path
     if state["tokenizer"] != fingerprint(tokenizer):
@@ -37,7 +37,7 @@ def check_reward_model_state(config: Config, checkpoint: Path, state: dict[str, 
 
 
 def _refuse_settings_of_steps(config: Config) -> None:
-    """Raises a ValueError when a setting needs the scores of steps, which a reward model of whole answers has not."""
+    """Raises ValueError when a setting needs scores of steps, which a reward model of whole answers lacks."""
     asked = {
         "algorithm.supervision": (config.algorithm.supervision, "outcome"),
         "reward.model.outcome": (config.reward.model.outcome, RewardModelConfig.outcome),

@@ -26,7 +26,7 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
         except ValueError as error:
             raise ValueError(f"rollout.stop: {error}; rollout.stop=null takes the model's own") from error
     sources = {} if tokenizer.eos_id is None else {tokenizer.eos_id: "the tokenizer"}
-    if config.data.tokenizer != "chars":  # chars have stop tokens of their own
+    if config.data.tokenizer != "chars":  # the ids of chars are its own
         for folder in (config.data.tokenizer, config.run.init_from):
             file = Path(folder or ".") / GENERATION_CONFIG
             if folder and file.is_file():

@@ -1,4 +1,4 @@
-"""Whether a teacher's tokens are the policy's: only then do its log-probs say something of what the policy sampled."""
+"""Checks that a teacher has the policy's tokens: otherwise its log-probs of the policy's samples are meaningless."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ INSTEAD = (
 
 
 def teacher_vocabulary(config: Config, teacher: TrainedModel, tokenizer: Tokenizer) -> int:
-    """Tokens that the teacher scores, which are the policy's with the same ids.
+    """Vocabulary size of the teacher, after checking that it has the policy's tokens with the same ids.
 
     Raises:
-        ValueError: Its tokenizer is another or cannot be read, or it does not score all tokens that the policy samples;
-            names the first token that differs.
+        ValueError: The teacher's tokenizer differs or cannot be read, or it does not score all tokens that the policy
+            samples; names the first differing token.
     """
     name = f"distill.teacher={config.distill.teacher}"
     try:
@@ -40,7 +40,7 @@ def teacher_vocabulary(config: Config, teacher: TrainedModel, tokenizer: Tokeniz
 
 
 def _difference(theirs: dict[str, int], ours: dict[str, int]) -> str:
-    """The first token that has not the same id in both vocabularies; empty when there is none."""
+    """First token whose id differs between the vocabularies; empty when there is none."""
     for token in sorted({*theirs, *ours}, key=lambda token: (ours.get(token, len(ours)), token)):
         if theirs.get(token) != ours.get(token):
             said = [str(of.get(token, "no token")) for of in (theirs, ours)]

@@ -1,4 +1,4 @@
-"""The optional packages: what a run uses each for, what it does without, and how to install it.
+"""Optional packages: their use in a run, the fallback without them, and how to install them.
 
 docs/clusters.md has the same table; a test compares them.
 """
@@ -13,12 +13,12 @@ class Package:
     """An optional package.
 
     Attributes:
-        name: As pip knows it.
-        module: What is imported of it.
-        used_for: What a run on a GPU uses it for; "nothing yet" where no code calls it.
-        without: What a run does where it is missing.
-        install: The command that installs it.
-        bounds: Versions that work; empty for any.
+        name: Name for pip.
+        module: Name of the imported module.
+        used_for: Use in a run on a GPU; "nothing yet" where no code calls it.
+        without: Fallback of a run if it is missing.
+        install: Command that installs it.
+        bounds: Working versions; empty for any.
         missed: Whether the doctor warns on a GPU when it is missing.
     """
 
@@ -78,9 +78,9 @@ PACKAGES = (
         missed=False,
     ),
 )
-"""All but Apex, which pip does not have: `software.apex`."""
+"""All optional packages but Apex, which pip does not have: `software.apex`."""
 
 APEX_USE = "Megatron's fused Adam, where Transformer Engine is missing"
-"""What a run uses NVIDIA's Apex for."""
+"""Use of NVIDIA's Apex in a run."""
 APEX_WITHOUT = "Transformer Engine's, or torch's AdamW"
-"""What it does without."""
+"""Fallback of a run without Apex."""

@@ -1,4 +1,4 @@
-"""What a run starts from: a Hugging Face folder, one that was imported, or a checkpoint of another run."""
+"""Checks of a run's initial weights: a Hugging Face folder, an imported one, or a checkpoint of another run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TOKENIZER = "tokenizer.json"
 
 
 def check_origin(config: Config, vocab_size: int | None, problems: Problems) -> None:
-    """Checks the weights that the run starts from: whole, and of a model of this configuration.
+    """Checks that the initial weights are complete, and match the configuration's model.
 
-    A run that continues at a checkpoint of its own needs them no more.
+    A run that resumes from its own checkpoints does not need them.
 
     Raises:
         FileNotFoundError: There is neither a checkpoint nor a Hugging Face folder.
         ValueError: config.json, or the name, shape or dtype of a tensor, is of another model.
-        ImportError: There is no torch or Megatron here, which reading needs.
+        ImportError: torch or Megatron, needed for reading, is not installed here.
     """
     origin = Path(config.run.init_from or "")
     if config.base.train or not config.run.init_from or not origin.exists() or has_checkpoints(run_directory(config)):
@@ -56,12 +56,12 @@ def check_origin(config: Config, vocab_size: int | None, problems: Problems) -> 
 
 
 def check_distillation(config: Config, tokenizer: Tokenizer | None) -> None:
-    """Checks that the teacher, if there is one, can be split as the layout says, and has the policy's tokens.
+    """Checks that the teacher, if any, can be split by the layout, and has the policy's tokens.
 
     Raises:
-        ValueError: It cannot, or has not, or is no model.
+        ValueError: A check fails, or the path is not a model.
     """
-    if not config.distill.teacher or not Path(config.distill.teacher).exists():  # which is said already
+    if not config.distill.teacher or not Path(config.distill.teacher).exists():  # already reported
         return
     if teacher := read_teacher(config):
         check_teacher(config, teacher)
@@ -70,14 +70,13 @@ def check_distillation(config: Config, tokenizer: Tokenizer | None) -> None:
 
 
 def check_learned_reward(config: Config, tokenizer: Tokenizer | None) -> None:
-    """Checks that the reward model, if there is one, is whole, can be split as the layout says, and reads the policy's
-    tokens.
+    """Checks that the reward model, if any, is intact, can be split by the layout, and has the policy's tokens.
 
     Raises:
-        ValueError: It is not, cannot or does not.
+        ValueError: A check fails.
     """
     path = Path(config.reward.model.path or "")
-    if config.reward.model.path is None or not path.exists():  # which is said already
+    if config.reward.model.path is None or not path.exists():  # already reported
         return
     platform.start_planning()
     from grpo_mega.checkpoint.checkpoint import STATE
@@ -102,7 +101,7 @@ def check_learned_reward(config: Config, tokenizer: Tokenizer | None) -> None:
 
 
 def _check_checkpoint(config: Config, origin: Path, vocab_size: int | None, problems: Problems) -> None:
-    """Adds what is wrong with a checkpoint: its files, the shapes of its tensors, the tokenizer it was trained with."""
+    """Adds the problems of a checkpoint: its files, the shapes of its tensors, the tokenizer it was trained with."""
     from grpo_mega.checkpoint.checkpoint import STATE
     from grpo_mega.checkpoint.contents import check_beside_weights, check_files, check_weights
     from grpo_mega.checkpoint.model_state import POLICY, folder_of
@@ -113,15 +112,15 @@ def _check_checkpoint(config: Config, origin: Path, vocab_size: int | None, prob
     continued = config.run.trains in REWARD_MODELS and (origin / folder_of(REWARD_MODEL)).is_dir()
     problems.attempt("run.init_from", lambda: check_files(origin, folder_of(REWARD_MODEL) if continued else POLICY))
     whole = len(problems.found) == before
-    if Path(config.data.tokenizer) != origin:  # or reading the tokenizer has checked them
+    if Path(config.data.tokenizer) != origin:  # otherwise reading the tokenizer has checked them
         problems.attempt("run.init_from", lambda: check_beside_weights(origin))
-    if whole and vocab_size and not continued and not is_model(origin):  # whose config.json is compared
+    if whole and vocab_size and not continued and not is_model(origin):  # whose config.json is compared instead
         problems.attempt("run.init_from", lambda: check_weights(origin, config.model, vocab_size))
     problems.attempt("run.init_from", lambda: _check_tokenizer(origin, origin / STATE, config.data.tokenizer))
 
 
 def _check_tokenizer(origin: Path, state_file: Path, tokenizer: str) -> None:
-    """Raises a ValueError when the run that wrote a checkpoint is known to have had another tokenizer."""
+    """Raises ValueError when the run that wrote a checkpoint is known to have had another tokenizer."""
     of_run, state = origin.absolute().parent.parent / RUN_CONFIG, json.loads(state_file.read_text())
     written = state.get("config") or (OmegaConf.load(of_run) if of_run.is_file() else {})  # a base model has its own
     trained = OmegaConf.select(OmegaConf.create(written), "data.tokenizer")
@@ -136,9 +135,9 @@ def _check_tokenizer(origin: Path, state_file: Path, tokenizer: str) -> None:
 
 
 def _tokens(file: Path) -> tuple[Any, ...] | None:
-    """The tokens of a tokenizer.json with their ids, the special ones, and what a text has around it.
+    """Tokens of a tokenizer.json with their ids, the special ones, and the text processing around them.
 
-    However the file is written; None when there is none that can be read, for which whoever needs it has the reason.
+    Independent of the file's formatting; None if it cannot be read, which is reported where it is needed.
     """
     from tokenizers import Tokenizer
 

@@ -55,7 +55,7 @@ def measure(
         own_votes = [votes[number][i] for i in chosen] if votes is not None else None
         _append(terms, _of_terms(group.answers, success))  # without a score, no terms
         _append(others, _of_lengths(group.answers) | _of_sizes(solved, own_votes, learned, len(group.answers)))
-    collected = terms | others  # a term named like a length takes precedence
+    collected = terms | others  # a length overrides a term of the same name
     estimates = {name: mean_over_problems(collected[name]) for name in sorted(collected, key=_order)}
     return estimates | measure_within(within or {})
 

@@ -1,8 +1,11 @@
 """Folder of an evaluation: complete parts until everything is finished.
 
-    settings.json    settings that determine the samples parts/           samples of some problems each, while others
-    are missing samples.jsonl    all of them, one a line, in the order of the problems results.json     the estimates
-    curves.png       pass@k, maj@k and rm@k against k budgets.png      the accuracy against the tokens of a completion
+    settings.json    settings that determine the samples
+    parts/           samples of some problems each, while others are missing
+    samples.jsonl    all samples, one per line, in the order of the problems
+    results.json     the estimates
+    curves.png       pass@k, maj@k and rm@k against k
+    budgets.png      the accuracy against the tokens of a completion
 
 A killed evaluation continues with the problems that no part has. Called on the main rank only.
 """

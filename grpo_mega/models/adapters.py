@@ -91,7 +91,7 @@ class Adapter(torch.nn.Module):
         a, b, split = self.a, self.b, self.split
         if split.group.size() == 1 or split.axis is None:
             return self._outputs(F.linear(x, a), b)
-        if split.expert:  # the dispatcher gathers and sums tokens; an output that all ranks have is split over them
+        if split.expert:  # tokens are gathered and summed by the dispatcher; a replicated matrix sums its gradients
             if split.axis == 0:
                 return self._outputs(F.linear(x, copy_to_tensor_model_parallel_region(a, split.group)), b)
             return self._outputs(F.linear(x, a), copy_to_tensor_model_parallel_region(b, split.group))

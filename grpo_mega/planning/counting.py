@@ -20,11 +20,13 @@ class Matrix:
         inputs: Its columns.
         outputs: Its rows.
         whole: Every tensor parallel rank has all of it.
+        joins: It is split by its inputs, as what joins the ranks' parts again is; otherwise by its outputs.
     """
 
     inputs: int
     outputs: int
     whole: bool = False
+    joins: bool = False
 
     @property
     def size(self) -> int:
@@ -37,13 +39,8 @@ def attention_matrices(model: ModelConfig) -> list[Matrix]:
     hidden, heads = model.hidden, model.heads
     if model.attention == "gqa":
         channels = model.head_dim or hidden // heads
-        keys = model.kv_heads * channels
-        return [
-            Matrix(hidden, heads * channels),
-            Matrix(hidden, keys),
-            Matrix(hidden, keys),
-            Matrix(heads * channels, hidden),
-        ]
+        own, keys = heads * channels, model.kv_heads * channels
+        return [Matrix(hidden, own), Matrix(hidden, keys), Matrix(hidden, keys), Matrix(own, hidden, joins=True)]
     mla = model.mla
     per_query = heads * (mla.qk_head_dim + mla.qk_rope_dim)
     queries = [Matrix(hidden, per_query)]
@@ -53,13 +50,13 @@ def attention_matrices(model: ModelConfig) -> list[Matrix]:
         *queries,
         Matrix(hidden, mla.kv_lora_rank + mla.qk_rope_dim, whole=True),
         Matrix(mla.kv_lora_rank, heads * (mla.qk_head_dim + mla.v_head_dim)),
-        Matrix(heads * mla.v_head_dim, hidden),
+        Matrix(heads * mla.v_head_dim, hidden, joins=True),
     ]
 
 
 def gated(hidden: int, inner: int) -> list[Matrix]:
     """The three matrices of a gated feed-forward layer; none when it has no inner size."""
-    return [Matrix(hidden, inner), Matrix(hidden, inner), Matrix(inner, hidden)] if inner else []
+    return [Matrix(hidden, inner), Matrix(hidden, inner), Matrix(inner, hidden, joins=True)] if inner else []
 
 
 def numbers(matrices: list[Matrix], tp: int = 1) -> float:
@@ -69,7 +66,12 @@ def numbers(matrices: list[Matrix], tp: int = 1) -> float:
 
 def adapter_numbers(matrices: list[Matrix], rank: int, tp: int = 1) -> float:
     """Numbers of the adapters of these matrices on a rank; see `models/adapters.py` for what is split."""
-    return sum(rank * (matrix.inputs + matrix.outputs / (1 if matrix.whole else tp)) for matrix in matrices)
+    split = {True: (tp, 1), False: (1, tp)}  # the first factor goes with the inputs, the second with the outputs
+    total = 0.0
+    for matrix in matrices:
+        of_inputs, of_outputs = (1, 1) if matrix.whole else split[matrix.joins]
+        total += rank * (matrix.inputs / of_inputs + matrix.outputs / of_outputs)
+    return total
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_mega.config.schema import REWARD_MODELS, Config
-from grpo_mega.planning.hardware import RATES, Rates, machines_of
+from grpo_mega.planning.hardware import machines_of
 from grpo_mega.planning.plan import roles_of, vocabulary
 from grpo_mega.planning.supplies import problems_at_hand
 from grpo_mega.planning.time import Assumed, StepTime, run_time
@@ -15,14 +15,14 @@ DOMINATES = 0.5
 """Share of generation from which on the longest answer alone is called what bounds it."""
 
 
-def hours(config: Config, planned: dict[str, Any], assumed: Assumed, rates: Rates = RATES) -> dict[str, Any] | None:
+def hours(config: Config, planned: dict[str, Any], assumed: Assumed) -> dict[str, Any] | None:
     """The time of a run that `plan.plan` planned; None when `cluster.gpu` is null, a reward model is trained, there are
     no steps, or its engines have no room for their longest sequence.
 
     Raises:
         ValueError: Answers are meant to be longer than they may be.
     """
-    machines = machines_of(config.cluster, planned["gpus"], rates)
+    machines = machines_of(config.cluster, planned["gpus"])
     if machines is None or config.run.trains in REWARD_MODELS or not config.run.steps:
         return None
     vocab_size = vocabulary(config)

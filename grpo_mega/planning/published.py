@@ -164,24 +164,23 @@ def _replicas(config: Config) -> int:
     return _gpus(config) // (layout.tp * layout.pp * layout.cp)
 
 
+def line(point: Point, found: float) -> str:
+    """The point's line of the table, with what the planner says."""
+    unit = point.unit.split()[0]
+    off = f"{found / point.published - 1:+.0%}"
+    published, planned = (f"{value:,.0f}" if value > 1000 else f"{value:.3g}" for value in (point.published, found))
+    return f"| {point.row} | {point.what} | {published} {unit} | {planned} {unit} | {off} | {point.source} |"
+
+
 def main() -> None:
     """Prints the table: times, then memory."""
-    from grpo_mega.planning.published_memory import MEMORY_POINTS, planned_bytes
+    from grpo_mega.planning.published_memory import MEMORY_POINTS, memory_line, planned_bytes
 
     print("| row | run | published | planned | off by | source |\n| --- | --- | --- | --- | --- | --- |")
     for point in POINTS:
-        found, unit = predicted(point), point.unit.split()[0]
-        print(
-            f"| {point.row} | {point.what} | {point.published:,g} {unit} | {found:,.4g} {unit} | "
-            f"{found / point.published - 1:+.0%} | {point.source} |"
-        )
+        print(line(point, predicted(point)))
     for memory in MEMORY_POINTS:
-        size, limit = planned_bytes(memory)
-        if isinstance(memory.published, bool):
-            said, off = ("fits" if memory.published else "does not fit"), f"of {limit / 1e9:.1f} GB"
-        else:
-            said, off = f"{memory.published / 1e9:.1f} GB", f"{size / memory.published - 1:+.0%}"
-        print(f"| {memory.row} | {memory.what} | {said} | {size / 1e9:.1f} GB | {off} | {memory.source} |")
+        print(memory_line(memory, *planned_bytes(memory)))
 
 
 if __name__ == "__main__":

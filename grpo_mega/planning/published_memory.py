@@ -92,6 +92,15 @@ def planned_bytes(point: MemoryPoint) -> tuple[float, float]:
     return most, MAY_BE_PLANNED * (config.cluster.gpu_memory_mib or 0) * 2**20
 
 
+def memory_line(point: MemoryPoint, size: float, limit: float) -> str:
+    """The point's line of the table, with what `planned_bytes` says."""
+    if isinstance(point.published, bool):
+        said, off = ("fits" if point.published else "does not fit"), f"of {limit / 1e9:.1f} GB"
+    else:
+        said, off = f"{point.published / 1e9:.1f} GB", f"{size / point.published - 1:+.0%}"
+    return f"| {point.row} | {point.what} | {said} | {size / 1e9:.1f} GB | {off} | {point.source} |"
+
+
 def elsewhere(config: Config, stages: Sequence[Stage], number: int, practice: Practice) -> float:
     """Bytes of a GPU of pipeline stage `number` of a trainer with this practice."""
     stage, layout = stages[number], config.layout

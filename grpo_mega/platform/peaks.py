@@ -1,4 +1,4 @@
-"""What GPUs can compute at most, as their makers say: for Model FLOPs utilization."""
+"""Peak compute rates of GPUs, as published by their makers, for Model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ BF16_TFLOPS = {
     "A100": 312.0, "A800": 312.0,  # NVIDIA A100 data sheet, 2021
     "L40S": 362.0, "L40": 181.0,  # NVIDIA L40S and L40 data sheets, 2023
 }  # fmt: skip
-"""Part of a device's name -> 10^12 operations a second with dense bfloat16 matrices; the first that fits."""
+"""Part of a device's name -> peak rate with dense bfloat16 matrices in 10^12 operations a second; the first match
+counts."""
 
 
 def peak_tflops(platform: Platform, dtype: str) -> float | None:
-    """10^12 operations a second of this process's GPU in a model's `dtype`; None on a CPU, for GPUs that the table
-    does not have, and for other types than bf16."""
+    """Peak rate of this process's GPU in a model's `dtype`, in 10^12 operations a second; None on a CPU, for GPUs that
+    are not in the table, and for other types than bf16."""
     import torch
 
     if platform.device.type != "cuda" or dtype != "bf16":
@@ -26,6 +27,6 @@ def peak_tflops(platform: Platform, dtype: str) -> float | None:
 
 
 def known_peak(name: str) -> float | None:
-    """The row of the table for a device that CUDA calls by this name; None without one."""
+    """Peak rate from the table for a device with this CUDA name; None if it is not in the table."""
     words = f" {name.replace('-', ' ')} "
     return next((peak for part, peak in BF16_TFLOPS.items() if f" {part} " in words), None)

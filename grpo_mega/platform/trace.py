@@ -1,13 +1,13 @@
-"""What this process does, as trace events: phases, what goes on inside them, samples under way, memory.
+"""Trace events of this process: phases, spans inside them, samples in generation, memory.
 
 Any room may call `span`, `phase` and `under_way`; they record into the trace that `recording` opened, and do nothing
-without one. A trace has two files, neither of which needs this process to end well:
+without one. A trace has two files, both usable after any end of this process:
 
 * `trace/rank-NNNNN.json`: Chrome's JSON trace events (the "Trace Event Format" of the Chromium project), one a line, in
-  an array that is never closed, which Perfetto and Chrome accept. It holds so many steps; then it becomes
-  `rank-NNNNN.before.json`, in place of the one before, and a new one begins. So a run of any length leaves at least the
+  an array that is never closed, which Perfetto and Chrome accept. After a number of steps it is renamed to
+  `rank-NNNNN.before.json`, replacing the previous one, and a new one begins. So a run of any length leaves at least the
   newest steps, and at most twice as many.
-* `flight/rank-NNNNN`: what began and ended last, see `flight.py`.
+* `flight/rank-NNNNN`: the last begins and ends, see `flight.py`.
 
 Times are those of one clock for all ranks, see `clock.py`. They are the host's: work that is queued on a GPU ends
 later than the span that queued it.
@@ -32,11 +32,11 @@ from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.flight import Flight
 
 FOLDER = "trace"
-"""In the run directory; the file of rank 3 is rank-00003.json, the one before it rank-00003.before.json."""
+"""Folder in the run directory; the file of rank 3 is rank-00003.json, the one before it rank-00003.before.json."""
 MOST_EVENTS = 20_000
-"""Of one step and rank; what is more is counted and left out, except for phases, so that a file cannot grow at will."""
+"""Limit of events per step and rank; further ones except phases are only counted, to bound the size of a file."""
 BUFFERED = 200
-"""Events that are written together at most; a phase that begins or ends writes all of them."""
+"""Largest number of events that are written together; the begin or end of a phase writes all."""
 SECONDS_BETWEEN_WRITES = 1.0
 
 logger = logging.getLogger(__name__)
@@ -45,19 +45,19 @@ WAITS = ("wait", "reduce", "all-grads-sync")
 """Spans in which a rank waits for others; as well as sends and receives of pipelines, in which it waits for one."""
 
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
-"""As json.dumps, which would make an encoder for every event."""
+"""Like json.dumps, but without creating an encoder for every event."""
 now = time.perf_counter_ns
 """Nanoseconds of the clock that all processes of this machine share."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """Whose events they are.
+    """Process that the events belong to.
 
     Attributes:
-        rank: Of this process.
-        name: What its row is called, such as "rank 3: tp 1, pp 0".
-        world_size: How many ranks the run has.
+        rank: Rank of this process.
+        name: Name of its row, such as "rank 3: tp 1, pp 0".
+        world_size: Number of ranks of the run.
     """
 
     rank: int
@@ -66,18 +66,18 @@ class Process:
 
 
 class Trace:
-    """The events of this process; made by `recording`."""
+    """Trace events of this process; opened by `recording`."""
 
     def __init__(
         self, path: Path, process: Process, clock: Clock, keep: int, memory: Callable[[], Mapping[str, float]]
     ) -> None:
-        """Begins the files of one start of a run, in the run directory `path`; `keep` 0 begins the flight's alone.
+        """Creates the files of one start of a run in its directory `path`; with `keep` 0 only the flight recorder's.
 
         Args:
             path: The run directory.
-            process: Whose events they are.
-            clock: The time that all ranks share.
-            keep: Steps of a file.
+            process: Process that the events belong to.
+            clock: Common clock of all ranks.
+            keep: Number of steps in a file.
             memory: Name -> 10^9 bytes, recorded when a phase begins or ends.
         """
         self.flight = Flight(path, process.rank, clock)
@@ -102,7 +102,7 @@ class Trace:
 
     @contextmanager
     def phase(self, name: str, /, **about: Any) -> Iterator[None]:
-        """Records the body as it begins and as it ends, at once, with the memory."""
+        """Records the begin and the end of the body immediately, with the memory in use."""
         self._edge("B", name, about)
         try:
             yield
@@ -117,7 +117,7 @@ class Trace:
             self.write()
 
     def end_step(self) -> None:
-        """A step is over: after so many of them another file begins."""
+        """Ends a step; after a number of steps another file begins."""
         if self._left_out:
             self.event("i", f"{self._left_out} events of this step are left out", now(), {"s": "p"}, always=True)
         self._events = self._left_out = 0
@@ -142,7 +142,7 @@ class Trace:
             self.write()
 
     def _track(self) -> int:
-        """The row of the calling thread: 0 for the main one; pools that name their threads alike share rows."""
+        """Row of the calling thread: 0 for the main one; pools that name their threads alike share rows."""
         if threading.get_ident() == self._main:
             return 0
         name = threading.current_thread().name
@@ -153,7 +153,7 @@ class Trace:
         return self._tracks[name]
 
     def write(self) -> None:
-        """Writes what is recorded; when that fails, a warning says so, and the run goes on without a trace."""
+        """Writes the recorded events; a failure is a warning, and the run continues without a trace."""
         with self._lock:
             lines, self._lines = self._lines, []
             self._written = now()
@@ -165,8 +165,8 @@ class Trace:
                 self._give_up(error)
 
     def _begin_file(self) -> None:
-        """Begins a file; the one that was there becomes the one before."""
-        with self._lock:  # or another thread writes into whatever gets the closed descriptor's number
+        """Begins a file; the existing one is kept as the previous one."""
+        with self._lock:  # otherwise another thread may write into whatever gets the closed descriptor's number
             try:
                 self._end_file()
                 self._file.parent.mkdir(exist_ok=True)
@@ -213,7 +213,7 @@ class Trace:
 
 
 def _forget_ranks(path: Path, world_size: int) -> None:
-    """Removes what ranks have left that a start with more of them had: nobody is to wait for those."""
+    """Removes files left by ranks of an earlier, larger start, so that nobody waits for those ranks."""
     for folder in (FOLDER, FLIGHT):
         for file in (path / folder).glob("rank-*"):
             number = file.name.removeprefix("rank-").partition(".")[0]
@@ -238,7 +238,7 @@ def recording(trace: Trace) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """A fork, such as one that writes a checkpoint, has no trace: it is not the rank."""
+    """Drops the trace in a fork, such as one that writes a checkpoint, which is not the rank."""
     global _trace
     _trace = None
 
@@ -248,7 +248,7 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextmanager
 def phase(name: str, /, **about: Any) -> Iterator[None]:
-    """Records the body as a phase, or a step: what others wait for, and what is known of it after a crash."""
+    """Records the body as a phase or a step, also for the flight recorder."""
     if _trace is None:
         yield
         return
@@ -274,14 +274,14 @@ def is_wait_for_one(name: str) -> bool:
 
 
 def waited() -> float:
-    """Seconds that this process has spent in waits for other ranks, also without a trace."""
+    """Seconds that this process has waited for other ranks, counted even without a trace."""
     return _waited
 
 
 class span:
-    """Records the body of `with span("optimizer"):`, or what is between `start` and `stop`, inside a phase.
+    """Records the body of `with span("optimizer"):`, or the time between `start` and `stop`, inside a phase.
 
-    Threads have rows of their own. What an error or a stop ends is recorded too.
+    Threads have their own rows. Spans ended by an error or a stop are recorded too.
     """
 
     __slots__ = ("about", "name", "since")
@@ -290,13 +290,13 @@ class span:
         self.name, self.about, self.since = name, about, 0
 
     def start(self, *_: Any, **__: Any) -> None:
-        """Begins; arguments such as Megatron's `barrier` have no effect."""
+        """Begins the span; arguments such as Megatron's `barrier` have no effect."""
         self.since = now()
         if _trace is not None:
             _trace.flight.begin(self.name, self.about)
 
     def stop(self, *_: Any, **__: Any) -> None:
-        """Ends."""
+        """Ends the span."""
         global _waited
         spent = now() - self.since
         if self.name in WAITS or is_wait_for_one(self.name):
@@ -315,7 +315,7 @@ class span:
 
 
 def under_way(kind: str, name: str, since: int, /, **about: Any) -> None:
-    """Records what goes on beside the phases, such as a sample of an engine, from a time of `now` until now."""
+    """Records an activity beside the phases, such as an engine's sample, from `since`, a time of `now`, until now."""
     if _trace is None:
         return
     common = {"cat": kind, "id": f"{name} @{since}"}

@@ -44,7 +44,7 @@ class Start:
 
 def begin(recipe: Recipe, stage: Stage, command: Sequence[str], known: Mapping[str, Progress]) -> Start:
     """Records the inputs of a stage that is about to be started or resumed."""
-    if stage.kind == "choose":  # this takes little time, and never resumes from the records of a killed start
+    if stage.kind == "choose":  # it takes little time, and never resumes after a kill
         set_aside(recipe, stage)
     files = {str(path): checksum(path) for path in files_of(recipe, stage, known)}
     return Start([*command], files, time.time())

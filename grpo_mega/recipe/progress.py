@@ -1,8 +1,9 @@
-"""Progress of a recipe: a report for each finished stage, and detection of changes since then.
+"""How far a recipe is: a report for each finished stage, and what has changed since it was written.
 
-ROOT/NAME/         product of a stage: a run directory or a folder of samples; a file is ROOT/NAME.jsonl ROOT/stages/
-NAME.json for each finished stage: its words, and checksums of its inputs (products, other files) and product
-ROOT/set-aside/    products of stages that were done again; nothing is deleted
+ROOT/NAME/         what a stage makes: a run directory or a folder of samples; a file is ROOT/NAME.jsonl
+ROOT/stages/       NAME.json for each finished stage: its words, what it read (products of stages, other files) and
+                   made, by checksum
+ROOT/set-aside/    what stages made that were done again; nothing is deleted
 """
 
 from __future__ import annotations

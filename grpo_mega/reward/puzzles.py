@@ -45,7 +45,7 @@ def solved(sample: Sample, read: str, partial: bool) -> Verdict:
     if len(answer) > LONGEST:
         return Verdict(0.0, f"the answer has {len(answer):,} characters, and {LONGEST:,} at most are scored")
     try:
-        with redirect_stdout(StringIO()):  # some exceptions say what is wrong
+        with redirect_stdout(StringIO()):  # some print what is wrong
             score = float(scorer(answer, entry))
     except Exception as error:
         return Verdict(0.0, f"the scorer of {task} failed: {type(error).__name__}: {error}")

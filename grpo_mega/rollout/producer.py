@@ -154,7 +154,7 @@ class Producer:
         samples, self._unscored, self._unscored_everywhere = self._unscored, [], 0
         with self._scoring():
             of_all_ranks = from_all_ranks(lambda: self._announcements(samples))
-        announced: set[int] = set()  # number of groups
+        announced: set[int] = set()  # numbers of groups
         for rank, announcements in enumerate(of_all_ranks):
             numbers = [self._pool.take(*announcement) for announcement in announcements]
             announced |= {number // self._group_size for number in numbers}

@@ -64,7 +64,7 @@ def main(control_fd: int, owner_fd: int, mechanism: str, read_only: list[str]) -
     """
     for number in TO_RANKS:
         signal.signal(number, lambda *_: None)
-    folder = f"/tmp/sandbox-{os.urandom(8).hex()}"  # limit of the files that a program begins with
+    folder = f"/tmp/sandbox-{os.urandom(8).hex()}"  # for the files that a program begins with
     if mechanism != "bubblewrap":
         guard.under_guard(owner_fd, folder)
     guard.adopt_orphans()

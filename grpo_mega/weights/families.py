@@ -158,7 +158,7 @@ def _rope_scaling(model: ModelConfig, name: str) -> dict[str, Any] | None:
             if name == "deepseek_v3":  # under the names that DeepSeek's own code knows
                 return {"type": kind, **written, "mscale": written["mscale_all_dim"]}
             return {"rope_type": kind, **written}
-    return {"rope_type": "default"} if name == "gpt_oss" else None  # families with another kind of scaling
+    return {"rope_type": "default"} if name == "gpt_oss" else None  # else it would be scaled
 
 
 def _of_experts(model: ModelConfig, name: str) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""Row operations in plain torch, for any device; on a CPU they process pieces that fit its cache.
+"""The row operations in plain torch, for any device; on a CPU they work on pieces that stay in the cache.
 
-`triton_rows.py` has the same functions. Arguments of all:
+`triton_rows.py` has the same functions. All of them take
 
-    logits           [N, >= columns] float32, bfloat16 or float16; the row stride may be larger, the last one is 1 ids
-    [n] int64, the target's LOCAL column; outside [0, columns) when another shard holds it rows             [n] int64,
-    rows to use, each once; None for all N columns          number of leading real columns; padding after them is never
-    read inv_temperature  1 / temperature
+    logits           [N, >= columns] float32, bfloat16 or float16; the row stride may be larger, the last one is 1
+    ids              [n] int64, the target's LOCAL column; outside [0, columns) when another shard holds it
+    rows             [n] int64, the rows that count, each once; None for all N
+    columns          how many leading columns are real; padding after them is never read
+    inv_temperature  1 / temperature
 
 and compute in float32, a row at a time: NaN in one row stays in that row. Differences are taken in the raw logits and
 scaled afterwards, and the maximum and the logarithm of the sum are kept apart: their sum would round away 2^-24 of the
@@ -97,7 +98,8 @@ def grpo_rows_(
         tokens: [n] vectors, float32. A row of weight 0 is not read, and gets outputs and a gradient of 0; a row masked
             by the correction gets a loss and a gradient of 0.
         options: The loss.
-        with_gradient: False leaves the logits unchanged. others: As in `row_gradient_`. out: As in `row_gradient_`.
+        with_gradient: False leaves the logits unchanged.
+        out, others: As in `row_gradient_`.
         grad_scale: Factor of the gradient only.
 
     Returns:

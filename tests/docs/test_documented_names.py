@@ -28,6 +28,7 @@ NOT_OURS = {
     "report.txt": "a job leaves it",
     "job-12/report.txt": "a job leaves it",
     "kernels.png": "tools/bench_kernels.py writes it",
+    "rehearsed.png": "tools/rehearse.py writes it",
     "summary.md": "tools/gpu_smoke.py writes it",
     "slurm/NAME.sh": "any of the scripts",
 }

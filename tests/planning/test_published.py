@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from grpo_mega import platform
 
 platform.start()
 
-from grpo_mega.planning.published import POINTS, Point, predicted  # noqa: E402
-from grpo_mega.planning.published_memory import MEMORY_POINTS, MemoryPoint, planned_bytes  # noqa: E402
+from grpo_mega.planning.published import POINTS, Point, line, predicted  # noqa: E402
+from grpo_mega.planning.published_memory import MEMORY_POINTS, MemoryPoint, memory_line, planned_bytes  # noqa: E402
 
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planner.md").read_text().splitlines()
 WITHIN = {2: 0.15, 3: 0.15, 6: 0.15, 7: 0.15, 10: 0.15, 11: 0.15, 13: 0.25, 16: 0.25, 17: 0.25, 18: 0.25, 19: 0.25}
 """Row -> how far off may be what is planned: of throughput, and of the seconds of a step."""
 MISSED = {4, 15}
@@ -19,10 +22,12 @@ MISSED = {4, 15}
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: str(point.row))
 def test_times_are_near_what_was_measured(point: Point) -> None:
+    found = predicted(point)
+    assert line(point, found) in PAGE
     if point.row in MISSED:
-        assert predicted(point) < point.published  # what is missed is time that the model does not know of
-        return
-    assert predicted(point) == pytest.approx(point.published, rel=WITHIN[point.row])
+        assert found < point.published  # what is missed is time that the model does not know of
+    else:
+        assert found == pytest.approx(point.published, rel=WITHIN[point.row])
 
 
 def test_no_point_is_left_out() -> None:
@@ -32,6 +37,7 @@ def test_no_point_is_left_out() -> None:
 @pytest.mark.parametrize("point", MEMORY_POINTS, ids=lambda point: f"{point.row}-{point.practice.optimizer}")
 def test_memory_is_near_what_was_measured_and_fits_where_it_did(point: MemoryPoint) -> None:
     size, limit = planned_bytes(point)
+    assert memory_line(point, size, limit) in PAGE
     if isinstance(point.published, bool):
         assert (size <= limit) == point.published
     else:

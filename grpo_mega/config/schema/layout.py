@@ -35,11 +35,11 @@ class LayoutConfig:
     """Largest number of tokens in a micro-batch, over all context parallel ranks, with the prompt of a group counted
     once."""
     recompute: Annotated[str, OneOf("none", "selective", "full")] = "none"
-    """What the backward pass recomputes instead of keeping in memory: none, selective (attention) or full (layers)."""
+    """Activations that the backward pass recomputes: none, selective (attention) or full (layers)."""
     attention: Annotated[str, OneOf("auto", "padded", "torch", "flash3", "flash4")] = "auto"
-    """What computes attention. padded: torch's fused attention, in a table as wide as the longest sequence. torch,
+    """Attention kernels. padded: torch's fused attention, on a table as wide as the longest sequence. torch,
     flash3, flash4: FlashAttention-2 (part of torch), 3 or 4 (packages) for sequences of any length, in bf16 on a GPU;
-    a shared prompt is there once. auto: torch, where the model allows it; padded on a CPU."""
+    a shared prompt appears once. auto: torch, where the model allows it; padded on a CPU."""
     fp8: bool = False
     """Matrix products of layers in 8 bits, forward and backward, by Transformer Engine's block recipe (DeepSeek-V3,
     arXiv 2412.19437, section 3.3), on H100 or newer. Weights stay bf16; embedding, output layer, router and attention

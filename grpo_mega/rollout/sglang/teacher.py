@@ -1,7 +1,7 @@
-"""A teacher that is a server of SGLang: it says how likely each token of a text is, on GPUs of its own.
+"""A teacher behind an SGLang server, which computes log-probs of texts on GPUs of its own.
 
 Its native interface (`/generate` with `return_logprob`) takes token ids and answers with (log-prob, token id, text) of
-each. Whoever starts the server chooses its model, layout and precision; it must know the policy's tokens.
+each. Model, layout and precision are chosen when the server is started; its tokens must be the policy's.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from grpo_mega.platform.collectives import from_main_rank, succeed_together
 from grpo_mega.types import Batch
 
 AT_ONCE = 32
-"""Requests of a rank that are under way; the server queues those of all ranks."""
+"""Concurrent requests of a rank; the server queues those of all ranks."""
 ATTEMPTS = 3
-"""Times that a request without an answer is sent in all."""
+"""Number of times that an unanswered request is sent, in all."""
 PROBED = 256
-"""Tokens, evenly over the vocabulary, whose spelling is compared when a run starts."""
+"""Number of tokens, evenly over the vocabulary, whose spelling is compared when a run starts."""
 SHOWN = 200
-"""Characters of an answer that an error shows."""
+"""Characters of an answer shown in an error."""
 WITHOUT_PROXIES = build_opener(ProxyHandler({}))
 
 
 class ServedTeacher:
-    """The teacher of on-policy distillation behind an address.
+    """Teacher of on-policy distillation on an SGLang server.
 
     Attributes:
-        checksum: What tells its model from others, as the server names it.
+        checksum: Identity of its model, as given by the server.
     """
 
     def __init__(self, server: TeacherServer, checksum: str, topology: Topology) -> None:
-        """The teacher of a server that was asked for its `checksum`, for the ranks of a layout."""
+        """The teacher on `server`, whose model has this `checksum`, for the ranks of a layout."""
         self.checksum = checksum
         self._server, self._topology = server, topology
 
@@ -49,7 +49,7 @@ class ServedTeacher:
         """[T] float32 log-probs of the replica's masked-in tokens, 0 elsewhere; every rank must call it.
 
         Raises:
-            RuntimeError: On every rank. The server did not answer, or with something else.
+            RuntimeError: On every rank. The server did not answer, or its answer is invalid.
         """
         assert temperature == 1, "config/rules/distill.py refuses others"
         found = torch.zeros(len(batch.tokens))
@@ -70,21 +70,21 @@ class ServedTeacher:
 
 @dataclass(frozen=True)
 class TeacherServer:
-    """A server of SGLang.
+    """Client of an SGLang server.
 
     Attributes:
-        url: Its address, http://HOST:PORT.
-        seconds: Longest time of a request.
+        url: Address of the server, http://HOST:PORT.
+        seconds: Time limit of a request.
     """
 
     url: str
     seconds: float
 
     def check(self, vocab_size: int, decode: Callable[[Sequence[int]], str]) -> str:
-        """What tells its model from others, after it has spelled tokens of the policy; every rank must call it.
+        """Checks that the server has the policy's tokens; returns the identity of its model. Every rank must call it.
 
         Raises:
-            ValueError: On every rank. There is no server of SGLang, or its tokens are others; names the first one.
+            ValueError: On every rank. There is no SGLang server, or its tokens differ; names the first one.
         """
         asked = from_main_rank(lambda: self._introduced(vocab_size, decode))
         if isinstance(asked, ValueError):
@@ -92,10 +92,10 @@ class TeacherServer:
         return asked
 
     def score(self, ids: list[int]) -> list[float]:
-        """The log-prob of every token of a sequence; that of the first, which nothing predicts, is 0.
+        """Log-prob of every token of a sequence; 0 for the first, which nothing predicts.
 
         Raises:
-            RuntimeError, ValueError: The server did not answer, or with something else.
+            RuntimeError, ValueError: The server did not answer, or its answer is invalid.
         """
         answered = self._token_logprobs(ids, spelled=False)
         scores = [0.0, *(one[0] for one in answered[1:])]
@@ -104,7 +104,7 @@ class TeacherServer:
         return scores
 
     def _introduced(self, vocab_size: int, decode: Callable[[Sequence[int]], str]) -> str | ValueError:
-        """What tells the server's model from others; or why it cannot teach."""
+        """Identity of the server's model, or the error why it cannot be the teacher."""
         try:
             info = self._ask("/get_model_info", None)
             ids = sorted({*range(0, vocab_size, max(1, vocab_size // PROBED)), vocab_size - 1})
@@ -139,11 +139,11 @@ class TeacherServer:
         return found
 
     def _ask(self, path: str, content: dict[str, Any] | None) -> dict[str, Any]:
-        """The JSON that the server answers with.
+        """Sends a request; returns the JSON answer.
 
         Raises:
-            ValueError: It refuses the request, or answers with no JSON object.
-            RuntimeError: It does not answer, however often it is asked.
+            ValueError: The server refuses the request, or its answer is not a JSON object.
+            RuntimeError: The server does not answer any attempt.
         """
         body = None if content is None else json.dumps(content).encode()
         request = Request(self.url.rstrip("/") + path, body, {"Content-Type": "application/json"})
