@@ -24,7 +24,6 @@ NOT_OURS = {
     "multi_latent_attention.py": "of megatron-core",
     "budgets.png": "an evaluation leaves it",
     "curves.png": "a run leaves it",
-    "rehearsed.png": "tools/rehearse.py draws it",
     "chain.png": "a recipe leaves it",
     "report.txt": "a job leaves it",
     "job-12/report.txt": "a job leaves it",
