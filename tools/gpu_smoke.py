@@ -90,6 +90,7 @@ def main(arguments: list[str]) -> int:
     if options.out.exists() and not options.only:
         print(f"error: {options.out} exists: move it away, or name another folder with --out", file=sys.stderr)
         return CANNOT
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the step in progress, too, as Ctrl-C does
     return ALL_PASSED if run_steps(chosen, options.out, f"{options.size}, {found} GPUs here") else SOME_FAILED
 
 
