@@ -40,7 +40,8 @@ class HostMemory:
     def reserve(self, size: int) -> None:
         """Provides `size` free bytes; the previous content is lost.
 
-        Existing pieces are reused, because pinning is slow; superfluous ones are freed.
+        Existing pieces are reused, because pinning is slow; superfluous ones are given back to torch, which keeps
+        pinned memory for later.
 
         Raises:
             RuntimeError: The host has too little memory (torch's error). The memory is then smaller than requested.
@@ -48,7 +49,7 @@ class HostMemory:
         wanted = pieces_of(size, self._smallest)
         there = {len(piece): piece for piece in self._pieces}
         self._used, self._pieces = 0, [there[length] for length in wanted if length in there]
-        del there  # frees superfluous pieces before it allocates more
+        del there  # gives superfluous pieces back before it allocates more
         present = {len(piece) for piece in self._pieces}
         missing = [length for length in wanted if length not in present]
         self._pieces += [torch.empty(length, dtype=torch.uint8, pin_memory=self._pin) for length in missing]

@@ -47,7 +47,7 @@ def begun_of(
     """Beginnings to continue, by id: those of every answer of a pool that ended by itself and has a score.
 
     Equal beginnings are continued once. A beginning that leaves no room in `context` tokens, and an answer with
-    characters that are not allowed in text, are left out; their steps get no labels.
+    characters that are not allowed in text, are left out; an answer with such a beginning gets no labels.
 
     Raises:
         ValueError: The pool has problems that are not among `prompts`, or there is nothing to continue.

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
+from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.rules import ConfigError, check_config, check_layout
 from grpo_mega.config.schema import Config
+from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.planning.memory import MAY_BE_PLANNED, memory
 from grpo_mega.planning.plan import engine_of, vocabulary
 from grpo_mega.planning.search import roles_about
@@ -22,7 +24,7 @@ def changes_that_fit(config: Config) -> list[dict[str, Any]]:
     Memory is counted from matrices (`shares.py`), so that a change on the edge may turn out not to fit; planning it
     says. As JSON: [{"settings": {name: value}, "bytes": of the fullest GPU}], those that need no more GPUs first.
     """
-    found = []
+    found, teacher, preferred = [], read_teacher(config), read_reward_model(config)
     for settings in _changes(config):
         other = deepcopy(config)
         for name, value in settings.items():
@@ -35,6 +37,10 @@ def changes_that_fit(config: Config) -> list[dict[str, Any]]:
         try:
             check_config(other)
             check_layout(other, gpus)
+            if teacher:
+                check_teacher(other, teacher)
+            if preferred:
+                check_reward_model(other, preferred)
         except ConfigError:
             continue
         if (size := _fitting(other, gpus)) is not None:

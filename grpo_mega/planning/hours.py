@@ -39,7 +39,7 @@ def hours(config: Config, planned: dict[str, Any], assumed: Assumed) -> dict[str
         "gpu_hours": seconds / 3600 * machines.gpus,
         "prompts": config.algorithm.prompts_per_step * sum(kind.steps for kind in steps),
         "problems": problems_at_hand(config),
-        "warnings": [line for kind in steps for line in warnings_of(kind)],
+        "warnings": [*assumptions(config), *(line for kind in steps for line in warnings_of(kind))],
     }
 
 
@@ -77,6 +77,19 @@ def _kind(step: StepTime) -> dict[str, Any]:
             "tail": rollout.slowest.seconds - rollout.level,
         },
     }
+
+
+def assumptions(config: Config) -> list[str]:
+    """What the times leave out of settings that change them, in words."""
+    algorithm, lines = config.algorithm, []
+    if algorithm.groups_without_signal == "refill":
+        lines.append(
+            "groups without signal draw further prompts (algorithm.groups_without_signal=refill), up to "
+            f"{algorithm.refill_limit} times as many in all: these figures are of steps that draw none"
+        )
+    if config.layout.fp8:
+        lines.append("layout.fp8=true: the trainer's passes are timed as in bf16")
+    return lines
 
 
 def bound(step: StepTime) -> str:

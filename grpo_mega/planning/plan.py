@@ -7,14 +7,14 @@ from typing import Any
 
 from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.rules import ConfigError, check_layout, fewest_processes
-from grpo_mega.config.schema import REWARD_MODELS, Config
+from grpo_mega.config.schema import REWARD_MODELS, Config, ModelConfig
 from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.data.tokenizer import character_tokenizer
 from grpo_mega.models.parts import frozen_parts
 from grpo_mega.models.scalar import REWARD_MODEL
 from grpo_mega.planning.inventory import Role, Stage, adapters_alone, elements, take_stock, total, trained_elements
 from grpo_mega.planning.memory import MAY_BE_PLANNED, held, leaves, memory, optimizer_bytes, weight_bytes
-from grpo_mega.planning.supplies import MAIN_MEMORY, PINNED, checkpoints_at_once, exports_in_all
+from grpo_mega.planning.supplies import MAIN_MEMORY, checkpoints_at_once, exports_in_all
 from grpo_mega.rollout.sglang.memory import plan_engine
 
 
@@ -62,7 +62,7 @@ def plan(config: Config) -> dict[str, Any]:
         "disk": checkpoints_at_once(config.run) * size + exports_in_all(config.run) * export,
         "host": host,
         "main_memory": main_memory,
-        "host_fits": PINNED * host <= MAIN_MEMORY * main_memory if main_memory else None,
+        "host_fits": host <= MAIN_MEMORY * main_memory if main_memory else None,
         "capacity": capacity,
         "limit": limit,
         "fits": max(totals) <= limit if limit else None,
@@ -107,7 +107,12 @@ def roles_of(config: Config, vocab_size: int, gpus: int) -> list[Role]:
         return roles
     check_reward_model(config, preferred)
     own = take_stock(preferred, config.layout, preferred.vocab_size or vocab_size, gpus, scalar=True)
-    return [replace(role, stages=own, model=preferred) if role.name == REWARD_MODEL else role for role in roles]
+    return with_reward_model(roles, own, preferred)
+
+
+def with_reward_model(roles: list[Role], stages: list[Stage], model: ModelConfig) -> list[Role]:
+    """The models of a run, in which the reward model has stages and an architecture of its own."""
+    return [replace(role, stages=stages, model=model) if role.name == REWARD_MODEL else role for role in roles]
 
 
 def scalar_models(config: Config) -> list[Role]:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
+from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.rules import ConfigError, check_config, check_layout
 from grpo_mega.config.schema import REWARD_MODELS, Config, LoRAConfig
 from grpo_mega.config.teacher import check_teacher, read_teacher
@@ -20,7 +21,7 @@ from grpo_mega.planning.hours import cache_room
 from grpo_mega.planning.inventory import Role
 from grpo_mega.planning.lengths import answer_lengths
 from grpo_mega.planning.memory import MAY_BE_PLANNED, memory
-from grpo_mega.planning.plan import engine_of, plan, roles_beside, vocabulary
+from grpo_mega.planning.plan import engine_of, plan, roles_beside, vocabulary, with_reward_model
 from grpo_mega.planning.shares import shared_out
 from grpo_mega.planning.time import Assumed, Phase, generation_phase, hand_over_phases, trainer_phases
 
@@ -136,7 +137,7 @@ def ranked(config: Config, assumed: Assumed) -> list[Candidate]:
 def candidates(config: Config) -> Iterator[Config]:
     """The configuration with each layout that the rules allow for this model on these GPUs."""
     config = replace(config, cluster=replace(config.cluster, nodes=config.cluster.nodes or 1))
-    teacher = read_teacher(config)
+    teacher, preferred = read_teacher(config), read_reward_model(config)
     gpus = _gpus(config)
     experts = config.model.moe.experts or (teacher is not None and teacher.model.moe.experts)
     inside = [size for size in SIZES if size <= config.cluster.gpus_per_node]
@@ -159,6 +160,8 @@ def candidates(config: Config) -> Iterator[Config]:
             check_layout(candidate, gpus)
             if teacher:
                 check_teacher(candidate, teacher)
+            if preferred:
+                check_reward_model(candidate, preferred)
         except ConfigError:
             continue
         yield candidate
@@ -176,7 +179,12 @@ def roles_about(config: Config, gpus: int) -> list[Role]:
         stages = shared_out(replace(whole, model=taught.model), taught.model.vocab_size or vocab_size, gpus)
         teacher = Role("teacher", False, False, stages, taught.model)
     scalar = shared_out(whole, vocab_size, gpus, scalar=True)
-    return roles_beside(config, shared_out(config, vocab_size, gpus), scalar, teacher)
+    roles = roles_beside(config, shared_out(config, vocab_size, gpus), scalar, teacher)
+    preferred = read_reward_model(config)
+    if preferred is None:
+        return roles
+    own = shared_out(replace(whole, model=preferred), preferred.vocab_size or vocab_size, gpus, scalar=True)
+    return with_reward_model(roles, own, preferred)
 
 
 def limit_of(config: Config) -> float:

@@ -9,8 +9,6 @@ from grpo_mega.config.schema import Config, RunConfig
 from grpo_mega.data.records import records
 from grpo_mega.data.sources import sources_of
 
-PINNED = 4 / 3
-"""Main memory over what is kept there: pinned memory comes in powers of two (docs/gpu.md: 24.2 GB take 32.0)."""
 MAIN_MEMORY = 0.9
 """Share of a machine's memory that may be planned; the rest is the system's and the processes' own."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import comb
 
+from grpo_mega.config.attention import attention_on_gpu
 from grpo_mega.config.schema import Config
 from grpo_mega.models.schedule import cells_per_token, deal, fill
 from grpo_mega.planning.counting import channels, keys_seen, layer_ops
@@ -82,14 +83,14 @@ class Slots:
 def micro_batches(config: Config, work: Sequences, replicas: int) -> tuple[Micro, ...]:
     """The longest micro-batch of every slot, over the replicas, as `models/schedule.py` deals and fills them."""
     layout, model = config.layout, config.model
-    cells = cells_per_token(layout.cp)
+    cells = cells_per_token(layout.cp, attention_on_gpu(layout, model) == "padded")
     window = (model.window, model.full_every)
     return _slots(work, replicas, layout.micro_batch_tokens, cells, window)
 
 
 @lru_cache  # a search asks for the same ones again and again
 def _slots(
-    work: Sequences, replicas: int, budget: int, cells: int, window: tuple[int | None, int]
+    work: Sequences, replicas: int, budget: int, cells: float, window: tuple[int | None, int]
 ) -> tuple[Micro, ...]:
     slots: list[Micro] = []
     lengths, prompts, given = [*work.lengths], [*work.prompts], [*work.prompt_tokens]

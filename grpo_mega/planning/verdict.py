@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_mega.planning.supplies import MAIN_MEMORY, PINNED
+from grpo_mega.planning.supplies import MAIN_MEMORY
 
 
 def verdict(planned: dict[str, Any]) -> str:
@@ -23,7 +23,7 @@ def verdict(planned: dict[str, Any]) -> str:
 
 def host_verdict(planned: dict[str, Any]) -> str:
     """One line: whether a machine's main memory has room for what leaves its GPUs, which is pinned."""
-    needed, there = PINNED * planned["host"], planned["main_memory"]
+    needed, there = planned["host"], planned["main_memory"]
     said = f"{in_gb(needed)} GB of a machine's {in_gb(there)} as pinned memory, and {MAIN_MEMORY:.0%} may be planned"
     if planned["host_fits"]:
         return f"fits: {said}"

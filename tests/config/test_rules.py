@@ -130,6 +130,10 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"model.yarn.beta_slow": 33.0}, "model.yarn.beta_slow=33.0 must be at most model.yarn.beta_fast=32.0"),
     ({"model.mtp_layers": 1, "model.tie_embeddings": True}, "model.mtp_layers=1 reads the embedding"),
     ({"layout.sp": True}, "layout.sp=true needs tensor parallelism"),
+    (
+        {"layout.attention": "flash4", "model.dtype": "bf16", "model.window": 8},
+        "layout.attention=flash4: its backward pass knows no window, and model.window=8; set layout.attention=torch",
+    ),
     ({"layout.tp": 2}, "layout.sp=false: Megatron needs sequence parallelism for experts"),
     (
         {"layout.tp": 2, "model.moe.experts": 0, "model.attention": "mla", "model.kv_heads": 4},

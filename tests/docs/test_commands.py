@@ -65,7 +65,7 @@ NOT_RUN = {
     "TRL has an environment of its own": ["OMP_NUM_THREADS=1 python", "OMP_NUM_THREADS=1 python"],
     "needs a Slurm cluster; tests/slurm run the scripts on a Slurm of their own": [
         "git clone", "make .venv/.ready", "slurm/tiny.sh --partition=NAME", "slurm/status.sh runs/tiny",
-        "slurm/tiny.sh --dry-run", "slurm/tiny.sh --partition=NAME", "slurm/status.sh runs/tiny",
+        "make .venv/.ready", "slurm/tiny.sh --dry-run", "slurm/tiny.sh --partition=NAME", "slurm/status.sh runs/tiny",
     ],
     "needs GPUs and a Slurm cluster": ["srun --partition=NAME"],
     "the folder is yours; tests/new/test_new.py runs these with a small one": [
@@ -80,15 +80,17 @@ NOT_RUN = {
     "needs reasoning-gym and a Hugging Face model": ["torchrun --standalone"],
     "ten runs of two minutes": ["python -m", "python -", "for seed"],
     "needs a GPU": 3 * ["make gpu-smoke"] + ["python -m", "compute-sanitizer --tool"],
-    "downloads a data set and a model": ["hf download", "hf download", "python -m", "torchrun --standalone"],
+    "downloads a data set and a model": [
+        ". .venv/bin/activate", "hf download", "hf download", "python -m", "torchrun --standalone",
+    ],
     "needs GPUs and a downloaded model": ["make gpu-smoke", "torchrun --standalone"],
-    "downloads a data set and 61 GB of weights": ["python -", "hf download"],
+    "downloads a data set and 61 GB of weights": [".venv/bin/python -", "hf download"],
     "needs GPUs": [
-        "python3.12 -m", ".venv/bin/pip install", ".venv/bin/pip install", ".venv/bin/python tools/doctor.py",
+        "python3 -m", ".venv/bin/pip install", ".venv/bin/pip install", ".venv/bin/python tools/doctor.py",
         "CLUSTER=infiniband slurm/qwen3_30b_a3b.sh",
-        "python3.12 -m", ".venv/bin/pip install", ".venv/bin/pip install", ".venv/bin/pip install",
-        ".venv/bin/python tools/doctor.py", "hf download",
-        "python3.12 -m", ".venv/bin/pip install", ".venv/bin/pip install", ".venv/bin/python tools/doctor.py",
+        "python3 -m", ".venv/bin/pip install", ".venv/bin/pip install", ".venv/bin/pip install",
+        ".venv/bin/python tools/doctor.py", ".venv/bin/hf download",
+        "python3 -m", ".venv/bin/pip install", ".venv/bin/pip install", ".venv/bin/python tools/doctor.py",
         ".venv/bin/pip install", "make gpu-smoke",
     ],
     "needs GPUs and Apptainer": ["cat >grpo.def", "apptainer build", "RUNTIME=apptainer IMAGE=/images/grpo.sif"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from socketserver import BaseRequestHandler, ThreadingTCPServer
+from threading import Thread
 
 import pytest
 import torch
@@ -99,3 +101,20 @@ def test_where_nobody_answers_it_is_said(topology: Topology) -> None:
         address = server.url
     with pytest.raises(ValueError, match=r"distill.teacher=http://127.* gave no answer .*is SGLang running there"):
         TeacherServer(address, 5).check(CHARS.vocab_size, CHARS.decode)
+
+
+class NoHTTP(BaseRequestHandler):
+    """Answers as a server of another kind does."""
+
+    def handle(self) -> None:
+        self.request.recv(100)
+        self.request.sendall(b"220 mail.example ready\r\n")
+
+
+def test_an_address_of_something_else_is_named(topology: Topology) -> None:
+    with ThreadingTCPServer(("127.0.0.1", 0), NoHTTP) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        for port in (server.server_address[1], "port"):
+            with pytest.raises(ValueError, match=rf"distill.teacher=http://127.0.0.1:{port}: .* gave no answer"):
+                TeacherServer(f"http://127.0.0.1:{port}", 5).check(CHARS.vocab_size, CHARS.decode)
+        server.shutdown()

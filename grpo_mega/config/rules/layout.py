@@ -31,6 +31,11 @@ def layout_problems(config: Config) -> Iterator[str]:
     theirs = config.distill.teacher and not config.distill.served  # may have experts, see config/teacher.py
     if layout.attention not in ("auto", "padded") and (why := why_padded(config.model)):
         yield f"layout.attention={layout.attention}: {why}; set layout.attention=padded, or auto"
+    if layout.attention == "flash4" and config.model.window is not None:
+        yield (
+            f"layout.attention=flash4: its backward pass knows no window, and model.window={config.model.window}; set "
+            "layout.attention=torch"
+        )
     for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
         if size > 1 and experts == 0 and not theirs:
             yield f"{name}={size} needs experts; set model.moe.experts above 0, or {name}=1"

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -49,7 +50,7 @@ class ServedTeacher:
         """[T] float32 log-probs of the replica's masked-in tokens, 0 elsewhere; every rank must call it.
 
         Raises:
-            RuntimeError: On every rank. The server did not answer, or its answer is invalid.
+            RuntimeError, ValueError: On every rank. The server did not answer, or its answer is invalid.
         """
         assert temperature == 1, "config/rules/distill.py refuses others"
         found = torch.zeros(len(batch.tokens))
@@ -159,6 +160,6 @@ class TeacherServer:
                 why = f"status {error.code}: {error.read(SHOWN).decode(errors='replace')}"
                 if error.code < 500:
                     raise ValueError(f"{self.url}{path} answered {why}") from None
-            except (URLError, OSError) as error:
+            except (URLError, OSError, HTTPException) as error:
                 why = f"{type(error).__name__}: {error}"
         raise RuntimeError(f"{self.url}{path} gave no answer to {ATTEMPTS} requests ({why}); is SGLang running there?")
