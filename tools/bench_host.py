@@ -183,8 +183,21 @@ def one_of_many(config: Config, replicas: int) -> Any:
     row = layout.tp * layout.cp
     world = row * layout.pp * replicas
     replica_of_rank = [rank // row % replicas for rank in range(world)]
-    stages = 0, layout.pp
-    return OneOfMany(0, world, layout.tp, *stages, 0, layout.cp, 0, replicas, replica_of_rank, False, dist.group.WORLD)
+    return OneOfMany(
+        rank=0,
+        world_size=world,
+        tp_size=layout.tp,
+        pp_rank=0,
+        pp_size=layout.pp,
+        cp_rank=0,
+        cp_size=layout.cp,
+        dp_rank=0,
+        dp_size=replicas,
+        replica_of_rank=replica_of_rank,
+        interleaved=False,
+        fp8=layout.fp8,
+        lock_step=dist.group.WORLD,
+    )
 
 
 def made_up(parts: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:

@@ -58,4 +58,4 @@ def test_the_lines_that_are_kept_are_bounded(step: int, experts: int) -> None:
     kept = step // every
     assert kept <= MOST_LINES
     assert kept * experts * 6 <= MOST_BYTES or kept <= FEWEST_LINES
-    assert every == 1 or spacing(step // 2, experts) == every // 2, "no more is left out than must be"
+    assert every == 1 or spacing(-(-step // 2), experts) == every // 2, "no more is left out than must be"

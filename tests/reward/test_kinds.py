@@ -19,7 +19,7 @@ def test_every_kind_is_computed_in_one_way():
 
 
 def test_the_help_names_every_kind():
-    (line,) = [line for line in help_text(["reward"]) if "that of the term's name: " in line]
+    (line,) = [line for line in help_text(["reward"]) if "by default the term's name: " in line]
     assert re.findall(r"\w+", line.partition("name: ")[2]) == [*OPTIONS]
 
 
