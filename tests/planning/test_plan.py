@@ -408,6 +408,7 @@ def test_the_command_prints_times_with_what_they_are_made_of(tmp_path: Path) -> 
     assert "MFLOP a token / (989 TFLOP/s x 0.62)" in explained
 
 
+@pytest.mark.long
 def test_the_command_says_what_does_not_fit(plans: dict[str, Any]) -> None:
     done = command("qwen3_30b_a3b", "cluster.nodes=1", "--json")
     assert done.returncode == 1
@@ -419,6 +420,7 @@ def test_the_command_says_what_does_not_fit(plans: dict[str, Any]) -> None:
     assert all(change["bytes"] <= told["limit"] for change in changes)
 
 
+@pytest.mark.long
 def test_the_command_says_that_an_engine_takes_more_than_there_is() -> None:
     done = command("experiment=moonlight_16b", "+rollout.sglang.arguments.mem_fraction_static=0.95")
     assert done.returncode == 1

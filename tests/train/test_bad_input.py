@@ -135,6 +135,7 @@ def test_unknown_reward_is_refused_on_every_rank(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_run_directory_of_another_experiment_is_refused_and_left_alone(finished):
     before = contents(finished.path)
     overrides = [*finished.overrides, "optimizer.lr=0.5", "run.steps=9"]
