@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
-from grpo_mega.config.reward_model import check_reward_model, read_reward_model
-from grpo_mega.config.rules import ConfigError, check_config, check_layout
+from grpo_mega.config.reward_model import read_reward_model
 from grpo_mega.config.schema import Config
-from grpo_mega.config.teacher import check_teacher, read_teacher
+from grpo_mega.config.teacher import read_teacher
 from grpo_mega.planning.memory import MAY_BE_PLANNED, memory
 from grpo_mega.planning.plan import engine_of, vocabulary
-from grpo_mega.planning.search import roles_about
+from grpo_mega.planning.search import is_allowed, roles_about
 
 SHOWN = 6
 """Changes that are told at most."""
@@ -34,16 +33,7 @@ def changes_that_fit(config: Config) -> list[dict[str, Any]]:
                 part = getattr(part, step)
             setattr(part, field, value)
         gpus = (other.cluster.nodes or 1) * other.cluster.gpus_per_node
-        try:
-            check_config(other)
-            check_layout(other, gpus)
-            if teacher:
-                check_teacher(other, teacher)
-            if preferred:
-                check_reward_model(other, preferred)
-        except ConfigError:
-            continue
-        if (size := _fitting(other, gpus)) is not None:
+        if is_allowed(other, gpus, teacher, preferred) and (size := _fitting(other, gpus)) is not None:
             found.append({"settings": settings, "bytes": size})
     return found[:SHOWN]
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.rules import ConfigError, check_config, check_layout
-from grpo_mega.config.schema import REWARD_MODELS, Config, LoRAConfig
+from grpo_mega.config.schema import REWARD_MODELS, Config, LoRAConfig, ModelConfig
 from grpo_mega.config.teacher import check_teacher, read_teacher
+from grpo_mega.config.trained_model import TrainedModel
 from grpo_mega.planning.hardware import Machines, machines_of
 from grpo_mega.planning.hours import cache_room
 from grpo_mega.planning.inventory import Role
@@ -155,16 +156,22 @@ def candidates(config: Config) -> Iterator[Config]:
         several = gpus > tp * pp  # replicas, which share the optimizer's state
         candidate = replace(config, layout=layout)
         candidate.optimizer = replace(config.optimizer, distributed=several, overlap=several)
-        try:
-            check_config(candidate)
-            check_layout(candidate, gpus)
-            if teacher:
-                check_teacher(candidate, teacher)
-            if preferred:
-                check_reward_model(candidate, preferred)
-        except ConfigError:
-            continue
-        yield candidate
+        if is_allowed(candidate, gpus, teacher, preferred):
+            yield candidate
+
+
+def is_allowed(config: Config, gpus: int, teacher: TrainedModel | None, reward_model: ModelConfig | None) -> bool:
+    """Whether the rules allow a run on so many GPUs, and its layout splits the models beside the policy."""
+    try:
+        check_config(config)
+        check_layout(config, gpus)
+        if teacher:
+            check_teacher(config, teacher)
+        if reward_model:
+            check_reward_model(config, reward_model)
+    except ConfigError:
+        return False
+    return True
 
 
 def roles_about(config: Config, gpus: int) -> list[Role]:

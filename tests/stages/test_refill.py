@@ -50,3 +50,9 @@ def test_they_are_the_first_ones_that_suffice(
 def test_a_group_is_replaced_only_where_the_algorithm_says_so(config: Config) -> None:
     config = replace(config, algorithm=replace(config.algorithm, groups_without_signal="drop"))
     assert not refill_of(config, lambda n: [group(0, False).prompt] * n)([group(0, False)])
+
+
+def test_no_more_are_drawn_than_the_limit_allows(config: Config) -> None:
+    config = replace(config, algorithm=replace(config.algorithm, refill_limit=2))
+    refill = refill_of(config, lambda n: [group(0, False).prompt] * n)
+    assert [len(refill([group(0, False)] * count)) for count in (3, 3, 3)] == [3, 1, 0]
