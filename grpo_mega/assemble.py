@@ -290,12 +290,13 @@ def _check_served(config: Config, tokenizer: Tokenizer) -> tuple[TeacherServer, 
     """The server that teaches, if one does, and the checksum of its model.
 
     Raises:
-        ValueError: It does not answer, or has other tokens.
+        ValueError: It does not answer, scores no sequences as long as the run's, or has other tokens.
     """
     if not config.distill.served:
         return None
-    server = TeacherServer(str(config.distill.teacher), config.distill.timeout_seconds)
-    return server, server.check(tokenizer.vocab_size, tokenizer.decode)
+    address, sampled = str(config.distill.teacher), vocabulary(config.model, tokenizer)
+    server = TeacherServer(address, config.distill.timeout_seconds, sampled)
+    return server, server.check(config.model.context, partial(_decode, tokenizer))
 
 
 def _rollouts(
