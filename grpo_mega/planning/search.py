@@ -17,6 +17,7 @@ from grpo_mega.config.rules import ConfigError, check_config, check_layout
 from grpo_mega.config.schema import REWARD_MODELS, Config, LoRAConfig, ModelConfig
 from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.config.trained_model import TrainedModel
+from grpo_mega.models.megatron.lean_adam import is_lean
 from grpo_mega.planning.hardware import Machines, machines_of
 from grpo_mega.planning.hours import cache_room
 from grpo_mega.planning.inventory import Role
@@ -154,8 +155,9 @@ def candidates(config: Config) -> Iterator[Config]:
             first_stage_layers=None, last_stage_layers=uneven,
         )  # fmt: skip
         several = gpus > tp * pp  # replicas, which share the optimizer's state
+        lean = is_lean(config.optimizer.state)
         candidate = replace(config, layout=layout)
-        candidate.optimizer = replace(config.optimizer, distributed=several, overlap=several)
+        candidate.optimizer = replace(config.optimizer, distributed=several or lean, overlap=several)
         if is_allowed(candidate, gpus, teacher, preferred):
             yield candidate
 

@@ -19,7 +19,7 @@ from grpo_mega.models.schedule import cells_per_token, deal, fill
 from grpo_mega.planning.counting import channels, keys_seen, layer_ops
 from grpo_mega.planning.hardware import Machines
 from grpo_mega.planning.inventory import Stage
-from grpo_mega.planning.memory import layer_bytes, optimizer_bytes, weight_bytes
+from grpo_mega.planning.memory import layer_bytes, state, state_bytes, weight_bytes
 
 Parts = dict[str, float]
 """{what takes time: seconds}; they add up."""
@@ -285,9 +285,11 @@ def after_passes(config: Config, stage: Stage, machines: Machines, micro_seconds
         if replicas > 1:
             size = (4 + width) * count if sharded else 8 * count  # reduced in fp32
             sent += size * (replicas - 1) / replicas / machines.link(ranks)
-        moved += (2 * optimizer_bytes(config) + 4 + width) * count / (replicas if sharded else 1)
+        moved += (2 * state_bytes(config) + 4 + width) * count / (replicas if sharded else 1)
+    passing = state(config, stage) if config.optimizer.state.on_host else 0.0
     return {
         "reduction of gradients": max(0.0, sent - (micro_seconds if config.optimizer.overlap else 0.0)),
         "optimizer": moved / (machines.gpu.memory * rates.memory),
+        "optimizer's state from main memory and back": 2 * passing / (machines.gpu.host * rates.host),
         "around an update": rates.update,
     }

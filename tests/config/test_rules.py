@@ -468,6 +468,16 @@ BROKEN: list[tuple[dict[str, object], str]] = [
         {"sft.steps": 9, "sft.schedule": "cosine", "sft.decay_steps": 5},
         "sft.decay_steps=5 is more than the 4 steps after warm-up; lower it to 4, or raise sft.steps",
     ),
+    (
+        {"optimizer.state.moments": "bf16"},
+        "optimizer.state.moments=bf16 needs Megatron's distributed optimizer, whose inner one keeps its own state; set",
+    ),
+    ({"optimizer.state.on_host": True}, "optimizer.state.on_host=true needs Megatron's distributed optimizer"),
+    (
+        {"optimizer.distributed": True, "optimizer.state.moments": "bf16", "optimizer.beta2": 0.999},
+        "optimizer.beta2=0.999 is too slow for optimizer.state.moments=bf16: what an update takes of a moment would be",
+    ),
+    ({"optimizer.state.moments": "fp16"}, "optimizer.state.moments=fp16"),
     ({"optimizer.parts.predictors.lr_multiplier": 2.0}, "optimizer.parts.predictors has settings, and with model.mtp"),
     ({"optimizer.parts.norms.weight_decay": 0.1}, "optimizer.parts.norms.weight_decay=0.1 has no effect"),
     ({"optimizer.frozen": ["heads"], "base.train": False}, "optimizer.frozen has heads: choose from embedding, head,"),
