@@ -156,16 +156,17 @@ def layer_forward(config: Config, experts: bool, held: float, micro: Micro, mach
 
 def exchange(config: Config, tokens: float, machines: Machines) -> float:
     """Seconds in which a GPU sends its tokens to their experts and gets them back: an all-to-all within machines and
-    across at the same time, with a copy for every expert, or with `Rates.once` for every machine."""
+    across at the same time, with a copy for every expert, or with DeepEP for every machine."""
     layout, model = config.layout, config.model
+    once = machines.rates.once or layout.dispatch == "deepep"
     ranks = layout.ep * layout.etp
     near = min(ranks, machines.domain)
     size = 2 * tokens * layout.etp * model.hidden * weight_bytes(config)  # there and back
     copies = model.moe.top_k * (ranks - near) / ranks
-    if machines.rates.once:
+    if once:
         copies = min(copies, _machines_reached(config, ranks // near))
     inside = size * model.moe.top_k * (near - 1) / ranks / machines.link(near)
-    if machines.rates.once:
+    if once:
         inside = size * model.moe.top_k * (near - 1) / near / machines.link(near)  # what has crossed is passed on
     return max(inside, size * copies / machines.link(ranks))
 
