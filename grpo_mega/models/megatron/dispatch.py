@@ -12,7 +12,14 @@ from typing import Any
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
 from grpo_mega.platform import Platform
 
-KEPT = ("token_probs", "token_indices", "dispatched_probs", "dispatched_indices", "dispatched_routing_map")
+KEPT = (
+    "token_probs",
+    "token_indices",
+    "dispatched_probs",
+    "dispatched_indices",
+    "dispatched_routing_map",
+    "reversed_mapping_for_combine",
+)
 """What Megatron's manager of DeepEP keeps of a micro-batch's routing."""
 
 
