@@ -65,7 +65,7 @@ class LeanAdamW(torch.optim.AdamW):
                 self.state[p][MASTER] = p if p.dtype is torch.float32 else self._room(p, torch.float32).copy_(p)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """One update of every parameter by its `decoupled_grad`."""
         devices = set()
         for group in self.param_groups:
