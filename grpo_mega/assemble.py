@@ -350,7 +350,7 @@ def _stages_before(config: Config, policy: Policy, embedded: Engine, data: Data)
         # config/rules/stages.py refuses base.train with stored problems.
         stages.append(Pretrain(config, policy, embedded, generated_task(config.data)))
     if data.supervised:
-        stages.append(SFT(config.sft, policy, data.supervised))
+        stages.append(SFT(config.sft, config.optimizer.state, policy, data.supervised))
     return stages
 
 

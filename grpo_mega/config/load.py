@@ -68,6 +68,7 @@ _MAY_CHANGE = frozenset({
     "reward.on_error",
     "rollout.concurrent_sequences",
     "optimizer.overlap",
+    "optimizer.state.on_host",
     "data.shared_test_problems",
     "distill.timeout_seconds",
 })  # fmt: skip

@@ -72,8 +72,9 @@ PACKAGES = (
     Package(
         "deep-ep",
         "deep_ep",
-        "an engine's exchange of tokens between experts, with the server argument moe_a2a_backend=deepep alone",
-        "SGLang's and NCCL's own exchanges; training always uses NCCL's",
+        "the exchange of tokens between experts: in training with layout.dispatch=deepep, in engines with the server "
+        "argument moe_a2a_backend=deepep",
+        "NCCL's exchange, and SGLang's own",
         "see DeepEP's own instructions: it is built for the machine's network",
         missed=False,
     ),

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig, MoEConfig, YarnConfig
 from grpo_mega.models.chunks import ModelChunks
 from grpo_mega.models.megatron.changes import TO_CHUNK, TO_SPECIFICATION, Chunk, Specification, apply_changes
+from grpo_mega.models.megatron.dispatch import dispatch_options
 from grpo_mega.models.megatron.eight_bits import eight_bit_options
 from grpo_mega.models.megatron.fused import fused_options
 from grpo_mega.models.megatron.layers import gelu_tanh
@@ -134,9 +135,7 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         sequence_parallel=layout.sp,
         **_RECOMPUTE[layout.recompute],
-        # Packed micro-batches differ in length; Megatron then requires this dispatcher even for dense models.
         variable_seq_lengths=layout.pp > 1,
-        moe_token_dispatcher_type="alltoall",
         # Interleaved stages send in both directions at once, which Megatron keeps apart only in this mode when the
         # previous stage is also the next one (pp = 2). gloo has no batched point-to-point operations on CPU tensors.
         overlap_p2p_comm=layout.vpp > 1,
@@ -148,6 +147,7 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         persist_layer_norm=False,
         **fused_options(model, _activation(model), platform.transformer_engine),
         **eight_bit_options(layout, platform),
+        **dispatch_options(model, layout, platform),
         **_initial_values(platform),
     )
     if model.moe.experts:

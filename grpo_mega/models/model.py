@@ -24,6 +24,7 @@ from grpo_mega.models.body import DTYPES, build_model
 from grpo_mega.models.finite import refuse_non_finite_gradients, refuse_non_finite_losses
 from grpo_mega.models.flops import learning_flops
 from grpo_mega.models.megatron.changes import TO_PARALLEL_CHUNK, apply_changes
+from grpo_mega.models.megatron.dispatch import check_dispatch
 from grpo_mega.models.megatron.eight_bits import check_eight_bits
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.megatron.router import expert_loads, start_counting
@@ -131,6 +132,7 @@ class Model:
             lora: Trains adapters and no other weights, see `LoRAConfig`; None, or rank 0, for no adapters.
         """
         check_eight_bits(layout, platform)
+        check_dispatch(layout, platform)
         self.role = role
         self.updates = 0
         self.flops = 0.0

@@ -53,8 +53,9 @@ def moment_sums(optimizer: MegatronOptimizer) -> tuple[float, float]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         sums = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
         for state in _counted_states(part):
-            sums[0] += torch.linalg.vector_norm(state["exp_avg"], dtype=torch.float64) ** 2
-            sums[1] += state["exp_avg_sq"].sum(dtype=torch.float64)
+            mean, square = (state[name].to(sums.device) for name in ("exp_avg", "exp_avg_sq"))
+            sums[0] += torch.linalg.vector_norm(mean, dtype=torch.float64) ** 2
+            sums[1] += square.sum(dtype=torch.float64)
         dist.all_reduce(sums, group=part.get_grad_stats_parallel_group())
         first, second = first + sums[0].item(), second + sums[1].item()
     return first, second

@@ -1,4 +1,4 @@
-"""AdamW in Megatron's optimizers, plain and distributed."""
+"""AdamW in Megatron's optimizers, plain and distributed, and with a lean state."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from grpo_mega.config.schema import OptimizerConfig
 from grpo_mega.models.megatron.changes import BEFORE_OPTIMIZER, TO_OPTIMIZER, apply_changes
+from grpo_mega.models.megatron.lean_adam import is_lean
 from grpo_mega.models.parts import group_overrides
 
 
@@ -18,8 +19,13 @@ def build_optimizer(
     """Megatron's optimizer over this rank's parameters; `distributed` shards its state over the replicas.
 
     Weight decay does not apply to norms and biases. `tied` says whether the output layer is the embedding.
+
+    Raises:
+        ValueError: The state is to be lean, which needs `distributed`.
     """
-    apply_changes(BEFORE_OPTIMIZER, None)
+    if is_lean(config.state) and not distributed:
+        raise ValueError(f"{config.state} needs Megatron's distributed optimizer; set optimizer.distributed=true")
+    apply_changes(BEFORE_OPTIMIZER, config.state)
     options = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -33,6 +39,9 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
+    # The gradients' place and the state are the inner optimizer's. Megatron's own setting for this
+    # (use_precision_aware_optimizer) insists on Transformer Engine's.
+    options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = is_lean(config.state)
     optimizer = get_megatron_optimizer(options, model, group_overrides(config.parts, tied))
     apply_changes(TO_OPTIMIZER, optimizer)
     return optimizer

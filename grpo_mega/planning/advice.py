@@ -44,10 +44,15 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
     least = config.model.context
     if not config.optimizer.distributed:
         yield {"optimizer.distributed": True}
+    state: dict[str, Any] = {} if config.optimizer.distributed else {"optimizer.distributed": True}
     if layout.recompute != "full":
         yield {"layout.recompute": "full"}
     if layout.micro_batch_tokens > least:
         yield {"layout.micro_batch_tokens": max(least, layout.micro_batch_tokens // 2)}
+    if not config.optimizer.state.on_host:
+        yield state | {"optimizer.state.on_host": True}
+        if config.optimizer.state.moments == "fp32":  # which costs no time, and changes numbers
+            yield state | {"optimizer.state.moments": "bf16"}
     if config.rollout.engine == "sglang":
         yield {"rollout.sglang.tp": 2 * engine}
         yield {"rollout.sglang.tp": 4 * engine}

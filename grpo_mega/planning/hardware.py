@@ -64,7 +64,8 @@ class Rates:
         dense_launches, expert_launches: Launches of a layer's forward pass.
         wait: Seconds that a layer of experts waits for the host to read how many tokens each expert has.
         hidden: Share of the experts' exchange that computation hides.
-        once: Whether a token crosses to each machine once (DeepEP, HybridEP), not once for each of its experts there.
+        once: Whether a token crosses to each machine once (DeepEP, HybridEP) whatever `layout.dispatch` says, not once
+            for each of its experts there.
         imbalance: Tokens of the busiest rank's experts over the average.
         update: Seconds of an update beside its passes: norm of the gradient, metrics, the first launch.
         decode_memory: Share of `GPU.memory` that decoding reaches.

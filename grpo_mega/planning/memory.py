@@ -87,20 +87,30 @@ def held(config: Config, roles: list[Role], number: int) -> dict[str, float]:
 def _static(config: Config, stage: Stage, trained: bool) -> dict[str, float]:
     """Bytes that one model holds from step to step.
 
-    Gradients are fp32, of what is trained: of adapters alone if there are any. Adam has two fp32 moments of it, and an
-    fp32 master copy of weights that are not fp32; the distributed optimizer spreads all of these over the ranks that
-    hold the same weights.
+    Gradients are fp32, of what is trained: of adapters alone if there are any. With `optimizer.state.on_host` an update
+    brings Adam's state one parameter at a time, when activations are gone.
     """
-    sharded = config.optimizer.distributed
-    parts = ((stage.trained_dense, stage.replicas), (stage.trained_experts, stage.expert_replicas))
     weights = {"weights": float(weight_bytes(config) * (stage.dense + stage.experts))}
     if not trained:
         return weights
-    state = optimizer_bytes(config)
     return weights | {
-        "gradients": 4.0 * sum(count for count, _ in parts),
-        "optimizer": sum(state * count / (replicas if sharded else 1) for count, replicas in parts),
+        "gradients": 4.0 * (stage.trained_dense + stage.trained_experts),
+        "optimizer": 0.0 if config.optimizer.state.on_host else state(config, stage),
     }
+
+
+def state(config: Config, stage: Stage) -> float:
+    """Bytes of Adam's state that a rank keeps; the distributed optimizer spreads it over ranks of the same weights."""
+    parts = ((stage.trained_dense, stage.replicas), (stage.trained_experts, stage.expert_replicas))
+    sharded = config.optimizer.distributed
+    return sum(state_bytes(config) * count / (replicas if sharded else 1) for count, replicas in parts)
+
+
+def state_on_host(config: Config, roles: list[Role], number: int) -> float:
+    """Bytes of Adam's state that a rank of pipeline stage `number` keeps in main memory at all times."""
+    if not config.optimizer.state.on_host:
+        return 0.0
+    return sum(state(config, role.stages[number]) for role in roles if role.trained)
 
 
 def weight_bytes(config: Config) -> int:
@@ -108,8 +118,14 @@ def weight_bytes(config: Config) -> int:
     return 2 if config.model.dtype == "bf16" else 4
 
 
-def optimizer_bytes(config: Config) -> int:
-    """Bytes of a parameter's optimizer state: two fp32 moments, and an fp32 copy of a narrower weight."""
+def state_bytes(config: Config) -> int:
+    """Bytes of a parameter's optimizer state: two moments, and an fp32 copy of a narrower weight."""
+    moments = 4 if config.optimizer.state.moments == "bf16" else 8
+    return moments + (4 if weight_bytes(config) == 2 else 0)
+
+
+def saved_state_bytes(config: Config) -> int:
+    """The same in a checkpoint, whose moments are fp32."""
     return 12 if weight_bytes(config) == 2 else 8
 
 

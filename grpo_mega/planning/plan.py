@@ -13,7 +13,15 @@ from grpo_mega.data.tokenizer import character_tokenizer
 from grpo_mega.models.parts import frozen_parts
 from grpo_mega.models.scalar import REWARD_MODEL
 from grpo_mega.planning.inventory import Role, Stage, adapters_alone, elements, take_stock, total, trained_elements
-from grpo_mega.planning.memory import MAY_BE_PLANNED, held, leaves, memory, optimizer_bytes, weight_bytes
+from grpo_mega.planning.memory import (
+    MAY_BE_PLANNED,
+    held,
+    leaves,
+    memory,
+    saved_state_bytes,
+    state_on_host,
+    weight_bytes,
+)
 from grpo_mega.planning.supplies import MAIN_MEMORY, checkpoints_at_once, exports_in_all
 from grpo_mega.rollout.sglang.memory import plan_engine
 
@@ -42,7 +50,10 @@ def plan(config: Config) -> dict[str, Any]:
     capacity = cluster.gpu_memory_mib * 2**20 if cluster.gpu_memory_mib else None
     limit = MAY_BE_PLANNED * capacity if capacity else None
     host = min(gpus, cluster.gpus_per_node) * max(
-        leaves(held(config, roles, number)) + _average(config, policy.stages[number]) for number in numbers
+        leaves(held(config, roles, number))
+        + state_on_host(config, roles, number)
+        + _average(config, policy.stages[number])
+        for number in numbers
     )
     main_memory = cluster.host_memory_gib * 2**30 if cluster.host_memory_gib else None
     size, export = checkpoint(config, roles), weight_bytes(config) * (parameters + ahead)
@@ -147,7 +158,7 @@ def checkpoint(config: Config, roles: list[Role]) -> int:
     for role in roles:
         trained = trained_elements(role.stages, kept, config.model.tie_embeddings) if role.trained else 0
         weights = weight_bytes(config) * elements(role.stages)
-        size += (weights + optimizer_bytes(config) * trained) if role.saved else 0
+        size += (weights + saved_state_bytes(config) * trained) if role.saved else 0
         if config.optimizer.average_decay and role is roles[0]:
             size += 4 * trained + (0 if config.lora.rank else weights - weight_bytes(config) * trained)
     return size

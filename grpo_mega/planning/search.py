@@ -17,6 +17,7 @@ from grpo_mega.config.rules import ConfigError, check_config, check_layout
 from grpo_mega.config.schema import REWARD_MODELS, Config, LoRAConfig, ModelConfig
 from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.config.trained_model import TrainedModel
+from grpo_mega.models.megatron.lean_adam import is_lean
 from grpo_mega.planning.hardware import Machines, machines_of
 from grpo_mega.planning.hours import cache_room
 from grpo_mega.planning.inventory import Role
@@ -166,7 +167,8 @@ def candidates(
         several = gpus > tp * pp  # replicas
         shared = several if distributed is None else distributed
         candidate = replace(config, layout=layout)
-        candidate.optimizer = replace(config.optimizer, distributed=shared, overlap=several)
+        needed = shared or is_lean(config.optimizer.state)
+        candidate.optimizer = replace(config.optimizer, distributed=needed, overlap=several)
         if is_allowed(candidate, gpus, teacher, preferred):
             yield candidate
 

@@ -19,7 +19,7 @@ from grpo_mega.models.schedule import cells_per_token, deal, fill
 from grpo_mega.planning.counting import channels, keys_seen, layer_ops
 from grpo_mega.planning.hardware import Machines
 from grpo_mega.planning.inventory import Stage
-from grpo_mega.planning.memory import layer_bytes, optimizer_bytes, weight_bytes
+from grpo_mega.planning.memory import layer_bytes, state, state_bytes, weight_bytes
 
 Parts = dict[str, float]
 """{what takes time: seconds}; they add up."""
@@ -156,16 +156,17 @@ def layer_forward(config: Config, experts: bool, held: float, micro: Micro, mach
 
 def exchange(config: Config, tokens: float, machines: Machines) -> float:
     """Seconds in which a GPU sends its tokens to their experts and gets them back: an all-to-all within machines and
-    across at the same time, with a copy for every expert, or with `Rates.once` for every machine."""
+    across at the same time, with a copy for every expert, or with DeepEP for every machine."""
     layout, model = config.layout, config.model
+    once = machines.rates.once or layout.dispatch == "deepep"
     ranks = layout.ep * layout.etp
     near = min(ranks, machines.domain)
     size = 2 * tokens * layout.etp * model.hidden * weight_bytes(config)  # there and back
     copies = model.moe.top_k * (ranks - near) / ranks
-    if machines.rates.once:
+    if once:
         copies = min(copies, _machines_reached(config, ranks // near))
     inside = size * model.moe.top_k * (near - 1) / ranks / machines.link(near)
-    if machines.rates.once:
+    if once:
         inside = size * model.moe.top_k * (near - 1) / near / machines.link(near)  # what has crossed is passed on
     return max(inside, size * copies / machines.link(ranks))
 
@@ -285,9 +286,11 @@ def after_passes(config: Config, stage: Stage, machines: Machines, micro_seconds
         if replicas > 1:
             size = (4 + width) * count if sharded else 8 * count  # reduced in fp32
             sent += size * (replicas - 1) / replicas / machines.link(ranks)
-        moved += (2 * optimizer_bytes(config) + 4 + width) * count / (replicas if sharded else 1)
+        moved += (2 * state_bytes(config) + 4 + width) * count / (replicas if sharded else 1)
+    passing = state(config, stage) if config.optimizer.state.on_host else 0.0
     return {
         "reduction of gradients": max(0.0, sent - (micro_seconds if config.optimizer.overlap else 0.0)),
         "optimizer": moved / (machines.gpu.memory * rates.memory),
+        "optimizer's state from main memory and back": 2 * passing / (machines.gpu.host * rates.host),
         "around an update": rates.update,
     }

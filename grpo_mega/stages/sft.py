@@ -11,7 +11,7 @@ from typing import Any
 from grpo_mega.algorithm.objective import negative_log_likelihood
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
-from grpo_mega.config.schema import OptimizerConfig, SFTConfig
+from grpo_mega.config.schema import OptimizerConfig, SFTConfig, StateConfig
 from grpo_mega.data.supervised import SupervisedRows
 from grpo_mega.models.learning_rate import scheduled
 from grpo_mega.models.model import Pass
@@ -26,9 +26,9 @@ class SFT:
     name = "sft"
     in_progress: StepInProgress | None = None
 
-    def __init__(self, config: SFTConfig, policy: Policy, rows: SupervisedRows) -> None:
-        """A stage that trains `policy` on `rows`."""
-        self.config = config
+    def __init__(self, config: SFTConfig, state: StateConfig, policy: Policy, rows: SupervisedRows) -> None:
+        """A stage that trains `policy` on `rows`, with an optimizer that keeps its state so."""
+        self.config, self.state = config, state
         self.save_every, self.most_steps = config.save_every, rows.steps
         self.policy = policy
         self.models = [policy]
@@ -42,7 +42,9 @@ class SFT:
 
     def prepare(self) -> None:
         """Creates the optimizer."""
-        self.policy.use_optimizer(OptimizerConfig(lr=self.config.lr, weight_decay=self.config.weight_decay))
+        self.policy.use_optimizer(
+            OptimizerConfig(lr=self.config.lr, weight_decay=self.config.weight_decay, state=self.state)
+        )
 
     def step(self, run: Run) -> StepRecord:
         """One update on the rows of this step."""

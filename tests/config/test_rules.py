@@ -468,6 +468,34 @@ BROKEN: list[tuple[dict[str, object], str]] = [
         {"sft.steps": 9, "sft.schedule": "cosine", "sft.decay_steps": 5},
         "sft.decay_steps=5 is more than the 4 steps after warm-up; lower it to 4, or raise sft.steps",
     ),
+    ({"layout.dispatch": "flex"}, "layout.dispatch=flex"),
+    (
+        {"layout.dispatch": "deepep", "model.dtype": "bf16"},
+        "layout.dispatch=deepep has kernels for layout.ep of 2, 4, 8",
+    ),
+    (
+        {"layout.dispatch": "deepep", "layout.ep": 2, "layout.etp": 2, "model.dtype": "bf16"},
+        "layout.dispatch=deepep keeps experts whole; set layout.etp=1, not 2",
+    ),
+    (
+        {"layout.dispatch": "deepep", "layout.ep": 2},
+        "layout.dispatch=deepep sends bf16; set model.dtype=bf16, not fp32",
+    ),
+    (
+        {"layout.dispatch": "deepep", "layout.ep": 16, "model.moe.experts": 16, "model.dtype": "bf16"}
+        | {"cluster.gpus_per_node": 4},
+        "layout.dispatch=deepep needs machines of 8 GPUs for layout.ep=16, and cluster.gpus_per_node=4; set it to 8",
+    ),
+    (
+        {"optimizer.state.moments": "bf16"},
+        "optimizer.state.moments=bf16 needs Megatron's distributed optimizer, whose inner one keeps its own state; set",
+    ),
+    ({"optimizer.state.on_host": True}, "optimizer.state.on_host=true needs Megatron's distributed optimizer"),
+    (
+        {"optimizer.distributed": True, "optimizer.state.moments": "bf16", "optimizer.beta2": 0.999},
+        "optimizer.beta2=0.999 is too slow for optimizer.state.moments=bf16: what an update takes of a moment would be",
+    ),
+    ({"optimizer.state.moments": "fp16"}, "optimizer.state.moments=fp16"),
     ({"optimizer.parts.predictors.lr_multiplier": 2.0}, "optimizer.parts.predictors has settings, and with model.mtp"),
     ({"optimizer.parts.norms.weight_decay": 0.1}, "optimizer.parts.norms.weight_decay=0.1 has no effect"),
     ({"optimizer.frozen": ["heads"], "base.train": False}, "optimizer.frozen has heads: choose from embedding, head,"),

@@ -159,6 +159,8 @@ if __name__ == "__main__":
     asked["r1zero_16k"] = ["experiment=r1zero_671b", *SHORTER]
     asked["qwen3_interleaved"] = ["experiment=qwen3_30b_a3b", "layout.pp=4", "layout.vpp=2", "cluster.nodes=8"]
     asked["qwen3_one_node"] = ["experiment=qwen3_30b_a3b", "cluster.nodes=1"]
+    asked["qwen3_on_host"] = [*asked["qwen3_one_node"], "optimizer.state.on_host=true"]
+    asked["qwen3_narrow"] = [*asked["qwen3_one_node"], "optimizer.state.moments=bf16"]
     asked |= {f"tiny_{name}": ["experiment=tiny", *overrides] for name, overrides in LAYOUTS.items()}
     asked |= {f"r1zero_{name}": ["experiment=r1zero_671b", *overrides] for name, overrides in ENGINES.items()}
     asked["moonlight_keeps_all"] = ["experiment=moonlight_16b", "layout.recompute=none"]

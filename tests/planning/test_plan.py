@@ -205,6 +205,7 @@ def test_layers_in_flight_of_interleaved_stages(plans: dict[str, Any]) -> None:
 def test_what_fits_and_what_does_not(plans: dict[str, Any]) -> None:
     fits = {name: found["fits"] for name, found in plans.items() if not name.startswith("tiny")}
     assert fits.pop("qwen3_one_node") is False, "with its optimizer on the GPUs it needs a second machine"
+    assert fits["qwen3_on_host"], "as others train it on one machine"
     assert fits.pop("moonlight_keeps_all") is fits.pop("moonlight_keeps_tables") is False, "without recomputation"
     assert fits.pop("gpt_oss_120b") is False, "117 billion parameters on the machines of 30"
     assert all(fits.values())
@@ -217,6 +218,18 @@ def test_what_fits_and_what_does_not(plans: dict[str, Any]) -> None:
     one, two = (plans[name]["memory"][0] for name in ("qwen3_one_node", "qwen3_30b_a3b"))
     assert plans["qwen3_one_node"]["static"][0] / 1e9 == pytest.approx(70.0, abs=0.1)
     assert one["optimizer"] == 2 * two["optimizer"]
+
+
+def test_adam_s_state_takes_less_of_a_gpu_in_bf16_and_none_on_the_host(plans: dict[str, Any]) -> None:
+    """Nor does it pass when engines and trainer take turns; a checkpoint has all of it in fp32."""
+    usual, narrow, host = (plans[f"qwen3_{name}"] for name in ("one_node", "narrow", "on_host"))
+    lines = [found["memory"][0] for found in (usual, narrow, host)]
+    states = [each["optimizer"] for each in lines]
+    assert states == [states[0], pytest.approx(states[0] * 8 / 12), 0.0]
+    assert all(each | {"optimizer": 0} == lines[0] | {"optimizer": 0} for each in lines)
+    assert usual["checkpoint"] == narrow["checkpoint"] == host["checkpoint"]
+    assert host["host"] == pytest.approx(usual["host"])
+    assert narrow["host"] == pytest.approx(usual["host"] - 8 * states[0] * 4 / 12)
 
 
 def test_a_layout_changes_what_a_rank_holds_and_not_the_model(plans: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from grpo_mega.config.schema import (  # noqa: E402
     OptimizerConfig,
     PartConfig,
     PartsConfig,
+    StateConfig,
 )
 from grpo_mega.models.adapters import B  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
@@ -59,7 +60,8 @@ LAYOUTS = {
     "vpp2": LayoutConfig(pp=2, vpp=2),
     "cp2": LayoutConfig(cp=2),
 }
-SHARDED = ("distributed", "parts", "adapters")
+SHARDED = ("distributed", "parts", "adapters", "lean")
+LEAN = StateConfig(moments="bf16", on_host=True)
 PARTS = {
     "parts": PartsConfig(head=PartConfig(0.5), router=PartConfig(2.0), experts=PartConfig(1.0, 0.1)),
     "frozen": ["embedding", "norms"],
@@ -80,10 +82,10 @@ def leg(folder: Path, name: str, start: int, end: int, layout: LayoutConfig, opt
     """Steps `start` + 1 to `end` of the story `name` under a layout.
 
     `optimizer` is plain, distributed, bf16, or a distributed one: parts, with settings of their own for parts of the
-    model, or adapters, of these alone.
+    model, adapters, of these alone, or lean, of a bf16 model with moments in bf16 that are kept on the host.
     """
-    model, sharded = replace(MODEL, dtype="bf16" if optimizer == "bf16" else "fp32"), optimizer in SHARDED
-    lora, own = None, PARTS if optimizer == "parts" else {}
+    model, sharded = replace(MODEL, dtype="bf16" if optimizer in ("bf16", "lean") else "fp32"), optimizer in SHARDED
+    lora, own = None, PARTS if optimizer == "parts" else {"state": LEAN} if optimizer == "lean" else {}
     if optimizer == "adapters":
         lora = LoRAConfig(rank=4, alpha=4.0)  # a scale of 1: a larger one amplifies rounding
         model = replace(model, moe=replace(MODEL.moe, bias_update_rate=0.0, frozen_bias=True))

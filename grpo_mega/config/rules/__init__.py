@@ -19,7 +19,7 @@ from grpo_mega.config.rules.distill import distill_problems
 from grpo_mega.config.rules.layout import check_backend, check_layout, fewest_processes, layout_problems
 from grpo_mega.config.rules.lora import lora_problems
 from grpo_mega.config.rules.model import model_problems
-from grpo_mega.config.rules.optimizer import optimizer_problems, part_problems
+from grpo_mega.config.rules.optimizer import optimizer_problems, part_problems, state_problems
 from grpo_mega.config.rules.pairs import pairs_problems
 from grpo_mega.config.rules.problems import ConfigError, refuse
 from grpo_mega.config.rules.reward import reward_problems
@@ -90,6 +90,7 @@ def _of_reward_models(config: Config) -> Iterator[str]:
     """Rules of settings that a reward model's training shares with other runs."""
     yield from wording_problems("data", config.data, config.data)
     yield from part_problems(config)
+    yield from state_problems(config.optimizer)
 
 
 def _example(name: str) -> str:

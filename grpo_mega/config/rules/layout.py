@@ -28,6 +28,8 @@ def layout_problems(config: Config) -> Iterator[str]:
         yield f"layout.sp=false: Megatron needs sequence parallelism for {what} with layout.tp > 1; set layout.sp=true"
     if layout.fp8:
         yield from _eight_bit_problems(config)
+    if layout.dispatch == "deepep":
+        yield from _deepep_problems(config)
     theirs = config.distill.teacher and not config.distill.served  # may have experts, see config/teacher.py
     if layout.attention not in ("auto", "padded") and (why := why_padded(config.model)):
         yield f"layout.attention={layout.attention}: {why}; set layout.attention=padded, or auto"
@@ -39,6 +41,35 @@ def layout_problems(config: Config) -> Iterator[str]:
     for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
         if size > 1 and experts == 0 and not theirs:
             yield f"{name}={size} needs experts; set model.moe.experts above 0, or {name}=1"
+
+
+DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+"""Numbers of ranks that DeepEP has kernels for (get_dispatch_config in its buffer.py)."""
+DEEPEP_MACHINE = 8
+"""GPUs of a machine that it takes for given when ranks are on several."""
+
+
+def _deepep_problems(config: Config) -> Iterator[str]:
+    """A message for each setting with which DeepEP cannot exchange tokens."""
+    model, layout, cluster = config.model, config.layout, config.cluster
+    if not model.moe.experts:
+        yield "layout.dispatch=deepep needs experts; set model.moe.experts above 0, or layout.dispatch=alltoall"
+        return
+    if layout.ep not in DEEPEP_SIZES:
+        sizes = ", ".join(map(str, DEEPEP_SIZES))
+        yield f"layout.dispatch=deepep has kernels for layout.ep of {sizes}, not {layout.ep}; choose one of these"
+    if layout.etp > 1:
+        yield f"layout.dispatch=deepep keeps experts whole; set layout.etp=1, not {layout.etp}"
+    if model.dtype != "bf16":
+        yield f"layout.dispatch=deepep sends bf16; set model.dtype=bf16, not {model.dtype}"
+    if model.hidden % 8:
+        yield f"layout.dispatch=deepep sends 16 bytes at once; make model.hidden={model.hidden} a multiple of 8"
+    if layout.ep > DEEPEP_MACHINE and cluster.gpus_per_node != DEEPEP_MACHINE:
+        yield (
+            f"layout.dispatch=deepep needs machines of {DEEPEP_MACHINE} GPUs for layout.ep={layout.ep}, and "
+            f"cluster.gpus_per_node={cluster.gpus_per_node}; set it to {DEEPEP_MACHINE} where it is so, or "
+            "layout.dispatch=alltoall"
+        )
 
 
 def _eight_bit_problems(config: Config) -> Iterator[str]:

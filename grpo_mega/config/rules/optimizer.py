@@ -9,6 +9,9 @@ from difflib import get_close_matches
 from grpo_mega.config.schema import Config, OptimizerConfig, PairsConfig, PartConfig, PartsConfig, SFTConfig
 
 PARTS = tuple(field.name for field in fields(PartsConfig))
+SLOWEST = 1 - 2**-8
+"""beta1 and beta2 are below this for moments in bf16. An update without gradient multiplies a moment by beta, and of
+numbers with 8 binary digits what takes less than 2^-8 may be rounded back."""
 
 
 def optimizer_problems(config: Config) -> Iterator[str]:
@@ -17,7 +20,30 @@ def optimizer_problems(config: Config) -> Iterator[str]:
     if config.run.steps:  # otherwise there are no updates
         yield from schedule_problems(config.optimizer, "optimizer", config.run.steps, "run.steps", max(1, updates))
     yield from part_problems(config)
+    yield from state_problems(config.optimizer)
     yield from _frozen_problems(config)
+
+
+def state_problems(optimizer: OptimizerConfig) -> Iterator[str]:
+    """A message for each rule that the way in which Adam's state is kept violates."""
+    state = optimizer.state
+    narrow = state.moments == "bf16"
+    for asked, lean, usual in (
+        (narrow, "optimizer.state.moments=bf16", "optimizer.state.moments=fp32"),
+        (state.on_host, "optimizer.state.on_host=true", "optimizer.state.on_host=false"),
+    ):
+        if asked and not optimizer.distributed:
+            yield (
+                f"{lean} needs Megatron's distributed optimizer, whose inner one keeps its own state; set "
+                f"optimizer.distributed=true, or {usual}"
+            )
+    for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
+        if narrow and beta >= SLOWEST:
+            yield (
+                f"optimizer.{name}={beta} is too slow for optimizer.state.moments=bf16: what an update takes of a "
+                "moment would be rounded away, so that it never falls; set it to 0.99 or less, or "
+                "optimizer.state.moments=fp32"
+            )
 
 
 def part_problems(config: Config) -> Iterator[str]:

@@ -17,7 +17,7 @@ from grpo_mega.config.schema.eval import EvalConfig
 from grpo_mega.config.schema.layout import ClusterConfig, LayoutConfig
 from grpo_mega.config.schema.lora import LoRAConfig
 from grpo_mega.config.schema.model import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
-from grpo_mega.config.schema.optimizer import OptimizerConfig, PartConfig, PartsConfig
+from grpo_mega.config.schema.optimizer import OptimizerConfig, PartConfig, PartsConfig, StateConfig
 from grpo_mega.config.schema.reward import RewardConfig, RewardModelConfig, RewardTerm
 from grpo_mega.config.schema.rollout import RolloutConfig, SGLangConfig, Timeouts
 from grpo_mega.config.schema.run import REWARD_MODELS, TRACKERS, RunConfig
@@ -55,6 +55,7 @@ __all__ = [
     "SFTConfig",
     "SGLangConfig",
     "SourceConfig",
+    "StateConfig",
     "Timeouts",
     "YarnConfig",
     "files_in",

@@ -49,6 +49,9 @@ class LayoutConfig:
     """Attention kernels. padded: torch's fused attention, on a table as wide as the longest sequence. torch,
     flash3, flash4: FlashAttention-2 (part of torch), 3 or 4 (packages) for sequences of any length, in bf16 on a GPU;
     a shared prompt appears once. auto: torch, where the model allows it; padded on a CPU."""
+    dispatch: Annotated[str, OneOf("alltoall", "deepep")] = "alltoall"
+    """How tokens get to experts on other GPUs and back. alltoall: NCCL, a copy for every expert. deepep: the kernels of
+    that package, a copy for every machine; in bf16 on GPUs, with experts kept whole."""
     fp8: bool = False
     """Matrix products of layers in 8 bits, forward and backward, by Transformer Engine's block recipe (DeepSeek-V3,
     arXiv 2412.19437, section 3.3), on H100 or newer. Weights stay bf16; embedding, output layer, router and attention

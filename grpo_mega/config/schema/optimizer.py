@@ -48,6 +48,19 @@ class PartsConfig:
 
 
 @dataclass
+class StateConfig:
+    """How the optimizer keeps Adam's state, in all stages but a base model's: less of it on a GPU lets a model train on
+    fewer of them. Needs `optimizer.distributed`."""
+
+    moments: Annotated[str, OneOf("fp32", "bf16")] = "fp32"
+    """Numbers of Adam's moments between updates; they are computed in fp32. With bf16 (DeepSeek-V3, arXiv 2412.19437,
+    section 3.3.2) a bf16 model's state takes 8 bytes of each parameter, not 12."""
+    on_host: bool = False
+    """Keep moments and fp32 weights in pinned main memory between updates; in an update they pass through the GPU, one
+    parameter after the other. Changes no number, and takes the time of two copies of them for each update."""
+
+
+@dataclass
 class OptimizerConfig:
     """AdamW through Megatron's optimizer."""
 
@@ -88,3 +101,5 @@ class OptimizerConfig:
     overlap: bool = False
     """Reduce gradients over data parallel ranks during the backward pass; with `distributed`, also gather the
     updated parameters during the next forward pass."""
+    state: StateConfig = field(default_factory=StateConfig)
+    """How Adam's state is kept."""

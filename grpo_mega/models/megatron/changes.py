@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import megatron.core.optimizer as megatron_optimizer
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
@@ -22,15 +24,17 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from grpo_mega.config.schema import LoRAConfig, ModelConfig
+from grpo_mega.config.schema import LoRAConfig, ModelConfig, StateConfig
 from grpo_mega.models.heads import use_logprob_head
 from grpo_mega.models.megatron.adam import GroupStepAdamW
 from grpo_mega.models.megatron.adapted import use_adapters
 from grpo_mega.models.megatron.attention import PackedAttention
+from grpo_mega.models.megatron.dispatch import KEPT
 from grpo_mega.models.megatron.fused import add_weight_gradients_in_place
 from grpo_mega.models.megatron.gemma import scale_embedding, use_post_norms
 from grpo_mega.models.megatron.latent import set_latent_norms, sum_latent_key_gradient
 from grpo_mega.models.megatron.layers import RMSNorm, use_gated_mlps, use_whole_linears
+from grpo_mega.models.megatron.lean_adam import LeanAdamW, is_lean
 from grpo_mega.models.megatron.mtp import PredictingGPT, use_packed_predictors
 from grpo_mega.models.megatron.rotary import use_packed_rotary
 from grpo_mega.models.megatron.router import use_packed_router
@@ -148,6 +152,8 @@ def _forget_routing(chunk: Chunk) -> None:
     def forget(layer: Any, *_: Any) -> None:
         dispatcher = layer.token_dispatcher
         dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
+        if hasattr(dispatcher, "_comm_manager"):
+            vars(dispatcher._comm_manager).update(dict.fromkeys(KEPT))
 
     for module in chunk.gpt.modules():
         if hasattr(module, "token_dispatcher"):
@@ -168,11 +174,21 @@ def _keep_balancing_in_fp32(chunk: DistributedDataParallel) -> None:
                 buffer.data = buffer.data.float()
 
 
-def _use_group_step_adamw(_: None) -> None:
-    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:  # neither Transformer Engine nor Apex is installed
-        megatron_optimizer.Adam = GroupStepAdamW
+ADAM = GroupStepAdamW if megatron_optimizer.USING_PYTORCH_OPTIMIZER else megatron_optimizer.Adam
+"""Adam with a state of float32 on the device: ours where neither Transformer Engine nor Apex is installed."""
+
+
+def _use_group_step_adamw(_: StateConfig) -> None:
+    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+    megatron_optimizer.Adam = ADAM
+
+
+def _use_lean_adamw(state: StateConfig) -> None:
+    if is_lean(state):
+        moments = torch.bfloat16 if state.moments == "bf16" else torch.float32
+        megatron_optimizer.Adam = partial(LeanAdamW, moments=moments, on_host=state.on_host)
 
 
 def _spare_from_decay(optimizer: MegatronOptimizer) -> None:
@@ -182,7 +198,9 @@ def _spare_from_decay(optimizer: MegatronOptimizer) -> None:
 
 def _start_moments(optimizer: MegatronOptimizer) -> None:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is not None:  # as when experts alone are trained, and none of the dense parameters
+        if isinstance(part.optimizer, LeanAdamW):
+            part.optimizer.start()
+        elif part.optimizer is not None:  # as when experts alone are trained, and none of the dense parameters
             part.init_state_fn(part.optimizer, part.config)
 
 
@@ -357,7 +375,7 @@ TO_PARALLEL_CHUNK: tuple[Change[DistributedDataParallel], ...] = (
 )
 """Changes of a piece of the model once it is wrapped in Megatron's DistributedDataParallel."""
 
-BEFORE_OPTIMIZER: tuple[Change[None], ...] = (
+BEFORE_OPTIMIZER: tuple[Change[StateConfig], ...] = (
     Change(
         "group_step_adamw",
         "where neither Transformer Engine nor Apex is installed, Megatron's Adam is GroupStepAdamW, which its "
@@ -366,8 +384,16 @@ BEFORE_OPTIMIZER: tuple[Change[None], ...] = (
         "tests/parity/test_layouts.py::test_as_on_one_process[dense:cp2zero-updates]",
         _use_group_step_adamw,
     ),
+    Change(
+        "lean_adamw",
+        "with optimizer.state, Megatron's Adam is LeanAdamW",
+        "Transformer Engine's needs a GPU and keeps its state there, and Megatron's HybridDeviceOptimizer computes on "
+        "the host what it keeps there, with another Adam",
+        "tests/models/test_lean_adam.py::test_on_the_host_every_number_is_that_of_the_usual_optimizer",
+        _use_lean_adamw,
+    ),
 )
-"""Changes of Megatron itself before an optimizer is built; once is enough."""
+"""Changes of Megatron itself before an optimizer is built, by how that is to keep its state."""
 
 TO_OPTIMIZER: tuple[Change[MegatronOptimizer], ...] = (
     Change(

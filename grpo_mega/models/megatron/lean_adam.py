@@ -1,0 +1,129 @@
+"""AdamW whose state takes less of a GPU: moments in bf16, or all of the state in main memory between updates.
+
+Megatron has two optimizers for this, and neither is used: Transformer Engine's FusedAdam can have narrow moments, on a
+GPU; HybridDeviceOptimizer computes on the host what it keeps there, with another Adam. Here a parameter's state comes
+to the device, is used there in float32, and goes back, one parameter after the other: numbers are those of a state
+that stayed there, on any device.
+
+Moments in bf16 are DeepSeek-V3's (arXiv 2412.19437, section 3.3.2), beside float32 weights and gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from grpo_mega.config.schema import StateConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master_param"
+BLOCK = 1 << 28
+"""Bytes of the usual block of pinned memory. torch pins powers of two (docs/gpu.md), so tensors share blocks."""
+
+
+def is_lean(state: StateConfig) -> bool:
+    """Whether these settings need a `LeanAdamW`."""
+    return state != StateConfig()
+
+
+class LeanAdamW(torch.optim.AdamW):
+    """AdamW that keeps float32 weights and moments of its parameters in a state of its own.
+
+    It is the optimizer inside of Megatron's distributed one, in place of Transformer Engine's FusedAdam in Megatron's
+    precision-aware mode: gradients are float32, in `decoupled_grad` of parameters that may be bf16, the number of steps
+    is in the groups, and checkpoints read and write the state with `get_unscaled_state` and `set_scaled_state`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        moments: torch.dtype,
+        on_host: bool,
+        **_: Any,
+    ) -> None:
+        """Without state, see `start`: moments will be of this type, and all of it on the host with `on_host`."""
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._moments, self._on_host = moments, on_host
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Gives every parameter its state: the weights as they are now, and moments of zero.
+
+        Called once Megatron has put this rank's shards in the place of the parameters. A float32 parameter is its own
+        float32 weight, and stays where it is.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {name: self._room(p, self._moments).zero_() for name in MOMENTS}
+                self.state[p][MASTER] = p if p.dtype is torch.float32 else self._room(p, torch.float32).copy_(p)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update of every parameter by its `decoupled_grad`."""
+        devices = set()
+        for group in self.param_groups:
+            done = int(group.get("step", 0))
+            for p in group["params"]:
+                self._update(p, group, done)
+                devices.add(p.device)
+            group["step"] = done + 1
+        for device in devices:
+            if self._on_host and device.type == "cuda":
+                torch.cuda.synchronize(device)  # whoever reads the state next finds it whole
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any], done: int) -> None:
+        kept, on_gpu = self.state[p], p.device.type == "cuda"
+        here = {name: value.to(p.device, torch.float32, non_blocking=True) for name, value in kept.items()}
+        adamw(
+            [here[MASTER]],
+            [p.decoupled_grad],  # type: ignore[attr-defined]
+            [here["exp_avg"]],
+            [here["exp_avg_sq"]],
+            [],
+            [torch.full((), float(done), device=p.device)],
+            foreach=False,
+            fused=on_gpu,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for name, value in kept.items():
+            if here[name] is not value:
+                value.copy_(here[name], non_blocking=True)
+        if here[MASTER] is not p:
+            p.copy_(here[MASTER])
+
+    def get_unscaled_state(self, p: torch.Tensor, name: str) -> torch.Tensor:
+        """A part of a parameter's state in float32, as a checkpoint has it."""
+        return self.state[p][name].float()
+
+    @torch.no_grad()
+    def set_scaled_state(self, p: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        """Replaces a part of a parameter's state by one from a checkpoint."""
+        self.state[p][name].copy_(value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the settings of the groups; Megatron sets the state itself, part by part."""
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in loaded.items() if name != "params"})
+
+    def _room(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor without values for a part of a parameter's state, where that is kept."""
+        if not self._on_host or p.device.type != "cuda":
+            return torch.empty_like(p, dtype=dtype)
+        size = -(-p.numel() * dtype.itemsize // 256) * 256
+        if size > len(self._block):
+            self._block = torch.empty(max(BLOCK, 1 << (size - 1).bit_length()), dtype=torch.uint8, pin_memory=True)
+        taken, self._block = self._block[:size], self._block[size:]
+        return taken[: p.numel() * dtype.itemsize].view(dtype).view(p.shape)
