@@ -50,7 +50,7 @@ def test_a_run_that_continues_has_the_prompts_of_one_that_did_not_stop(tmp_path:
 
 
 def test_a_curriculum_that_cannot_know_a_tasks_pass_rate_is_refused(tmp_path: Path) -> None:
-    words = [*SMALL, "experiment=tiny_mixture", "data.train_size=8", "data.curriculum=frontier"]
-    ended = Job(tmp_path, [*words, "data.frontier_terms=[]", "run.steps=1"]).finish()
+    words = ["experiment=tiny_mixture", "layout=single", "data.train_size=8", "data.curriculum=frontier"]
+    ended = Job(tmp_path, [*words, "data.frontier_terms=[]"]).finish()
     assert ended.code == 2
     assert "is of the task 'tiny_code', and reward.success (accuracy) has no term of it" in ended.stderr
