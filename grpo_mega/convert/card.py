@@ -113,8 +113,7 @@ def _lines(config: Config, supervised: bool) -> list[tuple[str, str]]:
     data = config.data
     paths = [data.train_path, *(source.path or source.reasoning_gym for source in data.sources.values())]
     files = ", ".join(f"`{path}`" for path in paths if path)
-    made = f"{data.train_size or ''} problems of the task {data.task}".strip()
-    file = made if data.task in GENERATED_TASKS else files
+    file = f"problems of the task {data.task}" if data.task in GENERATED_TASKS else files
     began = f"`{config.run.init_from}`" if config.run.init_from else "random weights"
     lines = [("trained from", "a base model, from random weights" if config.base.train else began), ("problems", file)]
     if tested := [path for path in (data.test_path, *(source.test_path for source in data.sources.values())) if path]:
