@@ -84,6 +84,7 @@ class Ground:
         vocab_size: Number of tokens that the models score.
         platform, topology: Platform and topology of this process.
         recorder, timer: Recorder and phase timer of the run.
+        words: Lines that the run introduces itself with, after its own.
     """
 
     config: Config
@@ -93,11 +94,16 @@ class Ground:
     topology: Topology
     recorder: Recorder
     timer: PhaseTimer
+    words: Sequence[str]
 
 
 @contextmanager
 def assemble(
-    config: Config, platform: Platform, data: Data | ExampleData, reward: Reward | None = None
+    config: Config,
+    platform: Platform,
+    data: Data | ExampleData,
+    reward: Reward | None = None,
+    words: Sequence[str] = (),
 ) -> Iterator[Run]:
     """Context with a run that is ready to `execute`, resumed from its directory if that has a checkpoint.
 
@@ -106,6 +112,7 @@ def assemble(
         platform: Device and backend of this process.
         data: Examples for a run that trains a reward model, otherwise problems.
         reward: Scores answers to problems.
+        words: Lines that the run introduces itself with, after its own.
 
     Raises:
         ValueError: The layout, the run directory or its checkpoints cannot be used.
@@ -114,7 +121,7 @@ def assemble(
     taught = _check_teacher(config, data.tokenizer)
     served = _check_served(config, data.tokenizer)
     preferred = find_reward_model(config, data.tokenizer)
-    with _ground(config, platform, data) as ground:
+    with _ground(config, platform, data, words) as ground:
         if isinstance(data, ExampleData):
             yield _reward_model_run(ground, data)
             return
@@ -125,7 +132,7 @@ def assemble(
 
 
 @contextmanager
-def _ground(config: Config, platform: Platform, data: Data | ExampleData) -> Iterator[Ground]:
+def _ground(config: Config, platform: Platform, data: Data | ExampleData, words: Sequence[str]) -> Iterator[Ground]:
     """Context that opens the run directory and creates the process groups; closes and destroys them at its end."""
     path = Path(config.run.root) / config.run.name
     vocab_size = vocabulary(config.model, data.tokenizer)
@@ -141,7 +148,7 @@ def _ground(config: Config, platform: Platform, data: Data | ExampleData) -> Ite
     try:
         with recording(_trace(config, path, platform, topology)):
             timer = PhaseTimer(Heartbeat(), recorder.phase)
-            yield Ground(config, path, vocab_size, platform, topology, recorder, timer)
+            yield Ground(config, path, vocab_size, platform, topology, recorder, timer, words)
             leave_layout()
     finally:
         recorder.close()
@@ -167,7 +174,7 @@ def _reward_model_run(ground: Ground, data: ExampleData) -> Run:
     stage: ScalarTraining[Any] = kind(config, model, data.examples)
     tested = f", {len(data.examples.test)} {stage.noun}s held out" if data.examples.test else ""
     size = f"{config.pairs.batch_size} {stage.noun}s per step, {data.examples.steps} steps{tested}"
-    recorder.start([_size_in_words(config, model), size])
+    recorder.start([_size_in_words(config, model), size, *ground.words])
     run = Run(config, model, [stage], recorder, ground.timer)
     if not run.resume():
         load_first_body(config, model)
@@ -197,7 +204,7 @@ def _policy_run(
         if preferred:
             scorer, learned = learned_reward(config, preferred, ground.topology, ground.platform, decode)
         own_teacher = _teacher(ground, *taught) if taught else None
-    ground.recorder.start(_introduction(config, policy))
+    ground.recorder.start([*_introduction(config, policy), *ground.words])
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     score = partial(reward.score, decode=decode) if config.algorithm.supervision == "process" else reward.score
     others = [model for model in (critic, reference, scorer, own_teacher) if model]

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from grpo_mega.config.from_folder import use_folder
+from grpo_mega.config.recorded import recorded
 from grpo_mega.config.rules import ConfigError, check_complete, check_config
 from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig
 
@@ -107,6 +108,10 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
     _fill_unasked(typed)
     check_complete(typed)
     config = cast(Config, OmegaConf.to_object(typed))
+    if config.layout.undecided:
+        before = recorded(config.run.root, config.run.name)
+        if before.get("layout", {}).get("chosen_for"):  # with the optimizer, which must stay when the run goes on
+            config.optimizer.distributed |= before["optimizer"]["distributed"]
     if checked:
         check_config(config)
     return config
