@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from grpo_mega.colocation.turns import Turns
-from grpo_mega.config.load import identity, to_yaml
+from grpo_mega.config.load import identity, to_yaml, words
 from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.convert.of_run import Exports
@@ -50,7 +51,7 @@ from grpo_mega.observe.run_dir import RunDir, open_run_dir
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform import Platform, memory_gb
 from grpo_mega.platform.clock import shared_clock
-from grpo_mega.platform.collectives import from_main_rank
+from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
 from grpo_mega.platform.trace import Process, Trace, recording
 from grpo_mega.reward.compose import Reward
 from grpo_mega.rollout.embedded import EmbeddedEngine
@@ -84,7 +85,7 @@ class Ground:
         vocab_size: Number of tokens that the models score.
         platform, topology: Platform and topology of this process.
         recorder, timer: Recorder and phase timer of the run.
-        words: Lines that the run introduces itself with, after its own.
+        remarks: Lines that the run introduces itself with, after its own.
     """
 
     config: Config
@@ -94,7 +95,7 @@ class Ground:
     topology: Topology
     recorder: Recorder
     timer: PhaseTimer
-    words: Sequence[str]
+    remarks: Sequence[str]
 
 
 @contextmanager
@@ -103,7 +104,7 @@ def assemble(
     platform: Platform,
     data: Data | ExampleData,
     reward: Reward | None = None,
-    words: Sequence[str] = (),
+    remarks: Sequence[str] = (),
 ) -> Iterator[Run]:
     """Context with a run that is ready to `execute`, resumed from its directory if that has a checkpoint.
 
@@ -112,7 +113,7 @@ def assemble(
         platform: Device and backend of this process.
         data: Examples for a run that trains a reward model, otherwise problems.
         reward: Scores answers to problems.
-        words: Lines that the run introduces itself with, after its own.
+        remarks: Lines that the run introduces itself with, after its own.
 
     Raises:
         ValueError: The layout, the run directory or its checkpoints cannot be used.
@@ -121,7 +122,7 @@ def assemble(
     taught = _check_teacher(config, data.tokenizer)
     served = _check_served(config, data.tokenizer)
     preferred = find_reward_model(config, data.tokenizer)
-    with _ground(config, platform, data, words) as ground:
+    with _ground(config, platform, data, remarks) as ground:
         if isinstance(data, ExampleData):
             yield _reward_model_run(ground, data)
             return
@@ -132,7 +133,7 @@ def assemble(
 
 
 @contextmanager
-def _ground(config: Config, platform: Platform, data: Data | ExampleData, words: Sequence[str]) -> Iterator[Ground]:
+def _ground(config: Config, platform: Platform, data: Data | ExampleData, remarks: Sequence[str]) -> Iterator[Ground]:
     """Context that opens the run directory and creates the process groups; closes and destroys them at its end."""
     path = Path(config.run.root) / config.run.name
     vocab_size = vocabulary(config.model, data.tokenizer)
@@ -148,7 +149,7 @@ def _ground(config: Config, platform: Platform, data: Data | ExampleData, words:
     try:
         with recording(_trace(config, path, platform, topology)):
             timer = PhaseTimer(Heartbeat(), recorder.phase)
-            yield Ground(config, path, vocab_size, platform, topology, recorder, timer, words)
+            yield Ground(config, path, vocab_size, platform, topology, recorder, timer, remarks)
             leave_layout()
     finally:
         recorder.close()
@@ -174,7 +175,7 @@ def _reward_model_run(ground: Ground, data: ExampleData) -> Run:
     stage: ScalarTraining[Any] = kind(config, model, data.examples)
     tested = f", {len(data.examples.test)} {stage.noun}s held out" if data.examples.test else ""
     size = f"{config.pairs.batch_size} {stage.noun}s per step, {data.examples.steps} steps{tested}"
-    recorder.start([_size_in_words(config, model), size, *ground.words])
+    recorder.start([_size_in_words(config, model), size, *ground.remarks], _where(ground.platform))
     run = Run(config, model, [stage], recorder, ground.timer)
     if not run.resume():
         load_first_body(config, model)
@@ -204,7 +205,7 @@ def _policy_run(
         if preferred:
             scorer, learned = learned_reward(config, preferred, ground.topology, ground.platform, decode)
         own_teacher = _teacher(ground, *taught) if taught else None
-    ground.recorder.start([*_introduction(config, policy), *ground.words])
+    ground.recorder.start([*_introduction(config, policy), *ground.remarks], _where(ground.platform))
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     score = partial(reward.score, decode=decode) if config.algorithm.supervision == "process" else reward.score
     others = [model for model in (critic, reference, scorer, own_teacher) if model]
@@ -297,12 +298,13 @@ def _check_served(config: Config, tokenizer: Tokenizer) -> tuple[TeacherServer, 
     """The server that teaches, if one does, and the checksum of its model.
 
     Raises:
-        ValueError: It does not answer, or has other tokens.
+        ValueError: It does not answer, scores no sequences as long as the run's, or has other tokens.
     """
     if not config.distill.served:
         return None
-    server = TeacherServer(str(config.distill.teacher), config.distill.timeout_seconds)
-    return server, server.check(tokenizer.vocab_size, tokenizer.decode)
+    address, sampled = str(config.distill.teacher), vocabulary(config.model, tokenizer)
+    server = TeacherServer(address, config.distill.timeout_seconds, sampled)
+    return server, server.check(config.model.context, partial(_decode, tokenizer))
 
 
 def _rollouts(
@@ -363,7 +365,7 @@ def _open_run_dir(path: Path, config: Config) -> RunDir | None:
 
     def refusal() -> tuple[type[Exception], str] | None:
         try:
-            opened.append(open_run_dir(path, to_yaml(config), identity=identity(config)))
+            opened.append(open_run_dir(path, to_yaml(config), identity=identity(config), words=words()))
         except ValueError as error:
             return ValueError, str(error)
         except OSError as error:
@@ -399,4 +401,13 @@ def _size_in_words(config: Config, model: Model) -> str:
     sizes = {"dp": topology.dp_size} | {name: getattr(layout, name) for name in names}
     arranged = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
     kernel = "" if model.attention == "padded" else f", layout.attention={model.attention}"
-    return f"{model.parameters():,} parameters on {topology.world_size} processes: {arranged}{kernel}"
+    processes = f"{topology.world_size} process{'es' if topology.world_size > 1 else ''}"
+    return f"{model.parameters():,} parameters on {processes}: {arranged}{kernel}"
+
+
+def _where(platform: Platform) -> str:
+    """The machines of the run and what they compute with, in words; every rank must call it."""
+    hosts = [*dict.fromkeys(from_all_ranks(socket.gethostname))]
+    device = torch.cuda.get_device_name(platform.device) if platform.device.type == "cuda" else "CPU"
+    named = hosts[0] if len(hosts) == 1 else f"{len(hosts)} machines, the first {hosts[0]}"
+    return f"on {named} ({device})"

@@ -110,11 +110,11 @@ def train(config: Config) -> None:
     from grpo_mega.assemble import assemble
     from grpo_mega.planning.choice import choose_together
 
-    words = []
+    remarks = []
     if config.layout.undecided:
         chosen = choose_together(config, started, vocabulary(config.model, data.tokenizer))
-        config, words = chosen.config, [chosen.why]
-    with assemble(config, started, data, reward, words) as run:
+        config, remarks = chosen.config, [chosen.why]
+    with assemble(config, started, data, reward, remarks) as run:
         try:
             run.execute()
         except Stopped:

@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from typing import Any
 
+from grpo_mega.data.tokenizer import Tokenizer
+
 
 def logprob(before: int, token: int) -> float:
     """What the model of the server says of a token after another one."""
@@ -20,14 +22,15 @@ def logprob(before: int, token: int) -> float:
 
 
 class TeachingServer(ThreadingHTTPServer):
-    """Spells tokens by `decode`; what it was asked, and which answers it gives wrong, can be seen and set."""
+    """Has the tokens of a tokenizer; what it was asked, and which answers it gives wrong, can be seen and set."""
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.decode, self.model = decode, "models/Teacher"
+        self.decode: Callable[[Sequence[int]], str] = tokenizer.decode
+        self.vocab_size, self.model = tokenizer.vocab_size, "models/Teacher"
         self.asked: list[list[int]] = []
         self.failures: list[int] = []
         """Statuses of the next answers, in order."""
@@ -57,9 +60,10 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.failures:
             self.send({"error": "busy"}, self.server.failures.pop(0))
             return
-        texts = [self.server.decode([token]) if spelled else None for token in ids]
         scores = [None, *(logprob(before, token) for before, token in pairwise(ids))]
-        found = [[*one] for one in zip(scores, ids, texts, strict=True)]
+        shown = [token if token < self.server.vocab_size - 1 else 0 for token in ids]  # as SGLang does
+        texts = [self.server.decode([token]) if spelled else None for token in shown]
+        found = [[*one] for one in zip(scores, shown, texts, strict=True)]
         self.send(self.server.answer or {"text": "", "meta_info": {"input_token_logprobs": found}})
 
     def send(self, content: dict[str, Any], status: int = 200) -> None:
@@ -71,9 +75,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def teaching(decode: Callable[[Sequence[int]], str]) -> Iterator[TeachingServer]:
+def teaching(tokenizer: Tokenizer) -> Iterator[TeachingServer]:
     """A server that answers until the context ends."""
-    with TeachingServer(decode) as server:
+    with TeachingServer(tokenizer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()

@@ -18,7 +18,8 @@ With --steps the output is for a process reward model (run.trains=process_reward
 steps and labels, of samples of chain sums, right and wrong; the verifier of worked sums labels the steps, the success
 labels the answer after them. --separators must be pairs.separators of the run that trains on them. With --continued
 labels come from continuations instead, for problems of any kind (Math-Shepherd): a step's is the share of them that
-ended right, or with --hard whether any did, and the last step's is the success.
+ended right, or with --hard whether any did, and the last step's is the success. --compare says how often the labels
+agree with others of the same answers, such as a verifier's; a step is right from 0.5 on.
 
 --also appends your own rows, such as those of other tasks, to the chosen ones.
 
@@ -44,7 +45,7 @@ from typing import Any
 
 from grpo_mega.data.supervised import plain_rows
 from grpo_mega.evaluate.continuing import Continued, read_continued
-from grpo_mega.evaluate.labelling import SUM_SEPARATORS, StepSelection, by_continuations, label_steps, verified
+from grpo_mega.evaluate.labelling import SUM_SEPARATORS, StepSelection, by_continuations, compare, label_steps, verified
 from grpo_mega.evaluate.preferences import PairSelection, rows_of_pairs, select_pairs
 from grpo_mega.evaluate.results import SAMPLES
 from grpo_mega.evaluate.selection import CHOICES, THOUGHTS, Filters, Pool, Selection, condition, open_pool, rows, select
@@ -84,6 +85,12 @@ def parser() -> argparse.ArgumentParser:
         "--continued", nargs="+", type=Path, default=[], metavar="FOLDER", help="--steps: continuations of each pool"
     )
     made.add_argument("--hard", action="store_true", help="--continued: 1 for a step that any continuation ends right")
+    made.add_argument(
+        "--compare",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="--steps: other labels of the same answers; prints how often they agree",
+    )
     made.add_argument("--separators", nargs="+", metavar="TEXT", help="what divides the steps (; </think>)")
     return made
 
@@ -120,6 +127,8 @@ def chosen(options: argparse.Namespace) -> Chosen:
         )
     if (options.continued and not options.steps) or (options.hard and not options.continued):
         raise ValueError("--continued is for --steps, and --hard for --continued; give these too, or leave them out")
+    if options.compare and not options.steps:
+        raise ValueError("--compare is for labels of --steps; give this too, or leave it out")
     filters = Filters(
         tuple(condition(text) for text in options.keep),
         options.shortest,
@@ -138,6 +147,8 @@ def chosen(options: argparse.Namespace) -> Chosen:
             separators = next(iter(continued.values())).separators
         judge = by_continuations(continued, options.hard) if continued else verified
         selection = label_steps(pools, filters, judge, separators, begin)
+        if options.compare:
+            selection.compared = compare(selection.rows, options.compare)
         written = selection.rows
     elif options.pairs:
         selection = select_pairs(pools, filters)
@@ -195,7 +206,7 @@ def _sha256(path: Path) -> str:
 def report(pools: list[Pool], filters: Filters, selection: Chosen) -> dict[str, Any]:
     """Checksums of the pools read, and the number of samples that each filter left out."""
     pairs = isinstance(selection, PairSelection)
-    steps = {"steps": True} if isinstance(selection, StepSelection) else {}
+    steps = {"steps": True, "compared": selection.compared} if isinstance(selection, StepSelection) else {}
     return {
         "pools": [
             {

@@ -13,6 +13,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -257,6 +258,11 @@ def settings(node: Any = Config, prefix: str = "") -> Iterator[str]:
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML, with every field."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def words() -> list[str]:
+    """The words of which hydra's command line has made the configuration, such as "experiment=tiny"; else none."""
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
 def identity(config: Config) -> dict[str, object]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.schema.terms import NoOptions
@@ -30,6 +32,7 @@ class StepSelection:
         labelled: Number of problems with a row.
         samples: Number of all samples.
         left_out: {reason: number of samples}.
+        compared: Result of `compare`, of labels from elsewhere; {} without these.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -37,6 +40,7 @@ class StepSelection:
     labelled: int = 0
     samples: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
+    compared: dict[str, Any] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """Summary of the counts, as lines of text."""
@@ -46,7 +50,12 @@ class StepSelection:
             *(f"  {number:,} {why}" for why, number in self.left_out.items()),
             f"{len(self.rows):,} answers of {self.labelled:,} problems have labels: {len(labels):,} steps, "
             f"{sum(labels) / max(1, len(labels)):.1%} right",
+            *self._comparison(),
         ]
+
+    def _comparison(self) -> list[str]:
+        found = self.compared
+        return [f"{found['agree']:.1%} of {found['steps']:,} steps are as {found['file']} has them"] if found else []
 
 
 Judge = Callable[[Record, Pool, str], list[tuple[int, float]] | None]
@@ -88,6 +97,41 @@ def label_steps(
     if not selection.rows:
         raise ValueError("\n".join(["no sample has labels:", *selection.lines()[:-1]]))
     return selection
+
+
+def compare(rows: Iterable[Mapping[str, Any]], file: Path) -> dict[str, Any]:
+    """How often labels agree with others of the same steps: {"file", "steps": number in both, "agree": share of these}.
+
+    A step is right from a label of 0.5 on. The last step of an answer is left out: after it there is only the success.
+
+    Args:
+        rows: Rows of `label_steps`.
+        file: Rows of the same form, with the labels of people or of a verifier.
+
+    Raises:
+        ValueError: A line of the file has no labelled steps, or no answer is in both.
+    """
+    others: dict[str, list[float]] = {}
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            others[_answer(row)] = [float(label) for label in row["labels"]]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{file}, line {number} has no prompt, completion, steps and labels: {error}") from error
+    same = [
+        (own >= 0.5) == (other >= 0.5)
+        for row in rows
+        if (answer := _answer(row)) in others
+        for own, other in zip(row["labels"][:-1], others[answer][:-1], strict=True)
+    ]
+    if not same:
+        raise ValueError(f"{file} has no answer of several steps that is labelled here; name labels of the same pool")
+    return {"file": str(file), "steps": len(same), "agree": sum(same) / len(same)}
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    """What tells answers with their steps apart."""
+    return json.dumps([row[name] for name in ("prompt", "completion", "steps")], sort_keys=True)
 
 
 def _already(completion: bytes, own: set[bytes], most: int | None) -> str | None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from made_run import write_run
 
-from grpo_mega.config.load import compose_config, to_yaml
+from grpo_mega.config.load import compose_config
 from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config
@@ -23,11 +24,7 @@ def policy(path: Path | None, *words: str) -> Config:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The directory of a run that has a checkpoint."""
-    checkpoint = tmp_path / "liked" / "checkpoints" / "step-000003"
-    checkpoint.mkdir(parents=True)
-    (tmp_path / "liked" / "config.yaml").write_text(to_yaml(TRAINED))
-    (checkpoint / "state.json").write_text("{}")
-    return tmp_path / "liked"
+    return write_run(tmp_path / "liked", TRAINED)
 
 
 def test_a_run_and_its_checkpoint_have_the_architecture_of_the_run(run: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from made_run import write_run
 
 from grpo_mega.config.load import compose_config, to_yaml
 from grpo_mega.config.rules import ConfigError
@@ -30,11 +31,7 @@ def student(teacher: Path, *words: str) -> Config:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The directory of a run that has a checkpoint."""
-    checkpoint = tmp_path / "moe" / "checkpoints" / "step-000003"
-    checkpoint.mkdir(parents=True)
-    (tmp_path / "moe" / "config.yaml").write_text(to_yaml(MOE))
-    (checkpoint / "state.json").write_text("{}")
-    return tmp_path / "moe"
+    return write_run(tmp_path / "moe", MOE)
 
 
 def test_a_run_and_its_checkpoint_have_the_architecture_of_the_run(run: Path) -> None:

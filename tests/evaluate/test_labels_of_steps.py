@@ -101,6 +101,29 @@ def test_continuations_label_steps(tmp_path: Path, more: list[str], first: float
     assert answers[0].labels == (first, 1.0, 1.0)
 
 
+def test_labels_are_compared_with_others_of_the_same_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the two steps before the last of two answers, a success of 0.25 is no right step: three are the verifier's."""
+    write_pool(tmp_path / "pool", PROBLEMS)
+    write_continued(
+        tmp_path / "continued", tmp_path / "pool", BEGUN | {"<think>1+2=3;3+3=6</think>": [0.0, 1.0, 0.0, 0.0]}
+    )
+    assert run(tmp_path)[0] == 0
+    (tmp_path / "steps.jsonl").rename(tmp_path / "verified.jsonl")
+    (tmp_path / "steps.report.json").unlink()
+    words = ("--continued", str(tmp_path / "continued"), "--compare")
+    code, _, report = run(tmp_path, *words, str(tmp_path / "verified.jsonl"))
+    assert (code, report["compared"]) == (0, {"file": str(tmp_path / "verified.jsonl"), "steps": 4, "agree": 0.75})
+    assert f"75.0% of 4 steps are as {tmp_path / 'verified.jsonl'} has them" in capsys.readouterr().out
+    for content, message in (("{}\n", "line 1 has no prompt, completion"), ("", "has no answer of several steps")):
+        other = tmp_path / "other.jsonl"
+        other.write_text(content)
+        (tmp_path / "steps.jsonl").unlink(missing_ok=True)
+        (tmp_path / "steps.report.json").unlink(missing_ok=True)
+        assert run(tmp_path, *words, str(other))[0] == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "steps.jsonl").exists()
+
+
 def test_continuations_of_another_pool_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_pool(tmp_path / "pool", PROBLEMS)
     write_pool(tmp_path / "other", {"1+2+3=?": PROBLEMS["1+2+3=?"][:2]})
@@ -136,6 +159,7 @@ def test_a_tokenizer_reads_what_is_continued_as_it_was_written(parts: list[str])
         (["--continued", "a", "b"], "--continued names 2 folders for 1 pools; name one for each"),
         (["--continued", "a", "--separators", ";"], "those of --continued are divided already"),
         (["--separators", "#"], "no sample has labels"),
+        (["--compare", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--also", "x.jsonl"], "--also adds rows that are learned, and --steps writes none"),
     ],
 )

@@ -8,6 +8,7 @@ from threading import Thread
 
 import pytest
 import torch
+from small_models import VOCABULARY
 from teaching_server import TeachingServer, logprob, teaching
 
 from grpo_mega.data.tokenizer import CharTokenizer
@@ -20,12 +21,22 @@ CHARS = CharTokenizer()
 
 @pytest.fixture
 def server() -> Iterator[TeachingServer]:
-    with teaching(CHARS.decode) as server:
+    with teaching(CHARS) as server:
         yield server
 
 
+def asking(url: str, seconds: float = 30, vocab_size: int = CHARS.vocab_size) -> TeacherServer:
+    return TeacherServer(url, seconds, vocab_size)
+
+
+def checked(server: TeacherServer, longest: int = 40) -> str:
+    return server.check(longest, CHARS.decode)
+
+
 def teacher(server: TeachingServer, topology: Topology) -> ServedTeacher:
-    return ServedTeacher(TeacherServer(f"{server.url}/", 30), "", topology)
+    """One with the tokens of `batch`."""
+    server.vocab_size = VOCABULARY
+    return ServedTeacher(asking(f"{server.url}/", vocab_size=VOCABULARY), "", topology)
 
 
 def test_every_masked_in_token_has_the_log_prob_that_the_server_gives_it(
@@ -72,7 +83,7 @@ def test_what_is_no_answer_of_sglang_s_is_named(
     with pytest.raises((RuntimeError, ValueError), match=said):
         teacher(server, topology).logprobs(batch.select([1]), 1.0)
     with pytest.raises(ValueError, match=said):
-        TeacherServer(server.url, 30).check(CHARS.vocab_size, CHARS.decode)
+        checked(asking(server.url))
 
 
 @pytest.mark.parametrize("wrong", ["null", "NaN"])
@@ -80,27 +91,57 @@ def test_a_token_without_a_finite_log_prob_is_an_error(server: TeachingServer, t
     value = None if wrong == "null" else float("nan")
     server.answer = {"meta_info": {"input_token_logprobs": [[None, 1, None], [value, 2, None]]}}
     with pytest.raises(ValueError, match="gives a token of a sample no log-prob, or one that is not finite"):
-        TeacherServer(server.url, 30).score([1, 2])
+        asking(server.url).score([1, 2])
 
 
 def test_models_are_told_apart_and_other_tokens_are_refused(server: TeachingServer, topology: Topology) -> None:
-    def checked() -> str:
-        return TeacherServer(server.url, 30).check(CHARS.vocab_size, CHARS.decode)
-
-    first = checked()
-    assert checked() == first
+    asked = asking(server.url)
+    first = checked(asked)
+    assert checked(asked) == first
     server.model = "models/Another"
-    assert checked() != first
+    assert checked(asked) != first
     server.decode = lambda ids: CHARS.decode(ids).replace("7", "?")
     with pytest.raises(ValueError, match=r"has other tokens than the policy: 14 is '.' there and '7' here"):
-        checked()
+        checked(asked)
+
+
+@pytest.mark.parametrize("longest", [2, 13, CHARS.vocab_size, 100])
+def test_it_is_asked_once_for_a_sequence_as_long_as_any_of_tokens_all_over_the_vocabulary(
+    server: TeachingServer, topology: Topology, longest: int
+) -> None:
+    checked(asking(server.url), longest)
+    (ids,) = server.asked
+    assert len(ids) == longest
+    assert (ids[0], ids[-1]) == (0, CHARS.vocab_size - 1)
+    assert longest < CHARS.vocab_size or set(ids) == set(range(CHARS.vocab_size))
+
+
+def test_a_server_of_shorter_sequences_or_fewer_tokens_is_refused(server: TeachingServer, topology: Topology) -> None:
+    server.failures = [400]
+    with pytest.raises(ValueError, match=r"status 400: .*context of at least 48 tokens, or lower model\.context"):
+        checked(asking(server.url))
+    one_more = CHARS.vocab_size + 1
+    with pytest.raises(ValueError, match=rf"answered with no log-probs.* have the policy's {one_more} tokens"):
+        checked(asking(server.url, vocab_size=one_more))
+
+
+def test_the_last_token_which_sglang_shows_as_another_has_its_log_prob_and_no_other_token_may_be_shown_so(
+    server: TeachingServer, topology: Topology
+) -> None:
+    last = CHARS.vocab_size - 1
+    assert asking(server.url).score([1, last, 5, last]) == [0.0, logprob(1, last), logprob(last, 5), logprob(5, last)]
+    server.vocab_size += 1  # now its own last token is one that the policy lacks
+    assert asking(server.url).score([1, last]) == [0.0, logprob(1, last)]
+    server.vocab_size -= 2
+    with pytest.raises(ValueError, match="answered with no log-probs"):
+        asking(server.url).score([1, last - 1])
 
 
 def test_where_nobody_answers_it_is_said(topology: Topology) -> None:
-    with teaching(CHARS.decode) as server:
+    with teaching(CHARS) as server:
         address = server.url
     with pytest.raises(ValueError, match=r"distill.teacher=http://127.* gave no answer .*is SGLang running there"):
-        TeacherServer(address, 5).check(CHARS.vocab_size, CHARS.decode)
+        checked(asking(address, 5))
 
 
 class NoHTTP(BaseRequestHandler):
@@ -116,5 +157,5 @@ def test_an_address_of_something_else_is_named(topology: Topology) -> None:
         Thread(target=server.serve_forever, daemon=True).start()
         for port in (server.server_address[1], "port"):
             with pytest.raises(ValueError, match=rf"distill.teacher=http://127.0.0.1:{port}: .* gave no answer"):
-                TeacherServer(f"http://127.0.0.1:{port}", 5).check(CHARS.vocab_size, CHARS.decode)
+                checked(asking(f"http://127.0.0.1:{port}", 5))
         server.shutdown()

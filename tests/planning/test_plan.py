@@ -509,6 +509,24 @@ def test_ppo_is_planned_with_its_critic(plans: dict[str, Any]) -> None:
     assert plans["tiny_ppo"]["checkpoint"] > 1.9 * plans["tiny"]["checkpoint"]
 
 
+@pytest.mark.long
+def test_ppo_at_671_billion_is_planned_with_its_critic_refused_and_told_what_would_fit(plans: dict[str, Any]) -> None:
+    """On the machines of R1-Zero; what is proposed fits, as planned, when it is asked for."""
+    done = command("r1zero_671b", "algorithm=ppo", "--json")
+    ppo, grpo = json.loads(done.stdout), plans["r1zero_671b"]
+    assert (done.returncode, ppo["fits"], grpo["fits"]) == (1, False, True)
+    for stage, lines in enumerate(ppo["memory"][:-1]):  # the last one has no output layer, and no prediction module
+        for kind in ("weights", "gradients", "optimizer"):
+            assert lines[f"critic, {kind}"] == lines[kind] == grpo["memory"][stage][kind]
+    assert ppo["checkpoint"] - grpo["checkpoint"] == pytest.approx(14 * 671e9, rel=0.01)
+    change = ppo["changes"][0]
+    words = [f"{name}={value}" for name, value in change["settings"].items()]
+    fitting = command("r1zero_671b", "algorithm=ppo", *words, "--json")
+    told = json.loads(fitting.stdout)
+    assert (fitting.returncode, told["fits"]) == (0, True)
+    assert max(sum(lines.values()) for lines in told["memory"]) == pytest.approx(change["bytes"], rel=0.01)
+
+
 def test_a_reward_model_is_planned_where_it_is_trained_and_where_it_scores(plans: dict[str, Any]) -> None:
     """Alone, with gradients, optimizer and no output layer; beside a policy with weights that no checkpoint holds."""
     alone, beside, policy = (plans[name] for name in ("tiny_reward_model", "tiny_scored", "tiny"))

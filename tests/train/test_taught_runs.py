@@ -111,7 +111,7 @@ def test_a_server_of_sglang_teaches_the_same_under_every_layout(tmp_path: Path) 
     """A run goes on where the server has moved to, and not with another model."""
     chars = CharTokenizer()
     words = [*STUDENT, *UPDATES, "run.steps=2"]
-    with teaching(chars.decode) as server:
+    with teaching(chars) as server:
         single = Job(tmp_path, [*words, f"distill.teacher={server.url}", "run.name=single"]).finish()
         assert single.code == 0, single
         split = [*words, f"distill.teacher={server.url}", "run.name=split", "layout=tp2_pp2"]
@@ -123,7 +123,7 @@ def test_a_server_of_sglang_teaches_the_same_under_every_layout(tmp_path: Path) 
         for name in ("distill/teacher_logprob", "distill/reverse_kl", "policy/grad_norm"):
             assert other[name] == pytest.approx(line[name], rel=1e-4)
     more = ["run.name=single", "run.steps=3"]
-    with teaching(chars.decode) as server:
+    with teaching(chars) as server:
         moved = Job(tmp_path, [*words, f"distill.teacher={server.url}", *more]).finish()
         assert (moved.code, len(numbers(tmp_path / "runs" / "single"))) == (0, 3), moved
         server.model = "models/Another"

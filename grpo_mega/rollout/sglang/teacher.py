@@ -21,14 +21,13 @@ import torch
 
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform.collectives import from_main_rank, succeed_together
+from grpo_mega.rollout.sglang.arguments import ROOM
 from grpo_mega.types import Batch
 
 AT_ONCE = 32
 """Concurrent requests of a rank; the server queues those of all ranks."""
 ATTEMPTS = 3
 """Number of times that an unanswered request is sent, in all."""
-PROBED = 256
-"""Number of tokens, evenly over the vocabulary, whose spelling is compared when a run starts."""
 SHOWN = 200
 """Characters of an answer shown in an error."""
 WITHOUT_PROXIES = build_opener(ProxyHandler({}))
@@ -76,18 +75,28 @@ class TeacherServer:
     Attributes:
         url: Address of the server, http://HOST:PORT.
         seconds: Time limit of a request.
+        vocab_size: Number of tokens that the policy samples from.
     """
 
     url: str
     seconds: float
+    vocab_size: int
 
-    def check(self, vocab_size: int, decode: Callable[[Sequence[int]], str]) -> str:
-        """Checks that the server has the policy's tokens; returns the identity of its model. Every rank must call it.
+    def check(self, longest: int, decode: Callable[[Sequence[int]], str]) -> str:
+        """Checks that the server can teach; returns the identity of its model. Every rank must call it.
+
+        It is asked for a sequence as long as the run's longest, of tokens evenly over the vocabulary, and their
+        spelling is compared.
+
+        Args:
+            longest: Number of tokens in the longest sequence of the run.
+            decode: Text of tokens by the policy's tokenizer, empty for one that it does not have.
 
         Raises:
-            ValueError: On every rank. There is no SGLang server, or its tokens differ; names the first one.
+            ValueError: On every rank. There is no SGLang server, it does not score sequences as long or not all tokens,
+                or its tokens differ; names the first one.
         """
-        asked = from_main_rank(lambda: self._introduced(vocab_size, decode))
+        asked = from_main_rank(lambda: self._introduced(longest, decode))
         if isinstance(asked, ValueError):
             raise asked
         return asked
@@ -104,24 +113,36 @@ class TeacherServer:
             raise ValueError(f"{self.url} gives a token of a sample no log-prob, or one that is not finite")
         return scores
 
-    def _introduced(self, vocab_size: int, decode: Callable[[Sequence[int]], str]) -> str | ValueError:
+    def _introduced(self, longest: int, decode: Callable[[Sequence[int]], str]) -> str | ValueError:
         """Identity of the server's model, or the error why it cannot be the teacher."""
+        last = self.vocab_size - 1
+        ids = [position * (last - 1) // max(1, longest - 2) for position in range(longest - 1)]
         try:
-            info = self._ask("/get_model_info", None)
-            ids = sorted({*range(0, vocab_size, max(1, vocab_size // PROBED)), vocab_size - 1})
-            for token, (_, _, text) in zip(ids, self._token_logprobs(ids, spelled=True), strict=True):
-                if str(text).strip() != (own := decode([token])).strip():  # some tokenizers drop spaces of lone tokens
-                    return ValueError(
-                        f"distill.teacher={self.url} has other tokens than the policy: {token} is {text!r} there and "
-                        f"{own!r} here; serve a model with the same tokens"
-                    )
-        except (ValueError, RuntimeError) as error:
+            info = self._ask("/model_info", None)
+            spelled = self._token_logprobs([*ids, last], spelled=True)
+        except RuntimeError as error:
             return ValueError(f"distill.teacher={self.url}: {error}")
+        except ValueError as error:
+            return ValueError(
+                f"distill.teacher={self.url}: {error}; it must be SGLang, have the policy's {self.vocab_size} tokens, "
+                f"and score sequences of model.context={longest}: start it with a context of at least {longest + ROOM} "
+                "tokens, or lower model.context"
+            )
+        for _, token, text in spelled:
+            if str(text).strip() != (own := decode([token])).strip():  # some tokenizers drop spaces of lone tokens
+                return ValueError(
+                    f"distill.teacher={self.url} has other tokens than the policy: {token} is {text!r} there and "
+                    f"{own!r} here; serve a model with the same tokens, and with its tokenizer"
+                )
         named = {name: info.get(name) for name in ("model_path", "weight_version")}
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
     def _token_logprobs(self, ids: list[int], spelled: bool) -> list[Any]:
-        """[log-prob, token id, text or null] of every token of a sequence."""
+        """[log-prob, token id, text or null] of every token of a sequence.
+
+        SGLang takes the last token of its model, and any beyond, for a placeholder of an image, and shows it as token
+        0. Its log-prob is that of the last token.
+        """
         asked = {
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -132,7 +153,9 @@ class TeacherServer:
         answer = self._ask("/generate", asked)
         try:
             found = answer["meta_info"]["input_token_logprobs"]
-            same = [one[1] for one in found] == ids
+            shown = [one[1] for one in found]
+            last = self.vocab_size - 1
+            same = shown == ids or shown == [0 if token == last else token for token in ids]
         except (KeyError, TypeError, IndexError):
             same = False
         if not same:
