@@ -50,7 +50,7 @@ from grpo_mega.platform.orphans import end_with_launcher
 from grpo_mega.platform.stop import SIGNALS, Stopped, StoppedByAlarm
 from grpo_mega.report.page import write_own_report
 from grpo_mega.reward.compose import Reward, build_reward
-from grpo_mega.reward.scorable import check_problems
+from grpo_mega.reward.scorable import check_curriculum, check_problems
 from grpo_mega.reward.truths import why_unreachable
 from grpo_mega.rollout.sglang.release import check_installed
 
@@ -144,6 +144,7 @@ def read(config: Config) -> tuple[Data | ExampleData, Reward | None]:
         return build_example_data(config), None
     data = build_data(config, partial(why_unreachable, config.reward.terms))
     check_problems(config.reward.terms, chain(data.problems, data.validation, data.test))
+    check_curriculum(config.data, config.reward, data.problems)
     return data, build_reward(config.reward, config.run.seed)
 
 

@@ -14,12 +14,12 @@ from grpo_mega.data.frontier import FrontierSource
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.labelled_steps import labelled_answers_of_files
 from grpo_mega.data.pairs import pairs_of_files
-from grpo_mega.data.problems import Unreachable
+from grpo_mega.data.problems import Problem, Unreachable
 from grpo_mega.data.source import PromptSource
-from grpo_mega.data.sources import read_stored, stream
+from grpo_mega.data.sources import Stored, read_stored, stream
 from grpo_mega.data.stops import stop_ids
 from grpo_mega.data.supervised import SupervisedRows, rows_of_file
-from grpo_mega.data.tasks import chain_sum, generated_task
+from grpo_mega.data.tasks import GeneratedTask, chain_sum, generated_task, training_set
 from grpo_mega.data.tasks.chain_sum import ChainSum
 from grpo_mega.data.tokenizer import Tokenizer, character_tokenizer
 from grpo_mega.types import Prompt, Row
@@ -34,7 +34,8 @@ class Data:
     validation: list[Prompt]
     test: list[Prompt]
     problems: Sequence[Prompt] = ()
-    """Stored problems that `train` draws from, source after source; empty for generated tasks."""
+    """Problems that `train` draws from in epochs, source after source; empty when new ones are generated without
+    end."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a completion."""
     supervised: SupervisedRows | None = None
@@ -111,12 +112,27 @@ def _generated(config: Config) -> Data:
         )
     terms = "" if data.task == "tiny_code" else f" terms={data.min_terms}..{data.max_terms}"
     languages = f" languages={'+'.join(data.languages)}" if data.languages else ""
-    identity = f"{data.task} seed={seed}{terms}{languages} held_out={data.validation_size}+{data.test_size}"
-    train = PromptSource(lambda k: task.problem(seed, k), identity)
+    problems_are = f"{terms}{languages} held_out={data.validation_size}+{data.test_size}"
     supervised = None
     if traces:  # config/rules/stages.py refuses supervised steps with any other task
+        identity = f"{data.task} seed={seed}{problems_are}"
         supervised = SupervisedRows(partial(_traces, config, chain_sum(data)), config.sft.steps, identity)
-    return Data(task.tokenizer, train, task.validation, task.test, supervised=supervised)
+    train, problems = _generated_training(config, task, problems_are)
+    return Data(task.tokenizer, train, task.validation, task.test, problems, supervised=supervised)
+
+
+def _generated_training(
+    config: Config, task: GeneratedTask, problems_are: str
+) -> tuple[PromptSource | FrontierSource, list[Prompt]]:
+    """The source of training prompts, and the problems that it draws in epochs; none if there is no end of them."""
+    data, seed = config.data, config.run.seed
+    if data.train_size is None:
+        return PromptSource(lambda k: task.problem(seed, k), f"{data.task} seed={seed}{problems_are}"), []
+    sets = training_set(task, data.train_size)
+    train = {name: [Problem(prompt, str(prompt.asked), name) for prompt in prompts] for name, prompts in sets.items()}
+    stored = Stored(train, task.validation, task.test, f"train_size={data.train_size}{problems_are}")
+    problems = [prompt for prompts in sets.values() for prompt in prompts]
+    return stream(stored, data, seed, config.reward.success), problems
 
 
 def _traces(config: Config, task: ChainSum, step: int) -> list[Row]:

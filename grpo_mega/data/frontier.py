@@ -22,13 +22,13 @@ class Rule:
     """Selects the problems that appear in every epoch.
 
     Attributes:
-        success: Reward term whose mean over a group is the problem's pass rate.
+        terms: Reward terms; the mean over a group of the first that its task has is the problem's pass rate.
         low: Lowest pass rate, inclusive.
         high: Highest pass rate, inclusive.
         revisit: Period, in epochs, of problems outside these bounds.
     """
 
-    success: str
+    terms: tuple[str, ...]
     low: float
     high: float
     revisit: int
@@ -86,10 +86,11 @@ class FrontierSource:
         return math.isnan(rate) or rule.low <= rate <= rule.high or (epoch + i) % rule.revisit == 0
 
     def learn(self, groups: Iterable[Group]) -> None:
-        """Updates the pass rate of each group's problem: the mean of the term over its scored answers."""
+        """Updates the pass rate of each group's problem: the mean of its task's term over its scored answers."""
         for group in groups:
             terms = [answer.score.terms for answer in group.answers]
-            passed = [of_one[self._rule.success] for of_one in terms if self._rule.success in of_one]
+            followed = next((name for name in self._rule.terms if any(name in of_one for of_one in terms)), "")
+            passed = [of_one[followed] for of_one in terms if followed in of_one]
             if passed:
                 source, i = self._index[group.prompt.id.rpartition("#")[0]]
                 self._rates[source][i] = math.fsum(passed) / len(passed)

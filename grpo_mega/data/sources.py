@@ -1,4 +1,4 @@
-"""Stored problems of one or several sources: read, split, checked for overlap, and mixed."""
+"""Stored problems of one or several sources: read, split, checked for overlap, and mixed in epochs."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def stream(stored: Stored, data: DataConfig, seed: int, success: str) -> PromptS
         stored: The problems.
         data: Mixture weights, difficulty columns, and the curriculum.
         seed: Seed of the order.
-        success: Reward term that a curriculum follows.
+        success: Reward term that a curriculum follows, unless `data.frontier_terms` names others.
     """
-    configured = sources_of(data)
+    configured = dict.fromkeys(stored.train, SourceConfig()) | sources_of(data)  # generated problems have no source
     problems = [_prompts(of_it) for of_it in stored.train.values()]
     weights = [configured[name].weight or len(of_it) for name, of_it in stored.train.items()]
     parts = shares(weights)
@@ -124,12 +124,13 @@ def stream(stored: Stored, data: DataConfig, seed: int, success: str) -> PromptS
         )
         for name, of_it in stored.train.items()
     ]
-    identity = f"jsonl seed={seed} {stored.identity}"
+    identity = f"{data.task} seed={seed} {stored.identity}"
     if len(problems) > 1:  # other weights would skip some problems and repeat others
         mixed = " ".join(f"{name}={part}" for name, part in zip(stored.train, parts, strict=True))
         identity = f"{identity} shares: {mixed}"
     if data.curriculum == "frontier":
-        rule = Rule(success, data.frontier_low, data.frontier_high, data.frontier_revisit)
+        terms = tuple(data.frontier_terms or [success])
+        rule = Rule(terms, data.frontier_low, data.frontier_high, data.frontier_revisit)
         return FrontierSource(problems, draws, next_source, rule, f"{identity} curriculum=frontier")
 
     return PromptSource(mixed_epochs(problems, draws, next_source), identity)

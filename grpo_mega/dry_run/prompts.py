@@ -17,6 +17,7 @@ from grpo_mega.data.stops import stop_ids
 from grpo_mega.data.supervised import rows_of_file
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
 from grpo_mega.dry_run.problems import Problems
+from grpo_mega.reward.scorable import check_curriculum
 from grpo_mega.reward.truths import why_unreachable
 from grpo_mega.types import Prompt
 
@@ -64,6 +65,7 @@ def read_data(config: Config, problems: Problems) -> Read:
     if data:
         for warning in data.warnings:
             print(f"warning: {warning}")
+        problems.attempt("data.curriculum", partial(check_curriculum, config.data, config.reward, data.problems))
         return Read(data.tokenizer, [*_once(data), *data.validation, *data.test])
     if config.data.tokenizer != "chars" and not os.path.exists(config.data.tokenizer):
         return Read(None, [])

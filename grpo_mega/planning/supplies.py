@@ -29,7 +29,7 @@ def exports_in_all(run: RunConfig) -> int:
 
 
 def problems_at_hand(config: Config) -> int | None:
-    """Training problems in the files that the run reads; None when they are generated, or not all of them are here.
+    """Training problems that come again in every epoch; None when there is no end of them, or not all files are here.
 
     Those that are held out of them are counted, too.
 
@@ -37,7 +37,7 @@ def problems_at_hand(config: Config) -> int | None:
         ValueError: A file that is here cannot be read.
     """
     if config.data.task != "jsonl":
-        return None
+        return config.data.train_size
     count = 0
     for source in sources_of(config.data).values():
         if source.reasoning_gym:

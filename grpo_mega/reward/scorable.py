@@ -1,4 +1,4 @@
-"""Checks before training which reward terms apply to a problem, and that they can score it."""
+"""Checks before training: which reward terms apply to a problem, can score it, and tell a curriculum its pass rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from grpo_mega.config.puzzles import check_installed
 from grpo_mega.config.rules.terms import read_options
-from grpo_mega.config.schema import RewardTerm
+from grpo_mega.config.schema import DataConfig, RewardConfig, RewardTerm
+from grpo_mega.config.schema.reward import LEARNED
 from grpo_mega.reward.answers import right_option
 from grpo_mega.reward.code import checked_tests
 from grpo_mega.reward.countdown import numbers_and_target
@@ -62,6 +63,34 @@ def check_problems(terms: Sequence[RewardTerm], prompts: Iterable[Prompt]) -> No
             )
     if wrong:
         raise ValueError(f"{len(wrong)} problems cannot be scored:\n  " + "\n  ".join([*wrong.values()][:SHOWN]))
+
+
+def check_curriculum(data: DataConfig, reward: RewardConfig, prompts: Iterable[Prompt]) -> None:
+    """Checks that a curriculum knows the pass rates of all training problems.
+
+    Raises:
+        ValueError: `data.curriculum` follows a term that the reward or the task of a problem does not have.
+    """
+    if data.curriculum == "none":
+        return
+    field = "data.frontier_terms" if data.frontier_terms else "reward.success"
+    followed = data.frontier_terms or [reward.success]
+    terms = {term.name: term for term in reward.terms}
+    if reward.model.path is not None:
+        terms[LEARNED] = RewardTerm(name=LEARNED)
+    for name in followed:
+        if name not in terms:
+            raise ValueError(
+                f"{field}: {name} is no term of the reward, and data.curriculum={data.curriculum} follows it; choose "
+                f"among {', '.join(terms)}"
+            )
+    for task, example in {prompt.task: prompt.id for prompt in prompts}.items():
+        if not any(has_task(terms[name], task) for name in followed):
+            raise ValueError(
+                f"problem {example!r} is of the task {task!r}, and {field} ({', '.join(followed)}) has no term of it, "
+                f"so data.curriculum={data.curriculum} cannot know its pass rate: name a term of every task in "
+                "data.frontier_terms"
+            )
 
 
 def why_not(term: RewardTerm, prompt: Prompt) -> str:

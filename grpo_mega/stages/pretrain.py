@@ -30,10 +30,13 @@ from grpo_mega.types import Row
 RECIPE = 2
 """Version in the cache's checksum; raise it when a change of the code below or of the documents changes the weights."""
 
+LATER = ("train_", "test_path", "curriculum", "frontier_")
+"""Beginnings of the names of data settings that are about what follows the base model."""
+
 
 def base_path(config: Config) -> Path:
     """Folder of the cached base model of this recipe, which has everything that determines the weights."""
-    data = {k: v for k, v in asdict(config.data).items() if not k.endswith("_path")}
+    data = {k: v for k, v in asdict(config.data).items() if not k.startswith(LATER)}
     base = {k: v for k, v in asdict(config.base).items() if k not in ("save_every", "max_steps")}
     recipe = [RECIPE, config.run.seed, base, asdict(config.model), data]
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()

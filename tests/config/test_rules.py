@@ -203,6 +203,12 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"data.task": "tiny_code", "data.tokenizer": "m"}, "data.tokenizer=m has no effect with data.task=tiny_code"),
     ({"data.task": "tiny_code", "data.train_path": "a"}, "data.train_path=a has no effect with data.task=tiny_code"),
     ({"data.task": "tiny_mixture", "data.curriculum": "frontier"}, "data.curriculum=frontier has no effect"),
+    ({"data.task": "tiny_mixture", "data.train_size": 1}, "data.train_size=1 must be at least 2"),
+    ({"data.train_size": 0}, "data.train_size=0: choose a value in"),
+    (
+        {"data.task": "jsonl", "data.train_path": "t", "base.train": False, "data.train_size": 9},
+        "data.train_size=9 has no effect with data.task=jsonl",
+    ),
     ({"data.task": "tiny_mixture", "data.min_terms": 9}, "data.min_terms=9 must be at most data.max_terms"),
     ({"data.task": "tiny_code", "sft.steps": 9}, "sft.steps=9 needs rows to learn, and data.task=tiny_code"),
     ({"data.template": "chat"}, "data.template='chat' has no effect with data.tokenizer=chars"),

@@ -29,7 +29,7 @@ from grpo_mega.types import Answer, Group, Prompt, Score
 def source(*sizes: int, revisit: int = 4, weights: Sequence[float] = (), identity: str = "x") -> FrontierSource:
     prompts = [[Prompt(f"{s}/{i}", (1,), str(i), str(i), str(s)) for i in range(n)] for s, n in enumerate(sizes)]
     draws = [shuffled_draws(n, f"0/{s}") for s, n in enumerate(sizes)]
-    rule = Rule("accuracy", 0.25, 0.75, revisit)
+    rule = Rule(("absent", "accuracy", "other"), 0.25, 0.75, revisit)
     return FrontierSource(prompts, draws, mixture(shares(weights or [1] * len(sizes))), rule, identity)
 
 

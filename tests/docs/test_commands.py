@@ -79,6 +79,7 @@ NOT_RUN = {
     "writes 10 MB; tests/reward/test_countdown.py makes fewer problems": ["python tools/countdown.py"],
     "needs reasoning-gym and a Hugging Face model": ["torchrun --standalone"],
     "ten runs of two minutes": ["python -m", "python -", "for seed"],
+    "ten runs of minutes and a base model": ["python -m", "for seed"],
     "needs a GPU": 3 * ["make gpu-smoke"] + ["python -m", "compute-sanitizer --tool"],
     "downloads a data set and a model": [
         ". .venv/bin/activate", "hf download", "hf download", "python -m", "torchrun --standalone",

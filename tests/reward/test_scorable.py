@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
-from grpo_mega.config.schema import RewardConfig, RewardTerm
+from grpo_mega.config.schema import DataConfig, RewardConfig, RewardModelConfig, RewardTerm
 from grpo_mega.reward.compose import build_reward
-from grpo_mega.reward.scorable import check_problems
+from grpo_mega.reward.scorable import check_curriculum, check_problems
 from grpo_mega.types import Prompt, Sample, Score
 
 TERMS = [RewardTerm("boxed", tasks=["sums"]), RewardTerm("exact", 2.0, tasks=["words", "names"]), RewardTerm("format")]
@@ -91,3 +92,30 @@ def test_problems_that_their_terms_can_score_pass():
         [*terms, RewardTerm("boxed", tasks=["sums"])], [Prompt("sums/1", (1,), "?", "Paris", "sums", options)]
     )
     check_problems([RewardTerm(kind="regex", options={"pattern": "a"})], [prompt("sums")])
+
+
+@pytest.mark.parametrize(
+    ("success", "followed", "words"),
+    [
+        ("boxed", ["boxed", "exact"], None),
+        ("format", [], None),  # a term of all tasks
+        ("boxed", ["boxed", "format"], None),
+        ("boxed", [], r"problem 'words/0' is of the task 'words', and reward.success \(boxed\) has no term of it"),
+        ("format", ["boxed"], r"'words/0' .* data.frontier_terms \(boxed\) .* name a term of every task in data.front"),
+        ("format", ["boxd"], "data.frontier_terms: boxd is no term of the reward.*choose among boxed, exact, format"),
+        ("format", ["model"], "data.frontier_terms: model is no term of the reward"),
+    ],
+)
+def test_a_curriculum_follows_a_term_of_every_task(success: str, followed: list[str], words: str | None) -> None:
+    data, reward = DataConfig(curriculum="frontier", frontier_terms=followed), RewardConfig(TERMS, success)
+    prompts = [prompt("sums"), prompt("words")]
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
+        check_curriculum(data, reward, prompts)
+    check_curriculum(replace(data, curriculum="none"), reward, prompts)
+
+
+def test_a_curriculum_may_follow_a_reward_model_alone() -> None:
+    reward, data = RewardConfig([], "model", model=RewardModelConfig(path="p")), DataConfig(curriculum="frontier")
+    check_curriculum(data, reward, [prompt("sums")])
+    with pytest.raises(ValueError, match=r"reward.success: accuracy is no term of the reward.*choose among model"):
+        check_curriculum(data, replace(reward, success="accuracy"), [prompt("sums")])

@@ -47,3 +47,10 @@ def test_a_run_that_continues_has_the_prompts_of_one_that_did_not_stop(tmp_path:
     assert len(rates) > 15
     assert len({*rates}) > 2
     assert sum(one["positions"]) > 40  # some were left out
+
+
+def test_a_curriculum_that_cannot_know_a_tasks_pass_rate_is_refused(tmp_path: Path) -> None:
+    words = ["experiment=tiny_mixture", "layout=single", "data.train_size=8", "data.curriculum=frontier"]
+    ended = Job(tmp_path, [*words, "data.frontier_terms=[]"]).finish()
+    assert ended.code == 2
+    assert "is of the task 'tiny_code', and reward.success (accuracy) has no term of it" in ended.stderr

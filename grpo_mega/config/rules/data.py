@@ -33,8 +33,15 @@ def data_problems(config: Config) -> Iterator[str]:
         yield f"data.tokenizer={data.tokenizer} has no effect with data.task={data.task}; set it to chars"
     if data.tokenizer == "chars" and data.parse_special:
         yield "data.parse_special=true has no effect with data.tokenizer=chars; set data.parse_special=false"
-    if data.curriculum != "none" and data.task in GENERATED_TASKS:
-        yield f"data.curriculum={data.curriculum} has no effect with data.task={data.task}, whose problems never repeat"
+    if data.train_size is not None and data.task not in GENERATED_TASKS:
+        yield f"data.train_size={data.train_size} has no effect with data.task={data.task}; set data.train_size=null"
+    if data.train_size == 1 and data.task == "tiny_mixture":
+        yield "data.train_size=1 must be at least 2 with data.task=tiny_mixture, one problem of each of its tasks"
+    if data.curriculum != "none" and data.task in GENERATED_TASKS and data.train_size is None:
+        yield (
+            f"data.curriculum={data.curriculum} has no effect with data.task={data.task}, whose problems never repeat; "
+            "give data.train_size, the number of problems that do"
+        )
     if not data.frontier_low <= data.frontier_high:
         yield (
             f"data.frontier_low={data.frontier_low} must be at most data.frontier_high={data.frontier_high}; lower it, "

@@ -95,6 +95,9 @@ class DataConfig:
     test_size: Annotated[int, Interval("[1, inf)")] = 400
     """Number of held-out problems for the reported accuracy: generated, or for jsonl without test_path held out of the
     training problems of all sources."""
+    train_size: Annotated[int | None, Interval("[1, inf)")] = None
+    """chain_sum, tiny_code, tiny_mixture (half of each task): number of different training problems, which come again
+    in every epoch and are the same for every run.seed; null: new problems without end."""
     train_path: str | None = None
     """jsonl: training problems as a single source, one {"prompt": ..., "answer": ...} a row, optional "id" and
     "task"."""
@@ -104,15 +107,18 @@ class DataConfig:
     shared_test_problems: Annotated[int, Interval("[0, inf)")] = 0
     """jsonl: number of problems of a test file that may also be trained on; more are refused, with their ids."""
     curriculum: Annotated[str, OneOf("none", "frontier")] = "none"
-    """jsonl: none (every epoch has all problems) or frontier (problems that are always or never solved appear only in
-    every data.frontier_revisit-th epoch)."""
+    """none (every epoch has all problems) or frontier (problems that are always or never solved appear only in every
+    data.frontier_revisit-th epoch); for jsonl, and for generated problems with train_size."""
     frontier_low: Annotated[float, Interval("(-inf, inf)")] = 0.1
-    """frontier: lowest pass rate, inclusive, of a problem that appears in every epoch: the mean of reward.success over
-    its latest group."""
+    """frontier: lowest pass rate, inclusive, of a problem that appears in every epoch: the mean over its latest group
+    of reward.success, or of its task's term among frontier_terms."""
     frontier_high: Annotated[float, Interval("(-inf, inf)")] = 0.9
     """frontier: highest pass rate, inclusive, of a problem that appears in every epoch."""
     frontier_revisit: Annotated[int, Interval("[2, inf)")] = 4
     """frontier: problems with another pass rate appear once in this many epochs."""
+    frontier_terms: list[str] = field(default_factory=list)
+    """frontier: names of reward terms, for tasks with rewards of their own: a problem's pass rate is that of the first
+    of these that applies to its task. Empty: reward.success for every task."""
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     """jsonl: instead of train_path and test_path, any number of sources by name, for example
     data.sources.gsm8k.path=FILE."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from grpo_mega.config.schema import DataConfig
-from grpo_mega.data.tasks.chain_sum import ChainSum
+from grpo_mega.data.tasks.chain_sum import SPLIT_SEED, ChainSum
 from grpo_mega.data.tasks.tiny_code import TinyCode
 from grpo_mega.data.tasks.tiny_mixture import TinyMixture
 from grpo_mega.data.tokenizer import CharTokenizer, character_tokenizer
 from grpo_mega.types import Prompt
+
+TRIES = 20
+"""Problems drawn for each one that is wanted, before a task counts as exhausted."""
 
 
 class GeneratedTask(Protocol):
@@ -73,3 +76,33 @@ def generated_task(data: DataConfig) -> GeneratedTask:
     if data.task == "tiny_code":
         return TinyCode(character_tokenizer(data), data.validation_size, data.test_size)
     return TinyMixture(character_tokenizer(data), data.min_terms, data.max_terms, data.validation_size, data.test_size)
+
+
+def training_set(task: GeneratedTask, size: int) -> dict[str, list[Prompt]]:
+    """{task: different training problems} of a run with `data.train_size=size`, the same for every seed of a run.
+
+    A mixture has half of each of its tasks; an odd number has one more sum.
+
+    Raises:
+        ValueError: A task has fewer problems.
+    """
+    if isinstance(task, TinyMixture):
+        sets = [_different(task.sums, -(-size // 2)), _different(task.programs, size // 2)]
+    else:
+        sets = [_different(task, size)]
+    return {problems[0].task: problems for problems in sets}
+
+
+def _different(task: GeneratedTask, size: int) -> list[Prompt]:
+    """The first `size` different training problems of a task."""
+    found: dict[str, Prompt] = {}
+    for k in range(TRIES * size):
+        prompt = task.problem(SPLIT_SEED, k)
+        found.setdefault(prompt.text, prompt)
+        if len(found) == size:
+            return [*found.values()]
+    name = next(iter(found.values())).task
+    raise ValueError(
+        f"data.train_size wants {size} training problems of {name}, but {TRIES * size} of them have only {len(found)} "
+        "that differ; lower data.train_size, or set it to null for problems without end"
+    )
