@@ -17,13 +17,11 @@ from grpo_mega.config.attention import attention_on_gpu
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import REWARD_MODELS, Config
 from grpo_mega.models.schedule import cells_per_token
+from grpo_mega.planning.lines import OTHERS
 from grpo_mega.rehearsal.spec import RankSpec, balanced, check_lengths, skewed
 
-OTHERS = ("libraries", "engine, asleep")
-"""The planner's lines for what is on a GPU beside the trainer's tensors."""
 AT_WORK = ("activations kept", "one layer, saved", "one layer, at work", "output layer")
-"""Those for what comes and goes within a step; the rest is held."""
-AFTERWARDS = "exports, beyond these"
+"""The planner's lines for what comes and goes within a step; the rest is held."""
 UNSEEN = 508 * 2**20
 """Bytes that nvidia-smi counts and CUDA does not: an H100 has 81,559 MiB for one and 81,051 for the other."""
 
@@ -142,11 +140,6 @@ def specs(
                     capacity=int(planned["capacity"]) - UNSEEN,
                     taken=int(sum(lines[name] for name in OTHERS)),
                 )
-
-
-def planned_bytes(lines: Mapping[str, float]) -> float:
-    """What the planner expects of the trainer's tensors in a step, of one stage's lines."""
-    return sum(size for name, size in lines.items() if name not in (*OTHERS, AFTERWARDS))
 
 
 def _check_kind(config: Config) -> None:

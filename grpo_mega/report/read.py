@@ -16,6 +16,7 @@ from grpo_mega.observe.alarm_log import ALARMS_FILE
 from grpo_mega.observe.experts import EXPERTS
 from grpo_mega.observe.lanes import Lanes, lanes
 from grpo_mega.observe.metrics import METRICS
+from grpo_mega.observe.prediction import PLANNED
 from grpo_mega.observe.summary import SUMMARY
 from grpo_mega.observe.trace_files import ranks_of, read_traces, steps_of
 from grpo_mega.observe.waterfall import Waterfall, waterfall
@@ -89,6 +90,7 @@ class RunData:
         waterfall: Where the time of its traced steps goes; None without a trace.
         lanes: What its ranks did in the newest of these steps; None without a trace.
         experts: The lines of experts.jsonl.
+        planned: What planned.json has of some steps, as planned and as measured; {} where nothing was compared.
     """
 
     path: Path
@@ -104,6 +106,7 @@ class RunData:
     waterfall: Waterfall | None = None
     lanes: Lanes | None = None
     experts: list[Record] = field(default_factory=list)
+    planned: Record = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -131,6 +134,8 @@ def read_run(path: Path) -> RunData:
     run.samples = _samples(run, "step")
     run.followed = _samples(run, FOLLOWED)
     run.experts = _lines(run, EXPERTS)
+    if (path / PLANNED).is_file():
+        run.planned = _read_object(run, PLANNED, "")
     run.waterfall, run.lanes = _traced(path)
     if not run.samples.files and _writes_samples(run.config):
         run.missing.append("samples/: no answers were recorded")

@@ -20,10 +20,11 @@ from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig
 from grpo_mega.models.schedule import cells_per_token
+from grpo_mega.planning.lines import of_the_trainer
 from grpo_mega.rehearsal import job
 from grpo_mega.rehearsal.curve import curve_of
 from grpo_mega.rehearsal.device import Books, frame_in_words
-from grpo_mega.rehearsal.job import Environment, NoEnvironment, planned_bytes, specs
+from grpo_mega.rehearsal.job import Environment, NoEnvironment, specs
 from grpo_mega.rehearsal.picture import draw
 from grpo_mega.rehearsal.show import against_plan
 from grpo_mega.rehearsal.spec import RankSpec, balanced, skewed
@@ -52,7 +53,7 @@ def test_a_gpu_has_what_cuda_shows_and_libraries_and_engines_have_their_part(con
     assert (spec.rank, spec.lengths, spec.sequences) == (511, (33000, 8000), "given")
     assert spec.capacity == 81_051 * 2**20
     assert spec.taken == 16e9
-    assert planned_bytes(LINES) == 3e9
+    assert of_the_trainer(LINES) == 3e9
     assert RankSpec.from_json(spec.to_json()) == spec
 
 
