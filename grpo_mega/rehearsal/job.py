@@ -148,21 +148,11 @@ def _check_kind(config: Config) -> None:
             f"{config.run.name} names no GPUs (cluster.gpu_memory_mib is null): give cluster=h100, or choose an "
             "experiment that has some"
         )
-    others = {
-        f"run.trains={config.run.trains}": config.run.trains in REWARD_MODELS,
-        f"algorithm.advantage_baseline={config.algorithm.advantage_baseline}": (
-            config.algorithm.advantage_baseline == "critic"
-        ),
-        f"distill.teacher={config.distill.teacher}": config.distill.teacher is not None,
-        f"reward.model.path={config.reward.model.path}": config.reward.model.path is not None,
-        f"layout.vpp={config.layout.vpp}": config.layout.vpp > 1,
-    }
-    for setting, cannot in others.items():
-        if cannot:
-            raise ConfigError(
-                f"{setting}: a rehearsal has one policy, perhaps with a reference, in stages that are not interleaved; "
-                "tools/plan.py computes what this one needs"
-            )
+    if config.run.trains in REWARD_MODELS:
+        raise ConfigError(
+            f"run.trains={config.run.trains}: a rehearsal is of a run that trains a policy; tools/plan.py computes "
+            "what this one needs"
+        )
 
 
 def _number(rank: str, world_size: int) -> int:

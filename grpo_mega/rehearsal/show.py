@@ -32,11 +32,11 @@ def show(measured: dict[str, Any], lines: Mapping[str, float]) -> None:
         f"{max(sizes):,} tokens ({measured['sequences']}), "
         f"{'with' if measured['transformer_engine'] else 'without'} Transformer Engine"
     )
-    columns = ("GB: held", "peak", "reserved", "launches", "TFLOP", "waits", "pageable MB", "seconds")
+    columns = ("GB: held", "peak", "reserved", "of host", "launches", "TFLOP", "waits", "pageable MB", "seconds")
     _row("", columns)
     for phase in measured["phases"]:
         pageable = phase["to_device_pageable"] + phase["to_host_pageable"]
-        memory = [f"{phase[name] / 1e9:.1f}" for name in ("allocated", "peak_allocated", "peak_reserved")]
+        memory = [f"{phase[name] / 1e9:.1f}" for name in ("allocated", "peak_allocated", "peak_reserved", "host")]
         counts = [f"{phase['launches']:,}", f"{phase['flops'] / 1e12:,.1f}", f"{phase['waits']:,}"]
         _row(phase["name"], [*memory, *counts, f"{pageable / 1e6:.1f}", f"{phase['seconds']:.1f}"])
     _show_busiest(measured["phases"])
