@@ -73,9 +73,10 @@ train: $(READY)
 r1-tiny: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tools/recipe.py run r1_tiny $(ARGS)
 
-# A file's tests stay in one process: what they share is made once.
+# A file's tests stay in one process: what they share is made once. Files keep the order of tests/conftest.py, while xdist
+# alone would begin with those of the most tests, and end with single tests of a minute.
 test: $(READY) slurm
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not long' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not long' -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: test $(LONG_ROOMS:%=test-%) test-rooms test-sglang
 

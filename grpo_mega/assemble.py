@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from grpo_mega.colocation.turns import Turns
-from grpo_mega.config.load import identity, to_yaml
+from grpo_mega.config.load import identity, to_yaml, words
 from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.convert.of_run import Exports
@@ -51,7 +52,7 @@ from grpo_mega.observe.run_dir import RunDir, open_run_dir
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform import Platform, memory_gb
 from grpo_mega.platform.clock import shared_clock
-from grpo_mega.platform.collectives import from_main_rank
+from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
 from grpo_mega.platform.trace import Process, Trace, recording
 from grpo_mega.reward.compose import Reward
 from grpo_mega.rollout.embedded import EmbeddedEngine
@@ -85,6 +86,7 @@ class Ground:
         vocab_size: Number of tokens that the models score.
         platform, topology: Platform and topology of this process.
         recorder, timer: Recorder and phase timer of the run.
+        remarks: Lines that the run introduces itself with, after its own.
     """
 
     config: Config
@@ -94,11 +96,16 @@ class Ground:
     topology: Topology
     recorder: Recorder
     timer: PhaseTimer
+    remarks: Sequence[str]
 
 
 @contextmanager
 def assemble(
-    config: Config, platform: Platform, data: Data | ExampleData, reward: Reward | None = None
+    config: Config,
+    platform: Platform,
+    data: Data | ExampleData,
+    reward: Reward | None = None,
+    remarks: Sequence[str] = (),
 ) -> Iterator[Run]:
     """Context with a run that is ready to `execute`, resumed from its directory if that has a checkpoint.
 
@@ -107,6 +114,7 @@ def assemble(
         platform: Device and backend of this process.
         data: Examples for a run that trains a reward model, otherwise problems.
         reward: Scores answers to problems.
+        remarks: Lines that the run introduces itself with, after its own.
 
     Raises:
         ValueError: The layout, the run directory or its checkpoints cannot be used.
@@ -115,7 +123,7 @@ def assemble(
     taught = _check_teacher(config, data.tokenizer)
     served = _check_served(config, data.tokenizer)
     preferred = find_reward_model(config, data.tokenizer)
-    with _ground(config, platform, data) as ground:
+    with _ground(config, platform, data, remarks) as ground:
         if isinstance(data, ExampleData):
             yield _reward_model_run(ground, data)
             return
@@ -126,7 +134,7 @@ def assemble(
 
 
 @contextmanager
-def _ground(config: Config, platform: Platform, data: Data | ExampleData) -> Iterator[Ground]:
+def _ground(config: Config, platform: Platform, data: Data | ExampleData, remarks: Sequence[str]) -> Iterator[Ground]:
     """Context that opens the run directory and creates the process groups; closes and destroys them at its end."""
     path = Path(config.run.root) / config.run.name
     vocab_size = vocabulary(config.model, data.tokenizer)
@@ -142,7 +150,7 @@ def _ground(config: Config, platform: Platform, data: Data | ExampleData) -> Ite
     try:
         with recording(_trace(config, path, platform, topology)):
             timer = PhaseTimer(Heartbeat(), recorder.phase)
-            yield Ground(config, path, vocab_size, platform, topology, recorder, timer)
+            yield Ground(config, path, vocab_size, platform, topology, recorder, timer, remarks)
             leave_layout()
     finally:
         recorder.close()
@@ -168,7 +176,7 @@ def _reward_model_run(ground: Ground, data: ExampleData) -> Run:
     stage: ScalarTraining[Any] = kind(config, model, data.examples)
     tested = f", {len(data.examples.test)} {stage.noun}s held out" if data.examples.test else ""
     size = f"{config.pairs.batch_size} {stage.noun}s per step, {data.examples.steps} steps{tested}"
-    recorder.start([_size_in_words(config, model), size])
+    recorder.start([_size_in_words(config, model), size, *ground.remarks], _where(ground.platform))
     run = Run(config, model, [stage], recorder, ground.timer)
     if not run.resume():
         load_first_body(config, model)
@@ -198,7 +206,7 @@ def _policy_run(
         if preferred:
             scorer, learned = learned_reward(config, preferred, ground.topology, ground.platform, decode)
         own_teacher = _teacher(ground, *taught) if taught else None
-    ground.recorder.start(_introduction(config, policy))
+    ground.recorder.start([*_introduction(config, policy), *ground.remarks], _where(ground.platform))
     if config.cluster.gpu:  # otherwise nothing says what to expect
         ground.recorder.compare(_prediction(ground, data))
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
@@ -367,7 +375,7 @@ def _open_run_dir(path: Path, config: Config) -> RunDir | None:
 
     def refusal() -> tuple[type[Exception], str] | None:
         try:
-            opened.append(open_run_dir(path, to_yaml(config), identity=identity(config)))
+            opened.append(open_run_dir(path, to_yaml(config), identity=identity(config), words=words()))
         except ValueError as error:
             return ValueError, str(error)
         except OSError as error:
@@ -403,4 +411,13 @@ def _size_in_words(config: Config, model: Model) -> str:
     sizes = {"dp": topology.dp_size} | {name: getattr(layout, name) for name in names}
     arranged = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
     kernel = "" if model.attention == "padded" else f", layout.attention={model.attention}"
-    return f"{model.parameters():,} parameters on {topology.world_size} processes: {arranged}{kernel}"
+    processes = f"{topology.world_size} process{'es' if topology.world_size > 1 else ''}"
+    return f"{model.parameters():,} parameters on {processes}: {arranged}{kernel}"
+
+
+def _where(platform: Platform) -> str:
+    """The machines of the run and what they compute with, in words; every rank must call it."""
+    hosts = [*dict.fromkeys(from_all_ranks(socket.gethostname))]
+    device = torch.cuda.get_device_name(platform.device) if platform.device.type == "cuda" else "CPU"
+    named = hosts[0] if len(hosts) == 1 else f"{len(hosts)} machines, the first {hosts[0]}"
+    return f"on {named} ({device})"

@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,8 @@ def draft(options: argparse.Namespace) -> Draft:
         Setting("optimizer.lr", 1e-6),
         Setting("optimizer.warmup_steps", 5),
     ]
-    chosen = {"model": "from_folder", "data": option, "algorithm": "grpo"}
+    layout = "single" if options.cluster else "auto"  # which `fit_layout` completes
+    chosen = {"model": "from_folder", "layout": layout, "data": option, "algorithm": "grpo"}
     if ":" in options.reward:
         term = options.reward.rpartition(":")[2]
         settings.append(Setting("reward.terms", [{"name": term, "weight": 1.0, "function": options.reward}]))
@@ -189,18 +190,16 @@ def fit_layout(made: Draft, config: Config) -> None:
     Raises:
         ConfigError: No layout fits, even with the smallest micro-batch that holds a sequence.
     """
+    from grpo_mega.planning.choice import smaller_batches
     from grpo_mega.planning.search import differing, propose
 
-    smaller, least = config, config.model.context
-    while True:
+    for smaller in smaller_batches(config):
         try:
             fitting = propose(smaller)
             break
         except ConfigError:
-            if smaller.layout.micro_batch_tokens == least:
+            if smaller.layout.micro_batch_tokens <= config.model.context:
                 raise
-            half = max(least, smaller.layout.micro_batch_tokens // 2)
-            smaller = replace(smaller, layout=replace(smaller.layout, micro_batch_tokens=half))
     for name, value in differing(config, fitting):
         made.settings = [setting for setting in made.settings if setting.name != name]
         made.settings.append(Setting(name, value))

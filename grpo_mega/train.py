@@ -41,6 +41,7 @@ from grpo_mega.config.load import config_dir, explained, load, prepare
 from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import REWARD_MODELS, Config
 from grpo_mega.data import Data, ExampleData, build_data, build_example_data
+from grpo_mega.data.tokenizer import vocabulary
 from grpo_mega.observe.heartbeat import mark_failed
 from grpo_mega.observe.leave import ALARMED, FAILED, STOPPED, leave, refuse
 from grpo_mega.platform.collectives import succeed_together
@@ -107,8 +108,13 @@ def train(config: Config) -> None:
     platform.join_processes(started, config.cluster.timeout_seconds)
     # Megatron may be imported only after the platform is prepared.
     from grpo_mega.assemble import assemble
+    from grpo_mega.planning.choice import choose_together
 
-    with assemble(config, started, data, reward) as run:
+    remarks = []
+    if config.layout.undecided:
+        chosen = choose_together(config, started, vocabulary(config.model, data.tokenizer))
+        config, remarks = chosen.config, [chosen.why]
+    with assemble(config, started, data, reward, remarks) as run:
         try:
             run.execute()
         except Stopped:

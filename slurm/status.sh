@@ -32,9 +32,17 @@ fi
 job=$(readlink -f "$run/slurm/latest")
 attempt=$(find "$job" -maxdepth 1 -name 'restart-*-attempt-*' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2)
 
+# The panel of the run, or of the stage in progress of a recipe, by the code and the interpreter of the job.
+panel() (
+    stage=$(grep -oP ' stage=\K\S+' "$run/slurm/status")
+    # shellcheck source=/dev/null
+    . "$attempt/environment" && "${HOST_PYTHON:-python3}" -P -m grpo_mega.observe.status "$run${stage:+/$stage}"
+)
+
 cat "$run/slurm/status"
-# The newest row of the run's table, what it has done since, and its newest alarms, as its main rank prints them.
-grep -hE '^(after )?step [0-9]+/[0-9]+: ' "$attempt/rank-0000.log" 2>/dev/null | tail -n 1
+# Where that is not possible, such as with an interpreter that has no rich: the newest row of the run's table, as its main
+# rank prints it. Then the newest alarms.
+panel 2>/dev/null || grep -hE '^(after )?step [0-9]+/[0-9]+: ' "$attempt/rank-0000.log" 2>/dev/null | tail -n 1
 grep -hE '^ *[0-9]+  (ALARM|alarm) ' "$attempt/rank-0000.log" 2>/dev/null | tail -n 3
 [[ ! -f $run/slurm/stages ]] || cat "$run/slurm/stages" # a recipe: as it was when the stage in progress began
 squeue --noheader --job="${job##*-}" --format='in the queue: %T, nodes %N, ends %e, %r' 2>/dev/null

@@ -8,21 +8,29 @@ what torch and the other modules below read of the environment as they are impor
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
 import site
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-# What most programs import sooner or later, nothing of Megatron: that reads the machine when it is imported.
+# What most programs import sooner or later, nothing of Megatron: that reads the machine when it is imported. The first
+# optimizer of a process imports torch's compiler, which takes a second.
 import hydra  # noqa: F401
+import psutil  # noqa: F401
+import rich.console  # noqa: F401
+import torch._dynamo
+import torch.distributed._tensor
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.export
+import torch.utils.cpp_extension
 import torch.utils.tensorboard  # noqa: F401
 from transformers import AutoTokenizer  # noqa: F401
 
@@ -73,7 +81,13 @@ def _become(words: list[str], folder: str, environment: dict[str, str], output: 
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.exit(code)
+        # As forks of multiprocessing end: Python would take a second to take down all that is imported here.
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            if not stream.closed:
+                stream.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "new": GROUND | {"data", "reward", "planning"},
     "dry_run": GROUND | {"data", "models", "weights", "checkpoint", "rollout", "reward", "observe", "planning"},
     "report": GROUND | {"observe"},
-    "train": GROUND | {"data", "reward", "rollout", "observe", "assemble", "dry_run", "report"},
+    "train": GROUND | {"data", "reward", "rollout", "observe", "planning", "assemble", "dry_run", "report"},
 }
 """A room is a folder or a file of `grpo_mega`, or the kernels."""
 

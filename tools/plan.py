@@ -18,7 +18,8 @@ With `cluster.gpu` a third table shows the seconds of a step by phase, and the G
 `--explain` prints each formula with its numbers.
 
 `--search` ranks the layouts that fit the machines of `cluster.*` by the seconds of a step
-(grpo_mega/planning/search.py), and prints the settings that make them; `--propose` plans the first of these.
+(grpo_mega/planning/search.py), and prints the settings that make them; `--propose` plans the first of these. With
+`layout=auto`, what a run has that names no layout, the one that the job would choose is planned.
 
 Exit code: 0 the run fits (or the GPUs' memory is unknown), 1 it does not, 2 the settings cannot run.
 """
@@ -30,6 +31,7 @@ import json
 import os
 import sys
 import warnings
+from dataclasses import replace
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # models built here must not be on a GPU
 
@@ -85,16 +87,21 @@ def print_layouts(config: Config, options: argparse.Namespace) -> int:
 def print_plan(config: Config, options: argparse.Namespace) -> int:
     """Plans and prints; returns the exit code. Raises ValueError when the settings cannot run."""
     from grpo_mega.planning.advice import changes_that_fit
+    from grpo_mega.planning.choice import choose, machines_ahead
     from grpo_mega.planning.explain import explain
     from grpo_mega.planning.hours import hours
-    from grpo_mega.planning.plan import plan
+    from grpo_mega.planning.plan import plan, vocabulary
     from grpo_mega.planning.search import differing, propose
     from grpo_mega.planning.show import as_words, show, show_changes
     from grpo_mega.planning.show_hours import show_hours
     from grpo_mega.planning.time import Assumed
 
     assumed = Assumed(options.answer_tokens, options.prompt_tokens)
-    proposed = propose(config, assumed) if options.propose else config
+    proposed, why = propose(config, assumed) if options.propose else config, ""
+    if proposed.layout.undecided:
+        machines = machines_ahead(config.cluster)
+        chosen = choose(config, vocabulary(config), machines)
+        proposed, why = replace(chosen.config, cluster=machines), chosen.why
     planned = plan(proposed)
     planned["time"] = hours(proposed, planned, assumed)
     needs = [planned["fits"], planned["engine"] and planned["engine"]["fits"], planned["host_fits"]]
@@ -106,6 +113,8 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
         return TOO_BIG if False in needs else FITS
     if options.propose:
         print("proposed:", as_words(planned["settings"]) or "the layout that is set", end="\n\n")
+    if why:
+        print(why, end="\n\n")
     show(planned)
     show_changes(planned["changes"])
     if planned["time"]:

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega.config.huggingface.architecture import model_settings
+from grpo_mega.config.recorded import begun, container
 from grpo_mega.config.rules.problems import ConfigError
 
 OPTION = "from_folder"
@@ -51,7 +52,7 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
     register({}, {"tokenizer": _FOLDER})
     try:
         first = compose("config", [*words], return_hydra_config=True)
-        run, chosen = _container(first.run), first.hydra.runtime.choices.model
+        run, chosen = container(first.run), first.hydra.runtime.choices.model
         longest = OmegaConf.select(first, "model.context") or first.layout.micro_batch_tokens
         tokenizer = OmegaConf.select(first, "data.tokenizer")
         unused = first.base.train
@@ -68,10 +69,10 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
             f"run.init_from={origin} is no Hugging Face folder (no config.json), and no model is chosen; name such a "
             "folder, or choose the model: model=NAME, or an experiment"
         )
-    recorded = _recorded(run)
-    model = recorded.get("model") or (model_settings(folder, longest) if chosen == OPTION else {})
+    before = _began_with(run)
+    model = before.get("model") or (model_settings(folder, longest) if chosen == OPTION else {})
     register(
-        model if chosen == OPTION else {}, _data(folder, recorded, Path(str(tokenizer)) == folder) if is_model else {}
+        model if chosen == OPTION else {}, _data(folder, before, Path(str(tokenizer)) == folder) if is_model else {}
     )
     return None
 
@@ -89,11 +90,11 @@ def _without_hydra(composed: DictConfig) -> DictConfig:
     return composed
 
 
-def _data(folder: Path, recorded: dict[str, Any], is_its_tokenizer: bool) -> dict[str, Any]:
+def _data(folder: Path, before: dict[str, Any], is_its_tokenizer: bool) -> dict[str, Any]:
     if not is_its_tokenizer or not any((folder / name).is_file() for name in TOKENIZER):
         return {}
-    if Path(recorded.get("data", {}).get("tokenizer", "")) == folder:
-        return {name: recorded["data"][name] for name in ("tokenizer", "template")}
+    if Path(before.get("data", {}).get("tokenizer", "")) == folder:
+        return {name: before["data"][name] for name in ("tokenizer", "template")}
     return {"tokenizer": _FOLDER} | ({"template": "chat"} if has_chat_template(folder) else {})
 
 
@@ -107,21 +108,7 @@ def has_chat_template(folder: Path) -> bool:
         return False
 
 
-def _recorded(run: dict[str, Any]) -> dict[str, Any]:
+def _began_with(run: dict[str, Any]) -> dict[str, Any]:
     """Content of the config.yaml of a run with checkpoints that started from the same folder; else empty."""
-    path = Path(str(run.get("root"))) / str(run.get("name"))
-    checkpoints = path / "checkpoints"
-    if not checkpoints.is_dir() or all(entry.name.startswith(".") for entry in checkpoints.iterdir()):
-        return {}
-    try:
-        found = _container(OmegaConf.load(path / "config.yaml"))
-    except Exception:  # whatever is wrong with it, run.json has the identity
-        return {}
+    found = begun(str(run.get("root")), str(run.get("name")))
     return found if found.get("run", {}).get("init_from") == run["init_from"] else {}
-
-
-def _container(node: Any) -> dict[str, Any]:
-    assert isinstance(node, DictConfig)
-    found = OmegaConf.to_container(node, resolve=True)
-    assert isinstance(found, dict)
-    return {str(key): value for key, value in found.items()}

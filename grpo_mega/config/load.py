@@ -13,12 +13,14 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from grpo_mega.config.from_folder import use_folder
+from grpo_mega.config.recorded import recorded
 from grpo_mega.config.rules import ConfigError, check_complete, check_config
 from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig
 
@@ -107,6 +109,10 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
     _fill_unasked(typed)
     check_complete(typed)
     config = cast(Config, OmegaConf.to_object(typed))
+    if config.layout.undecided:
+        before = recorded(config.run.root, config.run.name)
+        if before.get("layout", {}).get("chosen_for"):  # with the optimizer, which must stay when the run goes on
+            config.optimizer.distributed |= before["optimizer"]["distributed"]
     if checked:
         check_config(config)
     return config
@@ -252,6 +258,11 @@ def settings(node: Any = Config, prefix: str = "") -> Iterator[str]:
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML, with every field."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def words() -> list[str]:
+    """The words of which hydra's command line has made the configuration, such as "experiment=tiny"; else none."""
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
 def identity(config: Config) -> dict[str, object]:

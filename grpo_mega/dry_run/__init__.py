@@ -22,7 +22,7 @@ from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_config, check_layout
 from grpo_mega.config.schema import Config
 from grpo_mega.dry_run.answers import show_rewards
-from grpo_mega.dry_run.machine import check_readable, check_run_directory, planned, show_plan
+from grpo_mega.dry_run.machine import check_readable, check_run_directory, laid_out, planned, show_plan
 from grpo_mega.dry_run.origin import check_distillation, check_learned_reward, check_origin
 from grpo_mega.dry_run.problems import Problems
 from grpo_mega.dry_run.prompts import read_data, show_prompts
@@ -99,6 +99,9 @@ def _check(config: Config, processes: int | None, problems: Problems) -> Config:
     show_prompts(config, data, problems)
     show_rewards(config, data, problems)
     vocab_size = data.vocab_size(config.model, problems)
+    if config.layout.undecided and valid and vocab_size:
+        laid = problems.attempt("the layout", partial(laid_out, config, vocab_size, processes))
+        config, valid = laid or config, laid is not None
     problems.attempt("run.init_from", lambda: check_origin(config, vocab_size, problems))
     problems.attempt("distill.teacher", lambda: check_distillation(config, data.tokenizer))
     problems.attempt("reward.model.path", lambda: check_learned_reward(config, data.tokenizer))

@@ -54,6 +54,24 @@ def _existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
+def laid_out(config: Config, vocab_size: int, processes: int | None) -> Config:
+    """The configuration with the layout that the job will choose, on the machines that it is chosen for; says which.
+
+    Raises:
+        ConfigError: No layout can be used.
+        ImportError: torch or Megatron is not installed here.
+    """
+    platform.start_planning()
+    from grpo_mega.planning.choice import choose, machines_ahead
+
+    machines = machines_ahead(config.cluster, processes)
+    chosen = choose(config, vocab_size, machines)
+    print(f"\n{chosen.why}")
+    if machines.gpu_memory_mib is None:
+        print("on GPUs the job goes by their memory; cluster=h100 shows its choice there")
+    return replace(chosen.config, cluster=machines)
+
+
 def planned(config: Config, vocab_size: int, processes: int | None) -> dict[str, Any]:
     """Plan of the run (`planning/plan.py`), for `processes` or the number in the configuration.
 

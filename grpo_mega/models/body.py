@@ -148,6 +148,7 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         persist_layer_norm=False,
         **fused_options(model, _activation(model), platform.transformer_engine),
         **eight_bit_options(layout, platform),
+        **_initial_values(platform),
     )
     if model.moe.experts:
         common |= _moe_options(model.moe, model.layers, platform)
@@ -171,6 +172,17 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         **_yarn_options(model.yarn),
         **common,
     )
+
+
+def _initial_values(platform: Platform) -> dict[str, Any]:
+    """On the meta device none: tensors have no values there, and to draw them takes longer than to build the rest."""
+    if platform.device.type != "meta":
+        return {}
+
+    def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    return dict(init_method=as_it_is, output_layer_init_method=as_it_is)
 
 
 def _activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:

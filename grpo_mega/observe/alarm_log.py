@@ -49,8 +49,8 @@ class AlarmLog:
             if not is_held_out(line):
                 self._state.after(line["step"], {name: x for name, x in line.items() if name != "step"})
         said = {alarm["name"]: alarm for alarm in self.summary() if alarm["cleared"] is None}
-        risen = [{**record, "step": resume_from_step} for name, record in self.up.items() if name not in said]
-        self.changed = [*risen, *(over(resume_from_step, name) for name in said if name not in self.up)]
+        rose = [{**record, "step": resume_from_step} for name, record in self.up.items() if name not in said]
+        self.changed = [*rose, *(over(resume_from_step, name) for name in said if name not in self.up)]
         self._write(self.changed)
 
     @property
@@ -65,16 +65,8 @@ class AlarmLog:
         return records
 
     def summary(self) -> list[dict[str, Any]]:
-        """Each rise as {"name", "step", "cleared"}, where "cleared" is the step with which it was over, or None."""
-        risen: list[dict[str, Any]] = []
-        for record in read_metrics(self._path) if self._path.exists() else ():
-            if not record.get("cleared"):
-                risen.append({"name": record["name"], "step": record["step"], "cleared": None})
-                continue
-            for alarm in risen:
-                if alarm["name"] == record["name"] and alarm["cleared"] is None:
-                    alarm["cleared"] = record["step"]
-        return risen
+        """Each rise so far; see `risen`."""
+        return risen(self._path)
 
     def _write(self, records: Sequence[dict[str, Any]]) -> None:
         """Appends records; they are on disk when a checkpoint of their step is."""
@@ -84,6 +76,20 @@ class AlarmLog:
             file.writelines(json.dumps(record) + "\n" for record in records)
             file.flush()
             os.fsync(file.fileno())
+
+
+def risen(file: Path) -> list[dict[str, Any]]:
+    """Each rise in an alarms.jsonl, if it is there, as {"name", "step", "cleared"}, where "cleared" is the step with
+    which it was over, or None."""
+    found: list[dict[str, Any]] = []
+    for record in read_metrics(file) if file.exists() else ():
+        if not record.get("cleared"):
+            found.append({"name": record["name"], "step": record["step"], "cleared": None})
+            continue
+        for alarm in found:
+            if alarm["name"] == record["name"] and alarm["cleared"] is None:
+                alarm["cleared"] = record["step"]
+    return found
 
 
 class AlarmState:

@@ -63,9 +63,9 @@ class Console:
         self._progress = Progress(self._printable(name), total_steps)
         self._out: LivePanel | Lines = (LivePanel if live else Lines)(stream, self._progress, columns)
 
-    def start(self, lines: list[str]) -> None:
-        """Prints the name of the run and lines that describe it, before the first step."""
-        self._print(f"grpo_mega  {self._name}")
+    def start(self, lines: list[str], where: str = "") -> None:
+        """Prints the name of the run, where it is, and lines that describe it, before the first step."""
+        self._print(f"grpo_mega  {self._name}{where and '  '}{where}")
         for line in lines:
             self._print(f"  {line}")
         self._print("")
@@ -85,6 +85,10 @@ class Console:
     def count(self, step: int, metrics: dict[str, float]) -> None:
         """A finished step that the table has no row for, such as one of an earlier stage."""
         self._progress.finish(step, metrics)
+        self._out.remember(metrics)
+
+    def remember(self, metrics: dict[str, float]) -> None:
+        """Numbers that are of no step, such as held-out results, for the panel."""
         self._out.remember(metrics)
 
     def phase(self, name: str) -> None:

@@ -5,7 +5,7 @@
 
 is one line. A step that takes longer than a minute says so once a minute, and what it does:
 
-    after step 10/80: generate for 3:00, 1:12:05 elapsed
+    after step 10/80: generate for 3:00, 1:12:05 elapsed, 8:20:00 left
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ class Lines:
         samples = f", {done}/{needed} samples" if needed else ""
         of = f" of {progress.stage}" if progress.stage else ""
         lasts = clock(progress.phase_seconds)
+        left = f", {progress.left} {'at most' if progress.stage else 'left'}" if progress.left else ""
         self.print(
             f"after step {progress.step}/{progress.total}{of}: {progress.phase} for {lasts}{samples}, "
-            f"{progress.elapsed} elapsed"
+            f"{progress.elapsed} elapsed{left}"
         )
 
     def alarms(self, up: Sequence[str]) -> None:

@@ -5,12 +5,46 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import fmean, median
 
 from grpo_mega.observe.columns import SECONDS, clock
 
 RECENT = 20
 """Steps, and occurrences of a phase, that the time left is read off."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run is at a moment, as the panel shows it.
+
+    Attributes:
+        name: The run's.
+        stage: The stage that runs; empty for the last one.
+        step: Its finished steps.
+        total: Steps that it takes, at most; None where that is not known.
+        elapsed: The time of the run so far, in words.
+        left: The time that the stage's steps will take yet, in words; empty where that is not known.
+        phase: What it does now; empty between phases.
+        phase_seconds: The time that the phase has taken in this step.
+        phase_share: How much of the phase is done, from 0 to 1; None where that is not known.
+        phase_left: Seconds that the phase will take yet; None where that is not known.
+        samples: Samples of the phase that are there, and that it needs; (0, 0) for a phase without.
+        state: How it ended or when it was last heard of, in words; empty while that is plain to see.
+    """
+
+    name: str
+    stage: str
+    step: int
+    total: int | None
+    elapsed: str
+    left: str
+    phase: str = ""
+    phase_seconds: float = 0.0
+    phase_share: float | None = None
+    phase_left: float | None = None
+    samples: tuple[int, int] = (0, 0)
+    state: str = ""
 
 
 class Progress:
@@ -62,6 +96,14 @@ class Progress:
         if self.phase:
             self._spent[self.phase] = self._spent.get(self.phase, 0.0) + now - self._since
         self._since = now
+
+    @property
+    def standing(self) -> Standing:
+        """All of it, now."""
+        return Standing(
+            self.name, self.stage, self.step, self.total, self.elapsed, self.left, self.phase, self.phase_seconds,
+            self.phase_share, self.phase_left, self.samples,
+        )  # fmt: skip
 
     @property
     def elapsed(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from grpo_mega.observe.alarm_log import AlarmLog
 from grpo_mega.observe.background_report import BackgroundReport
 from grpo_mega.observe.columns import TABLE, Column
 from grpo_mega.observe.console import Console
-from grpo_mega.observe.experts import ExpertLog, Loads
+from grpo_mega.observe.experts import EXPERTS, ExpertLog, Loads
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, MetricsLog, read_metrics
 from grpo_mega.observe.prediction import Prediction
 from grpo_mega.observe.prometheus import write_prometheus
@@ -48,13 +48,14 @@ class Recorder:
         self.trackers: Trackers | None = None
         self.prediction: Prediction | None = None
         self._unexposed = False
+        self._unwritten = set[str]()
         self._limits = limits or AlarmsConfig()
         self._report = BackgroundReport(path)
 
-    def start(self, lines: list[str]) -> None:
-        """Says what is about to run."""
+    def start(self, lines: list[str], where: str) -> None:
+        """Says what is about to run, and on which machines."""
         if self.console:
-            self.console.start(lines)
+            self.console.start(lines, f"{where}, in {self.path}")
 
     def compare(self, prediction: Prediction) -> None:
         """Compares the first steps of the last stage with their plan."""
@@ -106,8 +107,8 @@ class Recorder:
         if self.console is None or self.metrics is None:
             return
         self.metrics.write(step, metrics)
-        if self.experts and loads:
-            self.experts.write(step, loads)
+        if experts := self.experts:
+            self._try(EXPERTS, lambda: experts.write(step, loads or {}))
         if self.trackers:
             self.trackers.check()
         self._expose(step, metrics)
@@ -136,7 +137,7 @@ class Recorder:
             self.console.count(step, metrics)
             return
         if shown:
-            write_samples(self.path, step, shown)
+            self._try("samples/", lambda: write_samples(self.path, step, shown))
         self.console.step(step, metrics)
         if self.console.shows_samples(step):
             for chosen, record in telling(shown):
@@ -154,11 +155,14 @@ class Recorder:
         """Results on validation or held-out problems; the latter get a line of metrics of their own. Records of the
         answers to problems that are followed, if there are any, go into samples/."""
         if followed and self.console:
-            write_samples(self.path, step, followed, "followed")
+            self._try("samples/", lambda: write_samples(self.path, step, followed, "followed"))
         if self.console:
             self.console.evaluation(step, split, {n: x for n, x in metrics.items() if "/" not in n})  # without tasks
         if split == "held-out" and self.metrics:
-            self.metrics.write(step, {f"{HELD_OUT}{name}": value for name, value in metrics.items()})
+            held_out = {f"{HELD_OUT}{name}": value for name, value in metrics.items()}
+            self.metrics.write(step, held_out)
+            if self.console:
+                self.console.remember(held_out)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Writes summary.json and curves.png, and says what was achieved and where it lies."""
@@ -174,10 +178,13 @@ class Recorder:
 
         self.metrics.close()
         write_summary(self.path, summary)
-        plot_curves(read_metrics(self.path / METRICS), self.path / "curves.png", self.run.name)
-        self.console.finish(summary, self.path)
-        if summary["status"] == "completed":
+        self.console.phase("curves")
+        lines, curves = read_metrics(self.path / METRICS), self.path / "curves.png"
+        self._try("curves.png", lambda: plot_curves(lines, curves, self.run.name))
+        if self.trackers and summary["status"] == "completed":
+            self.console.phase("trackers")  # which may take their time: the last words come after them
             self._finish_trackers(SECONDS_AT_THE_END)
+        self.console.finish(summary, self.path)
 
     def close(self) -> None:
         """Leaves the terminal clean, the files complete and the trackers with all there is, whatever happened."""
@@ -189,6 +196,16 @@ class Recorder:
         if self.metrics:
             self.metrics.close()
         self._finish_trackers(SECONDS_AFTER_A_STOP)
+
+    def _try(self, what: str, write: Callable[[], object]) -> None:
+        """Writes something that the run does not need. Where that fails, as without permission or room, it goes on: a
+        warning says so, once of each."""
+        try:
+            write()
+        except OSError as error:
+            if what not in self._unwritten:
+                self._unwritten.add(what)
+                logger.warning("%s: %s is not written: %s; the run goes on without it", self.path, what, error)
 
     def _finish_trackers(self, seconds: float) -> None:
         if self.trackers:

@@ -1,6 +1,6 @@
 """The run directory: one experiment, one live process.
 
-    runs/NAME/  config.yaml  run.json  run.lock  metrics.jsonl  samples/  checkpoints/  tensorboard/  logs/
+    runs/NAME/  config.yaml  words.json  run.json  run.lock  metrics.jsonl  samples/  checkpoints/  tensorboard/  logs/
                 trace/  flight/  profile/  trackers/
                 pretrain.jsonl  sft.jsonl  alarms.jsonl  experts.jsonl  planned.json  summary.json  curves.png
                 report.html  slurm/
@@ -17,7 +17,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ from grpo_mega.platform.files import write_atomic
 
 IDENTITY = "run.json"
 CONFIG = "config.yaml"
+WORDS = "words.json"
+"""The words of the command that started the run, newest start: its preset, and what differs from that."""
 LOCK = "run.lock"
 LAUNCHER = "slurm"
 """The launcher's folder: code and logs of jobs, which exists before the run begins."""
@@ -67,7 +69,7 @@ def _uncreatable_is_bad_input() -> Iterator[None]:
 
 
 @_uncreatable_is_bad_input()
-def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any]) -> RunDir:
+def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any], words: Sequence[str] = ()) -> RunDir:
     """Creates the run directory or re-opens the one of the same experiment. Called on rank 0 only, before any logging.
 
     A directory without results goes to the experiment that asks; one whose `run.json` is lost is adopted when its
@@ -77,6 +79,7 @@ def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any]) -> R
         path: The directory, `run.root`/`run.name`.
         config_yaml: The resolved configuration, a YAML object, written to config.yaml.
         identity: Dotted key to value (as JSON knows them) of everything that must not change between starts.
+        words: Those of the command, written to words.json.
 
     Raises:
         ValueError: The path is not a run directory, holds another experiment (each differing key is listed with both
@@ -89,6 +92,7 @@ def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any]) -> R
     try:
         _claim(path, identity)
         write_atomic(path / CONFIG, config_yaml)
+        write_atomic(path / WORDS, json.dumps([*words]) + "\n")
         for folder in FOLDERS:
             (path / folder).mkdir(exist_ok=True)
     except BaseException:

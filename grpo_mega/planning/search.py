@@ -6,7 +6,7 @@ milliseconds. The first that fits is then built and planned exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -104,7 +104,7 @@ def _first(config: Config, assumed: Assumed, found: list[Candidate]) -> tuple[Ca
     limit, gpus = limit_of(config), _gpus(config)
     for candidate in [candidate for candidate in found if candidate.bytes <= limit][:TRIED]:
         planned = plan(candidate.config)
-        if planned["fits"] and (best := _with_engine(candidate.config, assumed)):
+        if planned["fits"] and (best := with_engine(candidate.config, assumed)):
             return candidate, best
     if not found:
         raise ConfigError(f"{gpus} GPUs cannot be arranged for this model in any layout; change cluster.nodes")
@@ -115,8 +115,12 @@ def _first(config: Config, assumed: Assumed, found: list[Candidate]) -> tuple[Ca
     )
 
 
-def ranked(config: Config, assumed: Assumed) -> list[Candidate]:
+def ranked(
+    config: Config, assumed: Assumed, recompute: Sequence[str] = RECOMPUTE, distributed: bool | None = None
+) -> list[Candidate]:
     """Every layout that the rules allow for this model on these GPUs, the fastest first, whether it fits or not.
+
+    `recompute` and `distributed` are those of `candidates`.
 
     Raises:
         ConfigError: The GPUs' memory is not given.
@@ -126,7 +130,7 @@ def ranked(config: Config, assumed: Assumed) -> list[Candidate]:
     algorithm, longest = config.algorithm, config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens
     answers = answer_lengths(algorithm.prompts_per_step * algorithm.group_size, assumed.mean(config, longest), longest)
     found = []
-    for candidate in candidates(config):
+    for candidate in candidates(config, recompute, distributed):
         roles = roles_about(candidate, machines.gpus)
         size = max(
             sum(memory(candidate, roles, number, vocabulary(config)).values()) for number in range(candidate.layout.pp)
@@ -135,14 +139,20 @@ def ranked(config: Config, assumed: Assumed) -> list[Candidate]:
     return sorted(found, key=lambda candidate: candidate.seconds)
 
 
-def candidates(config: Config) -> Iterator[Config]:
-    """The configuration with each layout that the rules allow for this model on these GPUs."""
+def candidates(
+    config: Config, recompute: Sequence[str] = RECOMPUTE, distributed: bool | None = None
+) -> Iterator[Config]:
+    """The configuration with each layout that the rules allow for this model on these GPUs.
+
+    Each has one kind of `recompute`, and `optimizer.distributed` as given, with None where several replicas share the
+    optimizer's state.
+    """
     config = replace(config, cluster=replace(config.cluster, nodes=config.cluster.nodes or 1))
     teacher, preferred = read_teacher(config), read_reward_model(config)
     gpus = _gpus(config)
     experts = config.model.moe.experts or (teacher is not None and teacher.model.moe.experts)
     inside = [size for size in SIZES if size <= config.cluster.gpus_per_node]
-    for tp, pp, cp, ep, recompute in product(inside, SIZES, SIZES, SIZES if experts else [1], RECOMPUTE):
+    for tp, pp, cp, ep, kind in product(inside, SIZES, SIZES, SIZES if experts else [1], recompute):
         if gpus % (tp * pp * cp) or gpus // pp % ep:
             continue
         last = config.model.layers - (pp - 1) * -(-config.model.layers // pp)
@@ -150,12 +160,13 @@ def candidates(config: Config) -> Iterator[Config]:
             continue
         uneven = last if config.model.layers % pp else None
         layout = replace(
-            config.layout, tp=tp, pp=pp, cp=cp, ep=ep, sp=tp > 1, recompute=recompute, vpp=1, etp=1,
+            config.layout, auto=False, tp=tp, pp=pp, cp=cp, ep=ep, sp=tp > 1, recompute=kind, vpp=1, etp=1,
             first_stage_layers=None, last_stage_layers=uneven,
         )  # fmt: skip
-        several = gpus > tp * pp  # replicas, which share the optimizer's state
+        several = gpus > tp * pp  # replicas
+        shared = several if distributed is None else distributed
         candidate = replace(config, layout=layout)
-        candidate.optimizer = replace(config.optimizer, distributed=several, overlap=several)
+        candidate.optimizer = replace(config.optimizer, distributed=shared, overlap=several)
         if is_allowed(candidate, gpus, teacher, preferred):
             yield candidate
 
@@ -194,28 +205,7 @@ def roles_about(config: Config, gpus: int) -> list[Role]:
     return with_reward_model(roles, own, preferred)
 
 
-def limit_of(config: Config) -> float:
-    """Bytes of a GPU that may be planned. Raises ConfigError when its memory is not given."""
-    if config.cluster.gpu_memory_mib is None:
-        raise ConfigError("cluster.gpu_memory_mib is not set, and a layout is to fit it; give it, or cluster=h100")
-    return MAY_BE_PLANNED * config.cluster.gpu_memory_mib * 2**20
-
-
-def differing(config: Config, other: Config) -> list[tuple[str, Any]]:
-    """The (dotted name, value) of each setting in which the `other` configuration differs."""
-
-    def leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
-        if isinstance(node, dict):
-            for key, child in node.items():
-                yield from leaves(child, f"{name}.{key}".lstrip("."))
-        else:
-            yield name, node
-
-    before = dict(leaves(asdict(config), ""))
-    return [(name, value) for name, value in leaves(asdict(other), "") if before.get(name) != value]
-
-
-def _with_engine(config: Config, assumed: Assumed) -> Config | None:
+def with_engine(config: Config, assumed: Assumed) -> Config | None:
     """The configuration with the engines that fit and generate fastest; None when none do.
 
     Larger ones than a machine are tried only if the run has them already.
@@ -237,6 +227,27 @@ def _with_engine(config: Config, assumed: Assumed) -> Config | None:
         pushed = hand_over_phases(other, vocab_size, machines, roles)
         found.append((phase.seconds + sum(each.seconds for each in pushed), size, other))
     return min(found, key=lambda each: each[:2])[2] if found else None
+
+
+def limit_of(config: Config) -> float:
+    """Bytes of a GPU that may be planned. Raises ConfigError when its memory is not given."""
+    if config.cluster.gpu_memory_mib is None:
+        raise ConfigError("cluster.gpu_memory_mib is not set, and a layout is to fit it; give it, or cluster=h100")
+    return MAY_BE_PLANNED * config.cluster.gpu_memory_mib * 2**20
+
+
+def differing(config: Config, other: Config) -> list[tuple[str, Any]]:
+    """The (dotted name, value) of each setting in which the `other` configuration differs."""
+
+    def leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(node, dict):
+            for key, child in node.items():
+                yield from leaves(child, f"{name}.{key}".lstrip("."))
+        else:
+            yield name, node
+
+    before = dict(leaves(asdict(config), ""))
+    return [(name, value) for name, value in leaves(asdict(other), "") if before.get(name) != value]
 
 
 def _valid(config: Config) -> bool:

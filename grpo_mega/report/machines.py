@@ -32,6 +32,7 @@ def turns(run: RunData) -> Packed | None:
         "most_gb": _short(most),
         "lanes": [_lane(lane, names, found) for lane in found.lanes],
         "left_out": sum(lane.left_out for lane in found.lanes),
+        "ranks": run.traced,
         "shared": _shares_devices(run),
     }
 
@@ -76,20 +77,26 @@ def planned(run: RunData) -> Packed | None:
 
 def experts(run: RunData, cells: int = CELLS) -> Packed | None:
     """The load of each expert, over the average one of its layer, in steps that are evenly spread: `cells` numbers at
-    most. None of a dense model, and where one step has more. Lines of another shape than the last are left out."""
+    most, and no step where one has more. None of a dense model. Lines of another shape than the last are left out, and
+    counted."""
+    if not run.experts:
+        return None
     lines = [(int(record["step"]), loads) for record in run.experts if (loads := _loads(record)) is not None]
     layers = {layer: len(own) for layer, own in lines[-1][1].items()} if lines else {}
-    if not 0 < sum(layers.values()) <= cells:
-        return None
     alike = [(step, loads) for step, loads in lines if {layer: len(own) for layer, own in loads.items()} == layers]
-    count = min(len(alike), min(MOST_STEPS, cells // sum(layers.values())))
+    each = sum(layers.values())
+    count = min(len(alike), MOST_STEPS, cells // max(each, 1))
     chosen = [alike[index * (len(alike) - 1) // max(count - 1, 1)] for index in range(count)]
     if count == 1:
         chosen = alike[-1:]
+    shown = layers if chosen else {}
     return {
         "steps": [step for step, _ in chosen],
         "recorded": len(alike),
-        "layers": [{"layer": layer, "loads": _over_steps(layer, size, chosen)} for layer, size in layers.items()],
+        "others": len(run.experts) - len(alike),
+        "each": each,
+        "room": cells,
+        "layers": [{"layer": layer, "loads": _over_steps(layer, size, chosen)} for layer, size in shown.items()],
     }
 
 

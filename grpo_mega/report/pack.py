@@ -142,7 +142,7 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
     """What was run: layout, size, versions."""
     stopped_by = run.summary.get("stopped_by")
     status = f"stopped by the alarm {stopped_by}" if stopped_by else str(run.summary.get("status", "not complete"))
-    facts = [("Status", status)]
+    facts = [("Status", status), *_preset(run.words), ("Stages", words.chain(run))]
     model = [f"{words.setting(run.config, f'model.{name}')} {name}" for name in ("layers", "hidden")]
     if run.config:
         facts.append(("Model", ", ".join(text for text in model if not text.startswith("None"))))
@@ -157,6 +157,15 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
     if isinstance(versions, dict):
         facts.append(("Versions", ", ".join(f"{name} {value}" for name, value in versions.items())))
     return facts
+
+
+def _preset(command: Sequence[str] | None) -> list[tuple[str, str]]:
+    """The preset that the words of the command name, and what differs from it; nothing where they are not known."""
+    if command is None:
+        return []
+    names = [word.partition("=")[2] for word in command if word.startswith("experiment=")]
+    others = " ".join(word for word in command if not word.startswith("experiment="))
+    return [("Preset", names[-1] if names else "none"), ("Other than the preset", _cut(others) or "nothing")]
 
 
 _SIZES = ("tp", "pp", "cp", "ep", "etp", "dp")
@@ -321,7 +330,7 @@ def _time(run: RunData) -> Packed:
     for start in range(0, len(steps), max(1, length)):
         own = steps[start : start + length]
         seconds = [sum(metrics[step].get(f"time/{phase}", 0.0) for step in own) / len(own) for phase in phases]
-        bars.append({"first": own[0], "last": own[-1], "seconds": _short(seconds)})
+        bars.append({"first": own[0], "last": own[-1], "steps": len(own), "seconds": _short(seconds)})
     return {
         "words": words.time_words(phases, run.config, traced=run.waterfall is not None),
         "phases": phases,
@@ -337,5 +346,6 @@ def _traced(run: RunData) -> Packed | None:
     if found is None:
         return None
     parts = [{"name": part.name, "seconds": part.seconds, "share": part.share} for part in found.parts]
-    about = f"Steps {found.steps[0]} to {found.steps[-1]}, {found.ranks} ranks traced; medians over the steps."
+    of = f" of {run.traced}, evenly spread" if found.ranks < run.traced else ""
+    about = f"Steps {found.steps[0]} to {found.steps[-1]}, {found.ranks} ranks traced{of}; medians over the steps."
     return {"words": found.words, "about": about, "parts": parts}

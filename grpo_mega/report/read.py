@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,8 +19,6 @@ from grpo_mega.observe.prediction import PLANNED
 from grpo_mega.observe.summary import SUMMARY
 from grpo_mega.observe.trace_files import ranks_of, read_traces, steps_of
 from grpo_mega.observe.waterfall import Waterfall, waterfall
-
-logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 Metrics = dict[int, dict[str, float]]
@@ -89,8 +86,10 @@ class RunData:
         damaged: What cannot be read, each as "FILE:LINE: why".
         waterfall: Where the time of its traced steps goes; None without a trace.
         lanes: What its ranks did in the newest of these steps; None without a trace.
+        traced: How many ranks have left a trace, of which at most `TRACED_RANKS` were read.
         experts: The lines of experts.jsonl.
         planned: What planned.json has of some steps, as planned and as measured; {} where nothing was compared.
+        words: Those of the command that started it; None where they are not known.
     """
 
     path: Path
@@ -105,6 +104,8 @@ class RunData:
     damaged: list[str] = field(default_factory=list)
     waterfall: Waterfall | None = None
     lanes: Lanes | None = None
+    traced: int = 0
+    words: list[str] | None = None
     experts: list[Record] = field(default_factory=list)
     planned: Record = field(default_factory=dict)
 
@@ -125,27 +126,32 @@ def read_run(path: Path) -> RunData:
         raise ValueError(f"{path} is no run directory ({what}): name a folder such as runs/tiny")
     run = RunData(path)
     run.config = _read_object(run, "config.yaml", "which settings the run had is not known")
+    run.words = _words(run)
     run.summary = _read_object(run, SUMMARY, "the run is still going, or was stopped before its end")
     if not (path / METRICS).is_file():
         run.missing.append(f"{METRICS}: no step of the last stage has been recorded")
     run.metrics = _metrics(run, METRICS)
     run.stages = {name: _metrics(run, f"{name}.jsonl") for name in STAGES if (path / f"{name}.jsonl").is_file()}
-    run.alarms = [record for record in _lines(run, ALARMS_FILE) if _is_alarm(record)]
+    alarms = _lines(run, ALARMS_FILE)
+    run.alarms = [record for record in alarms if _is_alarm(record)]
+    if strange := len(alarms) - len(run.alarms):
+        run.damaged.append(f"{path / ALARMS_FILE}: {strange} without a name or a step, left out")
     run.samples = _samples(run, "step")
     run.followed = _samples(run, FOLLOWED)
     run.experts = _lines(run, EXPERTS)
     if (path / PLANNED).is_file():
         run.planned = _read_object(run, PLANNED, "")
-    run.waterfall, run.lanes = _traced(path)
+    run.waterfall, run.lanes = _traced(run)
     if not run.samples.files and _writes_samples(run.config):
         run.missing.append("samples/: no answers were recorded")
     return run
 
 
-def _traced(path: Path) -> tuple[Waterfall | None, Lanes | None]:
+def _traced(run: RunData) -> tuple[Waterfall | None, Lanes | None]:
     """Where the time of the newest `TRACED_STEPS` traced steps goes, and what happened in the newest `LANE_STEPS` of
     them, on up to `TRACED_RANKS` ranks, evenly spread over those there are."""
-    ranks = ranks_of(path)
+    path, ranks = run.path, ranks_of(run.path)
+    run.traced = len(ranks)
     chosen = ranks[:: -(-len(ranks) // TRACED_RANKS)] if ranks else []
     try:
         traces = read_traces(path, chosen) if chosen else []
@@ -155,7 +161,7 @@ def _traced(path: Path) -> tuple[Waterfall | None, Lanes | None]:
         after = newest + 1
         return waterfall(traces, range(after - TRACED_STEPS, after)), lanes(traces, range(after - LANE_STEPS, after))
     except Exception as error:  # whatever is damaged, or of another version: no reason for no page
-        logger.warning("%s: its traces cannot be read: %s", path, error)
+        run.damaged.append(f"{path}: its traces cannot be read: {error!r}")
         return None, None
 
 
@@ -186,6 +192,17 @@ def _read_object(run: RunData, name: str, without: str) -> Record:
         run.damaged.append(f"{file}: holds no object")
         return {}
     return found
+
+
+def _words(run: RunData) -> list[str] | None:
+    """The words in words.json; None where earlier versions left none, or what is no list of words."""
+    file = run.path / "words.json"
+    try:
+        found = json.loads(file.read_text(errors="replace")) if file.is_file() else None
+    except (ValueError, OSError, RecursionError) as error:
+        run.damaged.append(f"{file}: cannot be read: {' '.join(str(error).split())[:200]}")
+        return None
+    return [str(word) for word in found] if isinstance(found, list) else None
 
 
 def _lines(run: RunData, name: str) -> list[Record]:

@@ -55,6 +55,25 @@ def _earlier_stage(run: RunData) -> str:
     return f"The run is in an earlier stage, {STAGES[stage].words} ({stage}): step {steps}."
 
 
+def chain(run: RunData) -> str:
+    """What came after what, from the first weights to the last stage, each with its steps and time."""
+    origin = setting(run.config, "run.init_from")
+    told = [f"the weights of {origin}" if origin else "random weights"]
+    told += [_stage(STAGES[name].words, metrics) for name, metrics in run.stages.items()]
+    trained = str(setting(run.config, "run.trains") or "policy").replace("_", " ")
+    if run.metrics:
+        learned = "distillation" if setting(run.config, "distill.teacher") else "reinforcement learning"
+        told.append(_stage(learned if trained == "policy" else f"a {trained}'s training", run.metrics))
+    return " → ".join(told)
+
+
+def _stage(what: str, metrics: Metrics) -> str:
+    if not metrics:
+        return f"{what} (no step in this run)"  # as of a base model that an earlier run has left in the cache
+    spent = sum(curve(metrics, "time/step"))
+    return f"{what} ({number(last_step(metrics))} steps{f', {duration(spent)}' if spent else ''})"
+
+
 def sentences(run: RunData) -> list[str]:
     """The story of the run: what learned from what, how it went, how long it took, what was alarming."""
     told = [_what(run), _format_and_length(run), _reward(run), _how_long(run), _alarming(run)]

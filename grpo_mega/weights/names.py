@@ -141,9 +141,12 @@ def _model(model: ModelConfig, vocab_size: int) -> Iterator[Entry]:
     yield _entry(
         "model.embed_tokens.weight", "embedding.word_embeddings.weight", (vocab_size, hidden), dtype, vocabulary
     )
+    of_kind: dict[bool, list[Entry]] = {}  # made once, with experts and without: a layer of 256 has 780 tensors
     for layer in range(model.layers):
         has_experts = moe.experts > 0 and moe.first_dense <= layer
-        yield from _inside(_layer(model, dtype, has_experts), f"model.layers.{layer}.", f"decoder.layers.{layer}.")
+        if has_experts not in of_kind:
+            of_kind[has_experts] = list(_layer(model, dtype, has_experts))
+        yield from _inside(of_kind[has_experts], f"model.layers.{layer}.", f"decoder.layers.{layer}.")
     for depth in range(model.mtp_layers):
         yield from _inside(_ahead(model, dtype), f"model.layers.{model.layers + depth}.", f"mtp.layers.{depth}.")
     yield _entry("model.norm.weight", "decoder.final_layernorm.weight", (hidden,), dtype)

@@ -9,9 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.algorithm.step_scores import OUTCOMES, outcome_of_steps, step_calibration_error, step_loss, step_metrics
-from grpo_mega.models.scalar import cross_entropy, right_side
-from grpo_mega.types import ScoredTokens
+from grpo_mega import platform
+
+platform.start()  # which imports Megatron without torch's compiler: in this process, tests of algorithm are the first
+
+from grpo_mega.algorithm.step_scores import (  # noqa: E402
+    OUTCOMES,
+    outcome_of_steps,
+    step_calibration_error,
+    step_loss,
+    step_metrics,
+)
+from grpo_mega.models.scalar import cross_entropy, right_side  # noqa: E402
+from grpo_mega.types import ScoredTokens  # noqa: E402
 
 steps = st.lists(st.tuples(st.floats(-20, 20), st.floats(0, 1)), min_size=1, max_size=20)
 

@@ -159,7 +159,7 @@ def test_all_experiments_and_layouts_are_covered_above() -> None:
     }
     large = {"tp4_pp4_cp4_ep64", "tp4_pp2_cp2_ep32", "tp4_ep8", "tp2_ep8"}  # too many ranks for tiny
     assert {option for option in OPTIONS if option.startswith("layout/")} == {
-        f"layout/{name}" for name in (*LAYOUTS, *large)
+        f"layout/{name}" for name in ("auto", *LAYOUTS, *large)
     }
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from functools import cache
 
 import pytest
 from documents import CHECKED, code
+from forks import run_python
 from ranks import REPOSITORY
 from test_commands import IN_MAKE_TEST_RUN
 
@@ -57,7 +56,7 @@ OTHERS = {
 def helped(tool: str) -> str:
     """What `--help` prints, of a tool or of training."""
     words = [f"tools/{tool}"] if tool in TOOLS else ["-m", tool]
-    done = subprocess.run([sys.executable, *words, "--help"], cwd=REPOSITORY, capture_output=True, text=True)
+    done = run_python(*words, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

@@ -23,8 +23,8 @@ from terminal import Screen, on_a_terminal
 from grpo_mega.config.load import compose_config
 from grpo_mega.observe.columns import PANEL, ROWS, ROWS_OF_PAIRS, ROWS_OF_STEPS, TABLE, column, columns_of
 from grpo_mega.observe.console import Console
+from grpo_mega.observe.drawing import BARS, MOST_VALUES, Curve, sparkline
 from grpo_mega.observe.lines import WIDTH
-from grpo_mega.observe.panel import BARS, MOST_VALUES, Curve, sparkline
 
 METRICS = {
     "reward/mean": 0.213,
@@ -406,7 +406,7 @@ def test_off_a_terminal_a_long_phase_says_once_a_minute_that_it_runs(monkeypatch
         "after step 0/80: evaluate for 1:59, 2:00 elapsed",
         "after step 0/80: generate for 0:29, 3:00 elapsed",
         f"step 7/80: {ROW}, 3:29 elapsed, 0:36 left",
-        "after step 7/80: generate for 0:59, 4:29 elapsed",
+        "after step 7/80: generate for 0:59, 4:29 elapsed, 0:36 left",
     ]
 
 

@@ -92,3 +92,23 @@ def test_a_sample_that_could_not_be_scored_has_no_reward(tmp_path: Path, capsys:
     assert "| 1+1=? -> poor  [first of 1, answer 2, no score]" in capsys.readouterr().err
     written = json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text())
     assert (written["reward"], written["unscorable"]) == (None, "the judge was away")
+
+
+def test_a_run_goes_on_without_what_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where permission is missing, which root does not need: folders and files are in each other's place."""
+    recorder = Recorder(RunConfig(name="mine", steps=2, tensorboard=False), tmp_path, main=True)
+    recorder.open_metrics(resume_from_step=0)
+    for name in ("experts.jsonl", "curves.png"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "samples").write_text("")
+    for step in (1, 2):
+        recorder.step(step, {"reward/mean": 0.4}, [record(0, "good", Score(1.0, {}))], {"2": [1.0, 3.0]})
+    recorder.evaluation(2, "validation", {"accuracy": 0.5}, [record(0, "good", Score(1.0, {}))])
+    recorder.finish({"status": "completed", "steps": 2})
+    recorder.close()
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
+    said = [message for message in caplog.messages if "the run goes on without it" in message]
+    assert [message.split(" is not written")[0].rpartition(" ")[2] for message in said] == [
+        "experts.jsonl", "samples/", "curves.png"
+    ]  # fmt: skip

@@ -42,7 +42,9 @@ def open_and_close(path: Path, identity: dict[str, Any], config: str = "run: {}\
 
 
 def test_a_new_run_gets_its_folders_and_config(tmp_path: Path) -> None:
-    run = open_run_dir(tmp_path / "deep" / "tiny", "run: {name: tiny}\n", identity=IDENTITY)
+    words = ["experiment=tiny", "reward.terms=[{name: x}]"]
+    run = open_run_dir(tmp_path / "deep" / "tiny", "run: {name: tiny}\n", identity=IDENTITY, words=words)
+    assert json.loads((run.path / "words.json").read_text()) == words
     assert (run.path / "config.yaml").read_text() == "run: {name: tiny}\n"
     assert {entry.name for entry in run.path.iterdir() if entry.is_dir()} == {"samples", "checkpoints", "logs"}
     run.close()

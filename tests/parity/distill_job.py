@@ -3,11 +3,8 @@
 Usage: distill_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt for each.
 """
 
-import sys
-from pathlib import Path
-
 import torch
-from layouts_job import HERE, SMALL_BUCKETS, TEMPERATURE, VOCAB, leave_groups, made_up_batch
+from layouts_job import HERE, SMALL_BUCKETS, TEMPERATURE, VOCAB, made_up_batch, save_each
 from parity_cases import LAYOUTS, MODELS, optimizer
 
 from grpo_mega.algorithm.distillation import distillation_metrics
@@ -74,9 +71,4 @@ def own_teacher(model_name: str, layout_name: str, topology) -> dict:
 
 
 if __name__ == "__main__":
-    for case in sys.argv[2:]:
-        step = one_step(*case.split(":"))
-        leave_groups()
-        if torch.distributed.get_rank() == 0:
-            torch.save(step, Path(sys.argv[1]) / f"{case}.pt")
-    torch.distributed.destroy_process_group()
+    save_each(one_step)

@@ -6,6 +6,7 @@ is a bug of mutations.py, there for its case only.
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
@@ -120,6 +121,20 @@ def leave_groups() -> None:
             torch.distributed.destroy_process_group(group)
 
 
+def save_each(step: Callable[[str, str], dict]) -> None:
+    """What `step` finds in each case of the command line, OUT [MUTATION@]MODEL:LAYOUT...; rank 0 saves OUT/CASE.pt."""
+    for name in sys.argv[2:]:
+        mutation, _, case = name.rpartition("@")
+        with pytest.MonkeyPatch.context() as patch:
+            if mutation:
+                MUTATIONS[mutation].plant(patch)
+            found = step(*case.split(":"))
+        leave_groups()
+        if torch.distributed.get_rank() == 0:
+            torch.save(found, Path(sys.argv[1]) / f"{name}.pt")
+    torch.distributed.destroy_process_group()
+
+
 def prompts() -> list[Prompt]:
     """Eleven prompts of different lengths: no layout divides them evenly."""
     generator = torch.Generator().manual_seed(0)
@@ -198,14 +213,4 @@ def update(policy: Policy, batch: Batch, loss: Loss, lr: float) -> tuple[Pass, f
 
 
 if __name__ == "__main__":
-    out = Path(sys.argv[1])
-    for name in sys.argv[2:]:
-        mutation, _, case = name.rpartition("@")
-        with pytest.MonkeyPatch.context() as patch:
-            if mutation:
-                MUTATIONS[mutation].plant(patch)
-            step = one_step(*case.split(":"))
-        leave_groups()
-        if torch.distributed.get_rank() == 0:
-            torch.save(step, out / f"{name}.pt")
-    torch.distributed.destroy_process_group()
+    save_each(one_step)

@@ -95,6 +95,13 @@ def found_by(job: Path, sizes: dict[str, int], request: pytest.FixtureRequest, o
     return {case: torch.load(out / f"{case}.pt") for case in cases}
 
 
+def assert_close(mine: Found, one: Found, quantity: str) -> None:
+    """Fails when fp32 tensors by name, gradients or updates, are further apart than their limits."""
+    together, each = distances(mine[quantity], one[quantity])
+    assert together <= LIMITS["fp32"][quantity], quantity
+    assert largest(each)[0] <= LIMITS["fp32"][f"worst {quantity[:-1]}"], largest(each)
+
+
 def excesses(found: dict[str, Found], case: str) -> dict[str, float]:
     """The quantities that are further from one process than their limits."""
     off = differences(found[case], found[one_process(case)])

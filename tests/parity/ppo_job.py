@@ -3,11 +3,8 @@
 Usage: ppo_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt for each.
 """
 
-import sys
-from pathlib import Path
-
 import torch
-from layouts_job import HERE, SMALL_BUCKETS, VOCAB, leave_groups, made_up_batch
+from layouts_job import HERE, SMALL_BUCKETS, VOCAB, made_up_batch, save_each
 from parity_cases import LAYOUTS, MODELS, optimizer
 
 from grpo_mega.algorithm.gae import explained_variance
@@ -52,9 +49,4 @@ def one_step(model_name: str, layout_name: str) -> dict:
 
 
 if __name__ == "__main__":
-    for case in sys.argv[2:]:
-        step = one_step(*case.split(":"))
-        leave_groups()
-        if torch.distributed.get_rank() == 0:
-            torch.save(step, Path(sys.argv[1]) / f"{case}.pt")
-    torch.distributed.destroy_process_group()
+    save_each(one_step)

@@ -4,12 +4,10 @@ Usage: preference_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt
 """
 
 import random
-import sys
 from array import array
-from pathlib import Path
 
 import torch
-from layouts_job import HERE, SMALL_BUCKETS, VOCAB, leave_groups
+from layouts_job import HERE, SMALL_BUCKETS, VOCAB, save_each
 from parity_cases import LAYOUTS, MODELS, optimizer
 
 from grpo_mega.data.pairs import Pair
@@ -77,9 +75,4 @@ def expected_gradients(model: ScalarModel, pairs: list[Pair]) -> dict[str, torch
 
 
 if __name__ == "__main__":
-    for case in sys.argv[2:]:
-        step = one_step(*case.split(":"))
-        leave_groups()
-        if torch.distributed.get_rank() == 0:
-            torch.save(step, Path(sys.argv[1]) / f"{case}.pt")
-    torch.distributed.destroy_process_group()
+    save_each(one_step)

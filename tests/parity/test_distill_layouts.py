@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from parity_cases import one_process
-from parity_runs import LIMITS, distances, farthest, found_by, largest, relative
+from parity_runs import LIMITS, assert_close, farthest, found_by, largest, relative
 
 JOB = Path(__file__).with_name("distill_job.py")
 CASES = {
@@ -35,9 +35,7 @@ def test_the_teacher_and_two_updates_are_those_of_one_process(found, case):
         off = {name: relative(own[name], value) for name, value in others.items()}
         assert largest(off)[0] <= 10 * EXACT["loss and metrics"], off
     for quantity in ("gradients", "updates"):
-        together, each = distances(mine[quantity], one[quantity])
-        assert together <= EXACT[quantity], quantity
-        assert largest(each)[0] <= EXACT[f"worst {quantity[:-1]}"], largest(each)
+        assert_close(mine, one, quantity)
     assert mine["still"], "nothing moves the teacher"
 
 

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-import torch
 from parity_cases import one_process
-from parity_runs import LIMITS, distances, farthest, largest, relative
-from ranks import run_ranks
+from parity_runs import LIMITS, assert_close, farthest, found_by, largest, relative
 
 JOB = Path(__file__).with_name("preference_job.py")
 CASES = {
@@ -25,13 +23,7 @@ EXACT = LIMITS["fp32"]
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
     """What the selected tests are about, and no other case."""
-    out = tmp_path_factory.mktemp("preference")
-    here = [item for item in request.session.items if item.path == request.path]
-    cases = {item.callspec.params["case"] for item in here}
-    cases |= {one_process(case) for case in cases}
-    for size in sorted({SIZES.get(case, 1) for case in cases}):
-        run_ranks(JOB, size, [str(out), *(case for case in sorted(cases) if SIZES.get(case, 1) == size)])
-    return {case: torch.load(out / f"{case}.pt") for case in cases}
+    return found_by(JOB, SIZES, request, tmp_path_factory.mktemp("preference"))
 
 
 @pytest.mark.parametrize("case", COMPARED)
@@ -46,16 +38,12 @@ class TestAsOnOneProcess:
         off = {name: relative(mine["metrics"][name], value) for name, value in one["metrics"].items()}
         assert off.pop("margin") * 0.05 <= EXACT["log-probs"], "a difference of scores is as far off as these"
         assert largest(off)[0] <= EXACT["loss and metrics"], off
-        together, each = distances(mine["gradients"], one["gradients"])
-        assert together <= EXACT["gradients"]
-        assert largest(each)[0] <= EXACT["worst gradient"], largest(each)
+        assert_close(mine, one, "gradients")
         assert max(map(relative, mine["norms"], one["norms"])) <= EXACT["gradient norms"]
 
     def test_updates(self, found, case):
         mine, one = found[case], found[one_process(case)]
-        together, each = distances(mine["updates"], one["updates"])
-        assert together <= EXACT["updates"]
-        assert largest(each)[0] <= EXACT["worst update"], largest(each)
+        assert_close(mine, one, "updates")
         off = {name: relative(mine["after"][name], value) for name, value in one["after"].items()}
         assert off.pop("margin") * 0.05 <= EXACT["log-probs after the updates"]
         assert largest(off)[0] <= 10 * EXACT["loss and metrics"], off
@@ -66,9 +54,7 @@ class TestAsOnOneProcess:
 def test_the_gradient_is_that_of_the_loss_of_each_pair_alone(found, case):
     """Responses computed one by one, each with the derivative of its own pair's term of the loss."""
     one = found[case]
-    together, each = distances(one["gradients"], one["expected"])
-    assert together <= EXACT["gradients"]
-    assert largest(each)[0] <= EXACT["worst gradient"], largest(each)
+    assert_close(one, {"gradients": one["expected"]}, "gradients")
 
 
 @pytest.mark.parametrize("case", ONE_PROCESS)

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from parity_cases import expert_layers, model_of, one_process
-from parity_runs import LIMITS, distances, farthest, largest, relative
-from ranks import run_ranks
+from parity_runs import LIMITS, assert_close, farthest, found_by, largest, relative
 
 JOB = Path(__file__).with_name("scalar_job.py")
 CASES = {
@@ -32,13 +31,7 @@ EXACT = LIMITS["fp32"]
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
     """What the selected tests are about, and no other case."""
-    out = tmp_path_factory.mktemp("scalar")
-    here = [item for item in request.session.items if item.path == request.path]
-    cases = {item.callspec.params["case"] for item in here}
-    cases |= {one_process(case) for case in cases}
-    for size in sorted({SIZES.get(case, 1) for case in cases}):
-        run_ranks(JOB, size, [str(out), *(case for case in sorted(cases) if SIZES.get(case, 1) == size)])
-    return {case: torch.load(out / f"{case}.pt") for case in cases}
+    return found_by(JOB, SIZES, request, tmp_path_factory.mktemp("scalar"))
 
 
 @pytest.mark.parametrize("case", COMPARED)
@@ -54,16 +47,12 @@ class TestAsOnOneProcess:
         mine, one = found[case], found[one_process(case)]
         off = {name: relative(mine["metrics"][name], value) for name, value in one["metrics"].items()}
         assert largest(off)[0] <= EXACT["loss and metrics"], off
-        together, each = distances(mine["gradients"], one["gradients"])
-        assert together <= EXACT["gradients"]
-        assert largest(each)[0] <= EXACT["worst gradient"], largest(each)
+        assert_close(mine, one, "gradients")
         assert max(map(relative, mine["norms"], one["norms"])) <= EXACT["gradient norms"]
 
     def test_updates(self, found, case):
         mine, one = found[case], found[one_process(case)]
-        together, each = distances(mine["updates"], one["updates"])
-        assert together <= EXACT["updates"]
-        assert largest(each)[0] <= EXACT["worst update"], largest(each)
+        assert_close(mine, one, "updates")
         assert farthest(mine["after"], one["after"]) <= EXACT["log-probs after the updates"]
 
     def test_what_is_built(self, found, case):

@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,6 +14,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config, to_yaml
+from grpo_mega.config.schema import Config
 
 platform.start_planning()
 
@@ -54,9 +56,15 @@ SKEWED = {"33000 and 4 x 8000": (5, 33_000, 8125), "60000 and 3 x 2500": (4, 60_
 """Sequences, tokens of the longest, rows of it on the first of four context parallel ranks."""
 
 
+@cache
+def composed(*words: str) -> Config:
+    """The configuration of these words, which nobody changes: hydra takes as long as some of the plans."""
+    return compose_config([*words])
+
+
 def skewed(found: dict) -> dict[str, float]:
     """Bytes beyond what is static on R1-Zero's last stage, with a mask of bits."""
-    config, lines = compose_config(["experiment=r1zero_671b"]), found["memory"][-1]
+    config, lines = composed("experiment=r1zero_671b"), found["memory"][-1]
     rest = lines["activations kept"] + lines["one layer, saved"]
     return {
         name: rest + in_table(config, sequences, longest, rows) + sequences * longest * rows
@@ -68,7 +76,7 @@ def others() -> list[dict[str, float]]:
     """Micro-batches of tables as large as they may be, of all widths, beside the one that is planned."""
     found = []
     for name in ("r1zero_671b", "qwen3_30b_a3b", "moonlight_16b"):
-        config = compose_config([f"experiment={name}"])
+        config = composed(f"experiment={name}")
         budget, most = config.layout.micro_batch_tokens, in_table(config, *most_skewed(config))
         cells, held = cells_per_token(config.layout.cp) * budget, budget // config.layout.cp
         for longest in range(256, config.model.context + 1, 1024):
@@ -134,7 +142,7 @@ def no_vocabulary() -> None:
 
 
 def no_room() -> None:
-    mem_fraction_static(compose_config(["experiment=r1zero_671b"]), free=12e9, capacity=24e9)
+    mem_fraction_static(composed("experiment=r1zero_671b"), free=12e9, capacity=24e9)
 
 
 def refused(case: Callable[[], None]) -> str:
@@ -166,18 +174,18 @@ if __name__ == "__main__":
     asked |= {f"{name} on eight": [f"experiment={name}", *eight] for name in ("gsm8k_0.5b", "countdown_1b")}
     asked["tiny_reward_model"] = ["experiment=tiny_reward_model", "pairs.path=pairs.jsonl"]
     asked["tiny_scored"] = ["experiment=tiny", "reward.model.path=runs/tiny_reward_model"]
-    composed = {name: compose_config(overrides) for name, overrides in asked.items()}
-    found = {name: plan(config) for name, config in composed.items()}
+    configs = {name: composed(*overrides) for name, overrides in asked.items()}
+    found = {name: plan(config) for name, config in configs.items()}
     about = {
         name: [asdict(stage) for stage in shared_out(config, config.model.vocab_size, found[name]["gpus"])]
-        for name, config in composed.items()
+        for name, config in configs.items()
         if config.model.vocab_size and config.run.trains == "policy"
     }
     shares = [
         {"name": name, "free": free, "capacity": capacity, "share": mem_fraction_static(config, free, capacity)}
         | {"work": work(config, capacity), "bucket": config.rollout.sglang.bucket_bytes}
         for name in EXPERIMENTS
-        for config in [compose_config([f"experiment={name}"])]
+        for config in [composed(f"experiment={name}")]
         for capacity in (int(config.cluster.gpu_memory_mib) * 2**20,)
         for free in (capacity - int(held * 1e9) for held in (0, 0.5, 2, 8, 16))
     ]

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from ranks import results, run_ranks
 
+from grpo_mega.config.load import compose_config, to_yaml
+
 SEVEN, SIXTEEN = ["experiment=deepseekmath_7b"], ["experiment=moonlight_16b", "model.layers=9"]
 CASES = {
     "one machine": SEVEN,
@@ -20,8 +22,13 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def proposals() -> dict[str, Any]:
-    return results(run_ranks(Path(__file__).with_name("propose_job.py"), 1, [json.dumps(CASES)]))
+def proposals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    trained = tmp_path_factory.mktemp("reward_model")
+    own = ["experiment=tiny_reward_model", "layout=single", "model.layers=4", "pairs.path=pairs.jsonl"]
+    (trained / "config.yaml").write_text(to_yaml(compose_config(own)))
+    scored = ["experiment=tiny_dense", "cluster=h100", "cluster.gpus_per_node=2", f"reward.model.path={trained}"]
+    cases = json.dumps({**CASES, "scored by another model": scored})
+    return results(run_ranks(Path(__file__).with_name("propose_job.py"), 1, [cases]))
 
 
 @pytest.mark.parametrize(("case", "gpus"), [("one machine", 8), ("larger GPUs", 16), ("experts", 8)])
@@ -33,7 +40,7 @@ def test_it_fits_and_what_is_faster_does_not(proposals: dict[str, Any], case: st
     assert not any(found["faster"])
 
 
-@pytest.mark.parametrize("case", ["one machine", "larger GPUs", "experts"])
+@pytest.mark.parametrize("case", ["one machine", "larger GPUs", "experts", "scored by another model"])
 def test_what_is_counted_in_a_search_is_what_is_built(proposals: dict[str, Any], case: str) -> None:
     found = proposals[case]
     assert found["counted"] == [pytest.approx(found["built"], rel=2e-3)]

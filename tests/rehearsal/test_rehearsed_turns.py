@@ -46,8 +46,8 @@ def test_activations_in_flight_are_what_the_planner_counts(measured: dict[str, A
 
 
 def test_an_engine_gets_all_weights_in_buckets(measured: dict[str, Any]) -> None:
-    """Whoever sends, every byte of the model passes once. The embedding is a bucket of its own, larger than others: it is
-    there whole, in one piece for the engine, and by halves, as two ranks hold it."""
+    """Whoever sends, every byte of the model passes once. The embedding is a bucket of its own, larger than others: it
+    is there whole, in one piece for the engine, and by halves, as two ranks hold it."""
     config = compose_config(["experiment=deepseekmath_7b"])
     sent, before = phase(measured, "weights to the engine"), phase(measured, "all but weights leave")
     assert moved(sent, "broadcast") == pytest.approx(2 * measured["planned"]["parameters"], rel=0.001)
@@ -58,8 +58,8 @@ def test_an_engine_gets_all_weights_in_buckets(measured: dict[str, Any]) -> None
 
 
 def test_a_checkpoint_is_gathered_on_the_host(measured: dict[str, Any]) -> None:
-    """Megatron gathers Adam's state of all replicas on each of them, fp32 weights and two moments of all that a GPU holds,
-    and copies it once more where it is written, with the weights."""
+    """Megatron gathers Adam's state of all replicas on each of them, fp32 weights and two moments of all that a GPU
+    holds, and copies it once more where it is written, with the weights."""
     saved, before = phase(measured, "checkpoint, policy"), phase(measured, "trainer returns")
     trained = measured["planned"]["stages"][0]["trained_dense"]
     assert 26 * trained < saved["host"] - before["host"] < 28 * trained

@@ -77,11 +77,16 @@ def test_what_the_page_holds_is_bounded_and_has_the_last_step(layers: int, each:
     assert len(found["steps"]) * layers * each <= CELLS
 
 
-def test_a_line_with_more_experts_than_a_page_holds_is_left_out() -> None:
+def test_a_line_with_more_experts_than_a_page_holds_is_left_out_and_said_to_be() -> None:
     loads = {str(layer): [1.0] * 4096 for layer in range(1 + CELLS // 4096)}
     run = RunData(Path("run"), experts=[{"step": 1, "loads": loads}])
-    assert experts(run) is None
-    assert experts(run, cells=2 * CELLS) is not None
+    found = experts(run)
+    assert found is not None
+    assert (found["steps"], found["layers"]) == ([], [])
+    assert (found["each"], found["room"]) == (4096 * (1 + CELLS // 4096), CELLS)
+    whole = experts(run, cells=2 * CELLS)
+    assert whole is not None
+    assert whole["steps"] == [1]
 
 
 def test_lines_of_another_model_and_damaged_ones_are_left_out(tmp_path: Path) -> None:
@@ -96,6 +101,7 @@ def test_lines_of_another_model_and_damaged_ones_are_left_out(tmp_path: Path) ->
     found = loads_of(run)
     assert found is not None
     assert found["steps"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert found["others"] == len(others)
 
 
 VALUES = st.recursive(
@@ -150,3 +156,29 @@ def test_the_page_draws_the_lanes_and_the_loads(page: Browser, tmp_path: Path) -
     page.press("ArrowDown")
     read = page.run("document.querySelector('#experts .read').textContent")
     assert read == "Step 8 · expert 1 · 2 times the average"
+
+
+def test_what_the_page_leaves_out_it_says(page: Browser, tmp_path: Path) -> None:
+    run = with_machines(made_run(tmp_path / "run"))
+    loads = {str(layer): [1.0] * 4096 for layer in range(1 + CELLS // 4096)}
+    (run / "experts.jsonl").write_text(lines([{"step": 7}, {"step": 8, "loads": loads}]))
+    (run / "words.json").write_text(json.dumps(["experiment=tiny", "layout=single", "run.steps=8"]))
+    alarms = [{"step": step, "name": f"alarm {step}", "message": "", "action": ""} for step in range(1, 104)]
+    (run / "alarms.jsonl").write_text(lines([*alarms, {"step": 104}]))
+    for rank in range(2, 20):
+        (run / "trace" / f"rank-{rank:05d}.json").write_text((run / "trace" / "rank-00001.json").read_text())
+    write_report([read_run(run)], tmp_path / "page.html")
+    page.errors.clear()
+    page.open(tmp_path / "page.html")
+    assert page.errors == []
+    text = page.run("document.body.innerText")
+    for said in (
+        "A step has the loads of 303,104 experts, and this page room for 300,000 numbers",
+        "1 line of experts.jsonl is of another model, or damaged, and left out.",
+        "3 later ones in alarms.jsonl.",
+        "alarms.jsonl: 1 without a name or a step, left out",
+        "7 of 20 ranks, evenly spread",
+        "random weights → supervised fine-tuning (3 steps, 25 min) → reinforcement learning (8 steps",
+        "Preset\ntiny\nOther than the preset\nlayout=single run.steps=8",
+    ):
+        assert said in text, said

@@ -10,7 +10,7 @@ from runs_made import lines, made_run
 
 from grpo_mega.report.pack import pack
 from grpo_mega.report.read import read_run
-from grpo_mega.report.words import headline, sentences, time_words
+from grpo_mega.report.words import chain, headline, sentences, time_words
 
 
 def test_a_run_in_an_earlier_stage_says_which(tmp_path: Path) -> None:
@@ -57,3 +57,16 @@ def test_advice_is_for_runs_that_train_a_policy() -> None:
     assert time_words(phases, {}, traced=True) == spent
     advised = f"{spent} The reward model bounds a step: a smaller one shortens it."
     assert time_words(phases, {"run": {"trains": "policy"}}) == time_words(phases, {}) == advised
+
+
+def test_the_chain_of_stages_begins_with_the_first_weights_and_tells_what_this_run_did_not_do(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", run={"init_from": "runs/base/checkpoints/step-000004"})
+    assert chain(read_run(run)).startswith(
+        "the weights of runs/base/checkpoints/step-000004 → supervised fine-tuning (3 steps, 25 min) → "
+        "reinforcement learning (8 steps, "
+    )
+    (run / "pretrain.jsonl").write_text("")
+    (run / "metrics.jsonl").unlink()
+    assert chain(read_run(run)).partition(" → ")[2] == (
+        "the base model's training (no step in this run) → supervised fine-tuning (3 steps, 25 min)"
+    )

@@ -146,6 +146,7 @@ def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluste
     wait_until(lambda: all("reward" in beat.read_text() for beat in beats), "not both ranks come to the rewards")
     told = cluster.run(REPOSITORY / "slurm" / "status.sh", launch.number).stdout
     assert f"state=running job={launch.number} restart=0 attempt=1 step=" in told
+    assert re.search(r"^╰─ not complete, last sign of life .* ago ─", told, re.MULTILINE), told
     assert "2 ranks  reward (phase " in told
     assert "rank-0000 rank-0001" in told
     assert_as_in(peace, launch)
@@ -155,6 +156,12 @@ def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluste
     report = (launch.files / "report.txt").read_text()
     assert re.search(r'user_functions\.py", line \d+ in \w+: rank-0001\n', report)
     assert f"tools/trace.py {launch.run} --last" in report
+    told = cluster.run(REPOSITORY / "slurm" / "status.sh", launch.run).stdout
+    assert re.search(r"^│ run .* (\d+)/\1 +\d+:\d+ +0:00 left │$", told, re.MULTILINE), told
+    assert re.search(r"^╰─ completed ─", told, re.MULTILINE), told
+    assert not re.search(r"^step ", told, re.MULTILINE), told
+    with (launch.files / "restart-0-attempt-2" / "environment").open("a") as file:
+        file.write("HOST_PYTHON=false\n")  # an interpreter without what the panel needs
     told = cluster.run(REPOSITORY / "slurm" / "status.sh", launch.run).stdout
     assert re.search(r"^step (\d+)/\1: reward .* elapsed, 0:00 left$", told, re.MULTILINE), told
 

@@ -227,12 +227,18 @@ def gradients() -> dict[str, dict[str, Any]]:
         old, ref = logprob + 0.4 * shift, logprob - 0.3 * shift.roll(1)
         everything = everything.with_(rollout_logprob=logprob, old_logprob=old, ref_logprob=ref)
         for some, without_signal, objective, aggregation, std, kl_coef, entropy_coef, parts in GRADIENTS:
-            overrides = [f"algorithm.objective={objective}", f"algorithm.aggregation={aggregation}"]
-            overrides += [f"algorithm.advantage_std={std}", f"algorithm.kl_coef={kl_coef}"]
-            overrides += [f"algorithm.entropy_coef={entropy_coef}", f"algorithm.mini_batches={parts}"]
-            overrides += [f"algorithm.groups_without_signal={without_signal}"]
-            overrides += ["algorithm.supervision=process"] if some == "steps, " else []
-            config = configured(*dense, "run.name=gradients", *overrides)
+            algorithm = replace(
+                built.stage.config.algorithm,
+                objective=objective,
+                aggregation=aggregation,
+                advantage_std=std,
+                kl_coef=kl_coef,
+                entropy_coef=entropy_coef,
+                mini_batches=parts,
+                groups_without_signal=without_signal,
+                supervision="process" if some == "steps, " else "outcome",
+            )
+            config = replace(built.stage.config, algorithm=algorithm)
             key = f"{some}{without_signal}, {objective}, {aggregation}, kl {kl_coef}, entropy {entropy_coef}, {parts}"
             seen[key] = _gradients(built, config, rollouts[some], everything)
     return seen

@@ -39,6 +39,7 @@ def test_config_is_the_whole_resolved_run(finished):
     written = (finished.path / "config.yaml").read_text()
     overrides = [*finished.overrides, f"run.root={finished.root / 'runs'}"]
     assert written == to_yaml(compose_config(overrides))
+    assert json.loads((finished.path / "words.json").read_text()) == overrides
     assert yaml.safe_load(written)["layout"]["ep"] == 2
 
 

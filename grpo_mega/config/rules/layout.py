@@ -107,7 +107,10 @@ def check_layout(config: Config, world_size: int, counted: str = "the world size
 
     Megatron-Core (parallel_state.py) cuts the ranks of a pipeline stage twice: into tp * cp * dp for attention and
     dense layers, and into etp * ep * expert replicas for routed experts. Every data parallel rank takes whole prompts.
+    A layout that is still to be chosen is checked then.
     """
+    if config.layout.undecided:
+        return
     layout, prompts = config.layout, config.algorithm.prompts_per_step
     model_size, expert_size = layout.tp * layout.cp * layout.pp, layout.etp * layout.ep
     if world_size % model_size:

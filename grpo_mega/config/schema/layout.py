@@ -7,11 +7,20 @@ from typing import Annotated
 
 from grpo_mega.config.limits import Interval, OneOf
 
+DECIDED = ("tp", "pp", "vpp", "first_stage_layers", "last_stage_layers", "cp", "ep", "etp", "sp")
+"""Fields of `LayoutConfig` that `auto` decides on; one that is given decides on all."""
+
 
 @dataclass
 class LayoutConfig:
     """Parallel layout of the model. The data parallel size is world size / (tp * cp * pp)."""
 
+    auto: bool = False
+    """Chooses the layout when the job starts, for its processes and their memory, unless a size below is given: on GPUs
+    the planner's fastest that fits, on CPUs the simplest (docs/planner.md). A run that continues on as many processes
+    keeps what was chosen."""
+    chosen_for: Annotated[int | None, Interval("[1, inf)")] = None
+    """Processes that `auto` chose this layout for: in the config.yaml of a run. null: it was given."""
     tp: Annotated[int, Interval("[1, inf)")] = 1
     """Tensor parallel size."""
     pp: Annotated[int, Interval("[1, inf)")] = 1
@@ -44,6 +53,12 @@ class LayoutConfig:
     """Matrix products of layers in 8 bits, forward and backward, by Transformer Engine's block recipe (DeepSeek-V3,
     arXiv 2412.19437, section 3.3), on H100 or newer. Weights stay bf16; embedding, output layer, router and attention
     are computed as before. It moves the trainer's probabilities away from the engine's: see `algorithm.correction`."""
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the layout is still to be chosen."""
+        given = LayoutConfig()
+        return self.auto and self.chosen_for is None and all(getattr(self, n) == getattr(given, n) for n in DECIDED)
 
 
 @dataclass

@@ -178,7 +178,7 @@ function curvesSection(data) {
     rest.hidden = Boolean(wanted);
     const hits = wanted ? [...table.values()].filter((metric) => `${metric.name} ${metric.meaning}`.toLowerCase().includes(wanted)) : [];
     found.replaceChildren(...hits.slice(0, 60).map((metric) => chart(metric, groups, runs)));
-    count.textContent = wanted ? `${plural(hits.length, 'curve')} found` : '';
+    count.textContent = wanted ? `${plural(hits.length, 'curve')} found${hits.length > 60 ? ', the first 60 are shown' : ''}` : '';
   }
   const thinned = runs.flatMap((run) => Object.values(run.curves)).filter((curve) => curve.per_point > 1);
   return section('curves', 'Curves',

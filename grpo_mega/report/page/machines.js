@@ -23,14 +23,18 @@ function turnsSection(run) {
     make('div', { class: 'card' }, make('ul', { class: 'legend' }, phases.map(({ name, turn }, index) => make('li', {}, paint(index), foreign(name), turns.shared ? make('span', { class: 'soft' }, ` (${owners[turn]})`) : ''))),
       make('div', { class: 'lanes' }, lanes.map(row),
         make('div', { class: 'steps small soft', 'aria-hidden': 'true' }, turns.steps.map(([step, begin]) => make('span', { style: `left:${at(begin)}` }, `step ${step}`)))),
-      make('p', { class: 'small soft' }, `${seconds(whole)} from left to right. Below each rank the memory of its process, at most ${short(most)} GB; an engine's own is not in it.${turns.left_out ? ` ${plural(turns.left_out, 'phase')} too short to be seen ${turns.left_out === 1 ? 'is' : 'are'} left out.` : ''}`),
+      make('p', { class: 'small soft' }, `${turns.ranks > lanes.length ? `${lanes.length} of ${turns.ranks} ranks, evenly spread. ` : ''}${seconds(whole)} from left to right. Below each rank the memory of its process, at most ${short(most)} GB; an engine's own is not in it.${turns.left_out ? ` ${plural(turns.left_out, 'phase')} too short to be seen ${turns.left_out === 1 ? 'is' : 'are'} left out.` : ''}`),
       table('Seconds of each rank', ['Rank', ...phases.map(({ name }) => foreign(name)), 'Memory'], lanes.map((lane) => [`rank ${lane.rank}`, ...lane.seconds.map(seconds), highest(lane)]))));
 }
 
 function expertsSection(run) {
   const found = run.experts;
   if (!found) return null;
-  const { steps, layers, recorded } = found, last = steps.length - 1;
+  const { steps, layers, recorded, others, each, room } = found, last = steps.length - 1;
+  const unlike = others ? ` ${plural(others, 'line')} of experts.jsonl ${others === 1 ? 'is' : 'are'} of another model, or damaged, and left out.` : '';
+  if (!steps.length) return section('experts', 'The load of the experts', make('p', { class: 'note' }, each > room
+    ? `A step has the loads of ${plural(each, 'expert')}, and this page room for ${plural(room, 'number')} of each of its runs: they are left out. The page of this run alone, or of fewer runs, has them; all are in experts.jsonl.${unlike}`
+    : `No load can be read.${unlike}`));
   const busiest = (loads) => steps.map((_, at) => loads.reduce((most, own) => Math.max(most, own[at]), 0));
   const all = layers.map(({ layer, loads }) => ({ name: `layer ${layer}`, values: busiest(loads), of: 'its busiest expert' }));
   const rowsOf = (layer) => layers.find((one) => String(one.layer) === layer).loads.map((values, index) => ({ name: `expert ${index}`, values, of: '' }));
@@ -41,7 +45,7 @@ function expertsSection(run) {
   const times = (percent) => `${short(percent / 100)}`;
   const ends = ({ loads }) => { const now = loads.map((own) => own[last]), most = Math.max(...now), least = Math.min(...now); return [`${times(most)} (expert ${now.indexOf(most)})`, `${times(least)} (expert ${now.indexOf(least)})`]; };
   return section('experts', 'The load of the experts', make('p', { class: 'soft' }, 'Tokens of an expert over those of the average expert of its layer, in the last update of a step: 1 is balanced, 0 an expert that nobody asks.',
-    recorded > steps.length ? ` ${steps.length} of ${recorded} recorded steps are shown, evenly spread.` : ''),
+    recorded > steps.length ? ` ${steps.length} of ${recorded} recorded steps are shown, evenly spread.` : '', unlike),
     make('div', { class: 'bar' }, choice('Layer', [['all', 'all: the busiest expert of each'], ...layers.map(({ layer, loads }) => [String(layer), `layer ${layer}: ${plural(loads.length, 'expert')}`])], 'all', show, true)),
     make('div', { class: 'card' }, body),
     make('details', {}, make('summary', {}, make('h3', {}, `Step ${steps[last]} in numbers`)),

@@ -20,7 +20,8 @@ function alarmList(alarms) {
   const over = (alarm) => alarms.find((one) => one.cleared && one.name === alarm.name && one.step >= alarm.step);
   return make('div', { class: 'note', id: 'alarms' }, make('p', {}, make('strong', {}, plural(rose.length, 'alarm'))),
     make('ul', {}, rose.slice(0, 100).map((alarm) => make('li', {}, make('strong', {}, `Step ${alarm.step}: `, foreign(alarm.name)), ' ', foreign(alarm.message || ''), ' ',
-      alarm.action ? make('em', {}, foreign(alarm.action)) : '', over(alarm) ? ` Over at step ${over(alarm).step}.` : ''))));
+      alarm.action ? make('em', {}, foreign(alarm.action)) : '', over(alarm) ? ` Over at step ${over(alarm).step}.` : '')),
+    rose.length > 100 ? make('li', {}, `${plural(rose.length - 100, 'later one')} in alarms.jsonl.`) : ''));
 }
 
 function summarySection(run) {
@@ -63,6 +64,7 @@ function timeSection(run) {
   const { phases, apart, bars, words, traced } = run.time, names = Object.keys(phases);
   if (!names.length) return null;
   const total = names.reduce((sum, name) => sum + phases[name], 0), highest = Math.max(...bars.map((bar) => bar.seconds.reduce((a, b) => a + b, 0)));
+  const longest = Math.max(...bars.map((bar) => bar.steps));
   const paint = (index) => make('span', { class: 'dot', 'data-colour': index, style: `background:${colour(index)}` });
   const part = (index, style) => make('span', { 'data-colour': index, style: `display:block;background:${colour(index)};${style}` });
   const rows = [...names.map((name, index) => [make('span', {}, paint(index), foreign(name)), seconds(phases[name]), total ? percentage(phases[name] / total) : '–']),
@@ -72,7 +74,7 @@ function timeSection(run) {
       make('div', { class: 'stack', role: 'img', 'aria-label': `Shares of the steps' time: ${names.map((name) => `${printable(name)} ${percentage(phases[name] / (total || 1))}`).join(', ')}` }, names.map((name, index) => part(index, `flex:${phases[name] / (total || 1)} 1 0`))),
       table('Seconds of all steps, by phase', ['Phase', 'Time', 'Share'], rows),
       make('div', { class: 'bars', 'aria-hidden': 'true' }, bars.map((bar) => make('div', {}, bar.seconds.map((value, index) => part(index, `height:${(9 * value) / (highest || 1)}rem`))))),
-      make('div', { class: 'axis small soft' }, make('span', {}, `step ${bars[0].first}`), make('span', {}, `seconds of a step by phase; the highest bar is ${short(highest)} s`), make('span', {}, `step ${bars[bars.length - 1].last}`))),
+      make('div', { class: 'axis small soft' }, make('span', {}, `step ${bars[0].first}`), make('span', {}, `seconds of a step by phase${longest > 1 ? `, means over ${longest} steps a bar` : ''}; the highest bar is ${short(highest)} s`), make('span', {}, `step ${bars[bars.length - 1].last}`))),
     plannedSteps(run.planned), tracedSteps(traced));
 }
 
@@ -82,15 +84,16 @@ function followedSection(run) {
   if (!problems.length) return null;
   const single = steps.every(({ groups }) => groups.every((group) => group.samples.length === 1)); // side by side
   const body = make('div', { class: single ? 'grid' : '' });
-  const show = (id) => body.replaceChildren(...steps.map(({ step, groups }) => ({ step, group: groups.find((one) => one.prompt_id === id) })).filter(({ group }) => group).map(({ step, group }) =>
+  const asked = make('p', { dir: 'auto' });
+  const show = (id) => { asked.replaceChildren(printable(problems.find(([own]) => own === id)[1])); body.replaceChildren(...steps.map(({ step, groups }) => ({ step, group: groups.find((one) => one.prompt_id === id) })).filter(({ group }) => group).map(({ step, group }) =>
     make('article', { class: 'card', style: single ? '' : 'margin-bottom:1rem', 'aria-label': `Step ${step}` }, make('h3', {}, `Step ${step}`), make('p', { class: 'small soft' }, groupWords(group)),
       make('div', { class: 'grid answers', style: 'margin-bottom:0' }, group.samples.map((sample, index) => make('div', { class: 'answer' },
         make('div', {}, make('strong', {}, sample.reward == null ? 'no reward' : `reward ${short(sample.reward)}`), ' ', make('span', { class: 'small soft' }, Object.entries(sample.terms).map(([name, value]) => `${printable(name)} ${short(value)}`).join(' · '))),
-        make('div', { class: 'text code', dir: 'auto', tabindex: 0, role: 'textbox', 'aria-readonly': 'true', 'aria-label': `Answer ${index + 1} at step ${step}` }, printable(sample.text))))))));
+        make('div', { class: 'text code', dir: 'auto', tabindex: 0, role: 'textbox', 'aria-readonly': 'true', 'aria-label': `Answer ${index + 1} at step ${step}` }, printable(sample.text)))))))); };
   show(problems[0][0]);
   return section('followed', 'The same problems over training', make('p', { class: 'soft' }, 'Validation problems that were answered again at every evaluation.'),
     boundedNote(steps.length, files, leftOut, 'evaluation'),
-    make('div', { class: 'bar' }, choice('Problem', problems.map(([id, prompt]) => [id, prompt.slice(0, 120)]), problems[0][0], show, true)), body);
+    make('div', { class: 'bar' }, choice('Problem', problems.map(([id, prompt]) => [id, prompt.slice(0, 120)]), problems[0][0], show, true)), asked, body);
 }
 
 function settingsSection(run) {

@@ -1,0 +1,169 @@
+"""Prints the panel of a run once, as the console shows it while the run lives, of what lies in the run's directory.
+
+    python -m grpo_mega.observe.status runs/tiny
+
+The run may go on, on whatever machine, or have ended in whatever way. It is as wide as the terminal, or 80 characters.
+Its last line says how the run ended or, of one that has not, when it gave its last sign of life. The time so far is the
+sum of all steps that are recorded, the phase that in which the main rank's flight recorder (`platform/flight.py`) was.
+
+Exit code: 0 printed; 2 there is nothing to show, or a file of the run is damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import yaml
+from rich.console import Console, RenderableType
+
+from grpo_mega.observe.alarm_log import ALARMS_FILE, risen
+from grpo_mega.observe.columns import SECONDS, clock
+from grpo_mega.observe.drawing import Curve, drawn, remember
+from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics
+from grpo_mega.observe.progress import RECENT, Standing
+from grpo_mega.observe.summary import SUMMARY
+from grpo_mega.platform.flight import FOLDER as FLIGHT
+from grpo_mega.platform.flight import Moment, read_flight
+
+DONE, BAD_INPUT = 0, 2
+CONFIG = "config.yaml"
+"""Of observe/run_dir.py, which takes seconds to import."""
+STAGES = {"pretrain": "base.max_steps", "sft": None, "": "run.steps"}
+"""Stages in their order, the last one without a name, and the setting that says how many steps each takes."""
+BETWEEN_STEPS = ("time/evaluate", "time/checkpoint", "time/export")
+"""Seconds that are not part of `SECONDS`."""
+STEP = "step"
+"""What the flight recorder calls a step, in which phases are."""
+
+Record = Mapping[str, Any]
+
+
+def panel_of(run: Path, width: int, plain: bool = False) -> RenderableType:
+    """The panel of a run directory, for rich to print.
+
+    Raises:
+        ValueError: The directory has no run, or a file of it is damaged; names it.
+    """
+    config, recorded = _object(run / CONFIG), _recorded(run)
+    if not config and not recorded:
+        raise ValueError(f"{run} has neither {CONFIG} nor {METRICS}: name a run directory, such as runs/tiny")
+    alarms = [alarm for alarm in risen(run / ALARMS_FILE) if alarm["cleared"] is None]
+    stage = next(reversed(recorded), "")
+    curves: dict[str, Curve] = {}
+    for record in recorded.get(stage, []):
+        remember(curves, record)
+    up = [f"{alarm['name']} since step {alarm['step']}" for alarm in alarms]
+    return drawn(_standing(run, config, stage, recorded), curves, up, width, plain=plain)
+
+
+def _standing(run: Path, config: Record, stage: str, recorded: Mapping[str, Sequence[Record]]) -> Standing:
+    """Where the run is, or how it ended."""
+    steps = [record for record in recorded.get(stage, []) if not is_held_out(dict(record))]
+    step = max((record["step"] for record in steps), default=0)
+    total = _setting(config, STAGES[stage])
+    seconds = [record[SECONDS] for record in steps[-RECENT:] if SECONDS in record]
+    left = clock(fmean(seconds) * max(total - step, 0)) if seconds and total is not None else ""
+    every = [record for records in recorded.values() for record in records]
+    spent = sum(record.get(name, 0.0) for record in every for name in (SECONDS, *BETWEEN_STEPS))
+    summary, moments = _object(run / SUMMARY), _flight(run)
+    phase, since = ("", 0.0) if summary else _phase(moments)
+    usual = median([r[f"time/{phase}"] for r in steps[-RECENT:] if f"time/{phase}" in r] or [0.0])
+    share, rest = (min(since / usual, 1.0), usual - since) if usual else (None, None)
+    return Standing(
+        run.resolve().name, stage, step, total, clock(spent), left, phase, since, share,
+        rest if rest and rest > 0 else None, state=_state(summary, moments),
+    )  # fmt: skip
+
+
+def _state(summary: Record, moments: Sequence[Moment]) -> str:
+    """How the run ended, or when it was last heard of."""
+    if stopped_by := summary.get("stopped_by"):
+        return f"stopped by the alarm {stopped_by}"
+    if summary:
+        return str(summary.get("status"))
+    if not moments:
+        return "not complete"
+    return f"not complete, last sign of life {clock(max(time.time() - moments[-1].time, 0.0))} ago"
+
+
+def _phase(moments: Sequence[Moment]) -> tuple[str, float]:
+    """The phase that the main rank is in, or was in last, and its seconds until now; "" between phases."""
+    inside = [name for name in moments[-1].inside if name != STEP] if moments else []
+    if not inside:
+        return "", 0.0
+    begun = moments[-1].time
+    for moment in reversed(moments):  # back to the beginning of the phase, or of what the recorder still has of it
+        if inside[0] not in moment.open:
+            break
+        begun = moment.time
+        if moment.begins and inside[0] not in moment.open[:-1]:
+            break
+    return inside[0], max(time.time() - begun, 0.0)
+
+
+def _recorded(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """Stage -> the lines of its metrics that are numbers, of the stages that have begun, in their order."""
+    files = {stage: run / (f"{stage}.jsonl" if stage else METRICS) for stage in STAGES}
+    return {stage: [_numbers(line) for line in read_metrics(file)] for stage, file in files.items() if file.is_file()}
+
+
+def _numbers(line: Record) -> dict[str, Any]:
+    return {k: v for k, v in line.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+def _flight(run: Path) -> list[Moment]:
+    """What the main rank did last; nothing where it has left no record."""
+    file = run / FLIGHT / "rank-00000"
+    return read_flight(file) if file.is_file() else []
+
+
+def _object(file: Path) -> Record:
+    """The object in a JSON or YAML file; {} where there is none."""
+    if not file.is_file():
+        return {}
+    try:
+        text = file.read_text()
+        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{file}: cannot be read: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: holds no object")
+    return found
+
+
+def _setting(config: Record, name: str | None) -> int | None:
+    """A setting that is a whole number, by its dotted name; None where there is none."""
+    found: Any = config
+    for word in name.split(".") if name else ():
+        found = found.get(word) if isinstance(found, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns its exit code."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    options = made.parse_args(arguments)
+    width = shutil.get_terminal_size((81, 24)).columns - 1 if sys.stdout.isatty() else 80
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
+    try:
+        console.print(panel_of(options.run, width, plain="utf" not in console.encoding))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except (KeyError, TypeError, AttributeError) as error:
+        print(f"error: a file of {options.run} is damaged, or of another version: {error!r}", file=sys.stderr)
+        return BAD_INPUT
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,233 @@
+"""The layout of a job that is given none (`layout=auto`), chosen for its processes and their memory before it begins.
+
+On GPUs it is the first of the planner's search (`search.py`), by counted memory alone, for a job cannot build models
+that are not its own. On CPUs it is the simplest: data parallelism, with experts spread over the processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from grpo_mega.config.recorded import begun
+from grpo_mega.config.reward_model import read_reward_model
+from grpo_mega.config.rules import ConfigError, check_layout
+from grpo_mega.config.schema import ClusterConfig, Config, LayoutConfig
+from grpo_mega.config.schema.layout import DECIDED
+from grpo_mega.config.teacher import read_teacher
+from grpo_mega.planning.advice import changes_that_fit
+from grpo_mega.planning.hardware import GPUS
+from grpo_mega.planning.search import RECOMPUTE, TRIED, Candidate, candidates, is_allowed, limit_of, ranked, with_engine
+from grpo_mega.planning.show import as_words
+from grpo_mega.planning.time import Assumed
+from grpo_mega.planning.verdict import in_gb
+from grpo_mega.platform import Platform
+from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
+
+OTHERWISE = "layout=NAME or layout.* takes another"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen layout.
+
+    Attributes:
+        config: The run with it.
+        why: What was chosen and why, in a line.
+    """
+
+    config: Config
+    why: str
+
+
+def choose_together(config: Config, platform: Platform, vocab_size: int) -> Choice:
+    """The choice of a job, the same on every rank; every rank calls it, after `join_processes`.
+
+    The main rank chooses, for the smallest memory of all ranks' GPUs.
+
+    Raises:
+        ConfigError: On every rank. No layout can be used, or a teacher's files cannot be read.
+    """
+    processes = torch.distributed.get_world_size()
+    machines = replace(config.cluster, nodes=1, gpus_per_node=processes, gpu_memory_mib=None)
+    if platform.device.type == "cuda":
+        of_all = from_all_ranks(lambda: torch.cuda.get_device_properties(platform.device).total_memory)
+        machines = _machines_here(config.cluster, processes, min(of_all) >> 20)
+
+    def choice() -> Choice | list[str]:
+        try:
+            return choose(config, vocab_size, machines)
+        except ValueError as error:  # of a teacher's files, too
+            return getattr(error, "problems", [str(error)])
+
+    chosen = from_main_rank(choice)
+    if not isinstance(chosen, Choice):
+        raise ConfigError("\n".join(chosen), chosen)
+    return chosen
+
+
+def _machines_here(cluster: ClusterConfig, processes: int, memory_mib: int) -> ClusterConfig:
+    """The machines of a job on GPUs: what `cluster` says of them, and no more memory than there is."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    nodes = processes // here if processes % here == 0 else 1
+    name = torch.cuda.get_device_name().lower()
+    known = next((gpu for gpu in sorted(GPUS, key=len, reverse=True) if gpu in name), None)
+    return replace(
+        cluster,
+        nodes=nodes,
+        gpus_per_node=processes // nodes,
+        gpu_memory_mib=min(memory_mib, cluster.gpu_memory_mib or memory_mib),
+        gpu=cluster.gpu or known,
+    )
+
+
+def machines_ahead(cluster: ClusterConfig, processes: int | None = None) -> ClusterConfig:
+    """The machines of a job that is not started yet: those of so many processes, else of `cluster`, one if that gives
+    no number. Without the memory of a GPU they are CPUs, of one process unless it says how many."""
+    if processes is None and cluster.nodes is None and _on_cpus(cluster):
+        processes = 1
+    if processes is None:
+        return replace(cluster, nodes=cluster.nodes or 1)
+    each = cluster.gpus_per_node if processes % cluster.gpus_per_node == 0 else processes
+    return replace(cluster, nodes=processes // each, gpus_per_node=each)
+
+
+def _on_cpus(machines: ClusterConfig) -> bool:
+    return machines.gpu_memory_mib is None
+
+
+def choose(config: Config, vocab_size: int, machines: ClusterConfig) -> Choice:
+    """The layout for the processes of these machines, one for each GPU; a pure function, apart from the run's own
+    directory, where a run that goes on finds what it had.
+
+    For GPUs it comes with `optimizer.distributed`, unless the run has begun without, `optimizer.overlap`,
+    `rollout.sglang.tp`, and smaller `layout.micro_batch_tokens` where nothing else fits.
+
+    Args:
+        config: A configuration whose layout is undecided.
+        vocab_size: Rows that the model's vocabulary needs.
+        machines: `nodes` is given; without `gpu_memory_mib` they are CPUs.
+
+    Raises:
+        ConfigError: No layout can be used; says what comes nearest.
+    """
+    before = begun(config.run.root, config.run.name)
+    given = replace(config, cluster=machines, model=replace(config.model, vocab_size=vocab_size))
+    processes = _processes(given)
+    if kept := _as_before(given, before):
+        found, why = kept, "as the run has begun"
+    elif _on_cpus(machines):
+        found, why = _simplest(given)
+    else:
+        found, why = _fastest(given, config.optimizer.distributed or not before)
+    layout = found.layout if kept else replace(found.layout, chosen_for=processes)
+    chosen = replace(config, layout=layout, optimizer=found.optimizer, rollout=found.rollout)
+    check_layout(chosen, processes)
+    return Choice(chosen, f"layout=auto: {_in_words(chosen, given)}, {why}; {OTHERWISE}")
+
+
+def smaller_batches(config: Config) -> Iterator[Config]:
+    """The configuration, and with micro-batches of half as many tokens each, down to a sequence."""
+    tokens, least = config.layout.micro_batch_tokens, config.model.context
+    while True:
+        yield replace(config, layout=replace(config.layout, micro_batch_tokens=tokens))
+        if tokens <= least:
+            return
+        tokens = max(least, tokens // 2)
+
+
+def _as_before(config: Config, before: dict[str, Any]) -> Config | None:
+    """The configuration with the layout in which a run has begun, if that was chosen for as many processes, or given
+    and fits them; None otherwise, and for a run that begins."""
+    said = before.get("layout") or {}
+    layout = LayoutConfig(**{field.name: said[field.name] for field in fields(LayoutConfig) if field.name in said})
+    if not said or layout.auto or layout.chosen_for not in (None, _processes(config)):
+        return None
+    kept = replace(config.layout, auto=False, chosen_for=layout.chosen_for)
+    kept = replace(kept, **{name: getattr(layout, name) for name in DECIDED})
+    optimizer, sglang = config.optimizer, config.rollout.sglang
+    if layout.chosen_for:
+        kept.micro_batch_tokens = max(config.model.context, min(kept.micro_batch_tokens, layout.micro_batch_tokens))
+        kept.recompute = layout.recompute if kept.recompute == "none" else kept.recompute
+        optimizer = replace(optimizer, overlap=before["optimizer"]["overlap"])
+        sglang = replace(sglang, tp=before["rollout"]["sglang"]["tp"])
+    found = replace(config, layout=kept, optimizer=optimizer, rollout=replace(config.rollout, sglang=sglang))
+    return found if is_allowed(found, _processes(config), read_teacher(config), read_reward_model(config)) else None
+
+
+def _simplest(config: Config) -> tuple[Config, str]:
+    """The layout that splits the model least, and its experts most; and why. Raises ConfigError when there is none."""
+    allowed = [found.layout for found in candidates(config, [config.layout.recompute])]
+    if not allowed:
+        raise _cannot_be_arranged(config)
+    least = min(allowed, key=lambda size: (size.tp * size.pp * size.cp, -size.ep, size.pp * size.cp, size.pp))
+    return replace(config, layout=least), "the simplest on CPUs"
+
+
+def _fastest(config: Config, distributed: bool) -> tuple[Config, str]:
+    """The layout that the planner takes for the fastest of those that fit, with engines that fit, and smaller
+    micro-batches if there is none; and why.
+
+    Raises:
+        ConfigError: None fits.
+    """
+    limit, found = limit_of(config), list[Candidate]()
+    recompute = RECOMPUTE if config.layout.recompute == "none" else [config.layout.recompute]
+    for smaller in smaller_batches(config):
+        found = ranked(smaller, Assumed(), recompute, distributed)
+        fitting = [candidate for candidate in found if candidate.bytes <= limit]
+        for candidate in fitting[:TRIED]:
+            if best := with_engine(candidate.config, Assumed()):
+                fits = f"{in_gb(candidate.bytes)} of {in_gb(limit)} GB that may be planned"
+                return best, f"predicted fastest of {len(fitting)} layouts that fit ({fits})"
+    if not found:
+        raise _cannot_be_arranged(config)
+    smallest = min(found, key=lambda candidate: candidate.bytes)
+    raise ConfigError(_too_large(smallest, limit))
+
+
+def _too_large(smallest: Candidate, limit: float) -> str:
+    """Message that nothing fits, with what comes nearest."""
+    gpus, words = (
+        _processes(smallest.config),
+        [as_words(each["settings"]) for each in changes_that_fit(smallest.config)],
+    )
+    why = f"the smallest takes about {in_gb(smallest.bytes)} GB of a GPU, and {in_gb(limit)} may be planned"
+    if smallest.bytes <= limit:
+        why = "beside the trainer's there is no room for engines of any size (rollout.sglang.tp)"
+    nearest = f"it would fit with {', or '.join(words)}" if words else "start more processes, or lower model.context"
+    return f"layout=auto: no layout of {gpus} GPUs fits: {why}; {nearest}"
+
+
+def _cannot_be_arranged(config: Config) -> ConfigError:
+    """The error for processes that no layout divides: what data parallelism alone lacks."""
+    processes = _processes(config)
+    try:
+        alone = replace(config.layout, auto=False)
+        check_layout(replace(config, layout=alone, optimizer=replace(config.optimizer, overlap=False)), processes)
+    except ConfigError as error:
+        return error
+    return ConfigError(f"layout=auto: {processes} processes cannot be arranged for this model in any layout")
+
+
+def _in_words(chosen: Config, given: Config) -> str:
+    """A chosen layout, and what else was chosen with it."""
+    layout, before = chosen.layout, given.layout
+    sizes = {"dp": _processes(given) // (layout.tp * layout.pp * layout.cp)}
+    sizes |= {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+    parts = [" x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"]
+    if layout.recompute != before.recompute:
+        parts.append(f"recompute {layout.recompute}")
+    if layout.micro_batch_tokens != before.micro_batch_tokens:
+        parts.append(f"micro-batches of {layout.micro_batch_tokens:,} tokens")
+    if chosen.rollout.sglang.tp != given.rollout.sglang.tp:
+        parts.append(f"engines of {chosen.rollout.sglang.tp} GPUs")
+    return ", ".join(parts)
+
+
+def _processes(config: Config) -> int:
+    return (config.cluster.nodes or 1) * config.cluster.gpus_per_node
