@@ -40,10 +40,11 @@ class StandIn:
     apply: Callable[[RankSpec], None]
 
 
-rows_coming: deque[int] = deque()
-"""Rows of the micro-batches whose hidden states the stage before is still to send; `rank.py` fills it for a pass."""
-rows_returning: deque[int] = deque()
-"""Rows of those whose gradients the stage after is still to send."""
+Shape = tuple[int, int, int]
+coming: deque[Shape] = deque()
+"""Shapes of the hidden states that the stage before is still to send; `step.py` fills it for a pass."""
+returning: deque[Shape] = deque()
+"""Shapes of the gradients that the stage after is still to send."""
 
 
 def _balanced_experts(spec: RankSpec) -> None:
@@ -70,14 +71,12 @@ def _parts(total: int, parts: int) -> np.ndarray:
     return total // parts + (np.arange(parts) < total % parts)
 
 
-def _shapes_between_stages(spec: RankSpec) -> None:
+def _shapes_between_stages(_: RankSpec) -> None:
     original = P2PCommunicator._communicate_shapes
 
     def shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> Any:
         original(self, send_next, send_prev, recv_prev, recv_next)  # with the waits that it makes
-        coming = [rows_coming.popleft(), 1, spec.config.model.hidden] if recv_prev else None
-        returning = [rows_returning.popleft(), 1, spec.config.model.hidden] if recv_next else None
-        return coming, returning
+        return [*coming.popleft()] if recv_prev else None, [*returning.popleft()] if recv_next else None
 
     P2PCommunicator._communicate_shapes = shapes
 

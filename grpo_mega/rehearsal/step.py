@@ -43,61 +43,57 @@ def step(
         models = build(config, topology, platform)
         rehearsal.memory = TrainerMemory(models.all, suspend_process_groups=False)
     batch = _batch(spec)
-    batch = _passes(config, models, batch, topology, on_policy, rehearsal)
+    batch = _passes(config, models, batch, on_policy, rehearsal)
     for number in (1, 2):  # the second finds what the first has left: moments, caches, fragments
-        _update(config, models, batch, topology, loss, number, rehearsal)
+        _update(config, models, batch, loss, number, rehearsal)
     if config.rollout.engine == "sglang":
         _turn(config, models.policy, topology.rank, rehearsal)
     _save(models.saved, rehearsal)
 
 
-def _passes(
-    config: Config, models: Models, batch: Batch, topology: Topology, on_policy: bool, rehearsal: Rehearsal
-) -> Batch:
+def _passes(config: Config, models: Models, batch: Batch, on_policy: bool, rehearsal: Rehearsal) -> Batch:
     """The passes before the updates, in the order of the stages; the batch with what the updates read."""
     policy, temperature = models.policy, config.rollout.temperature
     micros = policy._micro_batches(batch, config.model.mtp_layers)
     scored = batch.with_(mask=torch.ones_like(batch.mask))
 
-    def expect(of: MicroBatches) -> None:
-        _expect(of, topology, config.layout, backward=False)
+    def expect(model: Model, of: MicroBatches) -> None:
+        _expect(of, model, config.layout, backward=False)
 
     if models.scorer:
         with rehearsal.phase("scores"):
-            expect(models.scorer._micro_batches(scored, own_state=True))
+            expect(models.scorer, models.scorer._micro_batches(scored, own_state=True))
             models.scorer.values(batch)
     if models.reference:
         with rehearsal.phase("reference log-probs"):
-            expect(micros)
+            expect(policy, micros)
             models.reference.logprobs(batch, temperature)
     if not on_policy:
         with rehearsal.phase("old log-probs"):
-            expect(micros)
+            expect(policy, micros)
             policy.logprobs(batch, temperature)
     if models.teacher:
         with rehearsal.phase("teacher log-probs"):
-            expect(models.teacher._micro_batches(batch, models.teacher.architecture.mtp_layers))
+            expect(models.teacher, models.teacher._micro_batches(batch, models.teacher.architecture.mtp_layers))
             models.teacher.logprobs(batch, temperature)
     if models.critic:
         with rehearsal.phase("values"):
-            expect(models.critic._micro_batches(batch))
+            expect(models.critic, models.critic._micro_batches(batch))
             batch = batch.with_(value=models.critic.values(batch), returns=torch.ones(len(batch.tokens)))
     return batch
 
 
-def _update(
-    config: Config, models: Models, batch: Batch, topology: Topology, loss: Loss, number: int, rehearsal: Rehearsal
-) -> None:
+def _update(config: Config, models: Models, batch: Batch, loss: Loss, number: int, rehearsal: Rehearsal) -> None:
     policy, critic = models.policy, models.critic
     with rehearsal.phase(f"gradients, update {number}"):
         micros = policy._micro_batches(batch, config.model.mtp_layers)
-        _expect(micros, topology, config.layout, backward=True)
+        _expect(micros, policy, config.layout, backward=True)
         gradients = policy.gradients(batch, loss, config.rollout.temperature)
     with rehearsal.phase(f"optimizer, update {number}"):
         policy.apply(gradients, lr=config.optimizer.lr)
     if critic:
         with rehearsal.phase(f"critic, update {number}"):
-            _expect(critic._micro_batches(batch), topology, config.layout, backward=True)
+            _expect(critic._micro_batches(batch), critic, config.layout, backward=True)
             critic.update(batch, ClippedSquaredError(config.critic.clip), config.critic.lr)
 
 
@@ -159,23 +155,24 @@ def _batch(spec: RankSpec) -> Batch:
     return batch.with_(advantage=ones, weight=batch.mask / batch.mask.sum())
 
 
-def _expect(micros: MicroBatches, topology: Topology, layout: LayoutConfig, backward: bool) -> None:
-    """Tells the stand-in for neighbouring stages how many rows this rank gets with each message, in their order.
+def _expect(micros: MicroBatches, model: Model, layout: LayoutConfig, backward: bool) -> None:
+    """Tells the stand-in for neighbouring stages the shape of each message to this rank, in their order.
 
     The first stage gets no hidden states for its first layers, the last one no gradients for its last ones.
     """
+    topology, lengths = model.topology, micros.batch.lengths
     multiple = topology.row_multiple * topology.cp_size
-    lengths = micros.batch.lengths
-    rows = []
+    shapes: list[stand_ins.Shape] = []
     for sequences in micros.plan:
         tokens = int(lengths[sequences].sum()) if sequences else 0
         padded = max(-(-tokens // multiple), 1) * multiple
-        rows.append(padded // topology.cp_size // (topology.tp_size if layout.sp else 1))
-    # Of layers in their order forward; backward it is the same with the last ones first.
-    order = get_schedule_table(len(rows), layout.vpp, layout.pp)
-    ends = {"first": topology.pp_rank == 0, "last": topology.pp_rank == topology.pp_size - 1}
-    for queue, is_end in ((stand_ins.rows_coming, ends["first"]), (stand_ins.rows_returning, ends["last"])):
+        rows = padded // topology.cp_size // (topology.tp_size if layout.sp else 1)
+        shapes.append((rows, 1, model.architecture.hidden))
+    # The order of layers forward; backward it is the same with the last ones first.
+    order = get_schedule_table(len(shapes), layout.vpp, layout.pp)
+    first, last = topology.pp_rank == 0, topology.pp_rank == topology.pp_size - 1
+    for queue, is_end in ((stand_ins.coming, first), (stand_ins.returning, last)):
         queue.clear()
-        queue.extend(rows[micro] for micro, chunk in order if chunk or not is_end)
+        queue.extend(shapes[micro] for micro, chunk in order if chunk or not is_end)
     if not backward:
-        stand_ins.rows_returning.clear()
+        stand_ins.returning.clear()
