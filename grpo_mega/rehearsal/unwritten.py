@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SMALL = 1 << 20
 """Most bytes that are written."""
+UNCOUNTED = 0x4000
+"""Linux's MAP_NORESERVE: more may be asked for than the machine has."""
 aten = torch.ops.aten
 
 
@@ -21,20 +25,28 @@ class UnwrittenHost(TorchDispatchMode):
     ) -> Any:
         """Makes an operation, unless it does no more than write much to the host."""
         named = kwargs or {}
-        if function is aten.zeros.default:
-            found = aten.empty.memory_format(*args, **named)
-            return found if _is_large(found) else found.zero_()
+        if function is aten.zeros.default and torch.device(named.get("device") or "cpu").type == "cpu":
+            dtype = named.get("dtype") or torch.get_default_dtype()
+            if math.prod(args[0]) * dtype.itemsize > SMALL:
+                return _room(args[0], dtype)
         if function is aten.copy_.default and _is_large(args[0]) and args[1].device.type == "cpu":
             return args[0]
         if function is aten.cat.default and all(map(_is_large, args[0])):
             first, axis = args[0][0], args[1] if len(args) > 1 else 0
             shape = list(first.shape)
             shape[axis] = sum(part.shape[axis] for part in args[0])
-            return first.new_empty(shape)
+            return _room(shape, first.dtype)
         if function is aten.clone.default and _is_large(args[0]):
-            return torch.empty_like(args[0])
+            return _room(args[0].shape, args[0].dtype)
         return function(*args, **named)
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.nbytes > SMALL
+
+
+def _room(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of zeros, whose memory nobody has touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | UNCOUNTED
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)

@@ -26,6 +26,13 @@ def test_memory_that_is_copied_to_takes_none() -> None:
     assert resident() - before < size / 4
 
 
+def test_more_may_be_asked_for_than_there_is() -> None:
+    with UnwrittenHost():
+        whole = torch.zeros(1 << 42, dtype=torch.uint8)  # 4 TiB
+        assert whole[:4].tolist() == [0] * 4
+        assert torch.zeros(4, 1 << 20).t().clone().shape == (1 << 20, 4)
+
+
 def test_small_ones_have_their_numbers() -> None:
     with UnwrittenHost():
         small = torch.zeros(4).copy_(torch.arange(4.0))
