@@ -75,7 +75,7 @@ def test_what_cannot_be_rehearsed_is_named(settings: list[str], rank: str, lengt
 
 
 def test_a_run_that_trains_no_policy_is_refused() -> None:
-    scores = compose_config(["experiment=tiny_reward_model", "cluster=h100"])
+    scores = compose_config(["experiment=tiny_reward_model", "cluster=h100", "pairs.path=pairs.jsonl"])
     with pytest.raises(ConfigError, match=r"run\.trains=reward_model: a rehearsal is of a run that trains a policy"):
         asked(scores)
 
