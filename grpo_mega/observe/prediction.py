@@ -91,7 +91,7 @@ class Prediction:
         }
         self._over = True
         try:
-            words = [self._path / CONFIG, json.dumps(measured), self._path / PLANNED]
+            words: list[str | Path] = [self._path / CONFIG, json.dumps(measured), self._path / PLANNED]
             self._planner = start_beside("grpo_mega.planning.compare", words, self._path / LOG)
         except OSError as error:
             logger.warning("the planner's figures are not compared with the run's: %s", error)

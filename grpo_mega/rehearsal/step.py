@@ -138,7 +138,7 @@ def _copied(state: dict[str, Any]) -> Any:
     apply_factories(state)
     tensors = [item for item in nested_values(state) if isinstance(item, ShardedTensor) and item.data is not None]
     written = [(None, _owned(item.data.detach())) for item in tensors if is_main_replica(item.replica_id)]
-    return state, FileSystemWriterAsync.preload_tensors([("", "", ([], written))])  # type: ignore[list-item]
+    return state, FileSystemWriterAsync.preload_tensors([("", "", ([], written))])
 
 
 def _owned(tensor: torch.Tensor) -> torch.Tensor:
