@@ -46,6 +46,7 @@ from grpo_mega.models.topology import Topology, join_layout, leave_layout
 from grpo_mega.observe.columns import columns_of
 from grpo_mega.observe.heartbeat import Heartbeat
 from grpo_mega.observe.logs import setup_rank_logging
+from grpo_mega.observe.prediction import Prediction
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.run_dir import RunDir, open_run_dir
 from grpo_mega.observe.timer import PhaseTimer
@@ -206,6 +207,8 @@ def _policy_run(
             scorer, learned = learned_reward(config, preferred, ground.topology, ground.platform, decode)
         own_teacher = _teacher(ground, *taught) if taught else None
     ground.recorder.start([*_introduction(config, policy), *ground.remarks], _where(ground.platform))
+    if config.cluster.gpu:  # otherwise nothing says what to expect
+        ground.recorder.compare(_prediction(ground, data))
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     score = partial(reward.score, decode=decode) if config.algorithm.supervision == "process" else reward.score
     others = [model for model in (critic, reference, scorer, own_teacher) if model]
@@ -341,6 +344,14 @@ def _rollouts(
         outdate=turns.outdate,
         learned=learned,
     )
+
+
+def _prediction(ground: Ground, data: Data) -> Prediction:
+    """What compares the run's first steps with their plan."""
+    prompts = [len(prompt.token_ids) for prompt in data.problems or data.validation or data.test]
+    prompt = sum(prompts) / max(1, len(prompts))
+    on_gpu = ground.platform.device.type == "cuda"
+    return Prediction(ground.path, ground.topology.world_size, ground.vocab_size, prompt, on_gpu)
 
 
 def _stages_before(config: Config, policy: Policy, embedded: Engine, data: Data) -> list[Stage]:

@@ -33,7 +33,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "evaluate": GROUND
     | {"data", "models", "weights", "checkpoint", "convert", "rollout", "reward", "observe", "step_ends"},
     "colocation": GROUND | {"algorithm", "models", "weights", "rollout", "observe"},
-    "rehearsal": GROUND | {"algorithm", "models", "colocation"},
+    "rehearsal": GROUND | {"algorithm", "models", "weights", "checkpoint", "rollout", "colocation", "planning"},
     "planning": GROUND | {"grpo_kernels", "data", "models", "weights", "rollout"},
     "run": GROUND | {"models", "checkpoint", "observe"},
     "first_weights": GROUND | {"data", "models", "weights", "checkpoint", "convert", "observe"},

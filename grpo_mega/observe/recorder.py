@@ -14,6 +14,7 @@ from grpo_mega.observe.columns import TABLE, Column
 from grpo_mega.observe.console import Console
 from grpo_mega.observe.experts import EXPERTS, ExpertLog, Loads
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, MetricsLog, read_metrics
+from grpo_mega.observe.prediction import Prediction
 from grpo_mega.observe.prometheus import write_prometheus
 from grpo_mega.observe.run_dir import REPORT
 from grpo_mega.observe.samples import telling, write_samples
@@ -45,6 +46,7 @@ class Recorder:
         self.alarms: AlarmLog | None = None
         self.experts: ExpertLog | None = None
         self.trackers: Trackers | None = None
+        self.prediction: Prediction | None = None
         self._unexposed = False
         self._unwritten = set[str]()
         self._limits = limits or AlarmsConfig()
@@ -54,6 +56,11 @@ class Recorder:
         """Says what is about to run, and on which machines."""
         if self.console:
             self.console.start(lines, f"{where}, in {self.path}")
+
+    def compare(self, prediction: Prediction) -> None:
+        """Compares the first steps of the last stage with their plan."""
+        if self.console:
+            self.prediction = prediction
 
     def note(self, text: str) -> None:
         """Says anything else worth a line."""
@@ -108,6 +115,8 @@ class Recorder:
         self._record(step, metrics, shown)
         for record in self.alarms.step(step, metrics) if self.alarms else ():
             self.console.alarm(record)
+        if self.prediction and self.alarms and (line := self.prediction.step(step, metrics)):
+            self.note(line)
         if self.run.report_every and step % self.run.report_every == 0:
             self._report.begin()
 
@@ -161,6 +170,10 @@ class Recorder:
             return
         self._report.end()
         summary = summary | {"alarms": self.alarms.summary() if self.alarms else []}
+        if self.prediction:
+            if line := self.prediction.finish():
+                self.note(line)
+            summary |= self.prediction.result()
         from grpo_mega.observe.plot import plot_curves  # matplotlib takes a second to import
 
         self.metrics.close()
@@ -176,6 +189,8 @@ class Recorder:
     def close(self) -> None:
         """Leaves the terminal clean, the files complete and the trackers with all there is, whatever happened."""
         self._report.end()
+        if self.prediction:
+            self.prediction.close()
         if self.console:
             self.console.close()
         if self.metrics:

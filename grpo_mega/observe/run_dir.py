@@ -2,7 +2,8 @@
 
     runs/NAME/  config.yaml  words.json  run.json  run.lock  metrics.jsonl  samples/  checkpoints/  tensorboard/  logs/
                 trace/  flight/  profile/  trackers/
-                pretrain.jsonl  sft.jsonl  alarms.jsonl  experts.jsonl  summary.json  curves.png  report.html  slurm/
+                pretrain.jsonl  sft.jsonl  alarms.jsonl  experts.jsonl  planned.json  summary.json  curves.png
+                report.html  slurm/
 
 `run.json` holds the identity of the experiment: the part of the configuration that must not change between starts. The
 name is no part of it: a directory may be renamed. As long as there is no result, neither step nor checkpoint, another

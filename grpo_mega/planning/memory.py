@@ -16,6 +16,7 @@ from grpo_mega.models.body import head_channels
 from grpo_mega.models.megatron.sinks import CHANNELS
 from grpo_mega.models.schedule import cells_per_token
 from grpo_mega.planning.inventory import Role, Stage, elements
+from grpo_mega.planning.lines import ASLEEP, EXPORTS, LIBRARIES
 from grpo_mega.rollout.sglang.memory import ENGINE_ASLEEP, FIXED
 from grpo_mega.weights.merging import merged_bytes
 from grpo_mega.weights.stream import FILE_BYTES
@@ -45,10 +46,10 @@ def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> d
         working["weights in 8 bits"] = eight_bits(config, stage, number)
     lines = held(config, roles, number) | working
     if config.run.export_every:
-        lines["exports, beyond these"] = max(0.0, exporting(config, roles[0]) - sum(working.values()))
+        lines[EXPORTS] = max(0.0, exporting(config, roles[0]) - sum(working.values()))
     return lines | {
-        "libraries": FIXED,
-        "engine, asleep": ENGINE_ASLEEP if _engine_sleeps(config) else 0.0,
+        LIBRARIES: FIXED,
+        ASLEEP: ENGINE_ASLEEP if _engine_sleeps(config) else 0.0,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
@@ -53,6 +54,12 @@ class Books:
         """{name: events since `before`, or level now}"""
         then = asdict(before)
         return {name: n if name in LEVELS else n - then[name] for name, n in asdict(self).items()}
+
+
+def host_bytes() -> int:
+    """Address space of this process that is not the GPU's: what tensors on the host take, read or not."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[0]) * resource.getpagesize() - Books.read().used
 
 
 class Waits:

@@ -17,13 +17,11 @@ from grpo_mega.config.attention import attention_on_gpu
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import REWARD_MODELS, Config
 from grpo_mega.models.schedule import cells_per_token
+from grpo_mega.planning.lines import OTHERS
 from grpo_mega.rehearsal.spec import RankSpec, balanced, check_lengths, skewed
 
-OTHERS = ("libraries", "engine, asleep")
-"""The planner's lines for what is on a GPU beside the trainer's tensors."""
 AT_WORK = ("activations kept", "one layer, saved", "one layer, at work", "output layer")
-"""Those for what comes and goes within a step; the rest is held."""
-AFTERWARDS = "exports, beyond these"
+"""The planner's lines for what comes and goes within a step; the rest is held."""
 UNSEEN = 508 * 2**20
 """Bytes that nvidia-smi counts and CUDA does not: an H100 has 81,559 MiB for one and 81,051 for the other."""
 
@@ -144,32 +142,17 @@ def specs(
                 )
 
 
-def planned_bytes(lines: Mapping[str, float]) -> float:
-    """What the planner expects of the trainer's tensors in a step, of one stage's lines."""
-    return sum(size for name, size in lines.items() if name not in (*OTHERS, AFTERWARDS))
-
-
 def _check_kind(config: Config) -> None:
     if config.cluster.gpu_memory_mib is None:
         raise ConfigError(
             f"{config.run.name} names no GPUs (cluster.gpu_memory_mib is null): give cluster=h100, or choose an "
             "experiment that has some"
         )
-    others = {
-        f"run.trains={config.run.trains}": config.run.trains in REWARD_MODELS,
-        f"algorithm.advantage_baseline={config.algorithm.advantage_baseline}": (
-            config.algorithm.advantage_baseline == "critic"
-        ),
-        f"distill.teacher={config.distill.teacher}": config.distill.teacher is not None,
-        f"reward.model.path={config.reward.model.path}": config.reward.model.path is not None,
-        f"layout.vpp={config.layout.vpp}": config.layout.vpp > 1,
-    }
-    for setting, cannot in others.items():
-        if cannot:
-            raise ConfigError(
-                f"{setting}: a rehearsal has one policy, perhaps with a reference, in stages that are not interleaved; "
-                "tools/plan.py computes what this one needs"
-            )
+    if config.run.trains in REWARD_MODELS:
+        raise ConfigError(
+            f"run.trains={config.run.trains}: a rehearsal is of a run that trains a policy; tools/plan.py computes "
+            "what this one needs"
+        )
 
 
 def _number(rank: str, world_size: int) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.planning.lines import of_the_trainer
 from grpo_mega.platform.files import write_atomic
-from grpo_mega.rehearsal.job import planned_bytes
 
 GB = 1e9
 
@@ -40,7 +40,7 @@ def draw(measured: Mapping[str, Any], lines: Mapping[str, float], path: Path) ->
         axis.hlines(reserved, number, number + 1, color="gray", label="reserved, at most" if number == 0 else "")
     room = (measured["capacity"] - measured["taken"]) / GB
     axis.axhline(room, color="firebrick", label=f"room, beside {measured['taken'] / GB:.0f} GB of others")
-    axis.axhline(planned_bytes(lines) / GB, color="firebrick", linestyle=":", label="planned")
+    axis.axhline(of_the_trainer(lines) / GB, color="firebrick", linestyle=":", label="planned")
     axis.set_xticks(
         [edge + 0.5 for edge in edges[:-1]], [phase["name"].replace(", ", "\n") for phase in phases], fontsize=8
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_mega.rehearsal.job import AT_WORK, planned_bytes
+from grpo_mega.planning.lines import of_the_trainer
+from grpo_mega.rehearsal.job import AT_WORK
 
 WAITS, COLLECTIVES = 6, 8
 """Rows that are printed of each."""
@@ -31,11 +32,11 @@ def show(measured: dict[str, Any], lines: Mapping[str, float]) -> None:
         f"{max(sizes):,} tokens ({measured['sequences']}), "
         f"{'with' if measured['transformer_engine'] else 'without'} Transformer Engine"
     )
-    columns = ("GB: held", "peak", "reserved", "launches", "TFLOP", "waits", "pageable MB", "seconds")
+    columns = ("GB: held", "peak", "reserved", "of host", "launches", "TFLOP", "waits", "pageable MB", "seconds")
     _row("", columns)
     for phase in measured["phases"]:
         pageable = phase["to_device_pageable"] + phase["to_host_pageable"]
-        memory = [f"{phase[name] / 1e9:.1f}" for name in ("allocated", "peak_allocated", "peak_reserved")]
+        memory = [f"{phase[name] / 1e9:.1f}" for name in ("allocated", "peak_allocated", "peak_reserved", "host")]
         counts = [f"{phase['launches']:,}", f"{phase['flops'] / 1e12:,.1f}", f"{phase['waits']:,}"]
         _row(phase["name"], [*memory, *counts, f"{pageable / 1e6:.1f}", f"{phase['seconds']:.1f}"])
     _show_busiest(measured["phases"])
@@ -64,7 +65,7 @@ def against_plan(measured: dict[str, Any], lines: Mapping[str, float]) -> str:
     """
     phases = measured["phases"]
     at_work = sum(lines.get(name, 0.0) for name in AT_WORK)
-    planned = {"held": planned_bytes(lines) - at_work, "at work": at_work}
+    planned = {"held": of_the_trainer(lines) - at_work, "at work": at_work}
     held = phases[0]["allocated"]
     found = {"held": held, "at work": max(phase["peak_allocated"] for phase in phases) - held}
     fragments = peak(measured) - sum(found.values())
@@ -100,7 +101,8 @@ def show_all(everyone: Sequence[dict[str, Any]], memories: Sequence[Mapping[str,
     for measured in everyone:
         lines, phases = memories[measured["stage"]], measured["phases"]
         gradients = [phase for phase in phases if phase["name"].startswith("gradients")][-1:] or phases[-1:]
-        sizes = (planned_bytes(lines), phases[0]["allocated"], max(p["peak_allocated"] for p in phases), peak(measured))
+        most = max(phase["peak_allocated"] for phase in phases)
+        sizes = (of_the_trainer(lines), phases[0]["allocated"], most, peak(measured))
         _row(
             f"{measured['rank']} ({measured['stage']}), {measured['sequences']}",
             [f"{size / 1e9:.1f}" for size in sizes] + [f"{gradients[0][name]:,}" for name in ("launches", "waits")],

@@ -18,8 +18,11 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from grpo_mega.models import model as trained_model
 from grpo_mega.models.chunks import ModelChunks
+from grpo_mega.rehearsal.holders import holders
 from grpo_mega.rehearsal.spec import RankSpec
+from grpo_mega.rollout.sglang.arguments import own_experts
 from grpo_mega.types import Batch
+from grpo_mega.weights import stream
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,11 @@ class StandIn:
     apply: Callable[[RankSpec], None]
 
 
-rows_coming: deque[int] = deque()
-"""Rows of the micro-batches whose hidden states the stage before is still to send; `rank.py` fills it for a pass."""
-rows_returning: deque[int] = deque()
-"""Rows of those whose gradients the stage after is still to send."""
+Shape = tuple[int, int, int]
+coming: deque[Shape] = deque()
+"""Shapes of the hidden states that the stage before is still to send; `step.py` fills it for a pass."""
+returning: deque[Shape] = deque()
+"""Shapes of the gradients that the stage after is still to send."""
 
 
 def _balanced_experts(spec: RankSpec) -> None:
@@ -67,14 +71,12 @@ def _parts(total: int, parts: int) -> np.ndarray:
     return total // parts + (np.arange(parts) < total % parts)
 
 
-def _shapes_between_stages(spec: RankSpec) -> None:
+def _shapes_between_stages(_: RankSpec) -> None:
     original = P2PCommunicator._communicate_shapes
 
     def shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> Any:
         original(self, send_next, send_prev, recv_prev, recv_next)  # with the waits that it makes
-        coming = [rows_coming.popleft(), 1, spec.config.model.hidden] if recv_prev else None
-        returning = [rows_returning.popleft(), 1, spec.config.model.hidden] if recv_next else None
-        return coming, returning
+        return [*coming.popleft()] if recv_prev else None, [*returning.popleft()] if recv_next else None
 
     P2PCommunicator._communicate_shapes = shapes
 
@@ -93,6 +95,21 @@ def _finite(spec: RankSpec) -> None:
     trained_model.refuse_non_finite_gradients = of_gradients
 
 
+def _shards_of_others(spec: RankSpec) -> None:
+    config, sharing = spec.config, stream._Sharing.__init__
+    of_ranks = [own_experts(config, rank % config.rollout.sglang.tp) for rank in range(spec.world_size)]
+
+    def asked(byte_budget: int, experts_of: range | None, experts: int) -> list[range | None]:
+        return of_ranks if experts_of else [None] * spec.world_size
+
+    def with_others(self: Any, *arguments: Any, **named: Any) -> None:
+        sharing(self, *arguments, **named)
+        self._holder = holders(self.entries, self._parts.held, self._me, self._group.size(), config.layout.pp)
+
+    stream._asked = asked
+    stream._Sharing.__init__ = with_others  # type: ignore[method-assign]
+
+
 STAND_INS = (
     StandIn(
         "balanced experts",
@@ -103,6 +120,11 @@ STAND_INS = (
         "shapes between stages",
         "neighbouring stages are not there: micro-batches have the rows that this stage's have",
         _shapes_between_stages,
+    ),
+    StandIn(
+        "shards of others",
+        "nobody else says what it holds, or which experts its engine has: shards are as large as this rank's own",
+        _shards_of_others,
     ),
     StandIn(
         "finite numbers",

@@ -60,6 +60,21 @@ def _lane(lane: Lane, names: Sequence[str], of: Lanes) -> Packed:
     }
 
 
+def planned(run: RunData) -> Packed | None:
+    """Seconds of some steps by phase as planned and as measured, and GB at most; None where nothing was compared."""
+    found = run.planned
+    seconds, memory, steps = found.get("seconds"), found.get("memory"), found.get("steps")
+    if not (isinstance(seconds, dict) and isinstance(memory, list) and isinstance(steps, list)):
+        return None
+    rows = [[phase, *map(finite, pair)] for phase, pair in seconds.items() if isinstance(pair, list)]
+    return {
+        "title": f"Steps {' and '.join(map(str, steps))} as planned for {found.get('gpus')} {found.get('gpu')}, and "
+        f"as measured; answers of {finite(found.get('answer')) or 0.0:,.0f} tokens",
+        "rows": [row for row in rows if len(row) == 3],
+        "memory": [finite(size) for size in memory][:2],
+    }
+
+
 def experts(run: RunData, cells: int = CELLS) -> Packed | None:
     """The load of each expert, over the average one of its layer, in steps that are evenly spread: `cells` numbers at
     most, and no step where one has more. None of a dense model. Lines of another shape than the last are left out, and

@@ -9,7 +9,7 @@ from typing import Any
 from grpo_mega.config.schema import Config
 from grpo_mega.observe.metric_table import ROOMS, find
 from grpo_mega.report import words
-from grpo_mega.report.machines import CELLS, experts, turns
+from grpo_mega.report.machines import CELLS, experts, planned, turns
 from grpo_mega.report.read import SAMPLES_BUDGET, STAGES, RunData, Samples, finite
 from grpo_mega.report.thin import thin
 
@@ -70,6 +70,7 @@ def _run(run: RunData, budget: int, cells: int) -> Packed:
         "advantage": _estimator(run.config),
         "group_size": words.setting(run.config, "algorithm.group_size"),
         "time": _time(run),
+        "planned": planned(run),
         "turns": turns(run),
         "experts": experts(run, cells),
     }

@@ -15,6 +15,7 @@ from grpo_mega.observe.alarm_log import ALARMS_FILE
 from grpo_mega.observe.experts import EXPERTS
 from grpo_mega.observe.lanes import Lanes, lanes
 from grpo_mega.observe.metrics import METRICS
+from grpo_mega.observe.prediction import PLANNED
 from grpo_mega.observe.summary import SUMMARY
 from grpo_mega.observe.trace_files import ranks_of, read_traces, steps_of
 from grpo_mega.observe.waterfall import Waterfall, waterfall
@@ -87,6 +88,7 @@ class RunData:
         lanes: What its ranks did in the newest of these steps; None without a trace.
         traced: How many ranks have left a trace, of which at most `TRACED_RANKS` were read.
         experts: The lines of experts.jsonl.
+        planned: What planned.json has of some steps, as planned and as measured; {} where nothing was compared.
         words: Those of the command that started it; None where they are not known.
     """
 
@@ -105,6 +107,7 @@ class RunData:
     traced: int = 0
     words: list[str] | None = None
     experts: list[Record] = field(default_factory=list)
+    planned: Record = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -136,6 +139,8 @@ def read_run(path: Path) -> RunData:
     run.samples = _samples(run, "step")
     run.followed = _samples(run, FOLLOWED)
     run.experts = _lines(run, EXPERTS)
+    if (path / PLANNED).is_file():
+        run.planned = _read_object(run, PLANNED, "")
     run.waterfall, run.lanes = _traced(run)
     if not run.samples.files and _writes_samples(run.config):
         run.missing.append("samples/: no answers were recorded")

@@ -8,7 +8,7 @@ import pytest
 from rehearsing import needs_environment, rehearse
 
 from grpo_mega.config.load import compose_config
-from grpo_mega.rehearsal.job import planned_bytes
+from grpo_mega.planning.lines import of_the_trainer
 
 pytestmark = [pytest.mark.long, needs_environment]
 TOKENS, TP, DP = 16_384, 2, 4
@@ -32,7 +32,7 @@ def test_what_is_held_is_what_the_planner_counts(measured: dict[str, Any]) -> No
     counted = sum(lines[name] for name in ("weights", "gradients", "optimizer", "reference policy"))
     assert phase(measured, "build")["allocated"] == pytest.approx(counted, rel=0.005)
     peak = max(phase["peak_reserved"] for phase in measured["ranks"][0]["phases"])
-    assert peak == pytest.approx(planned_bytes(lines), abs=3e9)
+    assert peak == pytest.approx(of_the_trainer(lines), abs=3e9)
 
 
 def test_memory_is_told_by_owner_and_over_time(measured: dict[str, Any]) -> None:

@@ -20,10 +20,11 @@ from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig
 from grpo_mega.models.schedule import cells_per_token
+from grpo_mega.planning.lines import of_the_trainer
 from grpo_mega.rehearsal import job
 from grpo_mega.rehearsal.curve import curve_of
 from grpo_mega.rehearsal.device import Books, frame_in_words
-from grpo_mega.rehearsal.job import Environment, NoEnvironment, planned_bytes, specs
+from grpo_mega.rehearsal.job import Environment, NoEnvironment, specs
 from grpo_mega.rehearsal.picture import draw
 from grpo_mega.rehearsal.show import against_plan
 from grpo_mega.rehearsal.spec import RankSpec, balanced, skewed
@@ -52,7 +53,7 @@ def test_a_gpu_has_what_cuda_shows_and_libraries_and_engines_have_their_part(con
     assert (spec.rank, spec.lengths, spec.sequences) == (511, (33000, 8000), "given")
     assert spec.capacity == 81_051 * 2**20
     assert spec.taken == 16e9
-    assert planned_bytes(LINES) == 3e9
+    assert of_the_trainer(LINES) == 3e9
     assert RankSpec.from_json(spec.to_json()) == spec
 
 
@@ -73,10 +74,10 @@ def test_what_cannot_be_rehearsed_is_named(settings: list[str], rank: str, lengt
         asked(compose_config(["experiment=r1zero_671b", *settings]), rank, lengths)
 
 
-def test_models_beside_the_policy_are_refused() -> None:
-    ppo = compose_config(["experiment=tiny_ppo", "cluster=h100"])
-    with pytest.raises(ConfigError, match="advantage_baseline=critic"):
-        asked(ppo)
+def test_a_run_that_trains_no_policy_is_refused() -> None:
+    scores = compose_config(["experiment=tiny_reward_model", "cluster=h100", "pairs.path=pairs.jsonl"])
+    with pytest.raises(ConfigError, match=r"run\.trains=reward_model: a rehearsal is of a run that trains a policy"):
+        asked(scores)
 
 
 def test_a_machine_without_the_environment_says_what_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

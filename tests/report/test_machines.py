@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs_made import lines, made_run, with_machines
 
-from grpo_mega.report.machines import CELLS, MOST_STEPS, experts, turns
+from grpo_mega.report.machines import CELLS, MOST_STEPS, experts, planned, turns
 from grpo_mega.report.page import write_report
 from grpo_mega.report.read import RunData, read_run
 
@@ -38,6 +38,19 @@ def test_engines_of_their_own_take_turns(tmp_path: Path, engine: str, whose: lis
     assert second["spans"][0] == [1.0, 2.0, 0]
     assert second["seconds"] == [2.0, 2.0, 2.0]
     assert found["most_gb"] == max(held for lane in found["lanes"] for _, held in lane["memory"]) == 8.4
+
+
+def test_planned_steps_are_shown_beside_the_measured_ones(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    assert planned(read_run(run)) is None
+    seconds = {"generate": [10.0, 12.5], "reward": [None, 1.0], "odd": "text", "step": [20.0, 25.0]}
+    compared = {"gpu": "h100", "gpus": 8, "steps": [2, 3], "answer": 310.4, "seconds": seconds, "memory": [4e9, None]}
+    (run / "planned.json").write_text(json.dumps(compared))
+    assert planned(read_run(run)) == {
+        "title": "Steps 2 and 3 as planned for 8 h100, and as measured; answers of 310 tokens",
+        "rows": [["generate", 10.0, 12.5], ["reward", None, 1.0], ["step", 20.0, 25.0]],
+        "memory": [4e9, None],
+    }
 
 
 def loads_of(run: Path) -> dict[str, Any] | None:
@@ -103,6 +116,11 @@ def test_whatever_the_lines_hold_is_no_error(records: list[dict[str, Any]]) -> N
     json.dumps(experts(RunData(Path("run"), experts=records)), allow_nan=False)
 
 
+@given(st.dictionaries(st.sampled_from(["seconds", "memory", "steps", "answer", "gpu"]), VALUES))
+def test_whatever_was_compared_is_no_error(record: dict[str, Any]) -> None:
+    json.dumps(planned(RunData(Path("run"), planned=record)), allow_nan=False)
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if CHROMIUM is None:
@@ -113,9 +131,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 def test_the_page_draws_the_lanes_and_the_loads(page: Browser, tmp_path: Path) -> None:
     run = with_machines(made_run(tmp_path / "run", rollout={"engine": "sglang"}))
+    compared = {"gpu": "h100", "gpus": 8, "steps": [2, 3], "seconds": {"sync": [9, 12.5]}, "memory": [4e9, 5e9]}
+    (run / "planned.json").write_text(json.dumps(compared))
     write_report([read_run(run)], tmp_path / "page.html")
     page.open(tmp_path / "page.html")
     assert page.errors == []
+    words = " ".join(page.run("document.getElementById('time').innerText").split())
+    assert "Steps 2 and 3 as planned for 8 h100" in words
+    assert "sync 9 s 12.5 s memory 4 GB 5 GB" in words
     assert page.run("document.querySelectorAll('#turns .lane').length") == 2
     assert page.run("document.querySelectorAll('#turns .spans i').length") == 12
     width = "((span) => span.getBoundingClientRect().width / span.parentElement.getBoundingClientRect().width)"

@@ -52,6 +52,14 @@ function tracedSteps(traced) {
   return make('div', { class: 'card' }, make('p', {}, printable(traced.words)), table(traced.about, ['Part of a step', 'Time', 'Share', 'In a step'], rows));
 }
 
+// What the planner expected of some steps, beside what they took.
+function plannedSteps(planned) {
+  if (!planned) return null;
+  const [expected, most] = planned.memory, gigabytes = (bytes) => `${short(bytes / 1e9)} GB`, told = (words) => (value) => (value == null ? '–' : words(value));
+  const rows = planned.rows.map(([phase, ...times]) => [foreign(phase), ...times.map(told(seconds))]);
+  return make('div', { class: 'card' }, table(planned.title, ['Phase', 'Planned', 'Measured'], most == null ? rows : [...rows, ['memory', ...[expected, most].map(told(gigabytes))]]));
+}
+
 function timeSection(run) {
   const { phases, apart, bars, words, traced } = run.time, names = Object.keys(phases);
   if (!names.length) return null;
@@ -67,7 +75,7 @@ function timeSection(run) {
       table('Seconds of all steps, by phase', ['Phase', 'Time', 'Share'], rows),
       make('div', { class: 'bars', 'aria-hidden': 'true' }, bars.map((bar) => make('div', {}, bar.seconds.map((value, index) => part(index, `height:${(9 * value) / (highest || 1)}rem`))))),
       make('div', { class: 'axis small soft' }, make('span', {}, `step ${bars[0].first}`), make('span', {}, `seconds of a step by phase${longest > 1 ? `, means over ${longest} steps a bar` : ''}; the highest bar is ${short(highest)} s`), make('span', {}, `step ${bars[bars.length - 1].last}`))),
-    tracedSteps(traced));
+    plannedSteps(run.planned), tracedSteps(traced));
 }
 
 function followedSection(run) {

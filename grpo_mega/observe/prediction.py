@@ -1,0 +1,136 @@
+"""What the planner says of a step beside what the run has measured, once after a few steps: a line, and planned.json.
+
+Planning builds models that are not there, so a process of its own does it (`grpo_mega/planning/compare.py`), which no
+step waits for. It is told how long answers are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from grpo_mega.observe.machine import APART
+from grpo_mega.platform.beside import start_beside
+
+CONFIG, PLANNED = "config.yaml", "planned.json"
+LOG = Path("logs") / "planned.log"
+"""In the run directory: why there is no planned.json."""
+COMPARED = 2
+"""Steps whose mean is compared: the first ones that are whole, after the first one, in which libraries start."""
+PATIENCE = 900.0
+"""Seconds that the run's end waits for the planner."""
+
+logger = logging.getLogger(__name__)
+
+
+class Prediction:
+    """Compares the first whole steps of this start of a run with their plan."""
+
+    def __init__(self, path: Path, gpus: int, vocab_size: int, prompt: float, allocator: bool) -> None:
+        """Waits for steps of the run in directory `path`.
+
+        Args:
+            path: The run directory, whose config.yaml is planned.
+            gpus: How many the run has.
+            vocab_size: Tokens of its model.
+            prompt: Mean tokens of its prompts.
+            allocator: Whether machine/peak_memory_gb is what torch's allocator gave, which is what is planned.
+        """
+        self._path, self._allocator = path, allocator
+        self._of_the_run = {"gpus": gpus, "vocab_size": vocab_size, "prompt": prompt}
+        self._seen = 0
+        self._steps: dict[int, Mapping[str, float]] = {}
+        self._planner: subprocess.Popen[bytes] | None = None
+        self._over = False
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Takes a finished step; the line, in the step after which the planner is found to be done."""
+        self._seen += 1
+        if self._planner is None and not self._over and self._seen > 1 and _is_whole(metrics):
+            self._steps[step] = metrics
+            if len(self._steps) == COMPARED:
+                self._begin()
+        return self._said() if self._planner and self._planner.poll() is not None else None
+
+    def finish(self) -> str | None:
+        """The line, if the run ends before it was said; waits for the planner, which may have begun just now."""
+        if self._planner is None:
+            return None
+        try:
+            self._planner.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            logger.warning("the planner takes longer than the run: its figures are not compared")
+            self.close()
+            return None
+        return self._said()
+
+    def close(self) -> None:
+        """Ends the planner."""
+        if self._planner:
+            self._planner.kill()
+            self._planner.wait()
+            self._planner = None
+
+    def result(self) -> dict[str, Any]:
+        """{"planned": what was compared}, for the summary; {} where nothing was, by this start or one before."""
+        file = self._path / PLANNED
+        return {"planned": json.loads(file.read_text())} if file.exists() else {}
+
+    def _begin(self) -> None:
+        (self._path / PLANNED).unlink(missing_ok=True)  # an earlier start's
+        measured = self._of_the_run | {
+            "steps": [*self._steps],
+            "answer": self._mean("rollout/length_mean"),
+            "seconds": {name: self._mean(f"time/{name}") for name in _phases(self._steps.values())},
+            "peak": 1e9 * max(m["machine/peak_memory_gb"] for m in self._steps.values()) if self._allocator else None,
+        }
+        self._over = True
+        try:
+            words: list[str | Path] = [self._path / CONFIG, json.dumps(measured), self._path / PLANNED]
+            self._planner = start_beside("grpo_mega.planning.compare", words, self._path / LOG)
+        except OSError as error:
+            logger.warning("the planner's figures are not compared with the run's: %s", error)
+
+    def _mean(self, name: str) -> float:
+        return mean(metrics.get(name, 0.0) for metrics in self._steps.values())
+
+    def _said(self) -> str | None:
+        assert self._planner
+        code, self._planner = self._planner.returncode, None
+        if code == 0:
+            return in_words(self.result()["planned"])
+        logger.warning("the planner's figures are not compared with the run's: %s says why", self._path / LOG)
+        return None
+
+
+def _is_whole(metrics: Mapping[str, float]) -> bool:
+    """Whether a step has sampled and learned, all of it in this start, and took no turn for an evaluation."""
+    return all(f"time/{phase}" in metrics for phase in ("generate", "update")) and "time/evaluate" not in metrics
+
+
+def _phases(steps: Iterable[Mapping[str, float]]) -> list[str]:
+    """Phases of these steps, and "step"; none that are no part of a step."""
+    names = dict.fromkeys(name.removeprefix("time/") for m in steps for name in m if name.startswith("time/"))
+    return [name for name in names if name not in APART]
+
+
+def in_words(compared: Mapping[str, Any]) -> str:
+    """The line: seconds by phase, and memory, of what planned.json holds."""
+    steps, gpus = " and ".join(map(str, compared["steps"])), f"{compared['gpus']} {compared['gpu'].upper()}"
+    seconds = ", ".join(
+        f"{name} {_figure(measured)} ({_figure(planned)})"
+        for name, (planned, measured) in compared["seconds"].items()
+        if planned is not None
+    )
+    planned, measured = compared["memory"]
+    memory = f"; memory {measured / 1e9:.1f} GB ({planned / 1e9:.1f})" if measured is not None else ""
+    return f"seconds of steps {steps} as measured (as planned for {gpus}): {seconds}{memory}"
+
+
+def _figure(seconds: float | None) -> str:
+    return "none" if seconds is None else f"{seconds:.3g}" if seconds < 100 else f"{seconds:,.0f}"
