@@ -58,7 +58,11 @@ NOT_RUN = {
     "minutes of training; tests/recipe compose it": ["python tools/recipe.py"],
     "minutes of sampling; tests/evaluate continue answers of a smaller run": [
         "python tools/evaluate.py", "python tools/rejection_sample.py",
+        "done=runs/iterative_tiny", "python tools/evaluate.py", "python tools/rejection_sample.py", "for by", "for n",
+        "python tools/evaluate.py", "python tools/rejection_sample.py", "python tools/rejection_sample.py", "done",
+        "done",
     ],
+    "minutes of training, after the recipe": ["done=runs/iterative_tiny", "python -m"],
     "needs make .venv-rehearse/.ready, 7 GB; tests/rehearsal run it": [
         "make rehearse", "python tools/rehearse.py", "python tools/rehearse.py",
     ],
