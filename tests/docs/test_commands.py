@@ -28,7 +28,7 @@ NOT_RUN = {
     ],
     "tests/recipe run a shorter chain": [
         "make r1-tiny", "make r1-tiny", "python tools/recipe.py", "python tools/recipe.py", "python tools/recipe.py",
-        "python tools/recipe.py",
+        "python tools/recipe.py", "for seed", "python tools/recipe.py", "done",
     ],
     "tests/train/test_taught_runs.py runs shorter ones": [
         "python -m", "for seed", "python -m", "python -m", "python -m", "done",
