@@ -63,7 +63,8 @@ def main(raw: DictConfig) -> None:
     """Entry point of every rank."""
     try:
         config = load(raw)
-        check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+        if not config.layout.undecided:  # otherwise it is chosen when all processes are there
+            check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
         check_installed(config.rollout)
         check_inputs(config)
         train(config)
@@ -114,6 +115,7 @@ def train(config: Config) -> None:
     if config.layout.undecided:
         chosen = choose_together(config, started, vocabulary(config.model, data.tokenizer))
         config, remarks = chosen.config, [chosen.why]
+        check_backend(config, started.backend)  # a run that goes on may have begun on another
     with assemble(config, started, data, reward, remarks) as run:
         try:
             run.execute()

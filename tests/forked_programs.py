@@ -3,7 +3,8 @@
 A program that `forks.py` starts and speaks with in lines of JSON. To a list of {"words", "folder", "environment",
 "output", "errors"} it answers with the process ids, and when all of them have ended, with their exit codes. Each is a
 process of a session of its own, with its own environment, and writes to its own files, as if it had been started. But
-what torch and the other modules below read of the environment as they are imported, they have read before.
+what torch and the other modules below read of the environment as they are imported, they have read before. Nor
+does the interpreter take itself down at their end: what goes wrong there, tests see that start processes of their own.
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from grpo_mega.config.from_folder import use_folder
 from grpo_mega.config.recorded import recorded
 from grpo_mega.config.rules import ConfigError, check_complete, check_config
-from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig
+from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig, StateConfig
 
 
 @dataclass
@@ -111,6 +111,8 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
     check_complete(typed)
     config = cast(Config, OmegaConf.to_object(typed))
     if config.layout.undecided:
+        config.optimizer.distributed |= config.optimizer.state != StateConfig()  # which needs it
+    if not config.layout.chosen_for:
         before = recorded(config.run.root, config.run.name)
         if before.get("layout", {}).get("chosen_for"):  # with the optimizer, which must stay when the run goes on
             config.optimizer.distributed |= before["optimizer"]["distributed"]
@@ -289,6 +291,13 @@ def identity_in(text: str) -> dict[str, object]:
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise ValueError("it is not the configuration of a run")
     return must_stay(dict(_flat(config, "")))
+
+
+def defaults() -> dict[str, object]:
+    """`identity` of the schema's defaults: what an earlier release did that had no such settings yet."""
+    schema = OmegaConf.to_container(_schema())
+    assert isinstance(schema, dict)
+    return must_stay({name: value for name, value in _flat(schema, "") if value != MISSING})
 
 
 def must_stay(values: Mapping[str, object]) -> dict[str, object]:

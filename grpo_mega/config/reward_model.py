@@ -35,7 +35,7 @@ def check_reward_model(config: Config, model: ModelConfig) -> None:
 
     A reward model without experts is replicated over the ranks that share the policy's experts.
     """
-    layout = config.layout if model.moe.experts else replace(config.layout, ep=1, etp=1)
+    layout = config.layout if model.moe.experts else replace(config.layout, ep=1, etp=1, dispatch="alltoall")
     beside = replace(config, model=model, layout=layout)
     if problems := [*model_problems(beside), *layout_problems(beside)]:
         refuse([f"{SETTING}={config.reward.model.path} is of a model that this run cannot hold: {'; '.join(problems)}"])

@@ -40,7 +40,8 @@ def _problems(config: Config, teacher: TrainedModel) -> Iterator[str]:
         )
     # The weights have a fixed shape, like those of run.init_from.
     run = replace(config.run, init_from=config.distill.teacher)
-    theirs = replace(config, model=replace(teacher.model, context=context), run=run)
+    own = layout if teacher.model.moe.experts else replace(layout, dispatch="alltoall")
+    theirs = replace(config, model=replace(teacher.model, context=context), run=run, layout=own)
     for problem in (*model_problems(theirs), *layout_problems(theirs)):
         yield f"of the teacher, {problem}"
     if not (config.model.moe.experts or teacher.model.moe.experts):

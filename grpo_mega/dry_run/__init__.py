@@ -90,7 +90,7 @@ def _check(config: Config, processes: int | None, problems: Problems) -> Config:
     """Runs every check of a complete configuration; returns it with its vocabulary size."""
     before = len(problems.found)
     problems.attempt("settings", lambda: check_config(config))
-    if processes:
+    if processes and not config.layout.undecided:
         problems.attempt("the layout", lambda: check_layout(config, processes))
     valid = len(problems.found) == before
     for name, path in inputs(config).items():

@@ -116,6 +116,8 @@ def compare(rows: Iterable[Mapping[str, Any]], file: Path) -> dict[str, Any]:
         try:
             row = json.loads(line)
             others[_answer(row)] = [float(label) for label in row["labels"]]
+            if len(row["labels"]) != len(row["steps"]):
+                raise ValueError(f"{len(row['labels'])} labels of {len(row['steps'])} steps")
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file}, line {number} has no prompt, completion, steps and labels: {error}") from error
     same = [

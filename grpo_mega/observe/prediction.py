@@ -22,8 +22,8 @@ LOG = Path("logs") / "planned.log"
 """In the run directory: why there is no planned.json."""
 COMPARED = 2
 """Steps whose mean is compared: the first ones that are whole, after the first one, in which libraries start."""
-PATIENCE = 900.0
-"""Seconds that the run's end waits for the planner."""
+PATIENCE = 60.0
+"""Seconds that the run's end, when its summary is written, waits for the planner."""
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +79,13 @@ class Prediction:
     def result(self) -> dict[str, Any]:
         """{"planned": what was compared}, for the summary; {} where nothing was, by this start or one before."""
         file = self._path / PLANNED
-        return {"planned": json.loads(file.read_text())} if file.exists() else {}
+        try:
+            return {"planned": json.loads(file.read_text())} if file.exists() else {}
+        except (OSError, ValueError) as error:
+            logger.warning("%s cannot be read: %s; the summary has no plan", file, error)
+            return {}
 
     def _begin(self) -> None:
-        (self._path / PLANNED).unlink(missing_ok=True)  # an earlier start's
         measured = self._of_the_run | {
             "steps": [*self._steps],
             "answer": self._mean("rollout/length_mean"),
@@ -91,6 +94,7 @@ class Prediction:
         }
         self._over = True
         try:
+            (self._path / PLANNED).unlink(missing_ok=True)  # an earlier start's
             words: list[str | Path] = [self._path / CONFIG, json.dumps(measured), self._path / PLANNED]
             self._planner = start_beside("grpo_mega.planning.compare", words, self._path / LOG)
         except OSError as error:

@@ -90,10 +90,12 @@ class Recorder:
             if self.metrics:
                 self.metrics.close()
             (self.path / SUMMARY).unlink(missing_ok=True)
-            (self.path / REPORT).unlink(missing_ok=True)
+            self._try(REPORT, lambda: (self.path / REPORT).unlink(missing_ok=True))
             self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step, name)
             self.alarms = AlarmLog(self.path, self._limits, resume_from_step) if name == METRICS else None
-            self.experts = ExpertLog(self.path, resume_from_step) if name == METRICS else None
+            self.experts = None
+            if name == METRICS:
+                self._try(EXPERTS, lambda: self._open_experts(resume_from_step))
             if name == METRICS and self.run.trackers and self.trackers is None:
                 self.trackers = Trackers(self.path, self.run.trackers, self.run.tracker_project)
             for record in self.alarms.changed if self.alarms else ():
@@ -170,14 +172,16 @@ class Recorder:
             return
         self._report.end()
         summary = summary | {"alarms": self.alarms.summary() if self.alarms else []}
-        if self.prediction:
-            if line := self.prediction.finish():
-                self.note(line)
-            summary |= self.prediction.result()
         from grpo_mega.observe.plot import plot_curves  # matplotlib takes a second to import
 
         self.metrics.close()
         write_summary(self.path, summary)
+        if self.prediction:
+            self.console.phase("planner")
+            if line := self.prediction.finish():
+                self.note(line)
+            if planned := self.prediction.result():
+                write_summary(self.path, summary | planned)
         self.console.phase("curves")
         lines, curves = read_metrics(self.path / METRICS), self.path / "curves.png"
         self._try("curves.png", lambda: plot_curves(lines, curves, self.run.name))
@@ -196,6 +200,9 @@ class Recorder:
         if self.metrics:
             self.metrics.close()
         self._finish_trackers(SECONDS_AFTER_A_STOP)
+
+    def _open_experts(self, resume_from_step: int) -> None:
+        self.experts = ExpertLog(self.path, resume_from_step)
 
     def _try(self, what: str, write: Callable[[], object]) -> None:
         """Writes something that the run does not need. Where that fails, as without permission or room, it goes on: a

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.config.load import identity_in, must_stay
+from grpo_mega.config.load import defaults, identity_in, must_stay
 from grpo_mega.observe.metrics import read_metrics
 from grpo_mega.platform.files import write_atomic
 
@@ -147,6 +147,7 @@ def _refuse_other(path: Path, wanted: dict[str, Any]) -> None:
     if not _has_results(path):
         return
     existing, file = _identity(path)
+    existing = {name: value for name, value in defaults().items() if name in wanted} | existing
     differing = [key for key in sorted({*wanted, *existing}) if _shown(wanted, key) != _shown(existing, key)]
     if differing:
         lines = [f"  {key}: {_shown(existing, key)} there, {_shown(wanted, key)} now" for key in differing]

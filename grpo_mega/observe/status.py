@@ -4,7 +4,7 @@
 
 The run may go on, on whatever machine, or have ended in whatever way. It is as wide as the terminal, or 80 characters.
 Its last line says how the run ended or, of one that has not, when it gave its last sign of life. The time so far is the
-sum of all steps that are recorded, the phase that in which the main rank's flight recorder (`platform/flight.py`) was.
+sum of all recorded steps. The phase is the one that the main rank's flight recorder (`platform/flight.py`) was in.
 
 Exit code: 0 printed; 2 there is nothing to show, or a file of the run is damaged.
 """
@@ -36,7 +36,7 @@ from grpo_mega.platform.flight import Moment, read_flight
 DONE, BAD_INPUT = 0, 2
 CONFIG = "config.yaml"
 """Of observe/run_dir.py, which takes seconds to import."""
-STAGES = {"pretrain": "base.max_steps", "sft": None, "": "run.steps"}
+STAGES = {"pretrain": "base.max_steps", "sft": "sft.steps", "": "run.steps"}
 """Stages in their order, the last one without a name, and the setting that says how many steps each takes."""
 BETWEEN_STEPS = ("time/evaluate", "time/checkpoint", "time/export")
 """Seconds that are not part of `SECONDS`."""
@@ -68,7 +68,7 @@ def _standing(run: Path, config: Record, stage: str, recorded: Mapping[str, Sequ
     """Where the run is, or how it ended."""
     steps = [record for record in recorded.get(stage, []) if not is_held_out(dict(record))]
     step = max((record["step"] for record in steps), default=0)
-    total = _setting(config, STAGES[stage])
+    total = _total(config, stage)
     seconds = [record[SECONDS] for record in steps[-RECENT:] if SECONDS in record]
     left = clock(fmean(seconds) * max(total - step, 0)) if seconds and total is not None else ""
     every = [record for records in recorded.values() for record in records]
@@ -81,6 +81,16 @@ def _standing(run: Path, config: Record, stage: str, recorded: Mapping[str, Sequ
         run.resolve().name, stage, step, total, clock(spent), left, phase, since, share,
         rest if rest and rest > 0 else None, state=_state(summary, moments),
     )  # fmt: skip
+
+
+def _total(config: Record, stage: str) -> int | None:
+    """Steps of a stage; None where no setting says how many: supervised steps may follow from epochs, those of a reward
+    model from its pairs."""
+    trains = (config.get("run") or {}).get("trains", "policy")
+    if not stage and trains != "policy":
+        return None
+    steps = _setting(config, STAGES[stage])
+    return None if stage == "sft" and steps == 0 else steps
 
 
 def _state(summary: Record, moments: Sequence[Moment]) -> str:
@@ -139,10 +149,10 @@ def _object(file: Path) -> Record:
     return found
 
 
-def _setting(config: Record, name: str | None) -> int | None:
+def _setting(config: Record, name: str) -> int | None:
     """A setting that is a whole number, by its dotted name; None where there is none."""
     found: Any = config
-    for word in name.split(".") if name else ():
+    for word in name.split("."):
         found = found.get(word) if isinstance(found, dict) else None
     return found if isinstance(found, int) else None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grpo_mega.config.recorded import begun
+from grpo_mega.config.recorded import begun, recorded
 from grpo_mega.config.reward_model import read_reward_model
 from grpo_mega.config.rules import ConfigError, check_layout
 from grpo_mega.config.schema import ClusterConfig, Config, LayoutConfig
@@ -115,7 +115,7 @@ def choose(config: Config, vocab_size: int, machines: ClusterConfig) -> Choice:
     Raises:
         ConfigError: No layout can be used; says what comes nearest.
     """
-    before = begun(config.run.root, config.run.name)
+    before, any_before = begun(config.run.root, config.run.name), recorded(config.run.root, config.run.name)
     given = replace(config, cluster=machines, model=replace(config.model, vocab_size=vocab_size))
     processes = _processes(given)
     if kept := _as_before(given, before):
@@ -123,7 +123,7 @@ def choose(config: Config, vocab_size: int, machines: ClusterConfig) -> Choice:
     elif _on_cpus(machines):
         found, why = _simplest(given)
     else:
-        found, why = _fastest(given, config.optimizer.distributed or not before)
+        found, why = _fastest(given, config.optimizer.distributed or not any_before)
     layout = found.layout if kept else replace(found.layout, chosen_for=processes)
     chosen = replace(config, layout=layout, optimizer=found.optimizer, rollout=found.rollout)
     check_layout(chosen, processes)
@@ -192,15 +192,20 @@ def _fastest(config: Config, distributed: bool) -> tuple[Config, str]:
 
 def _too_large(smallest: Candidate, limit: float) -> str:
     """Message that nothing fits, with what comes nearest."""
-    gpus, words = (
-        _processes(smallest.config),
-        [as_words(each["settings"]) for each in changes_that_fit(smallest.config)],
-    )
+    changes = [each["settings"] for each in changes_that_fit(smallest.config)]
+    # One that gives a size would decide on all of them, and the number of processes is no setting here.
+    words = [
+        as_words(settings)
+        for settings in changes
+        if not any(name.startswith(("layout.", "cluster.")) for name in settings)
+    ]
+    if more := [settings["cluster.nodes"] for settings in changes if "cluster.nodes" in settings]:
+        words.append(f"{min(more) * smallest.config.cluster.gpus_per_node} processes")
     why = f"the smallest takes about {in_gb(smallest.bytes)} GB of a GPU, and {in_gb(limit)} may be planned"
     if smallest.bytes <= limit:
         why = "beside the trainer's there is no room for engines of any size (rollout.sglang.tp)"
     nearest = f"it would fit with {', or '.join(words)}" if words else "start more processes, or lower model.context"
-    return f"layout=auto: no layout of {gpus} GPUs fits: {why}; {nearest}"
+    return f"layout=auto: no layout of {_processes(smallest.config)} GPUs fits: {why}; {nearest}"
 
 
 def _cannot_be_arranged(config: Config) -> ConfigError:

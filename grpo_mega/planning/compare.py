@@ -65,7 +65,7 @@ def main(config: Path, measured: Measured, out: Path) -> None:
     """Plans the run of a config.yaml, and writes both as JSON, atomically."""
     warnings.filterwarnings("ignore", module="megatron|torch")
     found = compare(load(cast(DictConfig, OmegaConf.load(config))), measured)
-    write_atomic(out, json.dumps(found, indent=1) + "\n")
+    write_atomic(out, json.dumps(found, indent=1, allow_nan=False) + "\n")
 
 
 def compare(config: Config, measured: Measured) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Published memory of others' runs, beside what the planner's lines make of the same: part of docs/planner.md's table.
 
-Their trainers differ from this project: attention without tables, gradients or moments in bf16, an optimizer on the
-host, single modules that are recomputed. `Practice` says how; the counts are those of `shares.py` and `memory.py`.
+Their trainers differ from what the presets here have: attention without tables, gradients or moments in bf16, an
+optimizer on the host, single modules that are recomputed. `Practice` says how; the counts are those of `shares.py` and
+`memory.py`.
 """
 
 from __future__ import annotations

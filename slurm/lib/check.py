@@ -46,7 +46,8 @@ def run_directory(config: Config, nodes: int, ranks_per_node: int) -> Path:
     Raises:
         ValueError: The run cannot run on these machines, or the directory belongs to something else.
     """
-    check_layout(config, nodes * ranks_per_node)
+    if not config.layout.undecided:
+        check_layout(config, nodes * ranks_per_node)
     check_machines(config, nodes, ranks_per_node)
     path = Path(config.run.root).resolve() / config.run.name
     check_run_dir(path, identity=identity(config))

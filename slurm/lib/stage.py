@@ -93,7 +93,8 @@ def stage_problems(recipe: Recipe, stage: Stage, options: argparse.Namespace) ->
         if stage.kind != "run":
             return
         config = config_of(recipe, stage)
-        check_layout(config, nodes * ranks)
+        if not config.layout.undecided:
+            check_layout(config, nodes * ranks)
         check.check_machines(config, nodes, ranks)
     except (ValueError, FileNotFoundError) as error:
         yield str(error)

@@ -58,6 +58,15 @@ def test_the_same_experiment_continues_with_its_new_config(tmp_path: Path) -> No
     assert (tmp_path / "tiny" / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
+def test_a_run_that_an_earlier_release_began_has_the_defaults_of_what_has_come_since(tmp_path: Path) -> None:
+    wanted = IDENTITY | {"data.train_size": None, "optimizer.state.moments": "fp32"}
+    with_a_step(tmp_path / "tiny", IDENTITY, "old\n")
+    open_run_dir(tmp_path / "tiny", "new\n", identity=wanted)
+    with_a_step(tmp_path / "other", IDENTITY, "old\n")
+    with pytest.raises(ValueError, match=r"optimizer\.state\.moments: \"fp32\" there, \"bf16\" now"):
+        open_run_dir(tmp_path / "other", "new\n", identity=wanted | {"optimizer.state.moments": "bf16"})
+
+
 def test_another_experiment_is_refused_with_every_differing_key(tmp_path: Path) -> None:
     with_a_step(tmp_path / "tiny", IDENTITY, "old\n")
     other = {"model.layers": 4, "optimizer.lr": 3e-4, "model.hidden": 64}

@@ -127,6 +127,15 @@ def test_what_is_not_there_yet_or_half_written_is_no_error(run: Path, capsys: py
     assert shown(run, capsys)[0].split()[-2:] == ["0/8", "0:00"]
 
 
+def test_the_steps_of_a_reward_model_are_those_of_its_pairs_which_no_setting_has(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "config.yaml").write_text("run: {steps: 0, trains: reward_model}\n")
+    first = shown(run, capsys)[0]
+    assert "/0" not in first
+    assert "left" not in first
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [

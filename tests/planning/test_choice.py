@@ -118,7 +118,8 @@ def test_what_is_given_is_kept() -> None:
 def test_what_fits_nowhere_is_refused_with_what_comes_nearest() -> None:
     config = made(*SEVEN)
     with pytest.raises(
-        ConfigError, match=r"no layout of 1 GPUs fits: the smallest takes about [\d.]+ GB.*cluster.nodes="
+        ConfigError,
+        match=r"no layout of 1 GPUs fits: the smallest takes about [\d.]+ GB.*it would fit with .* processes",
     ):
         chosen(config, replace(config.cluster, nodes=1, gpus_per_node=1))
 
@@ -144,7 +145,8 @@ def test_a_run_that_goes_on_keeps_what_it_has(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_that_came_with_a_choice_stays(tmp_path: Path) -> None:
-    """Where the GPUs are not seen, as on a login node, a run of these is still the same experiment."""
+    """Where the GPUs are not seen, as on a login node, or under a layout of one's own, a run is still the same
+    experiment."""
     words = ["experiment=tiny", f"run.root={tmp_path}", "layout=auto"]
     config = compose_config(words)
     (tmp_path / "tiny").mkdir()
@@ -155,7 +157,14 @@ def test_the_optimizer_that_came_with_a_choice_stays(tmp_path: Path) -> None:
     )
     (tmp_path / "tiny" / "config.yaml").write_text(to_yaml(there))
     assert compose_config(words).optimizer.distributed
-    assert not compose_config([*words[:2], "layout=single"]).optimizer.distributed
+    assert compose_config([*words[:2], "layout=single"]).optimizer.distributed
+    assert not compose_config([words[0], f"run.root={tmp_path}/other", "layout=single"]).optimizer.distributed
+
+
+def test_a_lean_state_brings_the_optimizer_that_it_needs() -> None:
+    config = made(*TINY, "optimizer.state.on_host=true")
+    assert on_cpus(config, 2) == on_cpus(made(*TINY), 2)
+    assert config.optimizer.distributed
 
 
 def test_only_what_names_no_layout_gets_one(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def _deepep_problems(config: Config) -> Iterator[str]:
     if not model.moe.experts:
         yield "layout.dispatch=deepep needs experts; set model.moe.experts above 0, or layout.dispatch=alltoall"
         return
-    if layout.ep not in DEEPEP_SIZES:
+    if layout.ep not in DEEPEP_SIZES and not layout.undecided:
         sizes = ", ".join(map(str, DEEPEP_SIZES))
         yield f"layout.dispatch=deepep has kernels for layout.ep of {sizes}, not {layout.ep}; choose one of these"
     if layout.etp > 1:
@@ -138,10 +138,7 @@ def check_layout(config: Config, world_size: int, counted: str = "the world size
 
     Megatron-Core (parallel_state.py) cuts the ranks of a pipeline stage twice: into tp * cp * dp for attention and
     dense layers, and into etp * ep * expert replicas for routed experts. Every data parallel rank takes whole prompts.
-    A layout that is still to be chosen is checked then.
     """
-    if config.layout.undecided:
-        return
     layout, prompts = config.layout, config.algorithm.prompts_per_step
     model_size, expert_size = layout.tp * layout.cp * layout.pp, layout.etp * layout.ep
     if world_size % model_size:

@@ -80,7 +80,8 @@ class LeanAdamW(torch.optim.AdamW):
 
     def _update(self, p: torch.Tensor, group: dict[str, Any], done: int) -> None:
         kept, on_gpu = self.state[p], p.device.type == "cuda"
-        here = {name: value.to(p.device, torch.float32, non_blocking=True) for name, value in kept.items()}
+        # Widened on the device: a copy that also converts would do so on the host, through memory that is not pinned.
+        here = {name: value.to(p.device, non_blocking=True).float() for name, value in kept.items()}
         adamw(
             [here[MASTER]],
             [p.decoupled_grad],  # type: ignore[attr-defined]
@@ -100,7 +101,7 @@ class LeanAdamW(torch.optim.AdamW):
         )
         for name, value in kept.items():
             if here[name] is not value:
-                value.copy_(here[name], non_blocking=True)
+                value.copy_(here[name].to(value.dtype), non_blocking=True)
         if here[MASTER] is not p:
             p.copy_(here[MASTER])
 
