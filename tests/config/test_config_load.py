@@ -241,6 +241,7 @@ def test_every_field_can_be_set_from_the_command_line() -> None:
             "cluster.host_memory_gib=100",
             "layout.pp=2",
             "layout.chosen_for=4",
+            "data.train_size=4",
             "layout.first_stage_layers=1",
             "layout.last_stage_layers=1",
             "optimizer.decay_steps=5",

@@ -26,10 +26,10 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from grpo_mega.config.schema import LoRAConfig, ModelConfig, StateConfig
 from grpo_mega.models.heads import use_logprob_head
+from grpo_mega.models.megatron import dispatch
 from grpo_mega.models.megatron.adam import GroupStepAdamW
 from grpo_mega.models.megatron.adapted import use_adapters
 from grpo_mega.models.megatron.attention import PackedAttention
-from grpo_mega.models.megatron.dispatch import KEPT
 from grpo_mega.models.megatron.fused import add_weight_gradients_in_place
 from grpo_mega.models.megatron.gemma import scale_embedding, use_post_norms
 from grpo_mega.models.megatron.latent import set_latent_norms, sum_latent_key_gradient
@@ -153,7 +153,7 @@ def _forget_routing(chunk: Chunk) -> None:
         dispatcher = layer.token_dispatcher
         dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
         if hasattr(dispatcher, "_comm_manager"):
-            vars(dispatcher._comm_manager).update(dict.fromkeys(KEPT))
+            vars(dispatcher._comm_manager).update(dict.fromkeys(dispatch.KEPT))
 
     for module in chunk.gpt.modules():
         if hasattr(module, "token_dispatcher"):
