@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from threading import RLock
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.file_proxy import FileProxy
@@ -26,6 +27,22 @@ ROWS_PER_HEADER = 20
 STEP_WIDTH = 8
 
 
+class OneAtATime(Console):
+    """A console on which a line of one thread and a frame of another come one after the other. rich computes how far up
+    the cursor has to go, and writes it, in two steps: what is printed in between would be overwritten, or stay twice.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """A console with rich's options."""
+        super().__init__(**options)
+        self.turn = RLock()
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Prints once all other threads have printed."""
+        with self.turn:
+            super().print(*objects, **options)
+
+
 class LivePanel:
     """Writes to a terminal."""
 
@@ -35,7 +52,7 @@ class LivePanel:
         self._curves: dict[str, Curve] = {}
         self._up: Sequence[str] = ()
         self._rows_until_header = 0
-        self._console = Console(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
+        self._console = OneAtATime(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._plain = "utf" not in (stream.encoding or "utf").lower()
         self._live = Live(
             get_renderable=self._drawn,
@@ -47,6 +64,7 @@ class LivePanel:
             redirect_stderr=stream is sys.stderr,
             vertical_overflow="crop",
         )
+        self._live._lock = self._console.turn  # which frames are drawn under
         self._live.start(refresh=True)
         self._console.show_cursor(True)  # which a killed process could not give back
 

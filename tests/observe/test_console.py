@@ -438,6 +438,19 @@ def test_columns_are_there_although_the_first_step_trained_nothing() -> None:
     assert "entropy 0.140, clipped 0.1%, grad norm 0.412, 0.50 s" in stream.getvalue().splitlines()[1]
 
 
+def test_no_row_is_lost_or_there_twice_while_frames_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_mega.observe.panel.FRAMES_PER_SECOND", 1000)
+
+    def long_run(stream: TextIO) -> None:
+        console = Console(300, "tiny", 1, COLUMNS, stream)
+        for step in range(1, 301):
+            console.step(step, METRICS)
+        console.close()
+
+    rows = [line.split()[0] for line in Screen(on_a_terminal(120, long_run)).lines if line]
+    assert [row for row in rows if row != "step"] == [str(step) for step in range(1, 301)]
+
+
 def test_the_header_comes_back_on_long_runs() -> None:
     def long_run(stream: TextIO) -> None:
         console = Console(100, "tiny", 1, COLUMNS, stream)
