@@ -165,11 +165,13 @@ def other_experiment(root: Path) -> None:
     (root / "runs" / "own_model" / "run.json").write_text(json.dumps({"run.seed": 8}))
 
 
+ONE_SMALL_GPU = ["cluster.nodes=1", "cluster.gpus_per_node=1", "cluster.gpu_memory_mib=4000"]
 OFTEN = ["run.steps=1000000000", "run.save_every=1"]
 OTHERS = [
     (None, ["model.rope_base=7"], "rope_theta is 10000.0, not 7.0"),
     (None, ["data.validation_size=30"], "data.validation_size is 30, but"),
-    (None, ["cluster.nodes=1", "cluster.gpus_per_node=1", "cluster.gpu_memory_mib=4000"], "does not fit: stage 0"),
+    (None, [*ONE_SMALL_GPU, "layout=single"], "does not fit: stage 0"),
+    (None, ONE_SMALL_GPU, "layout=auto: no layout of 1 GPUs fits"),
     (None, ["data.curriculum=frontier", "data.frontier_terms=[exact]"], "data.frontier_terms: exact is no term of the"),
     (None, [*OFTEN, "run.keep_checkpoints=1000000000"], "GB free, and checkpoints need"),
     (None, [*OFTEN, "run.keep_every=1"], "GB free, and checkpoints need"),

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,8 @@ def test_the_question_asks_for_what_the_reward_reads(clone: Clone) -> None:
 @pytest.mark.long
 def test_for_gpus_a_layout_is_proposed_that_fits(clone: Clone) -> None:
     printed = clone.new("cluster", "--cluster", "h100", "--nodes", "2")
-    assert "16 GPUs: dp 16" in printed
+    (sizes,) = re.findall(r"^16 GPUs: (.+);", printed, re.MULTILINE)
+    assert prod(int(size.split()[1]) for size in sizes.split(" x ")) == 16
     assert "\nfits: stage 0 takes" in printed
     made = yaml.safe_load(clone.experiment("cluster").read_text())
     assert made["rollout"]["engine"] == "sglang"
@@ -151,7 +153,7 @@ def test_what_cannot_be_used_is_named_and_no_file_is_left(clone: Clone, tmp_path
         "nowhere.jsonl: no such file": ["--data", str(tmp_path / "nowhere.jsonl")],
         f"{tmp_path}/config.json": ["--model", str(tmp_path)],
         "reward term 'missing': cannot import 'my_rewards:missing'": ["--reward", "my_rewards:missing"],
-        "--reward wrong: choose boxed, by_task, code, r1zero, think_answer": ["--reward", "wrong"],
+        "--reward wrong: choose boxed, by_task, code, countdown, last_number, r1, r1zero": ["--reward", "wrong"],
         "NAME '../x'": ["../x"],
     }
     for message, words in bad.items():
