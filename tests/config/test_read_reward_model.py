@@ -48,3 +48,5 @@ def test_a_layout_that_cannot_split_it_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot hold: model.moe.experts=4 is not divisible by layout.ep=3"):
         check_reward_model(config, TRAINED.model)
     check_reward_model(config, policy(None).model)  # dense: whole on every rank
+    exchanged = replace(config.layout, ep=2, dispatch="deepep")
+    check_reward_model(replace(config, layout=exchanged), policy(None).model)  # which exchanges no tokens

@@ -114,7 +114,12 @@ def test_labels_are_compared_with_others_of_the_same_steps(tmp_path: Path, capsy
     code, _, report = run(tmp_path, *words, str(tmp_path / "verified.jsonl"))
     assert (code, report["compared"]) == (0, {"file": str(tmp_path / "verified.jsonl"), "steps": 4, "agree": 0.75})
     assert f"75.0% of 4 steps are as {tmp_path / 'verified.jsonl'} has them" in capsys.readouterr().out
-    for content, message in (("{}\n", "line 1 has no prompt, completion"), ("", "has no answer of several steps")):
+    fewer = json.dumps({"prompt": "1", "completion": "2", "steps": [1, 2], "labels": [1.0]}) + "\n"
+    for content, message in (
+        ("{}\n", "line 1 has no prompt, completion"),
+        (fewer, "1 labels of 2 steps"),
+        ("", "has no answer of several steps"),
+    ):
         other = tmp_path / "other.jsonl"
         other.write_text(content)
         (tmp_path / "steps.jsonl").unlink(missing_ok=True)

@@ -112,3 +112,6 @@ def test_a_run_goes_on_without_what_cannot_be_written(tmp_path: Path, caplog: py
     assert [message.split(" is not written")[0].rpartition(" ")[2] for message in said] == [
         "experts.jsonl", "samples/", "curves.png"
     ]  # fmt: skip
+    again = Recorder(RunConfig(name="mine", steps=2, tensorboard=False), tmp_path, main=True)
+    again.open_metrics(resume_from_step=2)
+    again.close()
