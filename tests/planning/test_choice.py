@@ -161,6 +161,16 @@ def test_the_optimizer_that_came_with_a_choice_stays(tmp_path: Path) -> None:
     assert not compose_config([words[0], f"run.root={tmp_path}/other", "layout=single"]).optimizer.distributed
 
 
+def test_a_run_that_has_begun_without_a_distributed_optimizer_goes_on_without(tmp_path: Path) -> None:
+    """As it must, from its first step on: it may have no checkpoint yet."""
+    config = made("experiment=tiny", "layout=auto", "cluster=h100", f"run.root={tmp_path}")
+    machines = machines_ahead(config.cluster, 8)
+    assert chosen(config, machines).config.optimizer.distributed
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.yaml").write_text(to_yaml(config))
+    assert not chosen(config, machines).config.optimizer.distributed
+
+
 def test_a_lean_state_brings_the_optimizer_that_it_needs() -> None:
     config = made(*TINY, "optimizer.state.on_host=true")
     assert on_cpus(config, 2) == on_cpus(made(*TINY), 2)
