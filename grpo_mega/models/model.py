@@ -307,6 +307,7 @@ class Model:
 
         def forward(iterator: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             micro = next(iterator)
+            micro.packed.learned = not forward_only
             return self._forward(chunk, micro.tokens, micro.packed), partial(on_last_stage, micro)
 
         get_forward_backward_func()(
