@@ -69,7 +69,7 @@ class RecallingDispatcher(MoEAlltoAllTokenDispatcher):
 
     Tokens go to the experts to which they went, and nobody counts them again: no rank gathers the counts of the others,
     and the host waits for none. The router's own choice is the same, unless a kernel did not give the same bits twice;
-    then a token's new expert has no part in its gradient, and no token gets to another's expert.
+    then an expert on which the two differ has no part in that token's gradient, and no token gets to another's expert.
 
     Attributes:
         router: Of the same layer; it has the micro-batch, in which exchanges are kept.
@@ -84,7 +84,8 @@ class RecallingDispatcher(MoEAlltoAllTokenDispatcher):
         self._recalls = kept is not None
         if kept is None:
             return super().preprocess(routing_map)
-        vars(self).update(kept)
+        for name, value in kept.items():
+            setattr(self, name, value)
         return self.tokens_per_expert
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: torch.Tensor | None = None) -> Any:
