@@ -9,7 +9,7 @@ from grpo_mega.planning.counting import layer_ops, token_ops
 from grpo_mega.planning.generation import decoder_of
 from grpo_mega.planning.hardware import Machines, machines_of
 from grpo_mega.planning.hours import cache_room
-from grpo_mega.planning.memory import held, leaves
+from grpo_mega.planning.memory import held, leaves, saved_state_bytes, weight_bytes
 from grpo_mega.planning.plan import roles_of, vocabulary
 from grpo_mega.planning.time import Assumed, StepTime, run_time
 from grpo_mega.planning.training_time import Micro, layer_forward
@@ -32,6 +32,13 @@ def explain(config: Config, planned: dict[str, Any], assumed: Assumed) -> None:
     print(
         f"\nturns: 2 x {moved / 1e9:.1f} GB to main memory / ({gpu.host / 1e9:.0f} GB/s x {rates.host}) = "
         f"{2 * moved / gpu.host / rates.host:.1f} s, and {rates.turn:.0f} s to wake and sleep"
+    )
+    here = min(machines.gpus, config.cluster.gpus_per_node)
+    over = "the replicas of each" if config.optimizer.distributed else "1"
+    print(
+        f"a checkpoint: {here} GPUs x {saved_state_bytes(config)} bytes a parameter of Adam's state / {over}, and "
+        f"{weight_bytes(config)} bytes a weight on those of the first replica = {planned['saving'] / 1e9:.1f} GB of a "
+        "machine's main memory, on its fullest stage"
     )
 
 
