@@ -80,11 +80,16 @@ def _training(config: Config, vocab_size: int, machines: Machines, step: StepTim
     print(f"  a token: {whole / 1e9:.1f} GFLOP forward in the whole model, with {keys:,.0f} tokens to look at")
     print(f"  a layer forward, full micro-batch, {mine:,.0f} tokens for each GPU:")
     peak = f"{gpu.flops / 1e12:.0f} TFLOP/s"
+    of_products = f"{2 * gpu.flops / 1e12:.0f} TFLOP/s in 8 bits" if layout.fp8 else peak
+    bandwidth = f"({gpu.memory / 1e12:.2f} TB/s x {rates.memory})"
     numbers = {
-        "matrix products": f"{(ops.matmul + ops.adapters) / 1e6:,.0f} MFLOP a token / ({peak} x {rates.matmul})",
-        "routed experts": f"{ops.grouped / 1e6:,.0f} MFLOP a token x {rates.imbalance} / ({peak} x {rates.grouped})",
+        "matrix products": f"{(ops.matmul + ops.adapters) / 1e6:,.0f} MFLOP a token / ({of_products} x {rates.matmul})",
+        "routed experts": f"{ops.grouped / 1e6:,.0f} MFLOP a token x {rates.imbalance} / ({of_products} x "
+        f"{rates.grouped})",
         "attention": f"{ops.per_key / 1e3:,.0f} kFLOP x {keys:,.0f} / ({peak} x {rates.attention})",
-        "single numbers": f"{rates.traffic:g} x bytes that are kept / ({gpu.memory / 1e12:.2f} TB/s x {rates.memory})",
+        "single numbers": f"{rates.traffic:g} x bytes that are kept / {bandwidth}",
+        "to 8 bits": f"4 bytes for each number that a product with weights reads / {bandwidth}",
+        "weights to 8 bits": f"4 bytes for each weight, whose products are of a micro-batch / {bandwidth}",
         "exchange of experts": f"{config.model.moe.top_k} copies of a token there and back over "
         f"{layout.ep * layout.etp} ranks, x {rates.imbalance} x (1 - {rates.hidden:g})",
         "waits for the host": f"{1e3 * rates.wait:g} ms",
