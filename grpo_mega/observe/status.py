@@ -31,10 +31,11 @@ from rich.console import Console, RenderableType
 
 from grpo_mega.observe.alarm_log import ALARMS_FILE, risen
 from grpo_mega.observe.columns import SECONDS, clock
+from grpo_mega.observe.damaged import naming
 from grpo_mega.observe.drawing import Curve, drawn, remember
 from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics
 from grpo_mega.observe.progress import RECENT, Standing
-from grpo_mega.observe.summary import SUMMARY
+from grpo_mega.observe.summary import SUMMARY, how_it_ended
 from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.flight import Moment, read_flight
 
@@ -115,10 +116,8 @@ def _lives(run: Path) -> bool | None:
 
 def _state(summary: Record, moments: Sequence[Moment], lives: bool | None) -> str:
     """How the run ended, or when it was last heard of."""
-    if stopped_by := summary.get("stopped_by"):
-        return f"stopped by the alarm {stopped_by}"
-    if summary:
-        return str(summary.get("status"))
+    if ended := how_it_ended(summary):
+        return ended
     state = "not complete, and its process is gone" if lives is False else "not complete"
     if not moments:
         return state
@@ -187,12 +186,10 @@ def main(arguments: list[str]) -> int:
     width = shutil.get_terminal_size((81, 24)).columns - 1 if sys.stdout.isatty() else 80
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     try:
-        console.print(panel_of(options.run, width, plain="utf" not in console.encoding))
+        with naming(f"a file of {options.run}"):
+            console.print(panel_of(options.run, width, plain="utf" not in console.encoding))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except (KeyError, TypeError, AttributeError) as error:
-        print(f"error: a file of {options.run} is damaged, or of another version: {error!r}", file=sys.stderr)
         return BAD_INPUT
     return DONE
 
