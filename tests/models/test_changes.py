@@ -51,6 +51,7 @@ def statuses() -> dict[str, int]:
     return results(run_ranks(job, 1, ALONE, timeout=300))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALONE)
 def test_the_test_that_a_change_names_fails_without_it(name: str, statuses: dict[str, int]) -> None:
     assert statuses[name] == pytest.ExitCode.TESTS_FAILED
