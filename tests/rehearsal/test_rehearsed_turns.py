@@ -30,15 +30,11 @@ def moved(of_phase: dict[str, Any], kind: str) -> int:
 
 
 def test_chunks_of_layers_take_turns(measured: dict[str, Any]) -> None:
-    """The first stage gets hidden states for two of its three chunks, and gradients for all."""
+    """The first stage gets hidden states for two of its three chunks, and gradients for all, and nobody sends shapes."""
     model = compose_config(["experiment=deepseekmath_7b"]).model
     message = ROWS * model.hidden * 2
-    assert moved(phase(measured, "gradients, update 1"), "receive") == pytest.approx(
-        MICROS * (VPP - 1 + VPP) * message, rel=1e-5
-    )
-    assert moved(phase(measured, "reference log-probs"), "receive") == pytest.approx(
-        MICROS * (VPP - 1) * message, rel=1e-5
-    )
+    assert moved(phase(measured, "gradients, update 1"), "receive") == MICROS * (VPP - 1 + VPP) * message
+    assert moved(phase(measured, "reference log-probs"), "receive") == MICROS * (VPP - 1) * message
 
 
 def test_activations_in_flight_are_what_the_planner_counts(measured: dict[str, Any]) -> None:

@@ -281,6 +281,14 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         lambda chunk: use_packed_router(chunk.gpt),
     ),
     Change(
+        "recalling_dispatcher",
+        "dispatchers that use an all-to-all are RecallingDispatchers",
+        "Megatron counts the exchanged tokens again when it recomputes a layer: the counts are gathered a second time, "
+        "and the host waits for them a second time (docs/gpu.md)",
+        "tests/models/test_dispatch.py::test_a_layer_that_is_recomputed_exchanges_the_same_tokens",
+        lambda chunk: dispatch.use_recalling_dispatcher(chunk.gpt),
+    ),
+    Change(
         "packed_predictor",
         "prediction modules are PackedPredictors",
         "Megatron shifts the row by one, across the ends of sequences and of shared prompts",
