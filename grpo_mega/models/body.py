@@ -140,6 +140,7 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         # previous stage is also the next one (pp = 2). gloo has no batched point-to-point operations on CPU tensors.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=platform.backend == "nccl" and layout.vpp == 1,
+        batch_p2p_sync=False,  # the host would wait after every message, for the sake of older versions of torch
         # Fusions that need neither Apex nor Transformer Engine; attention and dropout are not Megatron's own here.
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,

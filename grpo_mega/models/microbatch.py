@@ -115,8 +115,23 @@ class MicroBatches:
 
         return [read(queue) for queue in queues]
 
+    def rows(self, sequences: list[int]) -> int:
+        """T, the packed rows of the micro-batch of these sequences: what all its context parallel ranks have."""
+        batch, chosen = self.batch, torch.tensor(sequences, dtype=torch.int64)
+        lengths, shared = batch.lengths[chosen], batch.prompt_lengths[chosen]
+        prompts = batch.prompts[chosen].tolist()
+        is_again = torch.tensor([prompt in prompts[:i] for i, prompt in enumerate(prompts)], dtype=torch.bool)
+        tokens = int(lengths.sum() - shared.minimum(lengths)[is_again].sum())
+        return max(-(-tokens // self._multiple), 1) * self._multiple
+
+    @property
+    def _multiple(self) -> int:
+        return self.topology.row_multiple * self.topology.cp_size
+
     def _made(self, sequences: list[int]) -> MicroBatch:
         micro = _micro_batch(self, sequences)
+        # Stages that come after this one have made room for as many.
+        assert micro.packed.total == self.rows(sequences), (micro.packed.total, sequences)
         micro.packed.batch_sequences, micro.packed.batch_tokens = self.totals.sequences, self.totals.tokens
         micro.packed.loss_scale = len(self) * self.topology.dp_size
         return micro
@@ -185,7 +200,7 @@ def _micro_batch(of: MicroBatches, sequences: list[int]) -> MicroBatch:
     lengths, starts = batch.lengths[chosen], batch.cu_seqlens[chosen]
     packed = PackedTokens.of_sequences(
         lengths,
-        topology.row_multiple * topology.cp_size,
+        of._multiple,
         prompts=batch.prompts[chosen],
         prompt_lengths=batch.prompt_lengths[chosen],
         table=of.padded,

@@ -23,6 +23,7 @@ from grpo_mega.models.adapters import initialize_adapters, is_adapter
 from grpo_mega.models.body import DTYPES, build_model
 from grpo_mega.models.finite import refuse_non_finite_gradients, refuse_non_finite_losses
 from grpo_mega.models.flops import learning_flops
+from grpo_mega.models.megatron.between_stages import Shape, between_stages
 from grpo_mega.models.megatron.changes import TO_PARALLEL_CHUNK, apply_changes
 from grpo_mega.models.megatron.dispatch import check_dispatch
 from grpo_mega.models.megatron.eight_bits import check_eight_bits
@@ -307,6 +308,7 @@ class Model:
 
         def forward(iterator: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             micro = next(iterator)
+            micro.packed.learned = not forward_only
             return self._forward(chunk, micro.tokens, micro.packed), partial(on_last_stage, micro)
 
         get_forward_backward_func()(
@@ -318,7 +320,14 @@ class Model:
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
+            **(between_stages(self.chunks.config, self._shapes(micros)) if self.topology.pp_size > 1 else {}),
         )
+
+    def _shapes(self, micros: MicroBatches) -> list[Shape]:
+        """Of each micro-batch's hidden states on this rank."""
+        config, ranks = self.chunks.config, self.topology.cp_size
+        ranks *= self.topology.tp_size if config.sequence_parallel else 1
+        return [(micros.rows(sequences) // ranks, 1, config.hidden_size) for sequences in micros.plan]
 
     def _data_parallel(
         self, chunk: torch.nn.Module, overlap: bool, bucket_size: int | None, in_buckets: bool

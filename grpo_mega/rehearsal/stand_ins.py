@@ -5,7 +5,6 @@ Everything else is what a job runs: torch's CUDA build and its allocator, Transf
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from grpo_mega.models import model as trained_model
@@ -40,13 +38,6 @@ class StandIn:
     apply: Callable[[RankSpec], None]
 
 
-Shape = tuple[int, int, int]
-coming: deque[Shape] = deque()
-"""Shapes of the hidden states that the stage before is still to send; `step.py` fills it for a pass."""
-returning: deque[Shape] = deque()
-"""Shapes of the gradients that the stage after is still to send."""
-
-
 def _balanced_experts(spec: RankSpec) -> None:
     """Every rank's experts get `imbalance` times the average, all of them equally many tokens."""
     original = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
@@ -69,16 +60,6 @@ def _balanced_experts(spec: RankSpec) -> None:
 def _parts(total: int, parts: int) -> np.ndarray:
     """[parts] integers as equal as can be, whose sum is `total`."""
     return total // parts + (np.arange(parts) < total % parts)
-
-
-def _shapes_between_stages(_: RankSpec) -> None:
-    original = P2PCommunicator._communicate_shapes
-
-    def shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> Any:
-        original(self, send_next, send_prev, recv_prev, recv_next)  # with the waits that it makes
-        return [*coming.popleft()] if recv_prev else None, [*returning.popleft()] if recv_next else None
-
-    P2PCommunicator._communicate_shapes = shapes
 
 
 def _finite(spec: RankSpec) -> None:
@@ -115,11 +96,6 @@ STAND_INS = (
         "balanced experts",
         "which experts tokens go to is computed by kernels: all get equally many, times --imbalance",
         _balanced_experts,
-    ),
-    StandIn(
-        "shapes between stages",
-        "neighbouring stages are not there: micro-batches have the rows that this stage's have",
-        _shapes_between_stages,
     ),
     StandIn(
         "shards of others",

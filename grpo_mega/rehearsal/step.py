@@ -9,20 +9,17 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 from grpo_mega.algorithm.objective import Loss
 from grpo_mega.checkpoint.model_state import state_to_save, weights_of
 from grpo_mega.colocation.offload import TrainerMemory
-from grpo_mega.config.schema import Config, LayoutConfig
-from grpo_mega.models.microbatch import MicroBatches
+from grpo_mega.config.schema import Config
 from grpo_mega.models.model import Model
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.models.scalar import ClippedSquaredError
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
-from grpo_mega.rehearsal import stand_ins
 from grpo_mega.rehearsal.measure import Rehearsal
 from grpo_mega.rehearsal.models import Models, build
 from grpo_mega.rehearsal.spec import RankSpec
@@ -54,31 +51,20 @@ def step(
 def _passes(config: Config, models: Models, batch: Batch, on_policy: bool, rehearsal: Rehearsal) -> Batch:
     """The passes before the updates, in the order of the stages; the batch with what the updates read."""
     policy, temperature = models.policy, config.rollout.temperature
-    micros = policy._micro_batches(batch, config.model.mtp_layers)
-    scored = batch.with_(mask=torch.ones_like(batch.mask))
-
-    def expect(model: Model, of: MicroBatches) -> None:
-        _expect(of, model, config.layout, backward=False)
-
     if models.scorer:
         with rehearsal.phase("scores"):
-            expect(models.scorer, models.scorer._micro_batches(scored, own_state=True))
             models.scorer.values(batch)
     if models.reference:
         with rehearsal.phase("reference log-probs"):
-            expect(policy, micros)
             models.reference.logprobs(batch, temperature)
     if not on_policy:
         with rehearsal.phase("old log-probs"):
-            expect(policy, micros)
             policy.logprobs(batch, temperature)
     if models.teacher:
         with rehearsal.phase("teacher log-probs"):
-            expect(models.teacher, models.teacher._micro_batches(batch, models.teacher.architecture.mtp_layers))
             models.teacher.logprobs(batch, temperature)
     if models.critic:
         with rehearsal.phase("values"):
-            expect(models.critic, models.critic._micro_batches(batch))
             batch = batch.with_(value=models.critic.values(batch), returns=torch.ones(len(batch.tokens)))
     return batch
 
@@ -86,14 +72,11 @@ def _passes(config: Config, models: Models, batch: Batch, on_policy: bool, rehea
 def _update(config: Config, models: Models, batch: Batch, loss: Loss, number: int, rehearsal: Rehearsal) -> None:
     policy, critic = models.policy, models.critic
     with rehearsal.phase(f"gradients, update {number}"):
-        micros = policy._micro_batches(batch, config.model.mtp_layers)
-        _expect(micros, policy, config.layout, backward=True)
         gradients = policy.gradients(batch, loss, config.rollout.temperature)
     with rehearsal.phase(f"optimizer, update {number}"):
         policy.apply(gradients, lr=config.optimizer.lr)
     if critic:
         with rehearsal.phase(f"critic, update {number}"):
-            _expect(critic._micro_batches(batch), critic, config.layout, backward=True)
             critic.update(batch, ClippedSquaredError(config.critic.clip), config.critic.lr)
 
 
@@ -121,7 +104,7 @@ def _push(config: Config, policy: Policy, rank: int) -> None:
 
 
 def _save(models: Sequence[Model | ReferencePolicy], rehearsal: Rehearsal) -> None:
-    """A checkpoint of each model up to its files: state as Megatron gathers it, and copies of what this rank writes."""
+    """A checkpoint of each model up to its files: copies of what this rank writes."""
     for model in models:
         copies = None
         with rehearsal.phase(f"checkpoint, {model.role}"), UnwrittenHost():
@@ -153,26 +136,3 @@ def _batch(spec: RankSpec) -> Batch:
     batch = pack_tokens(sequences, [(length + 1) // 2 for length in spec.lengths])
     ones = torch.ones(len(batch.tokens))
     return batch.with_(advantage=ones, weight=batch.mask / batch.mask.sum())
-
-
-def _expect(micros: MicroBatches, model: Model, layout: LayoutConfig, backward: bool) -> None:
-    """Tells the stand-in for neighbouring stages the shape of each message to this rank, in their order.
-
-    The first stage gets no hidden states for its first layers, the last one no gradients for its last ones.
-    """
-    topology, lengths = model.topology, micros.batch.lengths
-    multiple = topology.row_multiple * topology.cp_size
-    shapes: list[stand_ins.Shape] = []
-    for sequences in micros.plan:
-        tokens = int(lengths[sequences].sum()) if sequences else 0
-        padded = max(-(-tokens // multiple), 1) * multiple
-        rows = padded // topology.cp_size // (topology.tp_size if layout.sp else 1)
-        shapes.append((rows, 1, model.architecture.hidden))
-    # The order of layers forward; backward it is the same with the last ones first.
-    order = get_schedule_table(len(shapes), layout.vpp, layout.pp)
-    first, last = topology.pp_rank == 0, topology.pp_rank == topology.pp_size - 1
-    for queue, is_end in ((stand_ins.coming, first), (stand_ins.returning, last)):
-        queue.clear()
-        queue.extend(shapes[micro] for micro, chunk in order if chunk or not is_end)
-    if not backward:
-        stand_ins.returning.clear()

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
-from small_models import DENSE, MOE
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from small_models import DENSE, MOE, PLATFORM, VOCABULARY
 
+from grpo_kernels import GRPOLoss
+from grpo_mega.algorithm.objective import grpo_loss
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import ClusterConfig, LayoutConfig
 from grpo_mega.models.megatron.dispatch import check_dispatch, dispatch_options
+from grpo_mega.models.policy import Policy
+from grpo_mega.models.topology import Topology
 from grpo_mega.planning.hardware import RATES, machines_of
 from grpo_mega.planning.training_time import exchange
 from grpo_mega.platform import Platform
+from grpo_mega.types import Batch
 
 CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
 GPU = Platform(torch.device("cuda"), "nccl", transformer_engine=True)
@@ -53,3 +60,39 @@ def test_a_plan_has_a_token_cross_to_a_machine_once(ep: int, less: bool) -> None
     usual, once = exchange(config, 1000.0, machines), exchange(fused, 1000.0, machines)
     assert once == exchange(config, 1000.0, replace(machines, rates=replace(RATES, once=True)))
     assert (once < usual) == less
+
+
+def test_a_layer_that_is_recomputed_exchanges_the_same_tokens(topology: Topology, batch: Batch) -> None:
+    """Even if its router chooses others: between two ranks the numbers would not be those of the tokens."""
+    layout = LayoutConfig(recompute="full", micro_batch_tokens=40)
+    policy = Policy(MOE, layout, VOCABULARY, topology, PLATFORM)
+    policy.initialize(seed=0)
+    layers = [module for module in policy.chunks.modules() if isinstance(module, MoELayer)]
+    chosen: dict[bool, list[list[int]]] = {False: [], True: []}
+    sent: dict[bool, list[list[int]]] = {False: [], True: []}
+
+    def choose_others(_: Any, __: Any, routing: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        probs, experts = (x.roll(1, 1) if torch.is_grad_enabled() else x for x in routing)
+        chosen[torch.is_grad_enabled()].append(experts.sum(0).tolist())
+        return probs, experts
+
+    def note(_: Any, arguments: tuple[Any, ...]) -> None:
+        sent[torch.is_grad_enabled()].append(arguments[1].tolist())
+
+    for layer in layers:
+        layer.router.register_forward_hook(choose_others)
+        layer.experts.register_forward_pre_hook(note)
+    policy.gradients(batch, grpo_loss(GRPOLoss(), True))
+    assert len(sent[True]) == len(sent[False]) >= 2 * len(layers)  # several micro-batches
+    assert sorted(sent[True]) == sorted(sent[False]) == sorted(chosen[False]) != sorted(chosen[True])
+    assert not any(layer.router.packed.exchanges for layer in layers)
+
+
+def test_a_micro_batch_that_is_scored_remembers_no_exchange(topology: Topology, batch: Batch) -> None:
+    layout = LayoutConfig(recompute="full")
+    policy = Policy(MOE, layout, VOCABULARY, topology, PLATFORM)
+    policy.initialize(seed=0)
+    policy.logprobs(batch, 1.0)
+    layers = [module for module in policy.chunks.modules() if isinstance(module, MoELayer)]
+    assert layers
+    assert not any(layer.router.packed.exchanges for layer in layers)

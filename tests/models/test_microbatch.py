@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ranks import results, run_ranks
 
 from grpo_mega.models.megatron.packed import PackedTokens
@@ -98,3 +100,27 @@ def test_tables_are_smaller_where_attention_needs_masks(cp_size: int, cells: int
     micros = micro_batches(packed, replace(topology, cp_size=cp_size), 32, torch.device("cpu"))
     tables = [micro.packed.sequences * micro.packed.longest for micro in micros]
     assert cells * 32 - 16 < max(tables) <= cells * 32
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 12), st.lists(st.integers(0, 20), min_size=1, max_size=4)), min_size=1, max_size=5
+    ),
+    depths=st.integers(0, 2),
+    cp_size=st.sampled_from([1, 2]),
+    padded=st.booleans(),
+)
+def test_rows_are_known_before_a_micro_batch_is_made(
+    groups: list[tuple[int, list[int]]], depths: int, cp_size: int, padded: bool, topology: Topology
+) -> None:
+    """Other pipeline stages count on them. Each group's sequences begin with its prompt, which is computed once."""
+    shared = [prompt for prompt, answers in groups for _ in answers]
+    lengths = [prompt + answer for prompt, answers in groups for answer in answers]
+    prompts = torch.tensor([number for number, (_, answers) in enumerate(groups) for _ in answers])
+    packed = pack_tokens([[1] * length for length in lengths], shared)
+    packed = packed.with_(prompts=prompts, prompt_lengths=torch.tensor(shared))
+    micros = micro_batches(
+        packed, replace(topology, cp_size=cp_size), 40, torch.device("cpu"), depths=depths, padded=padded
+    )
+    assert [micros.rows(plan) for plan in micros.plan] == [micro.packed.total for micro in micros]

@@ -137,6 +137,8 @@ class PackedTokens(PackedSeqParams):
         experts: [T', MoE layers, top k] which experts each row goes to, -1 where the router's scores choose; None when
             they always do.
         angles: {base of the frequencies: cosine and sine of all tokens' rotary angles}, once a layer has computed them.
+        learned: Whether a backward pass follows, for which layers may be computed a second time.
+        exchanges: {dispatcher of a layer that will be recomputed: how it exchanged the tokens}, see dispatch.py.
     """
 
     positions: torch.Tensor = None  # type: ignore[assignment]
@@ -163,6 +165,8 @@ class PackedTokens(PackedSeqParams):
     ahead: torch.Tensor | None = None
     experts: torch.Tensor | None = None
     angles: dict[float, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    learned: bool = False
+    exchanges: dict[object, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of_sequences(

@@ -1,0 +1,52 @@
+"""Hidden states and gradients between pipeline stages, which all know how many rows come, without being told.
+
+Megatron has stages tell each other the shape of what they are about to send when micro-batches differ in length. The
+host waits for every such message. Here all ranks of a replica have its whole plan of micro-batches, so each computes
+the shapes beforehand, in the order in which the schedule asks for them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"]
+"""The process groups that Megatron's schedules use, as it names them."""
+Shape = tuple[int, int, int]
+
+
+class KnownShapes(P2PCommunicator):
+    """Megatron's messages between stages, of shapes that this rank knows. It is made anew for each pass.
+
+    The first stage gets no hidden states for its first layers, the last one no gradients for its last ones.
+    """
+
+    def __init__(self, config: ModelParallelConfig, shapes: Sequence[Shape]) -> None:
+        """`shapes` are those of the hidden states [rows, 1, hidden] of this rank's micro-batches, in their order."""
+        super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
+        stages, stage = self.pp_group.size(), self.pp_group.rank()
+        pieces = self.virtual_pipeline_model_parallel_size or 1
+        # The order of a rank's pieces of the model forward; backward it is the same with the last ones first.
+        order = get_schedule_table(len(shapes), pieces, stages)
+        self._coming = deque(shapes[micro] for micro, piece in order if piece or stage > 0)
+        self._returning = deque(shapes[micro] for micro, piece in order if piece or stage < stages - 1)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Shape | None, Shape | None]:
+        return self._coming.popleft() if recv_prev else None, self._returning.popleft() if recv_next else None
+
+
+def between_stages(config: ModelParallelConfig, shapes: Sequence[Shape]) -> dict[str, Any]:
+    """Arguments of Megatron's schedules that have them send and receive hidden states of these shapes."""
+    return {
+        "p2p_communicator": KnownShapes(config, shapes),
+        "pg_collection": ProcessGroupCollection.use_mpu_process_groups(GROUPS),
+    }
