@@ -34,7 +34,7 @@ class OwnShards(DistributedOptimizer):
     ) -> dict[int, dict[str, list[ShardedTensor]]]:
         """{number of a parameter: {part of its state: its shards in the order of their numbers}} of this rank.
 
-        Shards of a state that is saved are in main memory, or views of it; those of a state to load have no data yet.
+        Shards of a state that is saved are copies in main memory; those of a state to load have no data yet.
 
         Raises:
             ValueError: A parameter is stored in another order than it has in memory.
@@ -143,6 +143,9 @@ def _filled(shards: list[ShardedTensor], name: str, values: torch.Tensor | None)
     for shard in shards:
         size, data = prod(shard.local_shape), None
         if values is not None:
-            data = values.detach()[at : at + size].to("cpu", torch.float32).view(shard.local_shape)
+            part = values.detach()[at : at + size]
+            there = part.to("cpu", torch.float32)
+            # A copy in any case: pinned memory, where a state on the host is, is not for the processes that write.
+            data = (part.clone() if there is part else there).view(shard.local_shape)
         yield replace(shard, key=f"optimizer.state.{name}.{shard.key}", data=data)
         at += size
