@@ -22,13 +22,14 @@ from pathlib import Path
 from grpo_mega.config.help import answer
 from grpo_mega.dry_run import OPTION
 from grpo_mega.dry_run import main as dry_run
+from grpo_mega.observe import waiting
 
 if __name__ == "__main__":
     answer(sys.argv[1:])  # before torch is imported, which takes seconds
     if OPTION in sys.argv:
         sys.exit(dry_run(sys.argv[1:]))
-    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":  # the next words come seconds later
-        print("grpo_mega is starting: libraries, settings, data", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # the console comes seconds later
+        waiting.begin("grpo_mega is starting: libraries, settings, data")
 
 import hydra
 from hydra.errors import HydraException
@@ -137,7 +138,9 @@ def train(config: Config) -> None:
 def report(config: Config) -> None:
     """Writes the report of the run, on the main rank."""
     if int(os.environ.get("RANK", "0")) == 0:
+        waiting.begin("grpo_mega writes the report", stays=False)
         write_own_report(Path(config.run.root) / config.run.name)
+        waiting.end()
 
 
 def read(config: Config) -> tuple[Data | ExampleData, Reward | None]:

@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from time import process_time_ns
 
 from grpo_mega.config.step_range import read_steps
+from grpo_mega.observe.damaged import naming
 from grpo_mega.observe.trace_files import RankTrace, join, read_traces, steps_of
 from grpo_mega.observe.waterfall import waits, waterfall
 from grpo_mega.platform.clock import own_clock
@@ -60,18 +61,16 @@ def main(arguments: list[str]) -> int:
             _tell_last(options.run, options.before)
             return DONE
         steps = read_steps(options.steps) if options.steps else None
-        traces = read_traces(options.run, options.ranks)
-        if options.cost:
-            print(_cost(traces))
-            return DONE
-        out = options.out or options.run / TRACE / "joined.json.gz"
-        events = join(traces, steps, out)
-        found = waterfall(traces, steps)
+        with naming(str(options.run / TRACE)):
+            traces = read_traces(options.run, options.ranks)
+            if options.cost:
+                print(_cost(traces))
+                return DONE
+            out = options.out or options.run / TRACE / "joined.json.gz"
+            events = join(traces, steps, out)
+            found = waterfall(traces, steps)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except (KeyError, TypeError, AttributeError) as error:
-        print(f"error: {options.run / TRACE} is damaged, or of another version: {error!r}", file=sys.stderr)
         return BAD_INPUT
     if found is None:
         print("no step is whole on every rank: nothing can be said of where its time goes")

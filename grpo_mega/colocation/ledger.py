@@ -19,6 +19,9 @@ from typing import Any
 import psutil
 import torch
 
+from grpo_mega.platform import trace
+from grpo_mega.platform.trace import HOLDERS
+
 Meter = Callable[[], dict[str, int]]
 """Returns the current {holder: bytes}."""
 
@@ -55,9 +58,10 @@ class Ledger:
         self._least: dict[str, int] = {}
 
     def mark(self, phase: str) -> Entry:
-        """Measures memory now and adds an entry to the ledger."""
+        """Measures memory now and adds an entry to the ledger, and to the trace."""
         entry = Entry(phase, self._meter())
         self.entries.append(entry)
+        trace.counter(HOLDERS, **{f"{holder} GB": held / 1e9 for holder, held in entry.held.items()})
         return entry
 
     @contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from grpo_mega.observe import waiting
 from grpo_mega.observe.columns import SECONDS, TABLE, Column, digits_of, label, number, shorten
 from grpo_mega.observe.lines import Lines
 from grpo_mega.observe.panel import STEP_WIDTH, LivePanel
@@ -54,6 +55,7 @@ class Console:
         self._columns = columns
         self._begun = False
         self._up: dict[str, int] = {}
+        waiting.end()  # which may have put itself in front of stderr
         stream = stream or sys.stderr
         live = stream.isatty()
         if not live and isinstance(stream, io.TextIOWrapper):

@@ -1,6 +1,7 @@
 """Whose turn it was, rank by rank, from the traces of the newest steps: phases one after the other, and memory.
 
-Where engines share the GPUs with the trainer, they have them in the phases of `ENGINE`; in `CHANGE` they change hands.
+Where engines share the GPUs with the trainer, they have them in the phases of `ENGINE`; in `CHANGE` they change hands,
+and what the engine's processes hold then is measured.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_mega.observe.trace_files import Event, Interval, RankTrace, steps_of
+from grpo_mega.platform.trace import HOLDERS
 
 ENGINE, CHANGE = ("generate", "evaluate", "reward"), ("sync",)
 """Phases in which engines generate, in the last one beside the scoring, and in which the device changes hands."""
@@ -27,12 +29,14 @@ class Lane:
         spans: (begin, end, phase) in seconds since the beginning of all lanes, one after the other.
         left_out: Spans that are too short to be shown.
         memory: (time, 10^9 bytes) of the rank's process: what torch holds of a GPU, resident memory without one.
+        engine_memory: The same of its engine's processes, whenever the device changes hands; empty without an engine.
     """
 
     rank: int
     spans: list[tuple[float, float, str]]
     left_out: int
     memory: list[tuple[float, float]]
+    engine_memory: list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ def _lane(trace: RankTrace, window: Interval) -> Lane:
     shown = sorted(sorted(spans, key=lambda span: span[0] - span[1])[:MOST_SPANS])
     begin = window[0]
     seconds = [((since - begin) / 1e6, (until - begin) / 1e6, name) for since, until, name in shown]
-    return Lane(trace.rank, seconds, len(spans) - len(shown), _memory(trace, window))
+    own = _memory(trace, window, "memory", "reserved GB", "resident GB")
+    return Lane(trace.rank, seconds, len(spans) - len(shown), own, _memory(trace, window, HOLDERS, "engine GB"))
 
 
 def _phases(events: Sequence[Event]) -> list[tuple[float, float, str]]:
@@ -89,12 +94,13 @@ def _phases(events: Sequence[Event]) -> list[tuple[float, float, str]]:
     return [span for span in found if span[1] > span[0]]
 
 
-def _memory(trace: RankTrace, window: Interval) -> list[tuple[float, float]]:
+def _memory(trace: RankTrace, window: Interval, counter: str, *holders: str) -> list[tuple[float, float]]:
+    """(seconds, 10^9 bytes) of the first of these holders that the counter has."""
     found = []
     for event in trace.events:
-        if event["ph"] == "C" and event["name"] == "memory" and window[0] <= event["ts"] <= window[1]:
+        if event["ph"] == "C" and event["name"] == counter and window[0] <= event["ts"] <= window[1]:
             held = event.get("args", {})
-            value = held.get("reserved GB", held.get("resident GB"))
+            value = next((held[holder] for holder in holders if holder in held), None)
             if isinstance(value, int | float):
                 found.append(((event["ts"] - window[0]) / 1e6, float(value)))
     each = -(-len(found) // MOST_POINTS) or 1

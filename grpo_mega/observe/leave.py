@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from grpo_mega.observe import waiting
 from grpo_mega.observe.heartbeat import mark_refused
 
 FAILED = 1
@@ -66,6 +67,7 @@ def leave(message: str, code: int) -> NoReturn:
     try:  # a signal's handler may interrupt a write, and a disk be full: it ends whatever happens
         for helper in multiprocessing.active_children():
             helper.kill()
+        waiting.end()
         if os.environ.get("RANK", "0") == "0":
             print(message, file=sys.stderr)
         sys.stdout.flush()

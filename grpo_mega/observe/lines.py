@@ -3,7 +3,8 @@
     step 10/80: reward 0.213, accuracy 4.7%, format 93.8%, length 18.2, clipped 0.1%, grad norm 0.412, 0.52 s, 0:05
     elapsed, 0:36 left
 
-is one line. A step that takes longer than a minute says so once a minute, and what it does:
+is one line. A step that takes longer than a minute says so once a minute, and what it does, whether or not that gives
+signs of life:
 
     after step 10/80: generate for 3:00, 1:12:05 elapsed, 8:20:00 left
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from threading import Event, RLock, Thread
 from typing import TextIO
 
 from grpo_mega.observe.columns import SECONDS, Column, clock
@@ -19,7 +22,7 @@ from grpo_mega.observe.progress import Progress
 
 WIDTH = 120
 QUIET = 60.0
-"""The longest silence, in seconds, while a phase gives signs of life."""
+"""The longest silence, in seconds."""
 
 
 class Lines:
@@ -29,6 +32,9 @@ class Lines:
         """Writes rows of `columns`, with the times of `progress`."""
         self._stream, self._progress, self._columns = stream, progress, columns
         self._last = time.monotonic()
+        self._turn = RLock()
+        self._closed = Event()
+        self._watch: Thread | None = None
 
     @property
     def width(self) -> int:
@@ -57,19 +63,32 @@ class Lines:
         """A step that may have no row; nothing is shown of it."""
 
     def phase(self) -> None:
-        """A phase begins or goes on."""
-        if time.monotonic() - self._last < QUIET:
-            return
-        progress = self._progress
-        done, needed = progress.samples
-        samples = f", {done}/{needed} samples" if needed else ""
-        of = f" of {progress.stage}" if progress.stage else ""
-        lasts = clock(progress.phase_seconds)
-        left = f", {progress.left} {'at most' if progress.stage else 'left'}" if progress.left else ""
-        self.print(
-            f"after step {progress.step}/{progress.total}{of}: {progress.phase} for {lasts}{samples}, "
-            f"{progress.elapsed} elapsed{left}"
-        )
+        """A phase begins or goes on. From the first one on a thread watches that none is silent for long."""
+        if self._watch is None:
+            self._watch = Thread(target=self._break_silences, name="console", daemon=True)
+            self._watch.start()
+        self._break_silence()
+
+    def _break_silences(self) -> None:
+        with suppress(OSError, ValueError):  # of a pipe that nobody reads, of a closed file: the next row says it
+            while not self._closed.wait(max(0.0, self._last + QUIET - time.monotonic())):
+                self._break_silence()
+
+    def _break_silence(self) -> None:
+        """Says which phase runs, if nothing was said for a while."""
+        with self._turn:
+            if self._closed.is_set() or time.monotonic() - self._last < QUIET:
+                return
+            progress = self._progress
+            done, needed = progress.samples
+            samples = f", {done}/{needed} samples" if needed else ""
+            of = f" of {progress.stage}" if progress.stage else ""
+            lasts = clock(progress.phase_seconds)
+            left = f", {progress.left} {'at most' if progress.stage else 'left'}" if progress.left else ""
+            self.print(
+                f"after step {progress.step}/{progress.total}{of}: {progress.phase} for {lasts}{samples}, "
+                f"{progress.elapsed} elapsed{left}"
+            )
 
     def alarms(self, up: Sequence[str]) -> None:
         """The alarms that are up; each has had a line of its own."""
@@ -79,9 +98,11 @@ class Lines:
 
     def print(self, text: str) -> None:
         """One line, however long."""
-        self._stream.write(f"{text}\n")
-        self._stream.flush()
-        self._last = time.monotonic()
+        with self._turn:
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+            self._last = time.monotonic()
 
     def close(self) -> None:
-        """Nothing is left to be done."""
+        """No phase runs any more: nothing is said but what is printed."""
+        self._closed.set()

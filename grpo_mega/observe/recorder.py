@@ -18,7 +18,7 @@ from grpo_mega.observe.prediction import Prediction
 from grpo_mega.observe.prometheus import write_prometheus
 from grpo_mega.observe.run_dir import REPORT
 from grpo_mega.observe.samples import telling, write_samples
-from grpo_mega.observe.summary import SUMMARY, write_summary
+from grpo_mega.observe.summary import write_summary
 from grpo_mega.observe.trackers import SECONDS_AFTER_A_STOP, SECONDS_AT_THE_END, Trackers
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,8 @@ class Recorder:
             self.console.samples(done, needed)
 
     def open_metrics(self, resume_from_step: int, name: str = METRICS, steps: int | None = None) -> None:
-        """Continues the file `name` after this step; -1 for one that begins. A run that goes on has no summary, and no
-        page about its end.
+        """Continues the file `name` after this step; -1 for one that begins. A run that goes on has no page about its
+        end.
 
         The last stage, whose file is metrics.jsonl, has alarms. The stage takes at most `steps` steps, `run.steps` with
         None.
@@ -89,7 +89,6 @@ class Recorder:
             self.console.stage(stage, max(resume_from_step, 0), self.run.steps if steps is None else steps)
             if self.metrics:
                 self.metrics.close()
-            (self.path / SUMMARY).unlink(missing_ok=True)
             self._try(REPORT, lambda: (self.path / REPORT).unlink(missing_ok=True))
             self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step, name)
             self.alarms = AlarmLog(self.path, self._limits, resume_from_step) if name == METRICS else None

@@ -25,6 +25,7 @@ from typing import Any
 
 from grpo_mega.config.load import defaults, identity_in, must_stay
 from grpo_mega.observe.metrics import read_metrics
+from grpo_mega.observe.summary import SUMMARY
 from grpo_mega.platform.files import write_atomic
 
 IDENTITY = "run.json"
@@ -73,7 +74,8 @@ def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any], word
     """Creates the run directory or re-opens the one of the same experiment. Called on rank 0 only, before any logging.
 
     A directory without results goes to the experiment that asks; one whose `run.json` is lost is adopted when its
-    config.yaml says that it is of the same experiment.
+    config.yaml says that it is of the same experiment. A summary that an earlier start left is withdrawn: from now on
+    the run is not complete.
 
     Args:
         path: The directory, `run.root`/`run.name`.
@@ -91,6 +93,7 @@ def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any], word
     lock = _acquire_lock(path)
     try:
         _claim(path, identity)
+        (path / SUMMARY).unlink(missing_ok=True)
         write_atomic(path / CONFIG, config_yaml)
         write_atomic(path / WORDS, json.dumps([*words]) + "\n")
         for folder in FOLDERS:

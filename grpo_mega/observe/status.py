@@ -4,7 +4,9 @@
 
 The run may go on, on whatever machine, or have ended in whatever way. It is as wide as the terminal, or 80 characters.
 Its last line says how the run ended or, of one that has not, when it gave its last sign of life. The time so far is the
-sum of all recorded steps. The phase is the one that the main rank's flight recorder (`platform/flight.py`) was in.
+sum of all recorded steps. The phase is the one that the main rank's flight recorder (`platform/flight.py`) was in; it
+lasts until now while the process of that rank is seen to live, which only its own machine sees, else until the last
+sign of life.
 
 Exit code: 0 printed; 2 there is nothing to show, or a file of the run is damaged.
 """
@@ -13,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,20 +25,22 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import psutil
 import yaml
 from rich.console import Console, RenderableType
 
 from grpo_mega.observe.alarm_log import ALARMS_FILE, risen
 from grpo_mega.observe.columns import SECONDS, clock
+from grpo_mega.observe.damaged import naming
 from grpo_mega.observe.drawing import Curve, drawn, remember
 from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics
 from grpo_mega.observe.progress import RECENT, Standing
-from grpo_mega.observe.summary import SUMMARY
+from grpo_mega.observe.summary import SUMMARY, how_it_ended
 from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.flight import Moment, read_flight
 
 DONE, BAD_INPUT = 0, 2
-CONFIG = "config.yaml"
+CONFIG, LOCK = "config.yaml", "run.lock"
 """Of observe/run_dir.py, which takes seconds to import."""
 STAGES = {"pretrain": "base.max_steps", "sft": "sft.steps", "": "run.steps"}
 """Stages in their order, the last one without a name, and the setting that says how many steps each takes."""
@@ -73,13 +79,13 @@ def _standing(run: Path, config: Record, stage: str, recorded: Mapping[str, Sequ
     left = clock(fmean(seconds) * max(total - step, 0)) if seconds and total is not None else ""
     every = [record for records in recorded.values() for record in records]
     spent = sum(record.get(name, 0.0) for record in every for name in (SECONDS, *BETWEEN_STEPS))
-    summary, moments = _object(run / SUMMARY), _flight(run)
-    phase, since = ("", 0.0) if summary else _phase(moments)
+    summary, moments, lives = _object(run / SUMMARY), _flight(run), _lives(run)
+    phase, since = ("", 0.0) if summary else _phase(moments, lives)
     usual = median([r[f"time/{phase}"] for r in steps[-RECENT:] if f"time/{phase}" in r] or [0.0])
     share, rest = (min(since / usual, 1.0), usual - since) if usual else (None, None)
     return Standing(
         run.resolve().name, stage, step, total, clock(spent), left, phase, since, share,
-        rest if rest and rest > 0 else None, state=_state(summary, moments),
+        rest if rest and rest > 0 else None, state=_state(summary, moments, lives),
     )  # fmt: skip
 
 
@@ -93,19 +99,34 @@ def _total(config: Record, stage: str) -> int | None:
     return None if stage == "sft" and steps == 0 else steps
 
 
-def _state(summary: Record, moments: Sequence[Moment]) -> str:
+def _lives(run: Path) -> bool | None:
+    """Whether the process that has, or had, the run directory still lives; None where this machine cannot tell."""
+    try:
+        text, since = (run / LOCK).read_text(), (run / LOCK).stat().st_mtime
+    except OSError:
+        return None
+    holder = re.fullmatch(r"pid (\d+) on (\S+)", text.strip())
+    if holder is None or holder[2] != socket.gethostname():
+        return None
+    try:
+        return psutil.Process(int(holder[1])).create_time() <= since + 1  # a later one only has its number
+    except psutil.Error:
+        return False
+
+
+def _state(summary: Record, moments: Sequence[Moment], lives: bool | None) -> str:
     """How the run ended, or when it was last heard of."""
-    if stopped_by := summary.get("stopped_by"):
-        return f"stopped by the alarm {stopped_by}"
-    if summary:
-        return str(summary.get("status"))
+    if ended := how_it_ended(summary):
+        return ended
+    state = "not complete, and its process is gone" if lives is False else "not complete"
     if not moments:
-        return "not complete"
-    return f"not complete, last sign of life {clock(max(time.time() - moments[-1].time, 0.0))} ago"
+        return state
+    return f"{state}, last sign of life {clock(max(time.time() - moments[-1].time, 0.0))} ago"
 
 
-def _phase(moments: Sequence[Moment]) -> tuple[str, float]:
-    """The phase that the main rank is in, or was in last, and its seconds until now; "" between phases."""
+def _phase(moments: Sequence[Moment], lives: bool | None) -> tuple[str, float]:
+    """The phase that the main rank is in, or was in last, and its seconds until now, or until the last sign of life of
+    one that is not seen to live; "" between phases."""
     inside = [name for name in moments[-1].inside if name != STEP] if moments else []
     if not inside:
         return "", 0.0
@@ -116,7 +137,7 @@ def _phase(moments: Sequence[Moment]) -> tuple[str, float]:
         begun = moment.time
         if moment.begins and inside[0] not in moment.open[:-1]:
             break
-    return inside[0], max(time.time() - begun, 0.0)
+    return inside[0], max((time.time() if lives else moments[-1].time) - begun, 0.0)
 
 
 def _recorded(run: Path) -> dict[str, list[dict[str, Any]]]:
@@ -165,12 +186,10 @@ def main(arguments: list[str]) -> int:
     width = shutil.get_terminal_size((81, 24)).columns - 1 if sys.stdout.isatty() else 80
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     try:
-        console.print(panel_of(options.run, width, plain="utf" not in console.encoding))
+        with naming(f"a file of {options.run}"):
+            console.print(panel_of(options.run, width, plain="utf" not in console.encoding))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except (KeyError, TypeError, AttributeError) as error:
-        print(f"error: a file of {options.run} is damaged, or of another version: {error!r}", file=sys.stderr)
         return BAD_INPUT
     return DONE
 

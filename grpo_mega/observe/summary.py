@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,13 @@ def write_summary(run_dir_path: Path, summary: dict[str, Any]) -> None:
         except (TypeError, ValueError) as error:
             raise ValueError(f"summary field {key!r} cannot be written as JSON: {error}") from None
     write_atomic(run_dir_path / SUMMARY, json.dumps({key: summary[key] for key in keys}, indent=2) + "\n")
+
+
+def how_it_ended(summary: Mapping[str, Any]) -> str:
+    """How a run ended, in words; empty where its summary does not say so, such as one that is not there."""
+    if stopped_by := summary.get("stopped_by"):
+        return f"stopped by the alarm {stopped_by}"
+    return str(summary.get("status", ""))
 
 
 def versions() -> dict[str, str]:

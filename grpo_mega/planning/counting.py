@@ -91,6 +91,13 @@ class LayerOps:
     adapters: float
 
 
+def met_matrices(model: ModelConfig, experts: bool) -> tuple[list[Matrix], list[Matrix]]:
+    """The matrices of a layer, with experts or dense, that every token meets, router apart, and those of an expert."""
+    moe = model.moe
+    mlp = gated(model.hidden, moe.shared_ffn_hidden if experts else model.ffn_hidden)
+    return attention_matrices(model) + mlp, gated(model.hidden, moe.ffn_hidden) if experts else []
+
+
 def layer_ops(model: ModelConfig, experts: bool, lora: LoRAConfig | None = None) -> LayerOps:
     """Operations of one token in a layer, with experts or dense."""
     moe = model.moe

@@ -9,7 +9,7 @@ from grpo_mega.planning.counting import layer_ops, token_ops
 from grpo_mega.planning.generation import decoder_of
 from grpo_mega.planning.hardware import Machines, machines_of
 from grpo_mega.planning.hours import cache_room
-from grpo_mega.planning.memory import held, leaves
+from grpo_mega.planning.memory import held, leaves, saved_state_bytes, weight_bytes
 from grpo_mega.planning.plan import roles_of, vocabulary
 from grpo_mega.planning.time import Assumed, StepTime, run_time
 from grpo_mega.planning.training_time import Micro, layer_forward
@@ -32,6 +32,13 @@ def explain(config: Config, planned: dict[str, Any], assumed: Assumed) -> None:
     print(
         f"\nturns: 2 x {moved / 1e9:.1f} GB to main memory / ({gpu.host / 1e9:.0f} GB/s x {rates.host}) = "
         f"{2 * moved / gpu.host / rates.host:.1f} s, and {rates.turn:.0f} s to wake and sleep"
+    )
+    here = min(machines.gpus, config.cluster.gpus_per_node)
+    over = "the replicas of each" if config.optimizer.distributed else "1"
+    print(
+        f"a checkpoint: {here} GPUs x {saved_state_bytes(config)} bytes a parameter of Adam's state / {over}, and "
+        f"{weight_bytes(config)} bytes a weight on those of the first replica = {planned['saving'] / 1e9:.1f} GB of a "
+        "machine's main memory, on its fullest stage"
     )
 
 
@@ -73,11 +80,16 @@ def _training(config: Config, vocab_size: int, machines: Machines, step: StepTim
     print(f"  a token: {whole / 1e9:.1f} GFLOP forward in the whole model, with {keys:,.0f} tokens to look at")
     print(f"  a layer forward, full micro-batch, {mine:,.0f} tokens for each GPU:")
     peak = f"{gpu.flops / 1e12:.0f} TFLOP/s"
+    of_products = f"{2 * gpu.flops / 1e12:.0f} TFLOP/s in 8 bits" if layout.fp8 else peak
+    bandwidth = f"({gpu.memory / 1e12:.2f} TB/s x {rates.memory})"
     numbers = {
-        "matrix products": f"{(ops.matmul + ops.adapters) / 1e6:,.0f} MFLOP a token / ({peak} x {rates.matmul})",
-        "routed experts": f"{ops.grouped / 1e6:,.0f} MFLOP a token x {rates.imbalance} / ({peak} x {rates.grouped})",
+        "matrix products": f"{(ops.matmul + ops.adapters) / 1e6:,.0f} MFLOP a token / ({of_products} x {rates.matmul})",
+        "routed experts": f"{ops.grouped / 1e6:,.0f} MFLOP a token x {rates.imbalance} / ({of_products} x "
+        f"{rates.grouped})",
         "attention": f"{ops.per_key / 1e3:,.0f} kFLOP x {keys:,.0f} / ({peak} x {rates.attention})",
-        "single numbers": f"{rates.traffic:g} x bytes that are kept / ({gpu.memory / 1e12:.2f} TB/s x {rates.memory})",
+        "single numbers": f"{rates.traffic:g} x bytes that are kept / {bandwidth}",
+        "to 8 bits": f"4 bytes for each number that a product with weights reads / {bandwidth}",
+        "weights to 8 bits": f"4 bytes for each weight, whose products are of a micro-batch / {bandwidth}",
         "exchange of experts": f"{config.model.moe.top_k} copies of a token there and back over "
         f"{layout.ep * layout.etp} ranks, x {rates.imbalance} x (1 - {rates.hidden:g})",
         "waits for the host": f"{1e3 * rates.wait:g} ms",

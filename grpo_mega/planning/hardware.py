@@ -62,6 +62,7 @@ class Rates:
         nvlink, network, host: Shares of the links' bytes per second.
         launch: Seconds that the host takes for one launch, Python included.
         dense_launches, expert_launches: Launches of a layer's forward pass.
+        narrowed: Launches with `layout.fp8` for each without.
         wait: Seconds that a layer of experts waits for the host to read how many tokens each expert has.
         hidden: Share of the experts' exchange that computation hides.
         once: Whether a token crosses to each machine once (DeepEP, HybridEP) whatever `layout.dispatch` says, not once
@@ -93,6 +94,7 @@ class Rates:
     launch: float = 15e-6
     dense_launches: int = 30
     expert_launches: int = 85
+    narrowed: float = 1.54
     wait: float = 0.5e-3
     hidden: float = 0.0
     once: bool = False

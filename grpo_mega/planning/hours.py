@@ -87,8 +87,6 @@ def assumptions(config: Config) -> list[str]:
             "groups without signal draw further prompts (algorithm.groups_without_signal=refill), up to "
             f"{algorithm.refill_limit} times as many in all: these figures are of steps that draw none"
         )
-    if config.layout.fp8:
-        lines.append("layout.fp8=true: the trainer's passes are timed as in bf16")
     return lines
 
 

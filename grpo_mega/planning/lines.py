@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-LIBRARIES, ASLEEP = "libraries", "engine, asleep"
+LIBRARIES, ASLEEP, DEEPEP = "libraries", "engine, asleep", "DeepEP's buffers"
 EXPORTS = "exports, beyond these"
 """Tensors as well, but between two steps."""
-OTHERS = (LIBRARIES, ASLEEP)
+OTHERS = (LIBRARIES, ASLEEP, DEEPEP)
 """What is on a GPU beside the trainer's tensors."""
 
 

@@ -15,8 +15,9 @@ from grpo_mega.config.schema import REWARD_MODELS, Config, LayoutConfig, ModelCo
 from grpo_mega.models.body import head_channels
 from grpo_mega.models.megatron.sinks import CHANNELS
 from grpo_mega.models.schedule import cells_per_token
+from grpo_mega.planning.deepep import deepep_bytes
 from grpo_mega.planning.inventory import Role, Stage, elements
-from grpo_mega.planning.lines import ASLEEP, EXPORTS, LIBRARIES
+from grpo_mega.planning.lines import ASLEEP, DEEPEP, EXPORTS, LIBRARIES
 from grpo_mega.rollout.sglang.memory import ENGINE_ASLEEP, FIXED
 from grpo_mega.weights.merging import merged_bytes
 from grpo_mega.weights.stream import FILE_BYTES
@@ -47,6 +48,8 @@ def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> d
     lines = held(config, roles, number) | working
     if config.run.export_every:
         lines[EXPORTS] = max(0.0, exporting(config, roles[0]) - sum(working.values()))
+    if size := deepep_bytes(config):
+        lines[DEEPEP] = size
     return lines | {
         LIBRARIES: FIXED,
         ASLEEP: ENGINE_ASLEEP if _engine_sleeps(config) else 0.0,

@@ -22,6 +22,7 @@ from grpo_mega.planning.memory import (
     state_on_host,
     weight_bytes,
 )
+from grpo_mega.planning.saving import saving
 from grpo_mega.planning.supplies import MAIN_MEMORY, checkpoints_at_once, exports_in_all
 from grpo_mega.rollout.sglang.memory import plan_engine
 
@@ -55,6 +56,7 @@ def plan(config: Config) -> dict[str, Any]:
         + _average(config, policy.stages[number])
         for number in numbers
     )
+    copies = max(saving(config, roles, number, gpus) for number in numbers)
     main_memory = cluster.host_memory_gib * 2**30 if cluster.host_memory_gib else None
     size, export = checkpoint(config, roles), weight_bytes(config) * (parameters + ahead)
     return {
@@ -72,8 +74,9 @@ def plan(config: Config) -> dict[str, Any]:
         "export": export,
         "disk": checkpoints_at_once(config.run) * size + exports_in_all(config.run) * export,
         "host": host,
+        "saving": copies,
         "main_memory": main_memory,
-        "host_fits": host <= MAIN_MEMORY * main_memory if main_memory else None,
+        "host_fits": host + copies <= MAIN_MEMORY * main_memory if main_memory else None,
         "capacity": capacity,
         "limit": limit,
         "fits": max(totals) <= limit if limit else None,

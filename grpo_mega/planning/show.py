@@ -40,7 +40,10 @@ def show(planned: dict[str, Any]) -> None:
         f"\na checkpoint: {in_gb(size)} GB; writing it takes {size / 60e9:.0f} minutes at 1 GB/s, and "
         f"{size / 600e9:.1f} GB/s to do so in 10 minutes"
     )
-    print(f"{verdict(planned)}\nmain memory of a machine while an engine has its GPUs: {in_gb(planned['host'])} GB")
+    print(
+        f"{verdict(planned)}\nmain memory of a machine while an engine has its GPUs: {in_gb(planned['host'])} GB; "
+        f"until a checkpoint is written {in_gb(planned['saving'])} GB more"
+    )
     if planned["main_memory"]:
         print(host_verdict(planned))
     print(f"disk: {in_gb(planned['disk'])} GB for the checkpoints that lie there at once, and exports")

@@ -16,7 +16,7 @@ from math import comb
 from grpo_mega.config.attention import attention_on_gpu
 from grpo_mega.config.schema import Config
 from grpo_mega.models.schedule import cells_per_token, deal, fill
-from grpo_mega.planning.counting import channels, keys_seen, layer_ops
+from grpo_mega.planning.counting import channels, keys_seen, layer_ops, met_matrices, numbers
 from grpo_mega.planning.hardware import Machines
 from grpo_mega.planning.inventory import Stage
 from grpo_mega.planning.memory import layer_bytes, state, state_bytes, weight_bytes
@@ -133,25 +133,40 @@ def layer_forward(config: Config, experts: bool, held: float, micro: Micro, mach
     mine = rows / layout.tp
     width = weight_bytes(config)
     speed = gpu.flops if width == 2 else gpu.flops / 2  # TF32
+    fast = 2 * gpu.flops if layout.fp8 else speed  # of a layer's products with weights
     kinds = Stage(1, int(experts), 0, 0, 0, 1, 1, 0, 0, {})
     parts = {
-        "matrix products": mine * (ops.matmul + ops.adapters) / (speed * rates.matmul),
+        "matrix products": mine * (ops.matmul + ops.adapters) / (fast * rates.matmul),
         "attention": mine * ops.per_key * micro.keys / (speed * rates.attention),
         "single numbers": rates.traffic * layer_bytes(config, kinds)[0] * rows / (gpu.memory * rates.memory),
         "tensor parallel": (4 if not experts or model.moe.shared_ffn_hidden else 2)
         * (rows - mine)
         * model.hidden
-        * width
+        * (0.75 * width if layout.fp8 else width)  # what is gathered has 8 bits, what is summed 16
         / machines.link(layout.tp),
         "context parallel": _gathered(config, rows) / machines.link(layout.tp * layout.cp),
     }
     if experts:
         read = width * held / (gpu.memory * rates.memory)
         busiest = rates.imbalance if layout.ep > 1 else 1.0
-        parts["routed experts"] = max(busiest * mine * ops.grouped / (speed * rates.grouped), read)
+        parts["routed experts"] = max(busiest * mine * ops.grouped / (fast * rates.grouped), read)
         parts["exchange of experts"] = busiest * (1 - rates.hidden) * exchange(config, mine, machines)
         parts["waits for the host"] = rates.wait
+    if layout.fp8:
+        parts |= _narrowed(config, experts, held, mine, machines)
     return parts
+
+
+def _narrowed(config: Config, experts: bool, held: float, tokens: float, machines: Machines) -> Parts:
+    """Seconds in which a layer's products get what they read in 8 bits: 16 bits of a number are read, and 8 of it
+    written twice, by rows and by columns. Weights are narrowed for every micro-batch."""
+    model, rates = config.model, machines.rates
+    dense, routed = met_matrices(model, experts)
+    read = sum(matrix.inputs for matrix in dense)
+    read += rates.imbalance * model.moe.top_k * sum(matrix.inputs for matrix in routed)
+    weights = numbers(dense, config.layout.tp) + held
+    bandwidth = machines.gpu.memory * rates.memory
+    return {"to 8 bits": 4 * tokens * read / bandwidth, "weights to 8 bits": 4 * weights / bandwidth}
 
 
 def exchange(config: Config, tokens: float, machines: Machines) -> float:
@@ -198,6 +213,7 @@ def layer_backward(config: Config, forward: Parts) -> Parts:
         "routed experts": products,
         "attention": 2.5,  # five products instead of two (Dao, 2023, FlashAttention-2, section 3)
         "single numbers": 2.0,
+        "weights to 8 bits": 0.0,  # they are kept for it
         "tensor parallel": 1.5,  # inputs are gathered once more for the gradients of weights
     }
     return {name: (factors.get(name, 1.0) + (name in again)) * seconds for name, seconds in forward.items()}
@@ -231,7 +247,7 @@ def stage_seconds(
         rows = micro.tokens / layout.cp / layout.tp
         sent = rows * config.model.hidden * weight_bytes(config) * (2 if training else 1)
         parts["between stages"] = sent / (machines.gpu.network * rates.network)
-    host = launches * rates.launch
+    host = launches * rates.launch * (rates.narrowed if layout.fp8 else 1)
     return parts | {"launches": max(0.0, host - sum(parts.values()))}
 
 

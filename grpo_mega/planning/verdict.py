@@ -22,9 +22,11 @@ def verdict(planned: dict[str, Any]) -> str:
 
 
 def host_verdict(planned: dict[str, Any]) -> str:
-    """One line: whether a machine's main memory has room for what leaves its GPUs, which is pinned."""
-    needed, there = planned["host"], planned["main_memory"]
-    said = f"{in_gb(needed)} GB of a machine's {in_gb(there)} as pinned memory, and {MAIN_MEMORY:.0%} may be planned"
+    """One line: whether a machine has main memory for what leaves its GPUs, which is pinned, and for a checkpoint."""
+    said = (
+        f"{in_gb(planned['host'])} GB of a machine's {in_gb(planned['main_memory'])} as pinned memory, "
+        f"{in_gb(planned['saving'])} for a checkpoint, and {MAIN_MEMORY:.0%} may be planned"
+    )
     if planned["host_fits"]:
         return f"fits: {said}"
     return f"does not fit: {said}; spread the model over more machines (cluster.nodes, with layout.ep or layout.pp)"

@@ -1,7 +1,8 @@
-"""Trace events of this process: phases, spans inside them, samples in generation, memory.
+"""Trace events of this process: phases, spans inside them, samples in generation, memory, and what other processes do
+for this one, as it sees them.
 
-Any room may call `span`, `phase` and `under_way`; they record into the trace that `recording` opened, and do nothing
-without one. A trace has two files, both usable after any end of this process:
+Any room may call `span`, `phase`, `under_way`, `beside` and `counter`; they record into the trace that `recording`
+opened, and do nothing without one. A trace has two files, both usable after any end of this process:
 
 * `trace/rank-NNNNN.json`: Chrome's JSON trace events (the "Trace Event Format" of the Chromium project), one a line, in
   an array that is never closed, which Perfetto and Chrome accept. After a number of steps it is renamed to
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 WAITS = ("wait", "reduce", "all-grads-sync")
 """Spans in which a rank waits for others; as well as sends and receives of pipelines, in which it waits for one."""
+
+HOLDERS = "device"
+"""Counter of the memory of each holder of a device, such as "engine GB", whenever the device changes hands."""
 
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 """Like json.dumps, but without creating an encoder for every event."""
@@ -88,6 +93,7 @@ class Trace:
         self._lines: list[str] = []
         self._lock = threading.RLock()
         self._tracks: dict[str, int] = {}
+        self._taken: set[str] = set()
         self._steps = self._events = self._left_out = 0
         self._written = now()
         if process.rank == 0:
@@ -126,8 +132,11 @@ class Trace:
             self.write()
             self._begin_file()
 
-    def event(self, kind: str, name: str, at: int, more: Mapping[str, Any], always: bool = False) -> None:
-        """Records one event at a time of `now`; `more` are further fields of it. Thread-safe."""
+    def event(
+        self, kind: str, name: str, at: int, more: Mapping[str, Any], always: bool = False, row: str | None = None
+    ) -> None:
+        """Records one event at a time of `now`, in the row of the calling thread or in the one called `row`; `more` are
+        further fields of it. Thread-safe."""
         if not self.is_recorded:
             return
         self._events += 1
@@ -135,22 +144,35 @@ class Trace:
             self._left_out += 1
             return
         fields = {"ph": kind, "name": name, "ts": self._clock.microseconds(at), "pid": self._process.rank}
-        line = _encoded({**fields, "tid": self._track(), **more}) + ",\n"
+        line = _encoded({**fields, "tid": self._track(row), **more}) + ",\n"
         with self._lock:
             self._lines.append(line)
         if len(self._lines) >= BUFFERED or now() - self._written > SECONDS_BETWEEN_WRITES * 1e9:
             self.write()
 
-    def _track(self) -> int:
-        """Row of the calling thread: 0 for the main one; pools that name their threads alike share rows."""
-        if threading.get_ident() == self._main:
+    def _track(self, row: str | None) -> int:
+        """Number of a row, by default the calling thread's: 0 for the main one; pools that name their threads alike
+        share rows."""
+        if row is None and threading.get_ident() == self._main:
             return 0
-        name = threading.current_thread().name
+        name = row or threading.current_thread().name
         with self._lock:
             if name not in self._tracks:
                 self._tracks[name] = 1 + len(self._tracks)
                 self._lines.append(self._told("thread_name", self._tracks[name], name=name))
         return self._tracks[name]
+
+    @contextmanager
+    def row(self, name: str) -> Iterator[str]:
+        """A row that only the body uses: `name`, or `name 2` and so on where other threads use those before."""
+        with self._lock:
+            free = next(row for n in count(1) if (row := f"{name} {n}" if n > 1 else name) not in self._taken)
+            self._taken.add(free)
+        try:
+            yield free
+        finally:
+            with self._lock:
+                self._taken.remove(free)
 
     def write(self) -> None:
         """Writes the recorded events; a failure is a warning, and the run continues without a trace."""
@@ -321,3 +343,30 @@ def under_way(kind: str, name: str, since: int, /, **about: Any) -> None:
     common = {"cat": kind, "id": f"{name} @{since}"}
     _trace.event("b", name, since, {**common, "args": about})
     _trace.event("e", name, now(), common)
+
+
+@contextmanager
+def beside(row: str, name: str, /, **about: Any) -> Iterator[dict[str, Any]]:
+    """Records the body as what another process does for this one, in a row of that process (`Trace.row`). What the body
+    adds to the dictionary that it gets is recorded, too."""
+    if _trace is None:
+        yield about
+        return
+    with _trace.row(row) as free:
+        since = now()
+        try:
+            yield about
+        finally:
+            record_beside(free, name, since, **about)
+
+
+def record_beside(row: str, name: str, since: int, /, **about: Any) -> None:
+    """Records what another process has done for this one from `since`, a time of `now`, until now, in the row `row`."""
+    if _trace is not None:
+        _trace.event("X", name, since, {"dur": (now() - since) / 1e3, "args": about}, row=row)
+
+
+def counter(name: str, /, **values: float) -> None:
+    """Records numbers that go up and down, such as memory by holder, as curves of the same picture."""
+    if _trace is not None:
+        _trace.event("C", name, now(), {"args": values})

@@ -104,7 +104,7 @@ def _push(config: Config, policy: Policy, rank: int) -> None:
 
 
 def _save(models: Sequence[Model | ReferencePolicy], rehearsal: Rehearsal) -> None:
-    """A checkpoint of each model up to its files: state as Megatron gathers it, and copies of what this rank writes."""
+    """A checkpoint of each model up to its files: copies of what this rank writes."""
     for model in models:
         copies = None
         with rehearsal.phase(f"checkpoint, {model.role}"), UnwrittenHost():

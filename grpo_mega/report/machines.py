@@ -24,7 +24,7 @@ def turns(run: RunData) -> Packed | None:
     if found is None or not any(lane.spans for lane in found.lanes):
         return None
     names = list(dict.fromkeys(name for lane in found.lanes for *_, name in lane.spans))
-    most = max((held for lane in found.lanes for _, held in lane.memory), default=0.0)
+    most = max((held for lane in found.lanes for _, held in lane.memory + lane.engine_memory), default=0.0)
     return {
         "steps": [[step, _short(begin), _short(end)] for step, begin, end in found.steps],
         "seconds": _short(found.seconds),
@@ -56,8 +56,13 @@ def _lane(lane: Lane, names: Sequence[str], of: Lanes) -> Packed:
         "rank": lane.rank,
         "spans": [[_short(begin), _short(end), names.index(name)] for begin, end, name in lane.spans],
         "seconds": spent,
-        "memory": [[_short(at), _short(held)] for at, held in lane.memory if 0 <= at <= of.seconds],
+        "memory": _curve(lane.memory, of),
+        "engine_memory": _curve(lane.engine_memory, of),
     }
+
+
+def _curve(memory: Sequence[tuple[float, float]], of: Lanes) -> list[list[float]]:
+    return [[_short(at), _short(held)] for at, held in memory if 0 <= at <= of.seconds]
 
 
 def planned(run: RunData) -> Packed | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_mega.config.schema import Config
 from grpo_mega.observe.metric_table import ROOMS, find
+from grpo_mega.observe.summary import how_it_ended
 from grpo_mega.report import words
 from grpo_mega.report.machines import CELLS, experts, planned, turns
 from grpo_mega.report.read import SAMPLES_BUDGET, STAGES, RunData, Samples, finite
@@ -140,8 +141,7 @@ def _metric(name: str) -> Packed:
 
 def _facts(run: RunData) -> list[tuple[str, str]]:
     """What was run: layout, size, versions."""
-    stopped_by = run.summary.get("stopped_by")
-    status = f"stopped by the alarm {stopped_by}" if stopped_by else str(run.summary.get("status", "not complete"))
+    status = how_it_ended(run.summary) or "not complete"
     facts = [("Status", status), *_preset(run.words), ("Stages", words.chain(run))]
     model = [f"{words.setting(run.config, f'model.{name}')} {name}" for name in ("layers", "hidden")]
     if run.config:

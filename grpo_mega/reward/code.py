@@ -27,6 +27,7 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
+from grpo_mega.platform.trace import beside
 from grpo_mega.reward.extract import answer_tag
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.sandbox import Call, Limits, Outcome, Sandbox
@@ -76,7 +77,9 @@ def code_score(
         return Verdict(0.0, "no program: it has a null character")
     box, passed, first = sandbox or _shared(), 0, ""
     for number, test in enumerate(tests, 1):
-        outcome = _run(box, source, test, limits or Limits())
+        with beside("sandbox", "test", sample=f"{sample.prompt.id} #{sample.index}", number=number) as about:
+            outcome = _run(box, source, test, limits or Limits())
+            about |= {"status": outcome.status, "process": outcome.box}
         if outcome.status == "infrastructure":
             return Verdict(0.0, unscorable=f"the sandbox could not run it: {outcome.reason}")
         failure = _failure(outcome, test)

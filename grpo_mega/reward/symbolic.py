@@ -19,6 +19,8 @@ import sys
 import threading
 from pathlib import Path
 
+from grpo_mega.platform.trace import beside
+
 CPU_SECONDS = 2.0
 """CPU time of one comparison, in seconds; a longer one counts as not equivalent."""
 WALL_SECONDS = 60.0
@@ -84,7 +86,8 @@ def symbolically_equal(pairs: Pairs) -> tuple[bool, ...]:
     are cached, as a whole group may repeat a wrong answer.
     """
     worker = _take_idle() or _Worker()
-    verdicts = worker.ask(pairs)
+    with beside("sympy", "compare", pairs=len(pairs), process=worker.process.pid):
+        verdicts = worker.ask(pairs)
     if verdicts is None:
         worker.close()
         _warn_once(pairs[0][0], worker.process.returncode)

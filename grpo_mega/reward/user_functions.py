@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
+from grpo_mega.platform.trace import beside
 from grpo_mega.reward.read_verdict import read_verdict
 from grpo_mega.reward.user_worker import AT_ONCE, MOST_AT_ONCE, ONE, STACK
 from grpo_mega.reward.verdict import Verdict
@@ -123,7 +124,9 @@ class UserFunctions:
             if self._restart and not self._end.alive:
                 self._start()
                 self._import()
-            answer = self._ask(("call", term, light, keys, self._seconds), seconds, late)
+            first = f"{samples[0].prompt.id} #{samples[0].index}"
+            with beside("reward functions", term, samples=len(samples), first=first, process=self._process.pid):
+                answer = self._ask(("call", term, light, keys, self._seconds), seconds, late)
         except _Lost as lost:
             return [RuntimeError(str(lost)) for _ in samples]
         outcomes = answer.get("outcomes") or [answer] * len(samples)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from grpo_mega.sandbox.inside import RUN, RUN_WITH_FILES
@@ -120,7 +120,8 @@ class Box:
                     )
                 except OSError as error:
                     raise BoxLost(f"the box is no more: {error}") from error
-            return watch(self._control, [end for end, _ in pipes], limits, self._process.pid)
+            outcome = watch(self._control, [end for end, _ in pipes], limits, self._process.pid)
+            return replace(outcome, box=self._process.pid)
 
     @property
     def alive(self) -> bool:

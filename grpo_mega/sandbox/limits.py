@@ -60,6 +60,7 @@ class Outcome:
         result: Return value of a called function, as JSON; empty when it did not return.
         seconds: Wall time.
         reason: Why the program did not exit, in words.
+        box: Process id of the box that it ran in; None when no box told of its end.
     """
 
     status: Status
@@ -69,6 +70,7 @@ class Outcome:
     result: bytes = b""
     seconds: float = 0.0
     reason: str = ""
+    box: int | None = None
 
     @property
     def succeeded(self) -> bool:

@@ -199,7 +199,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
+@pytest.mark.parametrize(
+    "distributed", [pytest.param(False, marks=pytest.mark.long), True], ids=["whole", "distributed"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_of_every_kind_name_nothing_else(topology, tmp_path, kind, distributed):
     made = Policy(KINDS[kind], LayoutConfig(), VOCABULARY, topology, PLATFORM, distributed_optimizer=distributed)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mega.colocation.ledger import REMEMBERED, Ledger, MemoryNotReturned, device_memory, meter, resident_memory
+from grpo_mega.observe.trace_files import read_traces
+from grpo_mega.platform.clock import own_clock
+from grpo_mega.platform.trace import Process, Trace, recording
 
 MIB = 2**20
 # Each piece lies in a mapping of its own, which goes back to the system at once; the rest of the process is far smaller
@@ -38,6 +42,14 @@ def test_memory_that_comes_back_is_handed_over(ledger: Ledger) -> None:
         held.clear()
     begin, end = (entry.held["trainer"] for entry in ledger.entries)
     assert begin - end >= 2 * PIECE - TOLERANCE
+
+
+def test_each_entry_is_a_point_of_the_trace(ledger: Ledger, tmp_path: Path) -> None:
+    with recording(Trace(tmp_path, Process(0, "rank 0", 1), own_clock(), 5, dict)):
+        entries = [ledger.mark("before"), ledger.mark("after")]
+    (found,) = read_traces(tmp_path)
+    points = [event["args"] for event in found.events if event["ph"] == "C"]
+    assert points == [{"trainer GB": entry.held["trainer"] / 1e9} for entry in entries]
 
 
 def test_a_tensor_that_somebody_kept_is_refused_with_the_whole_table(ledger: Ledger) -> None:

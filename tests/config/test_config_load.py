@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from composed import composed
 from forks import run_python
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -98,11 +99,11 @@ def compose_raw(overrides: list[str]) -> DictConfig:
 def test_an_option_on_the_command_line_wins_over_the_experiment(option: str) -> None:
     group, name = option.split("/")
     experiment = ["experiment=tiny"] if group != "experiment" else []
-    config = compose_config([*experiment, f"{group}={name}", *NEEDS.get(option, [])])
+    config = composed(*experiment, f"{group}={name}", *NEEDS.get(option, []))
     written = yaml.safe_load((config_dir() / f"{option}.yaml").read_text())
-    composed = OmegaConf.structured(config) if group == "experiment" else OmegaConf.structured(config)[group]
+    here = OmegaConf.structured(config) if group == "experiment" else OmegaConf.structured(config)[group]
     expected = OmegaConf.create({key: value for key, value in written.items() if key != "defaults"})
-    assert OmegaConf.merge(composed, expected) == composed
+    assert OmegaConf.merge(here, expected) == here
 
 
 @pytest.mark.parametrize("path", sorted(config_dir().rglob("*.yaml")), ids=lambda path: path.name)
@@ -121,7 +122,7 @@ def test_every_group_is_in_the_defaults_list() -> None:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_experiments_run_on_two_processes(experiment: str) -> None:
-    config = compose_config([f"experiment={experiment}"])
+    config = composed(f"experiment={experiment}")
     check_layout(config, 2)
     assert config.run.name == experiment
 
@@ -144,7 +145,7 @@ def test_the_layout_of_a_lone_process_is_data_parallel_with_more() -> None:
 
 @pytest.mark.parametrize("experiment", LARGE)
 def test_a_large_experiment_fits_the_gpus_it_names(experiment: str) -> None:
-    config = compose_config([f"experiment={experiment}"])
+    config = composed(f"experiment={experiment}")
     assert config.cluster.nodes
     assert config.cluster.nodes * config.cluster.gpus_per_node == LARGE[experiment]
     check_layout(config, LARGE[experiment])
@@ -166,7 +167,7 @@ def test_all_experiments_and_layouts_are_covered_above() -> None:
 def test_r1_zero_is_what_deepseek_published() -> None:
     """Nature 645, 633: 8,192 outputs per rollout, an update on 32 questions x 16 outputs, 10,400 updates."""
     for name in ("r1zero_671b", "r1zero_671b_h200"):
-        config = compose_config([f"experiment={name}"])
+        config = composed(f"experiment={name}")
         algorithm, rollout = config.algorithm, config.rollout
         outputs = algorithm.prompts_per_step * algorithm.group_size
         assert (outputs, outputs // algorithm.mini_batches, algorithm.epochs) == (8192, 32 * 16, 1)

@@ -135,7 +135,10 @@ def test_sick_packages_are_told_apart(tmp_path: Path) -> None:
     assert found["torch-memory-saver"]["verdict"] == ABSENT
 
 
-@pytest.mark.parametrize(("version", "verdict"), [("2.20.2", FAILURE), ("2.8.0", FAILURE), ("2.11.0", OK)])
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [("2.20.2", FAILURE), pytest.param("2.8.0", FAILURE, marks=pytest.mark.long), ("2.11.0", OK)],
+)
 def test_megatron_does_not_work_with_every_transformer_engine(version: str, verdict: str, tmp_path: Path) -> None:
     path = plant_driver(tmp_path / "bin", H100.format(driver="580.65.06", errors=0))
     plant(tmp_path, "transformer-engine", version)
@@ -177,8 +180,13 @@ def test_a_gpu_that_torch_cannot_use(tmp_path: Path) -> None:
     ("output", "code", "message"),
     [
         ("NVIDIA-SMI has failed because it couldn't communicate", 9, "NVIDIA-SMI has failed"),
-        ("Unable to determine the device handle for GPU 0000:4F:00.0", 0, "Unable to determine the device"),
-        ("", 0, "lists none"),
+        pytest.param(
+            "Unable to determine the device handle for GPU 0000:4F:00.0",
+            0,
+            "Unable to determine the device",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("", 0, "lists none", marks=pytest.mark.long),
     ],
 )
 def test_a_driver_that_does_not_answer(output: str, code: int, message: str, tmp_path: Path) -> None:

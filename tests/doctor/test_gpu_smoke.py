@@ -91,6 +91,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_it_runs_and_collects_what_there_is_to_send(tmp_path: Path) -> None:
     """The doctor's findings; on a machine without a GPU, tests that need one prove nothing, and do not count."""
     out = tmp_path / "out"

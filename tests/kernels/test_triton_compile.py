@@ -73,7 +73,7 @@ KERNELS = [
 ]
 
 
-@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("name", "logits", "out", "warps", "at_once"), KERNELS)
 def test_few_registers_no_spills_wide_accesses(name, logits, out, warps, at_once, architecture, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))

@@ -35,7 +35,7 @@ CHANGES = {
 }
 IN_JOBS = {
     "rms_norm", "latent_key_gradient", "expert_marks", "expert_bias_marks", "padding_counts", "group_step_adamw",
-    "gradients_in_place",
+    "gradients_in_place", "own_shards",
 }  # fmt: skip
 """Changes whose tests start processes, which would have them all the same; tests/parity/test_mutations.py leaves out
 `latent_key_gradient` and `expert_bias_marks`, the others were left out by hand."""
@@ -51,6 +51,7 @@ def statuses() -> dict[str, int]:
     return results(run_ranks(job, 1, ALONE, timeout=300))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALONE)
 def test_the_test_that_a_change_names_fails_without_it(name: str, statuses: dict[str, int]) -> None:
     assert statuses[name] == pytest.ExitCode.TESTS_FAILED

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_mega.algorithm.objective import negative_log_likelihood
-from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import LoRAConfig, ModelConfig
 from grpo_mega.models.flops import attention_flops, layer_weights, learning_flops
 from grpo_mega.models.megatron.packed import sees
@@ -77,7 +77,7 @@ def test_attention_is_of_the_pairs_that_see_each_other(lengths: list[int], windo
 )
 def test_released_models_have_as_many_weights_at_work_as_their_papers_say(experiment: str, active: float) -> None:
     """DeepSeek-V3: 37 billion for a token, 0.9 of them its embedding's; DeepSeekMath: 6.9, of which 0.4."""
-    model = compose_config([f"experiment={experiment}"]).model
+    model = composed(f"experiment={experiment}").model
     model.mtp_layers = 0
     found = layer_weights(model) + model.hidden * (model.vocab_size or 0)
     assert found == pytest.approx(active, rel=0.01)

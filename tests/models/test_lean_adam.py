@@ -115,8 +115,15 @@ def test_with_moments_in_bf16_weights_move_nearly_as_far_and_no_moment_is_wider(
     assert 0 < (theirs - ours).norm() / (theirs - start).norm() < 0.01
 
 
-@pytest.mark.parametrize("kind", ["experts in bf16", "parts", "adapters"])
-@pytest.mark.parametrize("state", [HOST, NARROW], ids=["host", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [
+        ("parts", HOST),
+        ("experts in bf16", NARROW),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("experts in bf16", HOST), ("adapters", HOST))),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("parts", NARROW), ("adapters", NARROW))),
+    ],
+)
 def test_a_run_that_is_continued_ends_bit_for_bit(make: Make, batch: Batch, tmp_path: Path, kind: str, state) -> None:
     kept = make(kind, state)
     update(kept, batch, 2)

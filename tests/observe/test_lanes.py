@@ -42,6 +42,15 @@ def test_phases_follow_each_other_and_one_that_is_interrupted_goes_on() -> None:
     assert lane.memory == [(1.0, 60.0)], "of the device, where there is one"
 
 
+def test_what_an_engine_holds_is_a_curve_of_its_own() -> None:
+    held = [{"ph": "C", "name": "device", "ts": at, "args": {"trainer GB": 5.0, "engine GB": gb}} for at, gb in
+            ((101e6, 0.5), (106e6, 60.0))]  # fmt: skip
+    found = lanes([RankTrace(3, step(7, 100.0, 110.0, *GENERATION, *held))], range(6, 8))
+    assert found is not None
+    assert found.lanes[0].engine_memory == [(1.0, 0.5), (6.0, 60.0)]
+    assert found.lanes[0].memory == []
+
+
 def test_ranks_share_a_clock() -> None:
     early, late = (
         RankTrace(rank, step(7, at, at + 2, *edges(("B", "update", at), ("E", "update", at + 1))))

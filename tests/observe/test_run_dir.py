@@ -244,3 +244,14 @@ def test_a_directory_in_use_is_refused_until_its_process_is_killed(tmp_path: Pat
             open_run_dir(path, "", identity={})
         holder.send_signal(signal.SIGKILL)
     open_and_close(path, {})
+
+
+def test_a_new_start_withdraws_the_summary_at_once_and_a_refused_one_leaves_it(tmp_path: Path) -> None:
+    """Else a start that ends before its first step would pass for the completed run of before."""
+    summary = with_a_step(tmp_path / "tiny", IDENTITY) / "summary.json"
+    summary.write_text('{"status": "completed"}\n')
+    with pytest.raises(ValueError, match="another experiment"):
+        open_run_dir(tmp_path / "tiny", "", identity={})
+    assert summary.exists()
+    open_and_close(tmp_path / "tiny", IDENTITY)
+    assert not summary.exists()

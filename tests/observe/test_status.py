@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,54 @@ def test_a_phase_of_the_same_name_inside_is_no_new_one_and_between_phases_there_
     flight.begin("update", {})
     flight.end("update")
     assert shown(run, capsys)[1] == "", "no second bar"
+
+
+def since(run: Path, seconds: float) -> None:
+    """Leaves an update that began so long ago, and gave no sign of life since the fifth second of it."""
+    flight = Flight(run, 0, own_clock())
+    flight.begin("update", {})
+    flight.begin("forward", {})
+    file = run / "flight" / "rank-00000"
+    for line, ago in zip(file.read_text().splitlines(), (seconds, seconds - 5), strict=True):
+        number, now, rest = line.split(maxsplit=2)
+        with file.open("r+") as written:
+            written.seek(128 * int(number))
+            written.write(f"{number} {float(now) - ago:.6f} {rest}"[:127].ljust(127))
+
+
+def test_the_phase_of_a_killed_run_lasted_until_its_last_sign_of_life(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    since(run, 70)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as holder:
+        (run / "run.lock").write_text(f"pid {holder.pid} on {socket.gethostname()}\n")
+        _, phase, *_, state = shown(run, capsys)
+        assert re.search(r" 1:1\d( |$)", phase), "it lives, and the phase goes on"
+        assert re.fullmatch(r"not complete, last sign of life 1:[01]\d ago", state)
+        holder.kill()
+    _, phase, *_, state = shown(run, capsys)
+    assert re.search(r" 0:05( |$)", phase)
+    assert re.fullmatch(r"not complete, and its process is gone, last sign of life 1:[01]\d ago", state)
+
+
+@pytest.mark.parametrize("lock", ["pid 1 on elsewhere.example\n", "", "pid x on y"])
+def test_of_a_process_on_another_machine_only_its_signs_of_life_are_known(
+    run: Path, capsys: pytest.CaptureFixture[str], lock: str
+) -> None:
+    since(run, 70)
+    (run / "run.lock").write_text(lock)
+    _, phase, *_, state = shown(run, capsys)
+    assert re.search(r" 0:05( |$)", phase)
+    assert re.fullmatch(r"not complete, last sign of life 1:[01]\d ago", state)
+
+
+def test_a_process_that_only_has_the_number_of_a_killed_one_is_another(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    since(run, 70)
+    (run / "run.lock").write_text(f"pid {os.getpid()} on {socket.gethostname()}\n")
+    os.utime(run / "run.lock", (1, 1))
+    assert "its process is gone" in shown(run, capsys)[-1]
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,19 @@ def test_main_memory_takes_weights_optimizer_and_reference(name: str, gpus: int,
     assert plans[name]["host"] == gpus * max(per_gpu)
 
 
+@pytest.mark.parametrize("name", ["r1zero_671b", "tiny"])
+def test_main_memory_takes_a_checkpoint_until_it_is_written(name: str, plans: dict[str, Any]) -> None:
+    """All GPUs of a machine copy their parts of the policy's state, those of the first replica the weights: of 8 GPUs
+    with TP4 those 4 the dense ones, with EP64 all 8 their experts; on two CPUs both their experts, one the rest."""
+    gpus, tensor_parallel, width, saved = (8, 4, 2, 12) if name == "r1zero_671b" else (2, 1, 4, 8)
+    sizes = [
+        gpus * saved * (stage["dense"] / stage["replicas"] + stage["experts"] / stage["expert_replicas"])
+        + width * (tensor_parallel * stage["dense"] + gpus * stage["experts"])
+        for stage in plans[name]["stages"]
+    ]
+    assert plans[name]["saving"] == pytest.approx(max(sizes))
+
+
 @pytest.mark.parametrize(("name", "bytes_each"), [("r1zero_671b", 16), ("qwen3_30b_a3b", 14), ("tiny", 12)])
 def test_a_checkpoint_has_weights_optimizer_and_reference(name: str, bytes_each: int, plans: dict[str, Any]) -> None:
     """bf16 with and without a reference policy, and fp32: Adam has two moments, and a copy of narrower weights."""
@@ -388,7 +401,9 @@ def test_the_command_prints_a_plan_and_a_verdict() -> None:
     assert "512 GPUs: tp 4 x pp 4 x cp 4 x dp 8; experts ep 64 x etp 1" in done.stdout
     lines = done.stdout.splitlines()
     fits = next(number for number, line in enumerate(lines) if line.startswith("fits: stage 1 takes "))
-    assert lines[fits + 1] == "main memory of a machine while an engine has its GPUs: 265.2 GB"
+    assert lines[fits + 1] == (
+        "main memory of a machine while an engine has its GPUs: 265.2 GB; until a checkpoint is written 192.9 GB more"
+    )
     assert "16 SGLang engines" in lines[fits + 2 :]
     assert "fits: there is room to hand weights over, and to generate" in lines
     assert "it would fit" not in done.stdout
@@ -403,7 +418,7 @@ def test_the_command_prints_times_with_what_they_are_made_of(tmp_path: Path) -> 
     done = command("deepseekmath_7b", *words)
     assert (done.returncode, done.stderr) == (1, "")
     assert "does not fit: " in done.stdout
-    assert " as pinned memory, and 90% may be planned; spread the model over more machines" in done.stdout
+    assert " for a checkpoint, and 90% may be planned; spread the model over more machines" in done.stdout
     lines = done.stdout.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("time on H100, if prompts have 200"))
     assert "answers on average 256 of 1,024 and 500 of 2,000" in lines[begin]
@@ -418,6 +433,9 @@ def test_the_command_prints_times_with_what_they_are_made_of(tmp_path: Path) -> 
     assert sum(line.startswith("what bounds a step") for line in lines) == 2
     explained = done.stdout.split("how these come about")[1]
     assert "a step with 1: max(" in explained
+    assert (
+        "a checkpoint: 8 GPUs x 12 bytes a parameter of Adam's state / the replicas of each, and 2 bytes" in explained
+    )
     assert "MFLOP a token / (989 TFLOP/s x 0.62)" in explained
 
 

@@ -180,3 +180,34 @@ def test_hidden_exchange_and_faster_rates_save_what_they_say() -> None:
     assert plain["exchange of experts"] > 0 == hidden["exchange of experts"]
     half = layer_forward(config, True, 1e6, micro, replace(machines, rates=replace(RATES, matmul=RATES.matmul / 2)))
     assert half["matrix products"] == pytest.approx(2 * plain["matrix products"])
+
+
+def test_in_8_bits_products_take_half_the_time_and_what_they_read_is_written_in_8_bits() -> None:
+    """Attention, and what else is computed in 16 bits, takes as long; weights are not narrowed in the backward pass."""
+    words = [*EXPERTS, "algorithm.correction=truncate"]
+    micro, held = Micro(16_384, 4_000), 1e8
+    (usual, machines), (narrow, _) = made(words), made([*words, "layout.fp8=true"])
+    before, after = (layer_forward(config, True, held, micro, machines) for config in (usual, narrow))
+    assert after["matrix products"] == pytest.approx(before["matrix products"] / 2)
+    assert after["routed experts"] == pytest.approx(before["routed experts"] / 2)
+    assert 0 < after["tensor parallel"] == pytest.approx(0.75 * before["tensor parallel"])
+    same = before.keys() - {"matrix products", "routed experts", "tensor parallel"}
+    assert {name: after[name] for name in same} == {name: before[name] for name in same}
+    model, tokens, bandwidth = usual.model, 16_384 / usual.layout.cp / usual.layout.tp, machines.gpu.memory * 0.75
+    own = model.heads * (model.head_dim or 0)
+    read = 3 * model.hidden + own + 1.3 * model.moe.top_k * (2 * model.hidden + model.moe.ffn_hidden)
+    assert after["to 8 bits"] == pytest.approx(4 * tokens * read / bandwidth)
+    projections = model.hidden * (2 * own + 2 * model.kv_heads * (model.head_dim or 0)) / usual.layout.tp
+    assert after["weights to 8 bits"] == pytest.approx(4 * (projections + held) / bandwidth)
+    backward = layer_backward(replace(narrow, layout=replace(narrow.layout, recompute="none")), after)
+    assert (backward["weights to 8 bits"], backward["to 8 bits"]) == (0, after["to 8 bits"])
+    assert sum(after.values()) < sum(before.values())
+
+
+def test_in_8_bits_the_host_launches_more() -> None:
+    """Where launches alone take time, passes take as much longer as there are more of them."""
+    (usual, machines), (narrow, _) = made(EXPERTS), made([*EXPERTS, "algorithm.correction=truncate", "layout.fp8=true"])
+    slow = replace(machines, rates=replace(RATES, launch=10.0))
+    stages = roles_about(usual, machines.gpus)[0].stages
+    before, after = (passes(config, stages, [Micro(64, 32)], slow, training=True) for config in (usual, narrow))
+    assert after.seconds == pytest.approx(RATES.narrowed * before.seconds)

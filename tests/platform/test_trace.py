@@ -126,6 +126,35 @@ def in_thread() -> None:
         pass
 
 
+def test_other_processes_have_rows_of_their_own_one_for_each_that_works_at_the_same_time(tmp_path: Path) -> None:
+    both = threading.Barrier(2)
+
+    def ask(worker: int) -> None:
+        with trace.beside("sandbox", "test", number=worker) as about:
+            both.wait()
+            about["status"] = "exited"
+
+    with recording(trace_in(tmp_path)), trace.phase("reward"):
+        threads = [threading.Thread(target=ask, args=(worker,)) for worker in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with pytest.raises(ValueError, match="lost"), trace.beside("sandbox", "test", number=3):
+            raise ValueError("lost")
+        trace.record_beside("engine", "generate", trace.now(), samples=4)
+        trace.counter("device", **{"engine GB": 1.5})
+    rows = {e["tid"]: e["args"]["name"] for e in events(tmp_path) if e["name"] == "thread_name"}
+    found = [(rows[e["tid"]], e["name"], e["args"]) for e in events(tmp_path) if e["ph"] == "X"]
+    assert {row for row, name, _ in found[:2]} == {"sandbox", "sandbox 2"}
+    assert sorted(about["number"] for _, _, about in found[:2]) == [1, 2]
+    assert {about["status"] for _, _, about in found[:2]} == {"exited"}
+    assert found[2:] == [("sandbox", "test", {"number": 3}), ("engine", "generate", {"samples": 4})], (
+        "a row is free again"
+    )
+    assert [e["args"] for e in events(tmp_path) if e["name"] == "device"] == [{"engine GB": 1.5}]
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -137,6 +137,7 @@ def test_other_settings_are_noticed(tool: Tool) -> None:
     assert tool.rows("data.jsonl") == ["1+2=3", "1+2= 3"]
 
 
+@pytest.mark.long
 def test_a_stage_that_fails_ends_it_and_what_a_killed_one_left_is_set_aside(tool: Tool) -> None:
     write_pool(tool.folder / "wrong", {"1+2=?": [WRONG]})
     tool("replace", "pool", "wrong")
@@ -208,6 +209,7 @@ def test_a_stage_that_is_begun_again_goes_on_by_the_same_command(tool: Tool) -> 
     assert tool("replace", "pool", "mine")[0] == 0
 
 
+@pytest.mark.long
 def test_what_is_to_be_done_again_is_set_aside_and_left_to_what_runs_the_recipe_next(tool: Tool) -> None:
     tool("replace", "pool", "mine")
     assert tool("run")[0] == 0

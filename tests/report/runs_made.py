@@ -76,9 +76,12 @@ def made_run(
     return path
 
 
-def with_machines(run: Path, phases: Sequence[str] = ("sync", "generate", "update"), experts: int = 4) -> Path:
+def with_machines(
+    run: Path, phases: Sequence[str] = ("sync", "generate", "update"), experts: int = 4, engine_gb: float = 0.0
+) -> Path:
     """Adds to a run what its machines leave: traces of two ranks, in which each step has these phases of a second each,
-    and the loads of experts of two layers, of which expert 1 gets busier."""
+    with what an engine holds in place of the first measurement of memory, and the loads of experts of two layers, of
+    which expert 1 gets busier."""
     (run / "trace").mkdir()
     for rank in (0, 1):
         events: list[Record] = []
@@ -88,6 +91,9 @@ def with_machines(run: Path, phases: Sequence[str] = ("sync", "generate", "updat
                      for ends, kind in enumerate("BE")]  # fmt: skip
             inside = [{"ph": kind, "name": name, "ts": at} for kind, name, at in edges]
             memory = [{"ph": "C", "name": "memory", "ts": at, "args": {"resident GB": at / 1e7}} for _, _, at in edges]
+            if engine_gb:
+                held = {"trainer GB": 1.0, "engine GB": engine_gb}
+                memory[0] = {"ph": "C", "name": "device", "ts": memory[0]["ts"], "args": held}
             first = {"ph": "B", "name": "step", "ts": begin, "args": {"step": step, "stage": "grpo"}}
             last = {"ph": "E", "name": "step", "ts": begin + 1e6 * len(phases)}
             events += [first, *(each for pair in zip(inside, memory, strict=True) for each in pair), last]

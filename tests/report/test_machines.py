@@ -40,6 +40,13 @@ def test_engines_of_their_own_take_turns(tmp_path: Path, engine: str, whose: lis
     assert found["most_gb"] == max(held for lane in found["lanes"] for _, held in lane["memory"]) == 8.4
 
 
+def test_what_engines_hold_is_drawn_to_the_same_scale(tmp_path: Path) -> None:
+    found = turns(read_run(with_machines(made_run(tmp_path / "run", rollout={"engine": "sglang"}), engine_gb=70.0)))
+    assert found is not None
+    assert found["lanes"][0]["engine_memory"] == [[0.0, 70.0], [10.0, 70.0]]
+    assert found["most_gb"] == 70.0
+
+
 def test_planned_steps_are_shown_beside_the_measured_ones(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
     assert planned(read_run(run)) is None
@@ -130,7 +137,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def test_the_page_draws_the_lanes_and_the_loads(page: Browser, tmp_path: Path) -> None:
-    run = with_machines(made_run(tmp_path / "run", rollout={"engine": "sglang"}))
+    run = with_machines(made_run(tmp_path / "run", rollout={"engine": "sglang"}), engine_gb=70.0)
     compared = {"gpu": "h100", "gpus": 8, "steps": [2, 3], "seconds": {"sync": [9, 12.5]}, "memory": [4e9, 5e9]}
     (run / "planned.json").write_text(json.dumps(compared))
     write_report([read_run(run)], tmp_path / "page.html")
@@ -144,6 +151,8 @@ def test_the_page_draws_the_lanes_and_the_loads(page: Browser, tmp_path: Path) -
     width = "((span) => span.getBoundingClientRect().width / span.parentElement.getBoundingClientRect().width)"
     assert page.run(f"{width}(document.querySelector('#turns .spans i'))") == pytest.approx(1 / 14, abs=0.005)
     assert "generate (engine)" in page.run("document.querySelector('#turns .legend').innerText")
+    assert page.run("document.querySelectorAll('#turns .memory.of-engine i').length") == 4
+    assert "below that the memory of its engine" in page.run("document.getElementById('turns').innerText")
     page.run("(() => { const layer = document.querySelector('#experts select'); layer.value = '2';"
              " layer.dispatchEvent(new Event('change')); })()")  # fmt: skip
     map_ = "document.querySelector('#experts canvas').getContext('2d')"

@@ -138,7 +138,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("how", ["alone", "fork"])
+@pytest.mark.parametrize("how", [pytest.param("alone", marks=pytest.mark.long), "fork"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_leaves_no_process(sandbox: Sandbox, number: signal.Signals, how: str) -> None:
     command = [sys.executable, "-c", RANK, sandbox.mechanism, how]

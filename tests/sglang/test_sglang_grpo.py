@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from ranks import results, run_ranks
 
+from grpo_mega.observe.lanes import lanes
+from grpo_mega.observe.trace_files import read_traces
+
 JOB = Path(__file__).with_name("grpo_job.py")
 
 
@@ -99,3 +102,21 @@ def test_it_is_the_trainers_turn_in_the_end(sglang: dict[str, Any]) -> None:
 
 def test_no_process_is_left(sglang: dict[str, Any]) -> None:
     assert not [name for name in sglang["left"] if "sglang.host" in name or "sglang::" in name]
+
+
+def test_the_trace_has_what_the_engine_did_and_what_it_held(sglang: dict[str, Any], folder: Path) -> None:
+    (found,) = read_traces(folder / "sglang")
+    rows = {e["tid"] for e in found.events if e["name"] == "thread_name" and e["args"]["name"] == "SGLang engine"}
+    own = [e for e in found.events if e.get("tid") in rows and e["ph"] == "X"]
+    assert {"start", "begin_update", "push", "end_update", "score", "generate"} <= {e["name"] for e in own}
+    assert sum(e["name"] == "start" for e in own) == 2, "it was killed once"
+    generated = [e for e in own if e["name"] == "generate" and e["args"]["samples"] == 64]
+    assert len(generated) >= 7, "the samples of all steps but the one in which it was killed"
+    assert all(e["args"]["tokens"] >= 64 and e["dur"] > 0 for e in generated)
+    counted = [e["args"]["samples under way"] for e in found.events if e["ph"] == "C" and e["name"] == "SGLang engine"]
+    assert (max(counted), counted[-1]) == (64, 0)
+    whole = lanes([found], range(1, 9))
+    assert whole is not None
+    held = [gb for _, gb in whole.lanes[0].engine_memory]
+    assert len(held) >= 16, "twice in each step"
+    assert min(held) > 0.1

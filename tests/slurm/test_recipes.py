@@ -66,6 +66,7 @@ def tool(file: Path, what: str, *words: object) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_what_was_put_in_its_place_by_hand_is_used_and_a_refusal_names_its_stage(cluster: Cluster) -> None:
     file = recipe(cluster, "chosen", CHOOSING)
     write_pool(cluster.root / "wrong", {"1+2=?": [WRONG]})

@@ -166,6 +166,7 @@ def test_the_directory_of_another_experiment_is_not_touched(cluster):
     assert sorted(entry.name for entry in path.iterdir()) == ["metrics.jsonl", "run.json"]
 
 
+@pytest.mark.long
 def test_a_tokenizer_that_may_be_a_program_is_warned_of(cluster, tmp_path):
     (tmp_path / "problems.jsonl").write_text('{"prompt": "1+1=?", "answer": 2}\n')
     files = [f"data.{name}_path={tmp_path}/problems.jsonl" for name in ("train", "test")]
@@ -211,6 +212,7 @@ def test_a_queued_job_keeps_the_code_it_was_submitted_with(cluster):
         cluster.run("scancel", number)
 
 
+@pytest.mark.long
 def test_from_within_an_allocation_a_script_submits_a_job_of_its_own(cluster):
     settings = [*SMALL, "run.name=within", f"run.root={cluster.root}/runs"]
     script = REPOSITORY / "slurm" / "tiny.sh"

@@ -1,4 +1,7 @@
-"""One rank that drives real runs of GRPO, piece by piece, and prints what it saw as JSON: {part: observations}."""
+"""One rank that drives real runs of GRPO, piece by piece, and prints what it saw as JSON: {part: observations}.
+
+Usage: grpo_steps_job.py FOLDER [all] ; without `all` it leaves out what takes longest.
+"""
 
 from __future__ import annotations
 
@@ -716,8 +719,6 @@ if __name__ == "__main__":
         kl_in_rewards,
         equal_rewards,
         continued,
-        continued_by_step,
-        continued_with_others,
         refilled,
         resumed_without_update,
         run_state,
@@ -730,4 +731,6 @@ if __name__ == "__main__":
         longer,
         averaged,
     )
+    if "all" in sys.argv[2:]:
+        parts = (*parts, continued_by_step, continued_with_others)
     print(json.dumps({part.__name__: part() for part in parts}))

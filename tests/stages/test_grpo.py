@@ -14,9 +14,11 @@ ROOT_HALF = math.sqrt(3) / 2
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen(request, tmp_path_factory):
+    """All that the job sees, or what `make test` asks of it."""
     job = Path(__file__).with_name("grpo_steps_job.py")
-    return results(run_ranks(job, 1, [str(tmp_path_factory.mktemp("trainer"))]))
+    long = any(item.path == request.path and item.get_closest_marker("long") for item in request.session.items)
+    return results(run_ranks(job, 1, [str(tmp_path_factory.mktemp("trainer")), *["all"] * long]))
 
 
 WITH_SIGNAL = [0, 1, 2, 3, 12, 13, 14, 15]
@@ -240,7 +242,14 @@ def test_second_epoch_is_measured_against_the_policy_before_the_first(seen):
     assert outcome["trained"] == 2 * outcome["completion_tokens"]
 
 
-@pytest.mark.parametrize("case", ["continued", "continued_by_step", "continued_with_others"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "continued",
+        pytest.param("continued_by_step", marks=pytest.mark.long),
+        pytest.param("continued_with_others", marks=pytest.mark.long),
+    ],
+)
 def test_a_step_with_groups_that_are_left_out_goes_on_behind_every_update_as_if_never_stopped(seen, case):
     outcome = seen[case]
     assert 0 < outcome["with_signal"] < 4
@@ -267,6 +276,7 @@ def test_a_step_whose_groups_never_have_signal_draws_no_more_than_it_may(seen):
     assert "policy/loss" not in outcome
 
 
+@pytest.mark.long
 def test_steps_that_differ_move_a_policy_whose_completions_earn_the_same(seen):
     outcome = seen["continued_by_step"]
     assert 1 < outcome["steps"] <= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -65,6 +66,8 @@ def test_the_panel_is_whole_whenever_it_is_looked_at_and_gone_at_the_end(tmp_pat
         assert word in text, f"{word} in\n{text}"
     assert "╭" not in last
     assert "│" not in last
+    starting = [re.match(r"grpo_mega is starting: libraries, settings, data  (\d:\d\d)", screen) for screen in seen]
+    assert len({line[1] for line in starting if line}) > 1, "while libraries are loaded its clock goes on"
     assert last.startswith("grpo_mega is starting")
     assert f"at{columns} completed: 8 steps" in last
     assert last.endswith("ended with 0")

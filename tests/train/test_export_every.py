@@ -60,6 +60,7 @@ def test_every_so_often_and_at_the_end_what_the_tool_would_write(tmp_path: Path)
     assert third["time/step"] == pytest.approx(sum(parts.values()) - apart)
 
 
+@pytest.mark.long
 def test_a_model_of_no_family_is_refused_before_it_is_trained(tmp_path: Path) -> None:
     ended = started(tmp_path, "run.steps=1", "run.export_every=-1", "model.moe.shared_ffn_hidden=0", "layout=single")
     assert ended.code == 2

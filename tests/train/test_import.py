@@ -119,7 +119,7 @@ def imported(released: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("out", ["file/deeper/out", "/proc/absent/deeper/out"])
+@pytest.mark.parametrize("out", ["file/deeper/out", pytest.param("/proc/absent/deeper/out", marks=pytest.mark.long)])
 def test_a_directory_that_cannot_be_made_is_named_with_the_reason(released: Path, tmp_path: Path, out: str) -> None:
     (tmp_path / "file").write_text("")
     path = tmp_path / out  # absolute names stay

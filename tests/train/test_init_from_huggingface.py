@@ -102,6 +102,7 @@ def test_mistakes_in_data_are_found_before_a_run_directory_is_made(tmp_path: Pat
         assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_another_model_is_refused(tmp_path: Path, even_handed: Path) -> None:
     ended = Job(tmp_path, [*OVERRIDES, f"run.init_from={even_handed}", "model.ffn_hidden=128"]).finish()
     assert ended.code != 0

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from composed import composed
 from ranks import run_ranks
 
-from grpo_mega.config.load import compose_config
 from grpo_mega.platform.collectives import PATIENCE
 
 
@@ -25,4 +25,4 @@ def test_every_process_group_of_a_run_waits_as_long(overrides: list[str], second
 def test_the_largest_preset_waits_for_its_checkpoints() -> None:
     """10.9 TB: at 3 GB/s an hour, and ranks with less to do wait for those with more."""
     for name in ("r1zero_671b", "r1zero_671b_h200"):
-        assert compose_config([f"experiment={name}"]).cluster.timeout_seconds >= 3600
+        assert composed(f"experiment={name}").cluster.timeout_seconds >= 3600

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -234,7 +235,7 @@ def test_a_config_with_every_null_that_transformers_ignores_is_read(name: str) -
 @pytest.mark.parametrize("experiment", PUBLISHED)
 def test_a_released_model_is_its_preset(experiment: str) -> None:
     found = PUBLISHED[experiment]
-    preset = compose_config([f"experiment={experiment}"]).model
+    preset = composed(f"experiment={experiment}").model
     # Experiments shorten the context; the first weights, which a folder has, need no deviation.
     expected = replace(preset, context=found["max_position_embeddings"], init_std=ModelConfig.init_std)
     assert model_of(found) == expected

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from composed import composed
 
 from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
 
-from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.weights.families import differences  # noqa: E402
 
 COMMON = {"attention_bias": False, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
@@ -115,7 +115,7 @@ GPT_OSS_120B = GPT_OSS | {
 
 @pytest.mark.parametrize("experiment", PUBLISHED)
 def test_a_preset_is_the_released_model(experiment: str) -> None:
-    model = compose_config([f"experiment={experiment}"]).model
+    model = composed(f"experiment={experiment}").model
     assert model.vocab_size
     assert differences(PUBLISHED[experiment], model, model.vocab_size) == []
 
@@ -131,7 +131,7 @@ def test_a_preset_is_the_released_model(experiment: str) -> None:
     ],
 )
 def test_another_model_is_told_apart(experiment: str, field: str, value: Any) -> None:
-    model = compose_config([f"experiment={experiment}"]).model
+    model = composed(f"experiment={experiment}").model
     assert model.vocab_size
     (difference,) = differences(PUBLISHED[experiment] | {field: value}, model, model.vocab_size)
     assert difference.startswith(f"{field} is {value}, not ")

@@ -36,6 +36,7 @@ from grpo_mega.models.megatron.latent import set_latent_norms, sum_latent_key_gr
 from grpo_mega.models.megatron.layers import RMSNorm, use_gated_mlps, use_whole_linears
 from grpo_mega.models.megatron.lean_adam import LeanAdamW, is_lean
 from grpo_mega.models.megatron.mtp import PredictingGPT, use_packed_predictors
+from grpo_mega.models.megatron.own_shards import keep_shards_apart
 from grpo_mega.models.megatron.rotary import use_packed_rotary
 from grpo_mega.models.megatron.router import use_packed_router
 from grpo_mega.models.megatron.scalar import ScalarGPT
@@ -417,6 +418,13 @@ TO_OPTIMIZER: tuple[Change[MegatronOptimizer], ...] = (
         "a checkpoint from before the first update would lack tensors that loading expects",
         "tests/models/test_changes.py::test_an_optimizer_has_moments_before_its_first_update",
         _start_moments,
+    ),
+    Change(
+        "own_shards",
+        "a rank writes and reads its own part of the distributed optimizer's state",
+        "Megatron gathers all of it on every replica, in main memory: 12 bytes a parameter, and again to write them",
+        "tests/checkpoint/test_own_shards.py::test_a_checkpoint_takes_no_more_memory_than_what_ranks_write",
+        keep_shards_apart,
     ),
 )
 """Changes of an optimizer, once it is built."""

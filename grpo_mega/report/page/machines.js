@@ -8,23 +8,25 @@ function turnsSection(run) {
   const { phases, lanes, seconds: whole, most_gb: most } = turns, at = (time) => `${Number(((100 * time) / whole).toFixed(3))}%`;
   const owners = { engine: 'engine', change: 'changes hands', trainer: 'trainer' };
   const paint = (index) => make('span', { class: 'dot', 'data-colour': index, style: `background:${colour(index)}` });
-  const row = ({ rank, spans, seconds: spent, memory }) => {
+  const curve = (memory, kind) => (memory.length && most ? make('div', { class: `memory ${kind}`, 'aria-hidden': 'true' }, memory.map(([time, held], index) =>
+    make('i', { style: `left:${at(time)};width:${at((memory[index + 1] || [whole])[0] - time)};height:${(100 * held) / most}%` }))) : '');
+  const row = ({ rank, spans, seconds: spent, memory, engine_memory: engine }) => {
     const said = phases.map(({ name }, index) => `${printable(name)} ${seconds(spent[index])}`).join(', ');
     return make('div', { class: 'lane' }, make('p', { class: 'small soft' }, `rank ${rank}`),
       make('div', { class: 'spans', role: 'img', 'aria-label': `Rank ${rank}: ${said}` }, spans.map(([begin, end, index]) =>
         make('i', { 'data-colour': index, title: `${printable(phases[index].name)}, ${seconds(end - begin)}`, style: `left:${at(begin)};width:${at(end - begin)};background:${colour(index)}` }))),
-      memory.length && most ? make('div', { class: 'memory', 'aria-hidden': 'true' }, memory.map(([time, held], index) =>
-        make('i', { style: `left:${at(time)};width:${at((memory[index + 1] || [whole])[0] - time)};height:${(100 * held) / most}%` }))) : '');
+      curve(memory, 'own'), curve(engine, 'of-engine'));
   };
-  const highest = ({ memory }) => (memory.length ? `${short(Math.max(...memory.map(([, held]) => held)))} GB` : '–');
+  const engines = lanes.some(({ engine_memory: engine }) => engine.length);
+  const highest = (memory) => (memory.length ? `${short(Math.max(...memory.map(([, held]) => held)))} GB` : '–');
   return section('turns', turns.shared ? 'The turns of the devices' : 'What the ranks did', make('p', { class: 'soft' }, turns.shared
     ? 'Trainer and engines take turns: while the engines generate the trainer waits and, on GPUs that they share, has left.'
     : 'The engine generates with the trainer\'s own weights: no device changes hands.'),
     make('div', { class: 'card' }, make('ul', { class: 'legend' }, phases.map(({ name, turn }, index) => make('li', {}, paint(index), foreign(name), turns.shared ? make('span', { class: 'soft' }, ` (${owners[turn]})`) : ''))),
       make('div', { class: 'lanes' }, lanes.map(row),
         make('div', { class: 'steps small soft', 'aria-hidden': 'true' }, turns.steps.map(([step, begin]) => make('span', { style: `left:${at(begin)}` }, `step ${step}`)))),
-      make('p', { class: 'small soft' }, `${turns.ranks > lanes.length ? `${lanes.length} of ${turns.ranks} ranks, evenly spread. ` : ''}${seconds(whole)} from left to right. Below each rank the memory of its process, at most ${short(most)} GB; an engine's own is not in it.${turns.left_out ? ` ${plural(turns.left_out, 'phase')} too short to be seen ${turns.left_out === 1 ? 'is' : 'are'} left out.` : ''}`),
-      table('Seconds of each rank', ['Rank', ...phases.map(({ name }) => foreign(name)), 'Memory'], lanes.map((lane) => [`rank ${lane.rank}`, ...lane.seconds.map(seconds), highest(lane)]))));
+      make('p', { class: 'small soft' }, `${turns.ranks > lanes.length ? `${lanes.length} of ${turns.ranks} ranks, evenly spread. ` : ''}${seconds(whole)} from left to right. Below each rank the memory of its process, ${engines ? `and below that the memory of its engine, measured whenever the device changes hands; at most ${short(most)} GB.` : `at most ${short(most)} GB; an engine's own is not in it.`}${turns.left_out ? ` ${plural(turns.left_out, 'phase')} too short to be seen ${turns.left_out === 1 ? 'is' : 'are'} left out.` : ''}`),
+      table('Seconds of each rank', ['Rank', ...phases.map(({ name }) => foreign(name)), 'Memory', ...(engines ? ['Of its engine'] : [])], lanes.map((lane) => [`rank ${lane.rank}`, ...lane.seconds.map(seconds), highest(lane.memory), ...(engines ? [highest(lane.engine_memory)] : [])]))));
 }
 
 function expertsSection(run) {

@@ -9,9 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from grpo_mega.platform import trace
 from grpo_mega.rollout.completions import Completion
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.sglang.process import EngineProcess
+
+ROW = "SGLang engine"
+"""Row of the trace in which the rank that owns an engine records what it has the engine do, and for how long."""
 
 
 class Generation:
@@ -37,6 +41,7 @@ class Generation:
         self._due: set[int] = set()  # samples that have not arrived
         self._aborted = self.refused = False
         self._heard = time.monotonic()
+        self._since, self._arrived, self._tokens = 0, 0, 0  # of what the engine is at work on, for the trace
         self.finished: dict[int, Completion] = {}
         self.failure: EngineError | None = None
 
@@ -50,15 +55,27 @@ class Generation:
         if samples and not self.failure:
             if not self.at_work:
                 self._heard = time.monotonic()
+                self._since, self._arrived, self._tokens = trace.now(), 0, 0
             self._aborted = False  # the engine takes these when those have ended
             self._due.update(samples)
             self._try(lambda process: self._requests.add(process.tell("generate", samples=dict(samples))))
+            self._count()
 
     def listen(self, seconds: float) -> None:
         """Receives messages for about `seconds`, or until the engine has answered all requests."""
         until = time.monotonic() + seconds
+        was_at_work, before = self.at_work, self._arrived
         while self.at_work and (left := until - time.monotonic()) > 0:
             self._try(lambda process: self._take(process, process.hear(left)))
+        if self._arrived > before:
+            self._count()
+        if was_at_work and not self.at_work:
+            about = {"samples": self._arrived, "tokens": self._tokens, "aborted": self._aborted}
+            trace.record_beside(ROW, "generate", self._since, **about)
+
+    def _count(self) -> None:
+        """Records how many samples the engine has yet to finish."""
+        trace.counter(ROW, **{"samples under way": len(self._due)})
 
     def abort(self) -> None:
         """Makes the engine end all samples and send them as they are; `listen` receives them."""
@@ -77,7 +94,8 @@ class Generation:
         if kind == "sample":
             number, *fields = rest
             self._due.discard(number)
-            self.finished[number] = Completion(*fields)
+            self.finished[number] = made = Completion(*fields)
+            self._arrived, self._tokens = self._arrived + 1, self._tokens + len(made.token_ids)
         elif kind == "answer":
             self._requests.discard(rest[0])
             if self._due and not self._requests:

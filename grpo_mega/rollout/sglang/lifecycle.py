@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mega.config.schema import Config
-from grpo_mega.platform import Platform
+from grpo_mega.platform import Platform, trace
 from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted
 from grpo_mega.rollout.sglang.arguments import (
     attention_copies,
@@ -31,6 +31,7 @@ from grpo_mega.rollout.sglang.arguments import (
     take_turns,
     write_model,
 )
+from grpo_mega.rollout.sglang.generation import ROW
 from grpo_mega.rollout.sglang.memory import mem_fraction_static
 from grpo_mega.rollout.sglang.process import EngineLost, EngineProcess
 from grpo_mega.rollout.sglang.ranks import ranks_of_engines
@@ -98,7 +99,8 @@ class Engines:
 
     def _ask_within(self, seconds: float, method: str, **arguments: Any) -> Any:
         assert self.process, "the engine is closed"
-        return self.process.ask(method, seconds, **arguments)
+        with trace.beside(ROW, method):
+            return self.process.ask(method, seconds, **arguments)
 
     def on_owners(self, work: Callable[[], Result]) -> list[Result | None]:
         """Runs `work` on ranks that own an engine; returns the results by rank, None for others.
@@ -208,13 +210,14 @@ class Engines:
         ranks = self.ranks.of_engine
         first, last = ranks[0], ranks[-1]
         name = f"engine-{self.ranks.engine}" + (f"-node-{self.ranks.node}" if self.ranks.node else "")
-        self.process = EngineProcess(
-            f"the SGLang engine of rank{f's {first} to {last}' if last > first else f' {first}'}",
-            self._arguments | self._common_arguments(of_engine),
-            self._path / "logs" / f"{name}.log",
-            environment(self._config, self._platform),
-            self._config.start_seconds,
-        )
+        with trace.beside(ROW, "start"):
+            self.process = EngineProcess(
+                f"the SGLang engine of rank{f's {first} to {last}' if last > first else f' {first}'}",
+                self._arguments | self._common_arguments(of_engine),
+                self._path / "logs" / f"{name}.log",
+                environment(self._config, self._platform),
+                self._config.start_seconds,
+            )
         if self.ranks.owns and self._at_rest:
             self.ask("release", tags=[*self._at_rest])
 

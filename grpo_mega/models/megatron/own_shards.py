@@ -1,0 +1,148 @@
+"""The distributed optimizer's state in checkpoints: every rank writes, and reads, the part that it has.
+
+Megatron gathers the state of all replicas on each of them before it is written, in main memory, and copies what a rank
+writes once more; to read it, each replica has room for all of it. A rank's part of a parameter is a range of its
+numbers in their order. Here a range is cut into the few boxes of rows that it is made of, and these are the shards.
+
+What a checkpoint holds is the same: the same tensors under the same keys, only cut otherwise. Each way reads the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+NAMES = ("param", "exp_avg", "exp_avg_sq")
+"""Parts of a parameter's state in a checkpoint: the fp32 weight and the moments."""
+Box = tuple[tuple[int, int], ...]
+"""(first, one past the last) index along every axis."""
+
+
+class OwnShards(DistributedOptimizer):
+    """Megatron's distributed optimizer, whose ranks keep their shards of the state apart in a checkpoint."""
+
+    def sharded_param_state_fully_reshardable(
+        self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict | None = None
+    ) -> dict[int, dict[str, list[ShardedTensor]]]:
+        """{number of a parameter: {part of its state: its shards in the order of their numbers}} of this rank.
+
+        Shards of a state that is saved are in main memory, or views of it; those of a state to load have no data yet.
+
+        Raises:
+            ValueError: A parameter is stored in another order than it has in memory.
+        """
+        model_state, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+        described = {id(item.data): item for item in nested_values(model_state)}
+        state = {}
+        for number, (parameter, start, end) in enumerate(self._own_ranges()):
+            item = described[id(parameter)]  # Megatron has made both of the same parameters
+            shards = shards_of_range(item, start, end, self.distributed_optimizer_instance_id)
+            values = {} if is_loading else self._get_main_param_and_optimizer_states(parameter)
+            state[number] = {name: [*_filled(shards, name, values.get(name))] for name in NAMES}
+        return state
+
+    @torch.no_grad()
+    def load_parameter_state_from_fully_reshardable(self, state_dict: dict) -> None:
+        """Takes over a state in the form of the method above, with tensors in the place of shards."""
+        for number, (parameter, _, _) in enumerate(self._own_ranges()):
+            parts = {name: torch.cat([part.flatten() for part in state_dict[number][name]]) for name in NAMES}
+            self._set_main_param_and_optimizer_states(parameter, parts)
+
+    def _own_ranges(self) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
+        """Parameters of which this rank has a part of the state, with the first number and one past the last."""
+        for buffer in self.gbuf_ranges:
+            for buckets in buffer.values():
+                for bucket in buckets:
+                    for parameter, where in bucket["param_map"].items():
+                        yield parameter, where["param"].start, where["param"].end
+
+
+def keep_shards_apart(optimizer: Any) -> None:
+    """Makes the distributed optimizers among Megatron's `OwnShards`."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if type(part) is DistributedOptimizer:
+            part.__class__ = OwnShards
+
+
+def shards_of_range(
+    item: ShardedTensor | ShardedTensorFactory, start: int, end: int, instance: int = 0
+) -> list[ShardedTensor]:
+    """The shards, without data, that the numbers `start` to `end` of a parameter are made of, in their order.
+
+    Args:
+        item: What the model's state says of the parameter; a factory of several tensors, such as gate and projection.
+        start: The first number.
+        end: One past the last.
+        instance: Number of the optimizer among those with the same state.
+
+    Raises:
+        ValueError: A factory makes tensors whose numbers are in another order than the parameter's.
+    """
+    shards = []
+    for whole, first in _tensors(item):
+        for box in boxes(whole.local_shape, start - first, end - first):
+            leading = whole.prepend_axis_num
+            offset = (o + low for o, (low, _) in zip(whole.global_offset[leading:], box, strict=True))
+            shard = replace(
+                whole,
+                data=None,
+                dtype=torch.float32,
+                local_shape=(*(1,) * leading, *(high - low for low, high in box)),
+                global_offset=(*whole.global_offset[:leading], *offset),
+                axis_fragmentations=None,  # boxes are no regular grid, of which Megatron forgets axes that it prepends
+                prepend_axis_num=0,
+                replica_id=(*whole.replica_id[:2], instance),  # no other replica has these numbers
+            )
+            shards.append(shard)
+    return shards
+
+
+def boxes(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
+    """The boxes that the numbers `start` to `end` of a tensor are made of, in the order of their numbers.
+
+    They are at most 2 x axes - 1: the end of a row, whole rows, the beginning of one, and the same within a row. What
+    lies before or behind the tensor is left out.
+    """
+    start, end = max(start, 0), min(end, prod(shape))
+    if start >= end:
+        return []
+    size = prod(shape[1:])
+    first, last = -(-start // size), end // size  # whole rows
+    if first > last:
+        return [((last, last + 1), *box) for box in boxes(shape[1:], start - last * size, end - last * size)]
+    ahead = [((first - 1, first), *box) for box in boxes(shape[1:], size - (first * size - start), size)]
+    rows = [((first, last), *((0, length) for length in shape[1:]))] if first < last else []
+    behind = [((last, last + 1), *box) for box in boxes(shape[1:], 0, end - last * size)]
+    return [*ahead, *rows, *behind]
+
+
+def _tensors(item: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
+    """The tensors of a parameter, each with the number of its first one in the parameter, in their order."""
+    if isinstance(item, ShardedTensor):
+        yield item, 0
+        return
+    # Tensors without memory know where they lie in the parameter.
+    made = replace(item, data=torch.empty(item.data.shape, device="meta")).build()
+    for tensor in sorted(nested_values(made), key=lambda tensor: tensor.data.storage_offset()):
+        if not tensor.data.is_contiguous():
+            raise ValueError(f"{item.key} is stored in another order than it has in memory: a rank cannot write a part")
+        yield tensor, tensor.data.storage_offset()
+
+
+def _filled(shards: list[ShardedTensor], name: str, values: torch.Tensor | None) -> Iterator[ShardedTensor]:
+    """Shards of a part of the state with their key, and with the flat `values` of this rank if there are any."""
+    at = 0
+    for shard in shards:
+        size, data = prod(shard.local_shape), None
+        if values is not None:
+            data = values.detach()[at : at + size].to("cpu", torch.float32).view(shard.local_shape)
+        yield replace(shard, key=f"optimizer.state.{name}.{shard.key}", data=data)
+        at += size

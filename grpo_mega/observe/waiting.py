@@ -1,0 +1,70 @@
+"""What a run shows while it has no console: before that is there, as libraries are loaded, and after it is gone.
+
+On a terminal it is a line whose clock goes on, elsewhere a line a minute. A library that is loaded may hold the clock
+up for a moment, as it holds Python's lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections.abc import Callable
+from threading import Event, Thread
+
+from rich.live import Live
+from rich.text import Text
+
+from grpo_mega.observe.columns import clock
+from grpo_mega.observe.lines import QUIET
+from grpo_mega.observe.panel import FRAMES_PER_SECOND, OneAtATime
+
+_end: Callable[[], None] | None = None
+"""Ends what is shown; None while nothing is."""
+
+
+def begin(what: str, stays: bool = True) -> None:
+    """Shows on standard error `what` this process does, and for how long, until `end`; the line of a terminal `stays`
+    there or is removed."""
+    global _end
+    end()
+    _end = _on_terminal(what, stays) if sys.stderr.isatty() else _in_lines(what)
+    atexit.register(end)  # of a process that an exception ends
+
+
+def end() -> None:
+    """Ends it, if anything is shown, so that the next output starts on a clean line."""
+    global _end
+    if _end:
+        ends, _end = _end, None
+        ends()
+
+
+def _on_terminal(what: str, stays: bool) -> Callable[[], None]:
+    """Begins to draw; returns what ends it."""
+    began = time.monotonic()
+    # What others print, such as warnings, goes above the line. It is never wrapped, and so always one line.
+    console = OneAtATime(file=sys.stderr, force_terminal=True, highlight=False, markup=False, emoji=False)
+    live = Live(
+        get_renderable=lambda: Text(f"{what}  {clock(time.monotonic() - began)}", no_wrap=True, overflow="crop"),
+        console=console,
+        refresh_per_second=FRAMES_PER_SECOND,
+        transient=not stays,
+        redirect_stdout=False,
+    )
+    live._lock = console.turn  # which frames are drawn under
+    live.start(refresh=True)
+    console.show_cursor(True)  # which a killed process could not give back
+    return live.stop
+
+
+def _in_lines(what: str) -> Callable[[], None]:
+    """Begins to print; returns what ends it."""
+    began, over = time.monotonic(), Event()
+
+    def tell() -> None:
+        while not over.wait(QUIET):
+            print(f"{what} for {clock(time.monotonic() - began)}", file=sys.stderr, flush=True)
+
+    Thread(target=tell, name="waiting", daemon=True).start()
+    return over.set
