@@ -85,7 +85,7 @@ $(LONG_ROOMS:%=test-%) test-reward: $(READY) slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/$(@:test-%=%) $(ARGS)
 
 rehearse: $(READY) $(REHEARSE_READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long -n $(TEST_PROCESSES) --dist worksteal -rP tests/rehearsal/test_rehearsal_budgets.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long -n $(TEST_PROCESSES) -rP tests/rehearsal/test_rehearsal_budgets.py $(ARGS)
 
 test-rehearsal: $(REHEARSE_READY)
 

@@ -19,30 +19,28 @@ class Budget:
 
     Attributes:
         reserved: GB that torch's allocator holds, in any phase: passes, updates, the engine's turn, checkpoints.
-        host: GB of main memory beside what the process began with: most of it in checkpoints.
         launches, waits: Of the second pass forward and backward: in the first, kernels are compiled, and some tried.
     """
 
     reserved: float
-    host: float
     launches: int
     waits: int
 
 
 BUDGETS = {
-    "r1zero_671b": Budget(reserved=68.9, host=146, launches=18490, waits=71),
-    "r1zero_671b_h200": Budget(reserved=84.1, host=999, launches=19100, waits=70),
-    "deepseek_v3_lora": Budget(reserved=36.7, host=999, launches=29200, waits=147),
-    "qwen3_30b_a3b": Budget(reserved=53.9, host=147, launches=7830, waits=56),
-    "qwen3_30b_a3b_lora": Budget(reserved=17.1, host=31, launches=20490, waits=56),
-    "moonlight_16b": Budget(reserved=52.5, host=111, launches=6310, waits=33),
-    "deepseekmath_7b": Budget(reserved=45.5, host=124, launches=3110, waits=5),
-    "deepseekmath_7b layout.pp=2 layout.vpp=3 model.layers=6": Budget(reserved=11.6, host=21, launches=1680, waits=6),
-    "countdown_1b": Budget(reserved=47.2, host=55, launches=2020, waits=5),
-    "gsm8k_0.5b": Budget(reserved=35.2, host=23, launches=1790, waits=5),
-    "gsm8k_0.5b algorithm=ppo": Budget(reserved=44.8, host=30, launches=1790, waits=5),
+    "r1zero_671b": Budget(reserved=65.8, launches=18490, waits=71),
+    "gsm8k_0.5b": Budget(reserved=35.2, launches=1790, waits=5),
+    "r1zero_671b_h200": Budget(reserved=84.1, launches=19100, waits=71),
+    "gsm8k_0.5b algorithm=ppo": Budget(reserved=44.8, launches=1790, waits=5),
+    "deepseek_v3_lora": Budget(reserved=36.7, launches=29200, waits=72),
+    "qwen3_30b_a3b": Budget(reserved=53.9, launches=7830, waits=56),
+    "qwen3_30b_a3b_lora": Budget(reserved=17.1, launches=20490, waits=56),
+    "moonlight_16b": Budget(reserved=52.5, launches=6310, waits=33),
+    "deepseekmath_7b": Budget(reserved=45.5, launches=3110, waits=5),
+    "deepseekmath_7b layout.pp=2 layout.vpp=3 model.layers=6": Budget(reserved=11.6, launches=1680, waits=6),
+    "countdown_1b": Budget(reserved=47.2, launches=2020, waits=5),
 }
-"""What was measured, with room for a twentieth, as far as there is as much on a GPU; what takes long first."""
+"""What was measured, with room for a twentieth; two that take long come first for each of two processes."""
 NOT_REHEARSED = {
     "own_model": "whoever uses it names the model",
     "r1_671b": "r1zero_671b with other data",
@@ -74,9 +72,8 @@ def test_every_stage_keeps_to_its_budget(words: str, tmp_path: Path) -> None:
     for rank in rehearse(tmp_path, 0, *words.split())["ranks"]:
         which = f"{words}, rank {rank['rank']}, {rank['sequences']}"
         [second] = [phase for phase in rank["phases"] if phase["name"] == "gradients, update 2"]
-        reserved, host = (max(phase[name] for phase in rank["phases"]) / 1e9 for name in ("peak_reserved", "host"))
+        reserved = max(phase["peak_reserved"] for phase in rank["phases"]) / 1e9
         assert reserved <= budget.reserved, f"{which}: {reserved:.1f} GB"
-        assert host <= budget.host, f"{which}: {host:.1f} GB of the host"
         assert second["launches"] <= budget.launches, which
         assert second["waits"] <= budget.waits, which
 
