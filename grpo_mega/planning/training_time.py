@@ -162,8 +162,8 @@ def _narrowed(config: Config, experts: bool, held: float, tokens: float, machine
     written twice, by rows and by columns. Weights are narrowed for every micro-batch."""
     model, rates = config.model, machines.rates
     dense, routed = met_matrices(model, experts)
-    read = sum(matrix.inputs for matrix in dense)
-    read += rates.imbalance * model.moe.top_k * sum(matrix.inputs for matrix in routed)
+    by_experts = rates.imbalance * model.moe.top_k * sum(matrix.inputs for matrix in routed)
+    read = by_experts + sum(matrix.inputs for matrix in dense)
     weights = numbers(dense, config.layout.tp) + held
     bandwidth = machines.gpu.memory * rates.memory
     return {"to 8 bits": 4 * tokens * read / bandwidth, "weights to 8 bits": 4 * weights / bandwidth}

@@ -68,6 +68,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     return {way: [json.loads(out.strip().splitlines()[-1]) for out in both] for way, both in outputs.items()}
 
 
+@pytest.mark.long
 def test_a_checkpoint_takes_no_more_memory_than_what_ranks_write(saved: dict[str, list[dict]]) -> None:
     """Two replicas have 6 bytes of state each for a parameter, of which 4 are its weight, and the first writes that."""
     first, second = saved["ours"]
@@ -77,5 +78,6 @@ def test_a_checkpoint_takes_no_more_memory_than_what_ranks_write(saved: dict[str
     assert saved["megatron"][0]["save"] > 2 * 12  # or this measures something else
 
 
+@pytest.mark.long
 def test_what_either_way_has_written_is_read_by_both(saved: dict[str, list[dict]]) -> None:
     assert [rank["differing"] for ranks in saved.values() for rank in ranks] == [[]] * 4
