@@ -54,7 +54,7 @@ The others make $(VENV) when it is missing or older than pyproject.toml. Variabl
                     gigabytes of CUDA libraries; without a GPU, name an index of CPU builds
   EXPERIMENT        make train: a file of configs/experiment ($(EXPERIMENT))
   NPROC             make train: number of processes ($(NPROC))
-  TEST_PROCESSES    make test: files that are tested at once ($(TEST_PROCESSES))
+  TEST_PROCESSES    make test: files that are tested at once ($(TEST_PROCESSES)); make rehearse: experiments
   SMOKE             make gpu-smoke: one, two or node ($(SMOKE))
   ARGS              make train: further settings, such as 'run.seed=1 run.name=second';
                     make r1-tiny: settings of all its runs, and --root FOLDER for another chain;
@@ -85,7 +85,7 @@ $(LONG_ROOMS:%=test-%) test-reward: $(READY) slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/$(@:test-%=%) $(ARGS)
 
 rehearse: $(READY) $(REHEARSE_READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m long tests/rehearsal/test_rehearsal_budgets.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long -n $(TEST_PROCESSES) -rP tests/rehearsal/test_rehearsal_budgets.py $(ARGS)
 
 test-rehearsal: $(REHEARSE_READY)
 

@@ -138,7 +138,7 @@ def specs(
                     imbalance=imbalance,
                     sequences=kind if kind in ("balanced", "skewed") else "given",
                     capacity=int(planned["capacity"]) - UNSEEN,
-                    taken=int(sum(lines.get(name, 0.0) for name in OTHERS)),
+                    taken=int(sum(lines.get(name, 0) for name in OTHERS)),  # not all are of every run
                 )
 
 

@@ -1,4 +1,7 @@
-"""Every experiment for GPUs, every pipeline stage, balanced and skewed: budgets of memory, launches and waits."""
+"""Every experiment for GPUs, every pipeline stage, balanced and skewed: budgets of memory, launches and waits.
+
+And what no experiment has by itself: a critic, and stages that take turns with several pieces of the model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ class Budget:
     """The most that any rank of an experiment may take.
 
     Attributes:
-        reserved: GB that torch's allocator holds.
+        reserved: GB that torch's allocator holds, in any phase: passes, updates, the engine's turn, checkpoints.
         launches, waits: Of the second pass forward and backward: in the first, kernels are compiled, and some tried.
     """
 
@@ -25,17 +28,19 @@ class Budget:
 
 
 BUDGETS = {
-    "gsm8k_0.5b": Budget(reserved=45.5, launches=2100, waits=6),
-    "countdown_1b": Budget(reserved=52.1, launches=2400, waits=6),
-    "deepseekmath_7b": Budget(reserved=46.4, launches=3260, waits=6),
-    "moonlight_16b": Budget(reserved=52.8, launches=6360, waits=60),
-    "qwen3_30b_a3b": Budget(reserved=54.0, launches=8640, waits=107),
-    "qwen3_30b_a3b_lora": Budget(reserved=17.2, launches=21300, waits=107),
-    "deepseek_v3_lora": Budget(reserved=36.7, launches=29200, waits=147),
-    "r1zero_671b": Budget(reserved=65.5, launches=19100, waits=182),
-    "r1zero_671b_h200": Budget(reserved=84.1, launches=19100, waits=182),
+    "r1zero_671b": Budget(reserved=65.8, launches=18490, waits=71),
+    "gsm8k_0.5b": Budget(reserved=35.2, launches=1790, waits=5),
+    "r1zero_671b_h200": Budget(reserved=84.1, launches=19100, waits=71),
+    "gsm8k_0.5b algorithm=ppo": Budget(reserved=44.8, launches=1790, waits=5),
+    "deepseek_v3_lora": Budget(reserved=36.7, launches=29200, waits=72),
+    "qwen3_30b_a3b": Budget(reserved=53.9, launches=7830, waits=56),
+    "qwen3_30b_a3b_lora": Budget(reserved=17.1, launches=20490, waits=56),
+    "moonlight_16b": Budget(reserved=52.5, launches=6310, waits=33),
+    "deepseekmath_7b": Budget(reserved=45.5, launches=3110, waits=5),
+    "deepseekmath_7b layout.pp=2 layout.vpp=3 model.layers=6": Budget(reserved=11.6, launches=1680, waits=6),
+    "countdown_1b": Budget(reserved=47.2, launches=2020, waits=5),
 }
-"""What was measured, with room for a twentieth."""
+"""What was measured, with room for a twentieth; two that take long come first for each of two processes."""
 NOT_REHEARSED = {
     "own_model": "whoever uses it names the model",
     "r1_671b": "r1zero_671b with other data",
@@ -48,7 +53,7 @@ NOT_REHEARSED = {
 
 def test_every_experiment_for_gpus_has_a_budget() -> None:
     files = {path.stem for path in (REPOSITORY / "configs" / "experiment").glob("*.yaml")}
-    named = {*BUDGETS, *NOT_REHEARSED}
+    named = {*(words.split()[0] for words in BUDGETS), *NOT_REHEARSED}
     assert named <= files
     without = {name for name in files - named if _without_gpus(name)}
     assert files == named | without
@@ -61,11 +66,11 @@ def _without_gpus(experiment: str) -> bool:
 
 @pytest.mark.long
 @needs_environment
-@pytest.mark.parametrize("experiment", BUDGETS)
-def test_every_stage_keeps_to_its_budget(experiment: str, tmp_path: Path) -> None:
-    budget = BUDGETS[experiment]
-    for rank in rehearse(tmp_path, 0, experiment)["ranks"]:
-        which = f"{experiment}, rank {rank['rank']}, {rank['sequences']}"
+@pytest.mark.parametrize("words", BUDGETS)
+def test_every_stage_keeps_to_its_budget(words: str, tmp_path: Path) -> None:
+    budget = BUDGETS[words]
+    for rank in rehearse(tmp_path, 0, *words.split())["ranks"]:
+        which = f"{words}, rank {rank['rank']}, {rank['sequences']}"
         [second] = [phase for phase in rank["phases"] if phase["name"] == "gradients, update 2"]
         reserved = max(phase["peak_reserved"] for phase in rank["phases"]) / 1e9
         assert reserved <= budget.reserved, f"{which}: {reserved:.1f} GB"

@@ -30,7 +30,7 @@ def moved(of_phase: dict[str, Any], kind: str) -> int:
 
 
 def test_chunks_of_layers_take_turns(measured: dict[str, Any]) -> None:
-    """The first stage gets hidden states for two of its three chunks, gradients for all, and nobody sends shapes."""
+    """The first stage gets hidden states for two of its three chunks, gradients for all, and no shapes."""
     model = compose_config(["experiment=deepseekmath_7b"]).model
     message = ROWS * model.hidden * 2
     assert moved(phase(measured, "gradients, update 1"), "receive") == MICROS * (VPP - 1 + VPP) * message

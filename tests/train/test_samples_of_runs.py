@@ -10,7 +10,7 @@ import pytest
 import torch
 from exporting import logits_of_transformers
 from ranks import results, run_ranks
-from train_jobs import differing, rewarded_by, samples
+from train_jobs import differing, numbers, rewarded_by, samples
 
 from grpo_mega.data.tokenizer import CharTokenizer
 
@@ -142,7 +142,10 @@ def test_layout_changes_nothing(folder: Path, ranks: int, layouts: dict[str, lis
     expected = samples(folder / "one")
     first = {name: value for name, value in expected.items() if name.startswith("step-000001")}
     assert len(first) > 500
+    alone = numbers(folder / "one")  # of metrics.jsonl: every metric of every step, but times
+    assert min(map(len, alone)) > 30
     for name in layouts:
         found = samples(folder / name)
         assert differing({key: found[key] for key in found if key in first}, first, by=1e-5) == {}, name
         assert differing(found, expected, by=1e-4) == {}, name
+        assert numbers(folder / name) == [pytest.approx(line, rel=1e-4, abs=1e-5) for line in alone], name
