@@ -26,6 +26,49 @@ GAMED = [
 """A run whose reward pays for the opposite of what it calls success, and whose answers the length limit cuts."""
 
 
+DESERVED = {
+    "kl_runaway": (
+        [rewarded_by("lucky"), "algorithm.kl_coef=0.01", "optimizer.lr=5e-2"],
+        "nats, beyond alarms.kl_runaway=1.0",
+    ),
+    "unscorable": (
+        [rewarded_by("choosy"), "reward.on_error=leave_out"],
+        "of step 5: 50.0% of the answers have no score",
+    ),
+    "mismatch": (
+        [rewarded_by("lucky"), "model=tiny_dense", "model.dtype=bf16", "alarms.mismatch=1e-4"],
+        "of step 5: log-probabilities of engine and trainer differ by",
+    ),
+    "not_finite": (
+        ["reward.terms=[{name:accuracy},{name:own,weight:1e-307,function:train_rewards:enormous}]"],
+        "of step 1: not finite: reward/own, beyond",
+    ),
+    "expert_imbalance": (
+        [
+            rewarded_by("lucky"),
+            "model.moe.experts=8",
+            "model.moe.top_k=1",
+            "model.moe.bias_update_rate=0",
+            "optimizer.lr=5e-2",
+        ],
+        "of step 10: the busiest expert gets",
+    ),
+    "slow_phase": (
+        [rewarded_by("halting"), "reward.timeout_seconds=600"],
+        "of step 7: the phase reward took 6",
+    ),
+    "held_out_falling": (
+        [*(setting for setting in GAMED if setting.startswith("reward.")), "run.eval_every=1", "optimizer.lr=3e-3"],
+        "while the training reward has risen from",
+    ),
+}
+"""By alarm, the settings of a run that deserves it, and what it then says. All else is that of a run that does not.
+
+Most thresholds are the defaults. What bf16 rounds in a model of two layers is less than the one of mismatch, which is
+lowered to what rounding in fp32 may do. Only a break makes a phase slow: 60 seconds are the least that the alarm minds.
+"""
+
+
 def alarms(run: Path) -> dict[str, int]:
     """The alarms that rose in a run, with their steps."""
     file = run / "alarms.jsonl"
@@ -141,6 +184,20 @@ def test_a_rank_whose_rewards_take_longer_than_those_of_others_is_named(tmp_path
     said = " ".join(ended.stderr.split())
     assert said.count("exitcode : 4 ") >= 1, said
     assert "by the alarm stragglers of step 10: rank 1 works" in said
+
+
+@pytest.mark.parametrize("name", DESERVED)
+def test_it_rises_on_a_run_made_to_deserve_it_and_stops_that(name: str, tmp_path: Path) -> None:
+    own, words = DESERVED[name]
+    common = ["base=none", "layout=single", "run.steps=12", "run.eval_every=0", "run.save_every=0"]
+    common += ["optimizer.warmup_steps=0", f"run.name={name}", f"run.stop_on=[{name}]"]
+    ended = Job(tmp_path, [*SMALL, *common, *own]).finish()
+    assert ended.code == 4, ended
+    said = " ".join(ended.stderr.split())
+    assert f"by the alarm {name} of step" in said
+    assert words in said
+    assert name in alarms(tmp_path / "runs" / name)
+    assert json.loads((tmp_path / "runs" / name / "summary.json").read_text())["stopped_by"] == name
 
 
 def test_five_good_runs_raise_none(tmp_path: Path) -> None:

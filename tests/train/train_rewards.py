@@ -7,6 +7,7 @@ import random
 import shutil
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -91,6 +92,30 @@ def laborious(sample: Sample) -> float:
     if os.environ["RANK"] == "1":
         sum(number * number for number in range(1_000_000))
     return varied(sample)
+
+
+def choosy(sample: Sample) -> float:
+    """As `varied`, but fails on every other answer to a problem."""
+    if sample.index % 2:
+        raise ValueError("not to my taste")
+    return varied(sample)
+
+
+def enormous(sample: Sample) -> float:
+    """As `lucky`, in units of which a few add up to more than a number can be."""
+    return 8e307 * (1 + lucky(sample) / 2)
+
+
+def halting(sample: Sample) -> float:
+    """As `lucky`, once after a break of more than a minute, after six updates."""
+    if sample.policy_version == 6:
+        _take_a_break()
+    return lucky(sample)
+
+
+@cache
+def _take_a_break() -> None:
+    time.sleep(61)  # an alarm calls no shorter phase slow
 
 
 def when_reported(sample: Sample) -> float:
