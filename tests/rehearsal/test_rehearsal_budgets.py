@@ -30,9 +30,9 @@ class Budget:
 BUDGETS = {
     "r1zero_671b": Budget(reserved=65.8, launches=18490, waits=71),
     "gsm8k_0.5b": Budget(reserved=35.2, launches=1790, waits=5),
-    "r1zero_671b_h200": Budget(reserved=84.1, launches=19100, waits=71),
+    "r1zero_671b_h200": Budget(reserved=84.1, launches=18490, waits=71),
     "gsm8k_0.5b algorithm=ppo": Budget(reserved=44.8, launches=1790, waits=5),
-    "deepseek_v3_lora": Budget(reserved=36.7, launches=29200, waits=72),
+    "deepseek_v3_lora": Budget(reserved=36.5, launches=28660, waits=72),
     "qwen3_30b_a3b": Budget(reserved=53.9, launches=7830, waits=56),
     "qwen3_30b_a3b_lora": Budget(reserved=17.1, launches=20490, waits=56),
     "moonlight_16b": Budget(reserved=52.5, launches=6310, waits=33),

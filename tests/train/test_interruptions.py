@@ -137,5 +137,5 @@ def test_with_nothing_left_to_do_it_is_completed_at_once(story):
     before, after = story.contents["end"], story.contents["nothing left"]
     changed = {name for name in before | after if before.get(name) != after.get(name)}
     assert {name.split("/")[0] for name in changed} <= {
-        "logs", "summary.json", "tensorboard", "curves.png", "report.html",
+        "logs", "flight", "trace", "summary.json", "tensorboard", "curves.png", "report.html",
     }  # fmt: skip
