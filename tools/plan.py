@@ -58,6 +58,10 @@ def main(arguments: list[str]) -> int:
         help="mean tokens of an answer (30 %% of rollout.max_new_tokens); of longer ones later in proportion",
     )  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, default=200, metavar="N", help="tokens of a prompt (200)")
+    parser.add_argument(
+        "--signal", type=float, default=1.0, metavar="SHARE",
+        help="share of groups whose answers differ in reward, where others are dropped or refilled (1)",
+    )  # fmt: skip
     options = parser.parse_intermixed_args(arguments)
     warnings.filterwarnings("ignore", module="megatron")
     platform.start_planning()
@@ -76,7 +80,7 @@ def print_layouts(config: Config, options: argparse.Namespace) -> int:
     from grpo_mega.planning.show import show_layouts
     from grpo_mega.planning.time import Assumed
 
-    found = search(config, Assumed(options.answer_tokens, options.prompt_tokens))
+    found = search(config, Assumed(options.answer_tokens, options.prompt_tokens, options.signal))
     if options.json:
         print(json.dumps(found))
     else:
@@ -96,7 +100,7 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
     from grpo_mega.planning.show_hours import show_hours
     from grpo_mega.planning.time import Assumed
 
-    assumed = Assumed(options.answer_tokens, options.prompt_tokens)
+    assumed = Assumed(options.answer_tokens, options.prompt_tokens, options.signal)
     proposed, why = propose(config, assumed) if options.propose else config, ""
     if proposed.layout.undecided:
         machines = machines_ahead(config.cluster)

@@ -55,6 +55,7 @@ class WeightSync:
         for bucket in hf_buckets(self._policy, self._byte_budget, self._engine.experts_of, self.traffic):
             with trace.span("push", tensors=len(bucket)):
                 self._engine.push(bucket)
+            del bucket  # before the next is made
             between()
         self._engine.end_update(version)
         self._syncs += 1

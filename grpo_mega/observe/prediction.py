@@ -89,6 +89,7 @@ class Prediction:
         measured = self._of_the_run | {
             "steps": [*self._steps],
             "answer": self._mean("rollout/length_mean"),
+            "signal": self._mean("rollout/groups_with_signal", otherwise=1.0),
             "seconds": {name: self._mean(f"time/{name}") for name in _phases(self._steps.values())},
             "peak": 1e9 * max(m["machine/peak_memory_gb"] for m in self._steps.values()) if self._allocator else None,
         }
@@ -100,8 +101,8 @@ class Prediction:
         except OSError as error:
             logger.warning("the planner's figures are not compared with the run's: %s", error)
 
-    def _mean(self, name: str) -> float:
-        return mean(metrics.get(name, 0.0) for metrics in self._steps.values())
+    def _mean(self, name: str, otherwise: float = 0.0) -> float:
+        return mean(metrics.get(name, otherwise) for metrics in self._steps.values())
 
     def _said(self) -> str | None:
         assert self._planner

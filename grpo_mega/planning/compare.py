@@ -48,6 +48,7 @@ class Measured:
         steps: Their numbers.
         gpus, vocab_size: Of the run.
         prompt, answer: Mean tokens of a prompt, and of an answer.
+        signal: Share of groups with signal.
         seconds: By the timer's phase, mean of the steps, and `WHOLE`.
         peak: Most bytes that torch's allocator gave to a rank's tensors; None where there is no GPU.
     """
@@ -57,6 +58,7 @@ class Measured:
     vocab_size: int
     prompt: float
     answer: float
+    signal: float
     seconds: dict[str, float]
     peak: float | None
 
@@ -92,7 +94,7 @@ def compare(config: Config, measured: Measured) -> dict[str, Any]:
     room, longest = cache_room(config, planned, measured.vocab_size), _longest(config, measured.steps[-1])
     # `Assumed` has the mean under the first limit, and takes the same share of a later one.
     answer = measured.answer / longest * config.rollout.max_new_tokens
-    assumed = Assumed(answer, round(measured.prompt))
+    assumed = Assumed(answer, round(measured.prompt), measured.signal)
     step = step_time(config, roles, measured.vocab_size, machines, room, longest, assumed)
     return {
         "gpu": config.cluster.gpu,

@@ -70,7 +70,7 @@ def _training(config: Config, vocab_size: int, machines: Machines, step: StepTim
     layout, rates, gpu = config.layout, machines.rates, machines.gpu
     updates = next(phase for phase in step.phases if phase.name == "updates")
     assert updates.slots is not None  # it is a pass
-    keys = step.tokens / (config.algorithm.prompts_per_step * config.algorithm.group_size) / 2
+    keys = step.tokens / (step.groups * config.algorithm.group_size) / 2
     micro = Micro(layout.micro_batch_tokens, keys)
     mine = layout.micro_batch_tokens / layout.cp / layout.tp
     experts = bool(config.model.moe.experts)

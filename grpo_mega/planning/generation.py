@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from grpo_mega.config.schema import Config
 from grpo_mega.planning.counting import dense_layers, token_ops
@@ -97,7 +98,14 @@ class _Running:
     held: int = field(compare=False)
 
 
-def simulate(decoder: Decoder, lengths: Sequence[int], prompt: float, room: float, most: int) -> Generated:
+def simulate(
+    decoder: Decoder,
+    lengths: Sequence[int],
+    prompt: float,
+    room: float,
+    most: int,
+    after: Mapping[int, Sequence[int]] | None = None,
+) -> Generated:
     """Generates sequences of these lengths, behind prompts of `prompt` tokens each, in an engine.
 
     Args:
@@ -106,13 +114,16 @@ def simulate(decoder: Decoder, lengths: Sequence[int], prompt: float, room: floa
         prompt: Tokens of a prompt.
         room: Tokens that the engine's caches hold, together.
         most: Sequences that may run at once.
+        after: {number of a sequence: numbers of later ones that are submitted when it has ended}; see `draws`.
 
     Raises:
         ValueError: The caches have no room for the longest sequence alone.
     """
     if max(lengths) + prompt > room:
         raise ValueError(f"a sequence of {max(lengths) + prompt:,.0f} tokens has no room in a cache of {room:,.0f}")
-    result, waiting = Generated(), deque((number, 0) for number in range(len(lengths)))
+    after = after or {}
+    later = {number for numbers in after.values() for number in numbers}
+    result, waiting = Generated(), deque((number, 0) for number in range(len(lengths)) if number not in later)
     running: list[_Running] = []
     now, held = 0.0, 0.0  # in steps of the engine; tokens in its cache
     while waiting or running:
@@ -138,6 +149,7 @@ def simulate(decoder: Decoder, lengths: Sequence[int], prompt: float, room: floa
                 held -= prompt + lengths[ended.number]
                 result.tokens += lengths[ended.number]
                 result.ends.append(result.seconds)
+                waiting.extend((number, 0) for number in after.get(ended.number, ()))
         else:  # the one that came last makes room, and is read again
             last = max(running, key=lambda sequence: sequence.number)
             running.remove(last)
@@ -148,6 +160,25 @@ def simulate(decoder: Decoder, lengths: Sequence[int], prompt: float, room: floa
             result.evicted += 1
     result.waves = len(lengths) / result.most
     return result
+
+
+def draws(lengths: Sequence[int], first: int, size: int) -> dict[int, range]:
+    """{number of an answer: numbers of those that are submitted when it has ended}: refill, in one engine.
+
+    The answers beyond the `first` ones are of prompts in the place of others, whose groups are without signal: as many
+    groups as there are further ones, evenly spread. Neighbours are a group, which ends with its longest answer.
+
+    Args:
+        lengths: Tokens of every answer.
+        first: Number of answers that are submitted at the beginning.
+        size: Answers of a group.
+    """
+    bounds = [*range(0, first, size), *range(first, len(lengths), size), len(lengths)]
+    groups = [range(start, end) for start, end in pairwise(bounds)]
+    at_first = -(-first // size)
+    further = groups[at_first:]
+    replaced = [groups[number * len(groups) // len(further)] for number in range(len(further))]
+    return {max(old, key=lengths.__getitem__): new for old, new in zip(replaced, further, strict=True)}
 
 
 def decoder_of(config: Config, vocab_size: int, machines: Machines) -> Decoder:

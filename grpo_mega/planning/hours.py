@@ -34,12 +34,13 @@ def hours(config: Config, planned: dict[str, Any], assumed: Assumed) -> dict[str
     return {
         "gpu": config.cluster.gpu,
         "prompt": assumed.prompt,
+        "signal": assumed.signal,
         "kinds": [_kind(kind) for kind in steps],
         "hours": seconds / 3600,
         "gpu_hours": seconds / 3600 * machines.gpus,
-        "prompts": config.algorithm.prompts_per_step * sum(kind.steps for kind in steps),
+        "prompts": sum(kind.steps * kind.groups for kind in steps),
         "problems": problems_at_hand(config),
-        "warnings": [*assumptions(config), *(line for kind in steps for line in warnings_of(kind))],
+        "warnings": [*assumptions(config, assumed), *(line for kind in steps for line in warnings_of(kind))],
     }
 
 
@@ -60,6 +61,7 @@ def _kind(step: StepTime) -> dict[str, Any]:
         "steps": step.steps,
         "longest": step.longest,
         "answer": step.answer,
+        "groups": step.groups,
         "tokens": step.tokens,
         "seconds": step.seconds,
         "phases": [
@@ -79,15 +81,16 @@ def _kind(step: StepTime) -> dict[str, Any]:
     }
 
 
-def assumptions(config: Config) -> list[str]:
-    """What the times leave out of settings that change them, in words."""
-    algorithm, lines = config.algorithm, []
-    if algorithm.groups_without_signal == "refill":
-        lines.append(
-            "groups without signal draw further prompts (algorithm.groups_without_signal=refill), up to "
-            f"{algorithm.refill_limit} times as many in all: these figures are of steps that draw none"
-        )
-    return lines
+def assumptions(config: Config, assumed: Assumed) -> list[str]:
+    """What the times take for granted though settings depend on it, in words."""
+    rule = config.algorithm.groups_without_signal
+    what = {"drop": "are not learned from", "refill": "draw further prompts"}.get(rule)
+    if what is None or assumed.signal < 1:
+        return []
+    return [
+        f"groups without signal {what} (algorithm.groups_without_signal={rule}): these figures are of steps in which all "
+        "have signal; --signal says how many do"
+    ]
 
 
 def bound(step: StepTime) -> str:

@@ -21,7 +21,6 @@ from grpo_mega.models.megatron.lean_adam import is_lean
 from grpo_mega.planning.hardware import Machines, machines_of
 from grpo_mega.planning.hours import cache_room
 from grpo_mega.planning.inventory import Role
-from grpo_mega.planning.lengths import answer_lengths
 from grpo_mega.planning.memory import MAY_BE_PLANNED, memory
 from grpo_mega.planning.plan import engine_of, plan, roles_beside, vocabulary, with_reward_model
 from grpo_mega.planning.shares import shared_out
@@ -128,8 +127,7 @@ def ranked(
     """
     limit_of(config)
     machines = _machines(config)
-    algorithm, longest = config.algorithm, config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens
-    answers = answer_lengths(algorithm.prompts_per_step * algorithm.group_size, assumed.mean(config, longest), longest)
+    _, answers = assumed.answers(config, config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens)
     found = []
     for candidate in candidates(config, recompute, distributed):
         roles = roles_about(candidate, machines.gpus)

@@ -14,8 +14,10 @@ def show_hours(found: dict[str, Any], gpus: int) -> None:
     """Prints what `hours.hours` found."""
     kinds = found["kinds"]
     answers = " and ".join(f"{kind['answer']:,.0f} of {kind['longest']:,}" for kind in kinds)
+    signal = f", and {found['signal']:.0%} of groups signal" if found["signal"] < 1 else ""
     print(
-        f"\ntime on {found['gpu'].upper()}, if prompts have {found['prompt']} tokens and answers on average {answers}"
+        f"\ntime on {found['gpu'].upper()}, if prompts have {found['prompt']} tokens and answers on average "
+        f"{answers}{signal}"
     )
     row("steps", [f"{kind['steps']:,}" for kind in kinds] + ["GPU-hours"])
     print("seconds of a step")

@@ -7,13 +7,14 @@ reward that takes longer than an engine's turn, evaluations, checkpoints, superv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from grpo_mega.config.passes import is_on_policy
 from grpo_mega.config.schema import Config
 from grpo_mega.planning.counting import dense_layers, gated, model_numbers, numbers
-from grpo_mega.planning.generation import Decoder, Generated, decoder_of, simulate
+from grpo_mega.planning.generation import Decoder, Generated, decoder_of, draws, simulate
 from grpo_mega.planning.hardware import Machines
 from grpo_mega.planning.inventory import Role
 from grpo_mega.planning.lengths import SHARE, answer_lengths
@@ -37,16 +38,45 @@ class Assumed:
         answer: Mean tokens of an answer under `rollout.max_new_tokens`; None for `lengths.SHARE` of it. Where longer
             answers are allowed later, the same share of that limit.
         prompt: Tokens of a prompt.
+        signal: Share of groups that have signal; of no effect where all count (`algorithm.groups_without_signal`).
     """
 
     answer: float | None = None
     prompt: int = PROMPT
+    signal: float = 1.0
 
     def mean(self, config: Config, longest: int) -> float:
         """Mean tokens of answers that may have up to `longest`."""
         if self.answer is None:
             return max(1.0, SHARE * longest)
         return self.answer / config.rollout.max_new_tokens * longest
+
+    def groups(self, config: Config) -> tuple[int, int]:
+        """Groups that a step draws, and those of them that it learns from.
+
+        Raises:
+            ValueError: `signal` is not between 0 and 1.
+        """
+        if not 0 <= self.signal <= 1:  # NaN, too
+            raise ValueError(f"a share of {self.signal:g} of groups with signal is not between 0 and 1")
+        algorithm = config.algorithm
+        wanted = drawn = algorithm.prompts_per_step
+        if algorithm.groups_without_signal == "count":
+            return drawn, drawn
+        if algorithm.groups_without_signal == "refill":
+            drawn = math.ceil(wanted / max(self.signal, 1 / algorithm.refill_limit) - 1e-9)  # 8 / (8 / 11) is above 11
+        return drawn, min(wanted, max(1, round(self.signal * drawn)))
+
+    def answers(self, config: Config, longest: int) -> tuple[list[int], list[int]]:
+        """Lengths of a step's answers of up to `longest` tokens: all, and those that it learns from.
+
+        Raises:
+            ValueError: The mean length is beyond the longest, or see `groups`.
+        """
+        drawn, learned = self.groups(config)
+        size = config.algorithm.group_size
+        lengths = answer_lengths(drawn * size, self.mean(config, longest), longest)
+        return lengths, lengths[: learned * size]
 
 
 @dataclass(frozen=True)
@@ -98,6 +128,7 @@ class StepTime:
         steps: How many there are.
         longest: Tokens that an answer may have.
         answer: Mean tokens of an answer.
+        groups: Groups that are drawn.
         tokens: Tokens of all sequences of a step, prompts included.
         phases: In the order in which they come.
         rollout: More about generation.
@@ -106,6 +137,7 @@ class StepTime:
     steps: int
     longest: int
     answer: float
+    groups: int
     tokens: int
     phases: list[Phase]
     rollout: Rollout
@@ -155,16 +187,16 @@ def step_time(
     steps: int = 1,
 ) -> StepTime:
     """A step whose answers may have up to `longest` tokens; see `run_time`."""
-    mean = assumed.mean(config, longest)
-    answers = answer_lengths(config.algorithm.prompts_per_step * config.algorithm.group_size, mean, longest)
+    answers, learned = assumed.answers(config, longest)
     rollout = generate(config, vocab_size, machines, answers, assumed.prompt, room)
     phases = [
         as_phase(rollout),
-        *trainer_phases(config, roles, machines, answers, assumed.prompt),
+        *trainer_phases(config, roles, machines, learned, assumed.prompt),
         *hand_over_phases(config, vocab_size, machines, roles),
     ]
     tokens = sum(answers) + assumed.prompt * len(answers)
-    return StepTime(steps, longest, mean, tokens, phases, rollout)
+    groups, _ = assumed.groups(config)
+    return StepTime(steps, longest, assumed.mean(config, longest), groups, tokens, phases, rollout)
 
 
 def trainer_phases(
@@ -199,15 +231,17 @@ def generation_phase(
     longest = config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens
     if room < longest + assumed.prompt:
         return None
-    count = config.algorithm.prompts_per_step * config.algorithm.group_size
-    answers = answer_lengths(count, assumed.mean(config, longest), longest)
+    answers, _ = assumed.answers(config, longest)
     return as_phase(generate(config, vocab_size, machines, answers, assumed.prompt, room))
 
 
 def generate(
     config: Config, vocab_size: int, machines: Machines, answers: Sequence[int], prompt: float, room: float
 ) -> Rollout:
-    """Generation of answers of these lengths by the run's engines, which get as many each."""
+    """Generation of answers of these lengths by the run's engines, which get as many each.
+
+    Answers of more groups than `algorithm.prompts_per_step` are submitted later: those refill groups without signal.
+    """
     decoder = decoder_of(config, vocab_size, machines)
     if config.rollout.engine == "sglang":
         engines = max(1, machines.gpus // config.rollout.sglang.tp)
@@ -215,10 +249,18 @@ def generate(
     else:
         engines = machines.gpus // (config.layout.tp * config.layout.pp * config.layout.cp)
         most = config.rollout.concurrent_sequences
-    shares = [answers[number::engines] for number in range(min(engines, len(answers)))]
-    ended = [simulate(decoder, share, prompt, room, most) for share in shares]
+    size = config.algorithm.group_size
+    first = answers[: config.algorithm.prompts_per_step * size]
+    later = answers[len(first) :]
+
+    def simulated(at_first: Sequence[int], then: Sequence[int]) -> Generated:
+        lengths = [*at_first, *then]
+        return simulate(decoder, lengths, prompt, room, most, draws(lengths, len(at_first), size))
+
+    shares = [(first[number::engines], later[number::engines]) for number in range(min(engines, len(first)))]
+    ended = [simulated(*share) for share in shares]
     mean = max(1, round(sum(answers) / len(answers)))
-    level = simulate(decoder, [mean] * len(shares[0]), prompt, room, most).seconds
+    level = simulated([mean] * len(shares[0][0]), [mean] * len(shares[0][1])).seconds
     slowest = max(ended, key=lambda engine: engine.seconds)
     alone = max(answers) / decoder.accepted * decoder.step(1, max(answers) / 2 + prompt)
     return Rollout(

@@ -205,8 +205,10 @@ def _gathered(config: Config, rows: float) -> float:
 
 def layer_backward(config: Config, forward: Parts) -> Parts:
     """Seconds of a layer's backward pass: twice the products, for gradients of inputs and of weights; with adapters the
-    weights have none. What is recomputed comes again."""
-    again = {"none": (), "selective": ("attention",), "full": tuple(forward)}[config.layout.recompute]
+    weights have none. What is recomputed comes again; how many tokens each expert has is known by then."""
+    again = {"none": (), "selective": ("attention",), "full": tuple({*forward} - {"waits for the host"})}[
+        config.layout.recompute
+    ]
     products = 1.0 if config.lora.rank else 2.0
     factors = {
         "matrix products": products,
@@ -214,6 +216,7 @@ def layer_backward(config: Config, forward: Parts) -> Parts:
         "attention": 2.5,  # five products instead of two (Dao, 2023, FlashAttention-2, section 3)
         "single numbers": 2.0,
         "weights to 8 bits": 0.0,  # they are kept for it
+        "waits for the host": 0.0,
         "tensor parallel": 1.5,  # inputs are gathered once more for the gradients of weights
     }
     return {name: (factors.get(name, 1.0) + (name in again)) * seconds for name, seconds in forward.items()}

@@ -100,7 +100,7 @@ def _push(config: Config, policy: Policy, rank: int) -> None:
     policy.gather_parameters()
     for bucket in hf_buckets(policy, sglang.bucket_bytes, own_experts(config, rank % sglang.tp)):
         offered = flattened(quantised_bucket(bucket) if sglang.fp8 else bucket)
-        del offered
+        del bucket, offered
 
 
 def _save(models: Sequence[Model | ReferencePolicy], rehearsal: Rehearsal) -> None:

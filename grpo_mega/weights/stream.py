@@ -188,6 +188,7 @@ class _Sharing:
             dist.broadcast(message, dist.get_global_rank(self._group, sender), group=self._group)
             self._unpack(message, pieces, whole)
             self._count(received=0 if mine else message.nbytes, sent=message.nbytes if mine else 0)
+            del message  # before the next has its memory
         return self._handed_out(whole)
 
     def give_each(self, buckets: Sequence[list[Entry]]) -> Bucket:

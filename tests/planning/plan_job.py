@@ -39,7 +39,7 @@ ENGINES = {
     "many_requests": ["rollout.sglang.arguments.cuda_graph_max_bs_decode=301"],
     "dp_lm_head": ["+rollout.sglang.arguments.enable_dp_lm_head=true"],
     "short_pieces": ["rollout.sglang.arguments.chunked_prefill_size=1024"],
-    "own_share": ["+rollout.sglang.arguments.mem_fraction_static=0.5"],
+    "own_share": ["+rollout.sglang.arguments.mem_fraction_static=0.5", "rollout.sglang.bucket_bytes=1000000000"],
     "tp8": ["rollout.sglang.tp=8", "rollout.sglang.arguments.ep_size=8"],
 }
 TAUGHT = {"single": [], "pp2": ["layout=pp2"], "ep2": ["layout.ep=2"], "tp2": ["layout=tp2"]}

@@ -18,6 +18,7 @@ KINDS = {"the first": ((2, 3), 0), "the last with the first limit": ((5, 6), 0),
 
 def measured(steps: tuple[int, int], gpus: int, vocab_size: int, answer: float, peak: float | None) -> dict[str, Any]:
     return {"steps": steps, "gpus": gpus, "vocab_size": vocab_size, "prompt": 99.6, "answer": answer} | {
+        "signal": 1.0,
         "seconds": SECONDS,
         "peak": peak,
     }

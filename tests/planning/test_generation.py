@@ -12,7 +12,7 @@ from grpo_mega import platform
 
 platform.start()
 
-from grpo_mega.planning.generation import Decoder, simulate  # noqa: E402
+from grpo_mega.planning.generation import Decoder, draws, simulate  # noqa: E402
 from grpo_mega.planning.lengths import answer_lengths  # noqa: E402
 
 ROOM = 1e9
@@ -88,6 +88,27 @@ def test_answers_that_do_not_run_at_once_take_their_turns(decoder: Decoder, answ
     one = simulate(decoder, [answer] * most, 10, ROOM, most)
     assert done.waves == pytest.approx(waves)
     assert done.seconds == pytest.approx(waves * one.seconds)
+
+
+@given(decoders, lengths, st.integers(1, 40), st.integers(1, 5))
+def test_refilled_groups_begin_when_the_one_that_they_replace_has_ended(
+    decoder: Decoder, answers: list[int], first: int, size: int
+) -> None:
+    first = min(first, len(answers))
+    after = draws(answers, first, size)
+    assert sorted(number for numbers in after.values() for number in numbers) == [*range(first, len(answers))]
+    assert all(old < new for old, numbers in after.items() for new in numbers)
+    done = simulate(decoder, answers, 10, ROOM, MANY, after)
+    assert done.tokens == sum(answers)
+    assert done.ends[-1] >= simulate(decoder, answers, 10, ROOM, MANY).ends[-1] * (1 - 1e-9)
+
+
+def test_a_chain_of_refilled_groups_is_generated_one_after_the_other() -> None:
+    decoder = Decoder(5e9, 0.0, 0.0, 0.0, 1, 2e12, 0.0, 5e-3, 0.0, 0.0)
+    answers = [30, 50, 20, 70, 10, 10]
+    assert draws(answers, 2, 2) == {1: range(2, 4), 3: range(4, 6)}
+    done = simulate(decoder, answers, 10, ROOM, MANY, draws(answers, 2, 2))
+    assert done.seconds == pytest.approx((50 + 70 + 10) * decoder.step(1, 0))
 
 
 def test_a_cache_that_is_too_small_costs_time_and_evicts() -> None:

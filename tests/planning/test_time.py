@@ -114,6 +114,47 @@ def test_only_lengths_that_differ_have_a_tail_and_more_gpus_do_not_shorten_it() 
     assert twice.slowest.seconds >= twice.alone
 
 
+REFILL = [*SMALL, "algorithm.groups_without_signal=refill", "algorithm.refill_limit=3"]
+
+
+@pytest.mark.parametrize(
+    ("signal", "rule", "drawn", "learned"),
+    [
+        (0.5, "count", 8, 8),
+        (0.5, "drop", 8, 4),
+        (0.0, "drop", 8, 1),
+        (1.0, "refill", 8, 8),
+        (0.5, "refill", 16, 8),
+        (8 / 11, "refill", 11, 8),
+        (0.25, "refill", 24, 6),  # three times as many at most
+        (0.0, "refill", 24, 1),
+    ],
+)
+def test_groups_that_are_drawn_and_learned_from(signal: float, rule: str, drawn: int, learned: int) -> None:
+    config, _ = made(REFILL)
+    config.algorithm.groups_without_signal = rule
+    assumed = Assumed(500, 200, signal)
+    assert assumed.groups(config) == (drawn, learned)
+    answers, kept = assumed.answers(config, 1024)
+    assert (len(answers), len(kept)) == (16 * drawn, 16 * learned)
+
+
+@pytest.mark.parametrize("signal", [-0.1, 1.1, float("nan")])
+def test_a_share_of_groups_is_between_0_and_1(signal: float) -> None:
+    with pytest.raises(ValueError, match="groups with signal is not between 0 and 1"):
+        Assumed(500, 200, signal).groups(made(REFILL)[0])
+
+
+def test_prompts_that_replace_others_are_generated_after_them_and_not_learned_from_twice() -> None:
+    plain, refilled = (stepped(REFILL, Assumed(500, signal=signal)) for signal in (1.0, 0.5))
+    assert (plain.groups, refilled.groups) == (8, 16)
+    assert refilled.tokens == pytest.approx(2 * plain.tokens, rel=0.05)
+    generation, *others = ((a.seconds, b.seconds) for a, b in zip(plain.phases, refilled.phases, strict=True))
+    assert 1.5 * generation[0] < generation[1] < 2.5 * generation[0]  # one answer after the other, of any length
+    for before, after in others:
+        assert after == pytest.approx(before, rel=0.1)
+
+
 def test_what_bounds_a_step_is_said_and_a_tail_and_an_overflow_are_warned_of() -> None:
     long = stepped(EXPERTS, Assumed(answer=1000))
     assert bound(long).startswith("generation, ")
@@ -133,7 +174,8 @@ def test_adapters_save_gradients_of_weights_and_recomputation_costs_a_forward_pa
     full = layer_backward(config, forward)
     config.layout.recompute = "none"
     none = layer_backward(config, forward)
-    assert {name: full[name] - none[name] for name in full} == pytest.approx(forward)
+    again = forward | ({"waits for the host": 0.0} if experts else {})  # they are not repeated
+    assert {name: full[name] - none[name] for name in full} == pytest.approx(again)
     config.lora.rank = 8
     adapted = layer_backward(config, forward)
     assert none["matrix products"] - adapted["matrix products"] == pytest.approx(forward["matrix products"])

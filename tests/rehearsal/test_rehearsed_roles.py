@@ -1,4 +1,4 @@
-"""A teacher with an architecture of its own and a reward model beside the policy: two layers of DeepSeekMath's."""
+"""A teacher and a reward model, each with an architecture of its own, beside two layers of DeepSeekMath's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rehearsing import needs_environment, rehearse
 
-from grpo_mega.config.load import compose_config
+from grpo_mega.config.load import compose_config, to_yaml
 
 pytestmark = [pytest.mark.long, needs_environment]
 TEACHER = {
@@ -17,6 +17,8 @@ TEACHER = {
     "vocab_size": 102400, "rope_theta": 1e4, "torch_dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }  # fmt: skip
+SCORER = ["model.layers=3", "model.hidden=1024", "model.heads=8", "model.kv_heads=8", "model.ffn_hidden=3072"]
+"""The reward model, as its run was trained."""
 LAYERS, TP, TOKENS = 2, 2, 2 * 2048
 SCORED = TOKENS // 2
 """The second half of each sequence."""
@@ -27,7 +29,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("roles")
     (folder / "teacher").mkdir()
     (folder / "teacher" / "config.json").write_text(json.dumps(TEACHER))
-    roles = (f"distill.teacher={folder / 'teacher'}", "distill.reward_coef=1", f"reward.model.path={folder / 'none'}")
+    (folder / "scorer").mkdir()
+    (folder / "scorer" / "config.yaml").write_text(to_yaml(compose_config(["experiment=deepseekmath_7b", *SCORER])))
+    roles = (f"distill.teacher={folder / 'teacher'}", "distill.reward_coef=1", f"reward.model.path={folder / 'scorer'}")
     return rehearse(
         folder, 0, "deepseekmath_7b", "--rank", "0", "--lengths", "2048,2048", f"model.layers={LAYERS}", *roles
     )
@@ -48,7 +52,7 @@ def test_every_role_makes_its_pass(measured: dict[str, Any]) -> None:
     body = TOKENS * products(model.hidden, model.ffn_hidden, LAYERS)
     head = SCORED * 2 * model.hidden * (model.vocab_size or 0) / TP
     taught = TOKENS * products(1024, 2816, 3) + SCORED * 2 * 1024 * 102_400 / TP
-    assert phase(measured, "scores")["flops"] == pytest.approx(body, rel=0.01)
+    assert phase(measured, "scores")["flops"] == pytest.approx(TOKENS * products(1024, 3072, 3), rel=0.01)
     assert phase(measured, "reference log-probs")["flops"] == pytest.approx(body + head, rel=0.01)
     assert phase(measured, "teacher log-probs")["flops"] == pytest.approx(taught, rel=0.01)
 

@@ -22,6 +22,7 @@ from grpo_mega.rollout.sglang.arguments import attention_copies, own_experts, su
 from grpo_mega.weights import fp8
 from grpo_mega.weights.merging import merged_bytes
 from grpo_mega.weights.names import Entry, entries
+from grpo_mega.weights.stream import plan
 
 logger = logging.getLogger(__name__)
 
@@ -146,16 +147,13 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
     cache = static_bytes(config, capacity) - sum(held.values())
     caches = attention_copies(config.rollout.sglang)
     tokens = max(0, int(cache / cache_bytes(config))) * caches
-    bucket = config.rollout.sglang.bucket_bytes
-    sent = max(1, _buckets(config) - 2) * bucket
-    merged = merged_bytes(config.model, config.lora, config.layout.tp, sent)
     return {
         "hand-over": held
         | {
             "KV cache": 0.0,
             "engine's work": ENGINE_ASLEEP,
             "trainer's weights": trainer_weights,
-            "buckets": _buckets(config) * bucket + merged,
+            "buckets": _under_way(config, vocab_size),
             "libraries": FIXED,
         },
         "generation": held
@@ -180,13 +178,18 @@ def _bytes(entry: Entry, config: Config) -> int:
     return math.prod(entry.shape) * fp8.DTYPE.itemsize + 4 * math.prod(fp8.scale_shape(entry.shape))
 
 
-def _buckets(config: Config) -> int:
-    """Number of buckets on a GPU at once: the arriving one, the tensors made of it, and those that the rank sends.
+def _under_way(config: Config, vocab_size: int) -> float:
+    """Bytes of weights on a GPU while they are pushed: a bucket as it arrives, its tensors, and what the rank sends.
 
     When every rank gets experts of its own, the pipeline stage that holds a layer sends a bucket to every other stage.
-    Merged adapter weights are added, see `merged_bytes`.
+    A tensor that is larger than a bucket, such as an embedding, arrives alone. Adapters are merged beside them.
     """
-    return 2 if own_experts(config, 0) is None else 2 + config.layout.pp
+    bucket = config.rollout.sglang.bucket_bytes
+    sent = 0 if own_experts(config, 0) is None else config.layout.pp
+    alone = plan(entries(config.model, vocab_size), byte_budget=1)
+    largest = max(sum(entry.bytes for entry in tensors) for tensors in alone)
+    merged = merged_bytes(config.model, config.lora, config.layout.tp, max(1, sent) * bucket)
+    return max((2 + sent) * bucket, 2 * largest) + merged
 
 
 def _gpus(entry: Entry, config: Config) -> int:
