@@ -88,8 +88,8 @@ def assumptions(config: Config, assumed: Assumed) -> list[str]:
     if what is None or assumed.signal < 1:
         return []
     return [
-        f"groups without signal {what} (algorithm.groups_without_signal={rule}): these figures are of steps in which all "
-        "have signal; --signal says how many do"
+        f"groups without signal {what} (algorithm.groups_without_signal={rule}): these figures are of steps in which "
+        "all have signal; --signal says how many do"
     ]
 
 

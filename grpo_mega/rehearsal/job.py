@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_mega.config.attention import attention_on_gpu
 from grpo_mega.config.rules import ConfigError
-from grpo_mega.config.schema import REWARD_MODELS, Config
+from grpo_mega.config.schema import Config
 from grpo_mega.models.schedule import cells_per_token
 from grpo_mega.planning.lines import OTHERS
 from grpo_mega.rehearsal.spec import RankSpec, balanced, check_lengths, skewed
@@ -118,7 +118,7 @@ def specs(
     Raises:
         ConfigError: They do not exist, or cannot be rehearsed.
     """
-    _check_kind(config)
+    _check_gpus(config)
     world_size, stages = planned["gpus"], config.layout.pp
     firsts = [stage * world_size // stages for stage in range(stages)]
     ranks = firsts if rank in ("worst", "all-stages") else [_number(rank, world_size)]
@@ -142,16 +142,11 @@ def specs(
                 )
 
 
-def _check_kind(config: Config) -> None:
+def _check_gpus(config: Config) -> None:
     if config.cluster.gpu_memory_mib is None:
         raise ConfigError(
             f"{config.run.name} names no GPUs (cluster.gpu_memory_mib is null): give cluster=h100, or choose an "
             "experiment that has some"
-        )
-    if config.run.trains in REWARD_MODELS:
-        raise ConfigError(
-            f"run.trains={config.run.trains}: a rehearsal is of a run that trains a policy; tools/plan.py computes "
-            "what this one needs"
         )
 
 

@@ -38,6 +38,15 @@ class Models:
         return [model for model in (self.policy, self.critic, self.reference) if model is not None]
 
 
+def build_reward_model(config: Config, topology: Topology, platform: Platform) -> ScalarModel:
+    """This rank's part of the reward model that a run trains, with its optimizer."""
+    settings = config.optimizer
+    parallel = (topology, platform, settings.distributed, settings.overlap)
+    model = ScalarModel(REWARD_MODEL, config.model, config.layout, config.model.vocab_size or 0, *parallel)
+    model.use_optimizer(settings)
+    return model
+
+
 def build(config: Config, topology: Topology, platform: Platform) -> Models:
     """This rank's part of all models, with optimizers.
 

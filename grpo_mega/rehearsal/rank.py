@@ -6,11 +6,12 @@ from contextlib import suppress
 from typing import Any
 
 from grpo_mega.algorithm.objective import Loss
+from grpo_mega.config.schema import REWARD_MODELS
 from grpo_mega.platform import Platform
 from grpo_mega.rehearsal import stand_ins, world
 from grpo_mega.rehearsal.measure import DoesNotFit, Rehearsal
 from grpo_mega.rehearsal.spec import RankSpec
-from grpo_mega.rehearsal.step import step
+from grpo_mega.rehearsal.step import reward_model_step, step
 
 
 def rehearse(spec: RankSpec, platform: Platform, loss: Loss, on_policy: bool) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def rehearse(spec: RankSpec, platform: Platform, loss: Loss, on_policy: bool) ->
     Args:
         spec: The rank and its sequences.
         platform: Of this process, whose device is the null GPU.
-        loss: Of an update.
+        loss: Of an update of a policy.
         on_policy: Whether a step has one update, which needs no log-probs before it.
     """
     config = spec.config
@@ -27,7 +28,10 @@ def rehearse(spec: RankSpec, platform: Platform, loss: Loss, on_policy: bool) ->
     stand_ins.apply(spec)
     rehearsal = Rehearsal()
     with suppress(DoesNotFit):
-        step(spec, platform, topology, loss, on_policy, rehearsal)
+        if config.run.trains in REWARD_MODELS:
+            reward_model_step(spec, platform, topology, rehearsal)
+        else:
+            step(spec, platform, topology, loss, on_policy, rehearsal)
     return {
         "rank": spec.rank,
         "stage": topology.pp_rank,

@@ -17,11 +17,11 @@ from grpo_mega.config.schema import Config
 from grpo_mega.models.model import Model
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
-from grpo_mega.models.scalar import ClippedSquaredError
+from grpo_mega.models.scalar import ClippedSquaredError, cross_entropy, value_itself
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
 from grpo_mega.rehearsal.measure import Rehearsal
-from grpo_mega.rehearsal.models import Models, build
+from grpo_mega.rehearsal.models import Models, build, build_reward_model
 from grpo_mega.rehearsal.spec import RankSpec
 from grpo_mega.rehearsal.unwritten import UnwrittenHost
 from grpo_mega.rollout.sglang.arguments import own_experts
@@ -39,13 +39,34 @@ def step(
     with rehearsal.phase("build"):
         models = build(config, topology, platform)
         rehearsal.memory = TrainerMemory(models.all, suspend_process_groups=False)
-    batch = _batch(spec)
+    batch = _batch(spec.lengths, [(length + 1) // 2 for length in spec.lengths])
     batch = _passes(config, models, batch, on_policy, rehearsal)
     for number in (1, 2):  # the second finds what the first has left: moments, caches, fragments
         _update(config, models, batch, loss, number, rehearsal)
     if config.rollout.engine == "sglang":
         _turn(config, models.policy, topology.rank, rehearsal)
     _save(models.saved, rehearsal)
+
+
+def reward_model_step(spec: RankSpec, platform: Platform, topology: Topology, rehearsal: Rehearsal) -> None:
+    """Builds the reward model that a run trains, and makes two updates, as its stage does (`stages/reward_model.py`,
+    `stages/process_reward_model.py`). Raises DoesNotFit when memory runs out."""
+    config = spec.config
+    of_steps = config.run.trains == "process_reward_model"
+    with rehearsal.phase("build"):
+        model = build_reward_model(config, topology, platform)
+        rehearsal.memory = TrainerMemory([model], suspend_process_groups=False)
+    batch = _batch(spec.lengths, [length - 1 for length in spec.lengths])
+    batch = batch.with_(returns=torch.ones(len(batch.tokens)))
+    for number in (1, 2):
+        if not of_steps:  # the preference loss is of two responses, whose scores come first
+            with rehearsal.phase(f"scores, update {number}"):
+                model.values(batch)
+        with rehearsal.phase(f"gradients, update {number}"):
+            gradients = model.gradients(batch, cross_entropy if of_steps else value_itself)
+        with rehearsal.phase(f"optimizer, update {number}"):
+            model.apply(gradients, config.pairs.lr)
+    _save([model], rehearsal)
 
 
 def _passes(config: Config, models: Models, batch: Batch, on_policy: bool, rehearsal: Rehearsal) -> Batch:
@@ -130,9 +151,8 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if is_part and tensor.device.type == "cpu" else tensor
 
 
-def _batch(spec: RankSpec) -> Batch:
-    """Sequences of these lengths; the second half of each is learned."""
-    sequences = [[0] * length for length in spec.lengths]
-    batch = pack_tokens(sequences, [(length + 1) // 2 for length in spec.lengths])
+def _batch(lengths: Sequence[int], first: Sequence[int]) -> Batch:
+    """Sequences of these lengths, learned from their token of the number `first` on."""
+    batch = pack_tokens([[0] * length for length in lengths], first)
     ones = torch.ones(len(batch.tokens))
     return batch.with_(advantage=ones, weight=batch.mask / batch.mask.sum())

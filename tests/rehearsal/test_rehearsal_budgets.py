@@ -46,7 +46,6 @@ NOT_REHEARSED = {
     "r1_671b": "r1zero_671b with other data",
     "r1_671b_all": "r1zero_671b with other data",
     "r1_671b_sft": "r1zero_671b with supervised steps before",
-    "r1_671b_reward_model": "a reward model",
     "r1_distilled_1_5b": "supervised steps of a file that is not there; countdown_1b is of its architecture",
 }
 

@@ -74,12 +74,6 @@ def test_what_cannot_be_rehearsed_is_named(settings: list[str], rank: str, lengt
         asked(compose_config(["experiment=r1zero_671b", *settings]), rank, lengths)
 
 
-def test_a_run_that_trains_no_policy_is_refused() -> None:
-    scores = compose_config(["experiment=tiny_reward_model", "cluster=h100", "pairs.path=pairs.jsonl"])
-    with pytest.raises(ConfigError, match=r"run\.trains=reward_model: a rehearsal is of a run that trains a policy"):
-        asked(scores)
-
-
 def test_a_machine_without_the_environment_says_what_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NoEnvironment, match=r"make \.venv-rehearse/\.ready"):
         Environment.find(tmp_path)
