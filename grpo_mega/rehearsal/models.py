@@ -13,6 +13,7 @@ from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel
 from grpo_mega.models.teacher import Teacher
 from grpo_mega.models.topology import Topology
+from grpo_mega.planning.plan import vocabulary
 from grpo_mega.platform import Platform
 
 
@@ -42,7 +43,7 @@ def build_reward_model(config: Config, topology: Topology, platform: Platform) -
     """This rank's part of the reward model that a run trains, with its optimizer."""
     settings = config.optimizer
     parallel = (topology, platform, settings.distributed, settings.overlap)
-    model = ScalarModel(REWARD_MODEL, config.model, config.layout, config.model.vocab_size or 0, *parallel)
+    model = ScalarModel(REWARD_MODEL, config.model, config.layout, vocabulary(config), *parallel)
     model.use_optimizer(settings)
     return model
 
@@ -53,7 +54,7 @@ def build(config: Config, topology: Topology, platform: Platform) -> Models:
     Raises:
         ValueError: The files of a teacher or a reward model say nothing of its architecture.
     """
-    vocab_size, settings = config.model.vocab_size or 0, config.optimizer
+    vocab_size, settings = vocabulary(config), config.optimizer
     here, overlapped = (topology, platform), (settings.distributed, settings.overlap)
     policy = Policy(
         config.model,

@@ -91,6 +91,13 @@ def _shards_of_others(spec: RankSpec) -> None:
     stream._Sharing.__init__ = with_others  # type: ignore[method-assign]
 
 
+def _tensors_as_text(spec: RankSpec) -> None:
+    def without_values(self: torch.Tensor, *, tensor_contents: str | None = None) -> str:
+        return f"tensor({list(self.shape)}, device={self.device}, dtype={self.dtype})"
+
+    torch.Tensor.__repr__ = without_values  # type: ignore[method-assign, assignment]
+
+
 STAND_INS = (
     StandIn(
         "balanced experts",
@@ -106,6 +113,12 @@ STAND_INS = (
         "finite numbers",
         "no kernel writes, so memory holds zeros or leftovers: checks are made, and what they find is ignored",
         _finite,
+    ),
+    StandIn(
+        "tensors as text",
+        "to print a tensor, torch selects its finite numbers, and how many there are is computed by a kernel: leftovers "
+        "stand in for that count, up to more than the machine has memory for",
+        _tensors_as_text,
     ),
 )
 

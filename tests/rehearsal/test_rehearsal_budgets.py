@@ -32,6 +32,7 @@ BUDGETS = {
     "gsm8k_0.5b": Budget(reserved=35.2, launches=1790, waits=5),
     "r1zero_671b_h200": Budget(reserved=84.1, launches=18490, waits=71),
     "gsm8k_0.5b algorithm=ppo": Budget(reserved=44.8, launches=1790, waits=5),
+    "r1_671b_reward_model": Budget(reserved=47.4, launches=15710, waits=71),
     "deepseek_v3_lora": Budget(reserved=36.5, launches=28660, waits=72),
     "qwen3_30b_a3b": Budget(reserved=53.9, launches=7830, waits=56),
     "qwen3_30b_a3b_lora": Budget(reserved=17.1, launches=20490, waits=56),

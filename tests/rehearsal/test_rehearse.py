@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,3 +103,16 @@ def test_a_rank_that_does_not_fit_says_who_asked_for_the_memory(tmp_path: Any) -
     assert ".py:" in rank["failure"]["owner"]  # of a layer's forward pass, whichever comes too late
     assert "does not fit" in measured["text"]
     assert rank["phases"][-1]["peak_reserved"] <= rank["capacity"] - rank["taken"]
+
+
+def test_a_run_that_trains_a_reward_model_of_steps(tmp_path: Path) -> None:
+    """Of the toy's own tokens, which no setting counts, and without a distributed optimizer: Megatron prints tensors
+    when it saves that."""
+    settings = ("cluster=h100", "pairs.path=steps.jsonl", "optimizer.distributed=false")
+    [rank] = rehearse(tmp_path, 0, "tiny_process_reward_model", "--rank", "0", *settings)["ranks"]
+    assert [phase["name"] for phase in rank["phases"]] == [
+        "build", "gradients, update 1", "optimizer, update 1", "gradients, update 2", "optimizer, update 2",
+        "checkpoint, reward model",
+    ]  # fmt: skip
+    assert rank["phases"][-1]["waits"] < 200
+    assert rank["phases"][0]["held"]["reward model weights"] > 0
