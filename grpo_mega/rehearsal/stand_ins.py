@@ -116,8 +116,8 @@ STAND_INS = (
     ),
     StandIn(
         "tensors as text",
-        "to print a tensor, torch selects its finite numbers, and how many there are is computed by a kernel: leftovers "
-        "stand in for that count, up to more than the machine has memory for",
+        "to print a tensor, torch selects its finite numbers, and how many these are is computed by a kernel: its "
+        "place holds leftovers, of up to more than the machine has memory for",
         _tensors_as_text,
     ),
 )

@@ -45,7 +45,6 @@ class Traffic:
     sent_bytes: int = 0
 
 
-@torch.no_grad()
 def hf_buckets(
     policy: Policy,
     byte_budget: int,
@@ -176,6 +175,7 @@ class _Sharing:
             for key, box in of_rank:
                 self._holder[key].setdefault(box, rank)  # the first of several replicas
 
+    @torch.no_grad()  # of a generator it would hold a bucket until the next is made
     def give_to_all(self, bucket: list[Entry]) -> Bucket:
         """A bucket on every rank: each rank broadcasts the shards that it is to send, one message per dtype."""
         whole = self._empty(bucket)
@@ -191,6 +191,7 @@ class _Sharing:
             del message  # before the next has its memory
         return self._handed_out(whole)
 
+    @torch.no_grad()
     def give_each(self, buckets: Sequence[list[Entry]]) -> Bucket:
         """A different bucket for every rank, in one exchange; shards that a rank holds itself are not sent."""
         ranks, me, dtype = range(len(buckets)), self._me, self.entries[0].dtype
