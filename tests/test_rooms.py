@@ -134,6 +134,14 @@ def test_only_assemble_names_stages() -> None:
     assert [here for here, others in rooms_known().items() if "stages" in others] == ["assemble"]
 
 
+def test_the_loop_of_grpo_is_the_algorithm_alone() -> None:
+    """About a page, beside the paper: `run.phase` stops, times and beats, and nothing of these stands between the lines."""
+    loop = (PACKAGES["grpo_mega"] / "stages" / "grpo.py").read_text()
+    assert loop.count("\n") <= 155
+    for word in ("stopping", "timer", "beat", "isinstance", "barrier", "Producer(", "Engine"):
+        assert word not in loop, word
+
+
 @pytest.mark.parametrize(
     ("package", "allowed"),
     [("algorithm", {"torch", "grpo_kernels", "grpo_mega"}), ("grpo_kernels", {"torch", "triton", "grpo_kernels"})],

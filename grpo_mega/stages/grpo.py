@@ -22,7 +22,7 @@ from grpo_mega.stages.loss import loss_of
 from grpo_mega.stages.metrics import achieved
 from grpo_mega.stages.refill import refill_of
 from grpo_mega.stages.rollouts import Rollouts
-from grpo_mega.stages.shown import with_numbers, with_old_logprobs
+from grpo_mega.stages.shown import with_numbers
 from grpo_mega.stages.watch import Watch
 from grpo_mega.types import Batch
 
@@ -75,26 +75,18 @@ class GRPO:
         with run.phase("logprobs"):
             batch = make_batch(rollout, self.config, self.topology, run.step)  # A_i = (r_i - mean(r)) / std(r)
             current = StepInProgress(rollout.groups, batch, shown, shown_groups=shown_groups)
-            if batch is not None:
-                rollout.samples.clear()  # the batch has what is left of them to compute
-                current.batch = penalised(self.with_logprobs(run, batch), rollout.groups, self.config, self.topology)
-            else:  # nothing to learn, but the mismatch of engine and trainer is measured at every step
-                batch = batch_of_all(rollout, self.config, self.topology)
+            if batch is None:  # nothing to learn, but the mismatch of engine and trainer is measured at every step
+                self.watch.compare(current, batch_of_all(rollout, self.config, self.topology), self.policy)
+                return current
+            rollout.samples.clear()  # the batch has what is left of them to compute
+            if self.reference:  # log pi_ref, for the KL term
+                batch = batch.with_(ref_logprob=self.reference.logprobs(batch, self.temperature))
+        with run.phase("logprobs"):
+            if not self.on_policy:  # log pi_old; with a single update per rollout it is the policy's own
                 batch = batch.with_(old_logprob=self.policy.logprobs(batch, self.temperature))
-                current.mismatch = self.watch.mismatch(batch, batch.old_logprob)
-                current.shown = with_old_logprobs(current, batch, self.topology)
-        run.raise_if_stopping()
+                batch = corrected(batch, self.algorithm, self.topology)  # for log pi_old - log pi_engine
+            current.batch = penalised(batch, rollout.groups, self.config, self.topology)
         return current
-
-    def with_logprobs(self, run: Run, batch: Batch) -> Batch:
-        """The batch with all log-probs that its updates need."""
-        if self.reference:  # log pi_ref, for the KL term
-            batch = batch.with_(ref_logprob=self.reference.logprobs(batch, self.temperature))
-            run.raise_if_stopping()
-        if not self.on_policy:  # log pi_old; with a single update per rollout it is the policy's own
-            batch = batch.with_(old_logprob=self.policy.logprobs(batch, self.temperature))
-            batch = corrected(batch, self.algorithm, self.topology)  # for log pi_old - log pi_engine
-        return batch
 
     def update(self, current: StepInProgress, batch: Batch, step: int) -> None:
         """One optimizer update on the GRPO objective (equation 3), weighted over the global mini-batch."""
@@ -112,8 +104,7 @@ class GRPO:
         """Metrics on the validation problems, if an evaluation is due after this step."""
         if not is_due(self.config.run.eval_every, run.step + 1):
             return {}
-        metrics = self.rollouts.evaluate(run, "validation", self.data.validation, run.step + 1)
-        return self.watch.evaluated(metrics)
+        return self.watch.evaluated(self.rollouts.evaluate(run, "validation", self.data.validation, run.step + 1))
 
     def begin(self, run: Run) -> None:
         """Starts from the policy's current weights, which are copied to the reference."""

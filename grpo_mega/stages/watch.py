@@ -21,6 +21,7 @@ from grpo_mega.stages.batches import advantage_options
 from grpo_mega.stages.corrections import correction_metrics
 from grpo_mega.stages.learned_reward import HackingAlarm
 from grpo_mega.stages.metrics import step_metrics
+from grpo_mega.stages.shown import with_old_logprobs
 from grpo_mega.types import Batch
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Watch:
         """Starts with counters at 0; `reward_model` is the checksum of the scoring reward model, empty without one."""
         self._topology, self._success, self._adam = topology, config.reward.success, config.optimizer
         self._algorithm, self._advantages = config.algorithm, advantage_options(config)
+        self._temperature = config.rollout.temperature
         # Groups do not matter with a critic, and a teacher gives signal whatever the rewards are.
         self._learns_from_groups = self._advantages.baseline != "critic" and not config.distill.teacher
         self.tokens = {"generated": 0, "trained": 0}
@@ -86,6 +88,12 @@ class Watch:
             )
         self._compared = True
         return {f"mismatch/{name}": value for name, value in mismatch.items()}
+
+    def compare(self, current: StepInProgress, batch: Batch, policy: Policy) -> None:
+        """Measures the mismatch of a step from which nothing is learned, whose samples are all in `batch`."""
+        batch = batch.with_(old_logprob=policy.logprobs(batch, self._temperature))
+        current.mismatch = self.mismatch(batch, batch.old_logprob)
+        current.shown = with_old_logprobs(current, batch, self._topology)
 
     def noise(self, policy: Policy, schedule: Schedule) -> Metrics:
         """Gradient noise scale of the latest updates, in mini-batches; {} where it cannot be estimated."""
