@@ -135,7 +135,7 @@ def test_only_assemble_names_stages() -> None:
 
 
 def test_the_loop_of_grpo_is_the_algorithm_alone() -> None:
-    """About a page, beside the paper: `run.phase` stops, times and beats, and nothing of these stands between the lines."""
+    """About a page, beside the paper: `run.phase` stops, times and beats, so nothing of these is between the lines."""
     loop = (PACKAGES["grpo_mega"] / "stages" / "grpo.py").read_text()
     assert loop.count("\n") <= 155
     for word in ("stopping", "timer", "beat", "isinstance", "barrier", "Producer(", "Engine"):

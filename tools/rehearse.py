@@ -45,6 +45,10 @@ def main(arguments: list[str]) -> int:
     from grpo_mega.rehearsal.picture import draw
     from grpo_mega.rehearsal.show import show, show_all, worst_of
 
+    for path in filter(None, (options.picture, options.out)):
+        if not path.absolute().parent.is_dir():
+            print(f"error: {path}: there is no folder {path.parent}; make it, or name another", file=sys.stderr)
+            return BAD_INPUT
     settings = [f"experiment={options.experiment.removeprefix('experiment=')}", *options.overrides]
     try:
         config = compose_config(settings)
@@ -55,14 +59,14 @@ def main(arguments: list[str]) -> int:
     except (ValueError, NoEnvironment, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    if options.picture:
-        worst = worst_of(measured)
-        draw(worst, planned["memory"][worst["stage"]], options.picture)
     if options.rank == "worst":
         show_all(measured, planned["memory"])
     else:
         for rank in measured:
             show(rank, planned["memory"][rank["stage"]])
+    if options.picture:
+        worst = worst_of(measured)
+        draw(worst, planned["memory"][worst["stage"]], options.picture)
     if options.out:
         write_atomic(options.out, json.dumps({"planned": planned, "ranks": measured}, indent=1))
     return TOO_BIG if any(rank["failure"] for rank in measured) else FITS

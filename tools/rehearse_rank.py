@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
 from grpo_mega import platform
 from grpo_mega.config.passes import is_on_policy
-from grpo_mega.rehearsal.spec import RankSpec
+from grpo_mega.rehearsal.spec import BAD_SETTINGS, RankSpec
 
 
-def main(specification: str, out: Path) -> None:
-    """Rehearses the rank of a `RankSpec` in JSON, and writes what it measured."""
+def main(specification: str, out: Path) -> int:
+    """Rehearses the rank of a `RankSpec` in JSON, and writes what it measured; returns the exit code."""
     warnings.filterwarnings("ignore")
     spec = RankSpec.from_json(specification)
     here = platform.start()
@@ -22,9 +23,15 @@ def main(specification: str, out: Path) -> None:
     from grpo_mega.stages.loss import loss_of
 
     on_policy = is_on_policy(spec.config)
-    measured = rehearse(spec, here, loss_of(spec.config.algorithm, on_policy), on_policy)
+    try:
+        measured = rehearse(spec, here, loss_of(spec.config.algorithm, on_policy), on_policy)
+    except ValueError as error:  # settings that only this environment can judge
+        traceback.print_exc()
+        out.write_text(str(error))
+        return BAD_SETTINGS
     out.write_text(json.dumps(measured))
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

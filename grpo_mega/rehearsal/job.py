@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform as machine
 import subprocess
@@ -18,7 +19,7 @@ from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config
 from grpo_mega.models.schedule import cells_per_token
 from grpo_mega.planning.lines import OTHERS
-from grpo_mega.rehearsal.spec import RankSpec, balanced, check_lengths, skewed
+from grpo_mega.rehearsal.spec import BAD_SETTINGS, RankSpec, balanced, check_lengths, skewed
 
 AT_WORK = ("activations kept", "one layer, saved", "one layer, at work", "output layer")
 """The planner's lines for what comes and goes within a step; the rest is held."""
@@ -73,12 +74,15 @@ class Environment:
         """What one rank's rehearsal measured.
 
         Raises:
+            ConfigError: The settings cannot run in this environment.
             RuntimeError: The process failed otherwise than by a lack of memory; has its last lines.
         """
         with tempfile.TemporaryDirectory() as scratch:
             out = Path(scratch) / "measured.json"
             command = [self.folder / "bin" / "python", "-X", "faulthandler", program, spec.to_json(), out]
             done = subprocess.run([*map(str, command)], env=self._variables(spec), capture_output=True, text=True)
+            if done.returncode == BAD_SETTINGS and out.exists():
+                raise ConfigError(out.read_text())
             if done.returncode or not out.exists():
                 raise RuntimeError(
                     f"the rehearsal of rank {spec.rank} ended with code {done.returncode}:\n{done.stderr[-4000:]}"
@@ -119,6 +123,8 @@ def specs(
         ConfigError: They do not exist, or cannot be rehearsed.
     """
     _check_gpus(config)
+    if not (imbalance > 0 and math.isfinite(imbalance)):
+        raise ConfigError(f"--imbalance {imbalance:g}: experts get more than 0 times the average; 1 is balanced")
     world_size, stages = planned["gpus"], config.layout.pp
     firsts = [stage * world_size // stages for stage in range(stages)]
     ranks = firsts if rank in ("worst", "all-stages") else [_number(rank, world_size)]

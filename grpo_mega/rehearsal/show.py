@@ -10,6 +10,8 @@ from grpo_mega.rehearsal.job import AT_WORK
 
 WAITS, COLLECTIVES = 6, 8
 """Rows that are printed of each."""
+SMALL = 5e7
+"""Bytes of an owner that has no word in the line about the peak."""
 OFF = 1e9
 """Bytes by which the planner may differ without a word."""
 
@@ -39,23 +41,37 @@ def show(measured: dict[str, Any], lines: Mapping[str, float]) -> None:
         memory = [f"{phase[name] / 1e9:.1f}" for name in ("allocated", "peak_allocated", "peak_reserved", "host")]
         counts = [f"{phase['launches']:,}", f"{phase['flops'] / 1e12:,.1f}", f"{phase['waits']:,}"]
         _row(phase["name"], [*memory, *counts, f"{pageable / 1e6:.1f}", f"{phase['seconds']:.1f}"])
-    _show_busiest(measured["phases"])
+    _show_peak(measured["phases"])
+    _show_traffic(measured["phases"])
     print(against_plan(measured, lines))
     print(verdict(measured))
 
 
-def _show_busiest(phases: Sequence[dict[str, Any]]) -> None:
-    """Waits and collectives of the phase that has most waits; not the first, in which libraries start."""
-    busiest = max(phases[1:] or phases, key=lambda phase: phase["waits"])
-    if busiest["places"]:
-        print(f"where the host waits, {busiest['name']}:")
-        for place, times in [*busiest["places"].items()][:WAITS]:
-            print(f"{times:>8,}  {place}")
-    rows = [row for phase in phases for row in phase["collectives"] if phase is busiest]
-    if rows:
-        print(f"what is sent, {busiest['name']}:")
-        for row in rows[:COLLECTIVES]:
-            print(f"{row['bytes'] / 1e9:>10.2f} GB  {row['calls']:>6,} x {row['collective']}, {row['group']}")
+def _show_peak(phases: Sequence[dict[str, Any]]) -> None:
+    """Who holds the memory of the GPU at its peak."""
+    fullest = max(phases, key=lambda phase: phase["peak_allocated"])
+    held = {kind: size for kind, size in fullest["held"].items() if size > SMALL}
+    passing = fullest["peak_allocated"] - sum(fullest["held"].values())
+    owners = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in held.items())
+    print(f"at the peak, {fullest['name']}, GB: {owners or 'no model'}; what comes and goes {passing / 1e9:.1f}")
+
+
+def _show_traffic(phases: Sequence[dict[str, Any]]) -> None:
+    """Waits and collectives of the last pass of an update, and of a checkpoint; in a first pass libraries start."""
+    for phase in [last for kind in ("gradients", "checkpoint") if (last := last_of(phases, kind))]:
+        if phase["places"]:
+            print(f"where the host waits, {phase['name']}:")
+            for place, times in [*phase["places"].items()][:WAITS]:
+                print(f"{times:>8,}  {place}")
+        if phase["collectives"]:
+            print(f"what is sent, {phase['name']}:")
+            for row in phase["collectives"][:COLLECTIVES]:
+                print(f"{row['bytes'] / 1e9:>10.2f} GB  {row['calls']:>6,} x {row['collective']}, {row['group']}")
+
+
+def last_of(phases: Sequence[dict[str, Any]], kind: str) -> dict[str, Any] | None:
+    """The last phase whose name begins with this word; None where there is none."""
+    return next((phase for phase in reversed(phases) if phase["name"].startswith(kind)), None)
 
 
 def against_plan(measured: dict[str, Any], lines: Mapping[str, float]) -> str:
@@ -100,12 +116,12 @@ def show_all(everyone: Sequence[dict[str, Any]], memories: Sequence[Mapping[str,
     _row("rank (stage), sequences", ("planned GB", "held", "peak", "reserved", "launches", "waits"))
     for measured in everyone:
         lines, phases = memories[measured["stage"]], measured["phases"]
-        gradients = [phase for phase in phases if phase["name"].startswith("gradients")][-1:] or phases[-1:]
+        gradients = last_of(phases, "gradients") or phases[-1]
         most = max(phase["peak_allocated"] for phase in phases)
         sizes = (of_the_trainer(lines), phases[0]["allocated"], most, peak(measured))
         _row(
             f"{measured['rank']} ({measured['stage']}), {measured['sequences']}",
-            [f"{size / 1e9:.1f}" for size in sizes] + [f"{gradients[0][name]:,}" for name in ("launches", "waits")],
+            [f"{size / 1e9:.1f}" for size in sizes] + [f"{gradients[name]:,}" for name in ("launches", "waits")],
         )
         if measured["failure"]:
             print(f"  {verdict(measured)}")

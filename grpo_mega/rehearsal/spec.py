@@ -12,6 +12,10 @@ from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config
 
 
+BAD_SETTINGS = 2
+"""Exit code of a rank's process whose settings cannot run here; it writes why where its numbers would be."""
+
+
 @dataclass(frozen=True)
 class RankSpec:
     """A rank of a job, and the sequences of its replica's batch.
