@@ -1,8 +1,13 @@
-"""Copies of host tensors to the device."""
+"""Copies between the host and the device for which the host hardly waits."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+
+STAGED = 1 << 28
+"""Bytes of pinned memory that copies to the host pass through; a power of two, as torch would round it up."""
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -13,3 +18,53 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+@torch.no_grad()
+def float_copies(tensors: Iterable[torch.Tensor], staged: int = STAGED) -> list[torch.Tensor]:
+    """Copies of tensors as float32 in ordinary memory of the host, which other processes may inherit.
+
+    From a GPU they pass through `staged` bytes of pinned memory, and the host waits once whenever these are full. A
+    copy straight to ordinary memory would wait for each tensor, and is several times slower.
+    """
+    copies: list[torch.Tensor] = []
+    stage = Stage(staged // torch.float32.itemsize)
+    for tensor in tensors:
+        copies.append(torch.empty(tensor.shape, dtype=torch.float32))
+        if tensor.device.type == "cpu":
+            copies[-1].copy_(tensor)
+        else:
+            stage.pass_on(tensor.flatten(), copies[-1].flatten())
+    stage.arrive()
+    return copies
+
+
+class Stage:
+    """Pinned memory through which numbers pass from a GPU to ordinary memory."""
+
+    def __init__(self, size: int) -> None:
+        """Has room for `size` numbers, which is allocated when the first come."""
+        self._size, self._used = size, 0
+        self._memory: torch.Tensor | None = None
+        self._under_way: list[tuple[torch.Tensor, torch.Tensor]] = []  # where they are here, and where they go
+
+    def pass_on(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies [n] numbers to [n] float32 on the host; they are there after `arrive`."""
+        if self._memory is None:
+            self._memory = torch.empty(self._size, pin_memory=source.device.type == "cuda")
+        for part, goal in zip(source.split(self._size), target.split(self._size), strict=True):
+            if self._used + len(part) > self._size:
+                self.arrive()
+            here = self._memory[self._used : self._used + len(part)]
+            here.copy_(part, non_blocking=True)
+            self._under_way.append((here, goal))
+            self._used += len(part)
+
+    def arrive(self) -> None:
+        """Waits for all numbers, and puts them where they go."""
+        if self._under_way and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        for here, goal in self._under_way:
+            goal.copy_(here)
+        self._under_way.clear()
+        self._used = 0

@@ -57,8 +57,11 @@ def _show_peak(phases: Sequence[dict[str, Any]]) -> None:
 
 
 def _show_traffic(phases: Sequence[dict[str, Any]]) -> None:
-    """Waits and collectives of the last pass of an update, and of a checkpoint; in a first pass libraries start."""
-    for phase in [last for kind in ("gradients", "checkpoint") if (last := last_of(phases, kind))]:
+    """Waits and collectives of the last pass of an update (in the first, libraries start), and of a trained model's
+    checkpoint."""
+    saved = [phase for phase in phases if phase["name"].startswith("checkpoint")]
+    most = max(saved, key=lambda phase: phase["waits"], default=None)
+    for phase in filter(None, (last_of(phases, "gradients"), most)):
         if phase["places"]:
             print(f"where the host waits, {phase['name']}:")
             for place, times in [*phase["places"].items()][:WAITS]:

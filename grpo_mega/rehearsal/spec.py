@@ -11,7 +11,6 @@ from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config
 
-
 BAD_SETTINGS = 2
 """Exit code of a rank's process whose settings cannot run here; it writes why where its numbers would be."""
 

@@ -20,6 +20,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from grpo_mega.models.transfer import float_copies
+
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 """Parts of a parameter's state in a checkpoint: the fp32 weight and the moments."""
 Box = tuple[tuple[int, int], ...]
@@ -41,13 +43,27 @@ class OwnShards(DistributedOptimizer):
         """
         model_state, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
         described = {id(item.data): item for item in nested_values(model_state)}
-        state = {}
+        state: dict[int, dict[str, list[ShardedTensor]]] = {}
         for number, (parameter, start, end) in enumerate(self._own_ranges()):
             item = described[id(parameter)]  # Megatron has made both of the same parameters
             shards = shards_of_range(item, start, end, self.distributed_optimizer_instance_id)
-            values = {} if is_loading else self._get_main_param_and_optimizer_states(parameter)
-            state[number] = {name: [*_filled(shards, name, values.get(name))] for name in NAMES}
+            state[number] = {
+                name: [replace(shard, key=f"optimizer.state.{name}.{shard.key}") for shard in shards] for name in NAMES
+            }
+        if not is_loading:
+            # Copies also of a state on the host: pinned memory is not for the processes that write.
+            copies = iter(float_copies(self._values(state)))
+            for shard in (shard for of_parameter in state.values() for name in NAMES for shard in of_parameter[name]):
+                shard.data = next(copies).view(shard.local_shape)
         return state
+
+    def _values(self, state: dict[int, dict[str, list[ShardedTensor]]]) -> Iterator[torch.Tensor]:
+        """The flat values of each shard of a state, where they are, one parameter after the other."""
+        for number, (parameter, _, _) in enumerate(self._own_ranges()):
+            values = self._get_main_param_and_optimizer_states(parameter)
+            for name in NAMES:
+                sizes = [prod(shard.local_shape) for shard in state[number][name]]
+                yield from values[name].detach().flatten().split(sizes)
 
     @torch.no_grad()
     def load_parameter_state_from_fully_reshardable(self, state_dict: dict) -> None:
@@ -135,17 +151,3 @@ def _tensors(item: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[Shard
         if not tensor.data.is_contiguous():
             raise ValueError(f"{item.key} is stored in another order than it has in memory: a rank cannot write a part")
         yield tensor, tensor.data.storage_offset()
-
-
-def _filled(shards: list[ShardedTensor], name: str, values: torch.Tensor | None) -> Iterator[ShardedTensor]:
-    """Shards of a part of the state with their key, and with the flat `values` of this rank if there are any."""
-    at = 0
-    for shard in shards:
-        size, data = prod(shard.local_shape), None
-        if values is not None:
-            part = values.detach()[at : at + size]
-            there = part.to("cpu", torch.float32)
-            # A copy in any case: pinned memory, where a state on the host is, is not for the processes that write.
-            data = (part.clone() if there is part else there).view(shard.local_shape)
-        yield replace(shard, key=f"optimizer.state.{name}.{shard.key}", data=data)
-        at += size
