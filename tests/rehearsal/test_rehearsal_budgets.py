@@ -1,4 +1,4 @@
-"""Every experiment for GPUs, every pipeline stage, balanced and skewed: budgets of memory, launches and waits.
+"""Every experiment for GPUs, every pipeline stage, balanced and skewed: budgets of memory and launches, few waits.
 
 And what no experiment has by itself: a critic, and stages that take turns with several pieces of the model.
 """
@@ -19,27 +19,30 @@ class Budget:
 
     Attributes:
         reserved: GB that torch's allocator holds, in any phase: passes, updates, the engine's turn, checkpoints.
-        launches, waits: Of the second pass forward and backward: in the first, kernels are compiled, and some tried.
+        launches: Of the second pass forward and backward: in the first, kernels are compiled, and some tried.
     """
 
     reserved: float
     launches: int
-    waits: int
+
+
+AT_THE_END = 4
+"""Waits at the end of a pass: whether gradients are finite, sums for metrics, loads of experts, log-probs."""
 
 
 BUDGETS = {
-    "r1zero_671b": Budget(reserved=65.8, launches=18490, waits=71),
-    "gsm8k_0.5b": Budget(reserved=35.2, launches=1790, waits=5),
-    "r1zero_671b_h200": Budget(reserved=84.1, launches=18490, waits=71),
-    "gsm8k_0.5b algorithm=ppo": Budget(reserved=44.8, launches=1790, waits=5),
-    "r1_671b_reward_model": Budget(reserved=47.4, launches=15710, waits=71),
-    "deepseek_v3_lora": Budget(reserved=36.5, launches=28660, waits=72),
-    "qwen3_30b_a3b": Budget(reserved=53.9, launches=7830, waits=56),
-    "qwen3_30b_a3b_lora": Budget(reserved=17.1, launches=20490, waits=56),
-    "moonlight_16b": Budget(reserved=52.5, launches=6310, waits=33),
-    "deepseekmath_7b": Budget(reserved=45.5, launches=3110, waits=5),
-    "deepseekmath_7b layout.pp=2 layout.vpp=3 model.layers=6": Budget(reserved=11.6, launches=1680, waits=6),
-    "countdown_1b": Budget(reserved=47.2, launches=2020, waits=5),
+    "r1zero_671b": Budget(reserved=65.8, launches=18490),
+    "gsm8k_0.5b": Budget(reserved=35.2, launches=1790),
+    "r1zero_671b_h200": Budget(reserved=84.1, launches=18490),
+    "gsm8k_0.5b algorithm=ppo": Budget(reserved=44.8, launches=1790),
+    "r1_671b_reward_model": Budget(reserved=47.4, launches=15710),
+    "deepseek_v3_lora": Budget(reserved=36.5, launches=28660),
+    "qwen3_30b_a3b": Budget(reserved=53.9, launches=7830),
+    "qwen3_30b_a3b_lora": Budget(reserved=17.1, launches=20490),
+    "moonlight_16b": Budget(reserved=52.5, launches=6310),
+    "deepseekmath_7b": Budget(reserved=45.5, launches=3110),
+    "deepseekmath_7b layout.pp=2 layout.vpp=3 model.layers=6": Budget(reserved=11.6, launches=1680),
+    "countdown_1b": Budget(reserved=47.2, launches=2020),
 }
 """What was measured, with room for a twentieth; two that take long come first for each of two processes."""
 NOT_REHEARSED = {
@@ -69,13 +72,16 @@ def _without_gpus(experiment: str) -> bool:
 @pytest.mark.parametrize("words", BUDGETS)
 def test_every_stage_keeps_to_its_budget(words: str, tmp_path: Path) -> None:
     budget = BUDGETS[words]
-    for rank in rehearse(tmp_path, 0, *words.split())["ranks"]:
+    measured = rehearse(tmp_path, 0, *words.split())
+    stages = measured["planned"]["stages"]
+    for rank in measured["ranks"]:
         which = f"{words}, rank {rank['rank']}, {rank['sequences']}"
         [second] = [phase for phase in rank["phases"] if phase["name"] == "gradients, update 2"]
         reserved = max(phase["peak_reserved"] for phase in rank["phases"]) / 1e9
         assert reserved <= budget.reserved, f"{which}: {reserved:.1f} GB"
         assert second["launches"] <= budget.launches, which
-        assert second["waits"] <= budget.waits, which
+        # As many micro-batches as there are stages; each waits twice at most, and once in every layer of experts.
+        assert second["waits"] <= len(stages) * (2 + stages[rank["stage"]]["moe_layers"]) + AT_THE_END, which
 
 
 GATHERED = ("TENSOR_MODEL_PARALLEL_GROUP", "all-gather")

@@ -8,6 +8,7 @@ import pytest
 from rehearsing import needs_environment, rehearse
 
 from grpo_mega.config.load import compose_config
+from grpo_mega.models.transfer import STAGED
 
 pytestmark = [pytest.mark.long, needs_environment]
 SETTINGS = ("layout.pp=2", "layout.vpp=3", "model.layers=6")
@@ -56,12 +57,14 @@ def test_an_engine_gets_all_weights_in_buckets(measured: dict[str, Any]) -> None
 
 def test_a_checkpoint_takes_what_its_rank_writes(measured: dict[str, Any]) -> None:
     """A rank copies its own part of Adam's state, half of 12 bytes a parameter where there are two replicas, and in the
-    first one the weights, to the host."""
+    first one the weights, to the host, through pinned memory that it keeps."""
     saved, before = phase(measured, "checkpoint, policy"), phase(measured, "trainer returns")
     trained = measured["planned"]["stages"][0]["trained_dense"]
     stage = measured["planned"]["stages"][0]
     a_parameter = 12 / stage["replicas"] + 2
-    assert a_parameter * trained < saved["host"] - before["host"] < (a_parameter + 1) * trained
+    assert a_parameter * trained < saved["host"] - before["host"] < (a_parameter + 1) * trained + STAGED
+    assert saved["waits"] <= saved["to_host_bytes"] / STAGED + 10
+    assert saved["to_host_pageable"] < 0.01 * saved["to_host_bytes"] + 2 * trained  # Megatron copies the weights itself
     assert saved["to_host_bytes"] == pytest.approx(a_parameter * trained, rel=0.01)
     assert saved["allocated"] == pytest.approx(before["allocated"], abs=0.1e9)
     assert phase(measured, "checkpoint, reference")["to_host_bytes"] == pytest.approx(2 * trained, rel=0.01)
