@@ -22,14 +22,14 @@ def fused_options(model: ModelConfig, activation: Any, transformer_engine: bool)
     """Megatron's settings of fused paths for a model with this activation.
 
     Tokens are moved to their experts and back by kernels that know how many rows come out of them, where Megatron's own
-    operations make the host wait (`masked_select`); the choice of experts is one kernel; and so is the activation of
-    routed and shared experts (dense layers are `GatedMLP`s), of which Megatron has the two that are named here.
+    operations make the host wait (`masked_select`); the choice of experts is one kernel; and so is the activation, of
+    which Megatron has the two that are named here.
     """
     experts = transformer_engine and bool(model.moe.experts)
     return dict(
         moe_permute_fusion=experts,
         moe_router_fusion=experts,
-        bias_activation_fusion=experts and activation in (torch.nn.functional.silu, quick_gelu),
+        bias_activation_fusion=transformer_engine and activation in (torch.nn.functional.silu, quick_gelu),
     )
 
 

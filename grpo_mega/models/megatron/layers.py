@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -65,7 +66,9 @@ class GatedMLP(MLP):
     def forward(self, x: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any) -> Any:
         """[..., H] and, for a routed expert, each token's routing probability [...] -> ([..., H], None)."""
         inner = self.linear_fc1(x)[0]
-        if self.config.activation_func is F.silu:
+        if self.config.bias_activation_fusion and self.config.activation_func is F.silu:
+            inner = bias_swiglu_impl(inner, None)  # one kernel, which keeps a and b alone for the backward pass
+        elif self.config.activation_func is F.silu:
             inner = _SwiGLU.apply(inner)
         else:
             a, b = inner.chunk(2, -1)
