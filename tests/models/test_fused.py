@@ -24,7 +24,7 @@ silu = torch.nn.functional.silu
         (8, silu, True, NAMES),
         (8, quick_gelu, True, NAMES),
         (8, gelu_tanh, True, NAMES[:2]),  # Megatron has none of it
-        (0, silu, True, ()),
+        (0, silu, True, NAMES[2:]),
         (8, silu, False, ()),
     ],
 )
