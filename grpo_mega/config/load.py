@@ -159,7 +159,12 @@ def prepare(arguments: Sequence[str]) -> None:
         ValueError: The folder cannot be used, see `use_folder`.
     """
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        use_folder([word for word in arguments if word[:1] == "~" or (word[:1] != "-" and "=" in word)])
+        use_folder([word for word in arguments if is_override(word)])
+
+
+def is_override(word: str) -> bool:
+    """Whether a word of a command line is an override and no option, such as run.steps=20 or ~reward.model."""
+    return word[:1] == "~" or (word[:1] != "-" and "=" in word)
 
 
 def explained(error: Exception, words: Sequence[str] = ()) -> str:
