@@ -2,7 +2,7 @@
 
     python tools/bench_host.py
     python tools/bench_host.py --samples 2048 --replicas 1 2 4 8
-    python tools/bench_host.py experiment=qwen3_30b_a3b --mean 2000
+    python tools/bench_host.py --mean 2000 experiment=qwen3_30b_a3b
 
 This process stands for one rank of a job with the settings and the layout of an experiment, R1-Zero's by default; each
 row of the table is a process of its own. Samples are made up, with log-normal lengths. What other ranks would send is
@@ -41,7 +41,9 @@ import torch
 import torch.distributed as dist
 
 from grpo_mega import platform
-from grpo_mega.config.load import compose_config
+from grpo_mega.config.limits import Interval
+from grpo_mega.config.load import compose_config, is_override
+from grpo_mega.config.rules.problems import multiples
 from grpo_mega.config.schema import Config
 from grpo_mega.types import Answer, Group, Prompt, Rollout, Sample, Score
 
@@ -49,10 +51,41 @@ PROMPT_TOKENS = 200
 SHAPE = 0.8, 32_768
 """Standard deviation of the logarithm of a completion's length, and the longest."""
 PARTS = ("answers", "batch", "schedule", "updates", "metrics", "stop")
+LIMITS = {"samples": Interval("[1, inf)"), "replicas": Interval("[1, inf)"), "mean": Interval(f"[1, {SHAPE[1]}]")}
+DONE, FAILED, BAD_INPUT = 0, 1, 2
 
 
-def main() -> None:
-    """Measures every combination in a process of its own and prints the table."""
+def main(arguments: list[str]) -> int:
+    """Measures every combination in a process of its own and prints the table; returns the exit code."""
+    options, overrides = parsed(arguments)
+    try:
+        config = compose_config(overrides)
+        check(options, config)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    if options.alone:
+        print(json.dumps(measure(config, options.samples[0], options.replicas[0], options.mean)))
+        return DONE
+    rows = []
+    for samples in options.samples:
+        for replicas in options.replicas:
+            one = ["--alone", "--samples", str(samples), "--replicas", str(replicas), "--mean", str(options.mean)]
+            quiet = os.environ | {"PYTHONWARNINGS": "ignore"}  # warnings about packages that are not installed
+            done = subprocess.run([sys.executable, __file__, *one, *overrides], env=quiet, stdout=subprocess.PIPE)
+            if done.returncode:
+                what = f"{samples} samples and {replicas} replicas"
+                print(f"error: the process that measured {what} ended with {done.returncode}", file=sys.stderr)
+                return FAILED
+            rows.append(json.loads(done.stdout))
+    print(table(rows))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return DONE
+
+
+def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the overrides of the configuration, which may stand anywhere among them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, nargs="+", default=[128, 512, 2048, 8192], help="of a whole rollout")
     parser.add_argument("--replicas", type=int, nargs="+", default=[8], help="data parallel size, 8 by default")
@@ -60,31 +93,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--alone", action="store_true", help="measure in this process, print JSON")
     parser.add_argument("overrides", nargs="*", help="configuration overrides, experiment=r1zero_671b by default")
-    options = parser.parse_args()
-    overrides = options.overrides or ["experiment=r1zero_671b"]
-    try:
-        config = compose_config(overrides)
-    except ValueError as error:
-        sys.exit(refused(error))
-    if options.alone:
-        print(json.dumps(measure(config, options.samples[0], options.replicas[0], options.mean)))
-        return
-    rows = []
+    # Behind `--samples 8 16` argparse would take an override for one more number.
+    overrides = [word for word in arguments if is_override(word)]
+    options = parser.parse_intermixed_args([word for word in arguments if not is_override(word)])
+    named = any(word.startswith("experiment=") for word in overrides)
+    return options, [*([] if named else ["experiment=r1zero_671b"]), *options.overrides, *overrides]
+
+
+def check(options: argparse.Namespace, config: Config) -> None:
+    """Raises ValueError for sizes that cannot be measured; names the option and what to choose."""
+    for name, values in (("samples", options.samples), ("replicas", options.replicas), ("mean", [options.mean])):
+        for value in values:
+            if value not in LIMITS[name]:
+                raise ValueError(f"--{name} {value}: {LIMITS[name].refusal(value)}")
+    size = config.algorithm.group_size
     for samples in options.samples:
-        for replicas in options.replicas:
-            one = ["--alone", "--samples", str(samples), "--replicas", str(replicas), "--mean", str(options.mean)]
-            command = [sys.executable, __file__, *one, "--", *overrides]
-            quiet = os.environ | {"PYTHONWARNINGS": "ignore"}  # warnings about packages that are not installed
-            rows.append(json.loads(subprocess.run(command, env=quiet, check=True, stdout=subprocess.PIPE).stdout))
-    print(table(rows))
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
-
-
-def refused(error: ValueError) -> int:
-    """Prints what is wrong with the settings; returns the exit code."""
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+        if samples % size:
+            raise ValueError(
+                f"--samples {samples}: not divisible by algorithm.group_size={size}; choose {multiples(samples, size)}"
+            )
 
 
 @dataclass
@@ -233,9 +260,13 @@ def spelled(ids: Iterable[int]) -> str:
 
 
 def answer_of(number: int, length: int, ranks: int) -> Answer:
-    """Answer of a sample, as known to all ranks; a third of them are right, and holders alternate."""
+    """Answer of a sample, as known to all ranks; a third of them are right, and holders alternate.
+
+    Each has a reason in words, as long as those of the built-in rewards for code and arithmetic.
+    """
     reward = float(number % 3 == 0)
-    return Answer(length, "stop", ((0, 0),), Score(reward, {"own": reward}), number % ranks)
+    reason = f"own: passed {number} tests" if reward else f"own: test 3: add({number}, 5) is {number}, not {number + 5}"
+    return Answer(length, "stop", ((0, 0),), Score(reward, {"own": reward}, reason), number % ranks)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -257,4 +288,4 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

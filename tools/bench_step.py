@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mega import platform
+from grpo_mega.config.limits import Interval
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import Config
@@ -72,7 +73,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=16, help="length of every prompt, 16 by default")
     parser.add_argument("--json", type=Path, help="a file to write the result to, too")
     parser.add_argument("overrides", nargs="*", help="configuration overrides")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     logging.getLogger("megatron").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
     here = platform.start()
@@ -81,6 +82,7 @@ def main() -> None:
         config = compose_config(SHAPE + options.overrides)
         check_layout(config, dist.get_world_size())
         check_backend(config, dist.get_backend())
+        check(options, config)
     except ValueError as error:
         platform.refuse(f"error: {error}")
     steps = measure(config, here, options)
@@ -90,6 +92,18 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(result, indent=2) + "\n")
     dist.destroy_process_group()
+
+
+def check(options: argparse.Namespace, config: Config) -> None:
+    """Raises ValueError for options that cannot be measured; names the option and what to choose."""
+    room = config.model.context - config.rollout.max_new_tokens
+    longest = Interval(f"[1, {room}]", "model.context less rollout.max_new_tokens")
+    positive, whole = Interval("[1, inf)"), Interval("[0, inf)")
+    limits = {"steps": positive, "warmup": whole, "vocabulary": positive, "prompt-tokens": longest}
+    for name, limit in limits.items():
+        value = getattr(options, name.replace("-", "_"))
+        if value not in limit:
+            raise ValueError(f"--{name} {value}: {limit.refusal(value)}")
 
 
 def measure(config: Config, here: platform.Platform, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 BINS = 10
 """Number of bins of the probability, for the calibration error."""
-OUTCOMES = ("min", "product", "last")
 
 
 def step_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -64,7 +63,7 @@ def step_calibration_error(scores: torch.Tensor, labels: torch.Tensor, bins: int
 
 
 def outcome_of_steps(probabilities: Sequence[float], how: str) -> float:
-    """Score of an answer from the probabilities of its steps, one or more: their min, product or last (`OUTCOMES`)."""
+    """Score of an answer from the probabilities of its steps, one or more: their min, product or last."""
     if how == "product":
         return math.prod(probabilities)
     return min(probabilities) if how == "min" else probabilities[-1]

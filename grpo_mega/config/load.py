@@ -159,7 +159,12 @@ def prepare(arguments: Sequence[str]) -> None:
         ValueError: The folder cannot be used, see `use_folder`.
     """
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        use_folder([word for word in arguments if word[:1] == "~" or (word[:1] != "-" and "=" in word)])
+        use_folder([word for word in arguments if is_override(word)])
+
+
+def is_override(word: str) -> bool:
+    """Whether a word of a command line is an override and no option, such as run.steps=20 or ~reward.model."""
+    return word[:1] == "~" or (word[:1] != "-" and "=" in word)
 
 
 def explained(error: Exception, words: Sequence[str] = ()) -> str:
@@ -170,6 +175,9 @@ def explained(error: Exception, words: Sequence[str] = ()) -> str:
         words: The command line, for errors that do not name the setting.
     """
     if isinstance(error, MissingConfigException):
+        group, _, option = str(error.missing_cfg_file).partition("/")
+        if group in groups():
+            return _no_option(f"{group}={option}")
         return " ".join(str(error).partition("Config search path")[0].split())
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
@@ -182,12 +190,14 @@ def explained(error: Exception, words: Sequence[str] = ()) -> str:
     if "Ambiguous value" in message:
         name = message.partition("'")[2].partition("=")[0]
         return f"{name}: a list is written in brackets, text with a comma in quotes, as in \"{name}='one, two'\""
-    name = override or (str(cause.full_key) if isinstance(cause, OmegaConfBaseException) else "")
-    why = str(cause).splitlines()[0]
-    room = name.lstrip("+~").partition(".")[0]
-    return (
-        f"{name}: {why}; {_help_of(room)} shows its values" if name else f"{message}; {_help_of('')} lists the settings"
-    )
+    key = str(cause.full_key) if isinstance(cause, OmegaConfBaseException) else ""
+    name = override or key
+    if not name:
+        return f"{message}; {_help_of('')} lists the settings"
+    known = _help_of(re.split(r"[.=]", name.lstrip("+~"))[0])
+    if _holds_settings(key):
+        return f"{override and override + ': '}{key} is a group of settings; give {key}.NAME=VALUE; {known} lists them"
+    return f"{name}: {str(cause).splitlines()[0]}; {known} shows its values"
 
 
 def _unreadable(word: str) -> str:
@@ -222,6 +232,16 @@ def _unknown(name: str) -> str:
 def _help_of(room: str) -> str:
     known = room if room in {field.name for field in fields(Config)} else ""
     return f"`python -m grpo_mega.train --help{' ' + known if known else ''}`"
+
+
+def _holds_settings(name: str) -> bool:
+    """Whether the name is that of a part of the schema that consists of settings, such as run or data.sources.a."""
+    parts = name.split(".")
+    known = (one.split(".") for one in settings())
+    return any(
+        len(parts) < len(one) and all(part in (own, "NAME") for own, part in zip(parts, one, strict=False))
+        for one in known
+    )
 
 
 def _names_no_option(word: str) -> bool:

@@ -60,11 +60,6 @@ class Near:
         self._runs.append(runs)
 
 
-def likeness(one: str, other: str) -> float:
-    """Jaccard index of the two texts' sets of runs of words; 0 when both are empty."""
-    return _likeness(_runs(one), _runs(other))
-
-
 def _runs(text: str) -> np.ndarray:
     """Hashes of the distinct runs of words, [runs] uint64."""
     of_text = words(text)
@@ -82,5 +77,6 @@ def _bands(runs: np.ndarray) -> Sequence[bytes]:
 
 
 def _likeness(one: np.ndarray, other: np.ndarray) -> float:
+    """Jaccard index of two sets of runs; 0 when both are empty."""
     shared = len(np.intersect1d(one, other, assume_unique=True))
     return shared / max(len(one) + len(other) - shared, 1)

@@ -81,8 +81,6 @@ class Tokenizer(Protocol):
 class CharTokenizer:
     """One token per tag, word or character (digits and operators); `encode` and `decode` are exact inverses."""
 
-    pad_id = 0
-    bos_id = 1
     eos_id = 2
 
     def __init__(self, words: Sequence[str] = ()) -> None:

@@ -28,21 +28,6 @@ NOTHING: Mapping[str, ScalarLoss] = {}
 
 
 @dataclass(frozen=True)
-class SquaredError:
-    """(value - target)^2 of each token, as critics are trained (PPO: Schulman et al., 2017, equation 9).
-
-    Attributes:
-        targets: [T] aligned with the tokens of the replica's batch.
-    """
-
-    targets: torch.Tensor
-
-    def __call__(self, values: torch.Tensor, scored: ScoredTokens) -> torch.Tensor:
-        """[n] values of the scored tokens -> [n] squared errors."""
-        return (values - self.targets.to(values.device)[scored.index]).square()
-
-
-@dataclass(frozen=True)
 class ClippedSquaredError:
     """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 of each token: the loss of PPO's critic.
 

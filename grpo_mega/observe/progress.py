@@ -117,12 +117,6 @@ class Progress:
         return clock(fmean(recent) * max(self.total - self.step, 0)) if recent else ""
 
     @property
-    def seconds_per_step(self) -> float | None:
-        """Of the recent steps, on average; None when none was measured."""
-        recent = list(self._seconds)
-        return fmean(recent) if recent else None
-
-    @property
     def phase_seconds(self) -> float:
         """The time that the phase has taken in this step."""
         return self._spent.get(self.phase, 0.0) + time.monotonic() - self._since

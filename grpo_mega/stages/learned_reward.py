@@ -81,7 +81,7 @@ class StepScores:
     Attributes:
         model: The process reward model.
         separators: Separators of steps with which the model was trained (`step_ends`).
-        outcome: How step scores become the answer's score: one of `OUTCOMES`.
+        outcome: How step scores become the answer's score: see `outcome_of_steps`.
         decode: Decodes token ids to the text of a completion.
     """
 

@@ -35,6 +35,7 @@ HERE = platform.start()
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing import load_plain_tensors  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest  # noqa: E402
+from squared_error import squared_error  # noqa: E402
 
 from grpo_mega.algorithm.objective import negative_log_likelihood  # noqa: E402
 from grpo_mega.checkpoint import checkpoint  # noqa: E402
@@ -42,7 +43,7 @@ from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig, Optimi
 from grpo_mega.models.average import AveragedPolicy  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.reference import ReferencePolicy  # noqa: E402
-from grpo_mega.models.scalar import ScalarModel, SquaredError  # noqa: E402
+from grpo_mega.models.scalar import ScalarModel  # noqa: E402
 from grpo_mega.models.topology import join_layout  # noqa: E402
 from grpo_mega.types import Batch, pack_tokens  # noqa: E402
 
@@ -122,7 +123,7 @@ def train(folder: Path, layout: LayoutConfig, steps: int, how: str) -> None:
         batch = policy.share(batch_of(step))
         policy.update(batch, negative_log_likelihood, lr=0.01)
         average.follow()
-        critic.update(batch, SquaredError((batch.tokens % 3).float()), lr=0.01)
+        critic.update(batch, squared_error((batch.tokens % 3).float()), lr=0.01)
         if saving:
             finish(saving, gate)
         saving = checkpoint.Saving(

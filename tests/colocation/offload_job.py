@@ -22,6 +22,7 @@ from grpo_mega import platform
 HERE = platform.start()
 
 from megatron.core import parallel_state  # noqa: E402
+from squared_error import squared_error  # noqa: E402
 
 from grpo_mega.algorithm.objective import negative_log_likelihood  # noqa: E402
 from grpo_mega.checkpoint import checkpoint  # noqa: E402
@@ -31,7 +32,7 @@ from grpo_mega.models.megatron.packed import PackedTokens  # noqa: E402
 from grpo_mega.models.model import Model  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.reference import ReferencePolicy  # noqa: E402
-from grpo_mega.models.scalar import ScalarModel, SquaredError  # noqa: E402
+from grpo_mega.models.scalar import ScalarModel  # noqa: E402
 from grpo_mega.models.topology import Topology, join_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
@@ -145,7 +146,7 @@ def train(models: Models, between: Callable[[int], None]) -> list[Any]:
     for number in range(UPDATES):
         seen.append(torch.tensor([*update(policy, number).values()]))
         batch = batch_of(policy, number)
-        seen.append(torch.tensor([*critic.update(batch, SquaredError(judge.values(batch)), lr=0.01).metrics.values()]))
+        seen.append(torch.tensor([*critic.update(batch, squared_error(judge.values(batch)), lr=0.01).metrics.values()]))
         between(number)
         seen += [reference.logprobs(batch_of(policy, 9), 0.9), policy.logprobs(batch_of(policy, 9), 0.9)]
         seen += [critic.values(batch_of(policy, 9)), judge.values(batch_of(policy, 9))]
@@ -225,7 +226,7 @@ def uses(models: Models, memory: TrainerMemory, folder: Path) -> dict[str, str]:
         "new reference": lambda: ReferencePolicy(policy),
         "generate": lambda: generate(engine, [Prompt("p", (3, 4), "", "", "")], 2, sampling, version=1),
         "critic values": lambda: critic.values(batch_of(policy, 1)),
-        "critic update": lambda: critic.update(batch_of(policy, 1), SquaredError(torch.zeros(78)), lr=0.1),
+        "critic update": lambda: critic.update(batch_of(policy, 1), squared_error(torch.zeros(78)), lr=0.1),
         "reward model values": lambda: judge.values(batch_of(policy, 1)),
         "save": lambda: checkpoint.save(folder / "refused", [policy, reference], {}),
         "offload": memory.offload,

@@ -22,7 +22,7 @@ from made_tokenizer import write_tokenizer
 from ranks import REPOSITORY
 
 from grpo_mega.data.contamination import Grams, Match, words
-from grpo_mega.data.near import Near, likeness
+from grpo_mega.data.near import Near, _likeness, _runs
 from grpo_mega.data.problems import load_problems
 from grpo_mega.data.tokenizer import CharTokenizer
 
@@ -307,7 +307,7 @@ def likeness_of(one: list[str], other: list[str]) -> float:
 @settings(max_examples=300)
 @given(one=WORDS, other=WORDS)
 def test_likeness_is_the_part_of_runs_that_both_have(one: list[str], other: list[str]) -> None:
-    assert likeness(" ".join(one), " ".join(other)) == likeness_of(one, other)
+    assert _likeness(_runs(" ".join(one)), _runs(" ".join(other))) == likeness_of(one, other)
 
 
 @settings(max_examples=100)

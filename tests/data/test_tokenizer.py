@@ -14,9 +14,7 @@ TOKENIZER = CharTokenizer()
 def test_vocabulary_order_is_fixed():
     assert TOKENIZER.vocab_size == 26
     assert TOKENIZER.decode(range(26)) == "<pad><bos><eos><think></think><answer></answer>0123456789+-*=:; ?\n"
-    assert (TOKENIZER.pad_id, TOKENIZER.bos_id, TOKENIZER.eos_id) == tuple(
-        TOKENIZER.token_id(token) for token in ("<pad>", "<bos>", "<eos>")
-    )
+    assert [TOKENIZER.token_id(token) for token in ("<pad>", "<bos>", "<eos>")] == [0, 1, TOKENIZER.eos_id]
 
 
 def test_tags_are_one_token_each():

@@ -17,6 +17,7 @@ DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"
 CHECKED = [*DOCUMENTS, REPOSITORY / "CONTRIBUTING.md"]
 """The documents whose file names and settings have to exist."""
 
+MAKEFILE = REPOSITORY / "Makefile"
 RUNNABLE = "bash"
 PROGRAMS = r"(?:\w+=\S*\s+)*(?:\S*/)?(?:python[\d.]*|torchrun|make|pytest|pip|srun|sbatch|\S+\.(?:sh|py))\s"
 """The beginning of a line that is a command."""
@@ -75,6 +76,16 @@ def blocks(path: Path) -> list[Block]:
 def commands(path: Path) -> list[Command]:
     """The commands of a document, in order."""
     return [command for block in blocks(path) if block.language == RUNNABLE for command in _of_block(block)]
+
+
+def programs(text: str) -> set[str]:
+    """This project's programs that a command starts, also through a target of make: scripts, and modules after -m."""
+    found = {*re.findall(r"(?:tools|slurm|tests)/[\w/]+\.(?:py|sh)\b", text)}
+    found |= {*re.findall(r"-m (grpo_mega[\w.]*)", text)}
+    for target in re.findall(r"^(?:\w+=\S* )*make (\S+)", text):
+        rule = re.search(rf"^{re.escape(target)}:.*\n((?:\t.*\n)*)", MAKEFILE.read_text(), re.MULTILINE)
+        found |= programs(rule[1]) if rule else set()
+    return found
 
 
 def _of_block(block: Block) -> list[Command]:

@@ -14,15 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from documents import DOCUMENTS, PROGRAMS, Command, blocks, commands, text_without_blocks
+from documents import DOCUMENTS, PROGRAMS, Command, blocks, commands, programs, text_without_blocks
 from limits import limit
 from ranks import REPOSITORY
+from reached import starts
 
 EVERY = [command for path in DOCUMENTS for command in commands(path)]
 RUN = [command for command in EVERY if not command.not_run]
 
 NOT_RUN = {
-    "needs a Slurm cluster; tests/slurm run a chain on a Slurm of their own": [
+    "needs a Slurm cluster; tests/slurm run a chain on a Slurm of their own, tests/recipe set a stage aside": [
         "slurm/r1_tiny.sh --dry-run", "slurm/r1_tiny.sh --partition=NAME", "slurm/status.sh runs/r1_tiny",
         "python tools/recipe.py", "RECIPE=my.yaml RECIPE_ROOT=runs/mine",
     ],
@@ -33,11 +34,12 @@ NOT_RUN = {
     "tests/train/test_taught_runs.py runs shorter ones": [
         "python -m", "for seed", "python -m", "python -m", "python -m", "done",
     ],
-    "tests/recipe plan it": ["python tools/recipe.py", "python tools/recipe.py"],
-    "SGLang has an environment of its own, in which make test-sglang runs it": ["torchrun --standalone"],
+    "a minute; tests/recipe/test_recipe.py runs it": ["python tools/recipe.py"],
+    "SGLang has an environment of its own; tests/sglang run shorter ones": ["torchrun --standalone"],
     "tests/train run it on runs of their own": [
-        "python tools/export.py", "python tools/export.py", "torchrun --standalone", "torchrun --standalone",
+        "python tools/export.py", "python tools/export.py", "torchrun --standalone",
     ],
+    "tests/train/test_traces_of_runs.py runs a shorter one": ["torchrun --standalone"],
     "the folder is yours; tests/train/test_own_model.py runs it with a small one": ["torchrun --standalone"],
     "tests/train run a shorter one": ["torchrun --standalone", "torchrun --standalone", "python tools/export.py"],
     "tests/train run it on models of their own": ["python tools/import.py", "torchrun --standalone"],
@@ -51,7 +53,7 @@ NOT_RUN = {
         'student="experiment=tiny_dense model.hidden=48', "for seed", "torchrun --standalone", "torchrun --standalone",
         "done",
     ],
-    "minutes of training; tests/stages and tests/evaluate run smaller ones": 2 * [
+    "minutes of training; tests/stages train smaller ones, tests/evaluate choose samples": 2 * [
         "torchrun --standalone", "python tools/evaluate.py", "python tools/rejection_sample.py",
         "torchrun --standalone", "torchrun --standalone",
     ],
@@ -73,10 +75,14 @@ NOT_RUN = {
     ],
     "needs GPUs and a Slurm cluster": ["srun --partition=NAME"],
     "the folder is yours; tests/new/test_new.py runs these with a small one": [
-        ". .venv/bin/activate", "python -m", "python -m", "torchrun --standalone", "python tools/export.py",
+        ". .venv/bin/activate", "python -m", "python -m",
     ],
-    "tests/observe and tests/train run it on runs of their own": 5 * ["python tools/trace.py"],
-    "tests/observe run it on runs of their own": ["pip install", "torchrun --standalone", "python -m"],
+    "the folder is yours; tests/new/test_new.py trains with a small one, tests/train/test_export.py exports": [
+        "torchrun --standalone", "python tools/export.py",
+    ],
+    "tests/observe/test_trace_tool.py runs it on runs of its own": 5 * ["python tools/trace.py"],
+    "installs packages": ["pip install", "torchrun --standalone"],
+    "tests/observe/test_trackers.py runs it on runs of its own": ["python -m"],
     "tests/report run it on runs of their own": ["python tools/report.py"] * 3,
     "tests/report take them of a run of their own": ["PYTHONPATH=.:tests:tests/report python"],
     "tests/data/test_data_tool.py runs it on files of its own": ["python tools/data.py"],
@@ -131,6 +137,7 @@ ADDED = {
     r"tools/bench_kernels\.py": "--rows 64 512 --linear 64 512 32 --repeat 1 --json {tmp}/k.json --plot {tmp}/k.png",
     r"tools/parity\.py": "--steps 1",
     r"tools/plan\.py": "",
+    r"tools/recipe\.py show": "",
     r"tools/doctor\.py": "--runs {tmp}",
     r"docs/megatron_defects\.py": "",
     r"tests/parity/report\.py spread": "SSE4 --cases tied:tp2",
@@ -242,6 +249,38 @@ def test_what_does_not_run_is_listed_with_its_reason() -> None:
         if command.not_run:
             found.setdefault(command.not_run, []).append(" ".join(command.text.split()[:2]))
     assert found == NOT_RUN
+
+
+def test_tests_that_a_reason_names_start_the_same_programs() -> None:
+    """Each command's program is started by one of them, and each of them starts one of the programs."""
+    false = []
+    for reason in NOT_RUN:
+        places = [REPOSITORY / name for name in re.findall(r"tests/\w[\w/]*(?:\.py)?", reason)]
+        started = {str(command): programs(command.text) for command in EVERY if command.not_run == reason}
+        anywhere = set[str]().union(*started.values())
+        false += [f"{reason}: there is no {place}" for place in places if not place.exists()]
+        false += [f"{reason}: {place} starts none" for place in places if not any(starts(place, p) for p in anywhere)]
+        for command, own in started.items():
+            alone = [program for program in own if places and not any(starts(place, program) for place in places)]
+            false += [f"{command}: {reason}: they do not start {program}" for program in alone]
+    assert not false, "\n".join(false)
+
+
+def test_only_what_the_code_of_a_test_names_counts_as_started(tmp_path: Path) -> None:
+    cases = (
+        ("run('tools/plan.py')", "tools/plan.py", True),
+        ("run(REPOSITORY / 'tools' / 'plan.py')", "tools/plan.py", True),
+        ("run('tools/replan.py')", "tools/plan.py", False),
+        ('"""Of tools/plan.py."""  # tools/plan.py\nrun()', "tools/plan.py", False),
+        ("from grpo_mega.train import main", "grpo_mega.train", True),
+        ("from train_jobs import Job", "grpo_mega.train", True),
+        ("from train_jobs import wait_until", "grpo_mega.train", False),
+        ("run_ranks(FOLDER / 'evaluate_refusals_job.py')", "tools/evaluate.py", True),
+    )
+    for number, (code, program, is_started) in enumerate(cases):
+        test = tmp_path / f"test_{number}.py"
+        test.write_text(code)
+        assert starts(test, program) == is_started, code
 
 
 def test_no_command_hides_in_a_block_that_is_not_marked() -> None:

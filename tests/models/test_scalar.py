@@ -10,12 +10,13 @@ import pytest
 import torch
 from largest_tensor import LargestTensor
 from small_models import DENSE, MODELS, PLATFORM, VOCABULARY
+from squared_error import squared_error
 
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.config.schema import LayoutConfig, OptimizerConfig
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.policy import Policy
-from grpo_mega.models.scalar import ClippedSquaredError, ScalarModel, SquaredError
+from grpo_mega.models.scalar import ClippedSquaredError, ScalarModel
 from grpo_mega.models.topology import Topology
 from grpo_mega.types import Batch, ScoredTokens, pack_tokens
 from grpo_mega.weights import directory as huggingface
@@ -120,7 +121,7 @@ def test_the_loss_is_the_weighted_sum_and_the_gradient_its_slope(
     scalar, targets = make_model(model), torch.linspace(-1, 1, len(batch.tokens))
     values = scalar.values(batch).double()
     expected = (batch.weight * batch.mask * (values - targets).square()).sum().item()
-    outcome = scalar.gradients(batch, SquaredError(targets))
+    outcome = scalar.gradients(batch, squared_error(targets))
     assert outcome.metrics["loss"] == pytest.approx(expected, rel=1e-5)
     assert outcome.metrics["value"] == pytest.approx(values[batch.mask].mean().item(), rel=1e-4)
     torch.testing.assert_close(outcome.outputs, values.float() * batch.mask, atol=1e-6, rtol=1e-5)
@@ -143,7 +144,7 @@ def test_it_learns_what_it_is_told(make_model: MakeModel, batch: Batch) -> None:
     scalar.use_optimizer(OptimizerConfig(lr=0.01))
     targets = (batch.tokens % 3).float()
     whole = batch.with_(mask=torch.ones_like(batch.mask), weight=torch.full_like(batch.weight, 1 / len(batch.tokens)))
-    losses = [scalar.update(whole, SquaredError(targets), lr=0.01).metrics["loss"] for _ in range(30)]
+    losses = [scalar.update(whole, squared_error(targets), lr=0.01).metrics["loss"] for _ in range(30)]
     assert losses[-1] < 0.2 * losses[0]
 
 
@@ -161,13 +162,13 @@ def test_a_loss_that_is_not_finite_names_sequence_and_token(make_model: MakeMode
     place = int(batch.cu_seqlens[3]) + 5
     targets[place] = float("nan")
     with pytest.raises(FloatingPointError, match="token 5 of sequence 3 of the batch is nan"):
-        make_model().gradients(batch, SquaredError(targets))
+        make_model().gradients(batch, squared_error(targets))
 
 
 def test_a_batch_without_a_sequence(make_model: MakeModel, batch: Batch) -> None:
     scalar, nothing = make_model(), batch.select([])
     assert scalar.values(nothing).shape == (0,)
-    assert scalar.gradients(nothing, SquaredError(torch.zeros(0))).metrics["loss"] == 0
+    assert scalar.gradients(nothing, squared_error(torch.zeros(0))).metrics["loss"] == 0
 
 
 def test_bf16_values_are_not_rounded_to_bf16(make_model: MakeModel, batch: Batch) -> None:
@@ -254,7 +255,7 @@ def test_a_model_that_is_never_trained_holds_weights_alone_and_gives_the_same_va
 def test_a_model_that_is_never_trained_refuses_to_be(make_model: MakeModel, batch: Batch) -> None:
     frozen = make_model(trained=False)
     with pytest.raises(RuntimeError, match="the critic was made with trained=False"):
-        frozen.gradients(batch, SquaredError(torch.zeros(len(batch.tokens))))
+        frozen.gradients(batch, squared_error(torch.zeros(len(batch.tokens))))
     with pytest.raises(RuntimeError, match="the critic was made with trained=False"):
         frozen.use_optimizer(OptimizerConfig(lr=0.01))
 

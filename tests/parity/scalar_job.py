@@ -6,8 +6,9 @@ Usage: scalar_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt for
 import torch
 from layouts_job import HERE, SMALL_BUCKETS, VOCAB, made_up_batch, save_each
 from parity_cases import LAYOUTS, MODELS, optimizer
+from squared_error import squared_error
 
-from grpo_mega.models.scalar import ScalarModel, SquaredError
+from grpo_mega.models.scalar import ScalarModel
 from grpo_mega.models.topology import join_layout
 from grpo_mega.types import Batch
 
@@ -27,7 +28,7 @@ def one_step(model_name: str, layout_name: str) -> dict:
     model.initialize(seed=0)
     whole = weighted(made_up_batch(MODELS[model_name], replayed=False))
     batch = model.share(whole.with_(advantage=torch.sin(torch.arange(len(whole.tokens)))))
-    loss = SquaredError(batch.advantage)
+    loss = squared_error(batch.advantage)
     result = {
         "parameters": model.parameters(),
         "values": model.gathered(model.values(batch), batch),

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from forks import run_python
 from ranks import REPOSITORY, limit
 
 
@@ -26,3 +28,36 @@ def test_a_rank_holds_what_it_computes_and_not_the_rollout(tmp_path: Path) -> No
     # 12 to 17 of the process's memory over many runs, as its allocator keeps more or less.
     assert max(shared["peak"].values()) < 100 * shared["tokens_here"] + 20e6 < max(alone["peak"].values())
     assert len(done.stdout.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--samples", "100"], "--samples 100: not divisible by algorithm.group_size=16; choose 96 or 112"),
+        (["--samples", "8"], "--samples 8: not divisible by algorithm.group_size=16; choose 16"),
+        (
+            ["experiment=tiny", "--samples", "100"],
+            "--samples 100: not divisible by algorithm.group_size=8; choose 96",
+        ),
+        (["--samples", "128", "0"], "--samples 0: choose a value in [1, inf)"),
+        (["--replicas", "0"], "--replicas 0: choose a value in [1, inf)"),
+        (["--mean", "0"], "--mean 0: choose a value in [1, 32768]"),
+        (["--mean", "40000"], "--mean 40000: choose a value in [1, 32768]"),
+        (["--replicas", "8", "algorithm.group_size=0"], "algorithm.group_size=0: choose a value in [1, inf)"),
+        (["layout"], "'layout' is no setting: write FIELD=VALUE"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: list[str], said: str) -> None:
+    done = run_python("tools/bench_host.py", *arguments)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_settings_stand_behind_the_sizes(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    sizes = ["--mean", "50", "--samples", "16", "24", "--replicas", "2"]
+    done = run_python("tools/bench_host.py", "--json", str(result), *sizes, "experiment=tiny", "layout=single")
+    assert done.returncode == 0, done.stderr
+    assert [(row["samples"], row["replicas"]) for row in json.loads(result.read_text())] == [(16, 2), (24, 2)]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from forks import run_python
 from ranks import REPOSITORY, run_ranks
 
 TOOL = REPOSITORY / "tools" / "bench_step.py"
@@ -33,3 +34,23 @@ def test_every_measured_step_trains_the_same_tokens(ranks: int, documented: list
     assert ("values" in measured["phases"]) == ("algorithm=ppo" in documented)
     assert all(spent["cpu"] > 0 for spent in measured["phases"].values())
     assert f"{measured['cpu_seconds_per_1000_trained_tokens']:.3f} CPU seconds per 1,000 trained tokens" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "0"], "--steps 0: choose a value in [1, inf)"),
+        (["--warmup", "-1"], "--warmup -1: choose a value in [0, inf)"),
+        (["--vocabulary", "0"], "--vocabulary 0: choose a value in [1, inf)"),
+        (["--prompt-tokens", "0"], "--prompt-tokens 0: choose a value in [1, 64]"),
+        (
+            ["model.layers=2", "--prompt-tokens", "90", "rollout.max_new_tokens=60"],
+            "--prompt-tokens 90: choose a value in [1, 68] (model.context less rollout.max_new_tokens)",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: list[str], said: str) -> None:
+    done = run_python("tools/bench_step.py", *arguments)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert f"error: {said}" in done.stderr
+    assert "Traceback" not in done.stderr
