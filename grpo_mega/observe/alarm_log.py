@@ -59,13 +59,13 @@ class AlarmLog:
         return self._state.up
 
     def step(self, step: int, metrics: dict[str, float]) -> list[dict[str, Any]]:
-        """Takes the metrics of a step; the records of what rises or is over with it, which are written then."""
+        """Adds the metrics of a step; writes and returns the records of alarms that rise or are over with it."""
         records = self._state.after(step, metrics)
         self._write(records)
         return records
 
     def summary(self) -> list[dict[str, Any]]:
-        """Each rise so far; see `risen`."""
+        """Each rise of an alarm so far; see `risen`."""
         return risen(self._path)
 
     def _write(self, records: Sequence[dict[str, Any]]) -> None:
@@ -96,18 +96,18 @@ class AlarmState:
     """Which alarms are up after the steps so far.
 
     Attributes:
-        up: Name -> the record of its rise.
+        up: Name of an alarm that is up -> the record of its rise.
     """
 
     def __init__(self, limits: AlarmsConfig) -> None:
-        """Before the first step, with these thresholds."""
+        """Starts before the first step, with the thresholds `limits`."""
         self._limits = limits
         self._history = History()
         self._quiet: dict[str, int] = {}
         self.up: dict[str, dict[str, Any]] = {}
 
     def after(self, step: int, metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Takes the metrics of a step; records of the alarms that rise or are over with it, as in alarms.jsonl."""
+        """Adds the metrics of a step; returns a record, as in alarms.jsonl, of each alarm that rises or is over."""
         self._history.add(metrics)
         records = []
         for alarm in ALARMS:
