@@ -112,4 +112,4 @@ def _replace(model: torch.nn.Module, old: list[torch.nn.Parameter], new: list[to
 
 
 Copy = ReferencePolicy | AveragedPolicy
-"""A copy of the policy's weights with its own role, stored in checkpoints beside the models."""
+"""A copy of the policy's weights with its own role, stored in checkpoints in addition to the models."""

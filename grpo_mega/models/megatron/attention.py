@@ -93,8 +93,8 @@ class PackedAttention(MegatronModule):
     """Core attention of a Megatron layer: causal within each packed sequence, grouped-query and latent attention.
 
     With a `rope_base` it rotates queries and keys first, `rope_fraction` of their channels; those of latent attention
-    are already rotated. With a `window` a token sees so many, itself included, but for every layer whose number
-    `full_every` divides; layers with a window rotate with `window_rope_base`, if that is given. With `gpt_oss`
+    are already rotated. With a `window` a token sees that many tokens, itself included, except in every layer whose
+    number `full_every` divides; layers with a window rotate with `window_rope_base`, if that is given. With `gpt_oss`
     every head has a sink (`sinks.py`).
     """
 

@@ -33,14 +33,14 @@ from grpo_mega.config.schema import LayoutConfig, ModelConfig
 from grpo_mega.models.megatron.runs import Call
 
 PACKAGES = {"flash3": ("FA3", "flash_attn_interface", (9,)), "flash4": ("FA4", "flash_attn.cute", (9, 10))}
-"""Values of `layout.attention` -> what torch calls the kernel, the module that it comes from, and for which GPUs it is:
-the first numbers of their compute capability."""
+"""Value of `layout.attention` -> torch's name of the kernel, the module that it comes from, and the GPUs that it
+supports, as major numbers of their compute capability."""
 CHANNELS = 8
-"""FlashAttention's heads have a multiple of so many channels."""
+"""The number of channels of FlashAttention's heads is a multiple of this."""
 
 
 def choose(layout: LayoutConfig, model: ModelConfig, device: torch.device) -> str:
-    """What computes attention on this device: "padded" for tables, or a kernel that `attend` uses from now on.
+    """Chooses what computes attention on this device: "padded" for tables, or a kernel, which `attend` then uses.
 
     Raises:
         ValueError: The kernel that is asked for is not there, or not for this device.
