@@ -78,7 +78,7 @@ _OF_SERVICES = re.compile(r"reward\.terms\[\d+\]\.options\.(?:url|key|cache|batc
 
 
 def config_dir() -> Path:
-    """Folder of hydra groups, beside the package.
+    """Folder of hydra groups, next to the package.
 
     Raises:
         FileNotFoundError: The package was installed without the repository around it.
@@ -264,7 +264,7 @@ def to_yaml(config: Config) -> str:
 
 
 def words() -> list[str]:
-    """The words of which hydra's command line has made the configuration, such as "experiment=tiny"; else none."""
+    """Words of the command line that hydra composed the configuration from, such as "experiment=tiny"; may be empty."""
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
@@ -294,7 +294,7 @@ def identity_in(text: str) -> dict[str, object]:
 
 
 def defaults() -> dict[str, object]:
-    """`identity` of the schema's defaults: what an earlier release did that had no such settings yet."""
+    """`identity` of the schema's defaults, which a run of an earlier release without these settings has had."""
     schema = OmegaConf.to_container(_schema())
     assert isinstance(schema, dict)
     return must_stay({name: value for name, value in _flat(schema, "") if value != MISSING})

@@ -1,4 +1,4 @@
-"""Which passes of log-probs a step makes before its updates: stages make them, and the planner counts them."""
+"""Decides which passes of log-probs a step makes before its updates: stages make them, the planner counts them."""
 
 from __future__ import annotations
 

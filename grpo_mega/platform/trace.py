@@ -337,7 +337,7 @@ class span:
 
 
 def under_way(kind: str, name: str, since: int, /, **about: Any) -> None:
-    """Records an activity beside the phases, such as an engine's sample, from `since`, a time of `now`, until now."""
+    """Records an activity outside the phases, such as an engine's sample, from `since`, a time of `now`, until now."""
     if _trace is None:
         return
     common = {"cat": kind, "id": f"{name} @{since}"}
@@ -347,8 +347,10 @@ def under_way(kind: str, name: str, since: int, /, **about: Any) -> None:
 
 @contextmanager
 def beside(row: str, name: str, /, **about: Any) -> Iterator[dict[str, Any]]:
-    """Records the body as what another process does for this one, in a row of that process (`Trace.row`). What the body
-    adds to the dictionary that it gets is recorded, too."""
+    """Records the body as work of another process for this one, in a row of that process (`Trace.row`).
+
+    The body gets a dictionary; what it adds there is recorded, too.
+    """
     if _trace is None:
         yield about
         return
@@ -361,12 +363,12 @@ def beside(row: str, name: str, /, **about: Any) -> Iterator[dict[str, Any]]:
 
 
 def record_beside(row: str, name: str, since: int, /, **about: Any) -> None:
-    """Records what another process has done for this one from `since`, a time of `now`, until now, in the row `row`."""
+    """Records work of another process for this one, from `since`, a time of `now`, until now, in the row `row`."""
     if _trace is not None:
         _trace.event("X", name, since, {"dur": (now() - since) / 1e3, "args": about}, row=row)
 
 
 def counter(name: str, /, **values: float) -> None:
-    """Records numbers that go up and down, such as memory by holder, as curves of the same picture."""
+    """Records numbers that go up and down, such as memory by holder, as curves in one diagram."""
     if _trace is not None:
         _trace.event("C", name, now(), {"args": values})

@@ -47,7 +47,7 @@ class LeanAdamW(torch.optim.AdamW):
         on_host: bool,
         **_: Any,
     ) -> None:
-        """Makes an optimizer without state; `start` makes it, with moments in this dtype, and on the host if `on_host`."""
+        """Makes an optimizer whose state `start` creates, with `moments` of this dtype, on the host if `on_host`."""
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._moments, self._on_host = moments, on_host
         self._block = torch.empty(0, dtype=torch.uint8)
