@@ -48,9 +48,9 @@ class AlarmLog:
         for line in read_metrics(metrics) if metrics.exists() else ():
             if not is_held_out(line):
                 self._state.after(line["step"], {name: x for name, x in line.items() if name != "step"})
-        said = {alarm["name"]: alarm for alarm in self.summary() if alarm["cleared"] is None}
-        rose = [{**record, "step": resume_from_step} for name, record in self.up.items() if name not in said]
-        self.changed = [*rose, *(over(resume_from_step, name) for name in said if name not in self.up)]
+        recorded = {alarm["name"]: alarm for alarm in self.summary() if alarm["cleared"] is None}
+        rose = [{**record, "step": resume_from_step} for name, record in self.up.items() if name not in recorded]
+        self.changed = [*rose, *(over(resume_from_step, name) for name in recorded if name not in self.up)]
         self._write(self.changed)
 
     @property

@@ -106,8 +106,8 @@ def no_signal(history: History, limits: AlarmsConfig) -> Found | None:
     if share <= limits.no_signal:
         return None
     wrong = history.mean("rollout/all_wrong") or 0.0
-    said = f"{1 - signal:.1%} of the groups have no signal; in {wrong:.1%} of all every answer fails"
-    return Found(share, f"{said}, in {right:.1%} every answer is right")
+    silent = f"{1 - signal:.1%} of the groups have no signal; in {wrong:.1%} of all every answer fails"
+    return Found(share, f"{silent}, in {right:.1%} every answer is right")
 
 
 def unscorable(history: History, limits: AlarmsConfig) -> Found | None:

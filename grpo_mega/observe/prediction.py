@@ -55,7 +55,7 @@ class Prediction:
             self._steps[step] = metrics
             if len(self._steps) == COMPARED:
                 self._begin()
-        return self._said() if self._planner and self._planner.poll() is not None else None
+        return self._result_line() if self._planner and self._planner.poll() is not None else None
 
     def finish(self) -> str | None:
         """Waits for the planner; returns the line if no step has returned it."""
@@ -67,7 +67,7 @@ class Prediction:
             logger.warning("the planner takes longer than the run: its figures are not compared")
             self.close()
             return None
-        return self._said()
+        return self._result_line()
 
     def close(self) -> None:
         """Ends the planner."""
@@ -104,7 +104,7 @@ class Prediction:
     def _mean(self, name: str, otherwise: float = 0.0) -> float:
         return mean(metrics.get(name, otherwise) for metrics in self._steps.values())
 
-    def _said(self) -> str | None:
+    def _result_line(self) -> str | None:
         assert self._planner
         code, self._planner = self._planner.returncode, None
         if code == 0:

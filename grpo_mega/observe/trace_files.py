@@ -129,13 +129,13 @@ def _window(traces: Sequence[RankTrace], steps: range) -> Interval:
 
 
 def _shown(traces: Sequence[RankTrace], window: Interval | None) -> Iterator[Event]:
-    told = set()
+    written = set()
     for trace in traces:
         for event in trace.events:
             if event["ph"] == "M":
                 line = json.dumps(event, sort_keys=True)
-                if line not in told:
-                    told.add(line)
+                if line not in written:
+                    written.add(line)
                     yield event
             elif window is None or window[0] <= event["ts"] <= window[1]:
                 yield event

@@ -75,9 +75,9 @@ class Trackers:
         process.wait()
 
     def _warn(self, kind: str, why: str) -> None:
-        said = self._log(kind).read_text(errors="replace").strip().splitlines()
+        output = self._log(kind).read_text(errors="replace").strip().splitlines()
         logger.warning(
             "the tracker %s %s%s; the run goes on. python -m grpo_mega.observe.follow %s %s --project %s sends what is "
             "left, and so does the next start of the run; %s has what it printed",
-            kind, why, f" ({said[-1]})" if said else "", self._run, kind, self._project, self._log(kind),
+            kind, why, f" ({output[-1]})" if output else "", self._run, kind, self._project, self._log(kind),
         )  # fmt: skip

@@ -159,7 +159,7 @@ class Trace:
         with self._lock:
             if name not in self._tracks:
                 self._tracks[name] = 1 + len(self._tracks)
-                self._lines.append(self._told("thread_name", self._tracks[name], name=name))
+                self._lines.append(self._metadata("thread_name", self._tracks[name], name=name))
         return self._tracks[name]
 
     @contextmanager
@@ -201,17 +201,17 @@ class Trace:
         process = self._process
         head = [
             "[\n",
-            self._told("process_name", 0, name=process.name),
-            self._told("process_sort_index", 0, sort_index=process.rank),
-            self._told("thread_name", 0, name="phases"),
-            self._told("clock", 0, error_us=self._clock.error_us, world_size=process.world_size),
-            *(self._told("thread_name", track, name=name) for name, track in self._tracks.items()),
+            self._metadata("process_name", 0, name=process.name),
+            self._metadata("process_sort_index", 0, sort_index=process.rank),
+            self._metadata("thread_name", 0, name="phases"),
+            self._metadata("clock", 0, error_us=self._clock.error_us, world_size=process.world_size),
+            *(self._metadata("thread_name", track, name=name) for name, track in self._tracks.items()),
         ]
         with self._lock:
             self._lines = head + self._lines
         self.write()
 
-    def _told(self, what: str, track: int, **about: Any) -> str:
+    def _metadata(self, what: str, track: int, **about: Any) -> str:
         """A line of metadata."""
         return json.dumps({"ph": "M", "name": what, "pid": self._process.rank, "tid": track, "args": about}) + ",\n"
 

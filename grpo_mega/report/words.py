@@ -58,13 +58,13 @@ def _earlier_stage(run: RunData) -> str:
 def chain(run: RunData) -> str:
     """The stages of the run in order, from the first weights to the last stage, each with its steps and time."""
     origin = setting(run.config, "run.init_from")
-    told = [f"the weights of {origin}" if origin else "random weights"]
-    told += [_stage(STAGES[name].words, metrics) for name, metrics in run.stages.items()]
+    parts = [f"the weights of {origin}" if origin else "random weights"]
+    parts += [_stage(STAGES[name].words, metrics) for name, metrics in run.stages.items()]
     trained = str(setting(run.config, "run.trains") or "policy").replace("_", " ")
     if run.metrics:
         learned = "distillation" if setting(run.config, "distill.teacher") else "reinforcement learning"
-        told.append(_stage(learned if trained == "policy" else f"a {trained}'s training", run.metrics))
-    return " → ".join(told)
+        parts.append(_stage(learned if trained == "policy" else f"a {trained}'s training", run.metrics))
+    return " → ".join(parts)
 
 
 def _stage(what: str, metrics: Metrics) -> str:
@@ -76,8 +76,8 @@ def _stage(what: str, metrics: Metrics) -> str:
 
 def sentences(run: RunData) -> list[str]:
     """The story of the run: what learned from what, how it went, how long it took, what was alarming."""
-    told = [_what(run), _format_and_length(run), _reward(run), _how_long(run), _alarming(run)]
-    return [sentence for sentence in told if sentence]
+    parts = [_what(run), _format_and_length(run), _reward(run), _how_long(run), _alarming(run)]
+    return [sentence for sentence in parts if sentence]
 
 
 def accuracies(run: RunData) -> tuple[float | None, float | None]:

@@ -1,4 +1,4 @@
-"""All changes to Megatron-Core's models and optimizers, with their reasons; the classes are in the other files here.
+"""All changes to Megatron-Core's models and optimizers, with their reasons; the classes are in other files here.
 
 The tables are in the order of their application: first the specification of a piece of the model, then the built piece,
 then its wrapper for data parallelism, and last the optimizer. A module that changes its class keeps its parameters and

@@ -56,7 +56,7 @@ def stretched(frequencies: torch.Tensor, llama3: Llama3RopeConfig) -> torch.Tens
 def slowed_down(frequencies: torch.Tensor, base: float, yarn: YarnConfig) -> torch.Tensor:
     """Changes the frequencies of plain rotary positions, [channels / 2] radians per token, to those of YaRN.
 
-    (Peng et al., 2023, section 3.2.)
+    See Peng et al., 2023, section 3.2.
 
     A share between 0 and 1 of each frequency stays as it is, the rest is slowed down. The share falls evenly with the
     number of the pair, from 1 where it turns `beta_fast` times within the original context to 0 where it turns
