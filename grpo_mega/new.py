@@ -162,7 +162,7 @@ def draft(options: argparse.Namespace) -> Draft:
         Setting("optimizer.lr", 1e-6),
         Setting("optimizer.warmup_steps", 5),
     ]
-    layout = "single" if options.cluster else "auto"  # which `fit_layout` completes
+    layout = "single" if options.cluster else "auto"  # `fit_layout` completes it
     chosen = {"model": "from_folder", "layout": layout, "data": option, "algorithm": "grpo"}
     if ":" in options.reward:
         term = options.reward.rpartition(":")[2]

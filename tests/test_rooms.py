@@ -152,22 +152,25 @@ def test_no_two_files_of_tests_have_one_name() -> None:
     assert sorted(names) == sorted({*names})
 
 
-LONG: dict[str, str] = {
-    "grpo_mega/models/model.py: __init__": "half of it says what its arguments are",
-    "grpo_mega/planning/generation.py: simulate": "one loop over the steps of an engine, whose parts share every variable",
+LONGER: dict[str, str] = {
+    "grpo_mega/models/model.py: __init__": "a third of it describes its arguments, the rest assigns attributes",
+    "grpo_mega/planning/generation.py: simulate": "one loop whose parts share all variables",
 }
-"""{file: function that may be longer than sixty lines: why}"""
+"""File and name of a function that may have more than sixty lines -> why it is not split."""
 
 
-def test_a_function_tells_one_story() -> None:
-    """Sixty lines at most, docstring included (CONTRIBUTING.md); no row of `LONG` that is not needed."""
-    folders = [*PACKAGES.values(), HOUSE / "tools"]
-    long = {
+def test_no_function_is_longer_than_sixty_lines() -> None:
+    """As CONTRIBUTING.md says, docstring included; `LONGER` has the exceptions, and no others."""
+    longer = {
         f"{file.relative_to(HOUSE).as_posix()}: {node.name}"
-        for folder in folders
+        for folder in (*PACKAGES.values(), HOUSE / "tools")
         for file in folder.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (node.end_lineno or node.lineno) - node.lineno >= 60
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and lines_of(node) > 60
     }
-    assert long == {*LONG}
+    assert longer == {*LONGER}
+
+
+def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Number of lines of a function, from `def` to its last statement."""
+    return (node.end_lineno or node.lineno) - node.lineno + 1

@@ -111,10 +111,10 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
     check_complete(typed)
     config = cast(Config, OmegaConf.to_object(typed))
     if config.layout.undecided:
-        config.optimizer.distributed |= config.optimizer.state != StateConfig()  # which needs it
+        config.optimizer.distributed |= config.optimizer.state != StateConfig()  # a lean state needs it
     if not config.layout.chosen_for:
         before = recorded(config.run.root, config.run.name)
-        if before.get("layout", {}).get("chosen_for"):  # with the optimizer, which must stay when the run goes on
+        if before.get("layout", {}).get("chosen_for"):  # a resumed run must keep its optimizer
             config.optimizer.distributed |= before["optimizer"]["distributed"]
     if checked:
         check_config(config)

@@ -65,7 +65,7 @@ class AveragedPolicy:
         try:
             yield
         except BaseException:
-            with suppress(RuntimeError):  # of a policy left offloaded by an error, which ends the run
+            with suppress(RuntimeError):  # the error may have left the policy offloaded; it ends the run
                 self._write(own)
             raise
         self._write(own)

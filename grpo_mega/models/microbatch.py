@@ -75,7 +75,7 @@ class MicroBatches:
         batch: The replica's batch.
         plan: Indices of the sequences in each micro-batch; some micro-batches may be empty.
         totals: Size of the global batch.
-        topology, device: Of the process that computes them.
+        topology, device: Topology and device of the process that computes them.
         depths: How many tokens ahead multi-token prediction reads.
         own_state: Whether a scored token is scored by its own hidden state, not by the one that predicts it.
         padded: Whether attention is computed in a table.

@@ -1,4 +1,4 @@
-"""What alarms know of the steps so far: bounded, whatever the length of the run."""
+"""History of a run for its alarms; its size is bounded, whatever the length of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Evaluation(NamedTuple):
 
 @dataclass
 class History:
-    """What alarms know of a run: bounded, whatever its length.
+    """History of a run for its alarms, of bounded size.
 
     Attributes:
         first: The lines of the first `WINDOW` steps.

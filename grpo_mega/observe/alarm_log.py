@@ -1,4 +1,4 @@
-"""Which alarms are up, and alarms.jsonl: one line when an alarm rises, and one when it is over.
+"""Keeps track of alarms, and writes alarms.jsonl: one line when an alarm rises, and one when it is over.
 
 Which alarms are up follows from the lines of metrics.jsonl and from the thresholds (`alarms.py`). A run that continues
 reads those lines again: with the same thresholds the file goes on as that of a run that was never stopped, and with
@@ -93,7 +93,7 @@ def risen(file: Path) -> list[dict[str, Any]]:
 
 
 class AlarmState:
-    """Which alarms are up after the steps so far.
+    """The alarms that are up after the steps so far.
 
     Attributes:
         up: Name of an alarm that is up -> the record of its rise.

@@ -1,4 +1,4 @@
-"""What a run shows of its metrics on the console: which, in which order, and how their values are written.
+"""Columns of the console: which metrics it shows, in which order, and how their values are written.
 
 `metric_table.py` has the names of metrics and their numbers of digits.
 """
@@ -89,7 +89,7 @@ def label(metric: str) -> str:
 
 
 def digits_of(metric: str) -> str:
-    """How the value of any metric is written in a sentence."""
+    """Format of a metric's value in a sentence."""
     share = "@" in metric or metric.endswith(("accuracy", "format", "rate", "fraction", "truncated"))  # @: pass@k
     return ".1%" if share else ".4g"
 

@@ -55,7 +55,7 @@ class Console:
         self._columns = columns
         self._begun = False
         self._up: dict[str, int] = {}
-        waiting.end()  # which may have put itself in front of stderr
+        waiting.end()  # its line may have replaced sys.stderr
         stream = stream or sys.stderr
         live = stream.isatty()
         if not live and isinstance(stream, io.TextIOWrapper):

@@ -162,7 +162,7 @@ class Following:
         self._metrics, self._state = run / METRICS, run / FOLDER / f"{kind}.json"
         known = json.loads(self._state.read_text()) if self._state.is_file() else {}
         if known and known["project"] != project:
-            known = {}  # of another project: it gets all of it
+            known = {}  # another project gets all metrics
         self._project, self._defined = project, set[str]()
         self._last: Place | None = (known["sent"][0], known["sent"][1]) if known.get("sent") else None
         self._seen: tuple[int, int] | None = None
@@ -219,7 +219,7 @@ def main(arguments: list[str]) -> int:
     except ImportError as error:
         print(f"{error}: pip install {'mlflow' if options.tracker == 'mlflow' else options.tracker}", file=sys.stderr)
         return BAD_INPUT
-    except Exception as error:  # whatever a tracker raises
+    except Exception as error:  # trackers may raise anything
         print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)
         return FAILED
     return DONE

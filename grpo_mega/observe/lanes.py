@@ -1,4 +1,4 @@
-"""Whose turn it was, rank by rank, from the traces of the newest steps: phases one after the other, and memory.
+"""Timelines of ranks from the traces of the newest steps: phases one after the other, and memory.
 
 Where engines share the GPUs with the trainer, they have them in the phases of `ENGINE`; in `CHANGE` they change hands,
 and what the engine's processes hold then is measured.

@@ -24,12 +24,14 @@ _end: Callable[[], None] | None = None
 
 
 def begin(what: str, stays: bool = True) -> None:
-    """Shows on standard error `what` this process does, and for how long, until `end`; the line of a terminal `stays`
-    there or is removed."""
+    """Shows on standard error `what` this process does, and for how long, until `end`.
+
+    On a terminal the line `stays` at the end or is removed.
+    """
     global _end
     end()
     _end = _on_terminal(what, stays) if sys.stderr.isatty() else _in_lines(what)
-    atexit.register(end)  # of a process that an exception ends
+    atexit.register(end)  # also when an exception ends the process
 
 
 def end() -> None:

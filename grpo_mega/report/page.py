@@ -39,7 +39,7 @@ def write_own_report(run_dir_path: Path) -> None:
     try:
         run = read_run(run_dir_path)
         write_report([run], run_dir_path / REPORT)
-    except Exception as error:  # whatever it is: the results are safe, and tools/report.py says what is wrong
+    except Exception as error:  # the results are safe, and tools/report.py shows the error
         logger.warning(
             "%s is not written: %s; python tools/report.py %s tries again", run_dir_path / REPORT, error, run_dir_path
         )

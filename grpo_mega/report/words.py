@@ -1,4 +1,4 @@
-"""What a run achieved, in sentences for a reader who has not seen a loss curve; and where its time goes."""
+"""Describes what a run achieved, and where its time goes, for a reader who has never seen a loss curve."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Chunk:
         gpt: The piece.
         model: The model's configuration.
         vocab_size: Tokens of the tokenizer; rows of the output layer beyond them are padding.
-        lora: What gets adapters; None when all weights are trained.
+        lora: Settings of the adapters; None when all weights are trained.
         transformer_engine: Whether its layers come from Transformer Engine.
     """
 

@@ -98,7 +98,7 @@ class ContextShard:
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """How a flat row of T tokens splits into sequences; what `packed_seq_params` carries through Megatron.
+    """Describes how a flat row of T tokens splits into sequences; Megatron passes it on as `packed_seq_params`.
 
     A token of the row is also called a row: it is a row of the hidden states. The tokens that several sequences begin
     with, such as the prompt of a group, can be in the row once, because hidden states depend on earlier tokens alone.

@@ -71,7 +71,7 @@ def slowed_down(frequencies: torch.Tensor, base: float, yarn: YarnConfig) -> tor
     first, last = number(yarn.beta_fast), number(yarn.beta_slow)
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * pairs - 1)  # as in YaRN's own code, which counts channels here
+    first, last = max(first, 0), min(last, 2 * pairs - 1)  # channels, not pairs, as in YaRN's own code
     wide = last - first if last != first else 0.001
     kept = 1 - ((torch.arange(pairs, dtype=torch.float32, device=frequencies.device) - first) / wide).clamp(0, 1)
     return (kept + (1 - kept) / yarn.factor) * frequencies

@@ -61,7 +61,7 @@ def choose(layout: LayoutConfig, model: ModelConfig, device: torch.device) -> st
         if current_flash_attention_impl() != name:
             try:
                 activate_flash_attention_impl(name)
-            except Exception as error:  # whatever goes wrong in another package
+            except Exception as error:  # another package may raise anything
                 raise ValueError(
                     f"layout.attention={chosen} needs {module}, which cannot be used: {error}; install it, or set "
                     "layout.attention=torch"
