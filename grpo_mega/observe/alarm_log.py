@@ -1,8 +1,8 @@
 """Keeps track of alarms, and writes alarms.jsonl: one line when an alarm rises, and one when it is over.
 
 Which alarms are up follows from the lines of metrics.jsonl and from the thresholds (`alarms.py`). A run that continues
-reads those lines again: with the same thresholds the file goes on as that of a run that was never stopped, and with
-others it says what they change.
+reads those lines again: with the same thresholds the file is that of a run that was never stopped; with others, records
+say what changes.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class PackedAttention(MegatronModule):
         self.window = None if sees_all else window
         self.rope_base = rope_base if sees_all or window_rope_base is None else window_rope_base
         self.llama3_rope, self.rope_fraction, self.yarn = llama3_rope, rope_fraction, yarn
-        self.softmax_offset = new_sinks(config) if gpt_oss else None  # as Megatron's own attention calls them
+        self.softmax_offset = new_sinks(config) if gpt_oss else None  # named as in Megatron's own attention
 
     def forward(
         self,

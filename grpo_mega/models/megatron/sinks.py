@@ -1,7 +1,7 @@
 """Features of GPT-OSS's layers (OpenAI, 2025, arXiv 2508.10925) that other models lack: sinks, and experts' biases.
 
-A sink is a learned logit of a head, which takes part in the softmax over the tokens that a query sees and adds nothing
-to the output: attention that goes to it goes nowhere.
+A sink is a learned logit of a head that takes part in the softmax over the tokens that a query sees, and adds nothing
+to the output.
 """
 
 from __future__ import annotations
