@@ -347,7 +347,7 @@ def _rollouts(
 
 
 def _prediction(ground: Ground, data: Data) -> Prediction:
-    """What compares the run's first steps with their plan."""
+    """The component that compares the run's first steps with their plan."""
     prompts = [len(prompt.token_ids) for prompt in data.problems or data.validation or data.test]
     prompt = sum(prompts) / max(1, len(prompts))
     on_gpu = ground.platform.device.type == "cuda"
@@ -417,7 +417,7 @@ def _size_in_words(config: Config, model: Model) -> str:
 
 
 def _where(platform: Platform) -> str:
-    """The machines of the run and what they compute with, in words; every rank must call it."""
+    """The machines of the run and their devices, in words; every rank must call it."""
     hosts = [*dict.fromkeys(from_all_ranks(socket.gethostname))]
     device = torch.cuda.get_device_name(platform.device) if platform.device.type == "cuda" else "CPU"
     named = hosts[0] if len(hosts) == 1 else f"{len(hosts)} machines, the first {hosts[0]}"

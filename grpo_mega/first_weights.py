@@ -62,7 +62,7 @@ def _unlike(origin: Path, model: ModelConfig, path: Path, vocab_size: int) -> st
         huggingface.check_architecture(origin, model, vocab_size, has_weights=_is_folder(origin))
     except ValueError as error:
         return str(error)
-    except Exception as error:  # whatever is wrong with a file, the other ranks must be told
+    except Exception as error:  # the other ranks must learn of any problem with a file
         return f"{origin} cannot be loaded: {type(error).__name__}: {error}"
     return None
 

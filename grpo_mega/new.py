@@ -42,7 +42,7 @@ from grpo_mega.types import Prompt
 WRITTEN, BAD_INPUT = 0, 2
 STEPS = 100
 HELD_OUT = 0.1
-"""Share of a file that is held out for validation, and as much again for the test, up to the schema's defaults."""
+"""Share of a file that is held out for validation, and the same for the test, up to the schema's defaults."""
 SCRIPT = """#!/usr/bin/env bash
 # {title}
 #
@@ -162,7 +162,7 @@ def draft(options: argparse.Namespace) -> Draft:
         Setting("optimizer.lr", 1e-6),
         Setting("optimizer.warmup_steps", 5),
     ]
-    layout = "single" if options.cluster else "auto"  # which `fit_layout` completes
+    layout = "single" if options.cluster else "auto"  # `fit_layout` completes it
     chosen = {"model": "from_folder", "layout": layout, "data": option, "algorithm": "grpo"}
     if ":" in options.reward:
         term = options.reward.rpartition(":")[2]
@@ -296,7 +296,7 @@ def main(arguments: Sequence[str]) -> int:
         _show(made, config, paths)
     except BaseException as error:
         for written in paths:
-            written.unlink(missing_ok=True)  # no untested files are left behind
+            written.unlink(missing_ok=True)  # no untested files remain
         if not isinstance(error, (ValueError, OSError, RuntimeError, OmegaConfBaseException)):
             raise
         print(f"error: {error}", file=sys.stderr)

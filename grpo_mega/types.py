@@ -99,7 +99,7 @@ class Score:
     Attributes:
         total: The reward: sum of weight * term.
         terms: Unweighted value of every term of the reward, for example {"accuracy": 1.0}.
-        reason: An explanation in words, if a term gives one; shown beside the sample.
+        reason: An explanation in words, if a term gives one; shown next to the sample.
         unscorable: Why the sample has no reward, e.g. a service did not answer; empty when it has one. An unscorable
             sample has a total of 0 and no terms, is left out of its group, and is counted.
         steps: (index of last token in the completion, reward) of each step, in order, summed over terms with their

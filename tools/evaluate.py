@@ -36,8 +36,8 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,9 @@ from grpo_mega.platform.stop import SIGNALS, Interrupted, Stopped, StopRequest
 
 if TYPE_CHECKING:
     from grpo_mega.config.schema import Config
+    from grpo_mega.data.tokenizer import Tokenizer
     from grpo_mega.evaluate.continuing import Begun
+    from grpo_mega.evaluate.generate import Scorer
     from grpo_mega.evaluate.subject import Subject
     from grpo_mega.first_weights import FoundRewardModel
     from grpo_mega.rollout.engine import SamplingParams
@@ -224,51 +226,40 @@ def _generate(
     from grpo_mega.assemble import learned_reward
     from grpo_mega.colocation.turns import Turns
     from grpo_mega.data.tokenizer import vocabulary
-    from grpo_mega.evaluate.continuing import scored_whole
-    from grpo_mega.evaluate.generate import Scorer, generate_missing
-    from grpo_mega.evaluate.votes import ballot_of
+    from grpo_mega.evaluate.generate import generate_missing
     from grpo_mega.models.policy import Policy
     from grpo_mega.models.topology import join_layout
     from grpo_mega.observe.timer import PhaseTimer
-    from grpo_mega.reward.compose import build_reward
     from grpo_mega.rollout.embedded import EmbeddedEngine
     from grpo_mega.rollout.sglang.engine import SGLangEngine
 
-    config, tokenizer = made.config, made.tokenizer
-
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(i for i in ids if i < tokenizer.vocab_size)  # the model may have more tokens
+    config, decode = made.config, _decoder(made.tokenizer)
+    beat, stop = Heartbeat(), StopRequest()
 
     def say(progress: str) -> None:
         if dist.get_rank() == 0:
             print(f"{folder}: {progress}", file=sys.stderr)
-
-    beat, stop = Heartbeat(), StopRequest()
 
     def interrupted() -> bool:
         beat("generate")
         return stop.asked()
 
     beat("load the model")
-    reward = build_reward(config.reward, config.run.seed)
-    score = scored_whole(reward.score, begun) if begun else reward.score
-    ballot = None if begun else ballot_of(config.reward)  # an answer is read from the whole completion
-    scorer = Scorer(score, config.reward.success, ballot, budgets, decode)
+    scorer = _scorer(made, budgets, begun, decode)
     topology = join_layout(config.layout, seed=config.run.seed)
-    vocab_size, at_once = vocabulary(config.model, tokenizer), config.rollout.concurrent_sequences
-    together = max(1, at_once // config.eval.samples) * topology.scorers
+    vocab_size, at_once = vocabulary(config.model, made.tokenizer), config.rollout.concurrent_sequences
     sglang = None
     if config.rollout.engine == "sglang":  # before the policy, as it measures free memory
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         sglang = SGLangEngine(config, vocab_size, here, decode, folder)
-    try:
+    with closing(sglang) if sglang else nullcontext(), _resumable(stop, folder):
         policy = Policy(config.model, config.layout, vocab_size, topology, here, trained=False, lora=config.lora)
         made.read(policy)
         if preferred:
             _, learned = learned_reward(_of_whole_answers(config), preferred, topology, here, decode)
             scorer = replace(scorer, learned=learned.added)
-        engine = sglang or EmbeddedEngine(policy, decode, at_once)
-        samples = config.eval.samples
+        engine, samples = sglang or EmbeddedEngine(policy, decode, at_once), config.eval.samples
+        together = max(1, at_once // samples) * topology.scorers
         stop.listen()
         work = partial(
             generate_missing, folder, made.prompts, samples, sampling, engine, scorer, together, say, interrupted
@@ -279,6 +270,34 @@ def _generate(
             turns.generate(0, "evaluate", work)
         else:
             work()
+
+
+def _decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """Decodes tokens; leaves out those that the model has beyond the tokenizer's vocabulary."""
+    return lambda ids: tokenizer.decode(i for i in ids if i < tokenizer.vocab_size)
+
+
+def _scorer(
+    made: Subject, budgets: tuple[int, ...], begun: dict[str, Begun], decode: Callable[[Sequence[int]], str]
+) -> Scorer:
+    """What scores a completion; with beginnings that are continued, it scores the whole answers."""
+    from grpo_mega.evaluate.continuing import scored_whole
+    from grpo_mega.evaluate.generate import Scorer
+    from grpo_mega.evaluate.votes import ballot_of
+    from grpo_mega.reward.compose import build_reward
+
+    config = made.config.reward
+    reward = build_reward(config, made.config.run.seed)
+    score = scored_whole(reward.score, begun) if begun else reward.score
+    ballot = None if begun else ballot_of(config)  # an answer is read from the whole completion
+    return Scorer(score, config.success, ballot, budgets, decode)
+
+
+@contextmanager
+def _resumable(stop: StopRequest, folder: Path) -> Iterator[None]:
+    """Raises Stopped when a signal, here or on another rank, ends the work in this context."""
+    try:
+        yield
     except (Interrupted, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not stop.asked():
             raise
@@ -286,9 +305,6 @@ def _generate(
         if isinstance(error, RuntimeError):
             print(f"asked to stop; then: {error}", file=sys.stderr)
         raise Stopped(f"stopped; the same command continues with the problems that {folder} lacks") from error
-    finally:
-        if sglang:
-            sglang.close()
 
 
 def _settings(options: argparse.Namespace) -> list[str]:

@@ -102,14 +102,53 @@ def chosen(options: argparse.Namespace) -> Chosen:
         ValueError: The input is invalid; names the option, the pool or the filters.
         OSError: A file cannot be read or written.
     """
-    report_file = options.output.with_suffix(".report.json")
-    if options.output.suffix != ".jsonl":
-        raise ValueError(f"--output {options.output}: it is JSON Lines; give it the ending .jsonl")
-    if not options.output.parent.is_dir():
-        raise ValueError(f"--output {options.output}: there is no folder {options.output.parent}; make it")
-    for path in (options.output, report_file):
+    _require_output(options.output)
+    _require_options(options)
+    filters = Filters(
+        tuple(condition(text) for text in options.keep),
+        options.shortest,
+        options.longest,
+        options.per_problem,
+        options.choose,
+    )
+    pools = [open_pool(folder) for folder in options.pools]
+    selection, written = _selected(options, pools, filters)
+    digest, count = hashlib.sha256(), 0
+    with only_one(options.output), writing_atomic(options.output) as file:
+        for row in written:
+            line = json.dumps(row, allow_nan=False).encode() + b"\n"
+            digest.update(line)
+            file.write(line)
+            count += 1
+        also = {str(path): _sha256(path) for path in options.also}
+        of_all = report(pools, filters, selection) | {"begin": options.begin, "also": also}
+        if options.continued:
+            of_all |= {
+                "hard": options.hard,
+                "continued": {str(path): _sha256(path / SAMPLES) for path in options.continued},
+            }
+        of_all["output"] = {"file": str(options.output), "rows": count, "sha256": digest.hexdigest()}
+        write_atomic(_report_of(options.output), json.dumps(of_all, indent=2) + "\n")
+    return selection
+
+
+def _report_of(output: Path) -> Path:
+    return output.with_suffix(".report.json")
+
+
+def _require_output(output: Path) -> None:
+    """Raises a ValueError when the output and its report cannot be written there."""
+    if output.suffix != ".jsonl":
+        raise ValueError(f"--output {output}: it is JSON Lines; give it the ending .jsonl")
+    if not output.parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.parent}; make it")
+    for path in (output, _report_of(output)):
         if os.path.lexists(path):
             raise ValueError(f"{path} exists; remove it, or name another --output")
+
+
+def _require_options(options: argparse.Namespace) -> None:
+    """Raises a ValueError when an option has a bad value or does not go with another."""
     if options.per_problem is not None and options.per_problem < 1:
         raise ValueError(f"--per-problem {options.per_problem}: choose 1 or more")
     if options.longest is not None and options.longest < options.shortest:
@@ -129,49 +168,33 @@ def chosen(options: argparse.Namespace) -> Chosen:
         raise ValueError("--continued is for --steps, and --hard for --continued; give these too, or leave them out")
     if options.compare and not options.steps:
         raise ValueError("--compare is for labels of --steps; give this too, or leave it out")
-    filters = Filters(
-        tuple(condition(text) for text in options.keep),
-        options.shortest,
-        options.longest,
-        options.per_problem,
-        options.choose,
-    )
-    pools = [open_pool(folder) for folder in options.pools]
+
+
+def _selected(
+    options: argparse.Namespace, pools: list[Pool], filters: Filters
+) -> tuple[Chosen, Iterable[dict[str, Any]]]:
+    """The selection from the pools, and the rows of the output."""
     begin = _unescaped(options.begin)
-    selection: Chosen
-    written: Iterable[dict[str, Any]]
     if options.steps:
-        continued = _continued(options, pools)
-        separators = [_unescaped(text) for text in options.separators or SUM_SEPARATORS]
-        if continued:
-            separators = next(iter(continued.values())).separators
-        judge = by_continuations(continued, options.hard) if continued else verified
-        selection = label_steps(pools, filters, judge, separators, begin)
-        if options.compare:
-            selection.compared = compare(selection.rows, options.compare)
-        written = selection.rows
-    elif options.pairs:
-        selection = select_pairs(pools, filters)
-        written = rows_of_pairs(pools, selection, begin)
-    else:
-        selection = select(pools, filters)
-        written = chain(rows(pools, selection, begin), *map(plain_rows, options.also))
-    digest, count = hashlib.sha256(), 0
-    with only_one(options.output), writing_atomic(options.output) as file:
-        for row in written:
-            line = json.dumps(row, allow_nan=False).encode() + b"\n"
-            digest.update(line)
-            file.write(line)
-            count += 1
-        also = {str(path): _sha256(path) for path in options.also}
-        of_all = report(pools, filters, selection) | {"begin": options.begin, "also": also}
-        if options.continued:
-            of_all |= {
-                "hard": options.hard,
-                "continued": {str(path): _sha256(path / SAMPLES) for path in options.continued},
-            }
-        of_all["output"] = {"file": str(options.output), "rows": count, "sha256": digest.hexdigest()}
-        write_atomic(report_file, json.dumps(of_all, indent=2) + "\n")
+        steps = _labelled(options, pools, filters, begin)
+        return steps, steps.rows
+    if options.pairs:
+        pairs = select_pairs(pools, filters)
+        return pairs, rows_of_pairs(pools, pairs, begin)
+    samples = select(pools, filters)
+    return samples, chain(rows(pools, samples, begin), *map(plain_rows, options.also))
+
+
+def _labelled(options: argparse.Namespace, pools: list[Pool], filters: Filters, begin: str) -> StepSelection:
+    """Samples with labels of their steps, by the verifier or by --continued, compared with other labels if asked."""
+    continued = _continued(options, pools)
+    separators = [_unescaped(text) for text in options.separators or SUM_SEPARATORS]
+    if continued:
+        separators = next(iter(continued.values())).separators
+    judge = by_continuations(continued, options.hard) if continued else verified
+    selection = label_steps(pools, filters, judge, separators, begin)
+    if options.compare:
+        selection.compared = compare(selection.rows, options.compare)
     return selection
 
 

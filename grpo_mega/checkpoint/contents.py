@@ -51,7 +51,7 @@ def check_files(path: Path, folder: str = POLICY) -> None:
 
 
 def check_beside_weights(path: Path) -> None:
-    """Checks that files beside the weights, such as a tokenizer's, are unchanged since the checkpoint was written.
+    """Checks that files other than the weights, such as a tokenizer's, are unchanged since the checkpoint was written.
 
     Raises:
         ValueError: A file is missing or has changed; names it.

@@ -108,7 +108,7 @@ def load_sharded(state: dict[str, Any], checkpoint: Path, part: str, files: set[
         )
         try:
             loaded = dist_checkpointing.load(state, temporary, sharded, common)
-        except CheckpointException as error:  # which is not an Exception
+        except CheckpointException as error:  # it is not an Exception
             raise _explained(error, folder, index) from error
     _refuse_fp8_state(folder, loaded)
     return loaded
@@ -125,7 +125,7 @@ def read_index(file: Path) -> Metadata:
             index = _IndexUnpickler(content).load()
     except FileNotFoundError:
         raise ValueError(f"{file} is missing") from None
-    except Exception as error:  # whatever an invalid pickle leads to
+    except Exception as error:  # an invalid pickle may raise anything
         raise _refusal(file, error) from error
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise ValueError(f"{file} is no index of a checkpoint of torch's")

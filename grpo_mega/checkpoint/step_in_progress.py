@@ -33,14 +33,14 @@ class StepInProgress:
     """A step whose answers are generated and scored.
 
     Attributes:
-        groups: What every rank knows of the answers.
-        batch: This replica's part of those that updates compute, with every log-prob these need; None when nothing can
-            move the policy.
-        shown: Records of some of the answers, for people to read; on the main rank, none on the others.
-        updates: The metrics of each update done so far.
-        mismatch: Without a batch, how far the trainer's log-probs of the answers are from the engine's, for the log.
-        shown_groups: Indices of the groups whose answers `shown` has; on every rank.
-        loads: Number of a layer -> tokens that each of its experts got in the last update that is done; {} without one,
+        groups: The answers, as every rank knows them.
+        batch: This replica's part of the answers that updates compute, with all log-probs that updates need; None when
+            no update can move the policy.
+        shown: Records of some of the answers for samples/, on the main rank; empty on the others.
+        updates: Metrics of each update done so far.
+        mismatch: Without a batch, metrics of the difference between the trainer's and the engine's log-probs.
+        shown_groups: Indices of the groups whose answers are in `shown`, on every rank.
+        loads: Number of a layer -> tokens that each of its experts got in the last update; {} before the first update,
             and for a dense model.
     """
 
@@ -86,7 +86,7 @@ def load(checkpoint: Path, topology: Topology) -> StepInProgress | None:
         record["updates"],
         record["mismatch"],
         record.get("shown_groups", []),
-        record.get("loads", {}),  # as above
+        record.get("loads", {}),  # an older version had none
     )
 
 

@@ -1,11 +1,11 @@
-"""What computes attention on a GPU: a choice that training, the planner and the rules agree on."""
+"""Chooses what computes attention on a GPU, for training, the planner and the rules alike."""
 
 from __future__ import annotations
 
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
 
 MOST_CHANNELS = 256
-"""Of a head, in FlashAttention-2."""
+"""Largest number of channels of a head in FlashAttention-2."""
 
 
 def attention_on_gpu(layout: LayoutConfig, model: ModelConfig) -> str:

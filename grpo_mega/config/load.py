@@ -78,7 +78,7 @@ _OF_SERVICES = re.compile(r"reward\.terms\[\d+\]\.options\.(?:url|key|cache|batc
 
 
 def config_dir() -> Path:
-    """Folder of hydra groups, beside the package.
+    """Folder of hydra groups, next to the package.
 
     Raises:
         FileNotFoundError: The package was installed without the repository around it.
@@ -111,10 +111,10 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
     check_complete(typed)
     config = cast(Config, OmegaConf.to_object(typed))
     if config.layout.undecided:
-        config.optimizer.distributed |= config.optimizer.state != StateConfig()  # which needs it
+        config.optimizer.distributed |= config.optimizer.state != StateConfig()  # a lean state needs it
     if not config.layout.chosen_for:
         before = recorded(config.run.root, config.run.name)
-        if before.get("layout", {}).get("chosen_for"):  # with the optimizer, which must stay when the run goes on
+        if before.get("layout", {}).get("chosen_for"):  # a resumed run must keep its optimizer
             config.optimizer.distributed |= before["optimizer"]["distributed"]
     if checked:
         check_config(config)
@@ -284,7 +284,7 @@ def to_yaml(config: Config) -> str:
 
 
 def words() -> list[str]:
-    """The words of which hydra's command line has made the configuration, such as "experiment=tiny"; else none."""
+    """Words of the command line that hydra composed the configuration from, such as "experiment=tiny"; may be empty."""
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
@@ -314,7 +314,7 @@ def identity_in(text: str) -> dict[str, object]:
 
 
 def defaults() -> dict[str, object]:
-    """`identity` of the schema's defaults: what an earlier release did that had no such settings yet."""
+    """`identity` of the schema's defaults, which a run of an earlier release without these settings has had."""
     schema = OmegaConf.to_container(_schema())
     assert isinstance(schema, dict)
     return must_stay({name: value for name, value in _flat(schema, "") if value != MISSING})

@@ -1,4 +1,4 @@
-"""Which passes of log-probs a step makes before its updates: stages make them, and the planner counts them."""
+"""Decides which passes of log-probs a step makes before its updates: stages make them, the planner counts them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def corrects_beyond_tokens(algorithm: AlgorithmConfig) -> bool:
 def needs_old_logprobs(config: Config) -> bool:
     """Whether something is computed from the old policy's log-probs before the first update of a step."""
     algorithm = config.algorithm
-    if config.distill.teacher:  # whose log-probs they are compared with
+    if config.distill.teacher:  # advantages compare the teacher's log-probs with them
         return True
-    if algorithm.advantage_baseline == "critic":  # which may learn alone, while the policy makes no pass of its own
+    if algorithm.advantage_baseline == "critic":  # in steps that train the critic alone, the policy makes no other pass
         return True
     return algorithm.kl_in == "reward" or corrects_beyond_tokens(algorithm)
 

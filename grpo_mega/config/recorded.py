@@ -1,4 +1,4 @@
-"""What a run was started with, as the config.yaml of its directory says: settings that were derived when it began."""
+"""Reads the configuration that a run was started with, with all derived settings, from its config.yaml."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def recorded(root: str, name: str) -> dict[str, Any]:
     try:
         found = OmegaConf.load(Path(root) / name / "config.yaml")
         return container(found) if isinstance(found, DictConfig) else {}
-    except Exception:  # whatever is wrong with it, run.json has the identity
+    except Exception:  # a damaged file is no error: run.json has the identity
         return {}
 
 

@@ -59,10 +59,10 @@ def _comment(group: str, option: str) -> str:
     """
     path = config_dir() / group / f"{option}.yaml"
     lines = path.read_text().splitlines()
-    said = [line.removeprefix("# ") for line in lines if line.startswith("# ") and "@package" not in line]
-    if not said:
+    comments = [line.removeprefix("# ") for line in lines if line.startswith("# ") and "@package" not in line]
+    if not comments:
         raise ValueError(f"{path} does not say what it is: begin it with a comment of one line")
-    return said[0]
+    return comments[0]
 
 
 def _of_section(section: Section) -> str:

@@ -58,7 +58,7 @@ def run(work: Callable[[platform.Platform], str], again: str) -> int:
     import torch.distributed as dist
 
     try:
-        said = work(here)
+        result = work(here)
     except (ValueError, FileNotFoundError) as error:
         refuse(f"error: {error}")
     except Stopped as stopped:
@@ -69,6 +69,6 @@ def run(work: Callable[[platform.Platform], str], again: str) -> int:
             print(f"error: {error}. {again}", file=sys.stderr)
         return FAILED
     if dist.get_rank() == 0:
-        print(said)
+        print(result)
     dist.destroy_process_group()
     return DONE

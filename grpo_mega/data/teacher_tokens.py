@@ -43,6 +43,6 @@ def _difference(theirs: dict[str, int], ours: dict[str, int]) -> str:
     """First token whose id differs between the vocabularies; empty when there is none."""
     for token in sorted({*theirs, *ours}, key=lambda token: (ours.get(token, len(ours)), token)):
         if theirs.get(token) != ours.get(token):
-            said = [str(of.get(token, "no token")) for of in (theirs, ours)]
-            return f"{token!r} is {said[0]} there and {said[1]} here"
+            ids = [str(of.get(token, "no token")) for of in (theirs, ours)]
+            return f"{token!r} is {ids[0]} there and {ids[1]} here"
     return ""

@@ -71,7 +71,7 @@ def _exchange(message: torch.Tensor, other: int) -> float:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     folder = parser.parse_args().folder

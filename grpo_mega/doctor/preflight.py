@@ -263,7 +263,7 @@ def _slow(rates: dict[str, float], medians: dict[str, float]) -> list[str]:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["check", "judge"])
     parser.add_argument("--folder", type=Path, required=True)

@@ -112,7 +112,7 @@ def _usable(name: str) -> bool:
 
 
 def optional(on_gpu: bool) -> Iterator[Finding]:
-    """The findings about optional packages; one that is installed and cannot be imported is worse than none."""
+    """Yields findings about optional packages; one that is installed and cannot be imported is worse than none."""
     for package in PACKAGES:
         name, release, fix = package.name, installed(package.name), package.install
         if release is None:

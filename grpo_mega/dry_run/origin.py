@@ -114,7 +114,7 @@ def _check_checkpoint(config: Config, origin: Path, vocab_size: int | None, prob
     whole = len(problems.found) == before
     if Path(config.data.tokenizer) != origin:  # otherwise reading the tokenizer has checked them
         problems.attempt("run.init_from", lambda: check_beside_weights(origin))
-    if whole and vocab_size and not continued and not is_model(origin):  # whose config.json is compared instead
+    if whole and vocab_size and not continued and not is_model(origin):  # of an imported model, config.json is compared
         problems.attempt("run.init_from", lambda: check_weights(origin, config.model, vocab_size))
     problems.attempt("run.init_from", lambda: _check_tokenizer(origin, origin / STATE, config.data.tokenizer))
 

@@ -31,6 +31,6 @@ class Problems:
             print(f"not checked, for there is no {error.name} here: {what}")
         except (ValueError, OSError, RuntimeError) as error:
             self.add(str(error))
-        except Exception as error:  # whatever is wrong with a file or a user function, the other checks still run
+        except Exception as error:  # an error of a file or a user function must not prevent other checks
             self.add(f"{what}: {type(error).__name__}: {error}")
         return None

@@ -93,7 +93,7 @@ def _with_context(config: Config, context: int) -> Config:
 
 
 def _once(data: Data) -> list[Prompt]:
-    """Every training problem as in the first epoch; some of a generated task's."""
+    """The training problems of the first epoch; for problems generated without end, the first ones."""
     if data.problems:
         return [in_epoch(prompt, 0) for prompt in data.problems]
     return data.train.take(GENERATED)

@@ -150,7 +150,7 @@ def mean_over_problems(values: Sequence[float]) -> Estimate:
     n = len(values)
     if not n:
         raise ValueError("there is no problem to estimate a mean over")
-    mean = sum(values) / n  # as training sums
+    mean = sum(values) / n  # summed as in training, so that results are equal
     if all(value in (0, 1) for value in values):
         return Estimate(mean, *wilson(round(sum(values)), n), n)
     if n == 1:

@@ -132,7 +132,7 @@ def compare(rows: Iterable[Mapping[str, Any]], file: Path) -> dict[str, Any]:
 
 
 def _answer(row: Mapping[str, Any]) -> str:
-    """What tells answers with their steps apart."""
+    """Key of an answer with its steps, equal for equal ones."""
     return json.dumps([row[name] for name in ("prompt", "completion", "steps")], sort_keys=True)
 
 

@@ -20,7 +20,7 @@ Values = Sequence[Sequence[float]]
 
 
 def measure_within(within: Mapping[int, Values]) -> dict[str, Estimate]:
-    """{within@TOKENS: accuracy of completions that are cut after so many tokens}.
+    """{within@TOKENS: accuracy of completions that are cut after TOKENS tokens}.
 
     Args:
         within: Budget in tokens -> success of the answers to each problem; problems without values do not count.

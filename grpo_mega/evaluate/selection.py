@@ -102,7 +102,7 @@ class Filters:
 
 
 def is_text(completion: str) -> bool:
-    """Whether a completion can be learned: it is not empty, and holds nothing that no text may."""
+    """Whether a completion can be learned: it is not empty, and has only characters that are allowed in text."""
     try:
         checked_text(completion, "completion", "")
     except ValueError:

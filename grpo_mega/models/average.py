@@ -65,7 +65,7 @@ class AveragedPolicy:
         try:
             yield
         except BaseException:
-            with suppress(RuntimeError):  # of a policy left offloaded by an error, which ends the run
+            with suppress(RuntimeError):  # the error may have left the policy offloaded; it ends the run
                 self._write(own)
             raise
         self._write(own)
@@ -112,4 +112,4 @@ def _replace(model: torch.nn.Module, old: list[torch.nn.Parameter], new: list[to
 
 
 Copy = ReferencePolicy | AveragedPolicy
-"""A copy of the policy's weights with its own role, stored in checkpoints beside the models."""
+"""A copy of the policy's weights with its own role, stored in checkpoints in addition to the models."""

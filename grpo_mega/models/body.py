@@ -31,6 +31,13 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
     "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
 }
+_UNUSED_FUSIONS: dict[str, Any] = dict(
+    masked_softmax_fusion=False,
+    gradient_accumulation_fusion=False,
+    bias_dropout_fusion=False,
+    persist_layer_norm=False,
+)
+"""Fusions that need Apex, or are of Megatron's own attention and dropout, which are not used here."""
 
 
 def build_model(
@@ -100,8 +107,25 @@ def head_channels(model: ModelConfig) -> int:
 
 def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platform) -> TransformerConfig:
     """Megatron's configuration of this architecture and layout."""
+    options: dict[str, Any] = dict(
+        **_model_options(model),
+        **_layout_options(model, layout, platform),
+        **_UNUSED_FUSIONS,
+        **fused_options(model, _activation(model), platform.transformer_engine),
+        **eight_bit_options(layout, platform),
+        **dispatch_options(model, layout, platform),
+        **_initial_values(platform),
+        **(_moe_options(model.moe, model.layers, platform) if model.moe.experts else {}),
+    )
+    if model.attention == "gqa":
+        return TransformerConfig(**options, **_grouped_query_options(model))
+    return MLATransformerConfig(**options, **_latent_options(model))
+
+
+def _model_options(model: ModelConfig) -> dict[str, Any]:
+    """Megatron's settings of the architecture, without those of attention and experts."""
     dtype = DTYPES[model.dtype]
-    common: dict[str, Any] = dict(
+    return dict(
         num_layers=model.layers,
         hidden_size=model.hidden,
         num_attention_heads=model.heads,
@@ -124,6 +148,12 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+    )
+
+
+def _layout_options(model: ModelConfig, layout: LayoutConfig, platform: Platform) -> dict[str, Any]:
+    """Megatron's settings of parallelism, recomputation and communication between pipeline stages."""
+    return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         # A dense model next to one with experts is replicated over the ranks that share experts.
@@ -141,28 +171,23 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=platform.backend == "nccl" and layout.vpp == 1,
         batch_p2p_sync=False,  # the host would wait after every message, for the sake of older versions of torch
-        # Fusions that need neither Apex nor Transformer Engine; attention and dropout are not Megatron's own here.
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        persist_layer_norm=False,
-        **fused_options(model, _activation(model), platform.transformer_engine),
-        **eight_bit_options(layout, platform),
-        **dispatch_options(model, layout, platform),
-        **_initial_values(platform),
     )
-    if model.moe.experts:
-        common |= _moe_options(model.moe, model.layers, platform)
-    if model.attention == "gqa":
-        own = dict(
-            num_query_groups=model.kv_heads,
-            kv_channels=head_channels(model),
-            add_qkv_bias=model.qkv_bias,
-            softmax_scale=model.query_pre_attn_scalar and model.query_pre_attn_scalar**-0.5,
-        )
-        return TransformerConfig(**own, **common)
+
+
+def _grouped_query_options(model: ModelConfig) -> dict[str, Any]:
+    """Megatron's settings of grouped-query attention."""
+    return dict(
+        num_query_groups=model.kv_heads,
+        kv_channels=head_channels(model),
+        add_qkv_bias=model.qkv_bias,
+        softmax_scale=model.query_pre_attn_scalar and model.query_pre_attn_scalar**-0.5,
+    )
+
+
+def _latent_options(model: ModelConfig) -> dict[str, Any]:
+    """Megatron's settings of multi-head latent attention."""
     mla = model.mla
-    return MLATransformerConfig(
+    return dict(
         multi_latent_attention=True,
         q_lora_rank=mla.q_lora_rank,
         kv_lora_rank=mla.kv_lora_rank,
@@ -171,12 +196,11 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         v_head_dim=mla.v_head_dim,
         rotary_base=model.rope_base,
         **_yarn_options(model.yarn),
-        **common,
     )
 
 
 def _initial_values(platform: Platform) -> dict[str, Any]:
-    """On the meta device none: tensors have no values there, and to draw them takes longer than to build the rest."""
+    """Settings that leave out initial values on the meta device, where drawing them takes longer than all the rest."""
     if platform.device.type != "meta":
         return {}
 

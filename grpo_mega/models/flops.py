@@ -1,7 +1,7 @@
-"""Floating point operations that an architecture needs for a batch: products of matrices, and attention.
+"""Floating-point operations that an architecture needs for a batch: matrix products and attention.
 
-Of each sequence as if it were alone, so that how a batch is laid out changes nothing; what is computed twice to save
-memory counts once (Model FLOPs, PaLM, arXiv 2204.02311, appendix B). A multiplication with its addition are two.
+Each sequence counts as if it were alone, so the layout of a batch changes nothing, and what is computed twice to save
+memory counts once (Model FLOPs, PaLM, arXiv 2204.02311, appendix B). A multiplication with its addition counts as two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def learning_flops(
         adapters: Whether low-rank adapters learn and nothing else, whose own operations are left out.
 
     A backward pass has a product for the gradient of the input and one for that of the weight, for each of the forward
-    pass; adapters leave out the latter. Weights that are frozen otherwise count as if they learned.
+    pass; adapters leave out the latter. Other frozen weights count as if they were trained.
     """
     weights = sum(lengths) * layer_weights(model) + scored * model.hidden * vocab_size * (1 + model.mtp_layers)
     passes = 2 if adapters else 3
@@ -32,8 +32,10 @@ def learning_flops(
 
 
 def layer_weights(model: ModelConfig) -> int:
-    """Weights of matrices that a token meets in all layers, of its experts those it is sent to; prediction modules are
-    layers like the last one, with a product of [2 hidden, hidden] before."""
+    """Number of matrix weights that a token is multiplied with in all layers, with only the experts it is sent to.
+
+    A prediction module counts as a layer like the last one, with a product of [2 hidden, hidden] before it.
+    """
     moe, sparse = model.moe, 0
     dense = 3 * model.hidden * model.ffn_hidden
     if moe.experts:
@@ -45,7 +47,7 @@ def layer_weights(model: ModelConfig) -> int:
 
 
 def _attention_weights(model: ModelConfig) -> int:
-    """Weights of a layer's projections."""
+    """Number of weights of a layer's projections for attention."""
     hidden, heads = model.hidden, model.heads
     if model.attention != "mla":
         width = model.head_dim or hidden // heads
@@ -59,7 +61,7 @@ def _attention_weights(model: ModelConfig) -> int:
 
 
 def attention_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
-    """Operations of a forward pass between tokens: scores and weighted values, of each token with those it sees."""
+    """Operations of attention in a forward pass: scores and weighted sums of values, for all pairs of tokens."""
     width = model.head_dim or model.hidden // model.heads
     channels = 2 * width
     if model.attention == "mla":
@@ -71,11 +73,11 @@ def attention_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
 
 
 def _window(model: ModelConfig, layer: int) -> int | None:
-    """Tokens that a token sees in a layer, counted from 1; None for all before it."""
+    """Number of tokens that a token sees in layer number `layer`, from 1; None for all before it."""
     return None if model.full_every and layer % model.full_every == 0 else model.window
 
 
 def _pairs(length: int, window: int | None) -> int:
-    """Pairs of a token and one that it sees, itself or before."""
+    """Number of pairs of a token and one that it sees, itself included."""
     seen = length if window is None else min(window, length)
     return seen * (seen + 1) // 2 + (length - seen) * seen

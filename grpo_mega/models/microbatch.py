@@ -75,7 +75,7 @@ class MicroBatches:
         batch: The replica's batch.
         plan: Indices of the sequences in each micro-batch; some micro-batches may be empty.
         totals: Size of the global batch.
-        topology, device: Of the process that computes them.
+        topology, device: Topology and device of the process that computes them.
         depths: How many tokens ahead multi-token prediction reads.
         own_state: Whether a scored token is scored by its own hidden state, not by the one that predicts it.
         padded: Whether attention is computed in a table.
@@ -116,7 +116,7 @@ class MicroBatches:
         return [read(queue) for queue in queues]
 
     def rows(self, sequences: list[int]) -> int:
-        """T, the packed rows of the micro-batch of these sequences: what all its context parallel ranks have."""
+        """T, the number of packed rows of the micro-batch of these sequences, over all context parallel ranks."""
         batch, chosen = self.batch, torch.tensor(sequences, dtype=torch.int64)
         lengths, shared = batch.lengths[chosen], batch.prompt_lengths[chosen]
         prompts = batch.prompts[chosen].tolist()
@@ -130,7 +130,7 @@ class MicroBatches:
 
     def _made(self, sequences: list[int]) -> MicroBatch:
         micro = _micro_batch(self, sequences)
-        # Stages that come after this one have made room for as many.
+        # Later stages have allocated memory for this number of rows.
         assert micro.packed.total == self.rows(sequences), (micro.packed.total, sequences)
         micro.packed.batch_sequences, micro.packed.batch_tokens = self.totals.sequences, self.totals.tokens
         micro.packed.loss_scale = len(self) * self.topology.dp_size
@@ -145,7 +145,7 @@ def share(batch: Batch, topology: Topology, budget: int, padded: bool = True) ->
 
 
 def gathered(vector: torch.Tensor, batch: Batch, topology: Topology) -> torch.Tensor:
-    """[T] a vector of the replica's batch -> that of the global one, on every rank: undoes `share`, for comparisons."""
+    """[T] vector of the replica's batch -> that of the global batch, on every rank: undoes `share`, for comparisons."""
     parts: list = [dict(zip(batch.numbers.tolist(), vector.split(batch.lengths.tolist()), strict=True))]
     if topology.replicas is not None:
         parts *= topology.dp_size

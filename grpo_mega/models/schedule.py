@@ -20,7 +20,7 @@ CELLS = 4
 small part of what a token's row holds."""
 CELLS_WITH_MASKS = 1
 """`CELLS` under context parallelism, where every rank has the keys and values of all, and a mask of cells by its rows.
-Twice as many would take 8 GB more of a GPU that trains DeepSeek-V3, with a quarter fewer micro-batches."""
+Two cells per token would take 8 GB more of a GPU that trains DeepSeek-V3, and save a quarter of the micro-batches."""
 
 
 def cells_per_token(cp_size: int, padded: bool = True) -> float:

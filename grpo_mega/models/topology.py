@@ -95,7 +95,7 @@ class Topology:
         return vector
 
     def from_first_of_replica(self, vector: torch.Tensor) -> torch.Tensor:
-        """The vector of CPU numbers that the lowest rank of the replica passes, on all its ranks; others pass zeros."""
+        """Broadcasts the vector of CPU numbers of the replica's lowest rank to all its ranks; the others pass zeros."""
         device = torch.device("cuda") if torch.cuda.is_available() else vector.device
         spread = vector.to(device)
         for group in (
@@ -107,7 +107,7 @@ class Topology:
         return spread.cpu()
 
     def of_every_replica(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Integers of each replica, by replica; of equal number, and the same on all ranks of a replica."""
+        """Gathers equally many integers of each replica, by replica; all ranks of a replica pass the same ones."""
         if self.replicas is None:
             return [[*numbers]]
         local = torch.tensor(numbers, dtype=torch.int64)

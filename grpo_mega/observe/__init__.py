@@ -1,1 +1,1 @@
-"""What a run writes and shows: run directory, metrics, samples, console, logs, plot, summary."""
+"""Outputs of a run: run directory, metrics, samples, console, logs, plot, summary."""

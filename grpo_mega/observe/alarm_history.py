@@ -1,4 +1,4 @@
-"""What alarms know of the steps so far: bounded, whatever the length of the run."""
+"""History of a run for its alarms; its size is bounded, whatever the length of the run."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ Line = Mapping[str, float | None]
 
 
 class Evaluation(NamedTuple):
-    """A result on the validation problems, beside the training at that time."""
+    """A result on the validation problems, together with that of training at that time."""
 
     accuracy: float
     reward: float | None
-    """The mean of the rewards of training over the latest `WINDOW` steps, or as many as there are."""
+    """The mean training reward over the latest `WINDOW` steps, or over all steps if they are fewer."""
 
 
 @dataclass
 class History:
-    """What alarms know of a run: bounded, whatever its length.
+    """History of a run for its alarms, of bounded size.
 
     Attributes:
         first: The lines of the first `WINDOW` steps.
         recent: The lines of the latest `REMEMBERED` steps.
         best: Means of the rewards over the `WINDOW` steps with the highest accuracy so far; empty before.
-        best_evaluation: That with the highest accuracy so far; of equal ones, the first.
-        evaluations: The latest two.
+        best_evaluation: The evaluation with the highest accuracy so far; of equal ones, the first.
+        evaluations: The latest two evaluations.
         hacking: Whether the latest evaluation that says so has seen a reward model being gamed.
     """
 
@@ -47,7 +47,7 @@ class History:
     hacking: bool = False
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of the next step; what is no number is left out, what is not finite is None."""
+        """Adds the metrics of the next step; what is no number is left out, what is not finite becomes None."""
         line = dict(_numbers(metrics))
         self.recent.append(line)
         if len(self.first) < WINDOW:
@@ -70,7 +70,7 @@ class History:
         return self.recent[-1] if self.recent else {}
 
     def latest(self, name: str, count: int) -> list[float]:
-        """The latest `count` finite values of a metric, oldest first; fewer when there are not as many."""
+        """The latest `count` finite values of a metric, oldest first; all of them when they are fewer."""
         return _values(self.recent, name)[-count:]
 
     def mean(self, name: str, count: int = WINDOW) -> float | None:
@@ -78,7 +78,7 @@ class History:
         return mean_of(self.latest(name, count), count)
 
     def median(self, name: str, count: int) -> float | None:
-        """Their median; None when there are fewer."""
+        """The median of the latest `count` values of a metric; None when there are fewer."""
         values = self.latest(name, count)
         return median(values) if len(values) == count else None
 
@@ -100,5 +100,5 @@ def _values(lines: Iterable[Line], name: str) -> list[float]:
 
 
 def mean_of(values: list[float], count: int) -> float | None:
-    """The mean of `count` values; None when there are not as many."""
+    """The mean of `count` values; None when `values` has fewer."""
     return sum(value / count for value in values) if len(values) == count else None

@@ -1,8 +1,8 @@
-"""Which alarms are up, and alarms.jsonl: one line when an alarm rises, and one when it is over.
+"""Keeps track of alarms, and writes alarms.jsonl: one line when an alarm rises, and one when it is over.
 
 Which alarms are up follows from the lines of metrics.jsonl and from the thresholds (`alarms.py`). A run that continues
-reads those lines again: with the same thresholds the file goes on as that of a run that was never stopped, and with
-others it says what they change.
+reads those lines again: with the same thresholds the file is that of a run that was never stopped; with others, records
+say what changes.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class AlarmLog:
         for line in read_metrics(metrics) if metrics.exists() else ():
             if not is_held_out(line):
                 self._state.after(line["step"], {name: x for name, x in line.items() if name != "step"})
-        said = {alarm["name"]: alarm for alarm in self.summary() if alarm["cleared"] is None}
-        rose = [{**record, "step": resume_from_step} for name, record in self.up.items() if name not in said]
-        self.changed = [*rose, *(over(resume_from_step, name) for name in said if name not in self.up)]
+        recorded = {alarm["name"]: alarm for alarm in self.summary() if alarm["cleared"] is None}
+        rose = [{**record, "step": resume_from_step} for name, record in self.up.items() if name not in recorded]
+        self.changed = [*rose, *(over(resume_from_step, name) for name in recorded if name not in self.up)]
         self._write(self.changed)
 
     @property
@@ -59,13 +59,13 @@ class AlarmLog:
         return self._state.up
 
     def step(self, step: int, metrics: dict[str, float]) -> list[dict[str, Any]]:
-        """Takes the metrics of a step; the records of what rises or is over with it, which are written then."""
+        """Adds the metrics of a step; writes and returns the records of alarms that rise or are over with it."""
         records = self._state.after(step, metrics)
         self._write(records)
         return records
 
     def summary(self) -> list[dict[str, Any]]:
-        """Each rise so far; see `risen`."""
+        """Each rise of an alarm so far; see `risen`."""
         return risen(self._path)
 
     def _write(self, records: Sequence[dict[str, Any]]) -> None:
@@ -93,21 +93,21 @@ def risen(file: Path) -> list[dict[str, Any]]:
 
 
 class AlarmState:
-    """Which alarms are up after the steps so far.
+    """The alarms that are up after the steps so far.
 
     Attributes:
-        up: Name -> the record of its rise.
+        up: Name of an alarm that is up -> the record of its rise.
     """
 
     def __init__(self, limits: AlarmsConfig) -> None:
-        """Before the first step, with these thresholds."""
+        """Starts before the first step, with the thresholds `limits`."""
         self._limits = limits
         self._history = History()
         self._quiet: dict[str, int] = {}
         self.up: dict[str, dict[str, Any]] = {}
 
     def after(self, step: int, metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Takes the metrics of a step; records of the alarms that rise or are over with it, as in alarms.jsonl."""
+        """Adds the metrics of a step; returns a record, as in alarms.jsonl, of each alarm that rises or is over."""
         self._history.add(metrics)
         records = []
         for alarm in ALARMS:

@@ -33,13 +33,13 @@ what a signal interrupts is sampled anew.
 
 
 def page() -> str:
-    """The whole document."""
+    """Returns docs/alarms.md."""
     rows = "".join(f"| [{alarm.name}](#{alarm.name}) | {_default(alarm)} | {alarm.condition} |\n" for alarm in ALARMS)
     return HEAD + rows + "".join(section(alarm) for alarm in ALARMS)
 
 
 def section(alarm: Alarm) -> str:
-    """The part of the document about an alarm."""
+    """Returns the section about an alarm."""
     return f"\n## {alarm.name}\n\n{alarm.means}\n\nWhat to do: {alarm.action}\n"
 
 

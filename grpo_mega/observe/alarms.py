@@ -3,7 +3,7 @@
 An alarm is a function of the lines of metrics.jsonl and of its threshold (`config/schema/alarms.py`), so that a run
 that continues has the alarms of one that was never stopped. `docs/alarms.md` is made of the table `ALARMS`.
 
-Each looks at several steps, because single ones are noisy, and stays silent until it has seen as many. What is normal
+Each looks at several steps, because single ones are noisy, and stays silent until there are that many. What is normal
 in a good run is left out: problems that the run has learned to solve have no signal, a policy that solves its problems
 may be sure of itself.
 """
@@ -20,28 +20,28 @@ from grpo_mega.config.schema import AlarmsConfig
 from grpo_mega.observe.alarm_history import REMEMBERED, WINDOW, History, Line, mean_of
 
 SHORT = 5
-"""Steps of those that have to be noticed earlier, and of medians."""
+"""Number of steps that medians, and alarms that have to rise early, look at."""
 MOSTLY_SOLVED = 0.5
 """Accuracy above which a low entropy is what learning leads to."""
 SLOW = 60.0
 """Seconds below which no phase is slow: what a busy machine does to a short one is noise."""
 OCCURRENCES = 5
-"""How often a phase must have been measured before its median means something."""
+"""Number of measurements of a phase from which on its median means something."""
 NO_TERMS = ("reward/accuracy", "reward/std", "reward/unscorable")
-"""Of the metrics of rewards, those that nobody can raise by gaming a term."""
+"""Metrics under reward/ that a policy cannot raise by gaming a term."""
 
 
 class Found(NamedTuple):
     """What an alarm saw when its condition holds."""
 
     value: float
-    """What is compared with the threshold."""
+    """The value that is compared with the threshold."""
     message: str
-    """It in words, with the numbers."""
+    """What the alarm saw, in words, with the numbers."""
 
 
 def entropy_collapse(history: History, limits: AlarmsConfig) -> Found | None:
-    """The policy is sure of answers of which many are wrong."""
+    """The policy's entropy is low, and many of its answers are wrong."""
     entropy, accuracy = history.mean("policy/entropy"), history.mean("reward/accuracy")
     if entropy is None or limits.entropy_collapse is None or entropy >= limits.entropy_collapse:
         return None
@@ -63,7 +63,7 @@ def kl_runaway(history: History, limits: AlarmsConfig) -> Found | None:
 
 
 def reward_hacking(history: History, limits: AlarmsConfig) -> Found | None:
-    """Rewards rise while what they stand for falls; or evaluations say so of a reward model."""
+    """Rewards rise while accuracy falls, or an evaluation shows that a reward model is being gamed."""
     accuracy, best = history.mean("reward/accuracy"), history.best.get("reward/accuracy")
     if accuracy is None or best is None or limits.reward_hacking is None:
         return None
@@ -89,7 +89,7 @@ def truncation(history: History, limits: AlarmsConfig) -> Found | None:
 
 
 def repetition(history: History, limits: AlarmsConfig) -> Found | None:
-    """Answers go round in circles."""
+    """Answers repeat themselves."""
     share = history.mean("rollout/repeated")
     if share is None or limits.repetition is None or share <= limits.repetition:
         return None
@@ -106,8 +106,8 @@ def no_signal(history: History, limits: AlarmsConfig) -> Found | None:
     if share <= limits.no_signal:
         return None
     wrong = history.mean("rollout/all_wrong") or 0.0
-    said = f"{1 - signal:.1%} of the groups have no signal; in {wrong:.1%} of all every answer fails"
-    return Found(share, f"{said}, in {right:.1%} every answer is right")
+    silent = f"{1 - signal:.1%} of the groups have no signal; in {wrong:.1%} of all every answer fails"
+    return Found(share, f"{silent}, in {right:.1%} every answer is right")
 
 
 def unscorable(history: History, limits: AlarmsConfig) -> Found | None:
@@ -158,7 +158,7 @@ def expert_imbalance(history: History, limits: AlarmsConfig) -> Found | None:
 
 
 def slow_phase(history: History, limits: AlarmsConfig) -> Found | None:
-    """A phase of the latest step took far longer than it does."""
+    """A phase of the latest step took far longer than usual."""
     for name, seconds in history.now.items():
         if not name.startswith("time/") or name == "time/step" or seconds is None or seconds < SLOW:
             continue
@@ -206,7 +206,7 @@ class Alarm:
     """One alarm.
 
     Attributes:
-        find: Whether its condition holds after the latest step, and what was seen then. Its name is the alarm's, and
+        find: Says what was seen if its condition holds after the latest step. The function's name is the alarm's, and
             that of its threshold in the section `alarms` of the configuration.
         condition: The condition, in words.
         means: What it means for a run, and why.
@@ -326,4 +326,4 @@ ALARMS = (
         "algorithm.kl_coef.",
     ),
 )
-"""Every alarm, in the order in which they are looked at; a field of `AlarmsConfig` each."""
+"""All alarms, in the order in which they are checked; each has a threshold in `AlarmsConfig`."""

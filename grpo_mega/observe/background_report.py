@@ -9,20 +9,20 @@ from pathlib import Path
 from grpo_mega.platform.beside import start_beside
 
 LOG = Path("logs") / "report.log"
-"""In the run directory: why a page was not written."""
+"""Log file in the run directory, which says why a page was not written."""
 
 logger = logging.getLogger(__name__)
 
 
 class BackgroundReport:
-    """The page about the run in a directory, as it was when a step began it."""
+    """Writes the page about a run in the background."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._writer: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Starts to write it; not while one is being written, which a slow disk may take longer for."""
+        """Starts to write the page, unless one is still being written, as on a slow disk."""
         if self._writer and self._writer.poll() is None:
             return
         try:
@@ -31,7 +31,7 @@ class BackgroundReport:
             logger.warning("no page about the run is written now: %s", error)
 
     def end(self) -> None:
-        """Ends what is being written: from now on it would be older than what the run's end writes."""
+        """Stops writing: from now on this page would be older than the one that the run's end writes."""
         if self._writer:
             self._writer.kill()
             self._writer.wait()

@@ -1,6 +1,6 @@
-"""What a run shows of its metrics on the console: which, in which order, and how their values are written.
+"""Columns of the console: which metrics it shows, in which order, and how their values are written.
 
-What a metric is called and how many digits it has says `metric_table.py`.
+`metric_table.py` has the names of metrics and their numbers of digits.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ ROWS = (
     "reward/mean", "reward/accuracy", "reward/format", "rollout/length_mean", "policy/kl", "policy/entropy",
     "policy/clip_fraction", "policy/grad_norm", SECONDS,
 )  # fmt: skip
-"""The columns of a policy's run."""
+"""Columns of a run that trains a policy."""
 ROWS_OF_PAIRS = (
     "reward_model/loss", "reward_model/accuracy", "reward_model/margin", "reward_model/grad_norm", SECONDS,
 )  # fmt: skip
-"""The columns of a reward model's training."""
+"""Columns of a run that trains a reward model."""
 ROWS_OF_STEPS = (
     "process_reward_model/loss",
     "process_reward_model/accuracy",
     "process_reward_model/grad_norm",
     SECONDS,
 )
-"""Those of a process reward model's."""
+"""Columns of a run that trains a process reward model."""
 PANEL = (
     "reward/mean", "reward/accuracy", "eval/accuracy", "eval/heldout/accuracy", "reward/format", "rollout/length_mean",
     "policy/kl", "policy/entropy", "policy/clip_fraction", "mismatch/mean_abs", "policy/grad_norm", *ROWS_OF_PAIRS[:-1],
     *ROWS_OF_STEPS[:-1], "sft/loss", "sft/grad_norm", "base/loss", "base/grad_norm", SECONDS,
     "machine/tokens_per_second", "machine/mfu", "machine/peak_memory_gb",
 )  # fmt: skip
-"""What the panel on a terminal shows of what a step has, the most important first."""
+"""Metrics of the panel on a terminal, the most important first; a step may lack some."""
 WIDEST = 8
 """Characters of a value; larger numbers are written in scientific notation."""
 
 
 class Column(NamedTuple):
-    """A metric that is shown."""
+    """A metric that the console shows."""
 
     title: str
     metric: str
@@ -58,7 +58,7 @@ class Column(NamedTuple):
 
 
 def column(metric: str) -> Column:
-    """How a metric of the table is shown; evaluations are told apart from training."""
+    """The column of a metric of the table; the label says whether it is of an evaluation."""
     known = find(metric)
     assert known is not None, f"{metric} is shown, and metric_table.py does not have it"
     of_split = {"eval/accuracy": "validation", "eval/heldout/accuracy": "held-out"}
@@ -89,7 +89,7 @@ def label(metric: str) -> str:
 
 
 def digits_of(metric: str) -> str:
-    """How the value of any metric is written in a sentence."""
+    """Format of a metric's value in a sentence."""
     share = "@" in metric or metric.endswith(("accuracy", "format", "rate", "fraction", "truncated"))  # @: pass@k
     return ".1%" if share else ".4g"
 

@@ -20,7 +20,7 @@ from grpo_mega.observe.progress import Progress
 
 ROWS_PER_SAMPLES = 5
 INDENT = "    "
-"""Of the lines after the first one of a text."""
+"""Indent of all lines of a text but the first."""
 
 ACHIEVEMENTS = (
     ("held-out accuracy", "held_out_accuracy", ".1%"),
@@ -55,7 +55,7 @@ class Console:
         self._columns = columns
         self._begun = False
         self._up: dict[str, int] = {}
-        waiting.end()  # which may have put itself in front of stderr
+        waiting.end()  # its line may have replaced sys.stderr
         stream = stream or sys.stderr
         live = stream.isatty()
         if not live and isinstance(stream, io.TextIOWrapper):
@@ -73,7 +73,7 @@ class Console:
         self._print("")
 
     def stage(self, name: str, step: int, steps: int) -> None:
-        """A stage begins, or goes on after `step` of at most `steps` steps; the last one has no name."""
+        """Shows that a stage begins, or goes on after `step` of at most `steps` steps; the last stage has no name."""
         self._progress.enter(name, step, steps)
         self._out.forget()
 
@@ -85,12 +85,12 @@ class Console:
             self._out.row(step, metrics)
 
     def count(self, step: int, metrics: dict[str, float]) -> None:
-        """A finished step that the table has no row for, such as one of an earlier stage."""
+        """Shows a finished step that gets no row in the table, such as one of an earlier stage."""
         self._progress.finish(step, metrics)
         self._out.remember(metrics)
 
     def remember(self, metrics: dict[str, float]) -> None:
-        """Numbers that are of no step, such as held-out results, for the panel."""
+        """Shows numbers that belong to no step, such as held-out results, in the panel."""
         self._out.remember(metrics)
 
     def phase(self, name: str) -> None:
@@ -102,7 +102,7 @@ class Console:
         self._out.phase()
 
     def samples(self, done: int, needed: int) -> None:
-        """How many samples of the phase are there, and how many it needs."""
+        """Shows how many samples of the phase are done, and how many it needs."""
         self._progress.samples = done, needed
 
     def has_columns_for(self, metrics: dict[str, float]) -> bool:
@@ -116,8 +116,10 @@ class Console:
     def sample(
         self, prompt_text: str, completion_text: str, answer: str, reward: float | None, chosen: str = ""
     ) -> None:
-        """Prints a prompt with its completion, its reward or none, and how it was chosen; what takes more than a line,
-        on a terminal more than several, is shortened in the middle."""
+        """Prints a prompt with its completion, its reward if it has one, and how it was chosen.
+
+        Long texts are shortened in the middle: to one line, on a terminal to several.
+        """
         prompt, completion, answer = (self._printable(text) for text in (prompt_text, completion_text, answer))
         scored = "no score" if reward is None else f"reward {reward:.2f}"
         verdict = f"  [{chosen}{', ' if chosen else ''}answer {shorten(answer, 20)}, {scored}]"
@@ -135,7 +137,7 @@ class Console:
         self._print(f"{step:>{STEP_WIDTH}}  {split}: " + ", ".join(numbers))
 
     def alarm(self, record: dict[str, Any]) -> None:
-        """Prints an alarm that rises, with what to do, or that is over; records are those of alarms.jsonl."""
+        """Prints an alarm that rises, with what to do, or that is over; `record` is a line of alarms.jsonl."""
         step, name = record["step"], record["name"]
         if record.get("cleared"):
             self._up.pop(name, None)

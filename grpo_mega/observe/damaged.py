@@ -1,4 +1,4 @@
-"""Files of a run that are damaged, or of another version: one error for whatever their reader stumbles over."""
+"""One error for whatever goes wrong when a file of a run is damaged or of another version."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def naming(files: str) -> Iterator[None]:
-    """A context that reads these files.
+    """Context in which these files are read.
 
     Raises:
-        ValueError: Their content has another shape than the body expects; names them.
+        ValueError: Their content has another shape than the body of the context expects; names the files.
     """
     try:
         yield

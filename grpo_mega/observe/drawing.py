@@ -10,7 +10,7 @@
     │ alarms: truncation since step 10                                            │
     ╰─────────────────────────────────────────────────────────────────────────────╯
 
-The console has it on a terminal while a run lives (`panel.py`), and `status.py` prints it once, of a run directory.
+The console shows it on a terminal while a run lives (`panel.py`), and `status.py` prints it once for a run directory.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from grpo_mega.observe.columns import PANEL, Column, clock, column
 from grpo_mega.observe.progress import Standing
 
 CELL = 36
-"""Least characters of a number with its name and its sparkline."""
+"""Smallest width, in characters, of a number with its name and its sparkline."""
 NAME, VALUE = 11, 8
 NARROW = 40
-"""Characters of a terminal below which bars have no times."""
+"""Width of a terminal, in characters, below which bars have no times."""
 BARS = "▁▂▃▄▅▆▇█"
 MOST_VALUES = 256
-"""Of a sparkline; when there are more, neighbours are averaged."""
+"""Largest number of values in a sparkline; when there are more, neighbours are averaged."""
 
 
 def drawn(
@@ -47,15 +47,15 @@ def drawn(
     rows: int | None = None,
     plain: bool = False,
 ) -> RenderableType:
-    """The panel of a run, `width` characters wide.
+    """Draws the panel of a run, `width` characters wide.
 
     Args:
         standing: Where the run is.
-        curves: Of metrics by their names; those that the panel does not know are left out.
-        alarms: Those that are up, in words.
+        curves: Name of a metric -> its curve; metrics that the panel does not know are left out.
+        alarms: The alarms that are up, in words.
         width: Characters of a line.
-        rows: Most rows of numbers, the most important first; all with None.
-        plain: Whether to keep to characters of ASCII, without sparklines.
+        rows: Largest number of rows of numbers, the most important first; None for all.
+        plain: Whether to draw in ASCII only, without sparklines.
     """
     count = max(1, (width - 4) // CELL)
     known = [curves[name] for name in PANEL if name in curves]
@@ -69,14 +69,14 @@ def drawn(
 
 
 def remember(curves: dict[str, Curve], metrics: Mapping[str, float]) -> None:
-    """Adds a step's values to the curves of what the panel shows."""
+    """Adds a step's values to the curves of the metrics that the panel shows."""
     for name in PANEL:
         if (value := metrics.get(name)) is not None:
             curves.setdefault(name, Curve(column(name))).add(value)
 
 
 def _bars(at: Standing, width: int) -> RenderableType:
-    """How far the run is, and its phase; a narrow terminal has no room for times."""
+    """Draws the progress bars of the run and of its phase; a narrow terminal has no room for times."""
     bars = Table.grid(padding=(0, 2, 0, 0), expand=True)
     bars.add_column(no_wrap=True, style="default")
     bars.add_column(ratio=1)
@@ -97,7 +97,7 @@ def _bars(at: Standing, width: int) -> RenderableType:
 
 
 def _numbers(curves: Sequence[Curve], count: int, cell: int, plain: bool) -> Iterator[RenderableType]:
-    """The latest numbers with their sparklines, `count` in a row, each `cell` characters wide."""
+    """Draws the latest numbers with their sparklines, `count` in a row, each `cell` characters wide."""
     if not curves:
         return
     grid = Table.grid(padding=(0, 2, 0, 0))
@@ -127,10 +127,10 @@ def _bar(share: float) -> ProgressBar:
 
 
 class Curve:
-    """The values of a metric since it was first seen, no more than `MOST_VALUES`, each the mean of equally many."""
+    """Curve of a metric: the means of successive, equally long stretches of its values, at most `MOST_VALUES`."""
 
     def __init__(self, of: Column) -> None:
-        """Of a metric of which nothing is known yet."""
+        """Starts the curve of a metric, without values."""
         self.column = of
         self._latest = 0.0
         self._means: list[float] = []
@@ -138,7 +138,7 @@ class Curve:
         self._each = 1
 
     def add(self, value: float) -> None:
-        """The value of the next step."""
+        """Adds the value of the next step."""
         self._latest = value
         self._pending.append(value)
         if len(self._pending) < self._each:
@@ -151,16 +151,19 @@ class Curve:
 
     @property
     def text(self) -> str:
-        """The latest value."""
+        """The latest value as text."""
         return self.column.text({self.column.metric: self._latest})
 
     def sparkline(self, width: int) -> str:
-        """At most so many characters, from the lowest value to the highest; values that are not finite are blank."""
+        """Sparkline of at most `width` characters; values that are not finite are blank."""
         return sparkline([*self._means, *([fmean(self._pending)] if self._pending else [])], width)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A character for each value, or for the mean of as many as there are too many; equal values are a low line."""
+    """Sparkline with a character for each value, or for each mean of neighbours if there are more than `width` values.
+
+    Equal values are a low line.
+    """
     if width < 1 or not values:
         return ""
     count = min(width, len(values))

@@ -1,8 +1,8 @@
 """Writes experts.jsonl: how many tokens each expert got in a step, over the average expert of its layer.
 
 A line is {"step": 4, "loads": {"2": [0.9, 1.2, ...]}}, with the number of a layer and a number for each of its experts,
-of the step's last update. The file has at most so many lines as make about `MOST_BYTES`: of a longer run every second,
-fourth, eighth step and so on, from its beginning to its end.
+of the step's last update. The file has about `MOST_BYTES` at most: of a longer run it has every second, fourth, eighth
+step and so on, evenly over all of the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Loads = Mapping[str, Sequence[float]]
 
 
 class ExpertLog:
-    """The file of a run."""
+    """Writes experts.jsonl of a run."""
 
     def __init__(self, run_dir_path: Path, resume_from_step: int) -> None:
         """Continues the file after this step; lines of later steps, which run again, are removed. -1 begins it anew."""
@@ -34,7 +34,7 @@ class ExpertLog:
             self._rewrite()
 
     def write(self, step: int, loads: Loads) -> None:
-        """Records a step if it is one of those that are kept; nothing of a model without experts."""
+        """Records a step if it is among those that are kept; writes nothing for a model without experts."""
         if not loads or step % (every := spacing(step, sum(map(len, loads.values())))):
             return
         line = json.dumps({"step": step, "loads": {layer: _shares(own) for layer, own in loads.items()}})
@@ -52,7 +52,7 @@ class ExpertLog:
 
 
 def spacing(step: int, experts: int) -> int:
-    """Of every so many steps one is kept, when the run has come to this step; `experts` are those of all layers."""
+    """Distance between kept steps once a run has reached `step`; `experts` is the number in all layers together."""
     most = min(max(MOST_BYTES // (BYTES_PER_EXPERT * experts), FEWEST_LINES), MOST_LINES)
     every = 1
     while step > most * every:
@@ -61,7 +61,7 @@ def spacing(step: int, experts: int) -> int:
 
 
 def read_lines(path: Path) -> dict[int, str]:
-    """Step -> its line; what is no whole line, as a crash leaves the last one, is left out."""
+    """Step -> its line; a line that is not whole, as a crash leaves the last one, is left out."""
     found = {}
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
@@ -74,6 +74,6 @@ def read_lines(path: Path) -> dict[int, str]:
 
 
 def _shares(tokens: Sequence[float]) -> list[float]:
-    """Tokens of each expert over the average one's, to three digits."""
+    """Tokens of each expert divided by the average expert's, to three digits."""
     average = sum(tokens) / len(tokens)
     return [float(f"{own / average:.3g}") if average else 0.0 for own in tokens]

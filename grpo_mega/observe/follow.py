@@ -3,10 +3,10 @@
     python -m grpo_mega.observe.follow runs/tiny wandb
 
 A run starts one for each of `run.trackers`, on rank 0's machine alone (`trackers.py`). What a tracker does, hang, raise
-or end its process, it does here. metrics.jsonl is the queue: what was not sent, because a network was away or the run
-was killed, is sent by the next start of the run, or by this command, into the same run of the tracker. Its id, and the
-last line that has surely arrived, are in trackers/TRACKER.json: W&B and trackio queue lines, so where they were killed,
-those since they were opened are sent again. Steps that run again are not, otherwise.
+or end its process, it does in this process. metrics.jsonl is the queue: what was not sent, because a network was away
+or the run was killed, is sent by the next start of the run, or by this command, into the same run of the tracker. Its
+id, and the last line that has surely arrived, are in trackers/TRACKER.json. W&B and trackio queue lines: if they were
+killed, all lines since they were opened are sent again. Otherwise steps that run again are not sent twice.
 
 Trackers read their own variables: WANDB_API_KEY, WANDB_MODE, WANDB_ENTITY; TRACKIO_DIR, TRACKIO_SPACE_ID;
 MLFLOW_TRACKING_URI.
@@ -36,7 +36,7 @@ from grpo_mega.platform.files import write_atomic
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 FOLDER = "trackers"
-"""In the run directory."""
+"""Folder in the run directory."""
 SECONDS_BETWEEN_LOOKS = 1.0
 Place = tuple[int, bool]
 """A line's step, and whether it has held-out results; lines come in this order."""
@@ -46,8 +46,8 @@ class Tracker(Protocol):
     """A run of a tracker.
 
     Attributes:
-        id: What it is found by again.
-        queues: Whether `log` returns before a line has arrived, which only `close` makes sure of.
+        id: The tracker's name for this run, by which it is found again.
+        queues: Whether `log` returns before a line has arrived; `close` then waits until it has.
     """
 
     id: str
@@ -58,7 +58,7 @@ class Tracker(Protocol):
         ...
 
     def define(self, meanings: dict[str, str]) -> None:
-        """Tells what metrics mean that it has not been told of."""
+        """Sends {metric: its meaning}, for metrics whose meaning was not sent before."""
         ...
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class Tracker(Protocol):
 
 
 class WandB:
-    """W&B, or trackio, which has the same interface."""
+    """A run of W&B, or of trackio, which has the same interface."""
 
     queues = True
 
@@ -89,7 +89,7 @@ class WandB:
         self._module.log(values, step=step)
 
     def define(self, meanings: dict[str, str]) -> None:
-        """Into the run's configuration, under "metrics"."""
+        """Writes the meanings into the run's configuration, under "metrics"."""
         if self._module.__name__ == "wandb":
             self._run.config.update({"metrics": meanings}, allow_val_change=True)
 
@@ -99,7 +99,7 @@ class WandB:
 
 
 class MLflow:
-    """MLflow: an experiment is a project, and what metrics mean its run's metrics.json."""
+    """A run of MLflow, whose experiment is the project; meanings of metrics are in the run's metrics.json."""
 
     queues = False
 
@@ -116,7 +116,7 @@ class MLflow:
         self._mlflow.log_metrics({re.sub(r"[^\w/. :-]", "_", name): value for name, value in values.items()}, step=step)
 
     def define(self, meanings: dict[str, str]) -> None:
-        """As an artifact."""
+        """Writes the meanings into an artifact of the run."""
         self._mlflow.log_dict(meanings, "metrics.json")
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class MLflow:
 
 
 def open_tracker(kind: str, run: Path, project: str, known: str | None) -> Tracker:
-    """The run of a tracker, the one that is `known` by its id if there is one.
+    """Opens a run of a tracker: the one with the id `known`, or a new one if that is None.
 
     Raises:
         ImportError: The tracker is not installed.
@@ -136,7 +136,7 @@ def open_tracker(kind: str, run: Path, project: str, known: str | None) -> Track
 
 
 def lines_after(file: Path, last: Place | None) -> Iterator[tuple[Place, dict[str, float]]]:
-    """The whole lines of a metrics.jsonl that come after `last`: their places, and their metrics that are numbers."""
+    """Yields place and numeric metrics of each whole line of a metrics.jsonl that comes after `last`."""
     for line in file.read_text().splitlines(keepends=True) if file.is_file() else ():
         if not line.endswith("\n"):  # it is being written
             return
@@ -147,7 +147,7 @@ def lines_after(file: Path, last: Place | None) -> Iterator[tuple[Place, dict[st
 
 
 def meaning(name: str) -> str:
-    """What the table says of a metric: its definition, and its unit."""
+    """Definition and unit of a metric, from the table of metrics."""
     metric = find(name)
     if metric is None:
         return ""
@@ -155,14 +155,14 @@ def meaning(name: str) -> str:
 
 
 class Following:
-    """What was sent of a run to a tracker, and what is left."""
+    """Sends the metrics of a run to a tracker, and keeps track of what was sent."""
 
     def __init__(self, kind: str, run: Path, project: str) -> None:
-        """Opens the tracker's run, the one that the run directory knows if it does."""
+        """Opens the tracker's run: the one recorded in the run directory, or a new one."""
         self._metrics, self._state = run / METRICS, run / FOLDER / f"{kind}.json"
         known = json.loads(self._state.read_text()) if self._state.is_file() else {}
         if known and known["project"] != project:
-            known = {}  # of another project: it gets all of it
+            known = {}  # another project gets all metrics
         self._project, self._defined = project, set[str]()
         self._last: Place | None = (known["sent"][0], known["sent"][1]) if known.get("sent") else None
         self._seen: tuple[int, int] | None = None
@@ -170,7 +170,7 @@ class Following:
         self._remember(self._last)
 
     def send(self) -> None:
-        """Sends the lines that are new; nothing is read where the file has not changed."""
+        """Sends the new lines; reads nothing when the file has not changed."""
         there = self._metrics.stat() if self._metrics.is_file() else None
         if there is None or (there.st_size, there.st_mtime_ns) == self._seen:
             return
@@ -186,7 +186,7 @@ class Following:
             self._remember(self._last)
 
     def close(self) -> None:
-        """Completes what was sent, and remembers it."""
+        """Waits until everything sent has arrived, and records it."""
         self.tracker.close()
         self._remember(self._last)
 
@@ -197,7 +197,7 @@ class Following:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("run", type=Path, metavar="RUN", help="a run directory")
     made.add_argument("tracker", choices=TRACKERS, help="where the metrics go")
@@ -219,14 +219,14 @@ def main(arguments: list[str]) -> int:
     except ImportError as error:
         print(f"{error}: pip install {'mlflow' if options.tracker == 'mlflow' else options.tracker}", file=sys.stderr)
         return BAD_INPUT
-    except Exception as error:  # whatever a tracker raises
+    except Exception as error:  # trackers may raise anything
         print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)
         return FAILED
     return DONE
 
 
 def _is_over() -> bool:
-    """Waits a while; whether the run has ended."""
+    """Waits a while; returns whether the run has ended."""
     ready, _, _ = select.select([sys.stdin], [], [], SECONDS_BETWEEN_LOOKS)
     return bool(ready)
 

@@ -1,4 +1,4 @@
-"""Whose turn it was, rank by rank, from the traces of the newest steps: phases one after the other, and memory.
+"""Timelines of ranks from the traces of the newest steps: phases one after the other, and memory.
 
 Where engines share the GPUs with the trainer, they have them in the phases of `ENGINE`; in `CHANGE` they change hands,
 and what the engine's processes hold then is measured.
@@ -13,23 +13,24 @@ from grpo_mega.observe.trace_files import Event, Interval, RankTrace, steps_of
 from grpo_mega.platform.trace import HOLDERS
 
 ENGINE, CHANGE = ("generate", "evaluate", "reward"), ("sync",)
-"""Phases in which engines generate, in the last one beside the scoring, and in which the device changes hands."""
+"""Phases in which engines generate (in "reward" while answers are scored), and in which the device changes hands."""
 MOST_SPANS = 400
-"""Of a lane; shorter ones are left out where there are more."""
+"""Largest number of spans in a lane; where there are more, the shortest are left out."""
 MOST_POINTS = 200
-"""Of a curve of memory, each the most of a stretch of time."""
+"""Largest number of points in a curve of memory; each is the maximum over a stretch of time."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """What one rank did.
+    """Timeline of one rank.
 
     Attributes:
         rank: Its number.
         spans: (begin, end, phase) in seconds since the beginning of all lanes, one after the other.
         left_out: Spans that are too short to be shown.
         memory: (time, 10^9 bytes) of the rank's process: what torch holds of a GPU, resident memory without one.
-        engine_memory: The same of its engine's processes, whenever the device changes hands; empty without an engine.
+        engine_memory: (time, 10^9 bytes) of its engine's processes, whenever the device changes hands; empty without an
+            engine.
     """
 
     rank: int
@@ -41,12 +42,12 @@ class Lane:
 
 @dataclass(frozen=True)
 class Lanes:
-    """What the ranks did at the same time.
+    """Timelines of ranks, on a common clock.
 
     Attributes:
         steps: (number, begin, end) of each step, on the first rank.
         seconds: Length of the lanes.
-        lanes: By rank.
+        lanes: One for each rank, in order.
     """
 
     steps: list[tuple[int, float, float]]
@@ -77,13 +78,13 @@ def _lane(trace: RankTrace, window: Interval) -> Lane:
 
 
 def _phases(events: Sequence[Event]) -> list[tuple[float, float, str]]:
-    """(begin, end, name) of the main thread's phases, in their order; one that another interrupts goes on after it."""
+    """(begin, end, name) of the main thread's phases, in order; a phase that another interrupts continues after it."""
     found, begun, since = [], list[str](), 0.0
     for event in events:
         if event.get("tid") != 0 or event["ph"] not in ("B", "E") or event["name"] == "step":
             continue
         if event["ph"] == "E" and event["name"] not in begun:
-            continue  # of what began before
+            continue  # the end of something that began before
         if begun:
             found.append((since, event["ts"], begun[-1]))
         since = event["ts"]

@@ -1,4 +1,4 @@
-"""How a rank ends before its work is done, and the exit code that says why: a launcher acts on it.
+"""Ends a rank before its work is done, with an exit code that tells a launcher why.
 
 Training (`grpo_mega.train`) and evaluation (`tools/evaluate.py`) end in the same way, so that one launcher knows both.
 """
@@ -27,9 +27,9 @@ a Slurm job ends with when its nodes are unfit."""
 STOPPED = 75
 """Exit code after SIGTERM or SIGUSR1, when the progress is saved (EX_TEMPFAIL: try again)."""
 SECONDS_FOR_OTHERS = 15
-"""How long rank 0 waits for the other ranks to meet the same bad input, if a launcher waits for their reports."""
+"""Seconds that rank 0 waits for the other ranks to meet the same bad input, if a launcher waits for their reports."""
 SECONDS_FOR_RANK_0 = 10
-"""How long the other ranks then wait for rank 0 to print the error."""
+"""Seconds that the other ranks then wait for rank 0 to print the error."""
 
 
 def refuse(message: str) -> NoReturn:
@@ -50,7 +50,7 @@ def refuse(message: str) -> NoReturn:
 
 @contextmanager
 def refusing_options() -> Iterator[None]:
-    """A context in which argparse, which ends the process itself, ends one that refuses what it was given."""
+    """Context in which bad options, for which argparse ends the process, are marked as refused input."""
     try:
         yield
     except SystemExit as end:

@@ -3,8 +3,8 @@
     step 10/80: reward 0.213, accuracy 4.7%, format 93.8%, length 18.2, clipped 0.1%, grad norm 0.412, 0.52 s, 0:05
     elapsed, 0:36 left
 
-is one line. A step that takes longer than a minute says so once a minute, and what it does, whether or not that gives
-signs of life:
+is one line. While a step takes longer than a minute, a line a minute says what it does, whether or not that gives signs
+of life:
 
     after step 10/80: generate for 3:00, 1:12:05 elapsed, 8:20:00 left
 """
@@ -29,7 +29,7 @@ class Lines:
     """Writes to a stream that is no terminal."""
 
     def __init__(self, stream: TextIO, progress: Progress, columns: Sequence[Column]) -> None:
-        """Writes rows of `columns`, with the times of `progress`."""
+        """Will write rows of `columns`, with the times of `progress`."""
         self._stream, self._progress, self._columns = stream, progress, columns
         self._last = time.monotonic()
         self._turn = RLock()
@@ -38,16 +38,16 @@ class Lines:
 
     @property
     def width(self) -> int:
-        """Most characters in a line of text."""
+        """Largest number of characters in a line of text."""
         return WIDTH
 
     @property
     def lines_per_sample(self) -> int:
-        """Most lines that a sample takes."""
+        """Largest number of lines of a sample."""
         return 1
 
     def row(self, step: int, metrics: dict[str, float]) -> None:
-        """A step, never cut or wrapped."""
+        """Prints a step in one line, never cut or wrapped."""
         progress = self._progress
         values = [f"{column.title} {column.text(metrics)}" for column in self._columns if column.metric != SECONDS]
         values += [f"{column.text(metrics)} s" for column in self._columns if column.metric == SECONDS]
@@ -57,25 +57,25 @@ class Lines:
         self.print(f"step {step}/{progress.total}: {', '.join(values)}")
 
     def forget(self) -> None:
-        """Another stage begins; nothing was kept of the one before."""
+        """Does nothing when another stage begins, as nothing is kept of the one before."""
 
     def remember(self, metrics: dict[str, float]) -> None:
-        """A step that may have no row; nothing is shown of it."""
+        """Does nothing: numbers without a row are not shown."""
 
     def phase(self) -> None:
-        """A phase begins or goes on. From the first one on a thread watches that none is silent for long."""
+        """Takes notice of a phase that begins or goes on. From the first one on a thread breaks long silences."""
         if self._watch is None:
             self._watch = Thread(target=self._break_silences, name="console", daemon=True)
             self._watch.start()
         self._break_silence()
 
     def _break_silences(self) -> None:
-        with suppress(OSError, ValueError):  # of a pipe that nobody reads, of a closed file: the next row says it
+        with suppress(OSError, ValueError):  # a pipe that nobody reads, or a closed file: the next row raises the error
             while not self._closed.wait(max(0.0, self._last + QUIET - time.monotonic())):
                 self._break_silence()
 
     def _break_silence(self) -> None:
-        """Says which phase runs, if nothing was said for a while."""
+        """Prints which phase runs, if nothing was printed for a while."""
         with self._turn:
             if self._closed.is_set() or time.monotonic() - self._last < QUIET:
                 return
@@ -91,18 +91,18 @@ class Lines:
             )
 
     def alarms(self, up: Sequence[str]) -> None:
-        """The alarms that are up; each has had a line of its own."""
+        """Does nothing: each alarm has had a line of its own."""
 
     def interrupt_table(self) -> None:
-        """Something else was printed between two rows; they need no header again."""
+        """Does nothing when something is printed between two rows, as rows have no header."""
 
     def print(self, text: str) -> None:
-        """One line, however long."""
+        """Prints one line, however long."""
         with self._turn:
             self._stream.write(f"{text}\n")
             self._stream.flush()
             self._last = time.monotonic()
 
     def close(self) -> None:
-        """No phase runs any more: nothing is said but what is printed."""
+        """Ends the thread that breaks silences."""
         self._closed.set()

@@ -35,7 +35,7 @@ def setup_rank_logging(path: Path, rank: int) -> None:
 
 
 class _ToStderr(logging.StreamHandler[Any]):
-    """Writes to what `sys.stderr` is at the time: the console's panel stands there for something that prints above."""
+    """Writes to the present `sys.stderr`, which the console replaces while its panel is drawn."""
 
     @property
     def stream(self) -> Any:
@@ -43,7 +43,7 @@ class _ToStderr(logging.StreamHandler[Any]):
 
     @stream.setter
     def stream(self, value: Any) -> None:
-        """What `StreamHandler` was made with; not kept."""
+        """Ignores the stream that `StreamHandler` is given."""
 
 
 def _terminal_handler() -> logging.Handler:

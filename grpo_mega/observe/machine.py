@@ -1,5 +1,7 @@
-"""What the machines took for a step: seconds by phase, speed, memory, and whether one is slow. A repeated run has other
-numbers."""
+"""Time and memory of a step: seconds by phase, throughput, peak memory, and whether a rank is slow.
+
+They differ when a run is repeated.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +12,24 @@ from typing import NamedTuple
 from grpo_mega.observe.timer import Seconds
 
 APART = ("evaluate", "checkpoint", "export")
-"""Phases that are no part of a step: the time of the latter two is that of the steps before."""
+"""Phases that are not part of a step; those of "checkpoint" and "export" belong to all steps before."""
 LEARNING = ("update", "sft", "base", "reward_model")
-"""Phases in which models learn, the first that a step has; the last one is that of a reward model's own run."""
+"""Phases in which a model learns, of which the first that a step has counts; the last is of a reward model's run."""
 
 
 class Use(NamedTuple):
-    """What a rank took for a step."""
+    """What a step cost a rank."""
 
     peak_bytes: int
-    """Memory at its peak since the process began."""
+    """Peak memory since the process began."""
     flops: float
-    """Operations that its part of the models has learned with (`Model.flops`)."""
+    """Floating-point operations of learning in its part of the models (`Model.flops`)."""
     working: float
     """Seconds in which it did not wait for others."""
 
 
 def step_seconds(spent: Mapping[str, Seconds]) -> dict[str, float]:
-    """Wall seconds of a step by phase, and in total without those of `APART`."""
+    """Wall-clock seconds of a step by phase, and their sum without the phases of `APART`."""
     total = sum(seconds.wall for phase, seconds in spent.items() if phase not in APART)
     return {**{f"time/{phase}": seconds.wall for phase, seconds in spent.items()}, "time/step": total}
 
@@ -38,20 +40,22 @@ def working_seconds(spent: Mapping[str, Seconds]) -> float:
 
 
 def throughput(tokens: float | None, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Tokens that a step sampled and learned from, a second; {} where it sampled none, or did so before a stop that
-    these seconds do not cover."""
+    """Tokens per second of a step, sampled and learned from.
+
+    {} if it sampled none, or sampled before the run was stopped and continued, which these seconds do not cover.
+    """
     if tokens is None or not seconds.get("time/generate"):
         return {}
     return {"machine/tokens_per_second": tokens / seconds["time/step"]}
 
 
 def use_of_ranks(uses: Sequence[Use], seconds: Mapping[str, float], peak_tflops: float | None) -> dict[str, float]:
-    """Memory, speed of learning and the slowest rank, of what all ranks took for a step.
+    """Peak memory, learning speed and slowest rank of a step.
 
     Args:
-        uses: By rank.
-        seconds: Of the main rank, see `step_seconds`.
-        peak_tflops: What the device of a rank can do at most, where that is known.
+        uses: Costs of each rank, in order.
+        seconds: Seconds of the main rank, see `step_seconds`.
+        peak_tflops: Peak of the device of a rank; None if unknown.
     """
     found = {"machine/peak_memory_gb": max(use.peak_bytes for use in uses) / 1e9}
     learned = next((seconds[f"time/{phase}"] for phase in LEARNING if seconds.get(f"time/{phase}")), None)

@@ -24,19 +24,19 @@ ARROWS = {"up": "↑", "down": "↓", "": ""}
 
 
 def page() -> str:
-    """The whole document."""
+    """Returns docs/metrics.md."""
     return "\n".join([HEAD, *(section(room) for room in ROOMS)])
 
 
 def section(room: Room) -> str:
-    """The part of the document about a room."""
+    """Returns the section about a room."""
     rows = [row(room.prefixes[0], metric) for metric in room.metrics]
     table = ["| metric | unit | | definition | taken |", "| --- | --- | --- | --- | --- |", *rows]
     return "\n".join([f"## {room.title}", "", room.about, "", *table, ""])
 
 
 def row(prefix: str, metric: Metric) -> str:
-    """The line of a metric."""
+    """Returns the table's row of a metric."""
     meaning, taken = (text.replace("|", r"\|") for text in (metric.meaning, metric.taken))
     return f"| `{prefix}{metric.name}` | {metric.unit} | {ARROWS[metric.good]} | {meaning} | {taken} |"
 

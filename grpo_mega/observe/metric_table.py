@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 WORDS = {"{term}": r"[A-Za-z]\w*", "{task}": r"[^/]+", "{k}": r"\d+"}
-"""What stands in a name for one that the configuration, or the program, gives."""
+"""Placeholder in a metric's name -> pattern of the names that the configuration or the program puts there."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Metric:
 
     Attributes:
         name: What follows the prefix of its room; a word of `WORDS` stands for any such name.
-        unit: What it is counted in; "" for a pure number, "share" for one from 0 to 1.
+        unit: Its unit; "" for a pure number, "share" for one from 0 to 1.
         meaning: Its definition, in one sentence or two.
         taken: Over what it is taken, and how; empty where the room says so.
         good: "up" or "down" where one direction is better; "" where none is, or neither for itself.
@@ -45,8 +45,8 @@ class Room:
     Attributes:
         title: Heading in the document.
         prefixes: What the names begin with; each metric may occur with each of them. The document shows the first.
-        about: What they have in common: where they come from, and over what they are taken.
-        metrics: The metrics. The first one that fits a name is meant.
+        about: What the metrics have in common: where they come from, and over what they are taken.
+        metrics: The metrics; of several that match a name, the first one counts.
     """
 
     title: str
@@ -387,7 +387,7 @@ ROOMS = (
 
 @cache
 def find(name: str) -> Metric | None:
-    """The metric that a run means by this name; None when the table does not have it."""
+    """The table's metric for the name that a run writes; None when the table does not have it."""
     for room in ROOMS:
         for metric in room.metrics:
             if any(re.fullmatch(_pattern(prefix + metric.name), name) for prefix in room.prefixes):
@@ -396,7 +396,7 @@ def find(name: str) -> Metric | None:
 
 
 def unknown(names: Iterable[str]) -> list[str]:
-    """Those of the names that the table does not have, in their order."""
+    """The names that the table does not have, in order."""
     return [name for name in names if find(name) is None]
 
 

@@ -1,8 +1,7 @@
-"""The console on a terminal: a panel (`drawing.py`) at the bottom that is never silent, above it a table and whatever
-else is said.
+"""The console on a terminal: a panel (`drawing.py`) at the bottom, above it a table and whatever else is printed.
 
-A thread draws it twice a second, so that its clocks go on whatever the run is doing. Sparklines are of all steps since
-the stage was begun or continued. Every line fits into the terminal, and the panel is gone when the run ends.
+A thread draws the panel twice a second, so that its clocks go on whatever the run is doing. Sparklines show all steps
+since the stage was begun or continued. Every line fits into the terminal, and the panel is gone when the run ends.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ class OneAtATime(Console):
 
 
 class LivePanel:
-    """Writes to a terminal."""
+    """Writes to a terminal, with a panel below what is printed."""
 
     def __init__(self, stream: TextIO, progress: Progress, columns: Sequence[Column]) -> None:
-        """Begins to draw; rows have `columns`, as many as fit, and the panel shows `progress`."""
+        """Begins to draw; rows have the first `columns` that fit, and the panel shows `progress`."""
         self._stream, self._progress, self._columns = stream, progress, columns
         self._curves: dict[str, Curve] = {}
         self._up: Sequence[str] = ()
@@ -64,18 +63,18 @@ class LivePanel:
             redirect_stderr=stream is sys.stderr,
             vertical_overflow="crop",
         )
-        self._live._lock = self._console.turn  # which frames are drawn under
+        self._live._lock = self._console.turn  # the lock under which frames are drawn
         self._live.start(refresh=True)
-        self._console.show_cursor(True)  # which a killed process could not give back
+        self._console.show_cursor(True)  # a killed process could not show it again
 
     @property
     def width(self) -> int:
-        """Most characters in a line. The last column is not used, because some terminals wrap there."""
+        """Largest number of characters in a line. The last column is not used, because some terminals wrap there."""
         return self._size()[0]
 
     @property
     def lines_per_sample(self) -> int:
-        """Most lines that a sample takes: a third of the terminal."""
+        """Largest number of lines of a sample: a third of the terminal."""
         return max(self._size()[1] // 3, 1)
 
     def _size(self) -> tuple[int, int]:
@@ -83,7 +82,7 @@ class LivePanel:
         return (columns or 80) - 1, lines or 24
 
     def row(self, step: int, metrics: dict[str, float]) -> None:
-        """A step as a line of the table, which has a header now and then."""
+        """Prints a step as a row of the table, whose header is repeated now and then."""
         if self._rows_until_header == 0:
             cells = [(each.title, each.width) for each in self._columns]
             self.print(_fitting(f"{'step':>{STEP_WIDTH}}", cells, self.width))
@@ -94,26 +93,26 @@ class LivePanel:
         self._rows_until_header -= 1
 
     def forget(self) -> None:
-        """Another stage begins: the curves of the one before are gone."""
+        """Removes the curves when another stage begins."""
         self._curves = {}
 
     def remember(self, metrics: dict[str, float]) -> None:
-        """A step that may have no row: the panel shows its numbers."""
+        """Shows numbers in the panel, also those of a step without a row."""
         remember(self._curves, metrics)
 
     def phase(self) -> None:
-        """A phase begins or goes on; the next frame shows it."""
+        """Does nothing when a phase begins or goes on: the next frame shows it."""
 
     def alarms(self, up: Sequence[str]) -> None:
-        """The alarms that are up, in words."""
+        """Shows the alarms that are up, in words."""
         self._up = tuple(up)
 
     def interrupt_table(self) -> None:
-        """Something else was printed between two rows: the next one has a header."""
+        """Gives the next row a header, as something else was printed after the last one."""
         self._rows_until_header = 0
 
     def print(self, text: str) -> None:
-        """Text above the panel, as it is."""
+        """Prints text above the panel, unchanged."""
         self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
@@ -123,7 +122,7 @@ class LivePanel:
     # The panel, drawn by a thread.
 
     def _drawn(self) -> RenderableType:
-        """In half the terminal's height."""
+        """The panel, in at most half the terminal's height."""
         width, lines = self._size()
         self._console.size = ConsoleDimensions(width, lines)
         rows = max(0, lines // 2 - 4)
@@ -131,7 +130,7 @@ class LivePanel:
 
 
 def _leave_the_panel() -> None:
-    """A fork, such as one that writes a checkpoint, prints past the panel, whose locks another thread may have held."""
+    """Makes a forked process, such as one that writes a checkpoint, print past the panel, as its locks may be held."""
     if isinstance(sys.stdout, FileProxy):
         sys.stdout = sys.stdout.rich_proxied_file
     if isinstance(sys.stderr, FileProxy):
@@ -142,7 +141,7 @@ os.register_at_fork(after_in_child=_leave_the_panel)
 
 
 def _fitting(line: str, cells: list[tuple[str, int]], width: int) -> str:
-    """The line and as many right-aligned cells as fit into the width."""
+    """The line, followed by the right-aligned cells that fit into the width."""
     for text, cell_width in cells:
         if len(line) + cell_width > width:
             break

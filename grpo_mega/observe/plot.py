@@ -1,4 +1,4 @@
-"""Plots curves.png: what a run learns, over its steps; what metrics are called says `metric_table.py`."""
+"""Plots curves.png: what a run learns, over its steps; `metric_table.py` has the names of metrics."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ OF_POLICIES = {
     "Accuracy": ("reward/accuracy", "eval/accuracy", "eval/heldout/accuracy"),
     "Response length": ("rollout/length_mean",),
 }
-"""Panel -> its metrics, of a run that trains a policy."""
+"""Panel -> its metrics, for a run that trains a policy."""
 OF_PAIRS = {
     "Loss": ("reward_model/loss",),
     "Accuracy": ("reward_model/accuracy", "eval/accuracy", "eval/heldout/accuracy"),
     "Margin": ("reward_model/margin",),
 }
-"""The same of a reward model's training."""
+"""Panel -> its metrics, for a run that trains a reward model."""
 OF_STEPS = {
     "Loss": ("process_reward_model/loss",),
     "Accuracy": ("process_reward_model/accuracy", "eval/accuracy", "eval/heldout/accuracy"),
     "Gradient norm": ("process_reward_model/grad_norm",),
 }
-"""The same of a process reward model's."""
+"""Panel -> its metrics, for a run that trains a process reward model."""
 
 
 def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draws three panels (of a policy's run: reward, accuracy and response length) and writes a PNG atomically.
+    """Draws three panels (for a policy reward, accuracy and response length) and writes a PNG atomically.
 
     Args:
         metrics: Lines of metrics.jsonl; a metric may be absent or null at any step.
@@ -62,7 +62,7 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def panels_of(metrics: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """The panels of a run, by what its first panel is about; those of a policy's run where nothing is recorded."""
+    """The panels of a run, chosen by the metrics that it has recorded; those of a policy if there are none."""
     names = {name for line in metrics for name in line}
     return next((panels for panels in (OF_PAIRS, OF_STEPS) if names & {*panels["Loss"]}), OF_POLICIES)
 

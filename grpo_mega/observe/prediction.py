@@ -1,7 +1,7 @@
-"""What the planner says of a step beside what the run has measured, once after a few steps: a line, and planned.json.
+"""Compares the planner's prediction of a step with what the run measures, once after a few steps: a line, planned.json.
 
-Planning builds models that are not there, so a process of its own does it (`grpo_mega/planning/compare.py`), which no
-step waits for. It is told how long answers are.
+Planning builds models without memory, so a process of its own does it (`grpo_mega/planning/compare.py`), which no step
+waits for. It gets the measured length of answers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from grpo_mega.platform.beside import start_beside
 
 CONFIG, PLANNED = "config.yaml", "planned.json"
 LOG = Path("logs") / "planned.log"
-"""In the run directory: why there is no planned.json."""
+"""Log file in the run directory, which says why there is no planned.json."""
 COMPARED = 2
-"""Steps whose mean is compared: the first ones that are whole, after the first one, in which libraries start."""
+"""Number of steps whose mean is compared: the first whole ones after the very first, in which libraries start."""
 PATIENCE = 60.0
-"""Seconds that the run's end, when its summary is written, waits for the planner."""
+"""Seconds for which the run waits for the planner before it writes its summary."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +32,14 @@ class Prediction:
     """Compares the first whole steps of this start of a run with their plan."""
 
     def __init__(self, path: Path, gpus: int, vocab_size: int, prompt: float, allocator: bool) -> None:
-        """Waits for steps of the run in directory `path`.
+        """Prepares to take the steps of the run in directory `path`.
 
         Args:
             path: The run directory, whose config.yaml is planned.
-            gpus: How many the run has.
+            gpus: Number of GPUs of the run.
             vocab_size: Tokens of its model.
             prompt: Mean tokens of its prompts.
-            allocator: Whether machine/peak_memory_gb is what torch's allocator gave, which is what is planned.
+            allocator: Whether machine/peak_memory_gb is memory of torch's allocator, as the plan's is.
         """
         self._path, self._allocator = path, allocator
         self._of_the_run = {"gpus": gpus, "vocab_size": vocab_size, "prompt": prompt}
@@ -49,16 +49,16 @@ class Prediction:
         self._over = False
 
     def step(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Takes a finished step; the line, in the step after which the planner is found to be done."""
+        """Takes a finished step; returns the line once, at the first step at which the planner is done."""
         self._seen += 1
         if self._planner is None and not self._over and self._seen > 1 and _is_whole(metrics):
             self._steps[step] = metrics
             if len(self._steps) == COMPARED:
                 self._begin()
-        return self._said() if self._planner and self._planner.poll() is not None else None
+        return self._result_line() if self._planner and self._planner.poll() is not None else None
 
     def finish(self) -> str | None:
-        """The line, if the run ends before it was said; waits for the planner, which may have begun just now."""
+        """Waits for the planner; returns the line if no step has returned it."""
         if self._planner is None:
             return None
         try:
@@ -67,7 +67,7 @@ class Prediction:
             logger.warning("the planner takes longer than the run: its figures are not compared")
             self.close()
             return None
-        return self._said()
+        return self._result_line()
 
     def close(self) -> None:
         """Ends the planner."""
@@ -77,7 +77,7 @@ class Prediction:
             self._planner = None
 
     def result(self) -> dict[str, Any]:
-        """{"planned": what was compared}, for the summary; {} where nothing was, by this start or one before."""
+        """{"planned": the comparison} for the summary; {} if neither this start nor an earlier one has compared."""
         file = self._path / PLANNED
         try:
             return {"planned": json.loads(file.read_text())} if file.exists() else {}
@@ -104,7 +104,7 @@ class Prediction:
     def _mean(self, name: str, otherwise: float = 0.0) -> float:
         return mean(metrics.get(name, otherwise) for metrics in self._steps.values())
 
-    def _said(self) -> str | None:
+    def _result_line(self) -> str | None:
         assert self._planner
         code, self._planner = self._planner.returncode, None
         if code == 0:
@@ -114,18 +114,18 @@ class Prediction:
 
 
 def _is_whole(metrics: Mapping[str, float]) -> bool:
-    """Whether a step has sampled and learned, all of it in this start, and took no turn for an evaluation."""
+    """Whether a step sampled and learned, wholly in this start, and without an evaluation."""
     return all(f"time/{phase}" in metrics for phase in ("generate", "update")) and "time/evaluate" not in metrics
 
 
 def _phases(steps: Iterable[Mapping[str, float]]) -> list[str]:
-    """Phases of these steps, and "step"; none that are no part of a step."""
+    """Phases that are part of these steps, and "step"."""
     names = dict.fromkeys(name.removeprefix("time/") for m in steps for name in m if name.startswith("time/"))
     return [name for name in names if name not in APART]
 
 
 def in_words(compared: Mapping[str, Any]) -> str:
-    """The line: seconds by phase, and memory, of what planned.json holds."""
+    """One line with seconds by phase and memory, planned and measured, from the content of planned.json."""
     steps, gpus = " and ".join(map(str, compared["steps"])), f"{compared['gpus']} {compared['gpu'].upper()}"
     seconds = ", ".join(
         f"{name} {_figure(measured)} ({_figure(planned)})"

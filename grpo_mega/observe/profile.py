@@ -16,7 +16,7 @@ from grpo_mega.config.schema import RunConfig
 from grpo_mega.config.step_range import read_steps
 
 FOLDER = "profile"
-"""In the run directory."""
+"""Folder in the run directory."""
 
 logger = logging.getLogger(__name__)
 
@@ -28,26 +28,26 @@ class Profile:
     """
 
     def __init__(self, config: RunConfig, is_last: bool, rank: int) -> None:
-        """Of the last stage, if `run.profile_steps` is set."""
+        """Profiles the last stage if `run.profile_steps` is set; nothing otherwise."""
         self._steps = read_steps(config.profile_steps) if config.profile_steps and is_last else range(0)
         self._folder, self._rank = Path(config.root) / config.name / FOLDER, rank
         self._profiler: profile | None = None
         self._first = 0
 
     def before(self, step: int) -> None:
-        """Begins when the step is in the range."""
+        """Begins to profile when the step is in the range."""
         if self._profiler is None and step in self._steps:
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
             self._first, self._profiler = step, profile(activities=kinds)
             self._profiler.start()
 
     def after(self, step: int) -> None:
-        """Writes the file when the step was the range's last one."""
+        """Writes the file after the range's last step."""
         if self._profiler and step == self._steps[-1]:
             self._write(f"{self._first}-{step}")
 
     def _write(self, steps: str) -> None:
-        """Ends; a file that cannot be written is a warning, and training goes on."""
+        """Ends profiling and writes the file; if that fails, warns, and training goes on."""
         assert self._profiler
         profiler, self._profiler = self._profiler, None
         profiler.stop()
@@ -65,6 +65,6 @@ class Profile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """A range that a stop cuts short is written as far as it came."""
+        """Writes what was profiled of a range that a stop cuts short."""
         if self._profiler:
             self._write(f"{self._first}-stopped")

@@ -1,4 +1,4 @@
-"""Where a run is: its step and its phase, and how long either is likely to last yet."""
+"""Progress of a run: its step and its phase, and how much longer either is likely to take."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from statistics import fmean, median
 from grpo_mega.observe.columns import SECONDS, clock
 
 RECENT = 20
-"""Steps, and occurrences of a phase, that the time left is read off."""
+"""Number of steps, and of occurrences of a phase, from which the time left is estimated."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run is at a moment, as the panel shows it.
+    """Progress of a run at a moment, as the panel shows it.
 
     Attributes:
-        name: The run's.
+        name: Name of the run.
         stage: The stage that runs; empty for the last one.
-        step: Its finished steps.
-        total: Steps that it takes, at most; None where that is not known.
+        step: Number of finished steps of the stage.
+        total: Largest number of steps of the stage; None if unknown.
         elapsed: The time of the run so far, in words.
-        left: The time that the stage's steps will take yet, in words; empty where that is not known.
-        phase: What it does now; empty between phases.
-        phase_seconds: The time that the phase has taken in this step.
-        phase_share: How much of the phase is done, from 0 to 1; None where that is not known.
-        phase_left: Seconds that the phase will take yet; None where that is not known.
-        samples: Samples of the phase that are there, and that it needs; (0, 0) for a phase without.
-        state: How it ended or when it was last heard of, in words; empty while that is plain to see.
+        left: The time that the stage's remaining steps will take, in words; empty if unknown.
+        phase: The phase that runs; empty between phases.
+        phase_seconds: Seconds that the phase has taken in this step.
+        phase_share: Finished share of the phase, from 0 to 1; None if unknown.
+        phase_left: Seconds that the phase will still take; None if unknown.
+        samples: Number of finished samples of the phase, and number that it needs; (0, 0) for a phase without samples.
+        state: How the run ended or when it last gave a sign of life, in words; empty while the run shows it itself.
     """
 
     name: str
@@ -48,21 +48,21 @@ class Standing:
 
 
 class Progress:
-    """Counts steps, and the time of phases, of which it is told as they begin and while they go on.
+    """Counts steps, and measures the time of phases, which are reported here as they begin and while they go on.
 
-    A phase that others interrupt, as scoring does generation, goes on where it was until the step ends.
+    A phase that another one interrupts, as scoring interrupts generation, goes on counting when it comes again.
 
     Attributes:
-        name: The run's.
+        name: Name of the run.
         stage: The stage that runs; empty for the last one.
-        step: Its finished steps.
-        total: Steps that it takes, at most.
-        phase: What it does now; empty between phases.
-        samples: Samples of the phase that are there, and that it needs; (0, 0) for a phase without.
+        step: Number of finished steps of the stage.
+        total: Largest number of steps of the stage.
+        phase: The phase that runs; empty between phases.
+        samples: Number of finished samples of the phase, and number that it needs; (0, 0) for a phase without samples.
     """
 
     def __init__(self, name: str, total: int) -> None:
-        """Of a run with so many steps, which begins now."""
+        """Begins now, for a run of `total` steps."""
         self.name, self.stage, self.step, self.total = name, "", 0, total
         self.phase, self.samples = "", (0, 0)
         self._seconds: deque[float] = deque(maxlen=RECENT)
@@ -71,12 +71,12 @@ class Progress:
         self._began = self._since = time.monotonic()
 
     def enter(self, stage: str, step: int, total: int) -> None:
-        """A stage begins, or goes on, after so many of its steps."""
+        """Begins a stage of at most `total` steps, or continues it after `step` of them."""
         self.stage, self.step, self.total = stage, step, total
         self._seconds.clear()
 
     def finish(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done."""
+        """Counts a finished step."""
         self._pause()
         self.step = step
         if metrics.get(SECONDS) is not None:
@@ -86,7 +86,7 @@ class Progress:
         self._spent = {}
 
     def begin(self, phase: str) -> None:
-        """A phase begins, or goes on; "" ends the one before."""
+        """Begins or continues a phase; "" ends the one before."""
         if phase != self.phase:
             self._pause()
             self.phase, self.samples = phase, (0, 0)
@@ -99,7 +99,7 @@ class Progress:
 
     @property
     def standing(self) -> Standing:
-        """All of it, now."""
+        """The progress at this moment."""
         return Standing(
             self.name, self.stage, self.step, self.total, self.elapsed, self.left, self.phase, self.phase_seconds,
             self.phase_share, self.phase_left, self.samples,
@@ -112,7 +112,7 @@ class Progress:
 
     @property
     def left(self) -> str:
-        """The time that the steps left will take; empty when none was measured."""
+        """The time that the remaining steps will take, in words; empty if no step was measured."""
         recent = list(self._seconds)
         return clock(fmean(recent) * max(self.total - self.step, 0)) if recent else ""
 
@@ -123,7 +123,7 @@ class Progress:
 
     @property
     def phase_share(self) -> float | None:
-        """How much of the phase is done, from 0 to 1: by its samples, or by what it took in other steps."""
+        """Finished share of the phase, from 0 to 1, by its samples or its duration in other steps; None if unknown."""
         done, needed = self.samples
         if needed:
             return done / needed
@@ -132,8 +132,7 @@ class Progress:
 
     @property
     def phase_left(self) -> float | None:
-        """Seconds that the phase will take yet, as in other steps or, in the first one, for each sample as until now;
-        None where that is not known."""
+        """Seconds that the phase will still take, by other steps or, in the first, by its samples; None if unknown."""
         seconds, usual, (done, needed) = self.phase_seconds, self._usual(), self.samples
         if usual:
             return usual - seconds if usual > seconds else None

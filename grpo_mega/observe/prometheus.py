@@ -15,16 +15,16 @@ from grpo_mega.platform.files import write_atomic
 
 
 def write_prometheus(folder: Path, run: str, step: int, metrics: Mapping[str, float | None]) -> None:
-    """Writes grpo_mega_RUN.prom, atomically, into a folder that is there.
+    """Writes grpo_mega_RUN.prom, atomically, into an existing folder.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     write_atomic(folder / f"grpo_mega_{run}.prom", prometheus_text(run, {"step": step, **metrics}))
 
 
 def prometheus_text(run: str, metrics: Mapping[str, float | None]) -> str:
-    """A gauge for each metric, with its own name as a label: families whose names become alike are one family."""
+    """A gauge for each metric, with the metric's name as a label, as several may get the same Prometheus name."""
     families: dict[str, list[str]] = {}
     for name, value in metrics.items():
         if value is None:

@@ -1,4 +1,4 @@
-"""Everything a run writes and prints, behind one object; on ranks other than the main one it does nothing."""
+"""Everything a run writes and prints, in one object; on ranks other than the main one it does nothing."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ class Recorder:
         self._report = BackgroundReport(path)
 
     def start(self, lines: list[str], where: str) -> None:
-        """Says what is about to run, and on which machines."""
+        """Prints what is about to run, and on which machines."""
         if self.console:
             self.console.start(lines, f"{where}, in {self.path}")
 
     def compare(self, prediction: Prediction) -> None:
-        """Compares the first steps of the last stage with their plan."""
+        """Has the first steps of the last stage compared with their plan."""
         if self.console:
             self.prediction = prediction
 
     def note(self, text: str) -> None:
-        """Says anything else worth a line."""
+        """Prints any other line."""
         if self.console:
             self.console.note(text)
 
@@ -73,16 +73,15 @@ class Recorder:
             self.console.phase(name)
 
     def samples(self, done: int, needed: int) -> None:
-        """Shows how many samples of the phase are there, and how many it needs."""
+        """Shows how many samples of the phase are done, and how many it needs."""
         if self.console:
             self.console.samples(done, needed)
 
     def open_metrics(self, resume_from_step: int, name: str = METRICS, steps: int | None = None) -> None:
-        """Continues the file `name` after this step; -1 for one that begins. A run that goes on has no page about its
-        end.
+        """Continues the file `name` after this step, or begins it (-1); removes an earlier report.html.
 
-        The last stage, whose file is metrics.jsonl, has alarms. The stage takes at most `steps` steps, `run.steps` with
-        None.
+        The last stage, whose file is metrics.jsonl, has alarms. The stage takes at most `steps` steps; None for
+        `run.steps`.
         """
         if self.console:
             stage = "" if name == METRICS else name.removesuffix(".jsonl")
@@ -103,8 +102,10 @@ class Recorder:
     def step(
         self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]], loads: Loads | None = None
     ) -> None:
-        """A finished step; records of its samples, if there are any, go into samples/, the `loads` of its experts into
-        experts.jsonl. It goes into the table unless that is about another stage."""
+        """Records a finished step: its metrics, samples (`shown`, to samples/) and loads of experts (to experts.jsonl).
+
+        The console's table gets a row if it has columns for this stage.
+        """
         if self.console is None or self.metrics is None:
             return
         self.metrics.write(step, metrics)
@@ -122,7 +123,7 @@ class Recorder:
             self._report.begin()
 
     def _expose(self, step: int, metrics: dict[str, float]) -> None:
-        """Shows a step to Prometheus, if configured; what fails is a warning, once."""
+        """Writes a step's file for Prometheus, if configured; warns once if that fails."""
         if self.run.prometheus is None or self._unexposed or self.alarms is None:  # only the last stage has alarms
             return
         try:
@@ -132,7 +133,7 @@ class Recorder:
             logger.warning("run.prometheus=%s: %s; no further step is written there", self.run.prometheus, error)
 
     def _record(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
-        """Shows a step, and writes its samples."""
+        """Shows a step on the console, and writes its samples."""
         assert self.console
         if not shown and not self.console.has_columns_for(metrics):
             self.console.count(step, metrics)
@@ -153,8 +154,10 @@ class Recorder:
     def evaluation(
         self, step: int, split: str, metrics: dict[str, float], followed: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """Results on validation or held-out problems; the latter get a line of metrics of their own. Records of the
-        answers to problems that are followed, if there are any, go into samples/."""
+        """Records results on validation or held-out problems; held-out ones get a line of metrics of their own.
+
+        Answers to the problems that are followed over training, if any, go to samples/.
+        """
         if followed and self.console:
             self._try("samples/", lambda: write_samples(self.path, step, followed, "followed"))
         if self.console:
@@ -166,7 +169,7 @@ class Recorder:
                 self.console.remember(held_out)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Writes summary.json and curves.png, and says what was achieved and where it lies."""
+        """Writes summary.json and curves.png, and prints the results and where they are."""
         if self.console is None or self.metrics is None:
             return
         self._report.end()
@@ -185,12 +188,12 @@ class Recorder:
         lines, curves = read_metrics(self.path / METRICS), self.path / "curves.png"
         self._try("curves.png", lambda: plot_curves(lines, curves, self.run.name))
         if self.trackers and summary["status"] == "completed":
-            self.console.phase("trackers")  # which may take their time: the last words come after them
+            self.console.phase("trackers")  # may take a while; the last lines are printed after it
             self._finish_trackers(SECONDS_AT_THE_END)
         self.console.finish(summary, self.path)
 
     def close(self) -> None:
-        """Leaves the terminal clean, the files complete and the trackers with all there is, whatever happened."""
+        """Cleans the terminal, completes the files and sends the rest to the trackers, however the run ended."""
         self._report.end()
         if self.prediction:
             self.prediction.close()
@@ -204,8 +207,7 @@ class Recorder:
         self.experts = ExpertLog(self.path, resume_from_step)
 
     def _try(self, what: str, write: Callable[[], object]) -> None:
-        """Writes something that the run does not need. Where that fails, as without permission or room, it goes on: a
-        warning says so, once of each."""
+        """Writes something that the run does not need; if that fails, as on a full disk, warns once and goes on."""
         try:
             write()
         except OSError as error:

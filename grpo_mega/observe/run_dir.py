@@ -31,18 +31,18 @@ from grpo_mega.platform.files import write_atomic
 IDENTITY = "run.json"
 CONFIG = "config.yaml"
 WORDS = "words.json"
-"""The words of the command that started the run, newest start: its preset, and what differs from that."""
+"""File with the arguments of the newest command that started the run: its preset, and what differs from that."""
 LOCK = "run.lock"
 LAUNCHER = "slurm"
-"""The launcher's folder: code and logs of jobs, which exists before the run begins."""
+"""Folder of the launcher, with code and logs of jobs, which exists before the run begins."""
 CHECKPOINTS = "checkpoints"
 REPORT = "report.html"
-"""The page about the run (`grpo_mega/report`), written at its end."""
+"""Page about the run (`grpo_mega/report`), written at its end."""
 FOLDERS = ("samples", CHECKPOINTS, "logs")
 CANNOT_CREATE = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG,
 )  # fmt: skip
-"""Errors of a folder below a file, of a read-only file system, of a name that is too long."""
+"""Error numbers for a folder below a file, a read-only file system, a name that is too long."""
 FIX = "choose another run.name, or move the directory away"
 
 
@@ -60,7 +60,7 @@ class RunDir:
 
 @contextmanager
 def _uncreatable_is_bad_input() -> Iterator[None]:
-    """Turns an OSError of a path that cannot be created into a ValueError; others, as of a full disk, pass."""
+    """Turns an OSError about a path that cannot be created into a ValueError; others, such as a full disk, pass."""
     try:
         yield
     except OSError as error:
@@ -81,7 +81,7 @@ def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any], word
         path: The directory, `run.root`/`run.name`.
         config_yaml: The resolved configuration, a YAML object, written to config.yaml.
         identity: Dotted key to value (as JSON knows them) of everything that must not change between starts.
-        words: Those of the command, written to words.json.
+        words: Arguments of the command, written to words.json.
 
     Raises:
         ValueError: The path is not a run directory, holds another experiment (each differing key is listed with both
@@ -158,7 +158,7 @@ def _refuse_other(path: Path, wanted: dict[str, Any]) -> None:
 
 
 def has_checkpoints(path: Path) -> bool:
-    """Whether a checkpoint was finished in the run directory, be it damaged since."""
+    """Whether a checkpoint was finished in the run directory, even if it was damaged since."""
     folder = path / CHECKPOINTS
     return folder.is_dir() and any(not entry.name.startswith(".") for entry in folder.iterdir())
 
@@ -169,7 +169,7 @@ def _has_results(path: Path) -> bool:
 
 
 def _has_steps(metrics: Path) -> bool:
-    """Whether the file has a line of a training step; step 0 is the evaluation before the first."""
+    """Whether the file has a line of a training step; step 0 is the evaluation before the first step."""
     try:
         return metrics.is_file() and any(record["step"] > 0 for record in read_metrics(metrics))
     except ValueError:  # an unreadable file may hold steps

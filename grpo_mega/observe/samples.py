@@ -22,9 +22,9 @@ FIELDS = (
 )  # fmt: skip
 """The fields of a record, besides those that are named like terms of the reward."""
 DECIMALS = 6
-"""Of numbers of tokens: as many as float32 log-probs have, and half the space of all that would be written."""
+"""Decimals of numbers that belong to tokens: those that float32 log-probs have, in half the space of all digits."""
 UNFINISHED = "\ufffd"
-"""What decoders make of the first bytes of a character."""
+"""Replacement character, which decoders return for the first bytes of a character."""
 
 
 def write_samples(run_dir_path: Path, step: int, records: Sequence[dict[str, Any]], kind: str = "step") -> Path:
@@ -33,7 +33,7 @@ def write_samples(run_dir_path: Path, step: int, records: Sequence[dict[str, Any
     `kind` is what the file's name begins with, "step" or "followed".
 
     Raises:
-        ValueError: A record holds something JSON does not know (a tensor, NaN); names the step and the record.
+        ValueError: A record has a value that JSON cannot express (a tensor, NaN); names the step and the record.
     """
     path = run_dir_path / "samples" / f"{kind}-{step:06d}.jsonl"
     path.parent.mkdir(exist_ok=True)
@@ -50,10 +50,9 @@ def _line(record: dict[str, Any], where: str) -> str:
 
 
 def sample_record(sample: Sample, score: Score, group: int, decode: Decode) -> dict[str, Any]:
-    """A sample as samples/ shows it before any update; one without a score has no reward (null).
+    """Record of a sample for samples/, before any update; without a score its reward is null.
 
-    `group` is the number of its group in the file. A term of the reward that is named like another field is in "terms"
-    alone.
+    `group` is the number of its group in the file. A reward term that is named like another field is only in "terms".
     """
     return {
         "prompt_id": sample.prompt.id,
@@ -77,21 +76,25 @@ def sample_record(sample: Sample, score: Score, group: int, decode: Decode) -> d
 
 
 def rounded(values: Iterable[float]) -> list[float | None]:
-    """The values as samples/ shows them: of so many decimals, null where they are not finite."""
+    """The values as samples/ shows them: rounded to `DECIMALS`, null where they are not finite."""
     return [round(value, DECIMALS) if math.isfinite(value) else None for value in values]
 
 
 def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
-    """What each token spells; joined, what all spell.
+    """The text of each token, which joined give the text of all.
 
-    Of tokens that spell a character together the last one has it, the others have "". Where a decoder makes something
-    else of a text's tokens than of its parts, each has what it adds to the text of those before it.
+    Of tokens that form a character together, the last one has it and the others have "". Where a decoder's output
+    depends on neighbouring tokens, each token has what it adds to the text of those before it.
     """
     alone = {token: decode([token]) for token in {*token_ids}}
     texts = [alone[token] for token in token_ids]
     if "".join(texts) == decode(token_ids):
         return texts
-    texts, before, first = [], 0, 0  # tokens from `before` to `first` are spelled already, those up to `end` pending
+    texts, before, first = (
+        [],
+        0,
+        0,
+    )  # tokens from `before` to `first` have their text, those up to `end` wait
     for end in range(1, len(token_ids) + 1):
         spelled, with_pending = decode(token_ids[before:first]), decode(token_ids[before:end])
         if with_pending.endswith(UNFINISHED) and end - first < BYTES and end < len(token_ids):
@@ -103,8 +106,11 @@ def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
 
 
 def telling(records: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """(how it was chosen, record) of the samples of a step that say most: the best and the worst of the group whose
-    rewards are farthest apart; where all are equal the first of the first group, and nothing of no records."""
+    """(how it was chosen, record) of the most informative samples of a step; empty without records.
+
+    These are the best and the worst of the group whose rewards are farthest apart, or, if no group's rewards differ,
+    the first sample.
+    """
     groups: dict[int, list[dict[str, Any]]] = {}
     for record in records:
         groups.setdefault(record["group"], []).append(record)

@@ -1,4 +1,4 @@
-"""Prints the panel of a run once, as the console shows it while the run lives, of what lies in the run's directory.
+"""Prints the panel of a run once, as the console shows it while the run lives, from the files of the run directory.
 
     python -m grpo_mega.observe.status runs/tiny
 
@@ -41,13 +41,13 @@ from grpo_mega.platform.flight import Moment, read_flight
 
 DONE, BAD_INPUT = 0, 2
 CONFIG, LOCK = "config.yaml", "run.lock"
-"""Of observe/run_dir.py, which takes seconds to import."""
+"""Names of files, repeated from observe/run_dir.py, which takes seconds to import."""
 STAGES = {"pretrain": "base.max_steps", "sft": "sft.steps", "": "run.steps"}
-"""Stages in their order, the last one without a name, and the setting that says how many steps each takes."""
+"""Stages in order, the last one without a name -> the setting with its number of steps."""
 BETWEEN_STEPS = ("time/evaluate", "time/checkpoint", "time/export")
-"""Seconds that are not part of `SECONDS`."""
+"""Metrics of time that is not part of `SECONDS`."""
 STEP = "step"
-"""What the flight recorder calls a step, in which phases are."""
+"""Name of a step, which contains phases, in the flight recorder."""
 
 Record = Mapping[str, Any]
 
@@ -71,7 +71,7 @@ def panel_of(run: Path, width: int, plain: bool = False) -> RenderableType:
 
 
 def _standing(run: Path, config: Record, stage: str, recorded: Mapping[str, Sequence[Record]]) -> Standing:
-    """Where the run is, or how it ended."""
+    """The progress of the run, or how it ended."""
     steps = [record for record in recorded.get(stage, []) if not is_held_out(dict(record))]
     step = max((record["step"] for record in steps), default=0)
     total = _total(config, stage)
@@ -90,8 +90,7 @@ def _standing(run: Path, config: Record, stage: str, recorded: Mapping[str, Sequ
 
 
 def _total(config: Record, stage: str) -> int | None:
-    """Steps of a stage; None where no setting says how many: supervised steps may follow from epochs, those of a reward
-    model from its pairs."""
+    """Number of steps of a stage; None if no setting has it, as when it follows from epochs or from pairs."""
     trains = (config.get("run") or {}).get("trains", "policy")
     if not stage and trains != "policy":
         return None
@@ -100,7 +99,7 @@ def _total(config: Record, stage: str) -> int | None:
 
 
 def _lives(run: Path) -> bool | None:
-    """Whether the process that has, or had, the run directory still lives; None where this machine cannot tell."""
+    """Whether the process that uses, or used, the run directory still lives; None if this machine cannot tell."""
     try:
         text, since = (run / LOCK).read_text(), (run / LOCK).stat().st_mtime
     except OSError:
@@ -109,13 +108,13 @@ def _lives(run: Path) -> bool | None:
     if holder is None or holder[2] != socket.gethostname():
         return None
     try:
-        return psutil.Process(int(holder[1])).create_time() <= since + 1  # a later one only has its number
+        return psutil.Process(int(holder[1])).create_time() <= since + 1  # a later process may have got its number
     except psutil.Error:
         return False
 
 
 def _state(summary: Record, moments: Sequence[Moment], lives: bool | None) -> str:
-    """How the run ended, or when it was last heard of."""
+    """How the run ended, or when it last gave a sign of life."""
     if ended := how_it_ended(summary):
         return ended
     state = "not complete, and its process is gone" if lives is False else "not complete"
@@ -125,8 +124,10 @@ def _state(summary: Record, moments: Sequence[Moment], lives: bool | None) -> st
 
 
 def _phase(moments: Sequence[Moment], lives: bool | None) -> tuple[str, float]:
-    """The phase that the main rank is in, or was in last, and its seconds until now, or until the last sign of life of
-    one that is not seen to live; "" between phases."""
+    """The phase that the main rank is in, or was in last, and its seconds; "" between phases.
+
+    Seconds are counted until now if the process is known to live, else until its last sign of life.
+    """
     inside = [name for name in moments[-1].inside if name != STEP] if moments else []
     if not inside:
         return "", 0.0
@@ -141,7 +142,7 @@ def _phase(moments: Sequence[Moment], lives: bool | None) -> tuple[str, float]:
 
 
 def _recorded(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """Stage -> the lines of its metrics that are numbers, of the stages that have begun, in their order."""
+    """Stage -> the numeric metrics of its steps, for the stages that have begun, in order."""
     files = {stage: run / (f"{stage}.jsonl" if stage else METRICS) for stage in STAGES}
     return {stage: [_numbers(line) for line in read_metrics(file)] for stage, file in files.items() if file.is_file()}
 
@@ -151,13 +152,13 @@ def _numbers(line: Record) -> dict[str, Any]:
 
 
 def _flight(run: Path) -> list[Moment]:
-    """What the main rank did last; nothing where it has left no record."""
+    """The latest moments of the main rank's flight recorder; empty without a record."""
     file = run / FLIGHT / "rank-00000"
     return read_flight(file) if file.is_file() else []
 
 
 def _object(file: Path) -> Record:
-    """The object in a JSON or YAML file; {} where there is none."""
+    """The object in a JSON or YAML file; {} without such a file."""
     if not file.is_file():
         return {}
     try:
@@ -171,7 +172,7 @@ def _object(file: Path) -> Record:
 
 
 def _setting(config: Record, name: str) -> int | None:
-    """A setting that is a whole number, by its dotted name; None where there is none."""
+    """The value of an integer setting, by its dotted name; None if the configuration has none."""
     found: Any = config
     for word in name.split("."):
         found = found.get(word) if isinstance(found, dict) else None
@@ -179,7 +180,7 @@ def _setting(config: Record, name: str) -> int | None:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("run", type=Path, metavar="RUN", help="a run directory")
     options = made.parse_args(arguments)

@@ -57,7 +57,7 @@ def write_summary(run_dir_path: Path, summary: dict[str, Any]) -> None:
 
 
 def how_it_ended(summary: Mapping[str, Any]) -> str:
-    """How a run ended, in words; empty where its summary does not say so, such as one that is not there."""
+    """How a run ended, in words; empty if its summary, which may be {}, does not say."""
     if stopped_by := summary.get("stopped_by"):
         return f"stopped by the alarm {stopped_by}"
     return str(summary.get("status", ""))

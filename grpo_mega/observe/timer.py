@@ -18,7 +18,7 @@ class Seconds(NamedTuple):
     cpu: float
     """Processor seconds of this process, all threads together."""
     waited: float = 0.0
-    """Of the wall-clock seconds, those in which it waited for other ranks (`trace.waited`)."""
+    """Part of the wall-clock seconds in which it waited for other ranks (`trace.waited`)."""
 
 
 class PhaseTimer:

@@ -16,19 +16,19 @@ from grpo_mega.platform.trace import FOLDER as TRACE
 
 Event = dict[str, Any]
 Interval = tuple[float, float]
-"""Microseconds of the common clock: its beginning and its end."""
+"""Beginning and end, in microseconds of the common clock."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The events of a rank, of the file before and of the newest one, in the order of the files."""
+    """Events of a rank, from its last two files, in order."""
 
     rank: int
     events: list[Event]
 
     @property
     def clock_error_us(self) -> float:
-        """By how much its clock may differ from that of the main rank."""
+        """Largest possible difference between this rank's clock and the main rank's, in microseconds."""
         return max((e["args"].get("error_us", 0.0) for e in self.events if e.get("name") == "clock"), default=0.0)
 
 
@@ -39,10 +39,10 @@ def ranks_of(run: Path) -> list[int]:
 
 
 def read_traces(run: Path, ranks: Iterable[int] | None = None) -> list[RankTrace]:
-    """The traces of these ranks of a run directory, or of all.
+    """The traces of these ranks of a run directory; None for all ranks.
 
     Raises:
-        ValueError: The run has left none; names the setting that keeps them.
+        ValueError: The run has no trace; names the setting that records traces.
     """
     there = ranks_of(run)
     if not there:
@@ -64,7 +64,7 @@ def _events(run: Path, rank: int) -> Iterator[Event]:
 
 
 def events_in(text: str) -> Iterator[Event]:
-    """The events of a file; lines that are not whole, as kill -9 leaves the last one, are left out."""
+    """Yields the events of a file, without lines that are not whole, as kill -9 leaves the last one."""
     for line in text.splitlines():
         try:
             event = json.loads(line.rstrip().removesuffix(","))
@@ -80,7 +80,7 @@ def _is_event(event: Any) -> bool:
 
 
 def steps_of(trace: RankTrace) -> dict[int, tuple[str, Interval]]:
-    """Step -> its stage and its time, of the whole steps of the last stage; of one that ran again, the last time."""
+    """Step -> its stage and interval, for the whole steps of the last stage; if a step ran again, the last interval."""
     found: dict[tuple[str, int], Interval] = {}
     begun: Event | None = None
     for event in trace.events:
@@ -94,15 +94,15 @@ def steps_of(trace: RankTrace) -> dict[int, tuple[str, Interval]]:
 
 
 def join(traces: Sequence[RankTrace], steps: range | None, out: Path) -> int:
-    """Writes one file for Perfetto, with the groups of samples as rows of their own; the number of its events.
+    """Writes one file for Perfetto, with groups of samples as rows of their own; returns the number of its events.
 
     Args:
-        traces: Of the ranks that it is to show.
-        steps: Those that it is to show; all that the traces have, and what was before and after them, with None.
-        out: A file, which is complete or absent; compressed when its name ends in .gz.
+        traces: Traces of the ranks to show.
+        steps: The steps to show; None for everything in the traces, also before and after the steps.
+        out: The file, which is complete or absent; compressed when its name ends in .gz.
 
     Raises:
-        ValueError: No trace has a whole step of `steps`; names those there are.
+        ValueError: No trace has a whole step of `steps`; names the steps of the traces.
     """
     window = _window(traces, steps) if steps is not None else None
     number = 0
@@ -129,13 +129,13 @@ def _window(traces: Sequence[RankTrace], steps: range) -> Interval:
 
 
 def _shown(traces: Sequence[RankTrace], window: Interval | None) -> Iterator[Event]:
-    told = set()
+    written = set()
     for trace in traces:
         for event in trace.events:
             if event["ph"] == "M":
                 line = json.dumps(event, sort_keys=True)
-                if line not in told:
-                    told.add(line)
+                if line not in written:
+                    written.add(line)
                     yield event
             elif window is None or window[0] <= event["ts"] <= window[1]:
                 yield event
@@ -145,7 +145,7 @@ def _shown(traces: Sequence[RankTrace], window: Interval | None) -> Iterator[Eve
 
 
 def groups(traces: Sequence[RankTrace]) -> Iterator[Event]:
-    """Events of the groups: from the submission of a prompt's samples to the end of its last one, on whatever ranks."""
+    """Yields an event for each group: from the submission of a prompt's samples to the end of the last, on any rank."""
     spans: dict[tuple[str, float], Interval] = {}
     for trace in traces:
         begun: dict[str, Event] = {}

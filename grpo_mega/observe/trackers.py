@@ -14,9 +14,9 @@ from pathlib import Path
 from grpo_mega.platform.beside import start_beside
 
 SECONDS_AT_THE_END = 60.0
-"""Until all that a run recorded that is complete must be sent; what is not, is sent later."""
+"""Seconds within which a complete run's metrics must be sent; the rest is sent later."""
 SECONDS_AFTER_A_STOP = 5.0
-"""The same of a run that was stopped or failed: torchrun waits 30 seconds for a rank."""
+"""Seconds within which metrics must be sent if the run was stopped or failed: torchrun waits 30 s for a rank."""
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Trackers:
     """The processes that send this run's metrics; only the main rank has any."""
 
     def __init__(self, run: Path, kinds: Sequence[str], project: str) -> None:
-        """Starts them; what they print goes to logs/tracker-NAME.log. The main thread must call it."""
+        """Starts the trackers, whose output goes to logs/tracker-NAME.log. The main thread must call it."""
         self._run, self._project = run, project
         started = {kind: self._started(kind) for kind in dict.fromkeys(kinds)}
         self._processes = {kind: process for kind, process in started.items() if process}
@@ -42,7 +42,7 @@ class Trackers:
         return self._run / "logs" / f"tracker-{kind}.log"
 
     def check(self) -> None:
-        """Warns, once, of a tracker that has ended; called between steps, and never waits."""
+        """Warns once of each tracker that has ended. Called between steps; never waits."""
         for kind, process in [*self._processes.items()]:
             if process.poll() is not None:
                 del self._processes[kind]
@@ -50,7 +50,7 @@ class Trackers:
                 self._warn(kind, f"ended with exit code {process.returncode}")
 
     def finish(self, seconds: float) -> None:
-        """Has them send the rest, for `seconds` at most, and ends them."""
+        """Lets the trackers send the rest, for at most `seconds`, and ends them."""
         for process in self._processes.values():
             assert process.stdin
             with suppress(BrokenPipeError):  # it has ended
@@ -69,15 +69,15 @@ class Trackers:
         self._processes = {}
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Ends the tracker, and what it has started."""
+        """Ends a tracker, and the processes that it has started."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
     def _warn(self, kind: str, why: str) -> None:
-        said = self._log(kind).read_text(errors="replace").strip().splitlines()
+        output = self._log(kind).read_text(errors="replace").strip().splitlines()
         logger.warning(
             "the tracker %s %s%s; the run goes on. python -m grpo_mega.observe.follow %s %s --project %s sends what is "
             "left, and so does the next start of the run; %s has what it printed",
-            kind, why, f" ({said[-1]})" if said else "", self._run, kind, self._project, self._log(kind),
+            kind, why, f" ({output[-1]})" if output else "", self._run, kind, self._project, self._log(kind),
         )  # fmt: skip

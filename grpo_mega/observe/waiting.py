@@ -1,4 +1,4 @@
-"""What a run shows while it has no console: before that is there, as libraries are loaded, and after it is gone.
+"""Shows what a run does while it has no console: while libraries are loaded, and after the console is closed.
 
 On a terminal it is a line whose clock goes on, elsewhere a line a minute. A library that is loaded may hold the clock
 up for a moment, as it holds Python's lock.
@@ -20,20 +20,22 @@ from grpo_mega.observe.lines import QUIET
 from grpo_mega.observe.panel import FRAMES_PER_SECOND, OneAtATime
 
 _end: Callable[[], None] | None = None
-"""Ends what is shown; None while nothing is."""
+"""Ends the line that is shown; None while there is none."""
 
 
 def begin(what: str, stays: bool = True) -> None:
-    """Shows on standard error `what` this process does, and for how long, until `end`; the line of a terminal `stays`
-    there or is removed."""
+    """Shows on standard error `what` this process does, and for how long, until `end`.
+
+    On a terminal the line `stays` at the end or is removed.
+    """
     global _end
     end()
     _end = _on_terminal(what, stays) if sys.stderr.isatty() else _in_lines(what)
-    atexit.register(end)  # of a process that an exception ends
+    atexit.register(end)  # also when an exception ends the process
 
 
 def end() -> None:
-    """Ends it, if anything is shown, so that the next output starts on a clean line."""
+    """Ends the line that `begin` shows, if any, so that the next output starts on a clean line."""
     global _end
     if _end:
         ends, _end = _end, None
@@ -41,7 +43,7 @@ def end() -> None:
 
 
 def _on_terminal(what: str, stays: bool) -> Callable[[], None]:
-    """Begins to draw; returns what ends it."""
+    """Begins to draw; returns the function that ends it."""
     began = time.monotonic()
     # What others print, such as warnings, goes above the line. It is never wrapped, and so always one line.
     console = OneAtATime(file=sys.stderr, force_terminal=True, highlight=False, markup=False, emoji=False)
@@ -52,14 +54,14 @@ def _on_terminal(what: str, stays: bool) -> Callable[[], None]:
         transient=not stays,
         redirect_stdout=False,
     )
-    live._lock = console.turn  # which frames are drawn under
+    live._lock = console.turn  # the lock under which frames are drawn
     live.start(refresh=True)
-    console.show_cursor(True)  # which a killed process could not give back
+    console.show_cursor(True)  # a killed process could not show it again
     return live.stop
 
 
 def _in_lines(what: str) -> Callable[[], None]:
-    """Begins to print; returns what ends it."""
+    """Begins to print; returns the function that ends it."""
     began, over = time.monotonic(), Event()
 
     def tell() -> None:

@@ -18,10 +18,10 @@ PARTS = (
     "generation", "tail of generation", "reward", "weight sync", "training", "pipeline bubble",
     "waiting for other ranks", "other",
 )  # fmt: skip
-"""In the order of a step."""
+"""Parts of a step, in order."""
 APART = "apart"
 TAIL = 0.1
-"""The last so many of a step's samples are the tail: the engine is nearly empty while they are generated."""
+"""Share of a step's samples that end last and are the tail: the engine is nearly empty while they are generated."""
 ADVICE = {
     "generation": "more or faster engines, more sequences at once (rollout.concurrent_sequences) or shorter answers "
     "(rollout.max_new_tokens) would shorten it",
@@ -37,7 +37,7 @@ ADVICE = {
     "waiting for other ranks": "a better balance of the ranks would shorten it: look at the one that waits least",
     "other": "it is outside of all phases: torch's profiler (run.profile_steps) tells what it is",
 }
-"""Part -> what would shorten a step that it bounds."""
+"""Part -> what would shorten a step that spends most of its time there."""
 _OF_NAMES = {
     "step": "other",
     "generate": "generation",
@@ -48,14 +48,14 @@ _OF_NAMES = {
     **dict.fromkeys(WAITS, "waiting for other ranks"),
     "evaluate": APART, "checkpoint": APART, "export": APART,
 }  # fmt: skip
-"""Span -> its part; pipelines' sends and receives are bubble, all others of the part around them."""
+"""Span -> its part; sends and receives of the pipeline are bubble; any other span counts for the one around it."""
 _TRAINS = ("reward_model", "process_reward_model")
-"""Stages whose phase `reward_model` is their training."""
+"""Stages in which the phase `reward_model` is training."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds of a step that go into something.
+    """A part of a step, with its seconds.
 
     Attributes:
         name: One of `PARTS`.
@@ -73,12 +73,12 @@ class Waterfall:
     """Where the time of steps goes.
 
     Attributes:
-        steps: Those that were measured.
+        steps: The steps that were measured.
         ranks: Number of ranks.
-        seconds: Median of a step, without evaluations.
-        parts: Those that took time, in the order of `PARTS`.
+        seconds: Median duration of a step, without evaluations.
+        parts: The parts that took time, in the order of `PARTS`.
         waits_least: The rank that waited least for others, in most steps.
-        clock_error_us: By how much the clocks of the ranks may differ.
+        clock_error_us: Largest possible difference between the clocks of the ranks, in microseconds.
     """
 
     steps: list[int]
@@ -115,7 +115,7 @@ class Waterfall:
 
 
 def waterfall(traces: Sequence[RankTrace], steps: range | None = None) -> Waterfall | None:
-    """What these steps, or all that every trace has whole, spent their time on; None when there is none."""
+    """The waterfall of these steps, or of all steps that every trace has whole; None if there are none."""
     of_ranks = [steps_of(trace) for trace in traces]
     common = set.intersection(*({*found} for found in of_ranks)) if of_ranks else set()
     chosen = sorted(step for step in common if steps is None or step in steps)
@@ -131,7 +131,7 @@ def waterfall(traces: Sequence[RankTrace], steps: range | None = None) -> Waterf
         tail = min(_tail(_phases(traces[0], of_ranks[0][step][1]), ends), seconds["generation"])
         spent.append(seconds | {"generation": seconds["generation"] - tail, "tail of generation": tail})
     totals = [sum(seconds.values()) for seconds in spent]
-    if not min(totals) > 0:  # of steps that took no time nothing can be said
+    if not min(totals) > 0:  # steps that took no time have no shares
         return None
     parts = [
         Part(name, median(s[name] for s in spent), median(s[name] / t for s, t in zip(spent, totals, strict=True)))
@@ -148,7 +148,7 @@ def waits(name: str) -> bool:
 
 
 def _part(name: str, around: str, stage: str) -> str:
-    """The part of a span inside of one of the part `around`."""
+    """The part that a span counts for, inside a span of the part `around`."""
     if around == APART:
         return APART
     if name == "reward_model" and stage in _TRAINS:
@@ -159,7 +159,7 @@ def _part(name: str, around: str, stage: str) -> str:
 
 
 def _spent(trace: RankTrace, stage: str, step: Interval) -> dict[str, float]:
-    """Part -> microseconds of a step on a rank; of nested spans the innermost one counts."""
+    """Part -> microseconds of a step on a rank; time in nested spans counts for the innermost one."""
     spent = dict.fromkeys((*PARTS, APART), 0.0)
     open_: list[tuple[str, float]] = []  # part, end
     at = step[0]
@@ -171,7 +171,7 @@ def _spent(trace: RankTrace, stage: str, step: Interval) -> dict[str, float]:
 
 
 def _advance(spent: dict[str, float], open_: list[tuple[str, float]], at: float, until: float) -> float:
-    """Counts the time from `at` to `until` for what is open, and closes what ends; returns `until`."""
+    """Counts the time from `at` to `until` for the open spans, and closes those that end; returns `until`."""
     while open_ and open_[-1][1] <= until:
         part, end = open_.pop()
         spent[part] += max(0.0, end - at)
@@ -193,17 +193,17 @@ def _spans(trace: RankTrace, within: Interval) -> list[tuple[float, float, str]]
             found.append((event["ts"], event["ts"] + event.get("dur", 0.0), event["name"]))
         elif begun and begun[-1]["name"] == event["name"]:
             found.append((begun.pop()["ts"], event["ts"], event["name"]))
-    found.reverse()  # they are written as they end: of two that are equally long, the inner one first
+    found.reverse()  # spans are written as they end: of two of equal length, the inner one first
     return sorted(found, key=lambda span: (span[0], -span[1]))
 
 
 def _phases(trace: RankTrace, step: Interval) -> list[Interval]:
-    """When a rank generated in a step."""
+    """Intervals in which a rank generated in a step."""
     return [(begin, end) for begin, end, name in _spans(trace, step) if name == "generate"]
 
 
 def _tail(generating: Sequence[Interval], ends: Sequence[float]) -> float:
-    """Seconds from the end of all but the last samples of a step to that of the last one."""
+    """Seconds at the end of a step's generation in which only its last samples (`TAIL`) were running."""
     own = [end for end in ends if any(since <= end <= until for since, until in generating)]
     if len(own) < 2:
         return 0.0

@@ -159,7 +159,7 @@ class Trace:
         with self._lock:
             if name not in self._tracks:
                 self._tracks[name] = 1 + len(self._tracks)
-                self._lines.append(self._told("thread_name", self._tracks[name], name=name))
+                self._lines.append(self._metadata("thread_name", self._tracks[name], name=name))
         return self._tracks[name]
 
     @contextmanager
@@ -201,17 +201,17 @@ class Trace:
         process = self._process
         head = [
             "[\n",
-            self._told("process_name", 0, name=process.name),
-            self._told("process_sort_index", 0, sort_index=process.rank),
-            self._told("thread_name", 0, name="phases"),
-            self._told("clock", 0, error_us=self._clock.error_us, world_size=process.world_size),
-            *(self._told("thread_name", track, name=name) for name, track in self._tracks.items()),
+            self._metadata("process_name", 0, name=process.name),
+            self._metadata("process_sort_index", 0, sort_index=process.rank),
+            self._metadata("thread_name", 0, name="phases"),
+            self._metadata("clock", 0, error_us=self._clock.error_us, world_size=process.world_size),
+            *(self._metadata("thread_name", track, name=name) for name, track in self._tracks.items()),
         ]
         with self._lock:
             self._lines = head + self._lines
         self.write()
 
-    def _told(self, what: str, track: int, **about: Any) -> str:
+    def _metadata(self, what: str, track: int, **about: Any) -> str:
         """A line of metadata."""
         return json.dumps({"ph": "M", "name": what, "pid": self._process.rank, "tid": track, "args": about}) + ",\n"
 
@@ -337,7 +337,7 @@ class span:
 
 
 def under_way(kind: str, name: str, since: int, /, **about: Any) -> None:
-    """Records an activity beside the phases, such as an engine's sample, from `since`, a time of `now`, until now."""
+    """Records an activity outside the phases, such as an engine's sample, from `since`, a time of `now`, until now."""
     if _trace is None:
         return
     common = {"cat": kind, "id": f"{name} @{since}"}
@@ -347,8 +347,10 @@ def under_way(kind: str, name: str, since: int, /, **about: Any) -> None:
 
 @contextmanager
 def beside(row: str, name: str, /, **about: Any) -> Iterator[dict[str, Any]]:
-    """Records the body as what another process does for this one, in a row of that process (`Trace.row`). What the body
-    adds to the dictionary that it gets is recorded, too."""
+    """Records the body as work of another process for this one, in a row of that process (`Trace.row`).
+
+    The body gets a dictionary; what it adds there is recorded, too.
+    """
     if _trace is None:
         yield about
         return
@@ -361,12 +363,12 @@ def beside(row: str, name: str, /, **about: Any) -> Iterator[dict[str, Any]]:
 
 
 def record_beside(row: str, name: str, since: int, /, **about: Any) -> None:
-    """Records what another process has done for this one from `since`, a time of `now`, until now, in the row `row`."""
+    """Records work of another process for this one, from `since`, a time of `now`, until now, in the row `row`."""
     if _trace is not None:
         _trace.event("X", name, since, {"dur": (now() - since) / 1e3, "args": about}, row=row)
 
 
 def counter(name: str, /, **values: float) -> None:
-    """Records numbers that go up and down, such as memory by holder, as curves of the same picture."""
+    """Records numbers that go up and down, such as memory by holder, as curves in one diagram."""
     if _trace is not None:
         _trace.event("C", name, now(), {"args": values})

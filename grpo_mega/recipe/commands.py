@@ -115,7 +115,7 @@ def config_of_pool(recipe: Recipe, stage: Stage) -> Config | None:
         return None
     try:
         trained = compose_config(planned_words(recipe.stages[source[1]]))
-    except (ValueError, FileNotFoundError):  # which is reported for the run
+    except (ValueError, FileNotFoundError):  # reported for the run
         return None
     layout = [word for word in stage.words if word.startswith(LAYOUT)]
     return read_under(trained, layout, stage.processes)

@@ -52,7 +52,7 @@ def plot_chain(recipe: Recipe, known: Mapping[str, Progress]) -> Path | None:
 
 
 def _bars(axes: Axes, names: Sequence[str], values: Sequence[float], title: str) -> None:
-    """Draws a bar for each name, with its value beside it."""
+    """Draws a bar for each name, with its value next to it."""
     places = range(len(names))
     axes.barh(places, values, color=BLUE, height=0.62)
     axes.set_yticks(places, names)

@@ -1,4 +1,4 @@
-"""How far a recipe is: a report for each finished stage, and what has changed since it was written.
+"""Progress of a recipe: a report for each finished stage, and what has changed since it was written.
 
 ROOT/NAME/         what a stage makes: a run directory or a folder of samples; a file is ROOT/NAME.jsonl
 ROOT/stages/       NAME.json for each finished stage: its words, what it read (products of stages, other files) and

@@ -36,7 +36,7 @@ def walk(recipe: Recipe, again: str | None, tell: Callable[[str], None]) -> None
     Args:
         recipe: The recipe.
         again: A stage to do again, with all that depend on it; their products are set aside. None for no stage.
-        tell: Prints a line.
+        tell: Prints a line of text.
 
     Raises:
         ValueError: Settings of a stage are invalid, or something has changed since a stage was done; nothing is

@@ -1,6 +1,6 @@
 """Writes the page about a run that goes on into its directory: `python -m grpo_mega.report RUN --parent ID`.
 
-The run itself starts it (`observe/background_report.py`). People have tools/report.py, which says more.
+The run itself starts this process (`observe/background_report.py`); users have tools/report.py, which prints more.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from grpo_mega.report.read import Record, RunData, finite
 Packed = dict[str, Any]
 
 CELLS = 300_000
-"""Numbers of experts' loads that a page holds: layers * experts * steps, of all its runs together."""
+"""Largest number of experts' loads in a page: layers * experts * steps, all runs together."""
 MOST = 4096
-"""Layers, and experts of one, of a line that is taken for one of a run."""
+"""Largest number of layers, and of experts in a layer, in a valid line."""
 MOST_STEPS = 64
-"""Of the loads; evenly spread."""
+"""Largest number of steps whose loads are shown, evenly spread over the run."""
 
 
 def turns(run: RunData) -> Packed | None:
@@ -44,7 +44,7 @@ def _shares_devices(run: RunData) -> bool:
 
 
 def _turn(phase: str, run: RunData) -> str:
-    """Whose turn a phase is: "engine", "change" between the two, or "trainer"."""
+    """Who has the devices in a phase: "engine", "trainer", or "change" while they change hands."""
     if not _shares_devices(run):
         return "trainer"
     return "engine" if phase in ENGINE else "change" if phase in CHANGE else "trainer"
@@ -66,7 +66,7 @@ def _curve(memory: Sequence[tuple[float, float]], of: Lanes) -> list[list[float]
 
 
 def planned(run: RunData) -> Packed | None:
-    """Seconds of some steps by phase as planned and as measured, and GB at most; None where nothing was compared."""
+    """Planned and measured seconds by phase, and peak memory in GB, of some steps; None if they were not compared."""
     found = run.planned
     seconds, memory, steps = found.get("seconds"), found.get("memory"), found.get("steps")
     if not (isinstance(seconds, dict) and isinstance(memory, list) and isinstance(steps, list)):
@@ -81,9 +81,11 @@ def planned(run: RunData) -> Packed | None:
 
 
 def experts(run: RunData, cells: int = CELLS) -> Packed | None:
-    """The load of each expert, over the average one of its layer, in steps that are evenly spread: `cells` numbers at
-    most, and no step where one has more. None of a dense model. Lines of another shape than the last are left out, and
-    counted."""
+    """The load of each expert, relative to the average of its layer, in evenly spread steps; None for a dense model.
+
+    There are at most `cells` numbers, and no steps if a single one has more. Lines with another shape than the last
+    line's are left out, and counted.
+    """
     if not run.experts:
         return None
     lines = [(int(record["step"]), loads) for record in run.experts if (loads := _loads(record)) is not None]
@@ -106,12 +108,12 @@ def experts(run: RunData, cells: int = CELLS) -> Packed | None:
 
 
 def _over_steps(layer: int, size: int, lines: Sequence[tuple[int, dict[int, list[float]]]]) -> list[list[int]]:
-    """The loads of each expert of a layer over these lines, in percent of the average expert's."""
+    """Loads of each expert of a layer in these lines, in percent of the average expert's."""
     return [[round(100 * loads[layer][expert]) for _, loads in lines] for expert in range(size)]
 
 
 def _loads(record: Record) -> dict[int, list[float]] | None:
-    """Layer -> loads of a line of experts.jsonl; None of one that holds something else."""
+    """Layer -> loads, from a line of experts.jsonl; None if the line is not valid."""
     step, given = record.get("step"), record.get("loads")
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53 or not isinstance(given, dict):
         return None
@@ -127,5 +129,5 @@ def _loads(record: Record) -> dict[int, list[float]] | None:
 
 
 def _short(seconds: float) -> float:
-    """To a hundredth of a percent of anything that a screen shows."""
+    """The seconds, rounded to the precision that a screen can show."""
     return float(f"{seconds:.5g}")

@@ -1,4 +1,4 @@
-"""What the page shows of runs, as plain data for JSON: curves thinned, answers bounded, and what was left out said."""
+"""What the page shows of runs, as plain data for JSON: thinned curves, shortened answers, notes on what is left out."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from grpo_mega.report.read import SAMPLES_BUDGET, STAGES, RunData, Samples, fini
 from grpo_mega.report.thin import thin
 
 CHARACTERS = 20_000
-"""Of a text, such as an answer; what is more stays in the file, and the page says how much."""
+"""Largest number of characters of a text, such as an answer; the page says how many more the file has."""
 TOKENS = 4_000
-"""Of an answer whose tokens have numbers."""
+"""Largest number of tokens of an answer for which numbers are shown."""
 SHOWN_NOTES = 50
-"""Damaged lines that the page names."""
+"""Largest number of damaged lines that the page names."""
 PER_TOKEN = ("advantages", "engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "entropies")
 FIRST = (
     "reward/mean", "eval/heldout/accuracy", "eval/accuracy", "reward/accuracy", "rollout/length_mean", "policy/entropy",
     "policy/kl", "policy/clip_fraction", "mismatch/mean_abs", "policy/grad_norm", "rollout/groups_with_signal",
     "machine/tokens_per_second",
 )  # fmt: skip
-"""Metrics that matter most, in the order in which the page shows them."""
+"""The most important metrics, in the order in which the page shows them."""
 KNOWN = {
     "prompt_id", "prompt", "answer", "completion", "reward", "terms", "reason", "unscorable", "tokens", "finish_reason",
     "policy_version", "group", "sample", "advantage", "token_texts", *PER_TOKEN,
 }  # fmt: skip
-"""Fields of a sample that are no terms of its reward."""
+"""Fields of a sample that are not terms of its reward."""
 OF_THE_GROUP = {"baseline": ("mean", "leave_one_out", "optimal"), "std": ("sample", "population", "mean", "none")}
-"""Advantages that follow from the group alone, which the page can compute anew."""
+"""Settings with which advantages follow from the group alone, so that the page can compute them again."""
 TIME_BARS = 60
-"""Stacked bars of a run's time."""
+"""Number of stacked bars that show a run's time."""
 
 Packed = dict[str, Any]
 
 
 def pack(runs: Sequence[RunData]) -> Packed:
-    """All that the page shows."""
+    """Returns everything that the page shows."""
     share = SAMPLES_BUDGET // len(runs)
     packed = [_run(run, share, CELLS // len(runs)) for run in runs]
     names = list(dict.fromkeys(name for run in packed for name in run["curves"]))
@@ -81,9 +81,9 @@ _OF_ONE_RUN = ("run.seed", "run.name", "run.root")
 
 
 def _curves(run: RunData) -> tuple[dict[str, Packed], list[list[int]]]:
-    """{metric: its curve, whose steps are a number of the axes}, and these axes, each once.
+    """{metric: its curve, with the index of its axis of steps}, and these axes, each once.
 
-    What every stage records, such as time/step, is of an earlier stage another curve: "sft: time/step".
+    A metric that every stage records, such as time/step, has a curve for each earlier stage: "sft: time/step".
     """
     axes: dict[tuple[int, ...], int] = {}
     found = {}
@@ -101,18 +101,18 @@ def _curves(run: RunData) -> tuple[dict[str, Packed], list[list[int]]]:
 
 
 def _recorded(name: str) -> str:
-    """The name that a metric has in its file, of the name of its curve."""
+    """The metric's name in its file, from the name of its curve."""
     stage, colon, rest = name.partition(": ")
     return rest if colon and stage in STAGES else name
 
 
 def _short(values: Sequence[float]) -> list[float]:
-    """To seven digits, more than any screen shows."""
+    """The values, rounded to seven digits, more than any screen shows."""
     return [float(f"{value:.7g}") for value in values]
 
 
 def _explained(names: Sequence[str]) -> list[Packed]:
-    """Metrics by room, each with its unit, meaning and good direction; those of no room at the end."""
+    """Metrics by room, each with its unit, meaning and good direction; metrics without a room come last."""
     found = []
     left = list(names)
     for room in ROOMS:
@@ -128,7 +128,7 @@ def _explained(names: Sequence[str]) -> list[Packed]:
 
 
 def _heads(prefixes: Sequence[str]) -> tuple[str, ...]:
-    """What names of these prefixes begin with, up to a word that stands for others."""
+    """The beginnings of names with these prefixes, up to the first placeholder."""
     return tuple({prefix.split("{")[0] for prefix in prefixes})
 
 
@@ -140,7 +140,7 @@ def _metric(name: str) -> Packed:
 
 
 def _facts(run: RunData) -> list[tuple[str, str]]:
-    """What was run: layout, size, versions."""
+    """(name, value) of facts about the run: layout, size, versions."""
     status = how_it_ended(run.summary) or "not complete"
     facts = [("Status", status), *_preset(run.words), ("Stages", words.chain(run))]
     model = [f"{words.setting(run.config, f'model.{name}')} {name}" for name in ("layers", "hidden")]
@@ -160,7 +160,7 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
 
 
 def _preset(command: Sequence[str] | None) -> list[tuple[str, str]]:
-    """The preset that the words of the command name, and what differs from it; nothing where they are not known."""
+    """The preset that the command names, and the settings that differ from it; empty if the command is not known."""
     if command is None:
         return []
     names = [word.partition("=")[2] for word in command if word.startswith("experiment=")]
@@ -172,14 +172,14 @@ _SIZES = ("tp", "pp", "cp", "ep", "etp", "dp")
 
 
 def _results(run: RunData) -> dict[str, float]:
-    """The numbers of the summary, and the last values of what matters most."""
+    """The numbers of the summary, and the last values of the most important metrics."""
     found = {name: value for name, given in run.summary.items() if (value := finite(given)) is not None}
     last = {name: values[-1] for name in FIRST if (values := words.curve(run.metrics, name))}
     return found | last | {"seconds": words.total_seconds(run)}
 
 
 def _changed(config: Packed) -> list[tuple[str, str, str]]:
-    """(setting, its value, its default) of settings that have another value than the schema gives them."""
+    """(setting, its value, its default) for settings that differ from the schema's default."""
     defaults = _flat(_defaults(Config))
     return [
         (name, value, defaults.get(name, "required"))
@@ -189,7 +189,7 @@ def _changed(config: Packed) -> list[tuple[str, str, str]]:
 
 
 def _defaults(section: Any) -> Packed:
-    """The defaults of a section of the schema, nested; what has to be given is left out."""
+    """The defaults of a section of the schema, nested, without required settings."""
     made = section()
     return {
         item.name: _defaults(type(value)) if is_dataclass(value) else value
@@ -199,7 +199,7 @@ def _defaults(section: Any) -> Packed:
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted name -> value in words, of nested settings."""
+    """Dotted name -> value as text, for nested settings."""
     if isinstance(config, dict) and config:
         return {
             key: value
@@ -210,7 +210,7 @@ def _flat(config: Any, prefix: str = "") -> dict[str, str]:
 
 
 def _differing(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """(setting, its value in each run) of the settings in which the runs differ."""
+    """(setting, its value in each run) for the settings in which the runs differ."""
     flat = [_flat(run.config) for run in runs]
     names = dict.fromkeys(name for settings in flat for name in settings if name not in ("run.name", "run.root"))
     rows = [(name, [settings.get(name, "absent") for settings in flat]) for name in names]
@@ -218,7 +218,7 @@ def _differing(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
 
 
 def _estimator(config: Packed) -> Packed:
-    """How the group's rewards become advantages; "why_not" where they do not follow from the group alone."""
+    """How the group's rewards become advantages; "why_not" says why the page cannot compute them, if so."""
     algorithm = config.get("algorithm")
     if not isinstance(algorithm, dict):
         return {"why_not": "without config.yaml it is not known how rewards become advantages"}
@@ -253,7 +253,7 @@ def _estimator(config: Packed) -> Packed:
 
 
 def _samples(samples: Samples, budget: int) -> Packed:
-    """Answers within `budget` bytes, about the same for every step; at least one group of each."""
+    """Answers in at most about `budget` bytes, equally divided between steps; at least one group of each step."""
     each = max(1, budget // max(1, len(samples.steps)))
     steps, left_out = [], 0
     for step in samples.steps:
@@ -271,13 +271,13 @@ def _samples(samples: Samples, budget: int) -> Packed:
 
 
 def _group(records: Sequence[Packed]) -> Packed:
-    """What the answers have in common, and each of them."""
+    """The answers of a group: what they have in common, and each of them."""
     shared = {name: _cut(str(records[0].get(name, ""))) for name in ("prompt_id", "prompt", "answer")}
     return shared | {"samples": [_sample(record) for record in records]}
 
 
 def _sample(record: Packed) -> Packed:
-    """A record of samples/, of any version, as the page shows it."""
+    """An answer as the page shows it, from a record of samples/ of any version."""
     terms = record.get("terms")
     own = terms if isinstance(terms, dict) else {name: value for name, value in record.items() if name not in KNOWN}
     scores = {_cut(str(name)): value for name, given in own.items() if (value := finite(given)) is not None}
@@ -302,13 +302,13 @@ def _sample(record: Packed) -> Packed:
 
 
 def _size(sample: Packed) -> int:
-    """About how many bytes it takes in the page."""
+    """Approximate number of bytes of an answer in the page."""
     numbers = sum(9 * len(sample.get(name, ())) for name in PER_TOKEN)
     return 200 + len(sample["text"]) + numbers + sum(len(text) + 3 for text in sample.get("token_texts", ()))
 
 
 def _cut(text: str) -> str:
-    """The text, or its beginning and how much more there is."""
+    """The text, or its beginning and the number of characters that are left out."""
     more = len(text) - CHARACTERS
     return text if more <= 0 else f"{text[:CHARACTERS]}… ({more:,} more characters are in the file)"
 
@@ -320,7 +320,7 @@ def _bounded(alarm: Packed) -> Packed:
 
 
 def _time(run: RunData) -> Packed:
-    """Seconds by phase, of the last stage and of about `TIME_BARS` stretches of it; what bounds a step, in words."""
+    """Seconds by phase, of the last stage and of about `TIME_BARS` stretches of it, and what bounds a step."""
     metrics = run.metrics
     phases = words.phase_seconds(metrics)
     apart = {name: sum(words.curve(metrics, f"time/{name}")) for name in words.APART if name != "step"}
@@ -341,7 +341,7 @@ def _time(run: RunData) -> Packed:
 
 
 def _traced(run: RunData) -> Packed | None:
-    """What the traces of the newest steps say; None without any."""
+    """The waterfall of the newest steps, from their traces; None without traces."""
     found = run.waterfall
     if found is None:
         return None

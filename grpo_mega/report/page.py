@@ -1,4 +1,4 @@
-"""Puts what `pack` found into one HTML file that needs nothing beside it: no network, no server, no other file."""
+"""Puts the data of `pack` into one HTML file that needs nothing else: no network, no server, no other file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from grpo_mega.report.read import RunData, read_run
 
 PARTS = Path(__file__).resolve().parent / "page"
 SCRIPTS = ("dom.js", "advantage.js", "curves.js", "tokens.js", "explorer.js", "sections.js", "machines.js", "page.js")
-"""In the order in which they run, as one script."""
+"""Files of the page's script, in the order in which they run."""
 LIVE = "live.js"
-"""The last one of a page that is served."""
+"""The last file of the script of a page that is served."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +30,16 @@ def write_report(runs: Sequence[RunData], path: Path) -> None:
 
 
 def title_of(runs: Sequence[RunData]) -> str:
-    """What the page is called."""
+    """The title of the page."""
     return f"{runs[0].name}: report" if len(runs) == 1 else f"{len(runs)} runs compared"
 
 
 def write_own_report(run_dir_path: Path) -> None:
-    """Writes report.html into a run directory at the end of its run; what fails is a warning, and the run has ended
-    well all the same."""
+    """Writes report.html into a run directory at the end of its run; a failure is only a warning."""
     try:
         run = read_run(run_dir_path)
         write_report([run], run_dir_path / REPORT)
-    except Exception as error:  # whatever it is: the results are safe, and tools/report.py says what is wrong
+    except Exception as error:  # the results are safe, and tools/report.py shows the error
         logger.warning(
             "%s is not written: %s; python tools/report.py %s tries again", run_dir_path / REPORT, error, run_dir_path
         )

@@ -25,13 +25,13 @@ Metrics = dict[int, dict[str, float]]
 """Step -> name -> value; only finite numbers."""
 
 OF_A_RUN = ("config.yaml", "run.json", METRICS, SUMMARY)
-"""What makes a folder a run directory; one of them is enough. The first two are of observe/run_dir.py, which takes
+"""Files of which any one makes a folder a run directory. The first two are those of observe/run_dir.py, which takes
 seconds to import."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage before the last one: what it is, and what its own metrics begin with; time/ and machine/ are of all."""
+    """A stage before the last one: its description, and the prefix of the metrics that only this stage has."""
 
     words: str
     prefix: str
@@ -41,14 +41,14 @@ STAGES = {"pretrain": Stage("the base model's training", "base/"), "sft": Stage(
 """Stages before the last one, in their order; each has a file of metrics of its own, such as sft.jsonl."""
 FOLLOWED = "followed"
 TRACED_RANKS, TRACED_STEPS, LANE_STEPS = 8, 5, 2
-"""Ranks and newest steps whose traces are told: all of hundreds would take minutes."""
+"""Largest numbers of ranks, and of steps in the waterfall and in the lanes: reading all traces would take minutes."""
 SAMPLES_BUDGET = 6_000_000
-"""Bytes of samples files that are read for a report, and as many again of the problems that are followed."""
+"""Largest number of bytes of samples that are read, and again for the problems that are followed."""
 
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The answers that a file of samples/ holds, as groups of answers to one problem each."""
+    """The answers in a file of samples/, as groups of answers to one problem each."""
 
     step: int
     groups: list[list[Record]]
@@ -59,9 +59,9 @@ class Samples:
     """Answers of some steps.
 
     Attributes:
-        steps: Those that were read, in the order of steps.
-        files: How many files there are; more than were read where they are too large.
-        lines: How many answers the files hold that were read.
+        steps: The answers of the files that were read, in the order of steps.
+        files: Number of files, some of which are not read if they are too large.
+        lines: Number of answers in the files that were read.
     """
 
     steps: list[StepSamples] = field(default_factory=list)
@@ -76,20 +76,20 @@ class RunData:
     Attributes:
         path: The directory.
         config: The resolved configuration, nested; {} without one.
-        metrics: Of the run's last stage.
-        stages: Of earlier stages, by name.
-        alarms: What rose, and what cleared, in the order of the file.
-        summary: The result; {} while there is none.
+        metrics: Metrics of the run's last stage.
+        stages: Metrics of earlier stages, by name.
+        alarms: Alarms that rose or cleared, in the order of the file.
+        summary: The summary; {} while there is none.
         samples: Answers that steps learned from.
         followed: Answers to the problems that are followed over all of training.
-        missing: What is not there, in words.
+        missing: What the directory lacks, in words.
         damaged: What cannot be read, each as "FILE:LINE: why".
-        waterfall: Where the time of its traced steps goes; None without a trace.
-        lanes: What its ranks did in the newest of these steps; None without a trace.
-        traced: How many ranks have left a trace, of which at most `TRACED_RANKS` were read.
+        waterfall: Where the time of traced steps goes; None without traces.
+        lanes: What the ranks did in the newest of these steps; None without traces.
+        traced: Number of ranks that have left a trace, of which at most `TRACED_RANKS` were read.
         experts: The lines of experts.jsonl.
-        planned: What planned.json has of some steps, as planned and as measured; {} where nothing was compared.
-        words: Those of the command that started it; None where they are not known.
+        planned: Content of planned.json, planned and measured figures of some steps; {} if they were not compared.
+        words: Arguments of the command that started the run; None if unknown.
     """
 
     path: Path
@@ -116,10 +116,10 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """What the run directory holds.
+    """Reads the run directory.
 
     Raises:
-        ValueError: It is no run directory; says what one holds.
+        ValueError: It is not a run directory; says what one holds.
     """
     if not path.is_dir() or not any((path / name).is_file() for name in OF_A_RUN):
         what = "not a folder" if not path.is_dir() else f"none of {', '.join(OF_A_RUN)} is in it"
@@ -148,8 +148,10 @@ def read_run(path: Path) -> RunData:
 
 
 def _traced(run: RunData) -> tuple[Waterfall | None, Lanes | None]:
-    """Where the time of the newest `TRACED_STEPS` traced steps goes, and what happened in the newest `LANE_STEPS` of
-    them, on up to `TRACED_RANKS` ranks, evenly spread over those there are."""
+    """Waterfall of the newest `TRACED_STEPS` traced steps and lanes of the newest `LANE_STEPS`; None without traces.
+
+    Of the ranks, at most `TRACED_RANKS` are read, evenly spread.
+    """
     path, ranks = run.path, ranks_of(run.path)
     run.traced = len(ranks)
     chosen = ranks[:: -(-len(ranks) // TRACED_RANKS)] if ranks else []
@@ -160,7 +162,7 @@ def _traced(run: RunData) -> tuple[Waterfall | None, Lanes | None]:
             return None, None
         after = newest + 1
         return waterfall(traces, range(after - TRACED_STEPS, after)), lanes(traces, range(after - LANE_STEPS, after))
-    except Exception as error:  # whatever is damaged, or of another version: no reason for no page
+    except Exception as error:  # a damaged trace, or one of another version, must not prevent the page
         run.damaged.append(f"{path}: its traces cannot be read: {error!r}")
         return None, None
 
@@ -177,7 +179,7 @@ def finite(value: object) -> float | None:
 
 
 def _read_object(run: RunData, name: str, without: str) -> Record:
-    """The object in a JSON or YAML file; {} and a note where it is absent or damaged."""
+    """The object in a JSON or YAML file; {} and a note if the file is absent or damaged."""
     file = run.path / name
     if not file.is_file():
         run.missing.append(f"{name}: {without}")
@@ -195,7 +197,7 @@ def _read_object(run: RunData, name: str, without: str) -> Record:
 
 
 def _words(run: RunData) -> list[str] | None:
-    """The words in words.json; None where earlier versions left none, or what is no list of words."""
+    """The list of words in words.json; None without a valid one, as earlier versions wrote none."""
     file = run.path / "words.json"
     try:
         found = json.loads(file.read_text(errors="replace")) if file.is_file() else None
@@ -206,7 +208,7 @@ def _words(run: RunData) -> list[str] | None:
 
 
 def _lines(run: RunData, name: str) -> list[Record]:
-    """The objects of a JSON Lines file, without the lines that hold none; none where there is no file."""
+    """The objects of a JSON Lines file, without invalid lines; empty without a file."""
     file = run.path / name
     if not file.is_file():
         return []
@@ -233,7 +235,7 @@ def _lines(run: RunData, name: str) -> list[Record]:
 
 
 def _metrics(run: RunData, name: str) -> Metrics:
-    """Step -> values of a file of metrics; several lines of one step, as of held-out results, are put together."""
+    """Step -> values, from a file of metrics; several lines of one step, as with held-out results, are merged."""
     found: Metrics = {}
     for record in _lines(run, name):
         step = record.get("step")
@@ -246,7 +248,7 @@ def _metrics(run: RunData, name: str) -> Metrics:
 
 
 def _writes_samples(config: Record) -> bool:
-    """Whether the steps of a run with this configuration leave answers, as those of a policy do unless it has none."""
+    """Whether the steps of a run with this configuration write answers: if it trains a policy, with samples kept."""
     settings = config.get("run")
     of_run = settings if isinstance(settings, dict) else {}
     return of_run.get("trains", "policy") == "policy" and of_run.get("sample_groups_per_step") != 0
@@ -257,7 +259,7 @@ def _is_alarm(record: Record) -> bool:
 
 
 def _samples(run: RunData, prefix: str) -> Samples:
-    """The answers in samples/PREFIX-NNNNNN.jsonl, of steps that `evenly` chooses where all are too large."""
+    """The answers in samples/PREFIX-NNNNNN.jsonl, of the steps that `evenly` chooses if all files are too large."""
     files = {}
     for file in sorted((run.path / "samples").glob(f"{prefix}-*.jsonl")):
         number = file.stem.removeprefix(f"{prefix}-")
@@ -273,7 +275,7 @@ def _samples(run: RunData, prefix: str) -> Samples:
 
 
 def evenly(sizes: dict[int, int], budget: int) -> list[int]:
-    """Steps, evenly spread with the first and the last, whose sizes together are within the budget; at least one."""
+    """Evenly spread steps, the first and the last included, whose sizes add up to at most `budget`; at least one."""
     steps = list(sizes)
     count = len(steps)
     while count > 1:
@@ -286,7 +288,7 @@ def evenly(sizes: dict[int, int], budget: int) -> list[int]:
 
 
 def groups_of(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Records by their group: its number in the file, or the problem in files of versions that do not number groups."""
+    """Group -> its records; a group is a number in the file, or the problem in files of versions without numbers."""
     found: dict[str, list[Record]] = {}
     for record in records:
         key = f"group {record['group']}" if "group" in record else f"problem {record.get('prompt_id')}"

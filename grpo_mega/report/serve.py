@@ -1,4 +1,4 @@
-"""Serves the page about runs on this machine alone, as they are now: a page that is open shows new steps by itself.
+"""Serves the page about runs, to this machine alone; an open page shows new steps by itself.
 
 Whoever can reach the address could read the run, so the server listens on 127.0.0.1, answers under an address that
 holds a secret, and only to browsers that name this machine: a page of another site that has its name resolve to
@@ -46,7 +46,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What to open in a browser."""
+        """The address to open in a browser."""
         return f"http://{LOOPBACK}:{self.server_port}/{self.secret}/"
 
     def newest(self) -> tuple[str, bytes, str]:
@@ -65,7 +65,7 @@ class Server(ThreadingHTTPServer):
 
 
 def version_of(paths: Sequence[Path]) -> str:
-    """Changes when something is recorded of a run: few files are looked at, for a page asks every two seconds."""
+    """A text that changes when a run records something. It looks at few files, as a page asks every two seconds."""
     names = (*OF_A_RUN, ALARMS_FILE, *(f"{stage}.jsonl" for stage in STAGES), "samples")
     found = []
     for file in (path / name for path in paths for name in names):
@@ -114,4 +114,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Says nothing: a page asks every few seconds."""
+        """Logs nothing, as a page asks every few seconds."""

@@ -1,4 +1,4 @@
-"""Many points as few, so that a curve of any length is drawn at once: each stands for a bucket of neighbours."""
+"""Thins curves so that one of any length is drawn at once: each point stands for a bucket of neighbours."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MOST = 600
-"""Points of a curve; a screen has hardly more columns for it."""
+"""Largest number of points of a curve; a screen has hardly more columns for it."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What is drawn of a curve.
+    """The points of a curve that are drawn.
 
     Attributes:
         steps: [points] the step in the middle of each bucket.
@@ -30,7 +30,7 @@ class Curve:
 
 
 def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST) -> Curve:
-    """The curve through these points with at most `most`, at least 3; first and last point stay by themselves.
+    """Thins a curve to at most `most` points, at least 3; the first and the last point keep their own values.
 
     Raises:
         ValueError: `most` is below 3, or there is not one value for each step.
@@ -52,11 +52,11 @@ def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST) -> Cur
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean, which overflows nowhere and lies between the smallest and the largest value, however it is rounded."""
+    """The mean, without overflow, and between the smallest and the largest value whatever the rounding."""
     return min(max(math.fsum(value / len(values) for value in values), min(values)), max(values))
 
 
 def _edges(count: int, most: int) -> list[int]:
-    """Where buckets begin, and the end: the first and the last point, and between them `most` - 2 about equal ones."""
+    """Edges of the buckets: one each for the first and last point, `most` - 2 of about equal size between them."""
     inner = most - 2
     return [0, *(1 + index * (count - 2) // inner for index in range(inner)), count - 1, count]

@@ -1,4 +1,4 @@
-"""What a run achieved, in sentences for a reader who has not seen a loss curve; and where its time goes."""
+"""Describes what a run achieved, and where its time goes, for a reader who has never seen a loss curve."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from grpo_mega.report.read import STAGES, Metrics, RunData, finite
 from grpo_mega.report.thin import mean
 
 APART = ("step", "evaluate", "checkpoint", "export", "base", "sft")
-"""Names under time/ that are no phase of a step: those of observe/machine.py, which imports torch, and what is of
-earlier stages."""
+"""Names under time/ that are not phases of a step: those of observe/machine.py, which imports torch, and of earlier
+stages."""
 ADVICE = {
     "generate": "Generation bounds a step: more or faster engines, shorter answers (rollout.max_new_tokens) or more "
     "sequences at once (rollout.concurrent_sequences) shorten it.",
@@ -26,7 +26,7 @@ ADVICE = {
 
 
 def headline(run: RunData) -> str:
-    """One sentence: what came of it."""
+    """One sentence with the result of the run."""
     before, after = accuracies(run)
     steps = last_step(run.metrics)
     if before is not None and after is not None:
@@ -44,7 +44,7 @@ def headline(run: RunData) -> str:
 
 
 def _earlier_stage(run: RunData) -> str:
-    """How far a run has come whose last stage has no line yet; empty where no earlier stage has one."""
+    """Progress of a run whose last stage has no line yet; empty if no earlier stage has one either."""
     begun = [name for name in STAGES if run.stages.get(name)]
     if run.metrics or not begun:
         return ""
@@ -56,28 +56,28 @@ def _earlier_stage(run: RunData) -> str:
 
 
 def chain(run: RunData) -> str:
-    """What came after what, from the first weights to the last stage, each with its steps and time."""
+    """The stages of the run in order, from the first weights to the last stage, each with its steps and time."""
     origin = setting(run.config, "run.init_from")
-    told = [f"the weights of {origin}" if origin else "random weights"]
-    told += [_stage(STAGES[name].words, metrics) for name, metrics in run.stages.items()]
+    parts = [f"the weights of {origin}" if origin else "random weights"]
+    parts += [_stage(STAGES[name].words, metrics) for name, metrics in run.stages.items()]
     trained = str(setting(run.config, "run.trains") or "policy").replace("_", " ")
     if run.metrics:
         learned = "distillation" if setting(run.config, "distill.teacher") else "reinforcement learning"
-        told.append(_stage(learned if trained == "policy" else f"a {trained}'s training", run.metrics))
-    return " → ".join(told)
+        parts.append(_stage(learned if trained == "policy" else f"a {trained}'s training", run.metrics))
+    return " → ".join(parts)
 
 
 def _stage(what: str, metrics: Metrics) -> str:
     if not metrics:
-        return f"{what} (no step in this run)"  # as of a base model that an earlier run has left in the cache
+        return f"{what} (no step in this run)"  # as for a base model from the cache, which an earlier run made
     spent = sum(curve(metrics, "time/step"))
     return f"{what} ({number(last_step(metrics))} steps{f', {duration(spent)}' if spent else ''})"
 
 
 def sentences(run: RunData) -> list[str]:
     """The story of the run: what learned from what, how it went, how long it took, what was alarming."""
-    told = [_what(run), _format_and_length(run), _reward(run), _how_long(run), _alarming(run)]
-    return [sentence for sentence in told if sentence]
+    parts = [_what(run), _format_and_length(run), _reward(run), _how_long(run), _alarming(run)]
+    return [sentence for sentence in parts if sentence]
 
 
 def accuracies(run: RunData) -> tuple[float | None, float | None]:
@@ -91,9 +91,9 @@ def accuracies(run: RunData) -> tuple[float | None, float | None]:
 
 
 def time_words(phases: dict[str, float], config: dict[str, Any], traced: bool = False) -> str:
-    """What most of a step's time goes into, and what would shorten it: of a policy's steps, which `ADVICE` is about.
+    """The phase that takes most of a policy's step, and what would shorten it (`ADVICE`).
 
-    Where a step was traced, the waterfall knows better.
+    If steps were `traced`, the waterfall's more precise advice is left to it.
     """
     total = sum(phases.values())
     if not total:
@@ -117,14 +117,14 @@ def phase_seconds(metrics: Metrics) -> dict[str, float]:
 
 
 def total_seconds(run: RunData) -> float:
-    """Wall seconds: of the summary, else of the steps."""
+    """Wall-clock seconds of the run: from the summary, otherwise the sum of its steps."""
     recorded = run.summary.get("seconds")
     known = [finite(value) or 0.0 for value in recorded.values()] if isinstance(recorded, dict) else []
     return sum(known) or sum(phase_seconds(run.metrics).values())
 
 
 def last_step(metrics: Metrics) -> int:
-    """The last step with a line; 0 without."""
+    """The last step with a line; 0 without lines."""
     return max(metrics, default=0)
 
 
@@ -134,17 +134,17 @@ def curve(metrics: Metrics, name: str) -> list[float]:
 
 
 def percent(share: float) -> str:
-    """0.965 as 96.5%."""
+    """A share as text in percent: 96.5% for 0.965."""
     return f"{100 * share:.1f}".removesuffix(".0") + "%"
 
 
 def number(value: float) -> str:
-    """1234567 as 1,234,567."""
+    """A number as text: 1,234,567 for 1234567."""
     return f"{value:,.0f}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the two largest units that fit."""
+    """Seconds as text, in the two largest units that fit."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -179,7 +179,7 @@ def _what(run: RunData) -> str:
 
 
 def _moved(config: dict[str, Any]) -> str:
-    """Where a step moved the policy."""
+    """What a step did to the policy, in words."""
     if setting(config, "distill.teacher") is None:
         return "made the better ones likelier"
     better = "made the better ones likelier, and " if setting(config, "distill.reward_coef") else ""
@@ -224,5 +224,5 @@ def _alarming(run: RunData) -> str:
 
 
 def raised(alarms: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The alarms that rose, without the lines that say that one is over."""
+    """The records of alarms that rose, without those of alarms that are over."""
     return [alarm for alarm in alarms if not alarm.get("cleared")]

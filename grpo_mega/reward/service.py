@@ -121,8 +121,8 @@ class Service:
         try:
             status, answer = post(self.url, content, self.headers, self.seconds)
         except (OSError, HTTPException) as error:  # its text may be what the service sent
-            said = f"{type(error).__name__}: {error}".encode(errors="replace")
-            raise Away(self._without_secret(said).decode()) from None
+            cause = f"{type(error).__name__}: {error}".encode(errors="replace")
+            raise Away(self._without_secret(cause).decode()) from None
         except ValueError:  # an http.client error, whose text may quote a header and so the key
             raise ValueError(f"{self.url} cannot be asked: its url or headers are no HTTP") from None
         answer = self._without_secret(answer)

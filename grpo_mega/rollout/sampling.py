@@ -30,8 +30,8 @@ def gumbel_noise(
 ) -> Tensor:
     """Standard Gumbel noise for the next token of B sequences; every row is a function of its own counters.
 
-    The 31-bit uniform number u behind a value enters as -log(-log(1 - u)), so it is finest where the largest values
-    come from: they reach 22, enough for tokens of probability 1e-9 to win now and then.
+    Values are -log(-log(1 - u)) of a 31-bit uniform number u, whose resolution is finest where the largest values come
+    from: they reach 22, enough for tokens of probability 1e-9 to win now and then.
 
     Args:
         seed: The run's seed.

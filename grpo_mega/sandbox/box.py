@@ -68,8 +68,8 @@ class Box:
             ready = False
         if not ready:
             self.close()
-            said = os.pread(messages, 2000, 0).decode(errors="replace").strip()
-            raise BoxError(f"{self.mechanism}: {said or f'it ended with code {self._process.returncode}'}")
+            message = os.pread(messages, 2000, 0).decode(errors="replace").strip()
+            raise BoxError(f"{self.mechanism}: {message or f'it ended with code {self._process.returncode}'}")
 
     def _popen(self, read_only: Sequence[str], descriptors: list[int], messages: int) -> subprocess.Popen[bytes]:
         """Starts the box's process; where this process is root, as a separate user."""

@@ -55,9 +55,12 @@ def correction_metrics(batch: Batch, algorithm: AlgorithmConfig, topology: Topol
 
 
 def penalised(batch: Batch, groups: Sequence[Group], config: Config, topology: Topology) -> Batch:
-    """The batch with advantages of rewards less `kl_coef` times log(old / reference) of the whole completion, if
-    `kl_in` is reward (RLOO, arXiv 2402.14740); every rank must call it."""
-    if config.algorithm.kl_in != "reward" or config.algorithm.advantage_baseline == "critic":  # with a critic, by token
+    """The batch with a KL penalty in the rewards, if `kl_in` is reward (RLOO, arXiv 2402.14740).
+
+    Advantages are those of rewards less `kl_coef` times log(old / reference) of the whole completion. With a critic,
+    `ppo.token_rewards` penalises each token instead. Every rank must call it.
+    """
+    if config.algorithm.kl_in != "reward" or config.algorithm.advantage_baseline == "critic":
         return batch
     log_ratio = torch.where(batch.mask, (batch.old_logprob - batch.ref_logprob).double(), 0.0)
     samples = torch.zeros(sum(len(group.answers) for group in groups), dtype=torch.float64)

@@ -22,7 +22,7 @@ from grpo_mega.stages.scalar_training import ScalarTraining, in_parts
 from grpo_mega.types import Batch, pack_rows
 
 SCALE_PAIRS = 2048
-"""Pairs whose scores determine the normalisation: with so many, the mean is off by 2 % of a standard deviation."""
+"""Pairs whose scores determine the normalisation: with this number, the mean is off by 2 % of a standard deviation."""
 
 
 @dataclass(frozen=True)

@@ -48,14 +48,22 @@ def fused_logprob(
     Raises:
         ValueError, TypeError: An argument is bad; names it.
     """
+    shard = checked_shard(logits, ids, rows, vocab_size, group)
+    checks.require_temperature(temperature)
+    operations = choose_backend(logits, backend).operations
+    return _LogProb.apply(logits, ids - shard.start, rows, shard, 1.0 / temperature, operations)
+
+
+def checked_shard(
+    logits: Tensor, ids: Tensor, rows: Tensor | None, vocab_size: int | None, group: dist.ProcessGroup | None
+) -> Shard:
+    """This rank's shard of the vocabulary of the logits; raises when one of these arguments is bad."""
     checks.require_logits(logits)
     checks.require_group(group)
     shard = shard_of(logits.shape[1], vocab_size, group)
     checks.require_rows(rows, logits)
     checks.require_ids(ids, len(logits if rows is None else rows), logits.device, shard.vocab_size)
-    checks.require_temperature(temperature)
-    operations = choose_backend(logits, backend).operations
-    return _LogProb.apply(logits, ids - shard.start, rows, shard, 1.0 / temperature, operations)
+    return shard
 
 
 class _LogProb(torch.autograd.Function):

@@ -11,12 +11,13 @@ from torch import Tensor
 from grpo_kernels import checks
 from grpo_kernels.dispatch import backend as choose_backend
 from grpo_kernels.dispatch import fits_one_launch
+from grpo_kernels.logprob import checked_shard
 from grpo_kernels.metrics import Metrics, metrics
 from grpo_kernels.options import GRPOLoss
 from grpo_kernels.premade import PremadeGradients
 from grpo_kernels.rows import logprob_and_entropy
 from grpo_kernels.token_loss import RowLosses, Tokens, token_losses
-from grpo_kernels.vocab_parallel import Shard, shard_of
+from grpo_kernels.vocab_parallel import Shard
 
 
 def fused_grpo_loss(
@@ -62,14 +63,9 @@ def fused_grpo_loss(
     Raises:
         ValueError, TypeError: An argument is bad; names it.
     """
-    checks.require_logits(logits)
-    checks.require_group(group)
-    shard = shard_of(logits.shape[1], vocab_size, group)
-    checks.require_rows(rows, logits)
-    count = len(logits if rows is None else rows)
-    checks.require_ids(ids, count, logits.device, shard.vocab_size)
+    shard = checked_shard(logits, ids, rows, vocab_size, group)
     tokens = Tokens(advantages, token_weight, old_logprob, ref_logprob, rollout_logprob, cu_seqlens)
-    checks.require_tokens(tokens, options, count, logits.device)
+    checks.require_tokens(tokens, options, len(ids), logits.device)
     checks.require_temperature(temperature)
     one_launch = fits_one_launch(shard, options)
     operations = choose_backend(logits, backend, one_launch).operations

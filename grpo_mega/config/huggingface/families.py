@@ -88,7 +88,7 @@ FIXED: dict[str, dict[str, Any]] = {
 """Family -> values its config.json must have, as no field of `ModelConfig` can express others."""
 
 BIASED = ("glm4_moe", "deepseek_v3")
-"""Families whose routers have a balancing bias, beside shared experts and prediction modules."""
+"""Families whose routers have a balancing bias; they also have shared experts and prediction modules."""
 
 WINDOWED = ("mistral", "ministral", "gemma3_text", "gpt_oss")
 """Families with a sliding window in some or all layers."""

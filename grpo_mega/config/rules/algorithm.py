@@ -16,6 +16,20 @@ LARGEST_FACTOR = 10
 
 def algorithm_problems(config: Config) -> Iterator[str]:
     """A message for each rule that the settings of the algorithm violate."""
+    yield from _size_problems(config)
+    yield from _reward_model_problems(config)
+    yield from _refill_problems(config)
+    yield from _critic_problems(config)
+    yield from _clipping_problems(config.algorithm)
+    yield from _shape_problems(config.algorithm)
+    yield from _kl_problems(config)
+    yield from _supervision_problems(config)
+    yield from _correction_problems(config.algorithm)
+    yield from _advantage_problems(config)
+
+
+def _size_problems(config: Config) -> Iterator[str]:
+    """A message when a step has too few samples for its mini-batches, or a group too few for its baseline."""
     algorithm = config.algorithm
     samples = algorithm.prompts_per_step * algorithm.group_size
     if 0 < samples < algorithm.mini_batches:
@@ -29,17 +43,10 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"algorithm.group_size=1: algorithm.advantage_baseline={algorithm.advantage_baseline} is relative to the "
             "group, and a group of 1 has no others; set it to 2 or more"
         )
-    yield from _reward_model_problems(config)
-    yield from _refill_problems(config)
-    if algorithm.advantage_baseline == "critic":
-        yield from _critic_problems(config)
-    else:
-        for field in fields(CriticConfig):
-            if (value := getattr(config.critic, field.name)) != field.default:
-                yield (
-                    f"critic.{field.name}={value} has no effect with algorithm.advantage_baseline="
-                    f"{algorithm.advantage_baseline}; set that to critic, or leave critic.{field.name} out"
-                )
+
+
+def _clipping_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """A message for each bound of the importance ratio that the objective does not use, or misses."""
     if algorithm.objective in ("cispo", "sapo", "gmpo", "vespo") and algorithm.dual_clip is not None:
         yield (
             f"algorithm.dual_clip={algorithm.dual_clip} has no effect on algorithm.objective={algorithm.objective}; "
@@ -61,12 +68,10 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "updates of a rollout, and with algorithm.clip_low=0 and algorithm.clip_high=0 there is no importance "
             "ratio that would correct those after the first; set both to 1, or algorithm.objective=ppo and bounds"
         )
-    if algorithm.kl_in == "reward":
-        yield from _reward_problems(config)
-    if algorithm.supervision == "process":
-        yield from _supervision_problems(config)
-    if algorithm.kl_unbiased and algorithm.kl_coef == 0:
-        yield "algorithm.kl_unbiased=true has no effect without a KL term; set algorithm.kl_coef above 0 or drop it"
+
+
+def _shape_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """A message for each parameter of SAPO or VESPO that is unused or extreme."""
     if algorithm.objective != "sapo" and (algorithm.tau_pos, algorithm.tau_neg) != (1.0, 1.05):
         yield (
             f"algorithm.tau_pos={algorithm.tau_pos} and algorithm.tau_neg={algorithm.tau_neg} have an effect on "
@@ -87,25 +92,39 @@ def algorithm_problems(config: Config) -> Iterator[str]:
                     f"algorithm.{field.name}={value} has an effect on algorithm.objective=vespo alone, not on "
                     f"{algorithm.objective}; leave it out"
                 )
+
+
+def _kl_problems(config: Config) -> Iterator[str]:
+    """A message for each setting of the KL term that has no effect or is incompatible with others."""
+    algorithm = config.algorithm
+    if algorithm.kl_in == "reward":
+        yield from _kl_in_reward_problems(algorithm)
+    if algorithm.kl_unbiased and algorithm.kl_coef == 0:
+        yield "algorithm.kl_unbiased=true has no effect without a KL term; set algorithm.kl_coef above 0 or drop it"
+    if algorithm.reference_refresh > 0 and algorithm.kl_coef == 0:
+        yield (
+            f"algorithm.reference_refresh={algorithm.reference_refresh} has no effect without a KL term; "
+            "set algorithm.kl_coef above 0, or algorithm.reference_refresh=0"
+        )
+
+
+def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """A message for each setting of the mismatch correction that has no effect because there is none."""
+    if algorithm.correction != "none":
+        return
     idle = {
         "correction_floor": 0.0,
         "correction_cap": 2.0,
         "correction_level": "token",
         "correction_normalized": False,
     }
-    for name, default in idle.items() if algorithm.correction == "none" else ():
+    for name, default in idle.items():
         value = getattr(algorithm, name)
         if value != default:
             yield (
                 f"algorithm.{name}={str(value).lower()} has no effect with algorithm.correction=none; set "
                 f"algorithm.correction=mask or truncate, or algorithm.{name}={str(default).lower()}"
             )
-    yield from _advantage_problems(config)
-    if algorithm.reference_refresh > 0 and algorithm.kl_coef == 0:
-        yield (
-            f"algorithm.reference_refresh={algorithm.reference_refresh} has no effect without a KL term; "
-            "set algorithm.kl_coef above 0, or algorithm.reference_refresh=0"
-        )
 
 
 def _reward_model_problems(config: Config) -> Iterator[str]:
@@ -118,6 +137,19 @@ def _reward_model_problems(config: Config) -> Iterator[str]:
 
 
 def _critic_problems(config: Config) -> Iterator[str]:
+    """A message for each setting that is incompatible with a critic, or that needs one and has none."""
+    if config.algorithm.advantage_baseline == "critic":
+        yield from _incompatible_with_critic(config)
+        return
+    for field in fields(CriticConfig):
+        if (value := getattr(config.critic, field.name)) != field.default:
+            yield (
+                f"critic.{field.name}={value} has no effect with algorithm.advantage_baseline="
+                f"{config.algorithm.advantage_baseline}; set that to critic, or leave critic.{field.name} out"
+            )
+
+
+def _incompatible_with_critic(config: Config) -> Iterator[str]:
     """A message for each setting that is incompatible with a critic."""
     algorithm = config.algorithm
     refused = {
@@ -149,9 +181,8 @@ def _critic_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _reward_problems(config: Config) -> Iterator[str]:
+def _kl_in_reward_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     """A message for each setting that is incompatible with a KL term in the reward."""
-    algorithm = config.algorithm
     if algorithm.kl_coef == 0:
         yield "algorithm.kl_in=reward has no effect without a KL term; set algorithm.kl_coef above 0, or kl_in to loss"
         return
@@ -194,6 +225,8 @@ def _refill_problems(config: Config) -> Iterator[str]:
 def _supervision_problems(config: Config) -> Iterator[str]:
     """A message for each setting that is incompatible with rewards of steps."""
     algorithm = config.algorithm
+    if algorithm.supervision != "process":
+        return
     sequence = "has one ratio and one advantage for a whole completion"
     refused = {
         "advantage_baseline": (algorithm.advantage_baseline != "mean", "mean", "is of the rewards of completions"),

@@ -46,7 +46,7 @@ def layout_problems(config: Config) -> Iterator[str]:
 DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 """Numbers of ranks that DeepEP has kernels for (get_dispatch_config in its buffer.py)."""
 DEEPEP_MACHINE = 8
-"""GPUs of a machine that it takes for given when ranks are on several."""
+"""Number of GPUs of a machine that DeepEP assumes when ranks are on several machines."""
 
 
 def _deepep_problems(config: Config) -> Iterator[str]:

@@ -10,8 +10,8 @@ from grpo_mega.config.schema import Config, OptimizerConfig, PairsConfig, PartCo
 
 PARTS = tuple(field.name for field in fields(PartsConfig))
 SLOWEST = 1 - 2**-8
-"""beta1 and beta2 are below this for moments in bf16. An update without gradient multiplies a moment by beta, and of
-numbers with 8 binary digits what takes less than 2^-8 may be rounded back."""
+"""beta1 and beta2 are below this for moments in bf16. An update without gradient multiplies a moment by beta, and in
+numbers of 8 binary digits a relative change of less than 2^-8 may be rounded away."""
 
 
 def optimizer_problems(config: Config) -> Iterator[str]:
@@ -25,7 +25,7 @@ def optimizer_problems(config: Config) -> Iterator[str]:
 
 
 def state_problems(optimizer: OptimizerConfig) -> Iterator[str]:
-    """A message for each rule that the way in which Adam's state is kept violates."""
+    """A message for each violated rule about how Adam's state is kept."""
     state = optimizer.state
     narrow = state.moments == "bf16"
     for asked, lean, usual in (

@@ -1,4 +1,4 @@
-"""When a run raises its alarms."""
+"""Thresholds of the alarms of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 from grpo_mega.config.limits import Interval
 
 ANY = "any"
-"""What `run.stop_on` holds when every alarm stops the run."""
+"""Word in `run.stop_on` with which every alarm stops the run."""
 
 
 @dataclass

@@ -23,9 +23,9 @@ class DistillConfig:
     coef: Annotated[float, Interval("(0, inf)")] = 1.0
     """Factor of log(teacher / policy), the advantage of a sampled token: minus the k1 estimate of the reverse KL."""
     reward_coef: Annotated[float, Interval("[0, inf)")] = 0.0
-    """Factor of the algorithm's advantage from rewards, which is added to it; with 0 rewards are measured, no more."""
+    """Factor of the algorithm's advantage from rewards, which is added to it; with 0 rewards are only measured."""
 
     @property
     def served(self) -> bool:
-        """Whether the teacher is a server's, of which there are no files here."""
+        """Whether the teacher is on a server, so that there are no files of it here."""
         return (self.teacher or "").startswith(("http://", "https://"))

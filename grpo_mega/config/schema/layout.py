@@ -16,11 +16,11 @@ class LayoutConfig:
     """Parallel layout of the model. The data parallel size is world size / (tp * cp * pp)."""
 
     auto: bool = False
-    """Chooses the layout when the job starts, for its processes and their memory, unless a size below is given: on GPUs
-    the planner's fastest that fits, on CPUs the simplest (docs/planner.md). A run that continues on as many processes
-    keeps what was chosen."""
+    """Choose the layout when the job starts, for its processes and their memory, unless a size below is given: on GPUs
+    the planner's fastest that fits, on CPUs the simplest (docs/planner.md). A run that continues on the same number of
+    processes keeps its layout."""
     chosen_for: Annotated[int | None, Interval("[1, inf)")] = None
-    """Processes that `auto` chose this layout for: in the config.yaml of a run. null: it was given."""
+    """Number of processes for which `auto` chose this layout, in a run's config.yaml; null if the layout was given."""
     tp: Annotated[int, Interval("[1, inf)")] = 1
     """Tensor parallel size."""
     pp: Annotated[int, Interval("[1, inf)")] = 1
@@ -28,10 +28,10 @@ class LayoutConfig:
     vpp: Annotated[int, Interval("[1, inf)")] = 1
     """Virtual pipeline size: interleaved pieces of the model on every pipeline rank; needs pp > 1."""
     first_stage_layers: Annotated[int | None, Interval("[1, inf)")] = None
-    """Layers of the first pipeline stage; null for as many as the other stages have."""
+    """Layers of the first pipeline stage; null for the number of the other stages."""
     last_stage_layers: Annotated[int | None, Interval("[1, inf)")] = None
-    """Layers of the last pipeline stage, which also computes the loss (DeepSeek-V3: fewer); null for as many as the
-    other stages have."""
+    """Layers of the last pipeline stage, which also computes the loss (DeepSeek-V3: fewer); null for the number of the
+    other stages."""
     cp: Annotated[int, Interval("[1, inf)")] = 1
     """Context parallel size: ranks that share every sequence."""
     ep: Annotated[int, Interval("[1, inf)")] = 1
@@ -50,8 +50,8 @@ class LayoutConfig:
     flash3, flash4: FlashAttention-2 (part of torch), 3 or 4 (packages) for sequences of any length, in bf16 on a GPU;
     a shared prompt appears once. auto: torch, where the model allows it; padded on a CPU."""
     dispatch: Annotated[str, OneOf("alltoall", "deepep")] = "alltoall"
-    """How tokens get to experts on other GPUs and back. alltoall: NCCL, a copy for every expert. deepep: the kernels of
-    that package, a copy for every machine; in bf16 on GPUs, with experts kept whole."""
+    """How tokens are sent to experts on other GPUs and back. alltoall: by NCCL, a copy for every expert. deepep: by the
+    kernels of that package, a copy for every machine; in bf16 on GPUs, with experts kept whole."""
     fp8: bool = False
     """Matrix products of layers in 8 bits, forward and backward, by Transformer Engine's block recipe (DeepSeek-V3,
     arXiv 2412.19437, section 3.3), on H100 or newer. Weights stay bf16; embedding, output layer, router and attention
@@ -77,7 +77,7 @@ class ClusterConfig:
     """Memory of one GPU in MiB, as nvidia-smi shows it (H100: 81559, H200: 143771); null: the planner does not say
     whether it fits."""
     gpu: Annotated[str | None, OneOf("h100", "h200", "h800", "h20", "a100", "b200", "gb200", "gb300")] = None
-    """Which GPU it is; the planner's times go by its data sheet. null: no times."""
+    """Type of the GPUs, whose data sheet gives the planner's times; null for no times."""
     host_memory_gib: Annotated[int | None, Interval("[1, inf)")] = None
     """Main memory of one machine in GiB; null gives no verdict."""
     timeout_seconds: Annotated[

@@ -57,8 +57,8 @@ class StateConfig:
     section 3.3.2) a bf16 model's state takes 8 bytes of each parameter, not 12."""
     on_host: bool = False
     """Keep moments and fp32 weights in pinned main memory between updates; in an update they pass through the GPU, one
-    parameter after the other, in the time of two copies of them. Changes no number beside torch's Adam, and by rounding
-    beside Transformer Engine's."""
+    parameter after the other, in the time of two copies of them. Results are those of torch's Adam, and differ from
+    those of Transformer Engine's by rounding."""
 
 
 @dataclass

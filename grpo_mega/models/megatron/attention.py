@@ -93,8 +93,8 @@ class PackedAttention(MegatronModule):
     """Core attention of a Megatron layer: causal within each packed sequence, grouped-query and latent attention.
 
     With a `rope_base` it rotates queries and keys first, `rope_fraction` of their channels; those of latent attention
-    are already rotated. With a `window` a token sees so many, itself included, but for every layer whose number
-    `full_every` divides; layers with a window rotate with `window_rope_base`, if that is given. With `gpt_oss`
+    are already rotated. With a `window` a token sees that many tokens, itself included, except in every layer whose
+    number `full_every` divides; layers with a window rotate with `window_rope_base`, if that is given. With `gpt_oss`
     every head has a sink (`sinks.py`).
     """
 
@@ -120,7 +120,7 @@ class PackedAttention(MegatronModule):
         self.window = None if sees_all else window
         self.rope_base = rope_base if sees_all or window_rope_base is None else window_rope_base
         self.llama3_rope, self.rope_fraction, self.yarn = llama3_rope, rope_fraction, yarn
-        self.softmax_offset = new_sinks(config) if gpt_oss else None  # as Megatron's own attention calls them
+        self.softmax_offset = new_sinks(config) if gpt_oss else None  # named as in Megatron's own attention
 
     def forward(
         self,

@@ -1,6 +1,6 @@
-"""Hidden states and gradients between pipeline stages, which all know how many rows come, without being told.
+"""Sends hidden states and gradients between pipeline stages without exchanging their shapes first.
 
-Megatron has stages tell each other the shape of what they are about to send when micro-batches differ in length. The
+When micro-batches differ in length, Megatron's stages send each other the shape of what they are about to send, and the
 host waits for every such message. Here all ranks of a replica have its whole plan of micro-batches, so each computes
 the shapes beforehand, in the order in which the schedule asks for them.
 """
@@ -18,12 +18,12 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"]
-"""The process groups that Megatron's schedules use, as it names them."""
+"""Megatron's names of the process groups that its schedules use."""
 Shape = tuple[int, int, int]
 
 
 class KnownShapes(P2PCommunicator):
-    """Megatron's messages between stages, of shapes that this rank knows. It is made anew for each pass.
+    """Megatron's messages between stages, with shapes that this rank knows. Each pass makes a new one.
 
     The first stage gets no hidden states for its first layers, the last one no gradients for its last ones.
     """
@@ -33,7 +33,7 @@ class KnownShapes(P2PCommunicator):
         super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
         stages, stage = self.pp_group.size(), self.pp_group.rank()
         pieces = self.virtual_pipeline_model_parallel_size or 1
-        # The order of a rank's pieces of the model forward; backward it is the same with the last ones first.
+        # Order of a rank's pieces of the model in the forward pass; the backward pass begins with the last ones.
         order = get_schedule_table(len(shapes), pieces, stages)
         self._coming = deque(shapes[micro] for micro, piece in order if piece or stage > 0)
         self._returning = deque(shapes[micro] for micro, piece in order if piece or stage < stages - 1)

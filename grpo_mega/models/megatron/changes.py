@@ -1,4 +1,4 @@
-"""All changes to Megatron-Core's models and optimizers, with their reasons; the classes are in the files beside it.
+"""All changes to Megatron-Core's models and optimizers, with their reasons; the classes are in other files here.
 
 The tables are in the order of their application: first the specification of a piece of the model, then the built piece,
 then its wrapper for data parallelism, and last the optimizer. A module that changes its class keeps its parameters and
@@ -52,9 +52,9 @@ class Change(Generic[Target]):
 
     Attributes:
         name: Names the change in tests.
-        what: What it changes, and to what.
+        what: What the change replaces, and with what.
         reason: What Megatron does not do, or does wrongly.
-        test: The test that fails without it.
+        test: The test that fails without the change.
         apply: Makes the change.
     """
 
@@ -90,7 +90,7 @@ class Chunk:
         gpt: The piece.
         model: The model's configuration.
         vocab_size: Tokens of the tokenizer; rows of the output layer beyond them are padding.
-        lora: What gets adapters; None when all weights are trained.
+        lora: Settings of the adapters; None when all weights are trained.
         transformer_engine: Whether its layers come from Transformer Engine.
     """
 
@@ -176,7 +176,7 @@ def _keep_balancing_in_fp32(chunk: DistributedDataParallel) -> None:
 
 
 ADAM = GroupStepAdamW if megatron_optimizer.USING_PYTORCH_OPTIMIZER else megatron_optimizer.Adam
-"""Adam with a state of float32 on the device: ours where neither Transformer Engine nor Apex is installed."""
+"""Adam with its state in float32 on the device: ours if neither Transformer Engine nor Apex is installed."""
 
 
 def _use_group_step_adamw(_: StateConfig) -> None:
@@ -201,7 +201,7 @@ def _start_moments(optimizer: MegatronOptimizer) -> None:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, LeanAdamW):
             part.optimizer.start()
-        elif part.optimizer is not None:  # as when experts alone are trained, and none of the dense parameters
+        elif part.optimizer is not None:  # None for a part without trained parameters
             part.init_state_fn(part.optimizer, part.config)
 
 
@@ -402,7 +402,7 @@ BEFORE_OPTIMIZER: tuple[Change[StateConfig], ...] = (
         _use_lean_adamw,
     ),
 )
-"""Changes of Megatron itself before an optimizer is built, by how that is to keep its state."""
+"""Changes of Megatron itself before an optimizer is built; they depend on how the optimizer keeps its state."""
 
 TO_OPTIMIZER: tuple[Change[MegatronOptimizer], ...] = (
     Change(

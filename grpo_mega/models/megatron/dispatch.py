@@ -1,10 +1,11 @@
-"""How tokens get to their experts on other GPUs and back: NCCL's all-to-all, or DeepEP's kernels.
+"""Sends tokens to their experts on other GPUs and back: by NCCL's all-to-all, or by DeepEP's kernels.
 
-How many go where is counted on the GPUs, and the host waits for these numbers before it can start an all-to-all: once
-in every layer, whose recomputation for the backward pass finds them in the micro-batch (`RecallingDispatcher`).
+The GPUs count how many tokens go where, and the host waits for these numbers before it can start an all-to-all. It
+waits once in every layer: recomputation for the backward pass takes the numbers from the micro-batch
+(`RecallingDispatcher`).
 
 A token that goes to several experts of one machine crosses the network once with DeepEP, and with NCCL once for each
-expert. Megatron's "flex" dispatcher calls it; its kernels run beside others (`async_finish`).
+expert. Megatron's "flex" dispatcher calls DeepEP, whose kernels overlap with others (`async_finish`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ KEPT = (
     "dispatched_routing_map",
     "reversed_mapping_for_combine",
 )
-"""What Megatron's manager of DeepEP keeps of a micro-batch's routing."""
+"""Attributes in which Megatron's manager of DeepEP keeps a micro-batch's routing."""
 EXCHANGE = (
     "routing_map",
     "input_splits",
@@ -36,12 +37,12 @@ EXCHANGE = (
     "num_out_tokens",
     "num_global_tokens_per_local_expert",
 )
-"""What an all-to-all needs to know of a micro-batch, beside the tokens of each expert here, as Megatron's dispatcher
-names it: the experts of each row, and numbers."""
+"""Attributes of Megatron's dispatcher that an all-to-all needs, in addition to the number of tokens of each local
+expert: the experts of each row, and counts."""
 
 
 def dispatch_options(model: ModelConfig, layout: LayoutConfig, platform: Platform) -> dict[str, Any]:
-    """Megatron's settings of the exchange; the all-to-all for plans, which are made without Transformer Engine."""
+    """Megatron's settings of the dispatcher; plans, which are made without Transformer Engine, have the all-to-all."""
     if layout.dispatch == "deepep" and model.moe.experts and platform.transformer_engine:
         return dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
     # Packed micro-batches differ in length; Megatron then requires this dispatcher even for dense models.
@@ -65,21 +66,21 @@ def check_dispatch(layout: LayoutConfig, platform: Platform) -> None:
 
 
 class RecallingDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's exchange by all-to-all, which a layer that is recomputed repeats as it was in its forward pass.
+    """Megatron's all-to-all dispatcher, which repeats the exchange of the forward pass when a layer is recomputed.
 
-    Tokens go to the experts to which they went, and nobody counts them again: no rank gathers the counts of the others,
-    and the host waits for none. The router's own choice is the same, unless a kernel did not give the same bits twice;
-    then an expert on which the two differ has no part in that token's gradient, and no token gets to another's expert.
+    Tokens go to the same experts as before, and are not counted again: no rank gathers the counts of the others, and
+    the host does not wait. The recomputed router chooses the same experts, unless a kernel does not give the same bits
+    twice; then an expert on which the two choices differ has no part in that token's gradient.
 
     Attributes:
-        router: Of the same layer; it has the micro-batch, in which exchanges are kept.
+        router: Router of the same layer; it has the micro-batch, in which exchanges are kept.
     """
 
     router: PackedRouter
     _recalls = False
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Counts the tokens of the exchange, or recalls them; returns those of each expert here, [experts]."""
+        """Counts the tokens of the exchange, or recalls the counts; returns those of each local expert, [experts]."""
         kept = self.router.packed.exchanges.pop(self, None) if torch.is_grad_enabled() else None
         self._recalls = kept is not None
         if kept is None:
@@ -89,7 +90,7 @@ class RecallingDispatcher(MoEAlltoAllTokenDispatcher):
         return self.tokens_per_expert
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: torch.Tensor | None = None) -> Any:
-        if self._recalls:  # all of it is where it is needed
+        if self._recalls:  # the counts are on the host already
             return tokens_per_expert
         found = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         packed = self.router.packed
@@ -101,7 +102,7 @@ class RecallingDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 def use_recalling_dispatcher(model: torch.nn.Module) -> None:
-    """Changes the class of every dispatcher that uses an all-to-all to RecallingDispatcher; after the routers'."""
+    """Changes the class of every all-to-all dispatcher to RecallingDispatcher; call it after the routers' change."""
     for module in model.modules():
         dispatcher: Any = getattr(module, "token_dispatcher", None)
         if type(dispatcher) is MoEAlltoAllTokenDispatcher:

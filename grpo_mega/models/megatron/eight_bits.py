@@ -1,8 +1,8 @@
 """Matrix products of training in 8 bits, by Transformer Engine's block recipe.
 
-That of DeepSeek-V3 (arXiv 2412.19437, section 3.3): e4m3 numbers with one scale for every 1 x 128 of activations and
-gradients and every 128 x 128 of weights, products summed in float32. Weights stay bf16 with float32 masters; embedding,
-output layer, router, norms and attention are computed as without it.
+The recipe is DeepSeek-V3's (arXiv 2412.19437, section 3.3): e4m3 numbers with one scale for every 1 x 128 of
+activations and gradients and every 128 x 128 of weights, and products summed in float32. Weights stay bf16 with float32
+masters; embedding, output layer, router, norms and attention are not in 8 bits.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from grpo_mega.config.schema import LayoutConfig
 from grpo_mega.platform import Platform
 
 ROWS = 128
-"""A rank's rows are a multiple of this: blocks along the tokens are whole, also where ranks share the rows."""
+"""A rank's number of rows is a multiple of this, so that all blocks along the tokens are whole."""
 HOPPER = (9, 0)
-"""The oldest compute capability that has the kernels."""
+"""The oldest compute capability for which there are kernels."""
 
 
 def eight_bit_options(layout: LayoutConfig, platform: Platform) -> dict[str, Any]:
-    """Megatron's settings of it; none without Transformer Engine, which plans are made without.
+    """Megatron's settings for 8 bits; empty without Transformer Engine, as for plans.
 
-    Weights are quantised again for every micro-batch. Kept, they would take a GPU two more bytes for each, leave it
-    neither with the trainer nor with its weights, and be old after an update unless a pass announces its first
+    Weights are quantised again for every micro-batch. Cached 8-bit weights would take two more bytes for each weight,
+    would not be offloaded with the trainer, and would be out of date after an update unless a pass announces its first
     micro-batch, which generation does not.
     """
     if not (layout.fp8 and platform.transformer_engine):

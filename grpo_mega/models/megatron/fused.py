@@ -1,9 +1,9 @@
-"""Megatron's fused paths that are Transformer Engine's kernels: which of them a model takes, where that is installed.
+"""Chooses the fused kernels of Transformer Engine that a model uses.
 
-Not taken: `apply_rope_fusion`, which counts positions along the row, where grouped-query attention rotates in
-`PackedAttention` and latent attention gathers its angles by position. Nor `gradient_accumulation_fusion` as a setting:
-Megatron's own output layer refuses it without Apex. `add_weight_gradients_in_place` does the same for the layers that
-have it.
+Two are not used. `apply_rope_fusion` counts positions along the row; here grouped-query attention rotates in
+`PackedAttention`, and latent attention gathers its angles by position. The setting `gradient_accumulation_fusion` is
+refused by Megatron's own output layer without Apex; `add_weight_gradients_in_place` does the same for the layers that
+support it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from grpo_mega.config.schema import ModelConfig
 
 
 def fused_options(model: ModelConfig, activation: Any, transformer_engine: bool) -> dict[str, bool]:
-    """Megatron's settings of fused paths for a model with this activation.
+    """Megatron's settings of fused kernels for a model with this activation.
 
-    Tokens are moved to their experts and back by kernels that know how many rows come out of them, where Megatron's own
-    operations make the host wait (`masked_select`); the choice of experts is one kernel; and so is the activation, of
-    which Megatron has the two that are named here.
+    Tokens are permuted by kernels that know their number of output rows, where Megatron's own operations make the host
+    wait (`masked_select`). The router is one kernel, and so is the activation, which Megatron has for the two that are
+    named here.
     """
     experts = transformer_engine and bool(model.moe.experts)
     return dict(
@@ -37,7 +37,7 @@ def add_weight_gradients_in_place(gpt: GPTModel) -> None:
     """Has Transformer Engine's matrix products add gradients to Megatron's float32 buffers.
 
     Otherwise every micro-batch's gradient is rounded to the weights' precision, written, read and added. Frozen weights
-    have no gradient and no buffer, and Transformer Engine looks for none.
+    have neither gradient nor buffer, and Transformer Engine does not look for one.
     """
     modules: Any = gpt.modules()
     for module in modules:
@@ -46,9 +46,9 @@ def add_weight_gradients_in_place(gpt: GPTModel) -> None:
 
 
 def forget_placeholders() -> None:
-    """Lets go of the tensors that stand in autograd for gradients that were added in place, one for each shape.
+    """Frees the placeholders that autograd gets for gradients that were added in place, one for each shape.
 
-    Transformer Engine keeps them for as long as the process lives, and makes them anew when they are not there.
+    Transformer Engine keeps them as long as the process lives, and makes them again when they are missing.
     """
     kept = sys.modules.get("transformer_engine.pytorch.module.base")
     if kept is not None:

@@ -1,4 +1,4 @@
-"""What Gemma 3's layers (Gemma team, 2025) have and Megatron's have not: norms after them, and larger embeddings."""
+"""Features of Gemma 3's layers (Gemma team, 2025) that Megatron lacks: post-norms, and scaled embeddings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from grpo_mega.models.megatron.layers import RMSNorm
 def use_post_norms(gpt: GPTModel) -> None:
     """Gives the last projection of attention and of feed-forward in every layer a `post_norm` of its output.
 
-    The output is whole on every tensor parallel rank, or with sequence parallelism in the rows of a rank, as it is for
-    the norms before a layer.
+    Every tensor parallel rank has the complete output, with sequence parallelism that of its own rows, as for the norms
+    before a layer.
     """
     for layer in gpt.modules():
         if isinstance(layer, TransformerLayer):

@@ -60,7 +60,7 @@ class _RMSNorm(torch.autograd.Function):
 class GatedMLP(MLP):
     """Megatron's MLP with SwiGLU (Shazeer, 2020): fc2(silu(a) * b), where a and b are the halves of fc1(x).
 
-    With another activation than silu, that one: GeGLU.
+    With GELU in place of silu it is GeGLU.
     """
 
     def forward(self, x: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any) -> Any:

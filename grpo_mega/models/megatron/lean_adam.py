@@ -1,11 +1,11 @@
-"""AdamW whose state takes less of a GPU: moments in bf16, or all of the state in main memory between updates.
+"""AdamW whose state takes less GPU memory: moments in bf16, or all of the state in host memory between updates.
 
-Megatron has two optimizers for this, and neither is used: Transformer Engine's FusedAdam can have narrow moments, on a
-GPU; HybridDeviceOptimizer computes on the host what it keeps there, with another Adam. Here a parameter's state comes
-to the device, is used there in float32, and goes back, one parameter after the other: numbers are those of a state
-that stayed there, on any device.
+Megatron's two optimizers for this are not used: Transformer Engine's FusedAdam, which can have bf16 moments, needs a
+GPU; HybridDeviceOptimizer updates on the host what it keeps there, with another Adam. Here the state of one parameter
+after the other is copied to the device, used there in float32, and copied back. Results are the same as with a state
+that stays on the device, and this works on any device.
 
-Moments in bf16 are DeepSeek-V3's (arXiv 2412.19437, section 3.3.2), beside float32 weights and gradients.
+DeepSeek-V3 has bf16 moments (arXiv 2412.19437, section 3.3.2), with float32 weights and gradients.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class LeanAdamW(torch.optim.AdamW):
         on_host: bool,
         **_: Any,
     ) -> None:
-        """Without state, see `start`: moments will be of this type, and all of it on the host with `on_host`."""
+        """Makes an optimizer whose state `start` creates, with `moments` of this dtype, on the host if `on_host`."""
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._moments, self._on_host = moments, on_host
         self._block = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def start(self) -> None:
-        """Gives every parameter its state: the weights as they are now, and moments of zero.
+        """Creates the state of every parameter: its present weights in float32, and moments of zero.
 
-        Called once Megatron has put this rank's shards in the place of the parameters. A float32 parameter is its own
-        float32 weight, and stays where it is.
+        Called once Megatron has replaced the parameters by this rank's shards. A float32 parameter is its own float32
+        weight, and is not moved.
         """
         for group in self.param_groups:
             for p in group["params"]:
@@ -76,11 +76,11 @@ class LeanAdamW(torch.optim.AdamW):
             group["step"] = done + 1
         for device in devices:
             if self._on_host and device.type == "cuda":
-                torch.cuda.synchronize(device)  # whoever reads the state next finds it whole
+                torch.cuda.synchronize(device)  # the next reader of the state must find it complete
 
     def _update(self, p: torch.Tensor, group: dict[str, Any], done: int) -> None:
         kept, on_gpu = self.state[p], p.device.type == "cuda"
-        # Widened on the device: a copy that also converts would do so on the host, through memory that is not pinned.
+        # Converted on the device: a copy that also converts would do it on the host, through memory that is not pinned.
         here = {name: value.to(p.device, non_blocking=True).float() for name, value in kept.items()}
         adamw(
             [here[MASTER]],
@@ -115,12 +115,12 @@ class LeanAdamW(torch.optim.AdamW):
         self.state[p][name].copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the settings of the groups; Megatron sets the state itself, part by part."""
+        """Loads the settings of the groups; Megatron sets the state itself, part by part."""
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in loaded.items() if name != "params"})
 
     def _room(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor without values for a part of a parameter's state, where that is kept."""
+        """An uninitialised tensor for a part of a parameter's state, in the memory where the state is kept."""
         if not self._on_host or p.device.type != "cuda":
             return torch.empty_like(p, dtype=dtype)
         size = -(-p.numel() * dtype.itemsize // 256) * 256

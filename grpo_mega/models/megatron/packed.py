@@ -1,4 +1,4 @@
-"""How a flat row of tokens splits into sequences, and the key-value cache of the sequences being generated."""
+"""Packed sequences in a flat row of tokens, and the key-value cache of the sequences being generated."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class ContextShard:
     the end of a long sequence attend to more keys, and so each rank has equally many of them.
 
     Attributes:
-        rows: [T'] rows held here, ascending.
+        rows: [T'] rows that this rank holds, ascending.
         gathered: [T] index of each row in the concatenation of all ranks' rows.
         stretches: The rows held here, as two stretches [start, end).
 
-    And for attention by tables:
+    Used only by attention in tables:
         queries: [n] which of the T' rows belong to a sequence.
         cells: [n] cells of the queries in a table of [N, longest].
-        longest: Most rows of one sequence that this rank holds.
+        longest: Largest number of rows of one sequence that this rank holds.
         positions: [N, 1, longest, 1] int32 position of each cell's token in its sequence; 0 in cells without a token.
     """
 
@@ -98,7 +98,7 @@ class ContextShard:
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """How a flat row of T tokens splits into sequences; what `packed_seq_params` carries through Megatron.
+    """Describes how a flat row of T tokens splits into sequences; Megatron passes it on as `packed_seq_params`.
 
     A token of the row is also called a row: it is a row of the hidden states. The tokens that several sequences begin
     with, such as the prompt of a group, can be in the row once, because hidden states depend on earlier tokens alone.
@@ -108,8 +108,8 @@ class PackedTokens(PackedSeqParams):
 
     Megatron's own fields `cu_seqlens_q` and `cu_seqlens_kv` are [0, T], as if the row were one sequence.
 
-    Attention is computed in a table of [N, longest], or by kernels that take sequences of any length, which have
-    `runs` in place of all that is about the table.
+    Attention is computed in a table of [N, longest], or by kernels that take sequences of any length; these use `runs`
+    and no attribute of the table.
 
     Attributes:
         positions: [T'] position of each token in its sequence.
@@ -121,24 +121,24 @@ class PackedTokens(PackedSeqParams):
             row.
         cells: [U] cell of the token `owners` of each row.
         more_rows, more_cells: [E - U] rows and cells of the tokens that are not `owners` of their row.
-        runs: What the row is a concatenation of, see runs.py; None for attention in a table.
-        calls: {window: the kernels' calls in layers with it}, once a layer has made them.
+        runs: The runs of which the row is a concatenation, see runs.py; None for attention in a table.
+        calls: {window: calls of the kernels in layers with this window}, once a layer has made them.
         total: Number of rows, T.
         sequences: Number of sequences, N.
-        longest: Most tokens of one sequence.
+        longest: Number of tokens of the longest sequence.
         cache: Keys and values, while generating.
         decoding: Whether each sequence has exactly one token here, which attends to the cache.
         shard: The rows that this rank holds; None for all of them.
         batch_sequences, batch_tokens: Number of sequences and tokens of the whole batch that this is a part of.
         loss_scale: Factor of a loss over the whole batch: it undoes Megatron's averages over micro-batches and
             replicas, because token weights are already global.
-        routed: What the router needs to know of all tokens, once a layer has computed it; see `_local_tokens` there.
+        routed: Tokens as the router needs them, once a layer has computed them; see `_local_tokens` in router.py.
         ahead: [depths, T'] the token 1, 2, ... positions after each row's, 0 after the end; for multi-token prediction.
         experts: [T', MoE layers, top k] which experts each row goes to, -1 where the router's scores choose; None when
             they always do.
         angles: {base of the frequencies: cosine and sine of all tokens' rotary angles}, once a layer has computed them.
         learned: Whether a backward pass follows, for which layers may be computed a second time.
-        exchanges: {dispatcher of a layer that will be recomputed: how it exchanged the tokens}, see dispatch.py.
+        exchanges: {dispatcher of a layer that will be recomputed: its exchange of tokens}, see dispatch.py.
     """
 
     positions: torch.Tensor = None  # type: ignore[assignment]
@@ -249,7 +249,7 @@ class PackedTokens(PackedSeqParams):
         return self.total - len(self.owners)
 
     def sharded(self, rank: int, size: int) -> PackedTokens:
-        """The part of a context parallel rank: T' = T / size rows."""
+        """Returns the part of a context parallel rank: T' = T / size rows."""
         if size == 1:
             return self
         shard = ContextShard.of(self, rank, size)
@@ -257,7 +257,7 @@ class PackedTokens(PackedSeqParams):
         return replace(self, shard=shard, positions=positions, copies=copies, calls={})
 
     def calls_in(self, window: int | None) -> list[Call]:
-        """The kernels' calls for the rows here, in layers with this window; made once, on the device of the rows."""
+        """The kernels' calls for this rank's rows, in layers with this window; made once, on the device of the rows."""
         assert self.runs is not None
         window = None if window is None or window >= self.longest else window
         if window not in self.calls:
@@ -296,14 +296,14 @@ class PackedTokens(PackedSeqParams):
 
 
 def _copies(rows: torch.Tensor) -> torch.Tensor:
-    """[U] float32, how many tokens of sequences each row stands for."""
+    """[U] float32, number of tokens that each row stands for."""
     return torch.bincount(rows).float()
 
 
 def _branches(lengths: torch.Tensor, prompt_lengths: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """[N] tokens of each sequence that follow a prompt which another sequence has, too.
+    """[N] number of tokens of each sequence after the prompt that it shares with another sequence.
 
-    0 where nothing follows it in any of them.
+    0 where no sequence has a token after that prompt.
     """
     beyond = lengths - prompt_lengths
     shared = (first.bincount(minlength=len(first)) > 1)[first] & (prompt_lengths > 0)

@@ -42,7 +42,7 @@ def cos_sin(
 
 
 def stretched(frequencies: torch.Tensor, llama3: Llama3RopeConfig) -> torch.Tensor:
-    """Radians per token of plain rotary positions -> those of Llama 3.1.
+    """Changes the frequencies of plain rotary positions, in radians per token, to those of Llama 3.1.
 
     A share between 0 and 1 of each frequency stays as it is, the rest is slowed down. The share grows evenly with how
     often the channel turns within the original context, from `low_freq_factor` to `high_freq_factor` times.
@@ -54,7 +54,9 @@ def stretched(frequencies: torch.Tensor, llama3: Llama3RopeConfig) -> torch.Tens
 
 
 def slowed_down(frequencies: torch.Tensor, base: float, yarn: YarnConfig) -> torch.Tensor:
-    """Radians per token of plain rotary positions -> those of YaRN (Peng et al., 2023, section 3.2), [channels / 2].
+    """Changes the frequencies of plain rotary positions, [channels / 2] radians per token, to those of YaRN.
+
+    See Peng et al., 2023, section 3.2.
 
     A share between 0 and 1 of each frequency stays as it is, the rest is slowed down. The share falls evenly with the
     number of the pair, from 1 where it turns `beta_fast` times within the original context to 0 where it turns
@@ -63,13 +65,13 @@ def slowed_down(frequencies: torch.Tensor, base: float, yarn: YarnConfig) -> tor
     pairs = len(frequencies)
 
     def number(turns: float) -> float:
-        """Of the pair of channels that turns so many times within the original context."""
+        """Number of the pair of channels that turns `turns` times within the original context."""
         return pairs * math.log(yarn.original_context / (turns * 2 * math.pi)) / math.log(base)
 
     first, last = number(yarn.beta_fast), number(yarn.beta_slow)
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * pairs - 1)  # as in YaRN's own code, which counts channels here
+    first, last = max(first, 0), min(last, 2 * pairs - 1)  # channels, not pairs, as in YaRN's own code
     wide = last - first if last != first else 0.001
     kept = 1 - ((torch.arange(pairs, dtype=torch.float32, device=frequencies.device) - first) / wide).clamp(0, 1)
     return (kept + (1 - kept) / yarn.factor) * frequencies

@@ -1,4 +1,4 @@
-"""Megatron's router on packed tokens: the balancing of experts counts every token of every sequence, and nothing else.
+"""Megatron's router on packed tokens: balancing counts every token of every sequence exactly once, and no padding.
 
 Padding rows belong to no sequence, and a row that several sequences share stands for a token of each. Counted that way,
 the balancing bias and the auxiliary losses do not depend on the layout, nor on the split into micro-batches.
@@ -33,7 +33,7 @@ class PackedRouter(TopKRouter):
     packed: PackedTokens
     config: TransformerConfig
     unfused: TransformerConfig
-    """The configuration without Transformer Engine's choice of experts, which knows no replay."""
+    """The configuration without Transformer Engine's fused router, which does not support replay."""
     load: torch.Tensor
     """[experts] tokens of this rank's rows that each expert got since `start_counting`, while training."""
 
@@ -84,7 +84,7 @@ class PackedRouter(TopKRouter):
     def experts_of_engine(self) -> torch.Tensor | None:
         """[rows of this rank, top k] the engine's experts of each row, -1 where scores choose; None if all do."""
         layer = self.layer_number - 1 - self.config.moe_layer_freq.index(1)
-        if self.packed.experts is None or layer >= self.packed.experts.shape[1]:  # prediction modules are no engine's
+        if self.packed.experts is None or layer >= self.packed.experts.shape[1]:  # an engine has no prediction modules
             return None
         return self._local(self.packed.experts[:, layer].long())
 
@@ -102,7 +102,7 @@ class PackedRouter(TopKRouter):
         return self._local(self.packed.copies)
 
     def _local_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows and sequences of the tokens on this rank, [tokens] each; and the lengths of all sequences, [N, 1]."""
+        """Row and sequence of each token on this rank, [tokens] each, and the lengths of all sequences, [N, 1]."""
         packed = self.packed
         held = packed.shard.rows if packed.shard else torch.arange(packed.total, device=packed.rows.device)
         held = self._local(held)

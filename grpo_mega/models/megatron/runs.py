@@ -1,13 +1,13 @@
-"""Which stretches of a packed row attend to which, for attention kernels that take sequences of any length.
+"""Splits attention over a packed row into calls of kernels that take sequences of any length.
 
 The row is a concatenation of runs: whole sequences, prompts that several sequences begin with, and branches, each of
 which is what follows a prompt in one of these. A run attends to itself, causally, and a branch to all of its prompt:
 
     | whole | whole | prompt A | prompt B | branch of A | branch of A | branch of B |
 
-Branches are in the order of their prompts, so attention takes two calls over slices of the row, and nothing of it is
-repeated: one of every run over itself, and one of the branches over the prompts, in which all branches of a prompt are
-one sequence of queries. `varlen.py` merges the two. The idea is that of Hydragen (Juravsky et al., 2024, arXiv
+Branches are in the order of their prompts, so attention takes two calls over slices of the row, without repeating any
+row: one of every run over itself, and one of the branches over the prompts, in which all branches of a prompt are one
+sequence of queries. `varlen.py` merges the two. The idea is that of Hydragen (Juravsky et al., 2024, arXiv
 2402.05099), there for inference.
 
 Under context parallelism a rank has the keys of all rows, and queries of two stretches of them. A stretch cuts at most
@@ -45,13 +45,13 @@ class Call:
     """One call of a kernel: several sequences of queries, each over keys of its own.
 
     Attributes:
-        rows: Which of the rows here ask.
-        keys: Which rows of all they attend to: a slice, or [K] indices.
+        rows: The rows of this rank that are queries.
+        keys: The rows that they attend to, among all rows: a slice, or [K] indices.
         query_starts, key_starts: [sequences + 1] int32, where each sequence begins, and the last ends.
-        most_queries, most_keys: Of one sequence.
+        most_queries, most_keys: Largest number of queries, and of keys, of one sequence.
         causal: Whether a sequence's last query sees all its keys, the one before it one fewer, and so on; otherwise
             every query sees every key.
-        window: How many keys a query sees of a causal call, its own included; None for all before it.
+        window: Number of keys that a query sees in a causal call, its own included; None for all before it.
     """
 
     rows: slice
@@ -67,7 +67,7 @@ class Call:
     def of(
         cls, rows: slice, keys: slice | torch.Tensor, queries: Sequence[int], seen: Sequence[int], **how: Any
     ) -> Call:
-        """A call of sequences with so many queries, and keys, each."""
+        """Makes a call from the number of queries, and of keys, of each sequence."""
         return cls(rows, keys, _starts(queries), _starts(seen), max(queries), max(seen), **how)
 
     def to(self, device: torch.device) -> Call:
@@ -78,10 +78,10 @@ class Call:
 
 
 def in_runs(sequence: torch.Tensor, branches: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, list[Run]]:
-    """The order of a row's tokens in which they form runs, and these runs.
+    """Sorts a row's tokens so that they form runs.
 
     Args:
-        sequence: [U] index of the sequence that each token is of, ascending; of a shared prompt the first that has it.
+        sequence: [U] index of each token's sequence, ascending; for a token of a shared prompt, its first sequence.
         branches: [N] tokens at the end of each sequence that follow a prompt which it shares; 0 if it shares none.
         first: [N] the first sequence with the same prompt.
 
@@ -106,7 +106,7 @@ def in_runs(sequence: torch.Tensor, branches: torch.Tensor, first: torch.Tensor)
 def calls_of(runs: Sequence[Run], held: Sequence[tuple[int, int]], window: int | None) -> list[Call]:
     """The calls for the queries of the stretches [start, end) of the row that a rank holds one after the other.
 
-    In a layer with a window a token sees so many, itself included.
+    In a layer with a `window` a token sees that many tokens, itself included.
     """
     calls: list[Call] = []
     before = 0
@@ -119,7 +119,7 @@ def calls_of(runs: Sequence[Run], held: Sequence[tuple[int, int]], window: int |
 
 @dataclass(frozen=True)
 class _Part:
-    """The rows [first, end) of a run, as far as a stretch holds it."""
+    """The rows [first, end) of a run that a stretch holds."""
 
     run: Run
     first: int
@@ -127,7 +127,7 @@ class _Part:
 
 
 def _calls_of_stretch(parts: list[_Part], shift: int, window: int | None) -> Iterator[Call]:
-    """The calls for consecutive parts of runs, whose rows here are `shift` more than in the whole row."""
+    """Yields the calls for consecutive parts of runs; a local row is its row in the whole row plus `shift`."""
     if not parts:
         return
     rows = slice(parts[0].first + shift, parts[-1].end + shift)
@@ -151,7 +151,7 @@ def _calls_of_stretch(parts: list[_Part], shift: int, window: int | None) -> Ite
 
 
 def _seen_in_window(part: _Part, window: int) -> torch.Tensor:
-    """[K] the rows that some query of the part sees: of the prompt, if it has one, and of its run."""
+    """[K] rows that a query of the part sees: of the prompt, if there is one, and of its run."""
     own = torch.arange(max(part.run.start, part.first - window + 1), part.end)
     if part.run.prompt is None:
         return own

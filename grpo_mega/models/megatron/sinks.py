@@ -1,7 +1,7 @@
-"""What GPT-OSS's layers (OpenAI, 2025, arXiv 2508.10925) have and other models' have not: sinks, and experts' biases.
+"""Features of GPT-OSS's layers (OpenAI, 2025, arXiv 2508.10925) that other models lack: sinks, and experts' biases.
 
-A sink is a learned logit of a head, which takes part in the softmax over the tokens that a query sees and adds nothing
-to the output: attention that goes to it goes nowhere.
+A sink is a learned logit of a head that takes part in the softmax over the tokens that a query sees, and adds nothing
+to the output.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 CHANNELS = 8
-"""The channels of a head are made a multiple of this, for which torch's fused attention on GPUs needs no copies."""
+"""The number of a head's channels is padded to a multiple of this, so that torch's fused attention needs no copies."""
 LIMIT = 7.0
-"""Most that the gate of an expert is, and what it multiplies either way."""
+"""Upper bound of an expert's gate, and bound in both directions of what the gate multiplies."""
 
 
 def new_sinks(config: Any) -> torch.nn.Parameter:
-    """[heads of this tensor parallel rank] sinks, their values not yet initialised."""
+    """Uninitialised sinks, [heads of this tensor parallel rank]."""
     heads = config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
     device = torch.cuda.current_device()
     sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
-    # Otherwise Megatron takes them for copies, and the gradient norm counts those of the first rank alone.
+    # Otherwise Megatron takes the sinks for copies, and the gradient norm counts those of the first rank alone.
     set_tensor_model_parallel_attributes(sinks, True, 0, 1)
     return sinks
 
@@ -40,14 +40,14 @@ def attend_with_sinks(
 ) -> torch.Tensor:
     """Attention of queries [N, heads, Q, d] over keys and values [N, heads, K, ...], and a sink of every head [heads].
 
-    `seen` is the mask, [..., Q, K]; without one it is causal. torch's fused attention knows no sinks: here they are one
-    more token, ahead of all others, whose value is zero. An additional channel is 1 in every query; in the keys it is
+    `seen` is the mask, [..., Q, K]; without one it is causal. torch's fused attention has no sinks: here a sink is one
+    more token, before all others, whose value is zero. An additional channel is 1 in every query; in the keys it is
     the sink, over `scale`, for that token and 0 for all others. In bf16 it is rounded once, unless `scale` is a power
     of two.
     """
     channels, outputs = query.shape[-1], value.shape[-1]
     scale = channels**-0.5 if scale is None else scale
-    first = int(seen is None)  # the causal mask is for as many queries as keys, so the sink has a query, too
+    first = int(seen is None)  # the causal mask needs equally many queries and keys, so the sink has a query, too
     query = F.pad(query, (0, _more(channels), first, 0), value=1.0)
     key, value = F.pad(key, (0, _more(channels), 1, 0)), F.pad(value, (0, _more(outputs), 1, 0))
     key[:, :, 0, channels] = (sinks.float() / scale).to(key.dtype)
@@ -57,15 +57,15 @@ def attend_with_sinks(
 
 
 def _more(channels: int) -> int:
-    """How many channels are added, at least one."""
+    """Number of channels to add, at least one."""
     return CHANNELS - channels % CHANNELS
 
 
 def mark_expert_biases(gpt: GPTModel) -> None:
-    """Has gradients of experts' biases reduced as those of experts' weights are, and counted where these are.
+    """Marks experts' biases so that their gradients are reduced and counted in the norm like those of experts' weights.
 
-    They are whole on the ranks that hold them. Megatron marks them as it does a dense layer's: their gradient would be
-    summed over tensor parallel ranks, and its norm counted on the first of these.
+    A rank holds the whole bias of its experts. Megatron marks the bias like that of a dense layer, whose gradient is
+    summed over tensor parallel ranks and counted on the first of them.
     """
     for name, parameter in gpt.named_parameters():
         if ".experts." in name and "bias" in name:

@@ -6,14 +6,14 @@ from grpo_mega.platform.trace import span
 
 
 class SpanTimers:
-    """What Megatron's `config.timers` may be: called with a name it gives what can be started and stopped.
+    """Timers for Megatron's `config.timers`; calling it with a name returns an object to start and stop.
 
-    Unlike Megatron's own ones they never wait for other ranks (`barrier`).
+    Unlike Megatron's own timers they never wait for other ranks (`barrier`).
     """
 
     def __init__(self) -> None:
         self._spans: dict[str, span] = {}
 
     def __call__(self, name: str, log_level: int = 0) -> span:
-        """The timer of this name; all levels are recorded."""
+        """Returns the timer of this name; all levels are recorded."""
         return self._spans.setdefault(name, span(name))

@@ -1,21 +1,21 @@
 """Attention of runs of any length by flash attention kernels, with shared prompts as a cascade and sinks, exactly.
 
-A query's keys are in one or two calls (`runs.py`), and a sink is one key more, of its own logit and no value. Softmax
-over all of them is had from the parts: with the output o_p and the log-sum-exp l_p of the logits of each part,
+A query's keys are in one or two calls (`runs.py`), and a sink is one more key, with a logit of its own and no value.
+Softmax over all of them follows from the parts: with the output o_p and the log-sum-exp l_p of the logits of each part,
 
     l = log sum_p exp(l_p),    o = sum_p exp(l_p - l) o_p,
 
-in which a sink takes part by l alone. The kernels' log-sum-exp has no gradient, and needs none. Flash attention's
-backward pass (Dao, 2023, arXiv 2307.08691, algorithm 2) makes probabilities anew from the log-sum-exp that it is given,
-P_ij = exp(s_ij - l_i), and the gradient of the logits from these and from the output, dS_ij = P_ij (do_i v_j - D_i)
-with D_i = do_i o_i. Given the merged o and l, it computes each part's share of the gradients of softmax over all
-keys: those of keys and values are theirs, those of a query add up. A sink's is -sum_i exp(sink - l_i) D_i. So the
-backward pass makes the same calls, and repeats nothing.
+where a sink contributes to l only. The kernels' log-sum-exp has no gradient, and needs none. Flash attention's backward
+pass (Dao, 2023, arXiv 2307.08691, algorithm 2) recomputes probabilities from the log-sum-exp that it is given,
+P_ij = exp(s_ij - l_i), and from these and the output the gradient of the logits, dS_ij = P_ij (do_i v_j - D_i) with
+D_i = do_i o_i. Given the merged o and l, each call therefore computes its part of the gradients of softmax over all
+keys: keys and values get the gradients of their own call, a query the sum over its calls. A sink's gradient is
+-sum_i exp(sink - l_i) D_i. So the backward pass makes the same calls, and computes nothing twice.
 
-The kernels are those behind torch's `_flash_attention_forward` and `_flash_attention_backward`: FlashAttention-2, which
-every CUDA build of torch has, or FlashAttention-3 or 4, which torch puts in their place once they are installed and
-activated. They are called as `torch.nn.attention.varlen` of torch 2.11 does, whose own function cannot be used: it
-drops the gradient of the log-sum-exp without a word, and its backward pass does not take another output.
+The kernels are those of torch's `_flash_attention_forward` and `_flash_attention_backward`: FlashAttention-2, which
+every CUDA build of torch has, or FlashAttention-3 or 4, which torch uses instead once they are installed and activated.
+They are called as by `torch.nn.attention.varlen` of torch 2.11, whose own function cannot be used: it silently drops
+the gradient of the log-sum-exp, and its backward pass does not accept another output.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from grpo_mega.config.schema import LayoutConfig, ModelConfig
 from grpo_mega.models.megatron.runs import Call
 
 PACKAGES = {"flash3": ("FA3", "flash_attn_interface", (9,)), "flash4": ("FA4", "flash_attn.cute", (9, 10))}
-"""Values of `layout.attention` -> what torch calls the kernel, the module that it comes from, and for which GPUs it is:
-the first numbers of their compute capability."""
+"""Value of `layout.attention` -> torch's name of the kernel, the module that it comes from, and the GPUs that it
+supports, as major numbers of their compute capability."""
 CHANNELS = 8
-"""FlashAttention's heads have a multiple of so many channels."""
+"""The number of channels of FlashAttention's heads is a multiple of this."""
 
 
 def choose(layout: LayoutConfig, model: ModelConfig, device: torch.device) -> str:
-    """What computes attention on this device: "padded" for tables, or a kernel that `attend` uses from now on.
+    """Chooses what computes attention on this device: "padded" for tables, or a kernel, which `attend` then uses.
 
     Raises:
         ValueError: The kernel that is asked for is not there, or not for this device.
@@ -61,7 +61,7 @@ def choose(layout: LayoutConfig, model: ModelConfig, device: torch.device) -> st
         if current_flash_attention_impl() != name:
             try:
                 activate_flash_attention_impl(name)
-            except Exception as error:  # whatever goes wrong in another package
+            except Exception as error:  # another package may raise anything
                 raise ValueError(
                     f"layout.attention={chosen} needs {module}, which cannot be used: {error}; install it, or set "
                     "layout.attention=torch"
@@ -103,7 +103,7 @@ def attend(
 
 
 class _Attention(torch.autograd.Function):
-    """All calls of one layer, merged; see the module's docstring."""
+    """Autograd function that merges all calls of one layer; see the module's docstring."""
 
     @staticmethod
     def forward(
@@ -182,7 +182,7 @@ def _forward(
 def _backward(
     asking: tuple[torch.Tensor, ...], asked: tuple[torch.Tensor, torch.Tensor], call: Call, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of queries, keys and values by the call; torch's deterministic algorithms fix their order.
+    """Gradients of a call's queries, keys and values, summed in a fixed order under torch's deterministic algorithms.
 
     Args:
         asking: Gradient of the outputs, queries, outputs, and log-sum-exp of the call's rows, over all their keys.

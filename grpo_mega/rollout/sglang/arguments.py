@@ -46,9 +46,9 @@ ENVIRONMENT = {
 EXACT = {"disable_overlap_schedule": True}
 """Disables SGLang's overlapped scheduler, which prepares a batch while the previous one is computed. With it a token
 now and then gets a log-prob that is not the policy's, even while the KV cache has room for all.
-`tests/rollout/engine_contract.py` found this in 0.5.20 for 4 of two million tokens, by up to 0.3, and without overlap
-for none of as many; in 0.5.23 in one run of two. Of such tokens later checks found none wrong, in 218,730 with overlap
-and 177,630 without: too few to tell whether it has become rarer."""
+`tests/rollout/engine_contract.py` found this in 0.5.20 for 4 of two million tokens, by up to 0.3, and for none of two
+million without overlap; in 0.5.23 in one run of two. Later checks found no such token in 218,730 with overlap and
+177,630 without: too few to tell whether it has become rarer."""
 ON_SHARED_GPU = {
     "enable_memory_saver": True,
     "disable_prefill_cuda_graph": True,  # SGLang refuses CUDA graphs for prompts together with the memory saver

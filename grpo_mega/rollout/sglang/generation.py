@@ -41,7 +41,7 @@ class Generation:
         self._due: set[int] = set()  # samples that have not arrived
         self._aborted = self.refused = False
         self._heard = time.monotonic()
-        self._since, self._arrived, self._tokens = 0, 0, 0  # of what the engine is at work on, for the trace
+        self._since, self._arrived, self._tokens = 0, 0, 0  # begin, samples and tokens of present work, for the trace
         self.finished: dict[int, Completion] = {}
         self.failure: EngineError | None = None
 

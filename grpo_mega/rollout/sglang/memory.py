@@ -182,7 +182,7 @@ def _under_way(config: Config, vocab_size: int) -> float:
     """Bytes of weights on a GPU while they are pushed: a bucket as it arrives, its tensors, and what the rank sends.
 
     When every rank gets experts of its own, the pipeline stage that holds a layer sends a bucket to every other stage.
-    A tensor that is larger than a bucket, such as an embedding, arrives alone. Adapters are merged beside them.
+    A tensor that is larger than a bucket, such as an embedding, arrives alone. Merging adapters takes more memory.
     """
     bucket = config.rollout.sglang.bucket_bytes
     sent = 0 if own_experts(config, 0) is None else config.layout.pp

@@ -1,4 +1,4 @@
-"""A teacher behind an SGLang server, which computes log-probs of texts on GPUs of its own.
+"""A teacher that an SGLang server runs on GPUs of its own, and that returns log-probs of texts.
 
 Its native interface (`/generate` with `return_logprob`) takes token ids and answers with (log-prob, token id, text) of
 each. Model, layout and precision are chosen when the server is started; its tokens must be the policy's.
