@@ -1,8 +1,10 @@
-"""The cluster that the other tests rely on is a real one, and leaves nothing behind."""
+"""The cluster that the other tests rely on is a real one, trains, and leaves nothing behind."""
 
 from __future__ import annotations
 
 from cluster import Cluster, wait_until
+from launches import submit
+from train_jobs import numbers
 
 STEP = """#!/bin/bash
 srun bash -c 'echo $SLURM_NODEID $(hostname); exec sleep $1' step "$1"
@@ -41,6 +43,16 @@ def test_a_killed_node_is_noticed_and_its_job_starts_again_elsewhere(cluster):
     cluster.wait(number)
     wait_until(lambda: not cluster.processes(), "something lives on")
     cluster.revive()
+
+
+def test_a_job_trains_on_two_nodes(cluster):
+    """`slurm/tiny.sh`, shortened; tests/slurm/test_survival.py does to such jobs what happens to jobs."""
+    launch = submit(cluster, "trained")
+    assert launch.finish() == "COMPLETED", launch.log
+    assert launch.steps() == [1, 2, 3, 4]
+    assert all(line["policy/grad_norm"] > 0 for line in numbers(launch.run))
+    assert (launch.status["state"], launch.status["step"]) == ("completed", "4")
+    wait_until(lambda: not cluster.processes(), "something lives on")
 
 
 def test_stopping_ends_what_ignores_every_polite_signal(cluster):
