@@ -1,5 +1,7 @@
 """Flash attention in plain torch, for CPUs: what torch's own operators compute on a GPU, in float64 and one by one.
 
+Of bf16 it rounds what kernels round before a product: probabilities, and the gradients of logits.
+
 Importing it gives `_flash_attention_forward` and `_flash_attention_backward` a CPU kernel, as torch itself puts
 FlashAttention-3 and 4 in their place for CUDA. So everything above the kernel runs here as it does there. What a kernel
 may assume is checked of every call, beyond what those on a GPU check themselves.
@@ -42,7 +44,8 @@ def _forward(
     lse = torch.full((query.shape[1], len(query)), torch.nan, dtype=_lse_dtype(query))
     for rows, keys in _sequences(query_starts, key_starts):
         logits = _logits(query[rows], key[keys], scale, causal, window)
-        out[rows] = torch.einsum("hqk,khc->qhc", logits.softmax(-1), _of_every_head(value[keys], query)).to(out.dtype)
+        probs = _factor(logits.softmax(-1), query)
+        out[rows] = torch.einsum("hqk,khc->qhc", probs, _of_every_head(value[keys], query)).to(out.dtype)
         lse[:, rows] = logits.logsumexp(-1).to(lse.dtype)
     assert all(x.isfinite().all() for x in (out, lse)), "a query without a key, or a row in no sequence"
     none = torch.empty(0)
@@ -86,6 +89,7 @@ def _backward(
         above = grad[rows].double()
         products = torch.einsum("qhc,khc->hqk", above, _of_every_head(value[keys], query))
         to_logits = probs * (products - (above * out[rows].double()).sum(-1).T[..., None]) * scale
+        to_logits, probs = _factor(to_logits, query), _factor(probs, query)
         to_query[rows] = torch.einsum("hqk,khc->qhc", to_logits, _of_every_head(key[keys], query)).to(query.dtype)
         of_heads = torch.einsum("hqk,qhc->khc", to_logits, query[rows].double())
         to_key[keys] = _of_kv_heads(of_heads, key).to(key.dtype)
@@ -140,6 +144,11 @@ def _sequences(query_starts: Tensor, key_starts: Tensor) -> Iterator[tuple[slice
     queries, keys = query_starts.tolist(), key_starts.tolist()
     for sequence in range(len(queries) - 1):
         yield slice(*queries[sequence : sequence + 2]), slice(*keys[sequence : sequence + 2])
+
+
+def _factor(x: Tensor, query: Tensor) -> Tensor:
+    """As tensor cores take it: in bf16, if queries are."""
+    return x.bfloat16().double() if query.dtype is torch.bfloat16 else x
 
 
 def _of_every_head(x: Tensor, query: Tensor) -> Tensor:
