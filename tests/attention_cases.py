@@ -58,9 +58,7 @@ over heads, that over calls. Sinks': the output with its four, and the result.
 """
 
 
-def of_members(
-    sequences: Members, multiple: int, table: bool, prompt_lengths: Sequence[int] = PROMPTS
-) -> PackedTokens:
+def of_members(sequences: Members, multiple: int, table: bool, prompt_lengths: Sequence[int] = PROMPTS) -> PackedTokens:
     """The sequences with at least one token each."""
     prompts = torch.tensor([prompt for prompt, _ in sequences])
     shared = torch.tensor([prompt_lengths[prompt] for prompt, _ in sequences])
@@ -161,7 +159,9 @@ def check_in_bf16(members: str, heads: str, kind: str, device: torch.device, tab
     exact = attended(reference, *wide, window, upstream.double(), scale)
     found = attended(packed.to(device), *there, window, upstream.to(device), scale)
     shape = (len(upstream), 2 * ratio, values)  # of the output, which a layer gives without a dimension of heads
-    assert_close_in_bf16([found[0].cpu().view(shape), *(x.cpu() for x in found[1:])], [exact[0].view(shape), *exact[1:]])
+    assert_close_in_bf16(
+        [found[0].cpu().view(shape), *(x.cpu() for x in found[1:])], [exact[0].view(shape), *exact[1:]]
+    )
 
 
 def check_ranks_in_bf16(members: str, heads: str, kind: str, size: int, device: torch.device) -> None:
