@@ -14,11 +14,11 @@ from grpo_mega import platform
 
 platform.start()  # before megatron.core is imported
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from grpo_mega.models.megatron.attention import PackedAttention
-from grpo_mega.models.megatron.packed import PackedTokens
-from grpo_mega.models.megatron.varlen import attend
+from grpo_mega.models.megatron.attention import PackedAttention  # noqa: E402
+from grpo_mega.models.megatron.packed import PackedTokens  # noqa: E402
+from grpo_mega.models.megatron.varlen import attend  # noqa: E402
 
 Tensor = torch.Tensor
 Members = Sequence[tuple[int, int]]

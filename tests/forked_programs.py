@@ -32,7 +32,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.export
 import torch.utils.cpp_extension
-import torch.utils.tensorboard  # noqa: F401
+import torch.utils.tensorboard
 from transformers import AutoTokenizer  # noqa: F401
 
 

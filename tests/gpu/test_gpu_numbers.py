@@ -1,7 +1,7 @@
 """Small models in bf16 on a GPU, by Transformer Engine and flash attention, against float32 on the CPU.
 
-The measure is what bf16 costs by itself: the same model in bf16 on the CPU, where Megatron's own layers and attention in
-tables compute it. Both round all activations and differ in where they round inside a layer.
+The measure is what bf16 costs by itself: the same model in bf16 on the CPU, where Megatron's own layers and attention
+in tables compute it. Both round all activations and differ in where they round inside a layer.
 """
 
 from __future__ import annotations

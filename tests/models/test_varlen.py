@@ -11,7 +11,15 @@ import sys
 import pytest
 import torch
 from attention_cases import (
-    KINDS, ROWS, attended, check_in_bf16, check_ranks_in_bf16, in_row, inputs, of_members, of_ranks,
+    KINDS,
+    ROWS,
+    attended,
+    check_in_bf16,
+    check_ranks_in_bf16,
+    in_row,
+    inputs,
+    of_members,
+    of_ranks,
 )  # fmt: skip
 from flash_oracle import LIBRARY
 from hypothesis import given, settings
