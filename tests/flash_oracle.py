@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from torch.library import Library
+from torch.nn.attention import current_flash_attention_impl
 
 Tensor = torch.Tensor
 
@@ -40,7 +41,7 @@ def _forward(
     assert isinstance(scale, float)
     window = _checked_window(causal, window_size_left, window_size_right)
     _check(query, key, value, query_starts, key_starts, most_queries, most_keys)
-    out = torch.full_like(query, torch.nan)
+    out = query.new_full((*query.shape[:2], value.shape[2]), torch.nan)
     lse = torch.full((query.shape[1], len(query)), torch.nan, dtype=_lse_dtype(query))
     for rows, keys in _sequences(query_starts, key_starts):
         logits = _logits(query[rows], key[keys], scale, causal, window)
@@ -79,7 +80,7 @@ def _backward(
     window = _checked_window(causal, window_size_left, window_size_right)
     _check(query, key, value, query_starts, key_starts, most_queries, most_keys)
     assert grad.dtype == out.dtype == query.dtype
-    assert grad.shape == out.shape == query.shape
+    assert grad.shape == out.shape == (*query.shape[:2], value.shape[2])
     assert lse.shape == (query.shape[1], len(query))
     assert lse.dtype is _lse_dtype(query)
     assert lse.is_contiguous()
@@ -115,9 +116,12 @@ def _check(
     assert query.dtype == key.dtype == value.dtype
     assert query.dim() == key.dim() == value.dim() == 3
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    assert key.shape == value.shape
-    assert key.shape[2] == query.shape[2], "FlashAttention-2 has one size of heads"
+    assert key.shape[:2] == value.shape[:2]
+    assert key.shape[2] == query.shape[2]
+    if current_flash_attention_impl() is None:
+        assert key.shape == value.shape, "FlashAttention-2 has one size of heads"
     assert query.shape[2] in range(8, 257, 8)
+    assert value.shape[2] in range(8, 257, 8)
     assert query.shape[1] % key.shape[1] == 0
     for starts, rows, most in ((query_starts, query, queries), (key_starts, key, keys)):
         assert starts.dtype is torch.int32

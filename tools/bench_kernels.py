@@ -305,16 +305,17 @@ def peak_of(contender: Contender, problem: Problem) -> tuple[float | None, Resul
 
 def measure_attention(dtype: torch.dtype, device: torch.device, ceilings: Ceilings, repeat: int) -> Iterator[Line]:
     """Median time and peak memory of every kernel for attention, of a forward pass alone, and with a backward pass."""
-    import attention_contenders as attention  # prepares the platform of training, see there
+    # This prepares the platform of training, see there.
+    from attention_contenders import CPU_SHAPES, GPU_SHAPES, chosen, kernels, prepared
 
-    for shape in attention.GPU_SHAPES if device.type == "cuda" else attention.CPU_SHAPES:
+    for shape in GPU_SHAPES if device.type == "cuda" else CPU_SHAPES:
         print(f"attention of {shape.model}: a prompt of {shape.prompt} tokens, answers of {shape.answers}")
-        for gradients, name in product((False, True), attention.kernels(device)):
+        for gradients, name in product((False, True), kernels(device)):
             operation = "attention" if gradients else "attention forward"
             line = Line(operation, shape.numbers, f"layout.attention={name}")
             try:
-                with attention.chosen(name, device):
-                    run = attention.prepared(name, shape, dtype, device, gradients)
+                with chosen(name, device):
+                    run = prepared(name, shape, dtype, device, gradients)
                     line.peak = peak_of_pass(run, device)
                     times = [seconds(run, device) for _ in range(repeat)]
                 line.milliseconds = statistics.median(times) * 1e3

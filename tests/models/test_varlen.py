@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,6 +26,11 @@ from flash_oracle import LIBRARY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import limit
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    register_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
 from grpo_mega.models.megatron.packed import PackedTokens
@@ -99,6 +105,27 @@ def test_gradients_are_those_of_the_output(window: int | None) -> None:
     leaves = [x.requires_grad_() for x in (*(in_row(x, packed) for x in tokens), sink)]
     calls = packed.calls_in(window)
     assert torch.autograd.gradcheck(lambda *x: attend(*x, calls, 0.4), leaves, fast_mode=True)
+
+
+class Handle:
+    """What torch holds of a kernel that stands in its own's place; here the same stays there."""
+
+    def remove(self) -> None: ...
+
+
+@pytest.fixture
+def another_kernel() -> Iterator[None]:
+    """One that torch was told to use, as it is told of FlashAttention-3 and 4: values may be narrower than keys."""
+    register_flash_attention_impl("oracle", register_fn=Handle)
+    activate_flash_attention_impl("oracle")
+    yield
+    restore_flash_attention_impl()
+
+
+@pytest.mark.usefixtures("another_kernel")
+def test_values_keep_their_width_in_kernels_that_take_it() -> None:
+    check_in_bf16("groups and others", "DeepSeek-V3", "sinks", CPU)
+    check_ranks_in_bf16("groups and others", "DeepSeek-V3", "", 2, CPU)
 
 
 @settings(deadline=None)
