@@ -80,7 +80,7 @@ def kernels(device: torch.device) -> list[str]:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it is in
+    except ImportError:  # of the package that it is in
         return False
 
 
