@@ -1,5 +1,7 @@
 """Flash attention in plain torch, for CPUs: what torch's own operators compute on a GPU, in float64 and one by one.
 
+Of bf16 it rounds what kernels round before a product: probabilities, and the gradients of logits.
+
 Importing it gives `_flash_attention_forward` and `_flash_attention_backward` a CPU kernel, as torch itself puts
 FlashAttention-3 and 4 in their place for CUDA. So everything above the kernel runs here as it does there. What a kernel
 may assume is checked of every call, beyond what those on a GPU check themselves.
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from torch.library import Library
+from torch.nn.attention import current_flash_attention_impl
 
 Tensor = torch.Tensor
 
@@ -38,11 +41,12 @@ def _forward(
     assert isinstance(scale, float)
     window = _checked_window(causal, window_size_left, window_size_right)
     _check(query, key, value, query_starts, key_starts, most_queries, most_keys)
-    out = torch.full_like(query, torch.nan)
+    out = query.new_full((*query.shape[:2], value.shape[2]), torch.nan)
     lse = torch.full((query.shape[1], len(query)), torch.nan, dtype=_lse_dtype(query))
     for rows, keys in _sequences(query_starts, key_starts):
         logits = _logits(query[rows], key[keys], scale, causal, window)
-        out[rows] = torch.einsum("hqk,khc->qhc", logits.softmax(-1), _of_every_head(value[keys], query)).to(out.dtype)
+        probs = _factor(logits.softmax(-1), query)
+        out[rows] = torch.einsum("hqk,khc->qhc", probs, _of_every_head(value[keys], query)).to(out.dtype)
         lse[:, rows] = logits.logsumexp(-1).to(lse.dtype)
     assert all(x.isfinite().all() for x in (out, lse)), "a query without a key, or a row in no sequence"
     none = torch.empty(0)
@@ -76,7 +80,7 @@ def _backward(
     window = _checked_window(causal, window_size_left, window_size_right)
     _check(query, key, value, query_starts, key_starts, most_queries, most_keys)
     assert grad.dtype == out.dtype == query.dtype
-    assert grad.shape == out.shape == query.shape
+    assert grad.shape == out.shape == (*query.shape[:2], value.shape[2])
     assert lse.shape == (query.shape[1], len(query))
     assert lse.dtype is _lse_dtype(query)
     assert lse.is_contiguous()
@@ -86,6 +90,7 @@ def _backward(
         above = grad[rows].double()
         products = torch.einsum("qhc,khc->hqk", above, _of_every_head(value[keys], query))
         to_logits = probs * (products - (above * out[rows].double()).sum(-1).T[..., None]) * scale
+        to_logits, probs = _factor(to_logits, query), _factor(probs, query)
         to_query[rows] = torch.einsum("hqk,khc->qhc", to_logits, _of_every_head(key[keys], query)).to(query.dtype)
         of_heads = torch.einsum("hqk,qhc->khc", to_logits, query[rows].double())
         to_key[keys] = _of_kv_heads(of_heads, key).to(key.dtype)
@@ -111,9 +116,12 @@ def _check(
     assert query.dtype == key.dtype == value.dtype
     assert query.dim() == key.dim() == value.dim() == 3
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    assert key.shape == value.shape
-    assert key.shape[2] == query.shape[2], "FlashAttention-2 has one size of heads"
+    assert key.shape[:2] == value.shape[:2]
+    assert key.shape[2] == query.shape[2]
+    if current_flash_attention_impl() is None:
+        assert key.shape == value.shape, "FlashAttention-2 has one size of heads"
     assert query.shape[2] in range(8, 257, 8)
+    assert value.shape[2] in range(8, 257, 8)
     assert query.shape[1] % key.shape[1] == 0
     for starts, rows, most in ((query_starts, query, queries), (key_starts, key, keys)):
         assert starts.dtype is torch.int32
@@ -140,6 +148,11 @@ def _sequences(query_starts: Tensor, key_starts: Tensor) -> Iterator[tuple[slice
     queries, keys = query_starts.tolist(), key_starts.tolist()
     for sequence in range(len(queries) - 1):
         yield slice(*queries[sequence : sequence + 2]), slice(*keys[sequence : sequence + 2])
+
+
+def _factor(x: Tensor, query: Tensor) -> Tensor:
+    """As tensor cores take it: in bf16, if queries are."""
+    return x.bfloat16().double() if query.dtype is torch.bfloat16 else x
 
 
 def _of_every_head(x: Tensor, query: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.export
 import torch.utils.cpp_extension
-import torch.utils.tensorboard  # noqa: F401
+import torch.utils.tensorboard
 from transformers import AutoTokenizer  # noqa: F401
 
 
@@ -61,6 +61,10 @@ def _become(words: list[str], folder: str, environment: dict[str, str], output: 
         file = os.open(path, mode | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
+    if torch.cuda._is_in_bad_fork():
+        # A module above has asked CUDA for its devices, as torch.utils.cpp_extension does where there is a toolkit: no
+        # fork can use them any more.
+        os.execve(sys.executable, [sys.executable, *words], environment)
     os.environ.clear()
     os.environ.update(environment)
     module = words[0] == "-m"

@@ -2,6 +2,7 @@
 
     python tools/bench_kernels.py --json kernels.json --plot kernels.png
     python tools/bench_kernels.py --rows 16384 151936 --linear 16384 151936 4096 --dtype float32
+    python tools/bench_kernels.py --attention              # only attention, which comes last otherwise
     python tools/bench_kernels.py --check                  # only verifies this project's kernels; exit code 1 if wrong
     TRITON_INTERPRET=1 python tools/bench_kernels.py --traps    # which results are wrong, also of Triton, without a GPU
 
@@ -12,6 +13,10 @@ one reading and one writing for a loss with its gradient; 6 N V H operations for
 models; smaller vocabularies are the shards of tensor parallelism. Without a GPU, small sizes run on the CPU.
 
 Each repetition gets fresh logits, copied outside the measured time. Memory is the peak above what was allocated before.
+Attention is a layer's, over a group of answers that differ in length, by every value of layout.attention that there is
+a kernel for (`attention_contenders.py`); its shape is tokens, heads, heads of keys, channels of keys and of values, and
+its floor the time of its products.
+
 "Error" is the worst log-prob error and the relative (L2) error of the gradient in rows spread over the batch. The table
 of traps shows the results of all contenders on difficult rows that occur in practice.
 """
@@ -28,6 +33,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +82,7 @@ def main() -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="verify this project's kernels, measure nothing")
+    parser.add_argument("--attention", action="store_true", help="only attention")
     parser.add_argument("--traps", action="store_true", help="only the table of traps")
     parser.add_argument("--rows", type=int, nargs=2, action="append", metavar=("N", "V"), help="a shape of logits")
     parser.add_argument(
@@ -111,8 +118,13 @@ def main() -> int:
         for line in measure_shape(field, shape, dtype, device, ceilings, chosen.repeat):
             print(describe(line), flush=True)
             lines.append(line)
-    traps = table_of_traps(field, device)
-    print(format_traps(traps))
+    traps = {} if chosen.attention else table_of_traps(field, device)
+    if traps:
+        print(format_traps(traps))
+    if not (chosen.rows or chosen.linear):
+        for line in measure_attention(dtype, device, ceilings, chosen.repeat):
+            print(describe(line), flush=True)
+            lines.append(line)
     result = {
         "machine": machine(device), "torch": torch.__version__, "dtype": str(dtype), "ceilings": asdict(ceilings),
         "missing": missing, "lines": [asdict(line) for line in lines], "traps": traps,
@@ -153,6 +165,8 @@ def machine(device: torch.device) -> str:
 
 def shapes(chosen: argparse.Namespace, device: torch.device) -> list[tuple[int, ...]]:
     """(N, V) and (N, V, H) to measure."""
+    if chosen.attention:
+        return []
     if chosen.rows or chosen.linear:
         return [tuple(shape) for shape in (chosen.rows or []) + (chosen.linear or [])]
     return GPU_ROWS + GPU_LINEAR if device.type == "cuda" else CPU_ROWS + CPU_LINEAR
@@ -289,6 +303,42 @@ def peak_of(contender: Contender, problem: Problem) -> tuple[float | None, Resul
     return (torch.cuda.max_memory_allocated() - before) / 2**20, result
 
 
+def measure_attention(dtype: torch.dtype, device: torch.device, ceilings: Ceilings, repeat: int) -> Iterator[Line]:
+    """Median time and peak memory of every kernel for attention, of a forward pass alone, and with a backward pass."""
+    # This prepares the platform of training, see there.
+    from attention_contenders import CPU_SHAPES, GPU_SHAPES, chosen, kernels, prepared
+
+    for shape in GPU_SHAPES if device.type == "cuda" else CPU_SHAPES:
+        print(f"attention of {shape.model}: a prompt of {shape.prompt} tokens, answers of {shape.answers}")
+        for gradients, name in product((False, True), kernels(device)):
+            operation = "attention" if gradients else "attention forward"
+            line = Line(operation, shape.numbers, f"layout.attention={name}")
+            try:
+                with chosen(name, device):
+                    run = prepared(name, shape, dtype, device, gradients)
+                    line.peak = peak_of_pass(run, device)
+                    times = [seconds(run, device) for _ in range(repeat)]
+                line.milliseconds = statistics.median(times) * 1e3
+                line.over_floor = statistics.median(times) * ceilings.product / shape.operations(gradients)
+            except Exception as error:  # as in `measure`
+                line.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
+            gc.collect()
+            yield line
+
+
+def peak_of_pass(run: Callable[[], Any], device: torch.device) -> float | None:
+    """Peak MiB of a pass above what was allocated before, after a first one; None on a CPU."""
+    run()
+    if device.type == "cpu":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 def floor(operation: str, problem: Problem, shape: tuple[int, ...], ceilings: Ceilings) -> float:
     """Lower bound on the time in seconds, from the machine's peak rates."""
     if operation.startswith("linear"):
@@ -300,7 +350,7 @@ def floor(operation: str, problem: Problem, shape: tuple[int, ...], ceilings: Ce
 def describe(line: Line) -> str:
     """Row of the table."""
     shape = " x ".join(map(str, line.shape))
-    start = f"{line.operation:17s} {shape:22s} {line.name:29s}"
+    start = f"{line.operation:17s} {shape:27s} {line.name:29s}"
     if line.failed:
         return f"{start} failed: {line.failed}"
     peak = "" if line.peak is None else f"{line.peak:9.0f} MiB"

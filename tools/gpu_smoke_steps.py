@@ -66,7 +66,9 @@ def _one(gpus: int, out: str, model: str) -> Iterator[Step]:
     yield _doctor(out)
     yield Step("kernels", "tools/bench_kernels.py --check", "losses and gradients agree with float64", "all right", 900)
     yield _tests("kernel-tests", "rows", "kernels on hostile rows, launches, repeatability", 2400)
+    yield _tests("attention", "attention", "attention of a run, by each kernel there is, against float64", 1800)
     yield _tests("policy", "policy", "building a model leaves no second copy in memory", 600)
+    yield _tests("numbers", "numbers", "log-probs and gradients in bf16, by all fused paths, against float32", 1200)
     tiny = "experiment=tiny layout=single run.name=tiny run.steps="
     yield _run("tiny", 1, tiny + "20", out, "Megatron's step on CUDA learns")
     yield _run("resume", 1, tiny + "30", out, "a checkpoint of a GPU is read again", after=("tiny",))

@@ -48,6 +48,14 @@ PACKAGES = (
         ">=2.9,<2.12",
     ),
     Package(
+        "flash-attn-3",
+        "flash_attn_interface",
+        "attention in training with layout.attention=flash3, on Hopper GPUs",
+        "FlashAttention-2, which is part of torch",
+        "see FlashAttention's own instructions: it is built from the folder hopper of its repository",
+        missed=False,
+    ),
+    Package(
         "flash-attn-4",
         "flash_attn.cute",
         "attention in training with layout.attention=flash4",

@@ -134,6 +134,7 @@ ADDED = {
     r"tools/bench_step\.py": "algorithm.prompts_per_step=2 rollout.max_new_tokens=6 --steps 1 --warmup 1",
     r"tools/bench_kernels\.py --check": "",
     r"tools/bench_kernels\.py --traps": "",
+    r"tools/bench_kernels\.py --attention": "--repeat 1",
     r"tools/bench_kernels\.py": "--rows 64 512 --linear 64 512 32 --repeat 1 --json {tmp}/k.json --plot {tmp}/k.png",
     r"tools/parity\.py": "--steps 1",
     r"tools/plan\.py": "",

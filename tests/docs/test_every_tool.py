@@ -34,6 +34,7 @@ RUN_BY = {
 }
 """Tests of `make test` that run those which no document's command runs there."""
 PARTS = {
+    "attention_contenders.py": "bench_kernels.py",
     "gpu_smoke_steps.py": "gpu_smoke.py",
     "kernel_check.py": "bench_kernels.py",
     "kernel_contenders.py": "bench_kernels.py",

@@ -77,7 +77,8 @@ def test_this_machine_is_fit_and_everything_is_looked_at(tmp_path: Path) -> None
     assert code == 0, found
     required = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {requirement.split(">")[0].split("<")[0] for requirement in required}
-    packages = {"nvidia-ml-py", "transformer-engine", "apex", "flash-attn-4", "sglang", "torch-memory-saver", "deep-ep"}
+    packages = {"nvidia-ml-py", "transformer-engine", "apex", "sglang", "torch-memory-saver", "deep-ep"}
+    packages |= {"flash-attn-3", "flash-attn-4"}
     others = {"python", "driver", "CUDA", "shared memory", "main memory", "open files", "sandbox", "filesystem"}
     assert names | packages | others == found.keys()
     assert all(finding["why"] and finding["fix"] for finding in found.values() if finding["verdict"] == WARNING)
@@ -116,6 +117,7 @@ def test_sick_packages_are_told_apart(tmp_path: Path) -> None:
     plant(tmp_path, "torch", "2.9.1+cu126")
     plant(tmp_path, "apex", "0.9.10.dev0", PYPI_APEX)
     plant(tmp_path, "transformer-engine", "2.9.0", "raise ImportError('undefined symbol: cublasLtGrouped')")
+    plant(tmp_path, "flash_attn_3", "3.0.0", "raise ImportError('undefined symbol: aoti')", "flash_attn_interface")
     plant(tmp_path, "flash-attn-4", "4.0.0", "import os; os.kill(os.getpid(), 11)", "flash_attn/cute")
     plant(tmp_path, "sglang", "0.5.23")
     code, found = consult(tmp_path)
@@ -126,9 +128,11 @@ def test_sick_packages_are_told_apart(tmp_path: Path) -> None:
     assert found["apex"]["verdict"] == WARNING
     assert "not NVIDIA's, or broken" in found["apex"]["why"]
     assert found["apex"]["fix"] == "python -m pip uninstall -y apex"
-    # Without a GPU nobody uses these two.
+    # Without a GPU nobody uses these.
     assert found["transformer-engine"]["verdict"] == WARNING
     assert "transformer_engine" in found["transformer-engine"]["why"] or "cublas" in found["transformer-engine"]["why"]
+    assert found["flash-attn-3"]["verdict"] == WARNING
+    assert "aoti" in found["flash-attn-3"]["why"]
     assert found["flash-attn-4"]["verdict"] == WARNING
     assert found["flash-attn-4"]["why"] == "cannot be imported: ended by signal 11"
     assert (found["sglang"]["verdict"], found["sglang"]["found"]) == (OK, "0.5.23")

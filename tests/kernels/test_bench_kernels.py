@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +38,24 @@ def test_check():
     assert "all right" in done.stdout
     assert done.stdout.count("all correct") == 8
     assert f"{len(LOSSES)} settings of the loss compared with float64" in done.stdout
+
+
+def test_attention(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "tools/bench_kernels.py", "--attention", "--repeat", "1", "--json", str(tmp_path / "found")],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}"},
+        capture_output=True,
+        text=True,
+        timeout=limit(300),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = json.loads((tmp_path / "found").read_text())["lines"]
+    assert not [line for line in lines if line["failed"]], done.stdout
+    measured = [(line["operation"], line["name"]) for line in lines]
+    assert measured.count(("attention forward", "layout.attention=padded")) == 3
+    assert measured.count(("attention", "layout.attention=padded")) == 3
+    assert all(line["milliseconds"] > 0 for line in lines)
 
 
 def other_options(**fields: Any) -> Callable[[LossFunction], LossFunction]:

@@ -7,57 +7,44 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
+from attention_cases import (
+    KINDS,
+    ROWS,
+    attended,
+    check_in_bf16,
+    check_ranks_in_bf16,
+    in_row,
+    inputs,
+    of_members,
+    of_ranks,
+)  # fmt: skip
 from flash_oracle import LIBRARY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import limit
-from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    register_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
-from grpo_mega.models.megatron.attention import PackedAttention
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.megatron.runs import calls_of
 from grpo_mega.models.megatron.varlen import attend, choose
 
 assert LIBRARY
 CPU = torch.device("cpu")
-PROMPTS = [0, 1, 3, 6]
-"""Tokens of each prompt."""
-
 members = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 7)), min_size=1, max_size=8)
-"""(prompt, tokens after it) of each sequence."""
 windows = st.none() | st.integers(1, 12)
 channels = st.sampled_from([(8, 8), (12, 8), (6, 10), (16, 4)])
 ratios = st.sampled_from([1, 3])
 multiples = st.integers(1, 4)
 seeds = st.integers(0, 2**31)
-
-
-def of_members(sequences: list[tuple[int, int]], multiple: int, table: bool) -> PackedTokens:
-    """The sequences with at least one token each."""
-    prompts = torch.tensor([prompt for prompt, _ in sequences])
-    shared = torch.tensor([PROMPTS[prompt] for prompt, _ in sequences])
-    lengths = shared + torch.tensor([max(own, 1 - PROMPTS[prompt]) for prompt, own in sequences])
-    return PackedTokens.of_sequences(lengths, multiple, prompts=prompts, prompt_lengths=shared, table=table)
-
-
-def inputs(packed: PackedTokens, ratio: int, sizes: tuple[int, int], seed: int, dtype: torch.dtype) -> list:
-    """Queries, keys and values of the E tokens, the same for tokens that are in the row once, and sinks."""
-    random = torch.Generator().manual_seed(seed)
-    keys, values = sizes
-    shapes = ((2 * ratio, keys), (2, keys), (2, values))
-    of_rows = [torch.randn(len(packed.owners), *shape, generator=random, dtype=dtype) for shape in shapes]
-    of_tokens = [x[packed.rows] for x in of_rows]
-    return [*of_tokens, torch.randn(2 * ratio, generator=random, dtype=dtype)]
-
-
-def in_row(tokens: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
-    """[T, ...] of the E tokens' values; padding is no number, which nothing may read."""
-    padding = tokens.new_full((packed.padding, *tokens.shape[1:]), torch.nan)
-    return torch.cat([tokens[packed.owners], padding])
 
 
 @settings(deadline=None, max_examples=40)
@@ -66,21 +53,12 @@ def test_outputs_and_gradients_are_those_of_a_table(
     sequences: list, multiple: int, ratio: int, sizes: tuple[int, int], window: int | None, sinks: bool, seed: int
 ) -> None:
     found = []
+    query, key, value, sink = inputs(of_members(sequences, 1, True), ratio, sizes, seed, torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    upstream = torch.randn(len(query), 2 * ratio * sizes[1], generator=generator).double()
     for table in (True, False):
         packed = of_members(sequences, multiple, table)
-        query, key, value, sink = inputs(of_members(sequences, 1, True), ratio, sizes, seed, torch.float64)
-        leaves = [x.requires_grad_() for x in ((query, key, value, sink) if sinks else (query, key, value))]
-        config = TransformerConfig(num_layers=1, hidden_size=2 * ratio, num_attention_heads=2 * ratio)
-        attention = PackedAttention(config, layer_number=1, softmax_scale=0.3, window=window)
-        attention.softmax_offset = torch.nn.Parameter(sink.detach()) if sinks else None
-        rows = [in_row(x, packed) for x in (query, key, value)]
-        out = attention(*rows, None, packed_seq_params=packed)
-        assert not out[len(packed.owners) :].any()
-        upstream = torch.randn(out[packed.rows].shape, generator=torch.Generator().manual_seed(seed)).double()
-        above = torch.ones_like(out).index_copy(0, packed.rows, torch.zeros_like(upstream))
-        above = above.index_add(0, packed.rows, upstream)
-        grads = torch.autograd.grad(out, [*leaves[:3], *attention.parameters()], above)
-        found.append([out[packed.rows], *grads])
+        found.append(attended(packed, (query, key, value), sink if sinks else None, window, upstream))
     off = 5e-6 if sinks else 1e-6  # a table rounds sinks, and sums of gradients, to float32
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() <= off * max(1.0, one.norm().item())
@@ -94,24 +72,29 @@ def test_context_parallel_ranks_together_give_what_one_gives(
     """Output of every rank's rows, and the sums over ranks of the gradients that each has of all keys and values."""
     packed = of_members(sequences, 2 * size, table=False)
     *tokens, sink = inputs(packed, 2, (8, 8), seed, torch.float64)
-    rows = [in_row(x, packed).requires_grad_() for x in tokens]
-    leaves = [*rows, *([sink.requires_grad_()] if sinks else [])]
+    rows = [in_row(x, packed) for x in tokens]
     upstream = torch.randn(packed.total, 4, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    whole = attend(*rows, sink if sinks else None, packed.calls_in(window), None)
-    expected = torch.autograd.grad(whole, leaves, upstream)
-    total = [torch.zeros_like(x) for x in leaves]
-    for rank in range(size):
-        part = packed.sharded(rank, size)
-        held = part.shard.rows if part.shard else torch.arange(packed.total)
-        out = attend(rows[0][held], *rows[1:], sink if sinks else None, part.calls_in(window), None)
-        torch.testing.assert_close(out, whole[held], atol=1e-12, rtol=1e-12)
-        for so_far, more in zip(total, torch.autograd.grad(out, leaves, upstream[held]), strict=True):
-            so_far += more
-        assert len(part.calls_in(window)) <= (4 if size > 1 else 2)
-        if window is None:
-            assert all(isinstance(call.keys, slice) for call in part.calls_in(window))
-    for one, other in zip(total, expected, strict=True):
+    whole, parts = (of_ranks(packed, n, rows, sink if sinks else None, window, upstream) for n in (1, size))
+    for one, other in zip(parts, whole, strict=True):
         torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-11)
+    for rank in range(size):
+        calls = packed.sharded(rank, size).calls_in(window)
+        assert len(calls) <= (4 if size > 1 else 2)
+        if window is None:
+            assert all(isinstance(call.keys, slice) for call in calls)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", ["toy", "DeepSeek-V3"])
+@pytest.mark.parametrize("members", ROWS)
+def test_bf16_is_off_by_its_roundings(members: str, heads: str, kind: str) -> None:
+    """What tests/gpu demands of kernels, of one that rounds where they do."""
+    check_in_bf16(members, heads, kind, CPU)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_context_parallel_ranks_in_bf16_are_off_by_its_roundings(kind: str) -> None:
+    check_ranks_in_bf16("groups and others", "toy", kind, 2, CPU)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -122,6 +105,27 @@ def test_gradients_are_those_of_the_output(window: int | None) -> None:
     leaves = [x.requires_grad_() for x in (*(in_row(x, packed) for x in tokens), sink)]
     calls = packed.calls_in(window)
     assert torch.autograd.gradcheck(lambda *x: attend(*x, calls, 0.4), leaves, fast_mode=True)
+
+
+class Handle:
+    """What torch holds of a kernel that stands in its own's place; here the same stays there."""
+
+    def remove(self) -> None: ...
+
+
+@pytest.fixture
+def another_kernel() -> Iterator[None]:
+    """One that torch was told to use, as it is told of FlashAttention-3 and 4: values may be narrower than keys."""
+    register_flash_attention_impl("oracle", register_fn=Handle)
+    activate_flash_attention_impl("oracle")
+    yield
+    restore_flash_attention_impl()
+
+
+@pytest.mark.usefixtures("another_kernel")
+def test_values_keep_their_width_in_kernels_that_take_it() -> None:
+    check_in_bf16("groups and others", "DeepSeek-V3", "sinks", CPU)
+    check_ranks_in_bf16("groups and others", "DeepSeek-V3", "", 2, CPU)
 
 
 @settings(deadline=None)

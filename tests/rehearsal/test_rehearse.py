@@ -116,3 +116,16 @@ def test_a_run_that_trains_a_reward_model_of_steps(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert rank["phases"][-1]["waits"] < 200
     assert rank["phases"][0]["held"]["reward model weights"] > 0
+
+
+def test_the_toy_in_bf16(tmp_path: Path) -> None:
+    """By flash attention, fused experts, and gradients that are added in place, in heads of 24 channels."""
+    measured = rehearse(tmp_path, 0, "tiny", "--rank", "0", "cluster=h100", "model.dtype=bf16")
+    [rank] = measured["ranks"]
+    assert rank["failure"] is None
+    assert [phase["name"] for phase in rank["phases"]] == [
+        "build", "gradients, update 1", "optimizer, update 1", "gradients, update 2", "optimizer, update 2",
+        "checkpoint, policy",
+    ]  # fmt: skip
+    assert rank["phases"][1]["launches"] > rank["phases"][3]["launches"] > 100, "the first compiles kernels"
+    assert "fits" in measured["text"]

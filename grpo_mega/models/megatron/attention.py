@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from grpo_mega.config.schema import Llama3RopeConfig, YarnConfig
 from grpo_mega.models.megatron.packed import ContextShard, KVCache, PackedTokens, sees
@@ -209,11 +210,13 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None
     ) -> torch.Tensor:
         """Queries [N, heads, Q, d] over keys and values [N, kv heads, K, ...]; without a mask `seen` it is causal."""
-        key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
+        grouped = self.softmax_offset is None and seen is None and _flash_takes_groups(query, key, value)
+        if not grouped:
+            key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
         if self.softmax_offset is not None:
             return attend_with_sinks(query, key, value, seen, self.softmax_offset, self.softmax_scale)
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen, is_causal=seen is None, scale=self.softmax_scale
+            query, key, value, attn_mask=seen, is_causal=seen is None, scale=self.softmax_scale, enable_gqa=grouped
         )
 
     def sharded_state_dict(
@@ -229,6 +232,18 @@ class PackedAttention(MegatronModule):
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=metadata["dp_cp_group"],
         )
+
+
+def _flash_takes_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch computes causal attention of grouped heads by FlashAttention, which needs no copies of keys.
+
+    That takes no mask, half precision, and values as wide as keys. The fused kernel that takes the others (asked by
+    `can_use_efficient_attention` of torch 2.11) takes no groups: torch would compute them without any, all logits in
+    memory. So what is not for FlashAttention gets copies.
+    """
+    if not query.is_cuda or query.shape[1] == key.shape[1]:
+        return False
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, True))
 
 
 def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:

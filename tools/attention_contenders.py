@@ -1,0 +1,119 @@
+"""Attention in `bench_kernels.py`: a layer of a preset over a group of answers, by each kernel that is installed.
+
+As a run has it: the prompt is in the row once, the answers differ in length, and `layout.attention` names what computes
+them. Importing this prepares the platform of training, so the tool does it after everything else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
+
+from grpo_mega import platform
+
+platform.start()  # before megatron.core is imported
+
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from grpo_mega.config.schema import LayoutConfig, ModelConfig  # noqa: E402
+from grpo_mega.models.megatron.attention import PackedAttention  # noqa: E402
+from grpo_mega.models.megatron.packed import PackedTokens  # noqa: E402
+from grpo_mega.models.megatron.varlen import PACKAGES, choose  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer's attention: heads of queries, and of keys and values, channels of each, tokens of prompt and answers."""
+
+    model: str
+    heads: int
+    kv_heads: int
+    keys: int
+    values: int
+    prompt: int
+    answers: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Rows of hidden states: the prompt is there once."""
+        return self.prompt + sum(self.answers)
+
+    @property
+    def numbers(self) -> list[int]:
+        """For the table: tokens, heads, heads of keys, channels of keys and of values."""
+        return [self.tokens, self.heads, self.kv_heads, self.keys, self.values]
+
+    def operations(self, gradients: bool) -> int:
+        """Least number for the products, of queries with the keys that they see: two of each forward, five backward."""
+        triangles = sum(n * (n + 1) // 2 for n in (self.prompt, *self.answers))
+        pairs = self.heads * (triangles + self.prompt * sum(self.answers))
+        return 2 * pairs * ((4 * self.keys + 3 * self.values) if gradients else self.keys + self.values)
+
+
+ANSWERS = (3000, 2100, 1500, 1100, 800, 600, 400, 250)
+GPU_SHAPES = [
+    Shape("deepseekmath_7b", 32, 32, 128, 128, 512, ANSWERS),
+    Shape("qwen3_30b_a3b", 32, 4, 128, 128, 512, ANSWERS),
+    Shape("deepseek_v3, tensor parallel 8", 16, 16, 192, 128, 512, ANSWERS),
+]
+CPU_SHAPES = [
+    replace(shape, heads=8, kv_heads=8 * shape.kv_heads // shape.heads, prompt=32, answers=(190, 130, 90, 30))
+    for shape in GPU_SHAPES
+]
+
+
+def kernels(device: torch.device) -> list[str]:
+    """Values of `layout.attention` to compare: what is not installed, or not made for this GPU, is left out."""
+    if device.type == "cpu":
+        return ["padded"]
+    capability = torch.cuda.get_device_capability(device)[0]
+    others = [name for name, (_, module, made_for) in PACKAGES.items() if capability in made_for and _installed(module)]
+    return ["padded", "torch", *others]
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # of the package that it is in
+        return False
+
+
+@contextmanager
+def chosen(name: str, device: torch.device) -> Iterator[None]:
+    """Has torch's operators be this kernel's, and then its own again."""
+    choose(LayoutConfig(attention=name), ModelConfig(dtype="bf16"), device)
+    try:
+        yield
+    finally:
+        if current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
+
+
+def prepared(
+    name: str, shape: Shape, dtype: torch.dtype, device: torch.device, gradients: bool
+) -> Callable[[], list[Tensor]]:
+    """A pass of the layer over fixed queries, keys and values, all with a gradient or none."""
+    sequences = len(shape.answers)
+    prompts = torch.zeros(sequences, dtype=torch.int64)
+    lengths = shape.prompt + torch.tensor(shape.answers)
+    of = {"prompts": prompts, "prompt_lengths": torch.full_like(lengths, shape.prompt), "table": name == "padded"}
+    packed = PackedTokens.of_sequences(lengths, 1, **of).to(device)
+    random = torch.Generator().manual_seed(0)
+    sizes = ((shape.heads, shape.keys), (shape.kv_heads, shape.keys), (shape.kv_heads, shape.values))
+    leaves = [torch.randn(shape.tokens, *size, generator=random).to(device, dtype) for size in sizes]
+    above = torch.randn(shape.tokens, shape.heads * shape.values, generator=random).to(device, dtype)
+    config = TransformerConfig(num_layers=1, hidden_size=shape.heads, num_attention_heads=shape.heads)
+    attention = PackedAttention(config, layer_number=1)
+
+    def run() -> list[Tensor]:
+        inputs = [leaf.detach().requires_grad_(gradients) for leaf in leaves]
+        out = attention(*inputs, None, packed_seq_params=packed)
+        return [out, *(torch.autograd.grad(out, inputs, above) if gradients else ())]
+
+    return run
