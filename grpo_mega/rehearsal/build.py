@@ -97,7 +97,7 @@ def build_transformer_engine(scratch: Path) -> None:
     ]
     defined = ("TORCH_EXTENSION_NAME=transformer_engine_torch", "TORCH_API_INCLUDE_EXTENSION_H")
     _run([
-        *("g++", "-shared", "-O0", "-g0", "-w", "-fPIC", "-std=c++17", "-fvisibility=hidden"),
+        *("g++", "-shared", "-O0", "-g0", "-w", "-fPIC", "-std=c++20", "-fvisibility=hidden"),
         *(f"-D{name}" for name in defined),
         *(f"-I{folder}" for folder in folders),
         root / "all.cpp",
