@@ -122,6 +122,13 @@ class NullGroup(dist.ProcessGroup):
         """Nobody is late."""
         return self._done("barrier", [], None)
 
+    # What torch 2.14 calls them.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
     def _start_coalescing(self, device: torch.device) -> None:
         """Collectives up to the next call of `_end_coalescing` would be sent together; each is counted."""
 
