@@ -129,6 +129,9 @@ class NullGroup(dist.ProcessGroup):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
 
+    def _get_backend(self, device: torch.device) -> Any:
+        return self  # torch 2.14 asks it whether messages between stages can be sent together: they cannot
+
     def _start_coalescing(self, device: torch.device) -> None:
         """Collectives up to the next call of `_end_coalescing` would be sent together; each is counted."""
 
