@@ -122,7 +122,7 @@ def test_versions_beside_the_lock_are_named(tmp_path: Path) -> None:
 
 
 def test_versions_of_the_lock_are_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lock.txt").write_text("# chosen\npytest==%s\nnot-installed==1.0\n" % version("pytest"))
+    (tmp_path / "lock.txt").write_text(f"# chosen\npytest=={version('pytest')}\nnot-installed==1.0\n")
     monkeypatch.setattr(software, "LOCK", tmp_path / "lock.txt")
     assert software.locked() == Finding("lock.txt", "1 of 2 packages")
 

@@ -23,7 +23,10 @@ def declared() -> list[Requirement]:
     """What pyproject.toml asks for, in all extras but those that only tests and documentation have."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    listed = [*project["dependencies"], *(one for name in ("data", "gpu", "puzzles", "trackers") for one in extras[name])]
+    listed = [
+        *project["dependencies"],
+        *(one for name in ("data", "gpu", "puzzles", "trackers") for one in extras[name]),
+    ]
     return [Requirement(one) for one in listed]
 
 
@@ -81,7 +84,9 @@ def test_every_page_has_the_same_commands_and_none_has_a_version() -> None:
     found = []
     for page in PAGES:
         text = (REPOSITORY / "docs" / page).read_text()
-        [commands] = re.findall(r"^python3 -m venv --clear \.venv.*?^touch .venv/.ready", text, re.DOTALL | re.MULTILINE)
+        [commands] = re.findall(
+            r"^python3 -m venv --clear \.venv.*?^touch .venv/.ready", text, re.DOTALL | re.MULTILINE
+        )
         found.append(commands)
     assert len(set(found)) == 1
     installs = [line for line in found[0].splitlines() if "pip install -c constraints-gpu.txt" in line]
