@@ -162,12 +162,10 @@ $(SGLANG_BEFORE_READY): $(SGLANG_READY)
 	@touch $@
 
 # A CUDA build of torch, whose libraries are the default index's: 7 GB. The headers are what compiles against it.
-$(REHEARSE_READY): pyproject.toml $(wildcard grpo_mega/rehearsal/nullgpu/*) grpo_mega/rehearsal/build.py
+$(REHEARSE_READY): pyproject.toml constraints-gpu.txt $(wildcard grpo_mega/rehearsal/nullgpu/*) grpo_mega/rehearsal/build.py
 	@echo "Setting up $(REHEARSE_VENV): torch for CUDA, Transformer Engine, and a GPU that computes nothing; 7 GB, minutes."
 	@$(PYTHON) -m venv $(REHEARSE_VENV)
-	$(REHEARSE_VENV)/bin/python -m pip install --quiet --no-cache-dir torch==2.11.0 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
-	$(REHEARSE_VENV)/bin/python -m pip install --quiet --no-cache-dir setuptools wheel -e .
-	$(REHEARSE_VENV)/bin/python -m pip install --quiet --no-cache-dir --no-deps transformer-engine==2.11.0 transformer-engine-cu13==2.11.0
-	$(REHEARSE_VENV)/bin/python -m pip install --quiet --no-cache-dir einops importlib-metadata onnx onnxscript pydantic
+	$(REHEARSE_VENV)/bin/python -m pip install --quiet --no-cache-dir -c constraints-gpu.txt torch nvidia-cuda-crt nvidia-cuda-cccl \
+	    setuptools wheel -e . transformer-engine transformer-engine-cu13 einops onnx onnxscript
 	$(REHEARSE_VENV)/bin/python -m grpo_mega.rehearsal.build --transformer-engine
 	@touch $@

@@ -23,6 +23,8 @@ def examine(runs: Path) -> Iterator[Finding]:
     yield from software.required()
     yield from software.optional(bool(gpus))
     yield software.apex(bool(gpus))
+    if gpus:
+        yield software.locked()
     yield machine.shared_memory(machine.size_of(Path("/dev/shm")), bool(gpus))
     yield machine.host_memory(machine.main_memory(), sum(gpu.memory for gpu in gpus))
     yield from machine.limits(bool(gpus), any(Path("/sys/class/infiniband").glob("*")))

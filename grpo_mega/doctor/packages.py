@@ -37,7 +37,7 @@ PACKAGES = (
         "pynvml",
         "measuring what each process holds of a GPU: nodes are checked by it, and engines that share GPUs",
         "a Slurm job calls a node with GPUs unfit, and engines cannot take turns with the trainer",
-        "python -m pip install nvidia-ml-py",
+        "python -m pip install -c constraints-gpu.txt nvidia-ml-py",
     ),
     Package(
         "transformer-engine",
@@ -60,7 +60,7 @@ PACKAGES = (
         "flash_attn.cute",
         "attention in training with layout.attention=flash4",
         "FlashAttention-2, which is part of torch",
-        "python -m pip install --pre flash-attn-4",
+        "python -m pip install -c constraints-gpu.txt flash-attn-4",
         missed=False,
     ),
     Package(
@@ -68,14 +68,14 @@ PACKAGES = (
         "sglang",
         "generation with rollout.engine=sglang, as in every experiment for GPUs",
         "rollout.engine=embedded: generation with the training weights, slower",
-        "python -m pip install sglang",
+        "python -m pip install -c constraints-gpu.txt sglang",
     ),
     Package(
         "torch-memory-saver",
         "torch_memory_saver",
         "giving an engine's memory to the trainer and back",
         "engines need GPUs of their own (rollout.sglang.first_gpu)",
-        "python -m pip install torch-memory-saver",
+        "python -m pip install -c constraints-gpu.txt torch-memory-saver",
     ),
     Package(
         "deep-ep",

@@ -17,6 +17,9 @@ from grpo_mega.doctor.machine import GPU
 from grpo_mega.doctor.packages import APEX_USE, APEX_WITHOUT, PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
+LOCK = ROOT / "constraints-gpu.txt"
+SHOWN = 5
+"""Most packages that a finding names."""
 
 PROBE = """
 import json, torch
@@ -132,6 +135,19 @@ def optional(on_gpu: bool) -> Iterator[Finding]:
             )
         else:
             yield Finding(name, release)
+
+
+def locked() -> Finding:
+    """Finding about the packages of constraints-gpu.txt that are installed in other versions, in the file's order."""
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", LOCK.read_text(), re.MULTILINE))
+    here = {name: release.split("+")[0] for name in pins if (release := installed(name))}
+    others = [f"{name} {release} for {pins[name]}" for name, release in here.items() if release != pins[name]]
+    found = f"{len(here)} of {len(pins)} packages"
+    if not others:
+        return Finding(LOCK.name, found)
+    more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+    why = f"others than those that were chosen to work together: {', '.join(others[:SHOWN])}{more}"
+    return Finding(LOCK.name, found, WARNING, why, "make the environment as docs/first_gpu.md does")
 
 
 def apex(on_gpu: bool) -> Finding:

@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "nullgpu"
@@ -24,8 +25,6 @@ NVIDIA = SITE / "nvidia"
 CUDA = NVIDIA / "cu13"
 TARGET = Path(sys.prefix) / "nullgpu"
 """Where the libraries are: `libnullgpu.so`, to be preloaded, and `libcuda.so.1`."""
-TRANSFORMER_ENGINE = "2.11.0"
-"""The newest that megatron-core 0.16 works with."""
 DRIVER_HEADERS = ("cuda.h", "cudaTypedefs.h")
 TORCH_LIBRARIES = ("torch", "torch_cpu", "torch_cuda", "torch_python", "c10", "c10_cuda")
 QUIET = ("-O1", "-fPIC", "-w")
@@ -73,10 +72,10 @@ def build_device(scratch: Path) -> None:
 def build_transformer_engine(scratch: Path) -> None:
     """`transformer_engine_torch`, whose 28 files are C++ alone, as one: kernels are in a wheel, and nvcc is not needed.
 
-    Its own build would take half an hour, and call nvcc.
+    Its release is that of the installed Transformer Engine. Its own build would take half an hour, and call nvcc.
     """
     pip = [sys.executable, "-m", "pip"]
-    source = f"transformer-engine-torch=={TRANSFORMER_ENGINE}"
+    source = f"transformer-engine-torch=={version('transformer-engine')}"
     fetched = ["--quiet", "--no-cache-dir", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
     _run([*pip, "download", *fetched, "--dest", scratch, source])
     shutil.unpack_archive(next(scratch.glob("*.tar.gz")), scratch)
@@ -97,7 +96,7 @@ def build_transformer_engine(scratch: Path) -> None:
     ]
     defined = ("TORCH_EXTENSION_NAME=transformer_engine_torch", "TORCH_API_INCLUDE_EXTENSION_H")
     _run([
-        *("g++", "-shared", "-O0", "-g0", "-w", "-fPIC", "-std=c++17", "-fvisibility=hidden"),
+        *("g++", "-shared", "-O0", "-g0", "-w", "-fPIC", "-std=c++20", "-fvisibility=hidden"),
         *(f"-D{name}" for name in defined),
         *(f"-I{folder}" for folder in folders),
         root / "all.cpp",

@@ -122,6 +122,9 @@ class NullGroup(dist.ProcessGroup):
         """Nobody is late."""
         return self._done("barrier", [], None)
 
+    def _get_backend(self, device: torch.device) -> Any:
+        return self  # torch 2.14 asks it whether messages between stages can be sent together: they cannot
+
     def _start_coalescing(self, device: torch.device) -> None:
         """Collectives up to the next call of `_end_coalescing` would be sent together; each is counted."""
 
@@ -138,6 +141,18 @@ class NullGroup(dist.ProcessGroup):
         future: Future = Future()
         future.set_result(result)
         return _create_work_from_future(future)
+
+
+SINCE_2_14 = {
+    "_allgather_base": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+}
+"""Names of a group's methods -> what torch 2.14 calls them."""
+for _name, _newer in SINCE_2_14.items():
+    setattr(NullGroup, _newer, getattr(NullGroup, _name))
 
 
 def _say(other: torch.Tensor, mine: torch.Tensor) -> None:

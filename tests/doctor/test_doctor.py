@@ -11,6 +11,7 @@ import sys
 import tomllib
 import venv
 from importlib import util
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,22 @@ def test_what_packages_are_for_is_said_on_a_gpu_and_in_the_documentation(tmp_pat
             wanted = (WARNING, package.install) if package.missed else (ABSENT, "")
             assert (finding["verdict"], finding["fix"]) == wanted
     assert f" | {packages.APEX_USE} | {packages.APEX_WITHOUT} |\n" in text
+
+
+def test_versions_beside_the_lock_are_named(tmp_path: Path) -> None:
+    path = plant_driver(tmp_path / "bin", H100.format(driver="580.65.06", errors=0))
+    plant(tmp_path, "sglang", "0.5.20")
+    _, found = consult(tmp_path, path=path)
+    finding = found["constraints-gpu.txt"]
+    assert finding["verdict"] == WARNING
+    assert "sglang 0.5.20 for 0.5.23, " in finding["why"]
+    assert "docs/first_gpu.md" in finding["fix"]
+
+
+def test_versions_of_the_lock_are_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lock.txt").write_text(f"# chosen\npytest=={version('pytest')}\nnot-installed==1.0\n")
+    monkeypatch.setattr(software, "LOCK", tmp_path / "lock.txt")
+    assert software.locked() == Finding("lock.txt", "1 of 2 packages")
 
 
 @no_gpu
