@@ -46,7 +46,10 @@ def show(planned: dict[str, Any]) -> None:
     )
     if planned["main_memory"]:
         print(host_verdict(planned))
-    print(f"disk: {in_gb(planned['disk'])} GB for the checkpoints that lie there at once, and exports")
+    print(
+        f"disk: {in_gb(planned['disk'])} GB for the checkpoints that lie there at once, and exports; "
+        "--dry-run compares it with what is free"
+    )
     if planned["engine"]:
         show_engine(planned["engine"])
 

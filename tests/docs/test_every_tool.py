@@ -48,7 +48,9 @@ OTHERS = {
     "Slurm": "account container-image container-save gpus-per-node no-kill no-requeue nodes ntasks-per-node partition"
     " signal time",
     "torchrun": "standalone nproc-per-node",
-    "what installs and checks": "clear no-build-isolation local-dir python repo-type tool",
+    "pip and uv": "dry-run find-links ignore-installed no-build-isolation no-deps only-binary python"
+    " python-version target wheel-dir",
+    "what else installs and checks": "clear local-dir repo-type tool",
 }
 """Options that are not ours."""
 
