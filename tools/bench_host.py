@@ -93,7 +93,7 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--alone", action="store_true", help="measure in this process, print JSON")
     parser.add_argument("overrides", nargs="*", help="configuration overrides, experiment=r1zero_671b by default")
-    # Behind `--samples 8 16` argparse would take an override for one more number.
+    # After `--samples 8 16` argparse would take an override for one more number.
     overrides = [word for word in arguments if is_override(word)]
     options = parser.parse_intermixed_args([word for word in arguments if not is_override(word)])
     named = any(word.startswith("experiment=") for word in overrides)
