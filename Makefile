@@ -38,8 +38,8 @@ make test-all  run the whole test suite: the long suites below as well, two hour
     test-rooms     what takes long in the other rooms; test-reward is a part of it
     test-sglang    generation in SGLang $(SGLANG) and $(SGLANG_BEFORE) on a CPU, in $(SGLANG_VENV): 3 GB, under an hour;
                    test-sglang-newest is the first of them, test-sglang-contract the shortest part of that
-make rehearse  run the stages of every GPU experiment on a GPU that computes nothing, and hold their budgets of memory,
-              launches and waits (docs/gpu.md); in $(REHEARSE_VENV), 7 GB
+make rehearse  run the stages of every GPU experiment on a GPU that computes nothing, and hold their budgets of memory
+              and launches (docs/gpu.md); in $(REHEARSE_VENV), 7 GB
 make gpu-smoke  the first hour on a GPU: what has not run on one yet, step by step, collected in gpu-smoke/ to be sent back;
               SMOKE=two for two GPUs, SMOKE=node for all of a machine (docs/first_gpu.md)
 make site     build the documentation as a web site, in site/

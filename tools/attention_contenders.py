@@ -6,7 +6,6 @@ them. Importing this prepares the platform of training, so the tool does it afte
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from grpo_mega.config.schema import LayoutConfig, ModelConfig  # noqa: E402
 from grpo_mega.models.megatron.attention import PackedAttention  # noqa: E402
 from grpo_mega.models.megatron.packed import PackedTokens  # noqa: E402
-from grpo_mega.models.megatron.varlen import PACKAGES, choose  # noqa: E402
+from grpo_mega.models.megatron.varlen import PACKAGES, choose, is_installed  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -73,15 +72,8 @@ def kernels(device: torch.device) -> list[str]:
     if device.type == "cpu":
         return ["padded"]
     capability = torch.cuda.get_device_capability(device)[0]
-    others = [name for name, (_, module, made_for) in PACKAGES.items() if capability in made_for and _installed(module)]
+    others = [name for name, (*_, made_for) in PACKAGES.items() if capability in made_for and is_installed(name)]
     return ["padded", "torch", *others]
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:  # of the package that it is in
-        return False
 
 
 @contextmanager

@@ -68,8 +68,9 @@ def _one(gpus: int, out: str, model: str) -> Iterator[Step]:
     yield _tests("kernel-tests", "rows", "kernels on hostile rows, launches, repeatability", 2400)
     yield _tests("attention", "attention", "attention of a run, by each kernel there is, against float64", 1800)
     yield _tests("policy", "policy", "building a model leaves no second copy in memory", 600)
+    yield _tests("copies", "transfer", "the optimizer's state reaches checkpoints as it is", 300)
     yield _tests("numbers", "numbers", "log-probs and gradients in bf16, by all fused paths, against float32", 1200)
-    tiny = "experiment=tiny layout=single run.name=tiny run.steps="
+    tiny = "experiment=tiny layout=single optimizer.distributed=true run.name=tiny run.steps="
     yield _run("tiny", 1, tiny + "20", out, "Megatron's step on CUDA learns")
     yield _run("resume", 1, tiny + "30", out, "a checkpoint of a GPU is read again", after=("tiny",))
     yield _tests("engine", "sglang", "turns, weights by CUDA IPC, memory that comes back", 3600, _sglang())

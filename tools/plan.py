@@ -36,10 +36,12 @@ from dataclasses import replace
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # models built here must not be on a GPU
 
 from grpo_mega import platform
+from grpo_mega.config.limits import Interval
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config
 
 FITS, TOO_BIG, BAD_INPUT = 0, 1, 2
+SHARE = Interval("[0, 1]")
 
 
 def main(arguments: list[str]) -> int:
@@ -63,6 +65,9 @@ def main(arguments: list[str]) -> int:
         help="share of groups whose answers differ in reward, where others are dropped or refilled (1)",
     )  # fmt: skip
     options = parser.parse_intermixed_args(arguments)
+    if options.signal not in SHARE:
+        print(f"error: --signal {options.signal:g}: {SHARE.refusal(options.signal)}", file=sys.stderr)
+        return BAD_INPUT
     warnings.filterwarnings("ignore", module="megatron")
     platform.start_planning()
     experiment = options.experiment.removeprefix("experiment=")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
 import warnings
 from pathlib import Path
 
 from grpo_mega import platform
 from grpo_mega.config.passes import is_on_policy
+from grpo_mega.config.rules import ConfigError
 from grpo_mega.rehearsal.spec import BAD_SETTINGS, RankSpec
 
 
@@ -25,8 +25,7 @@ def main(specification: str, out: Path) -> int:
     on_policy = is_on_policy(spec.config)
     try:
         measured = rehearse(spec, here, loss_of(spec.config.algorithm, on_policy), on_policy)
-    except ValueError as error:  # settings that only this environment can judge
-        traceback.print_exc()
+    except ConfigError as error:
         out.write_text(str(error))
         return BAD_SETTINGS
     out.write_text(json.dumps(measured))

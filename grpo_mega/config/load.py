@@ -195,8 +195,8 @@ def explained(error: Exception, words: Sequence[str] = ()) -> str:
     if not name:
         return f"{message}; {_help_of('')} lists the settings"
     known = _help_of(re.split(r"[.=]", name.lstrip("+~"))[0])
-    if _holds_settings(key):
-        return f"{override and override + ': '}{key} is a group of settings; give {key}.NAME=VALUE; {known} lists them"
+    if setting := _setting_in(key):
+        return f"{override and override + ': '}{key} is a group of settings; give {setting}=VALUE; {known} lists them"
     return f"{name}: {str(cause).splitlines()[0]}; {known} shows its values"
 
 
@@ -234,14 +234,13 @@ def _help_of(room: str) -> str:
     return f"`python -m grpo_mega.train --help{' ' + known if known else ''}`"
 
 
-def _holds_settings(name: str) -> bool:
-    """Whether the name is that of a part of the schema that consists of settings, such as run or data.sources.a."""
+def _setting_in(name: str) -> str:
+    """How a setting in this part of the schema is written, such as run.NAME or data.sources.NAME.FIELD; else empty."""
     parts = name.split(".")
-    known = (one.split(".") for one in settings())
-    return any(
-        len(parts) < len(one) and all(part in (own, "NAME") for own, part in zip(parts, one, strict=False))
-        for one in known
-    )
+    for one in (setting.split(".") for setting in settings()):
+        if len(parts) < len(one) and all(part in (own, "NAME") for own, part in zip(parts, one, strict=False)):
+            return f"{name}.NAME.FIELD" if one[len(parts)] == "NAME" else f"{name}.NAME"
+    return ""
 
 
 def _names_no_option(word: str) -> bool:

@@ -60,6 +60,7 @@ def write_adapter(path: Path, policy: Policy, config: Config) -> None:
     is_main, tensors = policy.topology.is_main, {}
     for bucket in hf_buckets(policy, BUCKET_BYTES, adapters=True):
         tensors.update({name: tensor.cpu() for name, tensor in bucket} if is_main else {})
+        del bucket  # before the next is made
     succeed_together(lambda: _write_adapter(path, tensors, settings) if is_main else None)
 
 

@@ -51,7 +51,7 @@ class Stage:
     def pass_on(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copies [n] numbers to [n] float32 on the host; they are there after `arrive`."""
         if self._memory is None:
-            self._memory = torch.empty(self._size, pin_memory=source.device.type == "cuda")
+            self._memory = torch.empty(self._size, dtype=torch.float32, pin_memory=source.device.type == "cuda")
         for part, goal in zip(source.split(self._size), target.split(self._size), strict=True):
             if self._used + len(part) > self._size:
                 self.arrive()

@@ -257,7 +257,8 @@ def generate(
         lengths = [*at_first, *then]
         return simulate(decoder, lengths, prompt, room, most, draws(lengths, len(at_first), size))
 
-    shares = [(first[number::engines], later[number::engines]) for number in range(min(engines, len(first)))]
+    busy = min(engines, len(first))
+    shares = [(first[number::busy], later[number::busy]) for number in range(busy)]
     ended = [simulated(*share) for share in shares]
     mean = max(1, round(sum(answers) / len(answers)))
     level = simulated([mean] * len(shares[0][0]), [mean] * len(shares[0][1])).seconds

@@ -52,7 +52,8 @@ def build(config: Config, topology: Topology, platform: Platform) -> Models:
     """This rank's part of all models, with optimizers.
 
     Raises:
-        ValueError: The files of a teacher or a reward model say nothing of its architecture.
+        ValueError: The files of a teacher or a reward model say nothing of its architecture, or a package that the
+            settings name is not here.
     """
     vocab_size, settings = vocabulary(config), config.optimizer
     here, overlapped = (topology, platform), (settings.distributed, settings.overlap)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from grpo_mega.algorithm.objective import Loss
 from grpo_mega.checkpoint.model_state import state_to_save, weights_of
 from grpo_mega.colocation.offload import TrainerMemory
+from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config
 from grpo_mega.models.model import Model
 from grpo_mega.models.policy import Policy
@@ -36,7 +38,7 @@ def step(
 ) -> None:
     """Builds the models, and makes two updates in one step. Raises DoesNotFit when memory runs out."""
     config = spec.config
-    with rehearsal.phase("build"):
+    with rehearsal.phase("build"), about_settings():
         models = build(config, topology, platform)
         rehearsal.memory = TrainerMemory(models.all, suspend_process_groups=False)
     batch = _batch(spec.lengths, [(length + 1) // 2 for length in spec.lengths])
@@ -53,7 +55,7 @@ def reward_model_step(spec: RankSpec, platform: Platform, topology: Topology, re
     `stages/process_reward_model.py`). Raises DoesNotFit when memory runs out."""
     config = spec.config
     of_steps = config.run.trains == "process_reward_model"
-    with rehearsal.phase("build"):
+    with rehearsal.phase("build"), about_settings():
         model = build_reward_model(config, topology, platform)
         rehearsal.memory = TrainerMemory([model], suspend_process_groups=False)
     batch = _batch(spec.lengths, [length - 1 for length in spec.lengths])
@@ -67,6 +69,15 @@ def reward_model_step(spec: RankSpec, platform: Platform, topology: Topology, re
         with rehearsal.phase(f"optimizer, update {number}"):
             model.apply(gradients, config.pairs.lr)
     _save([model], rehearsal)
+
+
+@contextmanager
+def about_settings() -> Iterator[None]:
+    """Makes a ValueError, of models that cannot be built as they are set, a ConfigError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _passes(config: Config, models: Models, batch: Batch, on_policy: bool, rehearsal: Rehearsal) -> Batch:

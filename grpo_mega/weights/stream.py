@@ -7,7 +7,7 @@ communicate: shards of routed experts are sent within one set of experts, all ot
 The streamed tensors have the policy's adapters merged in (`merging.py`); the model's own weights are unchanged.
 
 Memory: a bucket, and the shards of it that one rank sends; when each rank gets its own experts, the shards of the
-buckets of all ranks of the group. A caller that keeps all buckets holds the whole model.
+buckets of all ranks of the group. A bucket is there until its caller lets go of it (`del` in the loop).
 """
 
 from __future__ import annotations

@@ -280,6 +280,7 @@ def test_every_field_can_be_set_from_the_command_line() -> None:
         ("run=nope", ["run=nope: run is a group of settings; give run.NAME=VALUE"]),
         ("run=null", ["run=null: run is a group of settings; give run.NAME=VALUE"]),
         ("rollout.sglang=x", ["rollout.sglang=x: rollout.sglang is a group of settings; give rollout.sglang.NAME=VA"]),
+        ("data.sources=5", ["data.sources is a group of settings; give data.sources.NAME.FIELD=VALUE"]),
         ("data.sources.a=x", ["data.sources.a is a group of settings; give data.sources.a.NAME=VALUE"]),
         ("run={steps:many}", ["run={steps:many}: Value 'many' of type 'str' could not be converted to Integer"]),
         ("run.steps=many", ["run.steps=many: ", "'many'", "Integer"]),

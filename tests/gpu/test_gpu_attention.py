@@ -6,7 +6,6 @@ with a kernel in plain torch that rounds where these do.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +15,7 @@ from flash_oracle import LIBRARY
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
-from grpo_mega.models.megatron.varlen import PACKAGES, choose
+from grpo_mega.models.megatron.varlen import PACKAGES, choose, is_installed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 assert LIBRARY  # computes in float64 on the CPU what context parallel ranks are compared with
@@ -28,7 +27,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """A value of `layout.attention`, chosen as a model chooses it."""
     if request.param in PACKAGES:
         _, module, made_for = PACKAGES[request.param]
-        if not _installed(module):
+        if not is_installed(request.param):
             pytest.skip(f"{module} is not installed")
         if torch.cuda.get_device_capability()[0] not in made_for:
             pytest.skip(f"{request.param} is not for this GPU")
@@ -37,13 +36,6 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     yield chosen
     if chosen in PACKAGES:
         restore_flash_attention_impl()
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it is in
-        return False
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_b
 
 from grpo_mega.config.schema import ModelConfig, MoEConfig
 from grpo_mega.models.megatron.fused import fused_options
-from grpo_mega.models.megatron.layers import gelu_tanh
+from grpo_mega.models.megatron.layers import _SwiGLU, gelu_tanh
 from grpo_mega.models.megatron.sinks import LIMIT
 
 NAMES = ("moe_permute_fusion", "moe_router_fusion", "bias_activation_fusion")
@@ -43,6 +43,7 @@ def test_fused_activations_are_those_that_they_replace(rows: int, seed: int) -> 
     clamped = a.clamp(max=LIMIT), b.clamp(-LIMIT, LIMIT)
     pairs = [
         (bias_swiglu_impl(x, None), silu(a) * b),
+        (bias_swiglu_impl(x[:, None], None), _SwiGLU.apply(x[:, None])),  # what dense layers have without a GPU
         (weighted_bias_swiglu_impl(x, None, weight), silu(a) * b * weight),
         (
             weighted_bias_quick_geglu_impl(x, None, weight, False, 1.0, LIMIT),

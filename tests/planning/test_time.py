@@ -139,6 +139,14 @@ def test_groups_that_are_drawn_and_learned_from(signal: float, rule: str, drawn:
     assert (len(answers), len(kept)) == (16 * drawn, 16 * learned)
 
 
+def test_no_refilled_answer_is_left_out_where_there_are_more_engines_than_answers() -> None:
+    config, machines = made(REFILL)
+    config.algorithm.prompts_per_step, config.algorithm.group_size = 1, 2
+    answers = [100] * 6
+    rollout = generate(config, 102400, replace(machines, gpus=64), answers, 200, ROOM)
+    assert rollout.slowest.tokens == 300
+
+
 @pytest.mark.parametrize("signal", [-0.1, 1.1, float("nan")])
 def test_a_share_of_groups_is_between_0_and_1(signal: float) -> None:
     with pytest.raises(ValueError, match="groups with signal is not between 0 and 1"):

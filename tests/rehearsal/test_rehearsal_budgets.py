@@ -34,7 +34,7 @@ BUDGETS = {
     "r1zero_671b": Budget(reserved=65.8, launches=18490),
     "gsm8k_0.5b": Budget(reserved=31.2, launches=1700),
     "r1zero_671b_h200": Budget(reserved=84.1, launches=18490),
-    "gsm8k_0.5b algorithm=ppo": Budget(reserved=44.8, launches=1790),
+    "gsm8k_0.5b algorithm=ppo": Budget(reserved=40.8, launches=1710),
     "r1_671b_reward_model": Budget(reserved=47.4, launches=15710),
     "r1_671b_all reward.model.path=runs/preferred": Budget(reserved=53.7, launches=17060),
     "r1_671b": Budget(reserved=60.3, launches=17070),

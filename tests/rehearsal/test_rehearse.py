@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import limit
+from ranks import REPOSITORY
 from rehearsing import needs_environment, rehearse
 
 from grpo_mega.config.load import compose_config
@@ -129,3 +133,11 @@ def test_the_toy_in_bf16(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert rank["phases"][1]["launches"] > rank["phases"][3]["launches"] > 100, "the first compiles kernels"
     assert "fits" in measured["text"]
+
+
+def test_a_package_that_is_not_here_is_an_error_of_the_settings() -> None:
+    command = [sys.executable, "tools/rehearse.py", "deepseekmath_7b", "--rank", "0", "layout.attention=flash4"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=limit(300))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: layout.attention=flash4 needs flash_attn.cute, which cannot be used: ")
+    assert "Traceback" not in done.stderr

@@ -28,10 +28,10 @@ class LayoutConfig:
     vpp: Annotated[int, Interval("[1, inf)")] = 1
     """Virtual pipeline size: interleaved pieces of the model on every pipeline rank; needs pp > 1."""
     first_stage_layers: Annotated[int | None, Interval("[1, inf)")] = None
-    """Layers of the first pipeline stage; null for the number of the other stages."""
+    """Layers of the first pipeline stage; null for the same number of layers as the other stages."""
     last_stage_layers: Annotated[int | None, Interval("[1, inf)")] = None
-    """Layers of the last pipeline stage, which also computes the loss (DeepSeek-V3: fewer); null for the number of the
-    other stages."""
+    """Layers of the last pipeline stage, which also computes the loss (DeepSeek-V3: fewer); null for the same number of
+    layers as the other stages."""
     cp: Annotated[int, Interval("[1, inf)")] = 1
     """Context parallel size: ranks that share every sequence."""
     ep: Annotated[int, Interval("[1, inf)")] = 1

@@ -20,6 +20,7 @@ the gradient of the log-sum-exp, and its backward pass does not accept another o
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,14 @@ PACKAGES = {"flash3": ("FA3", "flash_attn_interface", (9,)), "flash4": ("FA4", "
 supports, as major numbers of their compute capability."""
 CHANNELS = 8
 """The number of channels of FlashAttention's heads is a multiple of this."""
+
+
+def is_installed(kernel: str) -> bool:
+    """Whether the module that a kernel of `PACKAGES` comes from is there; it is not imported."""
+    try:
+        return importlib.util.find_spec(PACKAGES[kernel][1]) is not None
+    except ImportError:  # of the package that it is in
+        return False
 
 
 def choose(layout: LayoutConfig, model: ModelConfig, device: torch.device) -> str:

@@ -145,7 +145,7 @@ class Network(Transport):
         yield described(bucket)
 
     def _join(self, store: dist.Store) -> None:
-        """Creates the group besides those of the job, as SGLang does on its side (`init_custom_process_group`)."""
+        """Creates the group in addition to the job's, as SGLang does on its side (`init_custom_process_group`)."""
         name: Any = self._name  # a separate type in some releases
         # A given name does not advance torch's counter of default names, which must be equal on all ranks.
         self._group, _ = distributed_c10d._new_process_group_helper(
