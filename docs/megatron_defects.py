@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 
 from grpo_mega.config import schema
-from grpo_mega.models.optimizer import build_optimizer
+from grpo_mega.models.megatron.changes import BEFORE_OPTIMIZER, apply_changes
 
 rank = dist.get_rank()
 parallel_state.initialize_model_parallel(2)
@@ -94,7 +94,12 @@ for weight in weights.parameters():
     torch.nn.init.ones_(weight)
 buckets = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=64)
 ddp = DistributedDataParallel(config(), buckets, weights)
-optimizer = build_optimizer(schema.OptimizerConfig(lr=1e-3), [ddp], torch.float32, distributed=True, tied=False)
+# A rank of this project writes its own part of the state, so this is Megatron's optimizer, and only the change of
+# Adam, for which its own needs Apex or Transformer Engine.
+apply_changes(BEFORE_OPTIMIZER, schema.StateConfig())
+adam = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0, use_distributed_optimizer=True)
+optimizer = get_megatron_optimizer(adam, [ddp])
+optimizer.step()  # makes the moments; the gradients are 0
 shards = {name: ShardedTensor.from_rank_offsets(name, weight) for name, weight in weights.named_parameters()}
 state = optimizer.sharded_state_dict(shards, metadata={"distrib_optim_sharding_type": "fully_reshardable"})
 say(f"6. {[part['param'].data.mean().item() for part in state['param_state'].values()]}, should be [1.0, 1.0]")

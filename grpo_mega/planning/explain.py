@@ -25,7 +25,7 @@ def explain(config: Config, planned: dict[str, Any], assumed: Assumed) -> None:
     print("\nhow these come about (docs/planner.md has the formulas and where each constant is from)")
     for step in run_time(config, roles, vocab_size, machines, room, assumed):
         print(f"\nanswers up to {step.longest:,} tokens")
-        _generation(config, vocab_size, machines, step, room)
+        _generation(config, vocab_size, machines, step, room, assumed.prompt)
         _training(config, vocab_size, machines, step)
     moved = max(leaves(held(config, roles, number)) for number in range(config.layout.pp))
     gpu, rates = machines.gpu, machines.rates
@@ -42,7 +42,7 @@ def explain(config: Config, planned: dict[str, Any], assumed: Assumed) -> None:
     )
 
 
-def _generation(config: Config, vocab_size: int, machines: Machines, step: StepTime, room: float) -> None:
+def _generation(config: Config, vocab_size: int, machines: Machines, step: StepTime, room: float, prompt: int) -> None:
     decoder, rollout = decoder_of(config, vocab_size, machines), step.rollout
     alone, many = 1, rollout.slowest.most
     print(
@@ -50,7 +50,7 @@ def _generation(config: Config, vocab_size: int, machines: Machines, step: StepT
         f"{rollout.slowest.waves:.1f} waves"
     )
     for running in dict.fromkeys((alone, many)):
-        held_tokens = running * (step.answer / 2)
+        held_tokens = running * (step.answer / 2 + prompt)
         touched = 1 - (1 - decoder.chosen) ** running
         read = decoder.dense + decoder.experts * touched + held_tokens / decoder.caches * decoder.per_key
         print(

@@ -34,7 +34,7 @@ def hours(config: Config, planned: dict[str, Any], assumed: Assumed) -> dict[str
     return {
         "gpu": config.cluster.gpu,
         "prompt": assumed.prompt,
-        "signal": assumed.signal,
+        "signal": 1.0 if config.algorithm.groups_without_signal == "count" else assumed.signal,
         "kinds": [_kind(kind) for kind in steps],
         "hours": seconds / 3600,
         "gpu_hours": seconds / 3600 * machines.gpus,
@@ -83,8 +83,14 @@ def _kind(step: StepTime) -> dict[str, Any]:
 
 def assumptions(config: Config, assumed: Assumed) -> list[str]:
     """What the times take for granted though settings depend on it, in words."""
-    rule = config.algorithm.groups_without_signal
+    algorithm, rule = config.algorithm, config.algorithm.groups_without_signal
     what = {"drop": "are not learned from", "refill": "draw further prompts"}.get(rule)
+    drawn, learned = assumed.groups(config)
+    if rule == "refill" and learned < algorithm.prompts_per_step:
+        return [
+            f"algorithm.refill_limit={algorithm.refill_limit} is reached: a step draws {drawn:,} prompts and learns "
+            f"from {learned:,}, not from algorithm.prompts_per_step={algorithm.prompts_per_step}"
+        ]
     if what is None or assumed.signal < 1:
         return []
     return [

@@ -146,6 +146,10 @@ def test_layout_changes_nothing(folder: Path, ranks: int, layouts: dict[str, lis
     assert min(map(len, alone)) > 30
     for name in layouts:
         found = samples(folder / name)
-        assert differing({key: found[key] for key in found if key in first}, first, by=1e-5) == {}, name
+        for moved in (False, True):
+            # After an update, which divides by the gradient's own size: on one CPU of four 1e-5 apart.
+            of_kind = {key: first[key] for key in first if ("new_logprobs" in key) == moved}
+            these = {key: found[key] for key in found if key in of_kind}
+            assert differing(these, of_kind, by=5e-5 if moved else 1e-5) == {}, name
         assert differing(found, expected, by=1e-4) == {}, name
         assert numbers(folder / name) == [pytest.approx(line, rel=1e-4, abs=1e-5) for line in alone], name
