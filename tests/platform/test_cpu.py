@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +45,13 @@ def work(left_out: str, ranks: int, works: list[str]) -> Outcome:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """By the substitution that was left out; under "" what happens with all of them. Machines without a compiler."""
-    with pytest.MonkeyPatch.context() as environment, ThreadPoolExecutor(2) as two_at_a_time:
+    with pytest.MonkeyPatch.context() as environment:  # one after the other: forks.py is for one thread
         environment.setenv("CUDA_VISIBLE_DEVICES", "")
         environment.setenv("CXX", "no-such-compiler")
         environment.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        jobs = {name: two_at_a_time.submit(work, name, ranks, [job]) for name, (job, ranks, _) in NEEDED_FOR.items()}
-        jobs[""] = two_at_a_time.submit(work, "", 2, [*TRAININGS, "random_streams", "compiled_frames", "install_again"])
-        return {name: job.result() for name, job in jobs.items()}
+        found = {name: work(name, ranks, [job]) for name, (job, ranks, _) in NEEDED_FOR.items()}
+        everything = work("", 2, [*TRAININGS, "random_streams", "compiled_frames", "install_again"])
+        return found | {"": everything}
 
 
 def test_every_substitution_is_put_to_the_test() -> None:
@@ -74,8 +73,10 @@ def test_work_fails_without(name: str, outcomes: dict[str, Outcome]) -> None:
 def test_training_works_with_all_and_without_a_compiler(job: str, outcomes: dict[str, Outcome]) -> None:
     first, second = (rank[job] for rank in outcomes[""])
     assert first == second
-    # A fresh model guesses: its loss is near log(vocabulary size), and an update has a gradient.
-    assert first["loss"] == pytest.approx(torch.tensor(16.0).log().item(), rel=0.2)
+    # A fresh model guesses: its loss is near log(vocabulary size), or a little above with a tied output layer, which
+    # makes the token likelier that was just read. And an update has a gradient.
+    tolerance = 0.3 if "tied" in job else 0.2
+    assert first["loss"] == pytest.approx(torch.tensor(16.0).log().item(), rel=tolerance)
     assert first["grad_norm"] > 0.1
 
 
