@@ -111,6 +111,12 @@ def test_a_chain_of_refilled_groups_is_generated_one_after_the_other() -> None:
     assert done.seconds == pytest.approx((50 + 70 + 10) * decoder.step(1, 0))
 
 
+def test_groups_that_are_replaced_are_spread_over_all() -> None:
+    """Of eight groups and two in their place the first and the sixth: also one that is a replacement itself may be."""
+    assert draws([1] * 10, 8, 1) == {0: range(8, 9), 5: range(9, 10)}
+    assert draws([3, 1, 1, 2, 9], 4, 2) == {0: range(4, 5)}
+
+
 def test_a_cache_that_is_too_small_costs_time_and_evicts() -> None:
     decoder = Decoder(5e9, 0.0, 0.0, 1e5, 1, 2e12, 0.0, 5e-3, 0.0, 1e-5)
     answers = answer_lengths(64, 1500, 6000)

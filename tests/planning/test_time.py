@@ -18,7 +18,7 @@ from grpo_mega.config.limits import limits_of  # noqa: E402
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.config.schema import ClusterConfig, Config  # noqa: E402
 from grpo_mega.planning.hardware import GPUS, RATES, Machines, machines_of  # noqa: E402
-from grpo_mega.planning.hours import bound, warnings_of  # noqa: E402
+from grpo_mega.planning.hours import assumptions, bound, warnings_of  # noqa: E402
 from grpo_mega.planning.search import roles_about  # noqa: E402
 from grpo_mega.planning.time import Assumed, StepTime, generate, run_time, step_time  # noqa: E402
 from grpo_mega.planning.training_time import Micro, Sequences, layer_backward, layer_forward, micro_batches, passes  # noqa: E402
@@ -151,6 +151,24 @@ def test_no_refilled_answer_is_left_out_where_there_are_more_engines_than_answer
 def test_a_share_of_groups_is_between_0_and_1(signal: float) -> None:
     with pytest.raises(ValueError, match="groups with signal is not between 0 and 1"):
         Assumed(500, 200, signal).groups(made(REFILL)[0])
+
+
+@pytest.mark.parametrize(
+    ("rule", "signal", "words"),
+    [
+        ("count", 1.0, ""),
+        ("drop", 1.0, "groups without signal are not learned from"),
+        ("refill", 1.0, "groups without signal draw further prompts"),
+        ("refill", 0.5, ""),
+        ("refill", 0.25, "algorithm.refill_limit=3 is reached: a step draws 24 prompts and learns from 6"),
+    ],
+)
+def test_what_is_taken_for_granted_of_groups_is_said(rule: str, signal: float, words: str) -> None:
+    config, _ = made(REFILL)
+    config.algorithm.groups_without_signal = rule
+    said = assumptions(config, Assumed(500, 200, signal))
+    assert len(said) == bool(words)
+    assert words in "".join(said)
 
 
 def test_prompts_that_replace_others_are_generated_after_them_and_not_learned_from_twice() -> None:

@@ -72,7 +72,7 @@ def test_gradients_are_reduced_once(measured: dict[str, Any]) -> None:
 
 
 def test_the_host_waits_for_no_copy_of_a_micro_batch(measured: dict[str, Any]) -> None:
-    gradients = phase(measured, "gradients, update 1")
+    gradients = phase(measured, "gradients, update 2")  # in the first, torch compiles the activation
     assert gradients["waits"] == sum(gradients["places"].values()) <= 4
     assert not [place for place in gradients["places"] if "microbatch.py" in place or "packed.py" in place]
     assert gradients["to_device"] > 10
@@ -80,8 +80,8 @@ def test_the_host_waits_for_no_copy_of_a_micro_batch(measured: dict[str, Any]) -
 
 
 def test_weight_gradients_are_added_where_they_are_summed(measured: dict[str, Any]) -> None:
-    """Not by a kernel of its own after each of 4 products of 30 layers, which would make 3,074 launches of 2,954."""
-    assert phase(measured, "gradients, update 1")["launches"] < 3_074 - 4 * 30 // 2
+    """Not by a kernel of its own after each of 4 products of 30 layers, which would make 2,954 launches of 2,834."""
+    assert phase(measured, "gradients, update 2")["launches"] < 2_954 - 4 * 30 // 2
 
 
 def test_the_host_has_as_much_pinned_memory_as_leaves(measured: dict[str, Any]) -> None:
