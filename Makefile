@@ -7,6 +7,7 @@ NPROC ?= 2
 TEST_PROCESSES ?= 2
 EXPERIMENT ?= tiny
 SMOKE ?= one
+MINUTES ?= 60
 ARGS ?=
 
 VENV := .venv
@@ -38,6 +39,7 @@ make test-all  run the whole test suite: the long suites below as well, two hour
     test-rooms     what takes long in the other rooms; test-reward is a part of it
     test-sglang    generation in SGLang $(SGLANG) and $(SGLANG_BEFORE) on a CPU, in $(SGLANG_VENV): 3 GB, under an hour;
                    test-sglang-newest is the first of them, test-sglang-contract the shortest part of that
+make test-hunt  look for new failures: ten times as many random examples as `make test`, which tries the same ones every time
 make rehearse  run the stages of every GPU experiment on a GPU that computes nothing, and hold their budgets of memory
               and launches (docs/gpu.md); in $(REHEARSE_VENV), 7 GB
 make gpu-smoke  the first hour on a GPU: what has not run on one yet, step by step, collected in gpu-smoke/ to be sent back;
@@ -56,12 +58,13 @@ The others make $(VENV) when it is missing or older than pyproject.toml. Variabl
   NPROC             make train: number of processes ($(NPROC))
   TEST_PROCESSES    make test: files that are tested at once ($(TEST_PROCESSES)); make rehearse: experiments
   SMOKE             make gpu-smoke: one, two or node ($(SMOKE))
+  MINUTES           make test-hunt: how long it looks ($(MINUTES))
   ARGS              make train: further settings, such as 'run.seed=1 run.name=second';
                     make r1-tiny: settings of all its runs, and --root FOLDER for another chain;
                     make test: further pytest options, such as '-k advantage'
 endef
 
-.PHONY: help site gpu-smoke rehearse test-rehearsal train r1-tiny test test-all test-parity test-slurm test-train test-sandbox test-docs test-rooms test-reward \
+.PHONY: help site gpu-smoke rehearse test-rehearsal train r1-tiny test test-all test-parity test-slurm test-train test-sandbox test-docs test-rooms test-reward test-hunt \
     test-sglang test-sglang-newest test-sglang-contract slurm lint clean
 
 help:
@@ -83,6 +86,11 @@ test-all: test $(LONG_ROOMS:%=test-%) test-rooms test-sglang
 # What `make test` leaves out of a room, and of all others.
 $(LONG_ROOMS:%=test-%) test-reward: $(READY) slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/$(@:test-%=%) $(ARGS)
+
+# Another order of files each time: an hour is not enough for all of them on slow machines.
+test-hunt: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not long' -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+	    --hunt $(MINUTES) --shuffle $$(date +%s) $(ARGS)
 
 rehearse: $(READY) $(REHEARSE_READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long -n $(TEST_PROCESSES) -rP tests/rehearsal/test_rehearsal_budgets.py $(ARGS)

@@ -1,24 +1,65 @@
 """What holds for every test."""
 
-import os
+import random
+import time
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
+from hypothesis.internal.conjecture import providers
 
 # Assertions of modules that tests share show what they compared, as those of tests do.
 pytest.register_assert_rewrite(*(file.stem for file in Path(__file__).parent.rglob("*.py") if file.stem != "conftest"))
 
-# A machine that is busy with other jobs is no failure. Where `CI` is set every run has the same examples, elsewhere
-# each has others, so that what no run has tried comes up on somebody's machine and not in a merge.
-settings.register_profile("tests", deadline=None, derandomize="CI" in os.environ, print_blob=True)
-settings.load_profile("tests")
+# `make test` tries the same examples everywhere, so that it is green or red for everybody; `make test-hunt` looks for
+# new ones. A machine that is busy with other jobs is no failure.
+settings.register_profile("same", deadline=None, derandomize=True, database=None)
+settings.register_profile("hunt", deadline=None, derandomize=False, print_blob=True)
 
 LONGEST = ("slurm", "train", "recipe", "stages", "evaluate", "planning", "parity", "rollout", "checkpoint", "models")
 """Rooms whose files take longest, as they start jobs of several processes."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+STARTED = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--hunt", type=float, metavar="MINUTES", help="only tests with examples, ten times as many, random"
+    )
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="take files in a random order")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--hunt") is not None:
+        settings.load_profile("hunt")
+        return
+    settings.load_profile("same")
+    # Hypothesis mixes in constants from the modules that are loaded at the time, so that examples would depend on which
+    # tests this process ran before.
+    providers._get_local_constants = lambda: providers._local_constants
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begins with the files that take longest: one that came last would leave the other process without work."""
-    order = {room: number for number, room in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+    if config.getoption("--hunt") is not None:
+        drawing = [item for item in items if is_hypothesis_test(getattr(item, "function", None))]
+        config.hook.pytest_deselected(items=[item for item in items if item not in drawing])
+        items[:] = drawing
+        for test in {item.function for item in drawing}:
+            if normal := getattr(test, "_hypothesis_internal_use_settings", None):  # a state machine has none
+                test._hypothesis_internal_use_settings = settings(normal, max_examples=10 * normal.max_examples)
+    seed = config.getoption("--shuffle")
+    if seed is None:
+        order = {room: number for number, room in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+    else:
+        files = sorted({item.path for item in items})
+        random.Random(seed).shuffle(files)
+        items.sort(key=lambda item: files.index(item.path))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--hunt")
+    if minutes is not None and time.monotonic() > STARTED + 60 * minutes:
+        pytest.skip("the minutes of the hunt are over")
