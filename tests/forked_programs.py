@@ -1,18 +1,21 @@
-"""Runs Python programs as forks of a process that has imported torch: most of what a short one takes is that import.
+"""Runs Python programs as forks of a process that has imported torch, Megatron and the product: most of what a short
+program takes is importing them.
 
-A program that `forks.py` starts and speaks with in lines of JSON. To a list of {"words", "folder", "environment",
-"output", "errors"} it answers with the process ids, and when all of them have ended, with their exit codes. Each is a
-process of a session of its own, with its own environment, and writes to its own files, as if it had been started. But
-what torch and the other modules below read of the environment as they are imported, they have read before. Nor
-does the interpreter take itself down at their end: what goes wrong there, tests see that start processes of their own.
+A program that `forks.py` starts and speaks with in lines of JSON. To {"words", "folder", "environment", "output",
+"errors"} it answers {"started": process id}, and when the program has ended, {"ended": process id, "code": exit code}.
+Each is a process in a session of its own, with its own environment, and writes to its own files, as if it had been
+started. But what the modules below read of the environment as they are imported, they have read before. Nor does the
+interpreter take itself down at the end: what goes wrong there, tests see that start processes of their own.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import runpy
+import selectors
 import site
 import sys
 import threading
@@ -20,33 +23,53 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-# What most programs import sooner or later, nothing of Megatron: that reads the machine when it is imported. The first
-# optimizer of a process imports torch's compiler, which takes a second.
-import hydra  # noqa: F401
-import psutil  # noqa: F401
-import rich.console  # noqa: F401
+# The first optimizer of a process imports torch's compiler, which takes a second.
 import torch._dynamo
-import torch.distributed._tensor
-import torch.distributed.checkpoint
 import torch.distributed.fsdp
-import torch.distributed.tensor
 import torch.export
 import torch.utils.cpp_extension
 import torch.utils.tensorboard
 from transformers import AutoTokenizer  # noqa: F401
 
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def warm_up() -> None:
+    """Imports Megatron and the product, as the programs will that run here."""
+    sys.path[:0] = paths = [str(REPOSITORY), str(REPOSITORY / "kernels")]
+    from grpo_mega import platform
+
+    platform.start()
+    for module in ("assemble", "convert", "dry_run.answers", "evaluate.show", "planning.show", "report.page", "train"):
+        importlib.import_module(f"grpo_mega.{module}")
+    del sys.path[: len(paths)]
+
 
 def main() -> None:
     """Serves until its standard input ends."""
-    for line in sys.stdin:
-        sys.stdout.flush()
-        forks = [_fork(**asked) for asked in json.loads(line)]
-        print(json.dumps(forks), flush=True)
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) for fork in forks]), flush=True)
+    if not torch.cuda.is_available():  # otherwise no fork could use the GPU
+        warm_up()
+    events = selectors.DefaultSelector()
+    events.register(sys.stdin, selectors.EVENT_READ)
+    while True:
+        for key, _ in events.select():
+            if key.fileobj is sys.stdin:
+                line = sys.stdin.readline()
+                if not line:
+                    return
+                program = _fork(**json.loads(line))
+                events.register(os.pidfd_open(program), selectors.EVENT_READ, program)
+                print(json.dumps({"started": program}), flush=True)
+            else:
+                events.unregister(key.fileobj)
+                os.close(key.fd)
+                code = os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1])
+                print(json.dumps({"ended": key.data, "code": code}), flush=True)
 
 
 def _fork(**asked: Any) -> int:
     """Starts a program, and returns its process id."""
+    sys.stdout.flush()
     fork = os.fork()
     if fork == 0:
         _become(**asked)
@@ -58,23 +81,25 @@ def _become(words: list[str], folder: str, environment: dict[str, str], output: 
     os.setsid()
     os.chdir(folder)
     for number, path, mode in ((0, os.devnull, os.O_RDONLY), (1, output, os.O_WRONLY), (2, errors, os.O_WRONLY)):
-        file = os.open(path, mode | os.O_APPEND)
+        file = os.open(path, mode | os.O_APPEND | os.O_CREAT)
         os.dup2(file, number)
         os.close(file)
-    if torch.cuda._is_in_bad_fork():
-        # A module above has asked CUDA for its devices, as torch.utils.cpp_extension does where there is a toolkit: no
-        # fork can use them any more.
+    module = words[0] == "-m"
+    paths = [folder if module else str(Path(words[0]).parent), *environment["PYTHONPATH"].split(os.pathsep)]
+    homes = [path for path in paths if Path(path, "grpo_mega", "__init__.py").exists()]
+    if torch.cuda._is_in_bad_fork() or (homes and not REPOSITORY.samefile(homes[0])):
+        # No fork can use CUDA after its parent has; or it asks for another copy of the product than is imported here.
         os.execve(sys.executable, [sys.executable, *words], environment)
     os.environ.clear()
     os.environ.update(environment)
-    module = words[0] == "-m"
     sys.argv = words[module:]
-    sys.path[:0] = [folder if module else str(Path(words[0]).parent), *environment["PYTHONPATH"].split(os.pathsep)]
+    sys.path[:0] = paths
     sys.modules.pop("sitecustomize", None)
     site.execsitecustomize()
     code = 1
     try:
         if module:
+            sys.modules.pop(words[1], None)  # it runs once more, as __main__
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(words[0], run_name="__main__")

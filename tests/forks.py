@@ -1,4 +1,4 @@
-"""Python programs for tests, started as forks of processes that have imported torch (forked_programs.py).
+"""Python programs for tests, started as forks of processes that have imported the product (forked_programs.py).
 
 `run_ranks` (ranks.py) starts the ranks of a job this way, `run_python` a command that a user would type.
 """
@@ -9,15 +9,17 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from limits import limit
 
@@ -26,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Program:
-    """`python WORDS` in a folder; standard output and standard error go to files, which are there."""
+    """`python WORDS` in a folder; standard output and standard error are added to files."""
 
     words: list[str]
     folder: str
@@ -37,12 +39,13 @@ class Program:
 
 def run_python(
     *words: object,
+    ranks: int = 0,
     folder: Path | None = None,
     paths: tuple[Path, ...] = (),
     environment: dict[str, str] | None = None,
     timeout: float = 600,
 ) -> subprocess.CompletedProcess[str]:
-    """`python WORDS`, a script or -m and a module, within `limit(timeout)` seconds.
+    """`python WORDS`, a script or -m and a module, within `limit(timeout)` seconds, as a plain process or as ranks.
 
     It runs in `folder`, or else in the repository, with one thread; `paths`, or else the repository, are PYTHONPATH.
 
@@ -56,49 +59,112 @@ def run_python(
     texts = [str(word) for word in words]
     with TemporaryDirectory() as place:
         files = [Path(place, name) for name in ("output", "errors")]
-        for file in files:
-            file.touch()
         program = Program(
             texts, str(folder or REPOSITORY), os.environ | own | (environment or {}), *[str(file) for file in files]
         )
-        [code] = run([program], limit(timeout))
+        code = exit_code(wait_for(start(program, ranks), limit(timeout)))
         output, errors = (file.read_text() for file in files)
     if code is None:
         raise subprocess.TimeoutExpired(texts, limit(timeout), output, errors)
     return subprocess.CompletedProcess(texts, code, output, errors)
 
 
-def run(programs: list[Program], seconds: float) -> list[int | None]:
-    """The exit codes of programs that run side by side; None of those that had to be ended."""
-    deadline = time.monotonic() + seconds
-    forks = FORKS if next(CALLS) % 2 else FORKS[::-1]
-    shares = {fork: slice(number, None, len(forks)) for number, fork in enumerate(forks[: len(programs)])}
-    pids = {fork: fork.start(programs[share]) for fork, share in shares.items()}
-    codes: list[int | None] = [None] * len(programs)
+def start(program: Program, ranks: int = 0) -> list[Fork]:
+    """Starts a program as each rank of a job on this machine, with torchrun's environment; with 0 as a plain process.
+
+    Files of names with `{rank}` are a rank's own.
+    """
+    first = next(CALLS)
+    if not ranks:
+        return [PARENTS[first % len(PARENTS)].start(program)]
+    common = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    begun: list[Fork] = []
     try:
-        for fork, share in shares.items():
-            codes[share] = fork.wait(pids[fork], deadline)
+        for rank in range(ranks):
+            environment = program.environment | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            output, errors = (file.replace("{rank}", str(rank)) for file in (program.output, program.errors))
+            own = replace(program, environment=environment, output=output, errors=errors)
+            begun.append(PARENTS[(first + rank) % len(PARENTS)].start(own))
     except BaseException:
-        for fork, own in pids.items():
-            fork.end(own)
+        for fork in begun:
+            fork.kill()
         raise
-    return codes
+    return begun
 
 
-class Forks:
-    """A process that has imported torch, and forks.
+def wait_for(job: list[Fork], seconds: float) -> list[int | None]:
+    """The exit codes of a job's processes; None of those that had to be ended.
+
+    When one has failed the others soon end, as under torchrun, which ends them.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        while running := [fork for fork in job if fork.poll() is None]:
+            if any(fork.returncode for fork in job):
+                deadline = min(deadline, time.monotonic() + limit(30))
+            if time.monotonic() > deadline:
+                break
+            running[0].wait(0.05)
+        return [fork.returncode for fork in job]
+    finally:
+        for fork in job:
+            fork.kill()
+
+
+def exit_code(codes: list[int | None]) -> int | None:
+    """The exit code of a job: of a process that failed if any did; None if one had to be ended."""
+    return next((code for code in codes if code), None if None in codes else 0)
+
+
+class Fork:
+    """A program that was started, with the interface of `subprocess.Popen`."""
+
+    def __init__(self, parent: Parent, pid: int) -> None:
+        self._parent, self.pid = parent, pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code; None while it is not known to have ended."""
+        return self._parent.codes.get(self.pid)
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self.wait(0)
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code; None if it still runs after so many seconds."""
+        self._parent.listen(lambda: self.pid in self._parent.codes, seconds)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to it and its process group, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it and its process group."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Parent:
+    """A process that has imported what programs need, and forks.
 
     It starts when it is first asked, and ends with this one, whose pipe it reads.
-
-    Its forks order sets of texts alike, as processes that are started do not. There are two of them, for even and odd
-    ranks, so that a job whose ranks depend on that order does not pass.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._started: list[int] = []
+        self.codes: dict[int, int] = {}
 
-    def start(self, programs: list[Program]) -> list[int]:
-        """Starts programs, and returns their process ids."""
+    def start(self, program: Program) -> Fork:
+        """Starts a program."""
         if self._process is None or self._process.poll() is not None:
             # -P, and no PYTHONPATH: what its forks import is theirs to say.
             server = [sys.executable, "-P", str(REPOSITORY / "tests" / "forked_programs.py")]
@@ -107,37 +173,50 @@ class Forks:
                 server, 0, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )  # unbuffered: what has been read ahead, `select` does not know
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([asdict(program) for program in programs]).encode() + b"\n")
-        return self._answer()
+        self._process.stdin.write(json.dumps(asdict(program)).encode() + b"\n")
+        self.listen(lambda: self._started, limit(600))
+        pid = self._started.pop()
+        self.codes.pop(pid, None)  # of an earlier process that had this number
+        return Fork(self, pid)
 
-    def wait(self, pids: list[int], deadline: float) -> list[int | None]:
-        """The exit codes of what it was asked for last; what has not ended at the deadline is ended."""
-        assert self._process is not None
-        in_time, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-        if in_time:
-            return self._answer()
-        _kill(pids)
-        return [None if code == -signal.SIGKILL else code for code in self._answer()]
-
-    def end(self, pids: list[int]) -> None:
-        """Ends programs, and the process that waits for them."""
-        _kill(pids)
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def _answer(self) -> list[Any]:
+    def listen(self, until: Callable[[], object], seconds: float) -> None:
+        """Reads what the process says until this holds, or for so many seconds."""
         assert self._process is not None
         assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+        deadline = time.monotonic() + seconds
+        while not until():
+            said, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not said:
+                return
+            line = json.loads(self._process.stdout.readline())
+            if "started" in line:
+                self._started.append(line["started"])
+            else:
+                self.codes[line["ended"]] = line["code"]
 
 
-FORKS = (Forks(), Forks())
+_claims: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """A free TCP port, outside the range from which the system assigns ports.
+
+    No other caller gets it while this process lives: jobs begin to listen seconds later, and tests run side by side.
+    """
+    for port in random.sample(range(10_000, 20_000), 1000):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0grpo_mega test port {port}")  # one process on this machine can have this name
+            with socket.create_server(("", port)):
+                _claims.append(claim)
+                return port
+        except OSError:
+            claim.close()
+    raise OSError("no port is free between 10000 and 20000")
+
+
+PARENTS = (Parent(), Parent())
+"""Two, as forks of one process order sets of texts alike, and processes that are started do not: a job whose ranks
+depend on that order must not pass."""
 CALLS = itertools.count()
 """Every call begins with the other one, so that a run that goes on has another order, too."""
-
-
-def _kill(pids: list[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import free_port
 from limits import limit
-from ranks import free_port
 
 from grpo_mega.doctor import links, preflight
 

@@ -15,8 +15,8 @@ TOOL = str(REPOSITORY / "tools" / "evaluate.py")
 
 
 def evaluate(*words: object, ranks: int = 0, environment: dict[str, str] | None = None, code: int = 0) -> str:
-    """What the tool prints, under torchrun with `ranks` processes, or as a plain process with 0."""
-    done = run_python(*_words(words, ranks), environment=_environment(environment or {}))
+    """What the tool prints, on `ranks` processes, or as a plain process with 0."""
+    done = run_python(TOOL, *words, ranks=ranks, environment=_environment(environment or {}))
     assert done.returncode == code, done.stdout + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -24,13 +24,8 @@ def evaluate(*words: object, ranks: int = 0, environment: dict[str, str] | None 
 def begun(log: Path, *words: object, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """The tool as a plain process that has just begun; what it prints goes to a file."""
     with log.open("wb") as file:
-        command = [sys.executable, *_words(words, 0)]
+        command = [sys.executable, TOOL, *map(str, words)]
         return subprocess.Popen(command, env=os.environ | _environment(environment), stdout=file, stderr=file)
-
-
-def _words(words: tuple[object, ...], ranks: int) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    return [*torchrun, TOOL, *map(str, words)]
 
 
 def _environment(given: dict[str, str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from ranks import free_port
+from forks import free_port
 
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config

@@ -9,7 +9,7 @@ from datetime import timedelta
 import psutil
 import pytest
 import torch.distributed as dist
-from ranks import free_port
+from forks import free_port
 
 from grpo_mega.platform import start
 from grpo_mega.rollout.contract import EngineError

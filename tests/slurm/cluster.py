@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from forks import free_port
 from limits import limit
 from processes import kill
-from ranks import free_port
 
 SMALL_DISK = "small"
 """Folder of a cluster that may be a file system of its own, of 40 MiB."""

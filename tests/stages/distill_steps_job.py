@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import free_port
+from forks import free_port
 
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import free_port
+from forks import free_port
 
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config

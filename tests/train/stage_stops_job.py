@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import torch.distributed as dist
-from ranks import free_port
+from forks import free_port
 from train_jobs import SMALL
 
 from grpo_mega import platform

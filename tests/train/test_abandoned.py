@@ -24,7 +24,7 @@ ENDLESS = [
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     """A run of two ranks that has saved, and goes on saving."""
-    job = Job(tmp_path, [*ENDLESS, "run.name=endless"], ranks=2)
+    job = Job(tmp_path, [*ENDLESS, "run.name=endless"], ranks=2, cold=True)
     try:
         job.wait_until_there(tmp_path / "runs" / "endless" / "checkpoints" / "step-000002")
         yield job

@@ -56,7 +56,7 @@ def story(finished) -> Story:
     overrides = [*OVERRIDES, "run.name=background", "run.async_save=true"]
     for moment, version in (("stopped", 2), ("killed", 4)):
         held = root / f"held-{moment}"
-        job = Job(root, overrides, ranks=2, environment={HOLD: f"{version}:{held}"})
+        job = Job(root, overrides, ranks=2, environment={HOLD: f"{version}:{held}"}, cold=True)
         job.wait_until_there(held)
         told.note(f"before {moment}")
         if moment == "stopped":

@@ -193,7 +193,7 @@ def test_sys_exit_in_a_rank_is_a_failure_and_says_where_the_run_continues(finish
     (tmp_path / "sitecustomize.py").write_text(LEAVES)
     own = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}:{Path(__file__).parent}", HOLD: f"1:{tmp_path / 'held'}"}
     overrides = [*SMALL, rewarded_by("varied"), "layout=single", "run.name=left", "run.steps=3", "run.save_every=1"]
-    job = Job(finished.root, overrides, environment=own)
+    job = Job(finished.root, overrides, environment=own, cold=True)
     job.wait_until_there(tmp_path / "held")
     job.process.send_signal(signal.SIGALRM)
     ended = job.finish()

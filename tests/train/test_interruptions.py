@@ -58,7 +58,7 @@ def story(finished) -> Story:
     overrides += ["run.steps=4"]
 
     held = root / "held-1"
-    job = Job(root, overrides, ranks=2, environment={HOLD: f"{3 * UPDATES}:{held}"})
+    job = Job(root, overrides, ranks=2, environment={HOLD: f"{3 * UPDATES}:{held}"}, cold=True)
     job.wait_until_there(held)
     told.contents["held"] = contents(told.path)
     told.note("rival", Job(root, [*overrides, "layout=single"]).finish())
@@ -66,7 +66,7 @@ def story(finished) -> Story:
     told.note("Ctrl-C", job.finish())
 
     held = root / "held-2"
-    job = Job(root, overrides, ranks=2, environment={HOLD: f"{3 * UPDATES}:{held}"})
+    job = Job(root, overrides, ranks=2, environment={HOLD: f"{3 * UPDATES}:{held}"}, cold=True)
     job.wait_until_there(held)
     job.kill()
     told.note("kill -9", job.finish())

@@ -74,7 +74,7 @@ def killed(peaceful: Path) -> Killed:
     root = peaceful.parents[1]
     for number in range(KILLS):
         before = seen(told.path)
-        job = Job(root, overrides)
+        job = Job(root, overrides, cold=True)
         wait_for_a_moment(chance, number, told.path, before, job)
         job.kill_group()
         told.ends.append(job.finish())

@@ -228,7 +228,7 @@ def peaceful(finished) -> Path:
 def test_a_signal_gives_up_the_step_and_the_run_goes_on_from_the_one_before(finished, peaceful, number, step):
     overrides = [*OVERRIDES, f"run.name={number.name}"]
     held = finished.root / f"held-{number.name}"
-    job = Job(finished.root, overrides, environment={HOLD: f"{step}:{held}"})
+    job = Job(finished.root, overrides, environment={HOLD: f"{step}:{held}"}, cold=True)
     job.wait_until_there(held)
     job.process.send_signal(number)
     ended = job.finish()
@@ -246,7 +246,7 @@ def test_a_signal_gives_up_the_step_and_the_run_goes_on_from_the_one_before(fini
 def test_torchrun_passes_the_signal_on_and_all_ranks_agree(finished):
     held = finished.root / "held-torchrun"
     overrides = [*OVERRIDES, "layout=ep2", "run.name=torchrun"]
-    job = Job(finished.root, overrides, ranks=2, environment={HOLD: f"1:{held}"})
+    job = Job(finished.root, overrides, ranks=2, environment={HOLD: f"1:{held}"}, cold=True)
     job.wait_until_there(held)
     job.process.terminate()
     ended = job.finish()
@@ -305,7 +305,7 @@ def test_a_signal_in_the_evaluation_before_the_first_step_stops_the_run_and_its_
     held = finished.root / "held-early"
     # Policy version 0 is held by the rewards of the evaluation that comes before the first step.
     overrides = [*OVERRIDES, "run.name=early", "run.seed=1"]
-    job = Job(finished.root, overrides, environment={HOLD: f"0:{held}"})
+    job = Job(finished.root, overrides, environment={HOLD: f"0:{held}"}, cold=True)
     job.wait_until_there(held)
     job.process.terminate()
     ended = job.finish()

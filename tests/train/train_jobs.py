@@ -1,4 +1,4 @@
-"""Starts `grpo_mega.train` as a user does, in a process group of its own, and knows every process that comes of it."""
+"""Starts `grpo_mega.train`, and knows every process that comes of it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from forks import Fork, Program, exit_code, start, wait_for
 from limits import limit
 from metric_lines import of_steps, repeated
 
@@ -75,20 +76,35 @@ class Ended:
 
 
 class Job:
-    """A run under torchrun with `ranks` processes, or a single plain process with 0."""
+    """A run with `ranks` processes, or a single plain process with 0.
 
-    def __init__(self, root: Path, overrides: list[str], ranks: int = 0, environment: dict[str, str] | None = None):
+    They are forks that have imported the product (`forks.py`). A `cold` job is started as a user does, by torchrun or
+    Python, in a process group: for tests of what signals do to it, and of what becomes of its processes.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        overrides: list[str],
+        ranks: int = 0,
+        environment: dict[str, str] | None = None,
+        cold: bool = False,
+    ):
         self.id = uuid.uuid4().hex
         self._files = [root / f"{self.id}.{name}" for name in ("stdout", "stderr")]
         module = ["-m", "grpo_mega.train", *overrides, f"run.root={root / 'runs'}"]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         path = os.pathsep.join([str(REPOSITORY), str(HERE)])
-        own = {MARK: self.id, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        own = os.environ | {MARK: self.id, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | (environment or {})
+        self._forks: list[Fork] = []
+        if not cold:
+            self._forks = start(Program(module, str(root), own, *map(str, self._files)), ranks)
+            return
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
         with self._files[0].open("w") as stdout, self._files[1].open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, *(torchrun if ranks else []), *module],
+                [sys.executable, *torchrun, *module],
                 cwd=root,
-                env=os.environ | own | (environment or {}),
+                env=own,
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
@@ -96,7 +112,8 @@ class Job:
 
     def members(self) -> list[psutil.Process]:
         """All living processes of the job, whoever their parent is now."""
-        return [p for p in psutil.process_iter() if _mark(p) == self.id]
+        sessions = {fork.pid for fork in self._forks}  # forks themselves have the environment of their parent
+        return [p for p in psutil.process_iter() if _mark(p) == self.id or _session(p) in sessions]
 
     def interrupt(self) -> None:
         """Ctrl-C: what a terminal sends to its foreground process group."""
@@ -115,7 +132,9 @@ class Job:
     def finish(self) -> Ended:
         """Waits for the end; a job that hangs, and orphans, are killed."""
         try:
-            code = self.process.wait(DEADLINE)
+            code = exit_code(wait_for(self._forks, DEADLINE)) if self._forks else self.process.wait(DEADLINE)
+            if code is None:
+                raise TimeoutError("the job does not end")
             _, orphans = psutil.wait_procs(self.members(), timeout=limit(20))
             names = [str(orphan) for orphan in orphans]
         finally:
@@ -129,7 +148,8 @@ class Job:
         Raises:
             AssertionError: The job ended before; carries what it printed.
         """
-        wait_until(lambda: path.exists() or self.process.poll() is not None, f"no {path}")
+        job = self._forks or [self.process]
+        wait_until(lambda: path.exists() or any(each.poll() is not None for each in job), f"no {path}")
         if not path.exists():
             raise AssertionError(self.finish())
 
@@ -190,4 +210,11 @@ def _mark(process: psutil.Process) -> str | None:
     try:
         return None if process.status() == psutil.STATUS_ZOMBIE else process.environ().get(MARK)
     except psutil.Error:
+        return None
+
+
+def _session(process: psutil.Process) -> int | None:
+    try:
+        return os.getsid(process.pid)
+    except ProcessLookupError:
         return None
