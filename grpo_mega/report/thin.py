@@ -53,7 +53,8 @@ def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST) -> Cur
 
 def mean(values: Sequence[float]) -> float:
     """The mean, without overflow, and between the smallest and the largest value whatever the rounding."""
-    return min(max(math.fsum(value / len(values) for value in values), min(values)), max(values))
+    half = math.fsum(value / (2 * len(values)) for value in values)  # rounded up, a whole one may overflow
+    return min(max(2 * half, min(values)), max(values))
 
 
 def _edges(count: int, most: int) -> list[int]:
