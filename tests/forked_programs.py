@@ -11,6 +11,7 @@ interpreter take itself down at the end: what goes wrong there, tests see that s
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -43,6 +44,8 @@ def warm_up() -> None:
     for module in ("assemble", "convert", "dry_run.answers", "evaluate.show", "planning.show", "report.page", "train"):
         importlib.import_module(f"grpo_mega.{module}")
     del sys.path[: len(paths)]
+    gc.collect()
+    gc.freeze()  # collections in forks need not look at, and copy, what was imported
 
 
 def main() -> None:
