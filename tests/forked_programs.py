@@ -20,7 +20,6 @@ import selectors
 import site
 import sys
 import threading
-import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -112,7 +111,7 @@ def _become(words: list[str], folder: str, environment: dict[str, str], output: 
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     finally:
         # As forks of multiprocessing end: Python would take a second to take down all that is imported here.
         threading._shutdown()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import run_python
 
 SETUP = """
 import logging, pathlib, sys, threading, warnings
@@ -18,11 +18,8 @@ setup_rank_logging(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
 
 def run_rank(path: Path, rank: int, body: str) -> tuple[str, subprocess.CompletedProcess[str]]:
     """What the rank's log holds after a process ran `body`, and how the process ended."""
-    done = subprocess.run(
-        [sys.executable, "-c", SETUP + body, str(path), str(rank)],
-        capture_output=True,
-        text=True,
-    )
+    (path / "program.py").write_text(SETUP + body)
+    done = run_python(path / "program.py", path, rank)
     return (path / "logs" / f"rank-{rank}.log").read_text(), done
 
 
