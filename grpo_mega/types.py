@@ -98,7 +98,8 @@ class Score:
 
     Attributes:
         total: The reward: sum of weight * term.
-        terms: Unweighted value of every term of the reward, for example {"accuracy": 1.0}.
+        terms: Unweighted value of every term of the reward, for example {"accuracy": 1.0}; without terms of weight 0
+            that could not be scored.
         reason: An explanation in words, if a term gives one; shown next to the sample.
         unscorable: Why the sample has no reward, e.g. a service did not answer; empty when it has one. An unscorable
             sample has a total of 0 and no terms, is left out of its group, and is counted.

@@ -19,7 +19,7 @@ from grpo_mega.step_ends import Decode
 from grpo_mega.types import Sample, Score
 
 WARNINGS = 3
-"""Number of unscored samples that one call warns about; further ones appear only in the rank's log."""
+"""Number of failures to score that one call warns about; further ones appear only in the rank's log."""
 
 KEPT_CHARACTERS = 1000
 """Number of characters of a reason that every rank gets and checkpoints hold; the log has all."""
@@ -55,13 +55,15 @@ class Reward:
     Attributes:
         terms: Terms of the sum.
         leave_out: Whether a sample on which a term fails is left without a score; otherwise it is an error.
+
+    A term of weight 0 changes no total: where it fails, the sample lacks that term's value and keeps its score.
     """
 
     terms: tuple[Term, ...]
     leave_out: bool = False
 
     def score(self, samples: Sequence[Sample], decode: Decode | None = None) -> list[Score]:
-        """Score of each sample, in order. Samples that could not be scored are logged.
+        """Score of each sample, in order. What could not be scored is logged.
 
         Args:
             samples: Samples, of any prompts.
@@ -73,6 +75,7 @@ class Reward:
         """
         verdicts: list[dict[str, Verdict]] = [{} for _ in samples]
         unscorable: dict[int, str] = {}
+        failures = 0
         for term in self.terms:
             asked = [i for i, s in enumerate(samples) if term.has(s) and i not in unscorable]
             with span("term", name=term.name, samples=len(asked)):
@@ -80,9 +83,13 @@ class Reward:
             for i, outcome in zip(asked, outcomes, strict=True):
                 verdict = verdicts[i][term.name] = self._verdict(term, samples[i], outcome)
                 if verdict.unscorable:
-                    unscorable[i] = f"reward term {term.name!r}: {verdict.unscorable}"
-                    level = logging.WARNING if len(unscorable) <= WARNINGS else logging.INFO
-                    logger.log(level, "%s has no score: %s", _in_words(samples[i]), unscorable[i])
+                    failures += 1
+                    why = f"reward term {term.name!r}: {verdict.unscorable}"
+                    if term.weight:
+                        unscorable[i] = why
+                    lacks = "score" if term.weight else "value of a term of weight 0"
+                    level = logging.WARNING if failures <= WARNINGS else logging.INFO
+                    logger.log(level, "%s has no %s: %s", _in_words(samples[i]), lacks, why)
         return [
             Score(0.0, {}, unscorable=unscorable[i][:KEPT_CHARACTERS])
             if i in unscorable
@@ -115,8 +122,9 @@ class Reward:
             if self.leave_out:
                 return Score(0.0, {}, unscorable=str(error)[:KEPT_CHARACTERS])
             raise ValueError(f"{_in_words(sample)}: {error}") from error
-        reasons = "; ".join(f"{name}: {verdict.reason}" for name, verdict in verdicts.items() if verdict.reason)
-        terms = {name: verdict.value for name, verdict in verdicts.items()}
+        said = {name: verdict.unscorable or verdict.reason for name, verdict in verdicts.items()}
+        reasons = "; ".join(f"{name}: {words}" for name, words in said.items() if words)
+        terms = {name: verdict.value for name, verdict in verdicts.items() if not verdict.unscorable}
         return Score(total, terms, reasons[:KEPT_CHARACTERS], steps=steps)
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.config.schema import RewardConfig, RewardTerm
+from grpo_mega.config.schema import RewardConfig, RewardModelConfig, RewardTerm
 from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.types import Prompt, Sample, Score
 
@@ -56,6 +56,33 @@ def test_few_samples_without_a_score_are_warnings_and_all_are_logged(caplog: pyt
     with caplog.at_level(logging.INFO):
         reward("away").score([sample("", index=i) for i in range(5)])
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 3 + ["INFO"] * 2
+
+
+@pytest.mark.parametrize("function", ["away", "moody"])
+def test_a_term_of_weight_0_costs_no_sample_its_score(function: str, caplog: pytest.LogCaptureFixture):
+    """Whether it has no value or raises; the sample lacks it, and that is logged."""
+    terms = [RewardTerm("watched", 0.0, f"answering_functions:{function}"), RewardTerm("format", 2.0)]
+    built = build_reward(RewardConfig(terms, "watched", 600, "leave_out"))
+    lost = {"away": "", "moody": "raises"}[function]
+    with caplog.at_level(logging.WARNING):
+        seen, unseen = built.score([sample("a"), sample(lost, index=5)])
+    assert seen == Score(0.0, {"watched": 1.0, "format": 0.0})
+    assert (unseen.total, unseen.terms, unseen.unscorable) == (0.0, {"format": 0.0}, "")
+    why = {"away": "the grader is away", "moody": "LookupError: lost"}[function]
+    assert unseen.reason.startswith("watched: ")
+    assert why in unseen.reason
+    (record,) = caplog.records
+    said = "prompt 'p/1', sample 5 has no value of a term of weight 0: reward term 'watched': "
+    assert record.getMessage().startswith(said)
+    assert why in record.getMessage()
+
+
+def test_a_reward_of_terms_of_weight_0_alone_is_0_whatever_fails():
+    """As beside a reward model."""
+    built = build_reward(
+        RewardConfig([RewardTerm("watched", 0.0, "answering_functions:away")], "watched", model=RewardModelConfig("m"))
+    )
+    assert built.score([sample("")]) == [Score(0.0, {}, "watched: the grader is away")]
 
 
 def test_a_sample_without_a_score_is_not_shown_to_further_terms():

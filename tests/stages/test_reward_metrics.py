@@ -40,6 +40,17 @@ def test_terms_are_averaged_over_the_answers_that_have_them():
     }
 
 
+def test_an_answer_without_the_value_of_a_watched_term_counts_in_all_other_means():
+    seen, unseen = Score(1.0, {"format": 1.0, "accuracy": 0.5}), Score(0.0, {"format": 0.0})
+    assert rewards(group("sums", seen, unseen)) == {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "reward/format": 0.5,
+        "reward/accuracy": 0.5,
+        "reward/unscorable": 0,
+    }
+
+
 def test_one_task_has_no_metrics_of_its_own():
     assert rewards(group("sums", Score(1.0, {"accuracy": 1.0}))) == {
         "reward/mean": 1.0,

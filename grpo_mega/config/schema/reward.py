@@ -94,5 +94,6 @@ class RewardConfig:
     on_error: Annotated[str, OneOf("stop", "leave_out")] = "stop"
     """Action when a term fails on a sample (an exception, an exit, a value that is not a number, a timeout of a
     function): stop ends the run with an error that shows the function's stack; leave_out leaves the sample without a
-    score, out of its group, and counts it in reward/unscorable."""
+    score, out of its group, and counts it in reward/unscorable. If the term has weight 0, the sample keeps its score
+    and lacks only the term's value."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
