@@ -130,7 +130,7 @@ def find_reward_model(config: Config, tokenizer: Tokenizer) -> FoundRewardModel 
         FileNotFoundError: The path does not exist.
         ValueError: The path has no reward model, or one with another tokenizer, of a shape that the layout cannot
             split, or without the scale that `reward.model.normalize` needs; or settings need scores of steps, which it
-            lacks.
+            lacks, or rewards that are never negative.
     """
     if config.reward.model.path is None:
         return None

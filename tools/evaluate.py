@@ -193,8 +193,8 @@ def _reward_model(made: Subject) -> FoundRewardModel:
 
 
 def _of_whole_answers(config: Config) -> Config:
-    """The configuration of a reward model of whole answers, however the run was trained."""
-    return replace(config, algorithm=replace(config.algorithm, supervision="outcome"))
+    """The configuration of a reward model of whole answers, however the run was trained: nothing has advantages."""
+    return replace(config, algorithm=replace(config.algorithm, supervision="outcome", advantage_std="none"))
 
 
 def _refusal(folder: Path, settings: dict[str, Any], held: ExitStack) -> str | None:

@@ -14,7 +14,7 @@ def check_reward_model_state(config: Config, checkpoint: Path, state: dict[str, 
 
     Raises:
         ValueError: The reward model has another tokenizer, or lacks the scale that `reward.model.normalize` needs; or
-            settings need scores of steps, which it lacks.
+            settings need scores of steps, which it lacks, or rewards that are never negative.
     """
     path = config.reward.model.path
     if state["tokenizer"] != fingerprint(tokenizer):
@@ -25,6 +25,12 @@ def check_reward_model_state(config: Config, checkpoint: Path, state: dict[str, 
     if "separators" in state:
         return
     _refuse_settings_of_steps(config)
+    if config.algorithm.advantage_std == "mean":
+        raise ValueError(
+            "algorithm.advantage_std=mean divides by the mean reward of a group, so no reward may be negative, and the "
+            f"scores of reward.model.path={path} may be, as it scores whole answers; set algorithm.advantage_std="
+            "sample or none, or name a run with run.trains=process_reward_model, whose scores are probabilities"
+        )
     if config.reward.model.normalize and state["scale"] and not state["scale"]["std"] > 0:
         raise ValueError(
             f"{checkpoint} gives every response the same score, which no deviation can normalise; train it for longer"

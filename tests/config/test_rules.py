@@ -54,6 +54,50 @@ def problems_of(config: Config, world_size: int | None = None) -> list[str]:
 # What is broken -> how the one message begins.
 STEPWISE = [RewardTerm("accuracy"), RewardTerm("sum_steps")]
 """A reward whose steps are scored."""
+SHORT = {"limit": 48, "buffer": 8}
+STERN = {"url": "http://judge", "model": "m", "rubric": "{completion}", "low": -1}
+KIND = STERN | {"low": 1.0}
+DIVIDED = "algorithm.advantage_std=mean divides by the mean reward of a group, so no reward may be negative, and"
+
+
+def divided(*terms: RewardTerm, **model: object) -> dict[str, object]:
+    """A reward whose mean divides, of accuracy, these terms and perhaps a reward model."""
+    terms = (RewardTerm("accuracy"), *terms)
+    of_model = {f"reward.model.{name}": value for name, value in model.items()}
+    return {"algorithm.advantage_std": "mean", "reward.terms": [*terms]} | of_model
+
+
+NEGATIVE: dict[str, dict[str, object]] = {
+    "reward.terms[1] (length, weight -0.1)": divided(
+        RewardTerm("length", -0.1, options={"low": 9, "high": 48}), RewardTerm("format", 0.2)
+    ),
+    "reward.terms[1] (overlong, weight 0.5)": divided(RewardTerm("overlong", 0.5, options=SHORT)),
+    "reward.terms[1] (repetition, weight 1)": divided(RewardTerm("repetition", tasks=["chain_sum"])),
+    "reward.terms[1] (judge, weight 1)": divided(RewardTerm("judge", options=STERN)),
+    "reward.terms[1] (f, weight -1)": divided(RewardTerm(weight=-1.0, function="my:f")),
+    "reward.model.weight=-1": divided(path="runs/liked", weight=-1.0),
+    "reward.terms[2] (overlong, weight 1)": divided(  # of the tasks that the judge has not
+        RewardTerm("judge", options=KIND, tasks=["a"]), RewardTerm("overlong", 1.0, options=SHORT)
+    ),
+}
+"""What can make a reward negative -> a reward with it."""
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        divided(RewardTerm("overlong", 0.0, options=SHORT), RewardTerm("judge", 0.0, options=STERN)),
+        divided(RewardTerm("overlong", -1.0, options=SHORT)),
+        divided(RewardTerm("judge", 1.0, options=KIND), RewardTerm("overlong", 0.5, options=SHORT)),
+        divided(RewardTerm(function="my:f"), RewardTerm("http", options={"url": "http://x"})),
+        divided(path="runs/liked"),  # if it scores steps, which its file says
+        divided(RewardTerm("overlong", 0.5, options=SHORT)) | {"algorithm.advantage_std": "population"},
+    ],
+)
+def test_rewards_that_are_known_to_be_never_negative_may_be_divided_by_their_mean(values: dict[str, object]) -> None:
+    assert problems_of(with_values(TINY, values)) == []
+
+
 BROKEN: list[tuple[dict[str, object], str]] = [
     ({"model.hidden": 98}, "model.hidden=98"),
     ({"model.hidden": 100}, "model.hidden=100 gives model.heads=4 heads an odd"),
@@ -271,6 +315,7 @@ BROKEN: list[tuple[dict[str, object], str]] = [
         {"algorithm.advantage_std": "mean", "algorithm.advantage_baseline": "optimal"},
         "algorithm.advantage_std=mean divides what the mean was subtracted from",
     ),
+    *((values, f"{DIVIDED} {field}") for field, values in NEGATIVE.items()),
     (
         {"algorithm.terms_apart": True, "algorithm.advantage_std": "none"},
         "algorithm.terms_apart=true makes terms comparable by their deviation",

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from operator import attrgetter
 
-from grpo_mega.config.schema import AlgorithmConfig, Config, CriticConfig
+from grpo_mega.config.rules.reward import reward_problems
+from grpo_mega.config.rules.terms import lowest
+from grpo_mega.config.schema import AlgorithmConfig, Config, CriticConfig, RewardConfig
 from grpo_mega.config.schema.terms import SCORE_STEPS
 
 LARGEST_FACTOR = 10
@@ -274,11 +276,8 @@ def _advantage_problems(config: Config) -> Iterator[str]:
             f"algorithm.advantage_std=mean divides what the mean was subtracted from, not algorithm.advantage_baseline="
             f"{baseline}; set algorithm.advantage_baseline=mean"
         )
-    if std == "mean" and (negative := [term.name for term in config.reward.terms if term.weight < 0]):
-        yield (
-            f"algorithm.advantage_std=mean needs rewards that are never negative, and the reward term {negative[0]!r} "
-            "has a negative weight; choose another advantage_std or weight"
-        )
+    if std == "mean":
+        yield from _negative_rewards(config.reward)
     if baseline == "batch" and algorithm.groups_without_signal != "count":
         yield (
             f"algorithm.groups_without_signal={algorithm.groups_without_signal} drops none with "
@@ -290,3 +289,28 @@ def _advantage_problems(config: Config) -> Iterator[str]:
             f"algorithm.advantage_baseline={baseline} and algorithm.advantage_std={std}; set "
             "algorithm.advantage_baseline=mean and algorithm.advantage_std=sample"
         )
+
+
+def _negative_rewards(reward: RewardConfig) -> Iterator[str]:
+    """A message if a reward can be negative, which the mean of a group, as divisor, does not allow.
+
+    Of a reward model only its file says whether it scores steps, whose probabilities are not negative, or whole
+    answers, which `check_reward_model_state` refuses.
+    """
+    if any(reward_problems(reward)):  # they come first: the bounds of a term follow from valid options
+        return
+    lows = {
+        f"reward.terms[{index}] ({term.name}, weight {term.weight:g})": (lowest(term), term.tasks)
+        for index, term in enumerate(reward.terms)
+    }
+    if reward.model.path is not None:
+        lows[f"reward.model.weight={reward.model.weight:g}"] = min(0.0, reward.model.weight), []
+    for task in sorted({"", *(task for term in reward.terms for task in term.tasks)}):
+        own = {field: low for field, (low, tasks) in lows.items() if not tasks or task in tasks}
+        if sum(own.values()) < 0:
+            yield (
+                "algorithm.advantage_std=mean divides by the mean reward of a group, so no reward may be negative, and "
+                f"{min(own, key=lambda field: own[field])} can make one so; remove it, or set algorithm.advantage_std="
+                "sample or none"
+            )
+            return
