@@ -46,6 +46,21 @@ def test_scores_are_read_at_the_last_token_of_each_step(tmp_path: Path) -> None:
     assert answer.where == f"{tmp_path}/steps.jsonl:1"
 
 
+def test_steps_that_end_within_one_token_have_the_least_of_their_labels(tmp_path: Path) -> None:
+    """Three of these four end within the token `1;2;3`."""
+    tokenizer = CharTokenizer(["1;2;3"])
+    told = {
+        "prompt": "4+5=?",
+        "completion": "4+1;2;3;5",
+        "steps": ["4+1", "2", "3", "5"],
+        "labels": [0.5, 0.25, 1, 0.75],
+    }
+    (answer,) = load_labelled_answers(write(tmp_path, told), tokenizer, ENDS, 100, SETTINGS)
+    assert answer.labels == (0.25, 0.75)
+    read = [tokenizer.decode(answer.row.token_ids[answer.prompt : end]) for _, end in answer.row.learned]
+    assert read == ["4+1;2;3", "4+1;2;3;5<eos>"]
+
+
 WRONG = [
     (line(labels=[1, 1]), "field 'labels' has 2 numbers for 3 steps; write one for each"),
     (line(labels=[1, 1.01, 0]), "field 'labels', label 2 is 1.01; write a number from 0 (wrong) to 1 (right)"),

@@ -44,7 +44,7 @@ def gradients_by_name(policy: Policy) -> dict[str, torch.Tensor]:
     return gather_whole(policy.chunks, lambda p: getattr(p, "main_grad", None))
 
 
-def draft_loss_of_megatrons_own(policy: Policy, batch: Batch, depths: int) -> float:
+def draft_loss_of_megatrons_own(policy: Policy, batch: Batch, depths: int, temperature: float) -> float:
     """Every sequence in a row of its own, tokens shifted by Megatron; over scored tokens and depths."""
     predictors = [m for m in policy.chunks.modules() if isinstance(m, PackedPredictor)]
     assert len(predictors) == depths
@@ -56,7 +56,7 @@ def draft_loss_of_megatrons_own(policy: Policy, batch: Batch, depths: int) -> fl
             module.__class__ = MultiTokenPredictionLayer
         hidden = policy.chunks.last(tokens[None], packed.positions[None], None, packed_seq_params=packed)
         for depth in range(1, depths + 1):
-            logprob = policy.head.full_logits(hidden[depth]).log_softmax(-1)
+            logprob = (policy.head.full_logits(hidden[depth]) / temperature).log_softmax(-1)
             for place in range(1 + depth, end - start):
                 total -= mask[place] * logprob[place - 1 - depth, tokens[place]].item()
     for module in predictors:
@@ -70,9 +70,11 @@ def test_drafts_are_those_of_every_sequence_alone(
     model: str, depths: int, make_policy: MakePolicy, batch: Batch
 ) -> None:
     policy = make_policy(model, mtp_layers=depths)
-    expected = draft_loss_of_megatrons_own(policy, batch, depths)
-    assert expected > 1
-    assert policy.gradients(batch, policy_loss).metrics["mtp_loss"] == pytest.approx(expected, rel=1e-6)
+    for temperature in (1.0, 0.6):
+        expected = draft_loss_of_megatrons_own(policy, batch, depths, temperature)
+        assert expected > 1
+        found = policy.gradients(batch, policy_loss, temperature).metrics["mtp_loss"]
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("model", ["dense", "latent"])

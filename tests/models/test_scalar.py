@@ -203,6 +203,25 @@ def test_it_starts_from_the_body_of_a_policy_s_checkpoint(
 
 
 @pytest.mark.parametrize("model", ["dense", "tied", "moe"])
+def test_it_starts_from_the_body_of_a_policy(
+    model: str, make_model: MakeModel, make_policy: Callable[..., Policy], batch: Batch
+) -> None:
+    """With the biases of its routers, which are buffers, and a head of 0."""
+    policy, scalar = make_policy(model, mtp_layers=0), make_model(model)
+    policy.initialize(seed=8)
+    biases = [buffer for name, buffer in policy.chunks.named_buffers() if name.endswith("expert_bias")]
+    assert bool(biases) == (model == "moe")
+    for bias in biases:
+        bias.copy_(torch.linspace(-3, 3, len(bias)))
+    scalar.take_body(policy)
+    ours, theirs = scalar.whole_weights(), policy.whole_weights()
+    assert not ours.pop("scalar_head.weight").any()
+    assert theirs.keys() - ours.keys() == {key for key in theirs if key.startswith("output_layer.")}
+    assert [key for key, whole in ours.items() if not torch.equal(whole, theirs[key])] == []
+    assert not scalar.values(batch).any()
+
+
+@pytest.mark.parametrize("model", ["dense", "tied", "moe"])
 def test_it_starts_from_the_body_in_a_hugging_face_folder(
     model: str, make_model: MakeModel, make_policy: Callable[..., Policy], tmp_path: Path
 ) -> None:

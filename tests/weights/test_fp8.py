@@ -50,6 +50,17 @@ def test_a_number_is_multiplied_by_the_scale_of_its_block() -> None:
     assert found.tolist() == [[1.0, 1.0]] * 128 + [[6.0, 6.0]] * 2
 
 
+def test_the_largest_number_of_each_block_is_the_largest_of_the_format() -> None:
+    weight = torch.randn(130, 200, generator=torch.Generator().manual_seed(1))
+    weight[129, 199] = -50.0
+    content, scale = quantised(weight)
+    for rows in (slice(0, 128), slice(128, 130)):
+        for columns in (slice(0, 128), slice(128, 200)):
+            largest = weight[rows, columns].abs().max()
+            assert content[rows, columns].float().abs().max() == 448
+            assert scale[rows.start // 128, columns.start // 128] == pytest.approx(largest.item() / 448)
+
+
 def test_a_block_of_zeros_stays_so() -> None:
     content, scale = quantised(torch.zeros(3, 130))
     assert not content.float().any()
