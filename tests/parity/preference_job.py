@@ -5,6 +5,7 @@ Usage: preference_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt
 
 import random
 from array import array
+from dataclasses import replace
 
 import torch
 from layouts_job import HERE, SMALL_BUCKETS, VOCAB, save_each
@@ -13,7 +14,14 @@ from parity_cases import LAYOUTS, MODELS, optimizer
 from grpo_mega.data.pairs import Pair
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel, value_itself
 from grpo_mega.models.topology import join_layout
-from grpo_mega.stages.reward_model import measure, preference_gradients, preference_update, scale_of, scores_of
+from grpo_mega.stages.reward_model import (
+    measure,
+    pack_pairs,
+    preference_gradients,
+    preference_update,
+    scale_of,
+    scores_of,
+)
 from grpo_mega.types import Row, pack_rows
 
 PAIRS = 7
@@ -21,7 +29,8 @@ PAIRS = 7
 
 
 def made_up_pairs() -> list[Pair]:
-    """Pairs of lengths from 2 tokens on; some share more than their prompt, one nothing but the first token."""
+    """Pairs of lengths from 2 tokens on; some share more than their prompt, one nothing but the first token, and of one
+    the rejected response goes on where the chosen one ends."""
     chance, pairs = random.Random(4), []
     for number in range(PAIRS):
         prompt = [1, *(chance.randrange(3, VOCAB) for _ in range(number * 2))]
@@ -31,6 +40,8 @@ def made_up_pairs() -> list[Pair]:
             ids = [*prompt, *more, *(chance.randrange(3, VOCAB) for _ in range(length)), 2]
             rows.append(Row(array("i", ids), ((len(ids) - 1, len(ids)),)))
         pairs.append(Pair(rows[0], rows[1], len(prompt), f"pair {number}"))
+    longer = array("i", [*pairs[4].chosen.token_ids, 5, 6])
+    pairs[4] = replace(pairs[4], rejected=Row(longer, ((len(longer) - 1, len(longer)),)))
     return pairs
 
 
@@ -43,6 +54,8 @@ def one_step(model_name: str, layout_name: str) -> dict:
     pairs = made_up_pairs()
     scores = torch.stack(scores_of(model, pairs, PAIRS))
     result: dict = {"scores": scores, "in parts": torch.stack(scores_of(model, pairs, 2))}
+    packed = pack_pairs(pairs)
+    result["shared"], result["lengths"] = packed.prompt_lengths.view(-1, 2), packed.lengths.view(-1, 2)
     result["metrics"] = preference_gradients(model, pairs).metrics
     result["gradients"] = model.whole_gradients()
     if topology.world_size == 1:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from parity_cases import one_process
 from parity_runs import LIMITS, assert_close, farthest, found_by, largest, relative
 
@@ -55,6 +56,16 @@ def test_the_gradient_is_that_of_the_loss_of_each_pair_alone(found, case):
     """Responses computed one by one, each with the derivative of its own pair's term of the loss."""
     one = found[case]
     assert_close(one, {"gradients": one["expected"]}, "gradients")
+
+
+@pytest.mark.parametrize("case", ONE_PROCESS)
+def test_what_a_pair_shares_leaves_each_response_the_token_that_is_scored(found, case):
+    """Even where one response goes on after the other's end."""
+    shared, lengths = found[case]["shared"], found[case]["lengths"]
+    assert torch.equal(shared[:, 0], shared[:, 1])
+    left = (lengths - shared).amin(dim=1)
+    assert left.min() == 1
+    assert left.max() > 1
 
 
 @pytest.mark.parametrize("case", ONE_PROCESS)

@@ -6,9 +6,11 @@ Usage: exchange_job.py FOLDER
 from __future__ import annotations
 
 import json
+import math
 import sys
 from array import array
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,15 @@ from grpo_mega.checkpoint import integrity, step_in_progress  # noqa: E402
 from grpo_mega.checkpoint.step_in_progress import StepInProgress  # noqa: E402
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.config.schema import AlgorithmConfig, Config, LayoutConfig  # noqa: E402
+from grpo_mega.data.tokenizer import CharTokenizer  # noqa: E402
 from grpo_mega.models.microbatch import gathered  # noqa: E402
+from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel  # noqa: E402
 from grpo_mega.models.topology import Topology, join_layout  # noqa: E402
 from grpo_mega.stages.batches import batch_of, batch_of_all, make_batch, mini_batches  # noqa: E402
 from grpo_mega.stages.corrections import corrected, penalised  # noqa: E402
+from grpo_mega.stages.learned_reward import LearnedReward, ScoresOf, StepScores, WholeScores  # noqa: E402
 from grpo_mega.stages.packing import pack_samples  # noqa: E402
+from grpo_mega.stages.reward_model import Scale  # noqa: E402
 from grpo_mega.stages.watch import Watch  # noqa: E402
 from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Rollout, Sample, Score  # noqa: E402
 
@@ -47,6 +53,9 @@ UNSCORED = (9, 24, 25, 27)
 """Samples that could not be scored: one of a group, and all but one of another."""
 EXPERTS = (3, 2)
 """MoE layers, and experts of each token."""
+VOCABULARY = CharTokenizer()
+SEPARATORS = ["+", "</answer>"]
+SEPARATOR_IDS = [VOCABULARY.token_id(separator) for separator in SEPARATORS]
 
 
 CORRECTED = AlgorithmConfig(
@@ -140,20 +149,25 @@ def penalties(rollout: Rollout, whole: Batch, config: Config, topology: Topology
     ]
 
 
-def by_step(rollout: Rollout, config: Config, topology: Topology) -> list[Any]:
-    """Advantages of tokens when steps are rewarded, two of every sample; and as plain Python has them."""
-    config = replace(config, algorithm=replace(config.algorithm, supervision="process"))
+def with_steps(rollout: Rollout) -> list[Group]:
+    """The answers with two steps each; some have none, which count as one."""
 
     def stepwise(number: int, answer: Answer) -> Answer:
-        if answer.score.unscorable or answer.length < 2:
+        if answer.score.unscorable or answer.length < 2 or number % 5 == 4:
             return answer
         steps = ((answer.length // 2 - 1, float(number % 4)), (answer.length - 1, float(number % 5)))
         return replace(answer, score=replace(answer.score, steps=steps))
 
-    groups = [
+    return [
         replace(group, answers=tuple(stepwise(SIZE * i + j, a) for j, a in enumerate(group.answers)))
         for i, group in enumerate(rollout.groups)
     ]
+
+
+def by_step(rollout: Rollout, config: Config, topology: Topology) -> list[Any]:
+    """Advantages of tokens when steps are rewarded; and as plain Python has them."""
+    config = replace(config, algorithm=replace(config.algorithm, supervision="process"))
+    groups = with_steps(rollout)
     batch = make_batch(replace(rollout, groups=groups), config, topology, 5)
     found = gathered(batch.advantage, batch, topology).tolist()
     expected: list[float] = []
@@ -164,6 +178,65 @@ def by_step(rollout: Rollout, config: Config, topology: Topology) -> list[Any]:
         if len(scored) > 1:
             expected += torch.cat(plain_grpo.step_advantages(steps, lengths, "sample")).tolist()
     return [[advantage for advantage in found if advantage], [advantage for advantage in expected if advantage]]
+
+
+def learned(rollout: Rollout, whole: Batch, layout: LayoutConfig, topology: Topology) -> dict[str, Any]:
+    """[total, terms, steps] of each sample with a reward model's scores, which replicas compute of unequally many; and
+    as plain Python has them."""
+    model_words = ["reward.model.path=liked", "reward.model.weight=0.5", "reward.model.from_step=3"]
+    config = settings(layout, "reward.terms=[{name:own,function:a:b}]", "reward.success=own", *model_words)
+    rollout, everyone = replace(rollout, groups=with_steps(rollout)), samples()
+    model = ScalarModel(REWARD_MODEL, config.model, layout, VOCABULARY.vocab_size, topology, HERE, trained=False)
+    model.initialize(seed=3)
+    values = [part.tolist() for part in model.values(whole).double().split(whole.lengths.tolist())]
+
+    def reward(supervision: str, scores: ScoresOf) -> LearnedReward:
+        of_kind = replace(config, algorithm=replace(config.algorithm, supervision=supervision))
+        return LearnedReward(of_kind, topology, scores, "")
+
+    def scored(by: LearnedReward) -> list[list[Any]]:
+        return [[a.score.total, a.score.terms, [*a.score.steps]] for a in by.added(rollout).answers]
+
+    whole_scores, expected_whole = WholeScores(model, Scale(0.25, 4.0)), []
+    step_scores, expected_steps = StepScores(model, SEPARATORS, "product", VOCABULARY.decode), []
+    for sample, answer, of_sample in zip(everyone, rollout.answers, values, strict=True):
+        score, prompt = answer.score, len(sample.prompt.token_ids)
+        value = (of_sample[-1] - 0.25) / 4
+        right = {end: 1 / (1 + math.exp(-of_sample[prompt + end])) for end in plain_ends(sample)}
+        product = math.prod(right.values()) if right else 0.0
+        if score.unscorable:
+            expected_whole.append([0.0, {}, []])
+            expected_steps.append([0.0, {}, []])
+            continue
+        expected_whole.append([score.total + value / 2, {"own": score.total, "model": value}, [*score.steps]])
+        rewards = dict(score.steps) or {max(0, answer.length - 1): score.total}
+        rewards |= {end: rewards.get(end, 0.0) + each / 2 for end, each in right.items()}
+        terms = {"own": score.total, "model": product}
+        expected_steps.append([score.total + product / 2, terms, sorted(rewards.items())])
+    result: dict[str, Any] = {
+        "whole": [scored(reward("outcome", whole_scores)), expected_whole],
+        "steps": [scored(reward("process", step_scores)), expected_steps],
+        "due": [reward("outcome", whole_scores).is_due(step) for step in range(5)],
+        "held": topology.of_every_replica([len(batch_of_all(rollout, config, topology).numbers)]),
+        "ended": sum(s.token_ids[-2] in SEPARATOR_IDS and s.token_ids[-1] not in SEPARATOR_IDS
+                     for s in everyone if s.finish_reason == "stop" and len(s.token_ids) > 1),
+    }  # fmt: skip
+    for weight in model.chunks.parameters():
+        weight.data.fill_(math.nan)
+    for name, by in (("whole", reward("outcome", whole_scores)), ("steps", reward("process", step_scores))):
+        try:
+            by.added(rollout)
+        except FloatingPointError as error:
+            result[f"{name} refused"] = str(error)
+    return result
+
+
+def plain_ends(sample: Sample) -> list[int]:
+    """Index in the completion of the last token of each step; the stop token belongs to the last one."""
+    spelled = sample.token_ids[:-1] if sample.finish_reason == "stop" else sample.token_ids
+    cuts = [-1, *(i for i, token in enumerate(spelled) if token in SEPARATOR_IDS), len(spelled)]
+    ends = [end - 1 for start, end in pairwise(cuts) if end - start > 1]
+    return [*ends[:-1], len(sample.token_ids) - 1] if len(sample.token_ids) else []
 
 
 def everywhere(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -198,6 +271,7 @@ def seen_under(name: str, folder: Path) -> dict[str, Any]:
     batch = corrected(batch, CORRECTED, topology)
     result["correction"] = gathered(batch.correction, batch, topology).tolist()
     result["penalised"] = penalties(rollout, whole, config, topology)
+    result["learned"] = learned(rollout, whole, LAYOUTS[name], topology) if name == "dp4" else {}
     step = StepInProgress(rollout.groups, batch, [{"a": 1}], [{"loss": 0.5}])
     trained = whole.select(result["numbers"]).with_(
         **{name: gathered(getattr(batch, name), batch, topology)

@@ -84,6 +84,33 @@ def test_the_mismatch_is_that_of_all_tokens(seen: Seen, layout: str) -> None:
         assert not any(map(math.isnan, rank[layout]["mismatch"].values()))
 
 
+@pytest.mark.parametrize("kind", ["whole", "steps"])
+def test_a_reward_model_s_scores_are_added_to_every_rank_s_answers(seen: Seen, kind: str) -> None:
+    """Normalised, weighted and, for steps, at the tokens at which other terms may reward steps as well."""
+    for rank in seen:
+        found, expected = rank["dp4"]["learned"][kind]
+        for (total, terms, steps), (of_total, of_terms, of_steps) in zip(found, expected, strict=True):
+            assert total == pytest.approx(of_total, abs=1e-4)
+            assert terms == pytest.approx(of_terms, abs=1e-4)
+            assert [token for token, _ in steps] == [token for token, _ in of_steps]
+            assert [value for _, value in steps] == pytest.approx([value for _, value in of_steps], abs=1e-4)
+    assert len({round(terms["model"], 3) for _, terms, _ in expected if terms}) > 20, "scores differ"
+    held = [count for (count,) in seen[0]["dp4"]["learned"]["held"]]
+    assert len({*held}) > 1, "replicas score other numbers of samples"
+    assert seen[0]["dp4"]["learned"]["ended"] > 0, "before some stop token a step has ended"
+
+
+def test_a_reward_model_counts_from_the_step_that_was_asked_for(seen: Seen) -> None:
+    assert seen[0]["dp4"]["learned"]["due"] == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("kind", ["whole", "steps"])
+def test_a_score_that_is_not_finite_names_the_sample(seen: Seen, kind: str) -> None:
+    for rank in seen:
+        refused = rank["dp4"]["learned"][f"{kind} refused"]
+        assert refused.startswith("the reward model's score of prompt 'p0', sample 0 is nan; its weights overflow")
+
+
 def test_a_step_saved_under_one_layout_is_continued_under_any_other(seen: Seen) -> None:
     for rank in seen:
         for layout in LAYOUTS:
