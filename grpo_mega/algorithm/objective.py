@@ -84,6 +84,8 @@ def grpo_loss(options: GRPOLoss, on_policy: bool, measures_kl: bool = False) -> 
             settings |= {"cu_seqlens": scored.cu_seqlens, "sequence_group": sequence_group}
         advantage, weight = scored.advantage, scored.weight
         if scored.correction is not None:
+            if options.off_policy_mask is not None:  # measures all of a sequence, also what the correction leaves out
+                settings |= {"sampled": weight != 0}
             advantage, weight = advantage * scored.correction, weight.masked_fill(scored.correction == 0, 0.0)
         total, result = linear_grpo_loss(
             hidden,

@@ -100,6 +100,12 @@ def require_tokens(tokens: Tokens, options: GRPOLoss, count: int, device: torch.
         raise ValueError(f"cu_seqlens {whole}")
     if tokens.sequence_group is not None and not options.per_sequence:
         raise ValueError(f"sequence_group {whole}")
+    if tokens.sampled is not None:
+        _require_tensor("sampled", tokens.sampled, 1, (torch.bool,))
+        _require_device("sampled", tokens.sampled, device)
+        _require_length("sampled", tokens.sampled, count)
+        if options.off_policy_mask is None:
+            raise ValueError("sampled goes with options.off_policy_mask; pass None without it")
     if tokens.cu_seqlens is not None:
         _require_sequences(tokens.cu_seqlens, count, device)
 

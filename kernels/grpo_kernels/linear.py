@@ -116,6 +116,7 @@ def linear_grpo_loss(
     options: GRPOLoss,
     rollout_logprob: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    sampled: Tensor | None = None,
     sequence_group: dist.ProcessGroup | None = None,
     main_grad: Tensor | None = None,
     grad_scale: float = 1.0,
@@ -141,7 +142,8 @@ def linear_grpo_loss(
     """
     layer = output_layer(hidden, output_weight, ids, **settings)
     checks.require_group(sequence_group, "sequence_group")
-    tokens = Tokens(advantages, token_weight, old_logprob, ref_logprob, rollout_logprob, cu_seqlens, sequence_group)
+    vectors = (advantages, token_weight, old_logprob, ref_logprob, rollout_logprob)
+    tokens = Tokens(*vectors, cu_seqlens, sequence_group, sampled)
     checks.require_tokens(tokens, options, len(ids), hidden.device)
     checks.require_main_grad(main_grad, output_weight, grad_scale)
     work = Work.of(layer, hidden, output_weight, ids, main_grad, grad_scale)

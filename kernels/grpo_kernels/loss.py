@@ -33,6 +33,7 @@ def fused_grpo_loss(
     rows: Tensor | None = None,
     rollout_logprob: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    sampled: Tensor | None = None,
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     backend: str | None = None,
@@ -56,6 +57,8 @@ def fused_grpo_loss(
         options: The loss.
         rollout_logprob: Log-prob as the engine sampled the token, for `options.correction` and its `off_policy_mask`.
         cu_seqlens: [B + 1] int64, 0 and the ends of the sequences among the n tokens, if `options.per_sequence`.
+        sampled: [n] bool, the tokens that the mean of `options.off_policy_mask` is over; None for all whose weight is
+            not 0.
 
     Returns:
         The scalar float32 loss, whose `backward` runs once, and metrics.
@@ -64,7 +67,7 @@ def fused_grpo_loss(
         ValueError, TypeError: An argument is bad; names it.
     """
     shard = checked_shard(logits, ids, rows, vocab_size, group)
-    tokens = Tokens(advantages, token_weight, old_logprob, ref_logprob, rollout_logprob, cu_seqlens)
+    tokens = Tokens(advantages, token_weight, old_logprob, ref_logprob, rollout_logprob, cu_seqlens, None, sampled)
     checks.require_tokens(tokens, options, len(ids), logits.device)
     checks.require_temperature(temperature)
     one_launch = fits_one_launch(shard, options)

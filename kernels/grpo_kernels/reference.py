@@ -62,6 +62,7 @@ def grpo_loss(
     rows: Tensor | None = None,
     rollout_logprob: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    sampled: Tensor | None = None,
 ) -> Reference:
     """Float64 results of `fused_grpo_loss` for whole rows, with the same arguments."""
     rows = torch.arange(len(logits)) if rows is None else rows
@@ -70,7 +71,7 @@ def grpo_loss(
     old, ref, rollout = (
         None if vector is None else vector.double() for vector in (old_logprob, ref_logprob, rollout_logprob)
     )
-    tokens = Tokens(advantages.double(), token_weight.double(), old, ref, rollout, cu_seqlens)
+    tokens = Tokens(advantages.double(), token_weight.double(), old, ref, rollout, cu_seqlens, None, sampled)
     losses = token_losses(logprob, entropy, tokens, options)
     by_entropy = torch.zeros_like(entropy) if losses.grad_entropy is None else losses.grad_entropy
     gradient = torch.zeros_like(logits, dtype=torch.float64)

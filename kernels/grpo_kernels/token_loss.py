@@ -12,7 +12,8 @@ With ratio rho = exp(logprob - old), advantage A and c = exp(old - rollout) (see
                 (logprob - old)); k and lambda are vespo_k_pos, vespo_lambda_pos, where A < 0 vespo_k_neg and so on
     loss        weight * (policy term * correction + kl_coef * KL(policy || reference) - entropy_coef * entropy)
 
-Where the average of rollout - logprob over the sequence exceeds `off_policy_mask`, negative A count as 0.
+Where the average of rollout - logprob over the sequence exceeds `off_policy_mask`, negative A count as 0. That average
+is over all tokens of the sequence; the means and sums above leave out those that the correction masks.
 
 A log-prob of -inf (the target's logit is -inf) has ratio 0. Its policy term is finite, except under cispo and vespo;
 there, and with a KL term, its loss is not, for the caller to refuse. A NaN in an input is a NaN in that token's loss
@@ -40,7 +41,7 @@ FARTHEST = 20.0
 
 @dataclass
 class Tokens:
-    """Inputs of the loss for n tokens, except the policy's; all but the last two are [n], float32 for kernels.
+    """Inputs of the loss for n tokens, except the policy's; all but two are [n], and all but three float32 for kernels.
 
     Attributes:
         advantage: The advantage A.
@@ -52,6 +53,8 @@ class Tokens:
             `per_sequence`.
         sequence_group: Ranks that hold tokens of the same B sequences, or None for this rank only; for losses that are
             `per_sequence`.
+        sampled: bool, the tokens that the mean of `off_policy_mask` is over; None for all whose weight is not 0. For
+            callers that give weight 0 to tokens of a sequence, which must not change what is measured of it.
     """
 
     advantage: Tensor
@@ -61,6 +64,7 @@ class Tokens:
     rollout: Tensor | None = None
     cu_seqlens: Tensor | None = None
     sequence_group: dist.ProcessGroup | None = None
+    sampled: Tensor | None = None
 
     def part(self, tokens: slice) -> Tokens:
         """Some of the tokens, without the sequence data, as a part may cut sequences."""
@@ -185,12 +189,14 @@ def _corrected(tokens: Tokens, old: Tensor, options: GRPOLoss) -> tuple[Tensor, 
 def _masked(advantage: Tensor, logprob: Tensor, tokens: Tokens, options: GRPOLoss) -> Tensor:
     """[n] advantages, 0 where they are negative in a sequence that has become unlikely (`off_policy_mask`).
 
-    The mean is over all tokens of the sequence, including those masked by the correction, which are the unlikely ones.
+    The mean is over all tokens of the sequence (DeepSeek-V3.2 divides by its length), including those masked by a
+    correction, which are the unlikely ones.
     """
     if options.off_policy_mask is None:
         return advantage
     assert tokens.rollout is not None, "checks.py asks for it"
-    mean = _sequence_mean(tokens.rollout - logprob, tokens.weight != 0, tokens)
+    sampled = tokens.weight != 0 if tokens.sampled is None else tokens.sampled
+    mean = _sequence_mean(tokens.rollout - logprob, sampled, tokens)
     away = (mean > options.off_policy_mask) & (advantage < 0)
     return torch.where(mean.isnan(), mean, torch.where(away, 0.0, advantage))
 

@@ -63,6 +63,7 @@ LOSS: list[tuple[dict[str, Any], str]] = [
     ({"options": {"kind": "ppo"}}, "options is a dict; pass a GRPOLoss"),
     ({"options": GRPOLoss(kind="gspo")}, "cu_seqlens goes with options.kind gspo"),
     ({"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens goes with options.kind gspo"),
+    ({"sampled": ONES > 0}, "sampled goes with options.off_policy_mask"),
 ]
 SEQUENCES: list[tuple[dict[str, Any], str]] = [
     ({"cu_seqlens": torch.tensor([0, 3])}, "cu_seqlens must begin with 0, never fall and end with 4"),
@@ -147,6 +148,15 @@ def test_bad_sequences(bad: dict[str, Any], message: str) -> None:
     gspo = loss() | {"options": GRPOLoss(kind="gspo")}
     refused(grpo_kernels.fused_grpo_loss, logits() | gspo, bad, message)
     refused(grpo_kernels.linear_grpo_loss, hidden() | gspo, bad, message)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "message"),
+    [(ONES, r"sampled is torch\.float32; use torch\.bool"), (ONES[1:] > 0, "sampled has 3 entries; it needs 4")],
+)
+def test_bad_tokens_of_the_off_policy_mask(sampled: torch.Tensor, message: str) -> None:
+    masked = {"options": GRPOLoss(off_policy_mask=0.1), "rollout_logprob": ONES, "cu_seqlens": torch.tensor([0, N])}
+    refused(grpo_kernels.fused_grpo_loss, logits() | loss() | masked, {"sampled": sampled}, message)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,8 @@ def textbook(logits: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
     if options.off_policy_mask is not None:  # over all tokens of the sequence, also those that the correction masks
         deviation = given["rollout_logprob"].double() - logprob.detach()
-        away = mean(deviation, given["token_weight"] != 0) > options.off_policy_mask
+        sampled = given.get("sampled")
+        away = mean(deviation, given["token_weight"] != 0 if sampled is None else sampled) > options.off_policy_mask
         advantage = advantage.masked_fill(away & (advantage < 0), 0.0)
     of_token = logprob - old
     log_ratio = mean(of_token) if options.kind in ("gspo", "gspo_token") else of_token
@@ -159,13 +160,17 @@ def settings_of_the_loss(draw: st.DrawFn) -> GRPOLoss:
 
 
 @settings(deadline=None, max_examples=300)
-@given(settings_of_the_loss(), st.integers(0, 2**20), st.booleans())
-def test_losses_and_gradients_are_the_textbook_s(options: GRPOLoss, seed: int, on_policy: bool) -> None:
+@given(settings_of_the_loss(), st.integers(0, 2**20), st.booleans(), st.booleans())
+def test_losses_and_gradients_are_the_textbook_s(
+    options: GRPOLoss, seed: int, on_policy: bool, measures_all: bool
+) -> None:
     """Of the reference in float64; and of what training computes from hidden states, in float32."""
     logits, given_ = arguments(options, seed)
     logits[0, V - 1] = 0.0  # autograd has no gradient at -inf
     if on_policy:
         given_["old_logprob"] = None
+    if measures_all and options.off_policy_mask is not None:  # those without weight, too
+        given_["sampled"] = torch.ones(N, dtype=torch.bool)
     losses, gradient = textbook(logits, given_)
     found = reference.grpo_loss(logits, **given_)
     torch.testing.assert_close(found.loss, losses, atol=1e-12, rtol=1e-10)

@@ -1,0 +1,56 @@
+"""The loss that a configuration describes: the same wherever its correction is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_kernels.options import KINDS
+from grpo_mega.algorithm.correction import correction_factors
+from grpo_mega.config.schema import AlgorithmConfig
+from grpo_mega.stages.corrections import correction_of
+from grpo_mega.stages.loss import loss_of
+from grpo_mega.types import ScoredTokens
+
+
+def loss_and_gradient(algorithm: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of three sequences, in two of which the engine is far from the trainer at one token alone."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(9, 5, generator=generator).requires_grad_()
+    ids, cu_seqlens = torch.arange(9) % 5, torch.tensor([0, 3, 5, 9])
+    logprob = hidden.detach().log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    old = logprob - torch.tensor([0.1, -0.1, 0.05, 0.1, 0.0, -0.2, 0.1, 0.0, 0.1])
+    # The mean of rollout - logprob is 0.6, 0.0 and 0.3; without the token far away 0.0, 0.0 and -0.03.
+    rollout = old + torch.tensor([0.1, 1.7, 0.05, 0.1, 0.0, -0.2, 0.1, 1.3, 0.0])
+    scored = ScoredTokens(
+        index=torch.arange(9),
+        cu_seqlens=cu_seqlens,
+        tokens=ids,
+        mask=torch.ones(9, dtype=torch.bool),
+        weight=torch.full((9,), 1 / 9),
+        advantage=torch.tensor([-1.0, -1.0, -1.0, -0.5, -0.5, 2.0, 2.0, 2.0, 2.0]),
+        rollout_logprob=rollout,
+        old_logprob=old,
+        ref_logprob=logprob - 0.3,
+    )
+    if options := correction_of(algorithm):
+        scored = replace(scored, correction=correction_factors(old - rollout, scored.mask, cu_seqlens, options))
+    losses = loss_of(algorithm, on_policy=False)(hidden, torch.eye(5), scored)
+    return losses.total.detach(), torch.autograd.grad(losses.total, hidden)[0]
+
+
+@pytest.mark.parametrize("correction", ["none", "truncate", "mask"])
+@pytest.mark.parametrize("off_policy_mask", [None, 0.1])
+@pytest.mark.parametrize("objective", KINDS)
+def test_a_bound_that_rejects_no_sequence_changes_nothing(
+    objective: str, off_policy_mask: float | None, correction: str
+) -> None:
+    """With the bound the correction is computed before the updates, without it in the loss."""
+    settings = {"objective": objective, "off_policy_mask": off_policy_mask, "correction": correction, "kl_coef": 0.1}
+    loss, gradient = loss_and_gradient(AlgorithmConfig(correction_floor=0.5, **settings))
+    same_loss, same_gradient = loss_and_gradient(AlgorithmConfig(correction_floor=0.5, rejection_cap=1e6, **settings))
+    assert gradient.any()
+    torch.testing.assert_close(same_loss, loss, atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(same_gradient, gradient, atol=1e-7, rtol=1e-6)
