@@ -8,20 +8,27 @@ import torch
 from torch import Tensor
 
 BASELINES = ("mean", "leave_one_out", "optimal")
-STDS = ("sample", "population", "mean", "none")
+STDS = ("sample", "population", "mean", "none", "batch", "batch_rewards")
 
 ROUNDING = 1e-6
-"""Rewards count as equal when their spread is at most this fraction of the largest: a few units in the last place of
-float32, in which many rewards are computed. Divided by their standard deviation, such differences would become
-advantages of size one."""
+"""Where their differences are divided, rewards count as equal when their spread is at most this fraction of the
+largest: a few units in the last place of float32, in which many rewards are computed. Divided by their standard
+deviation, such differences would become advantages of size one."""
+
+SMALLEST = torch.finfo(torch.float32).tiny
+"""Rewards count as equal when their spread is not above this: float32 could not hold their advantages."""
 
 
-def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether there are at least two rewards, finite numbers, that differ by more than `ROUNDING` times the largest."""
+def has_signal(rewards: Sequence[float], std: str) -> bool:
+    """Whether at least two rewards, finite numbers, differ: by more than `SMALLEST` where std is "none", as nothing
+    magnifies what rounding made of them; else by more than `ROUNDING` times the largest.
+
+    Every count of groups with signal asks here, so that it agrees with the advantages.
+    """
     if len(rewards) < 2:
         return False
     low, high = min(rewards), max(rewards)
-    return high - low > ROUNDING * max(abs(low), abs(high))
+    return high - low > (SMALLEST if std == "none" else ROUNDING * max(abs(low), abs(high)))
 
 
 def group_advantages(rewards: Tensor, std: str, baseline: str = "mean", lengths: Sequence[int] = ()) -> Tensor:
@@ -33,14 +40,16 @@ def group_advantages(rewards: Tensor, std: str, baseline: str = "mean", lengths:
     - OPO (arXiv 2505.23585): "optimal", "none";
     - MaxRL (arXiv 2602.02710): "mean", "mean".
 
-    A group without signal (see `has_signal`) has advantages of exactly 0. Otherwise nothing is added to the standard
-    deviation, so advantages do not change when all rewards are multiplied by a positive number (with "none" they are
-    multiplied as well) or, unless divided by their mean, shifted by one that leaves their differences above rounding.
+    A group without signal (see `has_signal`) has advantages of exactly 0, all others one that is not. Nothing is added
+    to the standard deviation, so advantages do not change when all rewards are multiplied by a positive number (with
+    "none" they are multiplied as well) or, unless divided by their mean, shifted by one that leaves their differences
+    above rounding.
 
     Args:
         rewards: [G] total rewards of one group, G at least 2.
         std: Divisor of the differences: the standard deviation, "sample" (divides by G - 1 under the root) or
-            "population" (by G); the "mean" reward; or "none" (no division).
+            "population" (by G); the "mean" reward; "none" (no division); or what the caller divides by, "batch" or
+            "batch_rewards" (see `AdvantageOptions`).
         baseline: Baseline subtracted from a reward: the "mean" of the group; "leave_one_out", the mean of the others;
             "optimal", the mean weighted by length, which minimises the variance of the gradient if its norm grows as
             the square root of the length.
@@ -54,7 +63,7 @@ def group_advantages(rewards: Tensor, std: str, baseline: str = "mean", lengths:
             `lengths` do not fit it, or a name is unknown.
     """
     if std not in STDS:
-        raise ValueError(f"advantage_std is {std!r}; use sample, population, mean or none")
+        raise ValueError(f"advantage_std is {std!r}; use one of {', '.join(STDS)}")
     if baseline not in BASELINES:
         raise ValueError(f"advantage_baseline is {baseline!r}; use mean, leave_one_out or optimal")
     if rewards.dim() != 1 or len(rewards) < 2:
@@ -63,15 +72,17 @@ def group_advantages(rewards: Tensor, std: str, baseline: str = "mean", lengths:
         raise ValueError(f"rewards {rewards.tolist()} are not all finite in float32; check the reward functions")
     if std == "mean" and (rewards < 0).any():
         raise ValueError(f"rewards {rewards.tolist()} are not all positive or 0, as advantage_std=mean needs them")
-    if not has_signal(rewards.tolist()):
+    if not has_signal(rewards.tolist(), std):
         return torch.zeros_like(rewards, dtype=torch.float32)
-    size = rewards.double().abs().max()
-    scaled = rewards.double() / size  # scaled, so that no square over- or underflows
+    # From 0 to 1, so that no square over- or underflows, and a difference far below the rewards keeps its digits.
+    rewards = rewards.double()
+    spread = rewards.max() - rewards.min()
+    scaled = (rewards - rewards.min()) / spread
     centred = scaled - _baseline(scaled, baseline, lengths)
-    if std == "none":
-        return (centred * size).float()
+    if std in ("none", "batch", "batch_rewards"):
+        return (centred * spread).float()
     if std == "mean":
-        return (centred / scaled.mean()).float()
+        return (centred * (spread / rewards.mean())).float()
     return (centred / scaled.std(correction=1 if std == "sample" else 0)).float()
 
 

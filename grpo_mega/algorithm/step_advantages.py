@@ -6,6 +6,7 @@ group, as if it had never been sampled.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,8 +25,8 @@ class AdvantageOptions:
     Attributes:
         baseline: Baseline subtracted from a reward: one of `advantage.BASELINES`, or "batch", the mean of all samples;
             with "critic" advantages are not relative to other samples, and not computed here.
-        std: Divisor of the difference: one of `advantage.STDS`; or, over all samples, "batch", the standard deviation
-            of the differences, or "batch_rewards", that of the rewards.
+        std: Divisor of the difference, one of `advantage.STDS`: of those over all samples, "batch" is the standard
+            deviation of the differences, "batch_rewards" that of the rewards.
         terms: Name -> nonzero weight of the reward terms that are normalised separately; empty to normalise the total
             reward.
         drop: Whether groups without signal are left out of statistics over the batch.
@@ -42,18 +43,19 @@ class AdvantageOptions:
 def groups_with_signal(groups: Sequence[Group], options: AdvantageOptions) -> list[bool]:
     """Whether each group has signal: samples with nonzero advantages.
 
-    That is the case if the rewards of at least two samples differ, in any term if terms are normalised separately; with
-    the baseline of the batch, where a reward differs from it; by step, where there are two samples and two steps
-    differ; with a critic, every group with a score.
+    That is the case if the rewards of at least two samples differ (see `has_signal`), in any term if terms are
+    normalised separately; with the baseline of the batch, where a reward differs from it; by step, where there are two
+    samples and two steps differ; with a critic, every group with a score.
     """
     if options.baseline == "critic":
         return [bool(group.rewards) for group in groups]
     if options.baseline == "batch":
-        mean = float(_mean(groups))
-        return [any(has_signal([reward, mean]) for reward in group.rewards) for group in groups]
+        mean = _mean(groups)
+        return [any(has_signal([reward, mean], options.std) for reward in group.rewards) for group in groups]
     if options.by_step:
-        return [has_signal([reward for of_sample in _steps(group) for _, reward in of_sample]) for group in groups]
-    return [any(has_signal(column) for _, column in _columns(group, options)) for group in groups]
+        columns = ([reward for of_sample in _steps(group) for _, reward in of_sample] for group in groups)
+        return [has_signal(column, options.std) for column in columns]
+    return [any(has_signal(column, options.std) for _, column in _columns(group, options)) for group in groups]
 
 
 def step_advantages(groups: Sequence[Group], options: AdvantageOptions) -> Tensor:
@@ -135,10 +137,9 @@ def _steps(group: Group) -> list[Steps]:
     return [answer.score.steps or ((max(0, answer.length - 1), answer.score.total),) for answer in scored]
 
 
-def _mean(groups: Sequence[Group]) -> Tensor:
-    """[] float64 mean reward of all samples; 0 when there are none."""
-    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
-    return rewards.sum() / max(1, len(rewards))
+def _mean(groups: Sequence[Group]) -> float:
+    """Mean reward of all samples, exactly, so that equal rewards equal it; 0 when there are none."""
+    return statistics.mean([float(reward) for group in groups for reward in group.rewards] or [0.0])
 
 
 def _columns(group: Group, options: AdvantageOptions) -> list[tuple[float, list[float]]]:
@@ -155,10 +156,9 @@ def _relative(group: Group, options: AdvantageOptions) -> Tensor:
     """[scored samples] float64 advantages relative to the group; 0 with fewer than two samples."""
     lengths = [answer.length for answer in group.answers if not answer.score.unscorable]
     total = torch.zeros(len(lengths), dtype=torch.float64)
-    std = "none" if options.std in ("batch", "batch_rewards") else options.std
     for weight, column in _columns(group, options) if len(lengths) > 1 else ():
         rewards = torch.tensor(column, dtype=torch.float64)
-        total += weight * group_advantages(rewards, std, options.baseline, lengths)
+        total += weight * group_advantages(rewards, options.std, options.baseline, lengths)
     return total
 
 
@@ -174,7 +174,7 @@ def _joined(values: Sequence[Tensor], chosen: Sequence[bool]) -> Tensor:
 
 def _deviation(values: Tensor) -> float:
     """Sample standard deviation; 1 if all values are equal."""
-    if not has_signal(values.tolist()):
+    if not has_signal(values.tolist(), std="batch"):
         return 1.0
     size = values.abs().max()  # the square would over- or underflow where those of the quotients do not
     return float(size * (values / size).std())

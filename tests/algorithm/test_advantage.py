@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -59,14 +60,29 @@ def rounded(reward: float, ulps: int) -> float:
     reward=st.floats(1e-30, 1e30),
     ulps=st.lists(st.integers(0, 8), min_size=2, max_size=8),
     sign=st.sampled_from([1, -1]),
-    std=st.sampled_from(STDS),
+    std=st.sampled_from(["sample", "population", "batch", "batch_rewards"]),
 )
-def test_rewards_that_differ_in_their_last_bits_are_equal_whatever_their_size(
+def test_divided_rewards_that_differ_in_their_last_bits_are_equal_whatever_their_size(
     reward: float, ulps: list[int], sign: int, std: str
 ) -> None:
     rewards = [sign * rounded(reward, n) for n in ulps]
     assert not advantages(rewards, std).any()
-    assert not has_signal(rewards)
+    assert not has_signal(rewards, std)
+
+
+@given(rewards=st.lists(st.integers(-4, 4), min_size=2, max_size=8), size=st.floats(1e-20, 1e20))
+def test_where_nothing_divides_any_difference_counts(rewards: list[int], size: float) -> None:
+    """Here of a few units in the last place of float64, which the rewards' mean would round away."""
+    rewards = [size + r * math.ulp(size) for r in rewards]
+    mean = sum(map(Fraction, rewards)) / len(rewards)
+    expected = [float(Fraction(r) - mean) for r in rewards]
+    assert advantages(rewards, "none").tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9 * math.ulp(size))
+    assert has_signal(rewards, "none") == (len({*rewards}) > 1)
+
+
+def test_a_reward_of_a_million_and_one_is_better_than_a_million() -> None:
+    assert advantages([1e6, 1e6 + 1], "none").tolist() == [-0.5, 0.5]
+    assert not advantages([1e6, 1e6 + 1], "sample").any()
 
 
 def test_a_reward_of_a_hundred_that_was_rounded_is_no_signal() -> None:
@@ -85,15 +101,25 @@ def test_advantages_do_not_depend_on_a_shift_that_leaves_differences_visible(
     rewards: list[int], shift: int, std: str
 ) -> None:
     shifted = [r + shift for r in rewards]
-    if max(shifted) - min(shifted) > 1e-6 * max(map(abs, shifted)):
+    if std == "none" or max(shifted) - min(shifted) > 1e-6 * max(map(abs, shifted)):
         torch.testing.assert_close(advantages(shifted, std), advantages(rewards, std), atol=1e-6, rtol=1e-5)
 
 
-@given(rewards=st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=8), std=st.sampled_from(STDS))
-def test_a_group_has_a_signal_where_it_has_an_advantage(rewards: list[float], std: str) -> None:
-    got = advantages(rewards, std)
+@given(
+    rewards=st.lists(st.floats(0, 1e6), min_size=2, max_size=8),
+    apart=st.sampled_from([1.0, 1e-3, 1e-20, 1e-43]),
+    sign=st.sampled_from([1, -1]),
+    std=st.sampled_from(STDS),
+    baseline=st.sampled_from(BASELINES),
+)
+def test_a_group_has_a_signal_where_it_has_an_advantage(
+    rewards: list[float], apart: float, sign: int, std: str, baseline: str
+) -> None:
+    """Also where all rewards are nearly the first one, or as small as float32 can be."""
+    rewards = [sign * (rewards[0] + (r - rewards[0]) * apart) for r in rewards]
+    got = group_advantages(torch.tensor(rewards, dtype=torch.float64), std, baseline, range(1, len(rewards) + 1))
     assert got.isfinite().all()
-    assert bool(got.any()) == has_signal(rewards) or (std == "none" and max(map(abs, rewards)) < 1e-30)
+    assert bool(got.any()) == has_signal(rewards, std)
 
 
 @given(rewards=distinct_rewards, std=st.sampled_from(STDS), data=st.data())
@@ -139,7 +165,7 @@ def test_rewards_that_are_not_finite_are_refused(bad: float) -> None:
 
 
 def test_unknown_standard_deviation_is_refused_even_for_equal_rewards() -> None:
-    with pytest.raises(ValueError, match="'biased'; use sample, population, mean or none"):
+    with pytest.raises(ValueError, match="'biased'; use one of sample, population, mean, none"):
         advantages([1, 1], "biased")
     with pytest.raises(ValueError, match="'median'; use mean, leave_one_out or optimal"):
         group_advantages(torch.ones(2), "none", "median")
@@ -204,5 +230,6 @@ def test_equal_rewards_give_exactly_zero_with_every_baseline(reward: float, size
 
 
 def test_fewer_than_two_rewards_are_no_signal() -> None:
-    assert not has_signal([])
-    assert not has_signal([1.0])
+    for std in ("none", "sample"):
+        assert not has_signal([], std)
+        assert not has_signal([1.0], std)

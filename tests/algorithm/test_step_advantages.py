@@ -164,6 +164,33 @@ def test_a_group_that_earns_the_mean_of_the_batch_does_not_move() -> None:
     assert split(groups, BATCH[1]) == [[0, 0], [-1, 1], [0, 0, 0]]
 
 
+@pytest.mark.parametrize(("baseline", "expected"), [("mean", 0.5), ("leave_one_out", 1.0), ("batch", 0.5)])
+def test_where_nothing_divides_a_group_of_large_rewards_has_signal(baseline: str, expected: float) -> None:
+    groups, options = [group([1e6, 1e6 + 1])], AdvantageOptions(baseline, "none")
+    assert groups_with_signal(groups, options) == [True]
+    assert split(groups, options) == [[-expected, expected]]
+    stepwise = AdvantageOptions(std="none", by_step=True)
+    assert groups_with_signal(groups, stepwise) == [True]
+    assert [x[0] for x in process_supervision(groups, stepwise, [0, 1])] == [-0.5, 0.5]
+
+
+@pytest.mark.parametrize("std", ["sample", "population", "mean", "batch", "batch_rewards"])
+def test_where_something_divides_their_difference_is_rounding(std: str) -> None:
+    """Also where the deviation is that of a batch in which nothing else differs."""
+    groups = [group([1e6, 1e6 + 0.5]), group([0, 0])]
+    assert groups_with_signal(groups, AdvantageOptions(std=std)) == [False, False]
+    assert split(groups, AdvantageOptions(std=std)) == [[0, 0], [0, 0]]
+
+
+@given(reward=st.floats(0.01, 100), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4))
+def test_equal_rewards_are_the_mean_of_the_batch(reward: float, sizes: list[int]) -> None:
+    """Summed up and divided, 0.1 three times is not 0.1."""
+    groups = [group([reward] * size) for size in sizes]
+    for options in BATCH:
+        assert groups_with_signal(groups, options) == [False] * len(sizes)
+        assert not any(map(any, split(groups, options)))
+
+
 BY_STEP = [AdvantageOptions(std=std, by_step=True) for std in ("sample", "population", "none")]
 steps_of_a_sample = st.dictionaries(st.integers(0, 6), st.integers(-2, 2), max_size=4)
 stepwise = st.lists(

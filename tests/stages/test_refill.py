@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config
+from grpo_mega.stages.batches import trained_and_counted
 from grpo_mega.stages.refill import refill_of
+from grpo_mega.stages.shown import chosen_groups
 from grpo_mega.types import Answer, Group, Prompt, Score
 
 PROMPTS = 4
@@ -56,3 +58,14 @@ def test_no_more_are_drawn_than_the_limit_allows(config: Config) -> None:
     config = replace(config, algorithm=replace(config.algorithm, refill_limit=2))
     refill = refill_of(config, lambda n: [group(0, False).prompt] * n)
     assert [len(refill([group(0, False)] * count)) for count in (3, 3, 3)] == [3, 1, 0]
+
+
+@pytest.mark.parametrize(("std", "signal"), [("none", True), ("sample", False)])
+def test_what_is_refilled_trained_and_shown_agree_about_large_rewards(config: Config, std: str, signal: bool) -> None:
+    """Which are signal where nothing divides their difference (tests/algorithm/test_step_advantages.py)."""
+    config = replace(config, algorithm=replace(config.algorithm, advantage_std=std))
+    close = [replace(answer, score=Score(1e6 + i, {})) for i, answer in enumerate(group(0, True).answers)]
+    groups = [Group(group(0, True).prompt, tuple(close)), group(1, False)]
+    assert len(refill_of(config, lambda n: [group(0, False).prompt] * n)(groups)) == (1 if signal else 2)
+    assert trained_and_counted(groups, config) == (([0, 1], [0, 1]) if signal else ([], []))
+    assert {group for step in range(20) for group in chosen_groups(groups, config, step)} == ({0} if signal else {0, 1})

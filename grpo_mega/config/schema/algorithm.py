@@ -38,7 +38,7 @@ class AlgorithmConfig:
     under the root) or population; mean, the mean reward, for rewards that are never negative (MaxRL, arXiv 2602.02710).
     Of all samples of the step: batch, the standard deviation of the differences (REINFORCE++; with a critic, over all
     tokens, whose mean is subtracted: whitening); batch_rewards, the standard deviation of the rewards (Lite PPO, arXiv
-    2508.08221). none: nothing (Dr. GRPO)."""
+    2508.08221). none: nothing (Dr. GRPO). With all but none, rewards within a millionth of the largest are equal."""
     terms_apart: bool = False
     """Compute advantages for each reward term separately, add them with the terms' weights, and divide the sums by
     their standard deviation over the step (GDPO, arXiv 2601.05242)."""
