@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from grpo_mega.config.schema import REWARD_MODELS, Config
@@ -92,6 +93,11 @@ def digits_of(metric: str) -> str:
     """Format of a metric's value in a sentence."""
     share = "@" in metric or metric.endswith(("accuracy", "format", "rate", "fraction", "truncated"))  # @: pass@k
     return ".1%" if share else ".4g"
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean of any numbers, at least one; fmean raises an error for two of 1e308, and for inf and -inf."""
+    return sum(value / len(values) for value in values)
 
 
 def clock(seconds: float) -> str:

@@ -15,9 +15,9 @@ The console shows it on a terminal while a run lives (`panel.py`), and `status.p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -26,7 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_mega.observe.columns import PANEL, Column, clock, column
+from grpo_mega.observe.columns import PANEL, Column, clock, column, mean
 from grpo_mega.observe.progress import Standing
 
 CELL = 36
@@ -143,10 +143,10 @@ class Curve:
         self._pending.append(value)
         if len(self._pending) < self._each:
             return
-        self._means.append(fmean(self._pending))
+        self._means.append(mean(self._pending))
         self._pending = []
         if len(self._means) == MOST_VALUES:
-            self._means = [fmean(self._means[i : i + 2]) for i in range(0, MOST_VALUES, 2)]
+            self._means = [mean(self._means[i : i + 2]) for i in range(0, MOST_VALUES, 2)]
             self._each *= 2
 
     @property
@@ -156,7 +156,7 @@ class Curve:
 
     def sparkline(self, width: int) -> str:
         """Sparkline of at most `width` characters; values that are not finite are blank."""
-        return sparkline([*self._means, *([fmean(self._pending)] if self._pending else [])], width)
+        return sparkline([*self._means, *([mean(self._pending)] if self._pending else [])], width)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -168,10 +168,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
         return ""
     count = min(width, len(values))
     edges = [len(values) * i // count for i in range(count + 1)]
-    means = [fmean(values[a:b]) for a, b in pairwise(edges)]
-    finite = [mean for mean in means if abs(mean) < float("inf")]
+    means = [mean(values[a:b]) for a, b in pairwise(edges)]
+    finite = [each for each in means if math.isfinite(each)]
     if not finite:
         return " " * count
-    low, high = min(finite), max(finite)
+    # With the largest scaled to about 1, the span is neither infinite nor so small that its inverse is.
+    _, exponent = math.frexp(max(map(abs, finite)))
+    heights = [math.ldexp(each, -exponent) for each in means]
+    low, high = math.ldexp(min(finite), -exponent), math.ldexp(max(finite), -exponent)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((mean - low) * scale)] if abs(mean) < float("inf") else " " for mean in means)
+    return "".join(BARS[round((each - low) * scale)] if math.isfinite(each) else " " for each in heights)

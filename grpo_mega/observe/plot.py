@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_mega.observe.columns import column
+from grpo_mega.observe.columns import column, mean
 from grpo_mega.platform.files import write_atomic
 
 if TYPE_CHECKING:
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, INK = "#1f5fa8", "#d9731a", "#333333"
 COLORS = (BLUE, ORANGE, INK)
+MOST = 1e300
+"""Largest value that is drawn: matplotlib finds no ticks near the largest floats."""
 OF_POLICIES = {
     "Reward": ("reward/mean", "reward/format"),
     "Accuracy": ("reward/accuracy", "eval/accuracy", "eval/heldout/accuracy"),
@@ -68,16 +69,16 @@ def panels_of(metrics: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
 
 
 def series(metrics: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric, without the steps where it is absent or null."""
-    known = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
+    """Steps and values of one metric, without the steps where it is absent, null or too large for axes."""
+    found = ((line["step"], line.get(name)) for line in metrics)
+    known = [(step, value) for step, value in found if value is not None and abs(value) <= MOST]
     return [step for step, _ in known], [value for _, value in known]
 
 
 def smooth(values: list[float]) -> list[float]:
     """Centred running mean over about a twentieth of the values; shorter at both ends."""
     half = len(values) // 40
-    windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
-    return [math.fsum(window) / len(window) for window in windows]
+    return [mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 def _curve(axes: Axes, metrics: list[dict[str, Any]], name: str, label: str, color: str) -> None:

@@ -6,9 +6,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 
-from grpo_mega.observe.columns import SECONDS, clock
+from grpo_mega.observe.columns import SECONDS, clock, mean
 
 RECENT = 20
 """Number of steps, and of occurrences of a phase, from which the time left is estimated."""
@@ -114,7 +114,7 @@ class Progress:
     def left(self) -> str:
         """The time that the remaining steps will take, in words; empty if no step was measured."""
         recent = list(self._seconds)
-        return clock(fmean(recent) * max(self.total - self.step, 0)) if recent else ""
+        return clock(mean(recent) * max(self.total - self.step, 0)) if recent else ""
 
     @property
     def phase_seconds(self) -> float:

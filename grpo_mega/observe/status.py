@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import psutil
@@ -30,7 +30,7 @@ import yaml
 from rich.console import Console, RenderableType
 
 from grpo_mega.observe.alarm_log import ALARMS_FILE, risen
-from grpo_mega.observe.columns import SECONDS, clock
+from grpo_mega.observe.columns import SECONDS, clock, mean
 from grpo_mega.observe.damaged import naming
 from grpo_mega.observe.drawing import Curve, drawn, remember
 from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics
@@ -76,7 +76,7 @@ def _standing(run: Path, config: Record, stage: str, recorded: Mapping[str, Sequ
     step = max((record["step"] for record in steps), default=0)
     total = _total(config, stage)
     seconds = [record[SECONDS] for record in steps[-RECENT:] if SECONDS in record]
-    left = clock(fmean(seconds) * max(total - step, 0)) if seconds and total is not None else ""
+    left = clock(mean(seconds) * max(total - step, 0)) if seconds and total is not None else ""
     every = [record for records in recorded.values() for record in records]
     spent = sum(record.get(name, 0.0) for record in every for name in (SECONDS, *BETWEEN_STEPS))
     summary, moments, lives = _object(run / SUMMARY), _flight(run), _lives(run)

@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from limits import limit
 from ranks import REPOSITORY
+from rich.console import Console as Printer
 from terminal import Screen, on_a_terminal
 
 from grpo_mega.config.load import compose_config
-from grpo_mega.observe.columns import PANEL, ROWS, ROWS_OF_PAIRS, ROWS_OF_STEPS, TABLE, column, columns_of
+from grpo_mega.observe.columns import PANEL, ROWS, ROWS_OF_PAIRS, ROWS_OF_STEPS, TABLE, clock, column, columns_of, mean
 from grpo_mega.observe.console import Console
-from grpo_mega.observe.drawing import BARS, MOST_VALUES, Curve, sparkline
+from grpo_mega.observe.drawing import BARS, MOST_VALUES, Curve, drawn, remember, sparkline
 from grpo_mega.observe.lines import WIDTH
+from grpo_mega.observe.progress import Standing
 
 METRICS = {
     "reward/mean": 0.213,
@@ -82,6 +84,8 @@ def test_off_a_terminal_every_line_stands_alone() -> None:
     value=st.floats() | st.none(),
     step=st.integers(1, 10**7),
 )
+@example(("", "", ""), 1e308, 1)
+@example(("", "", ""), -5e-324, 1)
 def test_off_a_terminal_lines_are_printable_and_keep_the_width(
     texts: tuple[str, str, str], value: float | None, step: int
 ) -> None:
@@ -92,8 +96,9 @@ def test_off_a_terminal_lines_are_printable_and_keep_the_width(
     output = stream.getvalue()
     assert all(char.isprintable() for char in output.replace("\n", ""))
     assert max(map(len, output.split("\n"))) <= WIDTH
-    console.step(step, dict.fromkeys([*METRICS, "policy/kl"], value))
-    assert stream.getvalue().removeprefix(output).count("\n") == 1
+    for _ in range(2):  # the times of two steps have a mean
+        console.step(step, dict.fromkeys([*METRICS, "policy/kl"], value))
+    assert stream.getvalue().removeprefix(output).count("\n") == 2
 
 
 def written_to_a_pipe(body: Callable[[TextIO], None], encoding: str) -> bytes:
@@ -353,7 +358,41 @@ def test_a_terminal_that_does_not_know_utf_8_gets_what_it_knows(encoding: str) -
 NUMBERS = st.floats() | st.integers(-(2**40), 2**40).map(float)
 
 
+@given(st.lists(NUMBERS, min_size=1))
+@example([1e308, 1e308])
+@example([math.inf, -math.inf])
+def test_a_mean_is_between_its_values_or_not_a_number(values: list[float]) -> None:
+    found = mean(values)
+    slack = max(1e-300, 1e-12 * max(map(abs, values)))
+    assert math.isnan(found) or min(values) - slack <= found <= max(values) + slack
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.sampled_from(PANEL), NUMBERS, min_size=1), NUMBERS, st.integers(12, 200), st.booleans())
+@example(dict.fromkeys(PANEL, 1e308), 1e308, 80, False)
+@example({"reward/mean": 2.2e-309}, 5e-324, 80, False)
+def test_a_panel_is_as_wide_as_the_terminal_whatever_it_shows(
+    values: dict[str, float], seconds: float, width: int, plain: bool
+) -> None:
+    curves: dict[str, Curve] = {}
+    for value in (values, dict.fromkeys(values, 0.0), {name: -value for name, value in values.items()}):
+        remember(curves, value)
+    at = Standing(
+        "tiny", "", 3, 10, clock(seconds), "", "generate", phase_seconds=seconds, phase_share=seconds,
+        phase_left=seconds,
+    )  # fmt: skip
+    printed = Printer(file=io.StringIO(), width=width, legacy_windows=False, _environ={})
+    with printed.capture() as captured:
+        printed.print(drawn(at, curves, ["mismatch since step 2"], width, plain=plain))
+    assert max(map(len, captured.get().splitlines())) <= width
+
+
 @given(st.lists(NUMBERS, max_size=300), st.integers(-1, 40))
+@example([0.0, 2.2e-309], 2)
+@example([5e-324, 0.0], 2)
+@example([1e308, -1e308], 2)
+@example([1e308, 1e308], 1)
+@example([math.inf, -math.inf], 1)
 def test_a_sparkline_is_as_long_as_there_is_room_for_and_rises_with_its_values(values: list[float], width: int) -> None:
     line = sparkline(values, width)
     assert len(line) == max(0, min(width, len(values)))
@@ -361,11 +400,13 @@ def test_a_sparkline_is_as_long_as_there_is_room_for_and_rises_with_its_values(v
     finite = [value for value in values if math.isfinite(value)]
     if len(values) <= width and finite and len(finite) == len(values):
         assert line[values.index(min(values))] == BARS[0]
-        if max(values) > min(values) and math.isfinite(max(values) - min(values)):
+        if max(values) > min(values):
             assert line[values.index(max(values))] == BARS[-1]
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3 * MOST_VALUES))
+@given(st.lists(NUMBERS, min_size=1, max_size=3 * MOST_VALUES))
+@example([1e308] * (MOST_VALUES + 1))
+@example([math.inf, -math.inf] * MOST_VALUES)
 def test_what_a_curve_keeps_is_bounded_and_spans_the_run(values: list[float]) -> None:
     curve = Curve(column("reward/mean"))
     for value in values:

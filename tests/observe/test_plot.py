@@ -64,6 +64,17 @@ def test_one_null_does_not_stop_the_plot(tmp_path: Path) -> None:
     assert picture(tmp_path / "curves.png")[1] > 0
 
 
+def test_the_largest_and_the_smallest_numbers_do_not_stop_the_plot(tmp_path: Path) -> None:
+    """One panel each: numbers that are too far apart, nearly equal, and a single one."""
+    extremes = {"reward/mean": [1e308, -1e308], "reward/accuracy": [0.0, 2.2e-309], "rollout/length_mean": [1e308]}
+    lines = [
+        {"step": step, **{name: values[step] for name, values in extremes.items() if step < len(values)}}
+        for step in range(2)
+    ]
+    plot_curves(lines, tmp_path / "curves.png", "tiny")
+    assert picture(tmp_path / "curves.png")[1] > 0
+
+
 @given(st.lists(st.floats(-1e6, 1e6), max_size=120))
 def test_smoothing_stays_within_the_values(values: list[float]) -> None:
     smoothed = smooth(values)
