@@ -73,6 +73,11 @@ class History:
         """The latest `count` finite values of a metric, oldest first; all of them when they are fewer."""
         return _values(self.recent, name)[-count:]
 
+    def together(self, first: str, second: str, count: int) -> list[tuple[float, float]]:
+        """The values of two metrics in the latest `count` steps that have both, oldest first."""
+        pairs = ((line.get(first), line.get(second)) for line in self.recent)
+        return [(one, other) for one, other in pairs if one is not None and other is not None][-count:]
+
     def mean(self, name: str, count: int = WINDOW) -> float | None:
         """The mean of the latest `count` values of a metric; None when there are fewer."""
         return mean_of(self.latest(name, count), count)

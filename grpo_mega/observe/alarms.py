@@ -176,10 +176,13 @@ def slow_phase(history: History, limits: AlarmsConfig) -> Found | None:
 
 def stragglers(history: History, limits: AlarmsConfig) -> Found | None:
     """One rank keeps the others waiting, in most steps the same one."""
-    times, ranks = history.median("machine/straggling", WINDOW), history.latest("machine/slowest_rank", WINDOW)
-    if times is None or limits.stragglers is None or times <= limits.stragglers:
+    both = history.together("machine/straggling", "machine/slowest_rank", WINDOW)
+    if len(both) < WINDOW or limits.stragglers is None:
         return None
-    rank, steps = Counter(ranks).most_common(1)[0]
+    times = median(times for times, _ in both)
+    if times <= limits.stragglers:
+        return None
+    rank, steps = Counter(rank for _, rank in both).most_common(1)[0]
     if steps <= WINDOW // 2:
         return None
     return Found(times, f"rank {rank:.0f} works {times:.2f} times as long as the median rank, which waits meanwhile")

@@ -140,6 +140,14 @@ def test_ranks_that_are_slow_in_turn_are_no_stragglers() -> None:
     assert "rank 3 works 2.50 times" in raised(lines(10, machine__straggling=2.5))[0]["message"]
 
 
+def test_a_straggler_is_slow_in_the_steps_that_name_it() -> None:
+    unnamed = lines(10, machine__straggling=9.0)
+    for line in unnamed:
+        del line["machine/slowest_rank"]
+    assert raised(unnamed + lines(9, machine__straggling=2.5)) == []
+    assert raised(unnamed + lines(10, machine__straggling=2.5))[0]["value"] == 2.5
+
+
 def test_less_accuracy_alone_is_no_hacking_and_neither_is_more_reward() -> None:
     assert raised(lines(10) + lines(20, reward__accuracy=0.2, reward__mean=0.2, reward__format=0.3)) == []
     assert raised(lines(10) + lines(20, reward__mean=0.9, reward__format=0.9)) == []
