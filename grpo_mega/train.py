@@ -8,7 +8,6 @@ Starting the same command again resumes the run from its newest checkpoint.
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import logging
 import os
@@ -44,7 +43,7 @@ from grpo_mega.config.schema import REWARD_MODELS, Config
 from grpo_mega.data import Data, ExampleData, build_data, build_example_data
 from grpo_mega.data.tokenizer import vocabulary
 from grpo_mega.observe.heartbeat import mark_failed
-from grpo_mega.observe.leave import ALARMED, FAILED, STOPPED, leave, refuse
+from grpo_mega.observe.leave import ALARMED, FAILED, STOPPED, finish, leave, refuse
 from grpo_mega.platform.collectives import succeed_together
 from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.orphans import end_with_launcher
@@ -164,15 +163,7 @@ def run() -> None:
         main()
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # includes a ValueError of hydra's own
         refuse(f"error: {explained(error, sys.argv[1:])}")
-    _end()
-
-
-def _end() -> None:
-    """Ends this rank without destroying its objects one by one, which takes seconds, or waiting for threads."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    finish()
 
 
 if __name__ == "__main__":

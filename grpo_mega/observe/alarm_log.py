@@ -18,6 +18,7 @@ from grpo_mega.config.schema import AlarmsConfig
 from grpo_mega.observe.alarm_history import History
 from grpo_mega.observe.alarms import ALARMS, Alarm, Found
 from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics, trim
+from grpo_mega.observe.only_shows import OnlyShows
 
 ALARMS_FILE = "alarms.jsonl"
 QUIET = 5
@@ -41,17 +42,20 @@ class AlarmLog:
                 -1 when the run starts from the beginning: everything is removed.
         """
         self._path = run_dir_path / ALARMS_FILE
-        if self._path.exists():
-            trim(self._path, resume_from_step)
+        self._only_shows = OnlyShows()
         self._state = AlarmState(limits)
         metrics = run_dir_path / METRICS
         for line in read_metrics(metrics) if metrics.exists() else ():
             if not is_held_out(line):
                 self._state.after(line["step"], {name: x for name, x in line.items() if name != "step"})
-        recorded = {alarm["name"]: alarm for alarm in self.summary() if alarm["cleared"] is None}
-        rose = [{**record, "step": resume_from_step} for name, record in self.up.items() if name not in recorded]
-        self.changed = [*rose, *(over(resume_from_step, name) for name in recorded if name not in self.up)]
-        self._write(self.changed)
+        self.changed: list[dict[str, Any]] = []
+        with self._only_shows(ALARMS_FILE):  # which alarms are up, and may stop the run, does not depend on the file
+            if self._path.exists():
+                trim(self._path, resume_from_step)
+            recorded = {alarm["name"]: alarm for alarm in self.summary() if alarm["cleared"] is None}
+            rose = [{**record, "step": resume_from_step} for name, record in self.up.items() if name not in recorded]
+            self.changed = [*rose, *(over(resume_from_step, name) for name in recorded if name not in self.up)]
+            self._write(self.changed)
 
     @property
     def up(self) -> dict[str, dict[str, Any]]:
@@ -61,7 +65,8 @@ class AlarmLog:
     def step(self, step: int, metrics: dict[str, float]) -> list[dict[str, Any]]:
         """Adds the metrics of a step; writes and returns the records of alarms that rise or are over with it."""
         records = self._state.after(step, metrics)
-        self._write(records)
+        with self._only_shows(ALARMS_FILE):
+            self._write(records)
         return records
 
     def summary(self) -> list[dict[str, Any]]:
@@ -103,6 +108,7 @@ class AlarmState:
         """Starts before the first step, with the thresholds `limits`."""
         self._limits = limits
         self._history = History()
+        self._only_shows = OnlyShows()
         self._quiet: dict[str, int] = {}
         self.up: dict[str, dict[str, Any]] = {}
 
@@ -112,7 +118,10 @@ class AlarmState:
         records = []
         for alarm in ALARMS:
             threshold = getattr(self._limits, alarm.name)
-            found = alarm.find(self._history, self._limits) if threshold is not None else None
+            found = None
+            if threshold is not None:
+                with self._only_shows(f"the alarm {alarm.name}"):  # one that fails has not risen, and stops nothing
+                    found = alarm.find(self._history, self._limits)
             if found:
                 self._quiet[alarm.name] = 0
                 if alarm.name not in self.up:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 from pathlib import Path
 
@@ -10,8 +9,6 @@ from grpo_mega.platform.beside import start_beside
 
 LOG = Path("logs") / "report.log"
 """Log file in the run directory, which says why a page was not written."""
-
-logger = logging.getLogger(__name__)
 
 
 class BackgroundReport:
@@ -25,10 +22,7 @@ class BackgroundReport:
         """Starts to write the page, unless one is still being written, as on a slow disk."""
         if self._writer and self._writer.poll() is None:
             return
-        try:
-            self._writer = start_beside("grpo_mega.report", [self._path], self._path / LOG)
-        except OSError as error:
-            logger.warning("no page about the run is written now: %s", error)
+        self._writer = start_beside("grpo_mega.report", [self._path], self._path / LOG)
 
     def end(self) -> None:
         """Stops writing: from now on this page would be older than the one that the run's end writes."""

@@ -70,7 +70,7 @@ class Lines:
         self._break_silence()
 
     def _break_silences(self) -> None:
-        with suppress(OSError, ValueError):  # a pipe that nobody reads, or a closed file: the next row raises the error
+        with suppress(OSError, ValueError):  # a pipe that nobody reads, or a closed file: the next row says so
             while not self._closed.wait(max(0.0, self._last + QUIET - time.monotonic())):
                 self._break_silence()
 

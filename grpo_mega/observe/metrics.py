@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.observe.metric_table import unknown
+from grpo_mega.observe.only_shows import OnlyShows
 from grpo_mega.platform.files import write_atomic
 
 METRICS = "metrics.jsonl"
@@ -45,7 +46,10 @@ class MetricsLog:
         _warn_of_missing(path, resume_from_step)
         self._unexplained: set[str] = set()
         self._file = path.open("a")
-        self._writer = _open_tensorboard(path, resume_from_step + 1) if tensorboard else None
+        self._only_shows = OnlyShows()
+        self._writer: Any = None
+        with self._only_shows("run.tensorboard"):
+            self._writer = _open_tensorboard(path, resume_from_step + 1) if tensorboard else None
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Writes one line {"step": step, **metrics}; a value that is not finite becomes null, with a warning."""
@@ -58,8 +62,8 @@ class MetricsLog:
         os.fsync(
             self._file.fileno()
         )  # a checkpoint after this step may survive a crash of the machine, and relies on the line
-        if self._writer is not None:
-            for name, value in values.items():
+        with self._only_shows("run.tensorboard"):
+            for name, value in values.items() if self._writer else ():
                 if value is not None:
                     self._writer.add_scalar(name, value, step)
 
@@ -75,8 +79,9 @@ class MetricsLog:
     def close(self) -> None:
         """Closes the files; TensorBoard's events are complete only then."""
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        with self._only_shows("run.tensorboard"):
+            if self._writer:
+                self._writer.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from grpo_mega.config.schema import RunConfig
 from grpo_mega.config.step_range import read_steps
+from grpo_mega.observe.only_shows import OnlyShows
 
 FOLDER = "profile"
 """Folder in the run directory."""
@@ -31,15 +32,18 @@ class Profile:
         """Profiles the last stage if `run.profile_steps` is set; nothing otherwise."""
         self._steps = read_steps(config.profile_steps) if config.profile_steps and is_last else range(0)
         self._folder, self._rank = Path(config.root) / config.name / FOLDER, rank
+        self._only_shows = OnlyShows()
         self._profiler: profile | None = None
         self._first = 0
 
     def before(self, step: int) -> None:
         """Begins to profile when the step is in the range."""
         if self._profiler is None and step in self._steps:
-            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-            self._first, self._profiler = step, profile(activities=kinds)
-            self._profiler.start()
+            with self._only_shows(FOLDER):
+                kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+                profiler = profile(activities=kinds)
+                profiler.start()
+                self._first, self._profiler = step, profiler
 
     def after(self, step: int) -> None:
         """Writes the file after the range's last step."""
@@ -47,19 +51,17 @@ class Profile:
             self._write(f"{self._first}-{step}")
 
     def _write(self, steps: str) -> None:
-        """Ends profiling and writes the file; if that fails, warns, and training goes on."""
+        """Ends profiling and writes the file."""
         assert self._profiler
         profiler, self._profiler = self._profiler, None
-        profiler.stop()
         file = self._folder / f"rank-{self._rank:05d}-steps-{steps}.pt.trace.json.gz"
         temporary = self._folder / f".{file.name}"
-        try:
+        with self._only_shows(FOLDER):
+            profiler.stop()
             self._folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(temporary))
             temporary.replace(file)
             logger.info("the profile of steps %s is %s", steps, file)
-        except (OSError, RuntimeError) as error:
-            logger.warning("%s is not written: %s", file, error)
 
     def __enter__(self) -> Profile:
         return self

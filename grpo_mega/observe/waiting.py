@@ -10,6 +10,7 @@ import atexit
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Event, Thread
 
 from rich.live import Live
@@ -39,7 +40,8 @@ def end() -> None:
     global _end
     if _end:
         ends, _end = _end, None
-        ends()
+        with suppress(OSError):  # a terminal that has gone
+            ends()
 
 
 def _on_terminal(what: str, stays: bool) -> Callable[[], None]:

@@ -61,16 +61,16 @@ class Flight:
     def _line(self, what: str, about: dict[str, Any]) -> None:
         if self._file is None:
             return
-        words = [
-            f"{self._number} {self._clock.microseconds() / 1e6:.6f} {what} {'/'.join(self._open).replace(' ', '-')}"
-        ]
-        words += [f"{name}={value}" for name, value in about.items()]
-        text = " ".join(words).encode("ascii", "replace").replace(b"\n", b" ")
         try:
+            words = [
+                f"{self._number} {self._clock.microseconds() / 1e6:.6f} {what} {'/'.join(self._open).replace(' ', '-')}"
+            ]
+            words += [f"{name}={value}" for name, value in about.items()]
+            text = " ".join(words).encode("ascii", "replace").replace(b"\n", b" ")
             os.pwrite(self._file, text[:WIDTH].ljust(WIDTH) + b"\n", self._number % LINES * (WIDTH + 1))
-        except OSError as error:
+        except Exception as error:
             self._file = None
-            logger.warning("the flight recorder ends: %s", error)
+            logger.warning("the flight recorder ends: %s", error, exc_info=True)
         self._number += 1
 
     def close(self) -> None:

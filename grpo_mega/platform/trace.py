@@ -119,7 +119,12 @@ class Trace:
         self.flight.begin(name, about) if kind == "B" else self.flight.end(name)
         if self.is_recorded:
             self.event(kind, name, now(), {"args": about} if about else {}, always=True)
-            self.event("C", "memory", now(), {"args": dict(self._memory())}, always=True)
+            try:
+                memory = dict(self._memory())
+            except Exception as error:
+                self._give_up(error)
+                return
+            self.event("C", "memory", now(), {"args": memory}, always=True)
             self.write()
 
     def end_step(self) -> None:
@@ -144,7 +149,11 @@ class Trace:
             self._left_out += 1
             return
         fields = {"ph": kind, "name": name, "ts": self._clock.microseconds(at), "pid": self._process.rank}
-        line = _encoded({**fields, "tid": self._track(row), **more}) + ",\n"
+        try:
+            line = _encoded({**fields, "tid": self._track(row), **more}) + ",\n"
+        except Exception as error:  # a value that JSON does not have
+            self._give_up(error)
+            return
         with self._lock:
             self._lines.append(line)
         if len(self._lines) >= BUFFERED or now() - self._written > SECONDS_BETWEEN_WRITES * 1e9:
@@ -220,11 +229,12 @@ class Trace:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _give_up(self, error: OSError) -> None:
-        with suppress(OSError):
-            self._end_file()
-        self._descriptor = None
-        logger.warning("%s: %s; the run goes on, and its trace ends here", self._file, error)
+    def _give_up(self, error: Exception) -> None:
+        with self._lock:
+            with suppress(OSError):
+                self._end_file()
+            self._descriptor = None
+        logger.warning("%s: %s; the run goes on, and its trace ends here", self._file, error, exc_info=True)
 
     def close(self) -> None:
         """Completes the files."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from ranks import REPOSITORY
 
 from grpo_mega.config.schema import AlarmsConfig, RunConfig
+from grpo_mega.observe import alarm_log
 from grpo_mega.observe.alarm_history import REMEMBERED, History
 from grpo_mega.observe.alarm_log import ALARMS_FILE, QUIET, AlarmState
 from grpo_mega.observe.alarm_page import page
-from grpo_mega.observe.alarms import ALARMS
+from grpo_mega.observe.alarms import ALARMS, Alarm, Found
 from grpo_mega.observe.metric_table import unknown
 from grpo_mega.observe.recorder import Recorder
 
@@ -73,8 +76,9 @@ HISTORIES: dict[str, tuple[Lines, float]] = {
 
 
 def raised(history: Lines, limits: AlarmsConfig | None = None) -> list[dict[str, Any]]:
-    """The records of these lines, the first of which is that of step 1."""
+    """The records of these lines, the first of which is that of step 1; an error in an alarm is one of the test."""
     state = AlarmState(limits or AlarmsConfig())
+    state._only_shows = nullcontext
     return [record for step, line in enumerate(history, 1) for record in state.after(step, line)]
 
 
@@ -175,6 +179,62 @@ def test_no_line_whatever_is_in_it_is_an_error(strange: Lines, times: int) -> No
     records = raised([GOOD | line for line in strange * times] + strange * times)
     for record in records:
         json.dumps(record, allow_nan=False)
+
+
+READ = sorted({name for history, _ in HISTORIES.values() for line in history for name in line} | {
+    "eval/hacking", "policy/approx_kl_old", "reward_model/expert_imbalance", "time/reward",
+})  # fmt: skip
+SERIES = st.lists(
+    st.sampled_from([None, 0.0, -1.0, 1.0, 100.0, 5e-324, 2.2e-309, 1e300, 1e308, -1e308, float("inf"), float("nan")]),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(st.dictionaries(st.sampled_from(READ), st.tuples(SERIES, st.integers(1, 14))))
+@example({"machine/straggling": ([2.0], 14), "machine/slowest_rank": ([None], 14)})
+@example({"machine/straggling": ([2.0], 14), "machine/slowest_rank": ([3], 4)})
+@example({"reward/unscorable": ([1e300], 14), "rollout/tokens": ([5e-324], 14), "rollout/length_mean": ([1e300], 14)})
+def test_no_alarm_fails_whatever_it_reads_and_however_much_of_it(series: dict[str, tuple[list[Any], int]]) -> None:
+    """Each metric repeats some values, for a number of steps that is its own."""
+    steps: Lines = [{} for _ in range(14)]
+    for name, (values, count) in series.items():
+        for step in range(count):
+            steps[step][name] = values[step % len(values)]
+    for record in raised(steps):
+        json.dumps(record, allow_nan=False)
+
+
+def test_one_alarm_that_fails_is_said_once_and_the_others_still_rise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has not risen, and is over where it was up: a run that is to stop on any alarm stops on the other alone."""
+
+    def mismatch(history: History, limits: AlarmsConfig) -> Found | None:
+        if len(history.recent) > 3:
+            raise IndexError("of my own")
+        return Found(1.0, "as it should be")
+
+    broken = Alarm(mismatch, "", "", "")
+    monkeypatch.setattr(alarm_log, "ALARMS", [broken, *(alarm for alarm in ALARMS if alarm.name != broken.name)])
+    recorder = record_of(tmp_path, lines(14, rollout__truncated=0.5), -1, stop_on=["any"])
+    alarm = recorder.alarm_that_stops()
+    assert alarm is not None
+    assert alarm["name"] == "truncation"
+    assert recorder.alarms is not None
+    assert recorder.alarms.summary()[0] == {"name": "mismatch", "step": 1, "cleared": 3 + QUIET}
+    (said,) = caplog.records
+    assert "the alarm mismatch: IndexError: of my own" in said.getMessage()
+    assert "in mismatch" in logging.Formatter().format(said)
+
+
+def test_alarms_that_cannot_be_written_rise_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / ALARMS_FILE).mkdir()
+    recorder = record_of(tmp_path, lines(14, rollout__truncated=0.5), -1, stop_on=["any"])
+    alarm = recorder.alarm_that_stops()
+    assert alarm is not None
+    assert (alarm["name"], alarm["step"]) == ("truncation", 10)
+    assert ["alarms.jsonl: IsADirectoryError" in message for message in caplog.messages] == [True]
 
 
 @given(st.lists(st.fixed_dictionaries(dict.fromkeys(GOOD, st.floats(0, 100))), min_size=1, max_size=30), st.integers(1))

@@ -151,6 +151,15 @@ def test_a_metric_called_step_is_refused(tmp_path: Path) -> None:
     log.close()
 
 
+def test_a_run_goes_on_without_the_files_of_tensorboard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "tensorboard").write_text("a file is in the way")
+    log = MetricsLog(tmp_path, tensorboard=True, resume_from_step=-1)
+    log.write(1, {"reward/mean": 0.5})
+    log.close()
+    assert ["run.tensorboard: FileExistsError" in message for message in caplog.messages] == [True]
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+
+
 def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
     for steps, resume_from_step in ((range(6), -1), (range(3, 8), 2)):
         log = MetricsLog(tmp_path, tensorboard=True, resume_from_step=resume_from_step)

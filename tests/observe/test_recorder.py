@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import sys
 from array import array
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +100,10 @@ def test_a_sample_that_could_not_be_scored_has_no_reward(tmp_path: Path, capsys:
 
 def test_a_run_goes_on_without_what_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As where permission is missing, which root does not need: folders and files are in each other's place."""
-    recorder = Recorder(RunConfig(name="mine", steps=2, tensorboard=False), tmp_path, main=True)
+    config = RunConfig(name="mine", steps=2, tensorboard=False, prometheus=str(tmp_path))
+    recorder = Recorder(config, tmp_path, main=True)
     recorder.open_metrics(resume_from_step=0)
-    for name in ("experts.jsonl", "curves.png"):
+    for name in ("experts.jsonl", "curves.png", "report.html", "grpo_mega_mine.prom"):
         (tmp_path / name).mkdir()
     (tmp_path / "samples").write_text("")
     for step in (1, 2):
@@ -108,10 +113,86 @@ def test_a_run_goes_on_without_what_cannot_be_written(tmp_path: Path, caplog: py
     recorder.close()
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
-    said = [message for message in caplog.messages if "the run goes on without it" in message]
-    assert [message.split(" is not written")[0].rpartition(" ")[2] for message in said] == [
-        "experts.jsonl", "samples/", "curves.png"
-    ]  # fmt: skip
-    again = Recorder(RunConfig(name="mine", steps=2, tensorboard=False), tmp_path, main=True)
+    assert said(caplog) == ["experts.jsonl", f"run.prometheus={tmp_path}", "samples/", "curves.png"]
+    caplog.clear()
+    again = Recorder(config, tmp_path, main=True)
     again.open_metrics(resume_from_step=2)
     again.close()
+    assert said(caplog) == ["report.html", "experts.jsonl"]
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the run goes on without, in the order in which the log says so, each time with the traceback."""
+    records = [record for record in caplog.records if "the run goes on without it" in record.getMessage()]
+    assert all("Traceback (most recent call last)" in logging.Formatter().format(record) for record in records)
+    return [record.getMessage().split(": ")[0] for record in records]
+
+
+class Broken:
+    """In place of what shows: whatever it is asked for is an error, of a kind that nobody foresaw."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise LookupError(f"{name} is broken")
+
+
+def test_no_error_in_what_only_shows_ends_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is said once, however often it comes, and all the rest of the step is recorded."""
+    recorder = Recorder(RunConfig(name="mine", steps=2, tensorboard=False, report_every=1), tmp_path, main=True)
+    recorder.open_metrics(resume_from_step=-1)
+    for name in ("console", "experts", "trackers", "alarms", "prediction", "_report"):
+        setattr(recorder, name, Broken())
+    assert recorder.metrics
+    recorder.metrics._writer = Broken()
+    recorder.start(["a line"], "here")
+    recorder.note("a line")
+    recorder.phase("generate")
+    recorder.samples(1, 2)
+    good = record(0, "good", Score(1.0, {}))
+    for step in (1, 2):
+        recorder.step(step, {"reward/mean": 0.4}, [good], {"2": [1.0, 3.0]})
+    recorder.step(3, {"reward/mean": 0.4}, [good | {"reward": float("nan")}])
+    recorder.evaluation(3, "held-out", {"accuracy": 0.5}, [good | {"reward": float("nan")}])
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 3]
+    assert [file.name for file in sorted((tmp_path / "samples").iterdir())] == [
+        "step-000001.jsonl", "step-000002.jsonl"
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").unlink()  # what curves.png is made of
+    recorder.finish({"status": "completed", "steps": 3})
+    recorder.close()
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"status": "completed", "steps": 3, "alarms": []}
+    assert said(caplog) == [
+        "the console", "run.tensorboard", "experts.jsonl", "run.trackers", "the alarms", "the plan", "report.html",
+        "samples/", "curves.png",
+    ]  # fmt: skip
+    assert "the console: LookupError: start is broken; the run goes on without it" in caplog.messages
+
+
+def test_a_console_that_nobody_reads_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after `grpo_mega ... | head`, or when a terminal has gone."""
+    read, write = os.pipe()
+    os.close(read)
+    with suppress(BrokenPipeError), os.fdopen(write, "w") as nobody:
+        monkeypatch.setattr(sys, "stderr", nobody)
+        recorder = Recorder(RunConfig(name="mine", steps=2, tensorboard=False), tmp_path, main=True)
+        recorder.open_metrics(resume_from_step=-1)
+        for step in (1, 2):
+            recorder.step(step, {"reward/mean": 0.4}, [])
+        recorder.close()
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert said(caplog) == ["the console"]
+
+
+def test_an_error_in_what_a_run_relies_on_ends_it(tmp_path: Path) -> None:
+    recorder = Recorder(RunConfig(name="mine", steps=2, tensorboard=False), tmp_path, main=True)
+    recorder.open_metrics(resume_from_step=-1)
+    with pytest.raises(ValueError, match="world_size"):
+        recorder.finish({"status": "completed", "steps": 1, "world_size": float("nan")})
+    with pytest.raises(ValueError, match="closed"):
+        recorder.step(1, {"reward/mean": 0.4}, [])
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        recorder.open_metrics(resume_from_step=-1)
+    recorder.close()

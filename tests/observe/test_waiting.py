@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import re
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from typing import TextIO
 
 import pytest
@@ -47,6 +49,26 @@ def test_off_a_terminal_nothing_is_said_in_the_first_minute(monkeypatch: pytest.
     waiting.begin("it is starting")
     waiting.end()
     assert stream.getvalue() == ""
+
+
+def test_a_terminal_that_has_gone_is_no_error_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, slave = pty.openpty()
+    with suppress(OSError), os.fdopen(slave, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(waiting, "FRAMES_PER_SECOND", 0.01)  # no thread draws meanwhile
+        waiting.begin("it is starting")
+        os.close(master)
+        waiting.end()
+        monkeypatch.undo()
+
+
+def test_a_process_whose_work_is_done_ends_well_although_nobody_reads_what_it_said() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    program = "import sys; from grpo_mega.observe.leave import finish; sys.stdout = open(1, 'w'); print(1); finish()"
+    with os.fdopen(write, "wb", buffering=0) as nobody:
+        ended = subprocess.run([sys.executable, "-c", program], stdout=nobody, cwd=REPOSITORY, timeout=limit(120))
+    assert ended.returncode == 0
 
 
 def test_a_phase_without_signs_of_life_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:

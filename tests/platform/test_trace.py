@@ -282,6 +282,20 @@ def test_a_full_disk_is_one_warning(
     assert [os.strerror(errno.ENOSPC) in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_what_a_trace_cannot_record_ends_it_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A value that JSON does not have, and memory that cannot be measured."""
+    unmeasured = Trace(tmp_path, PROCESS, own_clock(), 5, lambda: {"resident GB": 1 / 0})
+    (tmp_path / "other").mkdir()
+    for made in (trace_in(tmp_path / "other"), unmeasured):
+        with recording(made):
+            for step in (1, 2):
+                with trace.step(step, "grpo"), trace.span("poll", of=object()):
+                    pass
+    said = [record.getMessage() for record in caplog.records if record.exc_info]
+    assert ["its trace ends here" in message for message in said] == [True, True]
+    assert [moment.about for moment in read_flight(tmp_path / "flight" / "rank-00003") if moment.begins][-2:]
+
+
 def test_without_a_trace_and_in_a_fork_nothing_is_recorded(tmp_path: Path) -> None:
     with trace.step(1, "grpo"), trace.phase("update"), trace.span("poll"):
         trace.under_way("sample", "p #0", trace.now())
