@@ -1,4 +1,4 @@
-"""A step of on-policy distillation under several layouts, from made-up answers; started by run_ranks.
+"""A step of on-policy distillation and a supervised one under several layouts, both made up; started by run_ranks.
 
 Usage: distill_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt for each.
 """
@@ -14,6 +14,8 @@ from grpo_mega.models.teacher import Teacher
 from grpo_mega.models.topology import join_layout
 from grpo_mega.stages.distill import with_teacher
 from grpo_mega.stages.loss import loss_of
+from grpo_mega.stages.sft import supervised_update
+from grpo_mega.types import Row, pack_rows
 
 TEACHERS = {"dense": "mtp", "moe": "tied", "tied": "deepseek", "deepseek": "gemma"}
 """Student -> a teacher of another architecture; of dense and mixture of experts, each teaches the other."""
@@ -50,7 +52,33 @@ def one_step(model_name: str, layout_name: str) -> dict:
     result["updates"] = {key: weight - before[key] for key, weight in policy.whole_weights().items()}
     result["still"] = all(torch.equal(weight, of_teacher[key]) for key, weight in teacher.whole_weights().items())
     result["own"] = own_teacher(model_name, layout_name, topology)
-    return result
+    result["shares"] = topology.of_every_replica([len(batch.numbers), int(batch.mask.sum())])
+    return result | supervised_step(policy, adam.lr)
+
+
+def made_up_rows() -> list[Row]:
+    """Rows of many lengths; most of the long ones have little to learn, so that replicas with equally many tokens learn
+    different numbers of them. One has two parts to learn."""
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(3, VOCAB, (3 + 5 * i % 23,), generator=generator).tolist() for i in range(9)]
+    learned = [((len(ids) - 1, len(ids)),) if len(ids) > 15 else ((1, len(ids)),) for ids in rows]
+    learned[1] = ((1, 3), (5, 8))
+    return [Row(*row) for row in zip(rows, learned, strict=True)]
+
+
+def supervised_step(policy: Policy, lr: float) -> dict:
+    """A supervised update of the policy, and the loss that it should report."""
+    rows = made_up_rows()
+    whole = pack_rows(rows)
+    batch, before = policy.share(whole), policy.whole_weights()
+    logprob = policy.gathered(policy.logprobs(batch, 1.0), batch)
+    metrics = supervised_update(policy, rows, lr).metrics
+    return {
+        "supervised": metrics,
+        "supervised loss": -float(logprob[whole.mask].double().mean()),
+        "supervised shares": policy.topology.of_every_replica([int(batch.mask.sum())]),
+        "supervised updates": {key: weight - before[key] for key, weight in policy.whole_weights().items()},
+    }
 
 
 def own_teacher(model_name: str, layout_name: str, topology) -> dict:

@@ -30,9 +30,11 @@ def one_step(model_name: str, layout_name: str) -> dict:
     critic.use_optimizer(adam)
     whole = made_up_batch(MODELS[model_name], replayed=False)
     scores = torch.sin(3.0 * torch.arange(len(whole.numbers))).tolist()
-    result: dict = {"mask": whole.mask, "steps": []}
+    mine = critic.share(whole)
+    shares = topology.of_every_replica([len(mine.numbers), int(mine.mask.sum())])
+    result: dict = {"mask": whole.mask, "shares": shares, "steps": []}
     for _ in range(2):  # in the first one all values are 0
-        batch = with_critic(critic.share(whole), scores, critic, CONFIG)
+        batch = with_critic(mine, scores, critic, CONFIG)
         updates = [critic.update(batch, LOSS, adam.lr) for _ in range(2)]
         assert batch.value is not None
         assert batch.returns is not None

@@ -1,10 +1,11 @@
-"""Layout changes nothing for on-policy distillation: the teacher's log-probs and updates are those of one process."""
+"""Layout changes nothing for on-policy distillation, nor for supervised steps: the teacher's log-probs and updates are
+those of one process."""
 
 from pathlib import Path
 
 import pytest
 from parity_cases import one_process
-from parity_runs import LIMITS, assert_close, farthest, found_by, largest, relative
+from parity_runs import LIMITS, assert_close, distances, farthest, found_by, largest, relative
 
 JOB = Path(__file__).with_name("distill_job.py")
 CASES = {
@@ -46,6 +47,28 @@ def test_a_policy_that_is_its_teacher_has_nothing_to_learn(found, case):
     assert own["kl"]["reverse_kl"] == pytest.approx(0, abs=1e-6)
     assert own["kl"]["teacher_logprob"] < -1
     assert own["gradient"] < 1e-4 * other["metrics"][1]["grad_norm"]
+
+
+@pytest.mark.parametrize("case", COMPARED)
+def test_a_supervised_update_is_that_of_one_process(found, case):
+    """Its loss is the mean over all learned tokens, of which replicas have different numbers."""
+    mine, one = found[case], found[one_process(case)]
+    assert mine["supervised"]["loss"] == pytest.approx(mine["supervised loss"], rel=1e-5)
+    off = {name: relative(mine["supervised"][name], value) for name, value in one["supervised"].items()}
+    assert largest(off)[0] <= 10 * EXACT["loss and metrics"], off
+    together, each = distances(mine["supervised updates"], one["supervised updates"])
+    assert together <= EXACT["updates"]
+    assert largest(each)[0] <= EXACT["worst update"], largest(each)
+
+
+@pytest.mark.parametrize("case", [case for case in CORE if "ep2" in case])
+def test_replicas_have_unequal_shares(found, case):
+    """Equal ones would hide a mean over replicas where one over tokens or sequences is meant."""
+    (sequences, tokens), (other_sequences, other_tokens) = found[case]["shares"]
+    assert sequences != other_sequences
+    assert tokens != other_tokens
+    ((learned,), (other_learned,)) = found[case]["supervised shares"]
+    assert max(learned, other_learned) > 1.5 * min(learned, other_learned)
 
 
 @pytest.mark.parametrize("case", sorted({one_process(case) for case in CORE}))

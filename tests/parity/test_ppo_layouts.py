@@ -9,11 +9,11 @@ from parity_runs import LIMITS, distances, farthest, found_by, largest, relative
 JOB = Path(__file__).with_name("ppo_job.py")
 CASES = {
     1: "dense:small",
-    2: "dense:tp2sp dense:cp2zero moe:ep2 tied:pp2 mtp:pp2small mla:cp2 tied:dp2zero",
+    2: "dense:tp2sp dense:cp2zero dense:dp2 moe:ep2 tied:pp2 mtp:pp2small mla:cp2 tied:dp2zero",
     4: "moe:tp2pp2 deepseek:tp2vpp2",
 }
 SIZES = {case: size for size, cases in CASES.items() for case in cases.split()}
-CORE = ["dense:small", "dense:tp2sp", "dense:cp2zero"]
+CORE = ["dense:small", "dense:tp2sp", "dense:cp2zero", "dense:dp2"]
 """Cases of `make test`."""
 COMPARED = [pytest.param(case, marks=() if case in CORE else pytest.mark.long) for case in SIZES]
 EXACT = LIMITS["fp32"]
@@ -38,6 +38,14 @@ def test_values_advantages_and_updates_are_those_of_one_process(found, case):
     together, each = distances(mine["weights"], one["weights"])
     assert together <= EXACT["updates"]
     assert largest(each)[0] <= EXACT["worst update"], largest(each)
+
+
+@pytest.mark.parametrize("case", ["dense:dp2"])
+def test_replicas_have_unequal_shares(found, case):
+    """Equal ones would hide what is whitened, or averaged, by each replica alone."""
+    (sequences, tokens), (other_sequences, other_tokens) = found[case]["shares"]
+    assert sequences != other_sequences
+    assert tokens != other_tokens
 
 
 @pytest.mark.parametrize("case", sorted({one_process(case) for case in CORE}))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import stage_state
 import torch
 from forks import free_port
 
@@ -117,6 +118,9 @@ def steps(folder: str) -> dict[str, Any]:
         seen["saved"] = sorted(path.name for path in newest.iterdir())
         seen["state"] = json.loads((newest / "state.json").read_text())["stage"]["teacher"]
         seen["teacher's"] = stage.teacher.checksum
+        before = stage_state.held(stage)
+    with begun(folder, [*STUDENT, "run.name=student"]) as built:
+        seen["lost"] = stage_state.lost(before, stage_state.held(built.stage))
     return seen
 
 

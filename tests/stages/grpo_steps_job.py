@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import plain_grpo
+import stage_state
 import step_rewards
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -48,6 +49,7 @@ from grpo_mega.rollout.producer import generate  # noqa: E402
 from grpo_mega.run import Run  # noqa: E402
 from grpo_mega.stages.batches import batch_of, make_batch, mini_batches, mini_batches_of_epoch  # noqa: E402
 from grpo_mega.stages.corrections import corrected, correction_metrics  # noqa: E402
+from grpo_mega.stages.learned_reward import ACCURACY, LEARNED  # noqa: E402
 from grpo_mega.stages.loss import loss_of  # noqa: E402
 from grpo_mega.stages.packing import pack_samples  # noqa: E402
 from grpo_mega.types import Answer, Batch, Group, Rollout, Score  # noqa: E402
@@ -522,16 +524,32 @@ def _resumed(name: str, override: str) -> dict[str, Any]:
         return {"step": built.step, "metrics": step(built)}
 
 
+STATEFUL = (
+    *("algorithm.kl_coef=0.1", "optimizer.average_decay=0.9", "optimizer.schedule=linear", "optimizer.lr_floor=0.1"),
+    *("data.train_size=64", "data.curriculum=frontier"),
+)
+"""A run that has all that GRPO can have to save."""
+
+
 def run_state() -> dict[str, Any]:
-    """Generators through a checkpoint, and a state that was saved with other libraries."""
+    """Generators and the stage through a checkpoint, and a state that was saved with other libraries."""
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    with grpo("run_state") as built:
+    with grpo("run_state", *STATEFUL) as built:
+        fresh = stage_state.held(built.stage.state_dict() | {"before": {}})  # measured when the stage begins
+        step(built)
+        equal.touch()
+        step(built)
+        equal.unlink()
+        built.stage.watch.evaluated({ACCURACY: 0.5, LEARNED: 0.25})
         built.save()
+        before, state = stage_state.held(built.stage), stage_state.held(built.stage.state_dict())
         expected = [random.random(), float(torch.rand(()))]
-    with grpo("run_state") as built:
+    with grpo("run_state", *STATEFUL) as built:
         seen: dict[str, Any] = {"expected": expected, "drawn": [random.random(), float(torch.rand(()))]}
+        seen["lost"] = stage_state.lost(before, stage_state.held(built.stage))
+        seen["unmoved"] = stage_state.unmoved(state, fresh)
         logging.getLogger("grpo_mega.observe.summary").addHandler(handler)
         state = built.state_dict()
         built.load_state_dict(state)

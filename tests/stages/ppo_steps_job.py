@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from typing import Any
 
+import stage_state
 import torch
 
 from grpo_mega import platform
@@ -38,7 +40,7 @@ RUN = [
     "critic.clip=0.3",
     "critic.alone_steps=1",
     "rollout.max_new_tokens=12",
-    "optimizer.warmup_steps=0",
+    "optimizer.warmup_steps=5",
     "run.tensorboard=false",
     "run.steps=9",
     "run.eval_every=0",
@@ -70,6 +72,7 @@ def main() -> None:
         assert isinstance(stage, PPO)
         built.enter(stage)
         bodies = weights(stage)
+        fresh = stage_state.held(stage.state_dict())
         seen["body"] = all(
             torch.equal(weight, bodies["policy"][key])
             for key, weight in bodies["critic"].items()
@@ -96,6 +99,13 @@ def main() -> None:
         advantage = with_critic(batch, scores, stage.critic, plain).advantage
         seen["not whitened"] = [part.tolist() for part in advantage.split(lengths)]
         seen["scores"] = [scores[number] for number in batch.numbers.tolist()]
+        built.save()
+        before = stage_state.held(stage)
+        seen["unmoved"] = stage_state.unmoved(stage_state.held(stage.state_dict()), fresh)
+    os.environ["MASTER_PORT"] = "0"
+    platform.join_processes(here)
+    with assemble(config, here, build_data(config), build_reward(config.reward)) as built:
+        seen["lost"] = stage_state.lost(before, stage_state.held(built.stages[-1]))
     print(json.dumps(seen))
 
 

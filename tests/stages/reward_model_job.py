@@ -11,6 +11,7 @@ import os
 import sys
 from typing import Any
 
+import stage_state
 import torch
 import torch.distributed as dist
 from forks import free_port
@@ -33,6 +34,8 @@ def start(overrides: list[str], steps: int | None, weights: str) -> dict[str, An
     try:
         with assemble(config, HERE, *read(config)) as run:
             seen["stages"], seen["resumed"] = [stage.name for stage in run.stages], run.step
+            if run.step:
+                seen["lost"] = stage_state.lost(answers[-1]["before"], stage_state.held(run.stage))
             if steps is None:
                 run.execute()
             else:
@@ -41,6 +44,7 @@ def start(overrides: list[str], steps: int | None, weights: str) -> dict[str, An
                     run.stage.step(run)
                     run.step += 1
                 run.save()
+                seen["before"] = stage_state.held(run.stage)
             whole = run.model.whole_weights()
             seen["head"] = float(whole["scalar_head.weight"].abs().max()) if "scalar_head.weight" in whole else None
             if weights and dist.get_rank() == 0:
@@ -53,4 +57,7 @@ def start(overrides: list[str], steps: int | None, weights: str) -> dict[str, An
 
 
 if __name__ == "__main__":
-    print(json.dumps([start(*task) for task in json.loads(sys.argv[1])]))
+    answers: list[dict[str, Any]] = []
+    for task in json.loads(sys.argv[1]):
+        answers.append(start(*task))
+    print(json.dumps(answers))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import stage_state
 import torch
 import torch.distributed as dist
 from forks import free_port
@@ -32,6 +33,8 @@ def start(overrides: list[str], steps: int | None, weights: str) -> dict[str, An
         with assemble(config, HERE, build_data(config), build_reward(config.reward)) as run:
             sft, grpo = run.stages
             seen["stages"], seen["resumed"] = [stage.name for stage in run.stages], run.step
+            if run.step:
+                seen["lost"] = stage_state.lost(answers[-1]["before"], stage_state.held(sft))
             if steps is None:
                 begin = grpo.begin
 
@@ -48,6 +51,7 @@ def start(overrides: list[str], steps: int | None, weights: str) -> dict[str, An
                     sft.step(run)
                     run.step += 1
                 run.save()
+                seen["before"] = stage_state.held(sft)
     except ValueError as error:
         seen["error"] = str(error)
     os.environ["MASTER_PORT"] = str(from_main_rank(free_port)) if dist.is_initialized() else "0"

@@ -71,6 +71,10 @@ def test_a_policy_that_is_its_teacher_has_nothing_to_learn(seen: dict[str, Any])
     assert seen["own"]["policy/grad_norm"] < 1e-3 * learning
 
 
+def test_a_start_finds_all_that_the_stage_held(seen: dict[str, Any]) -> None:
+    assert seen["lost"] == []
+
+
 def test_a_run_that_continues_with_another_teacher_is_refused(seen: dict[str, Any]) -> None:
     assert "/teacher is another teacher than the one that this run began with" in seen["other"]
     assert f"was {seen['state'][:12]}..." in seen["other"]

@@ -189,6 +189,12 @@ def test_generators_go_on_where_they_were_saved(seen):
     assert outcome["drawn"] == outcome["expected"]
 
 
+def test_a_start_finds_all_that_the_stage_held(seen):
+    """After two steps, the second one without signal, with a curriculum, a reference and an average."""
+    assert seen["run_state"]["unmoved"] == []
+    assert seen["run_state"]["lost"] == []
+
+
 def test_a_state_of_other_libraries_warns_and_names_both_versions(seen):
     outcome = seen["run_state"]
     assert outcome["same versions"] == 0

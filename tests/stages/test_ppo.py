@@ -11,6 +11,9 @@ import pytest
 from metric_lines import unexplained
 from ranks import results, run_ranks
 
+NOT_OF_PPO = ("before", "watch.steps_without_signal", "watch.hacking", "schedule.decayed")
+"""Entries of the state that `test_grpo.py` fills."""
+
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -81,6 +84,19 @@ def test_the_critic_has_settings_of_its_own(seen: dict[str, Any]) -> None:
     assert last["critic/lr"] == 0.002 != last["policy/lr"]
     assert seen["clip"] == 0.3
     assert "rollout/groups_with_signal" not in last, "of groups of one"
+
+
+def test_the_critic_s_rate_follows_its_own_updates(seen: dict[str, Any]) -> None:
+    """Two a step, from the first step on, in which the policy has none; both have five of warm-up."""
+    warmed = [(1 + 2) / 2 / 5, (3 + 4) / 2 / 5, (5 + 5) / 2 / 5, 1.0]
+    assert [step["metrics"]["critic/lr"] / 0.002 for step in seen["steps"]] == pytest.approx(warmed)
+    policy = [step["metrics"]["policy/lr"] for step in seen["steps"][1:]]
+    assert [lr / policy[-1] for lr in policy] == pytest.approx([1.5 / 5, 3.5 / 5, 1.0])
+
+
+def test_a_start_finds_all_that_the_stage_held(seen: dict[str, Any]) -> None:
+    assert [path for path in seen["unmoved"] if not path.startswith(NOT_OF_PPO)] == []
+    assert seen["lost"] == []
 
 
 def test_penalties_are_some(seen: dict[str, Any]) -> None:

@@ -116,6 +116,7 @@ def test_the_summary_says_how_good_it_is_on_steps_that_were_held_out(runs: tuple
 def test_a_run_that_continues_learns_the_same_bit_for_bit(runs: tuple[Path, dict]) -> None:
     root, seen = runs
     assert seen["again"]["resumed"] == 3
+    assert seen["again"]["lost"] == []
     one, other = torch.load(root / "one.pt"), torch.load(root / "again.pt")
     assert all(torch.equal(one[name], other[name]) for name in one)
 

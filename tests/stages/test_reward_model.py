@@ -47,7 +47,8 @@ def runs(
         named = [*common, f"layout={layout}"]
         tasks: list[Any] = [[[*named, f"run.name={layout}"], None, str(root / f"{layout}.pt")]]
         if layout == "single":
-            tasks += [[[*named, "run.name=again"], steps, str(root / "again.pt")] for steps in (3, None)]
+            again = [*named, "run.name=again"]
+            tasks += [[again, steps, str(root / "again.pt")] for steps in (3, STEPS - 3, None)]
             last = f"run.init_from={root}/single/checkpoints/step-{STEPS:06d}"
             tasks += [[[*named, "run.name=further", last], 0, str(root / "further.pt")]]
             tasks += [[[*named, "run.name=changing", f"pairs.path={root}/changing.jsonl"], 2, ""]]
@@ -107,7 +108,8 @@ def test_layouts_learn_the_same(runs: tuple[Path, dict], layout: str) -> None:
 
 def test_a_run_that_continues_learns_the_same(runs: tuple[Path, dict]) -> None:
     root, seen = runs
-    assert seen["single"][2]["resumed"] == 3
+    assert [start["resumed"] for start in seen["single"][1:4]] == [0, 3, STEPS]
+    assert [start["lost"] for start in seen["single"][2:4]] == [[], []], "the second one has measured the scale"
     one, other = whole(root, "single"), whole(root, "again")
     assert all(torch.equal(one[name], other[name]) for name in one)
     kept = ("held_out_pair_accuracy_after", "held_out_pair_loss_after", "scores")

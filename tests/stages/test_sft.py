@@ -103,6 +103,7 @@ def test_layouts_learn_the_same(runs: tuple[Path, dict], layout: str) -> None:
 def test_a_run_that_continues_learns_the_same(runs: tuple[Path, dict]) -> None:
     root, seen = runs
     assert seen["single"][2]["resumed"] == 4
+    assert seen["single"][2]["lost"] == []
     one, other = (torch.load(root / f"{name}.pt") for name in ("single", "again"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
