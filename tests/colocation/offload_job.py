@@ -1,6 +1,6 @@
 """Trains with and without leaving the device in between, in one process group; started by run_ranks.
 
-Usage: offload_job.py FOLDER ; every rank prints what it found in each case, as JSON on its last line.
+Usage: offload_job.py FOLDER NAME... ; every rank prints what it found in each case, as JSON on its last line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ PLAIN = OptimizerConfig(lr=0.01, weight_decay=0.1)
 SHARDED = replace(PLAIN, distributed=True, overlap=True)
 ALONE, EP2, PP2 = LayoutConfig(), LayoutConfig(ep=2), LayoutConfig(pp=2)
 VOCAB = 26
-BIG_VOCAB = 200_000
+BIG_VOCAB = 50_000
+"""Tokens whose embedding takes 12 MiB."""
+MIB = 2**20
 UPDATES = 3
 RESUMED = "ep2 bf16 distributed"
 
@@ -58,10 +60,10 @@ class Case:
     optimizer: OptimizerConfig
     lora: LoRAConfig | None = None
 
-    def policy(self, topology: Topology, vocabulary: int = VOCAB) -> Policy:
+    def policy(self, topology: Topology) -> Policy:
         wanted = self.optimizer
         parallel = (wanted.distributed, wanted.overlap)
-        policy = Policy(self.model, self.layout, vocabulary, topology, HERE, *parallel, lora=self.lora)
+        policy = Policy(self.model, self.layout, VOCAB, topology, HERE, *parallel, lora=self.lora)
         policy.initialize(seed=3)
         policy.use_optimizer(wanted)
         return policy
@@ -75,9 +77,9 @@ class Case:
         critic.use_optimizer(wanted)
         return critic
 
-    def judge(self, topology: Topology) -> ScalarModel:
+    def judge(self, topology: Topology, vocabulary: int = VOCAB) -> ScalarModel:
         """A model that is never trained."""
-        judge = ScalarModel("reward model", self.model, self.layout, VOCAB, topology, HERE, trained=False)
+        judge = ScalarModel("reward model", self.model, self.layout, vocabulary, topology, HERE, trained=False)
         judge.initialize(seed=5)
         return judge
 
@@ -155,12 +157,11 @@ def train(models: Models, between: Callable[[int], None]) -> list[Any]:
     return seen
 
 
-def bytes_in_tensors() -> int:
-    """Of all storages that any tensor of this process has, but for those of uint8: the copies on the host."""
+def storages() -> dict[int, torch.UntypedStorage]:
+    """All storages that tensors of this process have, but for those of uint8: the copies on the host."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
-    storages = [t.untyped_storage() for t in tensors if t.dtype is not torch.uint8]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return {s._cdata: s for s in (t.untyped_storage() for t in tensors if t.dtype is not torch.uint8)}
 
 
 def leaves_and_comes_back(name: str, case: Case, topology: Topology, folder: Path) -> dict[str, Any]:
@@ -168,7 +169,12 @@ def leaves_and_comes_back(name: str, case: Case, topology: Topology, folder: Pat
     in_peace = case.models(topology)
     expected = [*train(in_peace, lambda _: None), *state(*in_peace)]
 
-    before = bytes_in_tensors()
+    # Held, so that none of them goes and leaves its address to a new one: what earlier models left may go at any time.
+    earlier = storages()
+
+    def in_new_tensors() -> int:
+        return sum(storage.nbytes() for address, storage in storages().items() if address not in earlier)
+
     models = case.models(topology)
     policy, _, critic, judge = models
     memory = TrainerMemory(models)
@@ -181,7 +187,7 @@ def leaves_and_comes_back(name: str, case: Case, topology: Topology, folder: Pat
         found["held"].append(memory.held())
         found["leaving"].append(memory.leaving(keep_weights=True))
         if number == 0:
-            found["taken"] = bytes_in_tensors() - before
+            found["taken"] = in_new_tensors()
         if number == 2:  # in two stages
             scored = policy.logprobs(batch_of(policy, 1), 1.0)
             memory.offload(keep_weights=True)
@@ -198,7 +204,7 @@ def leaves_and_comes_back(name: str, case: Case, topology: Topology, folder: Pat
         memory.offload()
         found["away"].append(memory.held())
         if number == 0:
-            found["left"] = bytes_in_tensors() - before
+            found["left"] = in_new_tensors()
         if number == 1 and name == RESUMED:
             found["refused"] = uses(models, memory, folder)
         memory.onload()
@@ -244,19 +250,23 @@ def answer(call: Callable[[], Any]) -> str:
 
 def device_without_room(topology: Topology) -> dict[str, Any]:
     """Coming back fails half-way, as the engine has the memory, and succeeds later."""
-    policy = CASES["plain"].policy(topology, BIG_VOCAB)
+    policy, large = CASES["plain"].policy(topology), CASES["plain"].judge(topology, BIG_VOCAB)
     update(policy, 0)
-    memory, expected = TrainerMemory([policy]), state(policy)
+    memory, expected = TrainerMemory([policy, large]), state(policy, large)
     memory.offload()
     _, no_limit = limits = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 70 * 2**20, no_limit))
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + 4 * MIB, no_limit))
+    engine: list[torch.Tensor] = []  # has also what the C library keeps of memory that was freed
+    while answer(lambda: engine.append(torch.empty(2 * MIB, dtype=torch.uint8))) == "accepted":
+        pass
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + 8 * MIB, no_limit))  # room for the policy
     refused = answer(memory.onload)
     resource.setrlimit(resource.RLIMIT_AS, limits)
     used = answer(lambda: policy.logprobs(batch_of(policy, 0), 1.0))
     partly = sum(p.untyped_storage().nbytes() > 0 for p in memory._away[0].chunks.parameters())
     memory.onload()
-    found = {"refused": refused, "used": used, "partly": partly, "same": same(state(policy), expected)}
+    found = {"refused": refused, "used": used, "partly": partly, "same": same(state(policy, large), expected)}
     return found | {"again": answer(memory.onload)}
 
 
@@ -280,18 +290,21 @@ def memory_of_another_library(topology: Topology) -> dict[str, Any]:
     }
 
 
+OTHERS = {"no room": device_without_room, "fixed": memory_of_another_library}
+
+
 def main() -> None:
-    folder = Path(sys.argv[1])
+    gc.freeze()  # what imports have made need not be looked through for tensors
+    folder, *names = sys.argv[1:]
     platform.join_processes(HERE)
     found: dict[str, Any] = {}
     for layout in (ALONE, EP2, PP2):
         topology = join_layout(layout, seed=0)
-        for name, case in CASES.items():
-            if case.layout == layout:
-                found[name] = leaves_and_comes_back(name, case, topology, folder)
-        if layout == ALONE:
-            found["no room"] = device_without_room(topology)
-            found["fixed"] = memory_of_another_library(topology)
+        for name in names:
+            if name in OTHERS and layout == ALONE:
+                found[name] = OTHERS[name](topology)
+            elif name in CASES and CASES[name].layout == layout:
+                found[name] = leaves_and_comes_back(name, CASES[name], topology, Path(folder))
         parallel_state.destroy_model_parallel()
     print("\n" + json.dumps(found))
     dist.destroy_process_group()
