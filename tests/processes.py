@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterable
 
 import psutil
+from limits import limit
 
 
 def there(numbers: Iterable[int]) -> list[psutil.Process]:
@@ -26,8 +27,8 @@ def alive(process: psutil.Process) -> bool:
 
 
 def left(processes: Iterable[psutil.Process], seconds: float = 60) -> list[psutil.Process]:
-    """Those that have not ended after so many seconds."""
-    return [process for process in psutil.wait_procs([*processes], timeout=seconds)[1] if alive(process)]
+    """Those that have not ended within `limit(seconds)` seconds."""
+    return [process for process in psutil.wait_procs([*processes], timeout=limit(seconds))[1] if alive(process)]
 
 
 def kill(process: psutil.Process, number: int = signal.SIGKILL) -> None:

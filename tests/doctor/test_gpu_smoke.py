@@ -16,7 +16,7 @@ import torch
 from limits import limit
 from ranks import REPOSITORY
 
-sys.path.insert(0, str(REPOSITORY / "tools"))
+sys.path.append(str(REPOSITORY / "tools"))  # last: some of them have names of modules, as trace.py
 
 from gpu_smoke import run_steps
 from gpu_smoke_steps import COMPLETED, PASSED, Step, steps_of

@@ -18,7 +18,7 @@ from ranks import REPOSITORY
 
 from grpo_kernels import GRPOLoss
 
-sys.path.insert(0, str(REPOSITORY / "tools"))
+sys.path.append(str(REPOSITORY / "tools"))  # last: some of them have names of modules, as trace.py
 
 from kernel_check import LOSSES, LossFunction, Outcome, check_losses, own_loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from threading import Thread
@@ -138,10 +139,10 @@ def test_the_last_token_which_sglang_shows_as_another_has_its_log_prob_and_no_ot
 
 
 def test_where_nobody_answers_it_is_said(topology: Topology) -> None:
-    with teaching(CHARS) as server:
-        address = server.url
-    with pytest.raises(ValueError, match=r"distill.teacher=http://127.* gave no answer .*is SGLang running there"):
-        checked(asking(address, 5))
+    with socket.socket() as silent:  # has the port, so that nobody else does, and does not listen
+        silent.bind(("127.0.0.1", 0))
+        with pytest.raises(ValueError, match=r"distill.teacher=http://127.* gave no answer .*is SGLang running there"):
+            checked(asking(f"http://127.0.0.1:{silent.getsockname()[1]}", 5))
 
 
 class NoHTTP(BaseRequestHandler):

@@ -132,14 +132,14 @@ def test_a_place_where_nothing_can_be_made_is_bad_input(tmp_path: Path, place: s
 
 def test_a_disk_that_fails_is_no_bad_input(tmp_path: Path) -> None:
     """It may have room the next time: a launcher is to try again."""
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
             open_run_dir(tmp_path / "tiny", "run: {}\n", identity=IDENTITY)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from limits import limit
 from processes import left, there
 from ranks import REPOSITORY
 
@@ -89,10 +90,10 @@ def test_a_program_that_is_not_there():
 
 def test_a_program_that_takes_too_long_has_no_verdict_and_its_words_are_shown():
     code = "import sys, time; print('thinking', file=sys.stderr, flush=True); time.sleep(1000)"
-    (score,) = reward(*python(code), seconds=2).score([sample()])
-    assert score.unscorable == (
-        f"reward term 'mine': {sys.executable}: no verdict within reward.timeout_seconds=2; standard error: thinking"
-    )
+    seconds = limit(2)
+    (score,) = reward(*python(code), seconds=seconds).score([sample()])
+    late = f"no verdict within reward.timeout_seconds={seconds:g}; standard error: thinking"
+    assert score.unscorable == f"reward term 'mine': {sys.executable}: {late}"
 
 
 def test_endless_words_on_standard_error_hold_nothing_up():
@@ -120,7 +121,7 @@ def started(told: Path) -> list[psutil.Process]:
 @pytest.mark.parametrize(("end", "seconds"), [("print(1)", 600), ("import time; time.sleep(1000)", 3)])
 def test_nothing_is_left_of_a_program_however_it_ends(tmp_path: Path, end: str, seconds: float):
     told = tmp_path / "told"
-    (score,) = reward(*python(ORPHANS + end), str(told), seconds=seconds).score([sample()])
+    (score,) = reward(*python(ORPHANS + end), str(told), seconds=limit(seconds)).score([sample()])
     assert score.total == (1.0 if end == "print(1)" else 0.0)
     assert left(started(told)) == []
 

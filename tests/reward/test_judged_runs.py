@@ -49,11 +49,12 @@ def test_what_a_judge_cannot_be_asked_or_does_not_say_is_counted_and_shown(tmp_p
 
 @pytest.mark.long
 def test_with_a_judge_that_is_never_there_a_run_ends_and_says_that_nothing_was_scored(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-    judge = f"{{name:judge,options:{{url:'{url}',model:m,retries:0,rubric:'{{prompt}} {{completion}}'}}}}"
-    terms = f"reward.terms=[{{name:accuracy}},{judge}]"
-    ended = Job(tmp_path, [*SMALL, terms, "run.steps=3", "run.name=alone"], ranks=2).finish()
+    with socket.socket() as silent:  # has the port, so that nobody else does, and does not listen
+        silent.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        judge = f"{{name:judge,options:{{url:'{url}',model:m,retries:0,rubric:'{{prompt}} {{completion}}'}}}}"
+        terms = f"reward.terms=[{{name:accuracy}},{judge}]"
+        ended = Job(tmp_path, [*SMALL, terms, "run.steps=3", "run.name=alone"], ranks=2).finish()
     assert (ended.code, ended.orphans) == (0, []), ended.stderr
     path = tmp_path / "runs" / "alone"
     steps = [record for record in read_metrics(path / "metrics.jsonl") if "reward/unscorable" in record]

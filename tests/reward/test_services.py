@@ -103,7 +103,8 @@ def test_a_busy_service_is_asked_again(server: Server):
 )
 @pytest.mark.parametrize("kind", ["http", "judge"])
 def test_a_service_that_misbehaves_costs_only_the_scores(server: Server, kind: str, path: str, why: str):
-    built = reward(kind, f"{server.url}/{path}", seconds=0.5, retries=1)
+    never = why.startswith("TimeoutError")
+    built = reward(kind, f"{server.url}/{path}", seconds=0.5 if never else 60, retries=1)
     first, second = built.score([sample("a"), sample("b", index=1)])
     for score in (first, second):
         assert (score.total, score.terms) == (0.0, {})
@@ -114,9 +115,9 @@ def test_a_service_that_misbehaves_costs_only_the_scores(server: Server, kind: s
 
 
 def test_a_service_that_is_not_there_costs_only_the_scores():
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    (score,) = reward("http", url).score([sample()])
+    with socket.socket() as silent:  # has the port, so that nobody else does, and does not listen
+        silent.bind(("127.0.0.1", 0))
+        (score,) = reward("http", f"http://127.0.0.1:{silent.getsockname()[1]}").score([sample()])
     assert "ConnectionRefusedError" in score.unscorable
 
 

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 from forks import free_port
+from limits import limit
 
 from grpo_mega.platform import start
 from grpo_mega.rollout.contract import EngineError
@@ -37,7 +38,7 @@ def test_the_store_of_the_weights_listens_where_the_job_does(first_node: str, mo
         expected = "127.0.0.1"
     monkeypatch.setenv("MASTER_ADDR", first_node)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    network = Network(ask, None, platform, engine_rank=0, ranks=1, seconds=20.0)
+    network = Network(ask, None, platform, engine_rank=0, ranks=1, seconds=limit(20))
     for connection in (1, 2):
         where = network.opened()
         assert where["address"] == expected
@@ -46,7 +47,7 @@ def test_the_store_of_the_weights_listens_where_the_job_does(first_node: str, mo
             c.laddr.ip for c in psutil.Process(os.getpid()).net_connections("tcp") if c.laddr.port == where["port"]
         }
         assert listening == {expected}
-        store = dist.TCPStore(where["address"], where["port"], is_master=False, timeout=timedelta(seconds=20))
+        store = dist.TCPStore(where["address"], where["port"], is_master=False, timeout=timedelta(seconds=limit(20)))
         store.set("from an engine", "bytes")
         assert network._store
         assert network._store.get("from an engine") == b"bytes"

@@ -71,7 +71,8 @@ def runner(mechanism: str, user: str) -> Iterator[Runner]:
     folder = Path(tempfile.mkdtemp(prefix="sandbox-test-"))
     try:
         # The other user may be unable to read this repository, and this Python.
-        shutil.copytree(REPOSITORY / "grpo_mega" / "sandbox", folder / "grpo_mega" / "sandbox")
+        code, no_cache = REPOSITORY / "grpo_mega" / "sandbox", shutil.ignore_patterns("__pycache__")
+        shutil.copytree(code, folder / "grpo_mega" / "sandbox", ignore=no_cache)  # which others may be writing
         (folder / "grpo_mega" / "__init__.py").touch()
         shutil.copy(Path(__file__).with_name("driver.py"), folder)
         subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
