@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # The first optimizer of a process imports torch's compiler, which takes a second.
+import matplotlib.backends.backend_agg  # noqa: F401
 import torch._dynamo
 import torch.distributed.fsdp
 import torch.export
