@@ -44,7 +44,7 @@ def logit_gradient(log_p: Tensor, ids: Tensor, by_logprob: Tensor, by_entropy: T
     (by_logprob * (1[target] - p) - by_entropy * p * (log p + entropy)) / temperature
     """
     p = log_p.exp()
-    one_hot = torch.zeros_like(p).scatter_(1, ids[:, None], 1.0)
+    one_hot = torch.zeros_like(p).scatter(1, ids[:, None], 1.0)
     surprise = torch.where(p == 0, 0.0, p * (log_p + entropies(log_p)[:, None]))
     return (by_logprob[:, None] * (one_hot - p) - by_entropy[:, None] * surprise) / temperature
 
@@ -74,8 +74,7 @@ def grpo_loss(
     tokens = Tokens(advantages.double(), token_weight.double(), old, ref, rollout, cu_seqlens, None, sampled)
     losses = token_losses(logprob, entropy, tokens, options)
     by_entropy = torch.zeros_like(entropy) if losses.grad_entropy is None else losses.grad_entropy
-    gradient = torch.zeros_like(logits, dtype=torch.float64)
     counted = losses.weight != 0
     by_logits = logit_gradient(log_p, ids, losses.grad_logprob, by_entropy, temperature)
-    gradient[rows[counted]] = by_logits[counted]
+    gradient = torch.zeros_like(logits, dtype=torch.float64).index_copy(0, rows[counted], by_logits[counted])
     return Reference(logprob, entropy, losses.loss, gradient)
