@@ -16,8 +16,9 @@ from grpo_mega.data import Data
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.models.teacher import Teacher
+from grpo_mega.models.topology import Topology
 from grpo_mega.rollout.sglang.teacher import ServedTeacher
-from grpo_mega.run import Run
+from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.grpo import GRPO
 from grpo_mega.stages.rollouts import Rollouts
 from grpo_mega.types import Batch
@@ -51,11 +52,8 @@ class Distill(GRPO):
     def update(self, current: StepInProgress, batch: Batch, step: int) -> None:
         """One optimizer update; its metrics cover all tokens of the step, as sampled."""
         super().update(current, batch, step)
-        whole = current.batch
-        assert whole is not None, "without a batch there are no updates"
-        assert whole.teacher_logprob is not None, "a batch of this stage has the teacher's log-probs"
-        metrics = distillation_metrics(whole.old_logprob, whole.teacher_logprob, whole.mask, self.topology.replicas)
-        current.updates[-1] |= {f"distill/{name}": value for name, value in metrics.items()}
+        assert current.batch is not None, "without a batch there are no updates"
+        current.updates[-1] |= teacher_metrics(current.batch, self.topology)
 
     def state_dict(self) -> dict[str, Any]:
         """GRPO's state, and the identity of the teacher."""
@@ -71,6 +69,13 @@ class Distill(GRPO):
                 "checkpoint that was the newest then; for another teacher choose another run.name"
             )
         super().load_state_dict(state)
+
+
+def teacher_metrics(batch: Batch, topology: Topology) -> Metrics:
+    """Metrics of policy and teacher over the tokens of all replicas' batches, as sampled; every rank must call it."""
+    assert batch.teacher_logprob is not None, "a batch of this stage has the teacher's log-probs"
+    metrics = distillation_metrics(batch.old_logprob, batch.teacher_logprob, batch.mask, topology.replicas)
+    return {f"distill/{name}": value for name, value in metrics.items()}
 
 
 def with_teacher(batch: Batch, teacher: Teacher | ServedTeacher, config: Config) -> Batch:

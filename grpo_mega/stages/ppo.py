@@ -18,6 +18,7 @@ from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import AlgorithmConfig, Config
 from grpo_mega.data import Data
 from grpo_mega.models.learning_rate import scheduled
+from grpo_mega.models.model import Pass
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.models.scalar import ClippedSquaredError, ScalarModel
@@ -64,8 +65,7 @@ class PPO(GRPO):
         else:
             super().update(current, batch, step)
         lr = self.critic_rate.at(self.critic.updates, step)
-        metrics = self.critic.update(batch, self.critic_loss, lr).metrics
-        metrics["explained_variance"] = explained_variance(batch, self.topology.replicas)
+        metrics = critic_update(batch, self.critic, self.critic_loss, lr).metrics
         current.updates[-1] |= {f"critic/{name}": value for name, value in metrics.items()}
 
     def begin(self, run: Run) -> None:
@@ -102,6 +102,14 @@ def with_critic(batch: Batch, scores: Sequence[float], critic: ScalarModel, conf
     if config.algorithm.advantage_std == "batch":
         advantage = whitened(advantage, batch.mask, replicas)
     return batch.with_(value=value, advantage=advantage, returns=returns)
+
+
+def critic_update(batch: Batch, critic: ScalarModel, loss: ClippedSquaredError, lr: float) -> Pass:
+    """One update of the critic on the replica's batch; its metrics include what its values explained before, over all
+    replicas' batches. Every rank must call it."""
+    found = critic.update(batch, loss, lr)
+    found.metrics["explained_variance"] = explained_variance(batch, critic.topology.replicas)
+    return found
 
 
 def token_rewards(batch: Batch, scores: Sequence[float], algorithm: AlgorithmConfig) -> torch.Tensor:

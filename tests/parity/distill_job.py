@@ -7,12 +7,11 @@ import torch
 from layouts_job import HERE, SMALL_BUCKETS, TEMPERATURE, VOCAB, made_up_batch, save_each
 from parity_cases import LAYOUTS, MODELS, optimizer
 
-from grpo_mega.algorithm.distillation import distillation_metrics
 from grpo_mega.config.load import compose_config
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.teacher import Teacher
 from grpo_mega.models.topology import join_layout
-from grpo_mega.stages.distill import with_teacher
+from grpo_mega.stages.distill import teacher_metrics, with_teacher
 from grpo_mega.stages.loss import loss_of
 from grpo_mega.stages.sft import supervised_update
 from grpo_mega.types import Row, pack_rows
@@ -42,7 +41,7 @@ def one_step(model_name: str, layout_name: str) -> dict:
         "teacher": policy.gathered(taught.teacher_logprob, batch),
         "advantage": policy.gathered(taught.advantage, batch),
         "rewarded": policy.gathered(rewarded.advantage, batch),
-        "kl": distillation_metrics(taught.old_logprob, taught.teacher_logprob, taught.mask, topology.replicas),
+        "kl": teacher_metrics(taught, topology),
         "metrics": [policy.gradients(taught, loss, TEMPERATURE).metrics],
         "gradients": policy.whole_gradients(),
     }
@@ -93,7 +92,7 @@ def own_teacher(model_name: str, layout_name: str, topology) -> dict:
     policy.gradients(batch, loss_of(CONFIG.algorithm, on_policy=False), TEMPERATURE)
     squares = [float(gradient.double().square().sum()) for gradient in policy.whole_gradients().values()]
     return {
-        "kl": distillation_metrics(batch.old_logprob, batch.teacher_logprob, batch.mask, topology.replicas),
+        "kl": teacher_metrics(batch, topology),
         "gradient": sum(squares) ** 0.5,
     }
 

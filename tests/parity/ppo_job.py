@@ -7,12 +7,11 @@ import torch
 from layouts_job import HERE, SMALL_BUCKETS, VOCAB, made_up_batch, save_each
 from parity_cases import LAYOUTS, MODELS, optimizer
 
-from grpo_mega.algorithm.gae import explained_variance
 from grpo_mega.config.load import compose_config
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.scalar import ClippedSquaredError, ScalarModel
 from grpo_mega.models.topology import join_layout
-from grpo_mega.stages.ppo import with_critic
+from grpo_mega.stages.ppo import critic_update, with_critic
 
 CONFIG = compose_config(["experiment=tiny_ppo", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"])
 LOSS = ClippedSquaredError(0.02)
@@ -35,13 +34,13 @@ def one_step(model_name: str, layout_name: str) -> dict:
     result: dict = {"mask": whole.mask, "shares": shares, "steps": []}
     for _ in range(2):  # in the first one all values are 0
         batch = with_critic(mine, scores, critic, CONFIG)
-        updates = [critic.update(batch, LOSS, adam.lr) for _ in range(2)]
+        updates = [critic_update(batch, critic, LOSS, adam.lr) for _ in range(2)]
         assert batch.value is not None
         assert batch.returns is not None
         result["steps"].append(
             {name: critic.gathered(getattr(batch, name), batch) for name in ("value", "advantage", "returns")}
             | {
-                "explained": explained_variance(batch, topology.replicas),
+                "explained": [update.metrics.pop("explained_variance") for update in updates],
                 "metrics": [update.metrics for update in updates],
                 "moved": critic.gathered(updates[1].outputs - batch.value * batch.mask, batch),
             }

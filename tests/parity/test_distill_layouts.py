@@ -44,8 +44,8 @@ def test_the_teacher_and_two_updates_are_those_of_one_process(found, case):
 def test_a_policy_that_is_its_teacher_has_nothing_to_learn(found, case):
     """But for rounding: the same weights lie elsewhere in memory, which decides how sums are cut."""
     own, other = found[case]["own"], found[case]
-    assert own["kl"]["reverse_kl"] == pytest.approx(0, abs=1e-6)
-    assert own["kl"]["teacher_logprob"] < -1
+    assert own["kl"]["distill/reverse_kl"] == pytest.approx(0, abs=1e-6)
+    assert own["kl"]["distill/teacher_logprob"] < -1
     assert own["gradient"] < 1e-4 * other["metrics"][1]["grad_norm"]
 
 
@@ -78,6 +78,6 @@ def test_what_is_compared_has_something_to_show(found, case):
     mask, advantage = seen["mask"], seen["advantage"]
     assert not advantage[~mask].any()
     assert advantage[mask].min() < -0.1 < 0.1 < advantage[mask].max()
-    assert seen["kl"]["reverse_kl"] != 0
+    assert seen["kl"]["distill/reverse_kl"] != 0
     assert (seen["rewarded"] - 2 * advantage)[mask].abs().max() > 0.1
     assert seen["metrics"][1]["grad_norm"] > 0.01

@@ -62,4 +62,4 @@ def test_what_is_compared_has_something_to_show(found, case):
         clipped = step["moved"][mask].abs() > 0.02
         assert clipped.any()
         assert not clipped.all()
-    assert first["explained"] == 0 < second["explained"]
+    assert first["explained"][0] == 0 < second["explained"][0]

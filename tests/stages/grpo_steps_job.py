@@ -42,6 +42,7 @@ from grpo_mega.algorithm.objective import TokenLosses  # noqa: E402
 from grpo_mega.assemble import assemble  # noqa: E402
 from grpo_mega.checkpoint.step_in_progress import StepInProgress  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
+from grpo_mega.models.noise import moment_sums, noise_in_batches  # noqa: E402
 from grpo_mega.models.topology import leave_layout  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
@@ -351,7 +352,7 @@ def _equal_rewards(name: str, without_signal: str, kl_coef: float) -> dict[str, 
             equal.touch()
             seen["metrics"].append(step(built))
         equal.unlink()
-        step(built)
+        seen["last"] = step(built)
         seen["after"] = digest(built)
         seen["text"] = warnings
         logging.getLogger("grpo_mega.stages.watch").removeHandler(handler)
@@ -611,6 +612,8 @@ def two_mini_batches() -> dict[str, Any]:
     with grpo("two_mini_batches", *overrides) as built:
         updates = watched_updates(built)
         seen = {"step": step(built), "updates": [outcome.metrics for _, outcome in updates]}
+        adam = built.stage.config.optimizer
+        seen["noise after two"] = noise_in_batches(*moment_sums(built.model.optimizer), 2, adam.beta1, adam.beta2)
         batch, second = updates[1]
         moved = (second.outputs - batch.old_logprob)[batch.mask].double()
         seen |= {"ratio": moved.exp().mean().item(), "tokens": [int(batch.mask.sum()) for batch, _ in updates]}

@@ -48,8 +48,11 @@ def test_advantages_of_steps_reach_the_tokens_of_their_steps(seen: Seen, layout:
 def test_what_is_normalised_over_the_batch_is_that_of_one_replica(seen: Seen, layout: str) -> None:
     expected = seen[0]["dp1"]["correction"]
     assert len({factor for factor in expected if factor}) > 5
+    share = seen[0]["dp1"]["corrected"]["policy/corrected"]
+    assert 0 < share < 1
     for rank in seen:
         assert rank[layout]["correction"] == pytest.approx(expected, rel=1e-6)
+        assert rank[layout]["corrected"]["policy/corrected"] == pytest.approx(share)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

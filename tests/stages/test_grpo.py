@@ -191,8 +191,7 @@ def test_generators_go_on_where_they_were_saved(seen):
 
 def test_a_start_finds_all_that_the_stage_held(seen):
     """After two steps, the second one without signal, with a curriculum, a reference and an average."""
-    assert seen["run_state"]["unmoved"] == []
-    assert seen["run_state"]["lost"] == []
+    assert (seen["run_state"]["unmoved"], seen["run_state"]["lost"]) == ([], [])
 
 
 def test_a_state_of_other_libraries_warns_and_names_both_versions(seen):
@@ -231,6 +230,18 @@ def test_kl_is_exactly_zero_right_after_a_refresh_and_only_then(seen):
     first, second, third = (metrics["policy/kl"] for metrics in seen["on_policy"])
     assert (first, third) == (0.0, 0.0)
     assert second > 0
+
+
+def test_tokens_are_counted_over_all_steps(seen):
+    outcome = seen["equal_rewards"]["kl"]
+    steps = [outcome["signal"], *outcome["metrics"], outcome["last"]]
+    generated = sum(metrics["rollout/tokens"] for metrics in steps)
+    assert outcome["tokens"] == {"generated": generated, "trained": generated}
+
+
+def test_the_noise_of_gradients_is_that_of_as_many_updates_as_there_were(seen):
+    outcome = seen["two_mini_batches"]
+    assert outcome["step"]["policy/gradient_noise_scale"] == pytest.approx(outcome["noise after two"], rel=1e-9)
 
 
 def test_learning_rate_warms_up_by_update(seen):
