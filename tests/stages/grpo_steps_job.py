@@ -609,9 +609,16 @@ def watched_updates(built: Run) -> list[tuple[Batch, Any]]:
 def two_mini_batches() -> dict[str, Any]:
     """A step of two updates, each on half of the samples, and one without signal, both at a temperature."""
     overrides = ["algorithm.mini_batches=2", "algorithm.kl_coef=0.1", "rollout.temperature=0.7", "optimizer.lr=1e-2"]
-    with grpo("two_mini_batches", *overrides) as built:
-        updates = watched_updates(built)
-        seen = {"step": step(built), "updates": [outcome.metrics for _, outcome in updates]}
+    with grpo("two_mini_batches", *overrides, "run.sample_groups_per_step=4") as built:
+        updates, record = watched_updates(built), built.stage.step(built)
+        built.step += 1
+        seen: dict[str, Any] = {"step": record.metrics, "updates": [outcome.metrics for _, outcome in updates]}
+        seen["shown"] = [[shown["new_logprobs"], shown["entropies"]] for shown in record.shown]
+        computed = {}
+        for part, found in updates:
+            for number, of_sample in zip(part.numbers.tolist(), computed_by(part, found), strict=True):
+                computed[number] = of_sample
+        seen["computed"] = [computed[number] for number in sorted(computed)]
         adam = built.stage.config.optimizer
         seen["noise after two"] = noise_in_batches(*moment_sums(built.model.optimizer), 2, adam.beta1, adam.beta2)
         batch, second = updates[1]
@@ -621,6 +628,15 @@ def two_mini_batches() -> dict[str, Any]:
         seen["without_signal"] = step(built)
         equal.unlink()
     return seen
+
+
+def computed_by(part: Batch, found: Any) -> list[list[list[float]]]:
+    """Log-probs and entropies of each completion of a mini-batch, as its update has computed them."""
+    lengths = part.lengths.tolist()
+    columns = (part.mask.split(lengths), found.outputs.split(lengths), found.entropies.split(lengths))
+    return [
+        [logprobs[mask].tolist(), entropies[mask].tolist()] for mask, logprobs, entropies in zip(*columns, strict=True)
+    ]
 
 
 def stale_engine() -> dict[str, Any]:
@@ -719,17 +735,23 @@ def longer() -> dict[str, Any]:
 def averaged() -> dict[str, Any]:
     """What an evaluation generates when the weights are averaged, and what the average and the policy would."""
     with grpo("averaged", "optimizer.average_decay=0.9", "optimizer.lr=0.05") as built:
+        expected = [weight.detach().clone() for weight in built.model.chunks.parameters()]
         for _ in range(2):
             step(built)
+            for mean, weight in zip(expected, built.model.chunks.parameters(), strict=True):
+                mean.copy_(0.9 * mean + 0.1 * weight.detach())
         rollouts, problems = built.stage.rollouts, built.stage.data.validation
+        pairs = [*zip(expected, built.model.chunks.parameters(), strict=True)]
+        apart = max(float((mean - weight).abs().max()) for mean, weight in pairs)
         scored: list[Any] = []
         score = rollouts.score
         rollouts.score = lambda samples: scored.append([[*s.token_ids] for s in samples]) or score(samples)
         rollouts.evaluate(built, "validation", problems, 0)
         with rollouts.average.swapped_in():
+            off = max(float((mean - weight).abs().max()) for mean, weight in pairs)
             rollouts.produced(built, "evaluate", problems, 1, 0)
         rollouts.produced(built, "evaluate", problems, 1, 0)
-        return dict(zip(("evaluated", "of average", "of policy"), scored, strict=True))
+        return dict(zip(("evaluated", "of average", "of policy"), scored, strict=True)) | {"apart": apart, "off": off}
 
 
 if __name__ == "__main__":

@@ -313,6 +313,14 @@ def test_mini_batches_are_measured_against_the_policy_before_the_first_at_the_sa
     assert min(outcome["tokens"]) > 0
 
 
+def test_samples_show_what_each_update_has_computed(seen):
+    outcome = seen["two_mini_batches"]
+    for shown, computed in zip(outcome["shown"], outcome["computed"], strict=True):
+        for mine, of_update in zip(shown, computed, strict=True):
+            assert mine == pytest.approx(of_update, abs=1e-3)
+            assert any(of_update)
+
+
 def test_a_step_without_signal_is_compared_at_the_samples_temperature(seen):
     outcome = seen["two_mini_batches"]["without_signal"]
     assert outcome["rollout/groups_with_signal"] == 0
@@ -358,6 +366,7 @@ def test_completions_become_longer_in_the_step_that_was_asked_for(seen):
 def test_evaluations_are_about_the_average_of_the_weights(seen):
     outcome = seen["averaged"]
     assert outcome["evaluated"] == outcome["of average"] != outcome["of policy"]
+    assert outcome["off"] < 1e-6 < 1e-3 < outcome["apart"], "every update moves it by a tenth of the way"
 
 
 def test_a_model_may_know_more_tokens_than_the_tokenizer(seen):
