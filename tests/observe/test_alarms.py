@@ -148,6 +148,7 @@ def test_a_straggler_is_slow_in_the_steps_that_name_it() -> None:
     unnamed = lines(10, machine__straggling=9.0)
     for line in unnamed:
         del line["machine/slowest_rank"]
+    assert raised(lines(10) + unnamed) == []
     assert raised(unnamed + lines(9, machine__straggling=2.5)) == []
     assert raised(unnamed + lines(10, machine__straggling=2.5))[0]["value"] == 2.5
 

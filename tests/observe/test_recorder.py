@@ -137,9 +137,12 @@ class Broken:
 
 def test_no_error_in_what_only_shows_ends_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each is said once, however often it comes, and all the rest of the step is recorded."""
-    recorder = Recorder(RunConfig(name="mine", steps=2, tensorboard=False, report_every=1), tmp_path, main=True)
+    config = RunConfig(name="mine", steps=2, tensorboard=False, report_every=1, trackers=["mlflow"])
+    config.tracker_project = None  # type: ignore[assignment]  # no tracker can be started
+    recorder = Recorder(config, tmp_path, main=True)
+    recorder.console = Broken()  # type: ignore[assignment]
     recorder.open_metrics(resume_from_step=-1)
-    for name in ("console", "experts", "trackers", "alarms", "prediction", "_report"):
+    for name in ("experts", "trackers", "alarms", "prediction", "_report"):
         setattr(recorder, name, Broken())
     assert recorder.metrics
     recorder.metrics._writer = Broken()
@@ -161,26 +164,32 @@ def test_no_error_in_what_only_shows_ends_a_run(tmp_path: Path, caplog: pytest.L
     recorder.close()
     assert json.loads((tmp_path / "summary.json").read_text()) == {"status": "completed", "steps": 3, "alarms": []}
     assert said(caplog) == [
-        "the console", "run.tensorboard", "experts.jsonl", "run.trackers", "the alarms", "the plan", "report.html",
-        "samples/", "curves.png",
+        "the console", "run.trackers", "run.tensorboard", "experts.jsonl", "run.trackers", "the alarms", "the plan",
+        "report.html", "samples/", "curves.png",
     ]  # fmt: skip
-    assert "the console: LookupError: start is broken; the run goes on without it" in caplog.messages
+    assert "the console: LookupError: stage is broken; the run goes on without it" in caplog.messages
 
 
+@pytest.mark.parametrize("closed", [False, True])
 def test_a_console_that_nobody_reads_does_not_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, closed: bool
 ) -> None:
-    """As after `grpo_mega ... | head`, or when a terminal has gone."""
+    """As after `grpo_mega ... | head`, when a terminal has gone, or where the stream was closed before."""
     read, write = os.pipe()
     os.close(read)
     with suppress(BrokenPipeError), os.fdopen(write, "w") as nobody:
+        if closed:
+            nobody.close()
         monkeypatch.setattr(sys, "stderr", nobody)
         recorder = Recorder(RunConfig(name="mine", steps=2, tensorboard=False), tmp_path, main=True)
         recorder.open_metrics(resume_from_step=-1)
         for step in (1, 2):
-            recorder.step(step, {"reward/mean": 0.4}, [])
+            recorder.step(step, {"reward/mean": float("nan")}, [record(0, "good", Score(1.0, {}))])
         recorder.close()
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert len([*(tmp_path / "samples").iterdir()]) == 2
+    assert recorder.alarms
+    assert [*recorder.alarms.up] == ["not_finite"]
     assert said(caplog) == ["the console"]
 
 

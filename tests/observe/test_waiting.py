@@ -53,13 +53,14 @@ def test_off_a_terminal_nothing_is_said_in_the_first_minute(monkeypatch: pytest.
 
 def test_a_terminal_that_has_gone_is_no_error_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     master, slave = pty.openpty()
-    with suppress(OSError), os.fdopen(slave, "w") as stream:
-        monkeypatch.setattr(sys, "stderr", stream)
-        monkeypatch.setattr(waiting, "FRAMES_PER_SECOND", 0.01)  # no thread draws meanwhile
-        waiting.begin("it is starting")
-        os.close(master)
-        waiting.end()
-        monkeypatch.undo()
+    stream = os.fdopen(slave, "w")
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(waiting, "FRAMES_PER_SECOND", 0.01)  # no thread draws meanwhile
+    waiting.begin("it is starting")
+    os.close(master)
+    waiting.end()
+    with suppress(OSError):
+        stream.close()
 
 
 def test_a_process_whose_work_is_done_ends_well_although_nobody_reads_what_it_said() -> None:
