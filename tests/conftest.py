@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 from hypothesis.internal.conjecture import providers
 
 # Assertions of modules that tests share show what they compared, as those of tests do.
@@ -13,8 +13,9 @@ pytest.register_assert_rewrite(*(file.stem for file in Path(__file__).parent.rgl
 
 # `make test` tries the same examples everywhere, so that it is green or red for everybody; `make test-hunt` looks for
 # new ones. A machine that is busy with other jobs is no failure.
-settings.register_profile("same", deadline=None, derandomize=True, database=None)
-settings.register_profile("hunt", deadline=None, derandomize=False, print_blob=True)
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", patient, derandomize=True, database=None)
+settings.register_profile("hunt", patient, derandomize=False, print_blob=True)
 
 LONGEST = ("slurm", "train", "recipe", "stages", "evaluate", "planning", "parity", "rollout", "checkpoint", "models")
 """Rooms whose files take longest, as they start jobs of several processes."""

@@ -190,19 +190,25 @@ def test_what_is_not_planted_is_read(copied, policy):
     assert (back.updates, back.batch.tokens.tolist()) == ([{"loss": 1.0}], [1, 2, 3])
 
 
-KINDS = {
+LATENT = replace(MODEL, kv_heads=4, attention="mla", mla=MLAConfig(v_head_dim=12))
+TOGETHER = {
+    "latent, predicting more, in bf16": replace(LATENT, mtp_layers=1, dtype="bf16"),
+    "dense, tied": replace(MODEL, moe=MoEConfig(), tie_embeddings=True, qk_norm=True),
+}
+APART = {
     "dense": replace(MODEL, moe=MoEConfig()),
-    "latent": replace(MODEL, kv_heads=4, attention="mla", mla=MLAConfig(v_head_dim=12)),
+    "latent": LATENT,
     "predicting more": replace(MODEL, mtp_layers=1),
     "bf16": replace(MODEL, dtype="bf16"),
     "tied": replace(MODEL, tie_embeddings=True, qk_norm=True),
 }
+KINDS = TOGETHER | APART
 
 
 @pytest.mark.parametrize(
     "distributed", [pytest.param(False, marks=pytest.mark.long), True], ids=["whole", "distributed"]
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*TOGETHER, *(pytest.param(kind, marks=pytest.mark.long) for kind in APART)])
 def test_checkpoints_of_every_kind_name_nothing_else(topology, tmp_path, kind, distributed):
     made = Policy(KINDS[kind], LayoutConfig(), VOCABULARY, topology, PLATFORM, distributed_optimizer=distributed)
     made.initialize(seed=0)

@@ -6,12 +6,10 @@ import hashlib
 import json
 import queue
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from limits import limit
+from forks import run_python
 from ranks import run_ranks
 
 from grpo_mega.platform import start
@@ -22,8 +20,7 @@ from grpo_mega.checkpoint.writers import ForkedQueue  # noqa: E402
 
 
 def test_reports_come_back_without_the_program_being_run_again_or_a_process_that_stays() -> None:
-    program = Path(__file__).parent / "unguarded_program.py"
-    made = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=limit(600))
+    made = run_python(Path(__file__).parent / "unguarded_program.py")
     assert made.returncode == 0, made.stderr
     assert made.stdout.splitlines() == [
         "[MetadataIndex(fqn='weight', offset=None, index=None)]",

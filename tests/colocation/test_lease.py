@@ -108,7 +108,7 @@ class Device(RuleBasedStateMachine):
 
 
 TestDevice = Device.TestCase
-TestDevice.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestDevice.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
 
 
 class Clock:

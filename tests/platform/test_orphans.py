@@ -73,14 +73,14 @@ def test_forks_and_their_forks_end_with_the_process_that_wants_it_and_later_ones
     assert found["later"][0].is_running()
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["rank", "script"])
-def test_ranks_end_with_torchrun_also_when_a_script_of_its_starts_them(tmp_path, started, wrapped):
-    program = [sys.executable, JOB, "rank", str(tmp_path)]
-    if wrapped:  # with a command behind it, or the shell would become the program
-        program = ["bash", "-c", f"{' '.join(program)}; exit 3"]
+def test_ranks_end_with_torchrun_also_when_a_script_of_its_starts_them(tmp_path, started):
+    """The first rank is torchrun's own child, the second a shell's, which has another command to run after it."""
+    rank = f"{sys.executable} {JOB} rank {tmp_path}"
+    script = f'if [ "$RANK" = 0 ]; then exec {rank}; fi; {rank}; exit 3'
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    started.append(subprocess.Popen([*torchrun, *program], stderr=subprocess.DEVNULL))
+    started.append(subprocess.Popen([*torchrun, "bash", "-c", script], stderr=subprocess.DEVNULL))
     ranks = wait_for(tmp_path, {"rank": 2})["rank"]
+    assert sorted(rank.ppid() == started[0].pid for rank in ranks) == [False, True]
     started[0].kill()
     assert left(ranks) == []
 

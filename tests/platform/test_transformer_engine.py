@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
-from collections.abc import Callable, Iterator
 from importlib.metadata import requires
-from pathlib import Path
-from select import select
 
 import pytest
-from limits import limit
+from forks import run_python
 from ranks import REPOSITORY
 
 from grpo_mega.doctor import packages
@@ -23,9 +17,10 @@ ASK = """
 import os, sys
 from grpo_mega.platform.transformer_engine import usable_transformer_engine as ask
 
-for folder in sys.stdin:
+for folder in sys.argv[1:]:
+    sys.stdout.flush()
     if not os.fork():
-        sys.path.insert(0, folder.rstrip())
+        sys.path.insert(0, folder)
         try:
             print(ask(), flush=True)
         except Exception as error:
@@ -33,68 +28,62 @@ for folder in sys.stdin:
         os._exit(0)
     os.wait()
 """
-"""Answers for one folder a line: importing torch takes longer than all answers."""
-Answer = Callable[[Path], str]
+"""Prints what the function returns, or the error, with each of these folders first among those of imports."""
+USED = ("2.9.0", "2.11.0+8f2ab1c", "2.10.1.dev0")
+REFUSED = ("2.8.3", "2.12.0", "2.20.2", "1.13")
+ERRORS = ("ImportError('undefined symbol: cublasLtGrouped')", "OSError('no libcudart')")
+Answers = dict[tuple[str, bool, str], str]
 
 
 @pytest.fixture(scope="module")
-def answer() -> Iterator[Answer]:
-    """What the function returns, or the error, with a folder first among those that Python imports from."""
-    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(REPOSITORY)])
-    environment = os.environ | {"PYTHONPATH": path}
-    with subprocess.Popen(
-        [sys.executable, "-c", ASK], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as asked:
-
-        def ask(folder: Path) -> str:
-            print(folder, file=asked.stdin, flush=True)
-            if not select([asked.stdout], [], [], limit(120))[0]:
-                asked.kill()
-                raise TimeoutError(f"no answer for {folder}")
-            return asked.stdout.readline().strip()
-
-        yield ask
-        asked.stdin.close()
-
-
-def plant(folder: Path, version: str, code: str = "", named: bool = True) -> None:
-    module = folder / "transformer_engine"
-    module.mkdir()
-    (module / "__init__.py").write_text(f"__version__ = {version!r}\n")
-    (module / "pytorch.py").write_text(code)
-    if named:
-        about = folder / f"transformer_engine-{version}.dist-info"
-        about.mkdir()
-        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What is said of a release, with its name in the package's metadata or not, whose import runs this code."""
+    planted = [(version, named, "") for version in (*USED, *REFUSED) for named in (True, False)]
+    planted += [("2.11.0", True, f"raise {error}") for error in ERRORS] + [("", False, "")]
+    root = tmp_path_factory.mktemp("planted")
+    (root / "ask.py").write_text(ASK)
+    for number, (version, named, code) in enumerate(planted):
+        module, about = root / f"{number}" / "transformer_engine", f"transformer_engine-{version}.dist-info"
+        module.parent.mkdir()
+        if not version:
+            continue
+        module.mkdir()
+        (module / "__init__.py").write_text(f"__version__ = {version!r}\n")
+        (module / "pytorch.py").write_text(code)
+        if named:
+            (module.parent / about).mkdir()
+            (module.parent / about / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n"
+            )
+    done = run_python(root / "ask.py", *(root / f"{number}" for number in range(len(planted))))
+    return dict(zip(planted, done.stdout.splitlines(), strict=True))
 
 
-def test_none_is_fine(tmp_path: Path, answer: Answer) -> None:
-    assert answer(tmp_path) == "False"
+def test_none_is_fine(answers: Answers) -> None:
+    assert answers["", False, ""] == "False"
 
 
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("version", ["2.9.0", "2.11.0+8f2ab1c", "2.10.1.dev0"])
-def test_one_of_these_is_used(version: str, named: bool, tmp_path: Path, answer: Answer) -> None:
-    plant(tmp_path, version, named=named)
-    assert answer(tmp_path) == "True"
+@pytest.mark.parametrize("version", USED)
+def test_one_of_these_is_used(version: str, named: bool, answers: Answers) -> None:
+    assert answers[version, named, ""] == "True"
 
 
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("version", ["2.8.3", "2.12.0", "2.20.2", "1.13"])
-def test_others_are_refused(version: str, named: bool, tmp_path: Path, answer: Answer) -> None:
-    plant(tmp_path, version, named=named)
-    said = answer(tmp_path)
+@pytest.mark.parametrize("version", REFUSED)
+def test_others_are_refused(version: str, named: bool, answers: Answers) -> None:
+    said = answers[version, named, ""]
     assert said.startswith(
         f"ValueError: Transformer Engine {version} is installed, and megatron-core works with 2.9 to"
     )
     assert "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12'" in said
 
 
-@pytest.mark.parametrize("error", ["ImportError('undefined symbol: cublasLtGrouped')", "OSError('no libcudart')"])
-def test_one_that_cannot_be_imported_is_refused(error: str, tmp_path: Path, answer: Answer) -> None:
-    plant(tmp_path, "2.11.0", f"raise {error}")
+@pytest.mark.parametrize("error", ERRORS)
+def test_one_that_cannot_be_imported_is_refused(error: str, answers: Answers) -> None:
     kind, reason = error.rstrip("')").split("('")
-    assert f"Transformer Engine 2.11.0 is installed and cannot be imported ({kind}: {reason})" in answer(tmp_path)
+    said = answers["2.11.0", True, f"raise {error}"]
+    assert f"Transformer Engine 2.11.0 is installed and cannot be imported ({kind}: {reason})" in said
 
 
 def test_every_place_names_the_same_versions_and_megatron_allows_them() -> None:
