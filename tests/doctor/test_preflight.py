@@ -189,7 +189,8 @@ def test_a_clock_that_is_off_is_named(folder, seconds):
 
 
 def test_of_two_nodes_the_clock_that_is_not_ours_is_named(folder):
-    change(folder, "b", clock=time.time() - 60)
+    change(folder, "a", clock=(now := time.time()))
+    change(folder, "b", clock=now - 60)
     assert verdicts(folder, "ab")["a"] == "ok"
     assert "its clock is off by -60 s" in verdicts(folder, "ab")["b"]
 

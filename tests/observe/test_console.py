@@ -62,7 +62,8 @@ def whole_run(stream: TextIO, steps: int = 10) -> None:
 ROW = "reward 0.213, accuracy 4.7%, format 93.8%, length 18.2, entropy -, clipped 0.1%, grad norm 0.412, 0.50 s"
 
 
-def test_off_a_terminal_every_line_stands_alone() -> None:
+def test_off_a_terminal_every_line_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_mega.observe.progress.time.monotonic", lambda: 1000.0)
     stream = io.StringIO()
     whole_run(stream)
     assert stream.getvalue() == (
