@@ -1,8 +1,8 @@
 """Defaults from a Hugging Face folder in `run.init_from`: the model, its tokenizer and its chat template.
 
-The configuration is composed twice where there is a folder. The first time, without its settings, shows the folder and
-the chosen options. The second time, its settings are hydra defaults, overridden by every file and the command line, so
-that hydra itself decides which value counts.
+The configuration is composed twice where a folder contributes to it. The first time, without its settings, shows the
+folder and the chosen options. The second time, its settings are hydra defaults, overridden by every file and the command
+line, so that hydra itself decides which value counts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ OPTION = "from_folder"
 """Option of the group model, in `configs/`."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _FOLDER = "${run.init_from}"
+_UNSAID = "${..run.init_from}"
+"""The same, in words that nobody else writes: it stays where neither files nor the command line name a tokenizer."""
 
 
 def register(model: dict[str, Any], data: dict[str, Any]) -> None:
@@ -49,7 +51,7 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
         ConfigError: The model is to be taken from the folder, and `run.init_from` is not a Hugging Face model.
         ValueError: The folder's model is not of a supported family; see `model_settings`.
     """
-    register({}, {"tokenizer": _FOLDER})
+    register({}, {"tokenizer": _UNSAID})
     try:
         first = compose("config", [*words], return_hydra_config=True)
         run, chosen = container(first.run), first.hydra.runtime.choices.model
@@ -57,37 +59,33 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
         tokenizer = OmegaConf.select(first, "data.tokenizer")
         unused = first.base.train
     except (HydraException, OmegaConfBaseException, ValueError):  # reported when it is composed for use
-        first, run, chosen, longest, tokenizer, unused = None, {}, "", 0, None, True
-    register({}, {})
+        register({}, {})
+        return None
+    model: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    register(model, data)
     origin = run.get("init_from")
-    if not origin or unused:
-        return _without_hydra(first) if first and _own_tokenizer(first) else None
-    folder = Path(origin)
-    is_model = (folder / "config.json").is_file()
-    if chosen == OPTION and not is_model:
-        raise ConfigError(
-            f"run.init_from={origin} is no Hugging Face folder (no config.json), and no model is chosen; name such a "
-            "folder, or choose the model: model=NAME, or an experiment"
-        )
-    before = _began_with(run)
-    model = before.get("model") or (model_settings(folder, longest) if chosen == OPTION else {})
-    register(
-        model if chosen == OPTION else {}, _data(folder, before, Path(str(tokenizer)) == folder) if is_model else {}
-    )
-    return None
-
-
-def _own_tokenizer(composed: DictConfig) -> bool:
-    """Whether the configuration names a tokenizer of its own instead of the folder's."""
-    data = OmegaConf.to_container(composed.data)
-    assert isinstance(data, dict)
-    return data["tokenizer"] != _FOLDER
-
-
-def _without_hydra(composed: DictConfig) -> DictConfig:
-    with open_dict(composed):
-        del composed["hydra"]
-    return composed
+    if origin and not unused:
+        folder = Path(origin)
+        is_model = (folder / "config.json").is_file()
+        if chosen == OPTION and not is_model:
+            raise ConfigError(
+                f"run.init_from={origin} is no Hugging Face folder (no config.json), and no model is chosen; name such "
+                "a folder, or choose the model: model=NAME, or an experiment"
+            )
+        before = _began_with(run)
+        if chosen == OPTION:
+            model = before.get("model") or model_settings(folder, longest)
+        if is_model:
+            data = _data(folder, before, Path(str(tokenizer)) == folder)
+        register(model, data)
+    said = OmegaConf.to_container(first.data)
+    assert isinstance(said, dict)
+    if model or data or said["tokenizer"] == _UNSAID:
+        return None
+    with open_dict(first):
+        del first["hydra"]
+    return first
 
 
 def _data(folder: Path, before: dict[str, Any], is_its_tokenizer: bool) -> dict[str, Any]:

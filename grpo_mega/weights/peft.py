@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from grpo_mega.config.schema import LoRAConfig
@@ -38,8 +37,8 @@ def _adapters(model: list[Entry], lora: LoRAConfig) -> Iterator[Entry]:
         first, (outputs, inputs) = starts.index(entry.rows.start) * lora.rank, entry.shape
         rows = Rows(len(starts) * lora.rank, first, first + lora.rank)
         a, b = (f"{PREFIX}{name}.lora_{letter}.weight" for letter in "AB")
-        yield replace(entry, name=a, key=layer + A, shape=(lora.rank, inputs), rows=rows, joins_last=False)
-        yield replace(entry, name=b, key=layer + B, shape=(outputs, lora.rank), joins_last=False)
+        yield entry._replace(name=a, key=layer + A, shape=(lora.rank, inputs), rows=rows, joins_last=False)
+        yield entry._replace(name=b, key=layer + B, shape=(outputs, lora.rank), joins_last=False)
 
 
 def adapter_config(model: list[Entry], lora: LoRAConfig, base: str | None, layers: int) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
+import re
 from typing import Any
 
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.models.body import DTYPES, head_channels
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.sglang.arguments import attention_copies, own_experts, suspends
@@ -51,11 +51,37 @@ def weights(config: Config, vocab_size: int) -> dict[str, float]:
     SGLang loads no prediction modules, and holds the up-projection of latent keys and values twice.
     """
     result = {"routed experts": 0.0, "other weights": 0.0}
-    for entry in entries(replace(config.model, mtp_layers=0), vocab_size):
+    for entry, count in _tensors(config.model, vocab_size)[0]:
         kind = "other weights" if entry.expert is None else "routed experts"
         twice = 2 if ".kv_b_proj." in entry.name else 1
-        result[kind] += twice * _bytes(entry, config) / _gpus(entry, config)
+        result[kind] += count * twice * _bytes(entry, config) / _gpus(entry, config)
     return result
+
+
+_counted: dict[str, tuple[list[tuple[Entry, int]], int]] = {}
+
+
+def _tensors(model: ModelConfig, vocab_size: int) -> tuple[list[tuple[Entry, int]], int]:
+    """What an engine loads: pairs of a tensor and how many are like it, in other layers and experts; and bytes of the
+    largest that is pushed, prediction modules included.
+
+    Counted once for a model: the planner asks for engines of many sizes, and a model may have 46,000 tensors.
+    """
+    key = repr((model, vocab_size))
+    if key not in _counted:
+        wanted = entries(model, vocab_size)
+        alike: dict[Any, tuple[Entry, int]] = {}
+        for entry in wanted:
+            layer = re.match(r"model\.layers\.(\d+)\.", entry.name)
+            if layer and int(layer[1]) >= model.layers:
+                continue
+            step = entry.place and entry.place.step
+            one = (re.sub(r"\d+", "", entry.name), entry.shape, entry.dtype, entry.expert is None, step)
+            first, count = alike.get(one, (entry, 0))
+            alike[one] = first, count + 1
+        largest = max(sum(entry.bytes for entry in tensors) for tensors in plan(wanted, byte_budget=1))
+        _counted[key] = [*alike.values()], largest
+    return _counted[key]
 
 
 def cache_bytes(config: Config) -> int:
@@ -186,8 +212,7 @@ def _under_way(config: Config, vocab_size: int) -> float:
     """
     bucket = config.rollout.sglang.bucket_bytes
     sent = 0 if own_experts(config, 0) is None else config.layout.pp
-    alone = plan(entries(config.model, vocab_size), byte_budget=1)
-    largest = max(sum(entry.bytes for entry in tensors) for tensors in alone)
+    _, largest = _tensors(config.model, vocab_size)
     merged = merged_bytes(config.model, config.lora, config.layout.tp, max(1, sent) * bucket)
     return max((2 + sent) * bucket, 2 * largest) + merged
 
