@@ -1,8 +1,8 @@
 """Defaults from a Hugging Face folder in `run.init_from`: the model, its tokenizer and its chat template.
 
 The configuration is composed twice where a folder contributes to it. The first time, without its settings, shows the
-folder and the chosen options. The second time, its settings are hydra defaults, overridden by every file and the command
-line, so that hydra itself decides which value counts.
+folder and the chosen options. The second time, its settings are hydra defaults, overridden by every file and the
+command line, so that hydra itself decides which value counts.
 """
 
 from __future__ import annotations
