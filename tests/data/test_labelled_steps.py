@@ -46,6 +46,14 @@ def test_scores_are_read_at_the_last_token_of_each_step(tmp_path: Path) -> None:
     assert answer.where == f"{tmp_path}/steps.jsonl:1"
 
 
+def test_a_separator_before_the_end_token_ends_no_further_step(tmp_path: Path) -> None:
+    told = {"prompt": "4+5=?", "completion": "4+1;2;", "steps": ["4+1", "2"], "labels": [1, 0.5]}
+    (answer,) = load(write(tmp_path, told))
+    assert answer.labels == (1, 0.5)
+    ends = [CHARS.decode(answer.row.token_ids[answer.prompt : end]) for _, end in answer.row.learned]
+    assert ends == ["4+1", "4+1;2;<eos>"]
+
+
 def test_steps_that_end_within_one_token_have_the_least_of_their_labels(tmp_path: Path) -> None:
     """Three of these four end within the token `1;2;3`."""
     tokenizer = CharTokenizer(["1;2;3"])

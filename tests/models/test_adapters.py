@@ -91,6 +91,8 @@ def test_it_begins_as_the_model_without(make_one: MakePolicy, batch: Batch) -> N
     assert off.abs().max() < 1e-5  # torch multiplies by a weight without gradient in another order
     values = {name: p for name, p in policy.chunks.named_parameters() if is_adapter(name)}
     assert all(p.any() == name.endswith(A) for name, p in values.items())
+    for name, p in values.items():  # uniform within 1 / sqrt(inputs), as `peft` has it
+        assert not name.endswith(A) or 0.8 < p.abs().max() * p.shape[1] ** 0.5 <= 1, name
     assert len({p.sum().item() for name, p in values.items() if name.endswith(A)}) == len(values) / 2
 
 

@@ -5,7 +5,7 @@ Usage: preference_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt
 
 import random
 from array import array
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 from layouts_job import HERE, SMALL_BUCKETS, VOCAB, save_each
@@ -66,7 +66,8 @@ def one_step(model_name: str, layout_name: str) -> dict:
     result["norms"] = [preference_update(model, pairs, adam.lr).metrics["grad_norm"] for _ in range(2)]
     result["updates"] = {key: whole - before[key] for key, whole in model.whole_weights().items()}
     result["after"] = measure(model, pairs, 3)
-    result["scale"] = scale_of(model, pairs, 3).std
+    result["scale"] = asdict(scale_of(model, pairs, 3))
+    result["scores after"] = torch.stack(scores_of(model, pairs, PAIRS))
     return result
 
 

@@ -28,7 +28,7 @@ def made_up_answers() -> list[LabelledAnswer]:
         ids = [*prompt, *(chance.randrange(3, VOCAB) for _ in range(4 + 5 * (number % 4))), 2]
         inner = range(len(prompt), len(ids) - 1)
         ends = [*sorted(chance.sample(inner, min(len(inner), number % 5))), len(ids) - 1]
-        labels = tuple(chance.choice([0.0, 1.0, 0.25]) for _ in ends)
+        labels = tuple(chance.choice([0.0, 1.0, 0.25, 0.5]) for _ in ends)
         row = Row(array("i", ids), tuple((end, end + 1) for end in ends))
         answers.append(LabelledAnswer(row, labels, len(prompt), f"answer {number}"))
     return answers

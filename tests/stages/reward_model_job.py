@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import stage_state
@@ -23,6 +24,7 @@ HERE = platform.start()
 
 from grpo_mega.assemble import assemble  # noqa: E402
 from grpo_mega.models.topology import leave_layout  # noqa: E402
+from grpo_mega.stages.reward_model import RewardModel, scale_of  # noqa: E402
 from grpo_mega.train import read  # noqa: E402
 
 
@@ -45,6 +47,11 @@ def start(overrides: list[str], steps: int | None, weights: str) -> dict[str, An
                     run.step += 1
                 run.save()
                 seen["before"] = stage_state.held(run.stage)
+            groups = run.model.optimizer.param_groups if run.model.optimizer else []
+            seen["weight_decay"] = sorted({group["weight_decay"] for group in groups})
+            if isinstance(stage := run.stages[0], RewardModel):
+                learned = [pair for step in range(stage.examples.steps) for pair in stage.examples.of_step(step)]
+                seen["scale"] = asdict(scale_of(stage.model, learned, 5))
             whole = run.model.whole_weights()
             seen["head"] = float(whole["scalar_head.weight"].abs().max()) if "scalar_head.weight" in whole else None
             if weights and dist.get_rank() == 0:

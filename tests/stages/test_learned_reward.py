@@ -212,6 +212,7 @@ def test_the_alarm_compares_with_the_best_evaluation_and_is_saved(caplog: pytest
     with caplog.at_level(logging.WARNING):
         assert alarm.heard({"accuracy": 0.5, "model": 0.1}) == {"hacking": 0}
         assert alarm.heard({"accuracy": 0.7, "model": 0.4}) == {"hacking": 0}
+        assert alarm.heard({"accuracy": 0.7, "model": 0.95}) == {"hacking": 0}, "as good as the best, which stays"
         assert alarm.heard({"accuracy": 0.45, "model": 0.3}) == {"hacking": 0}, "both fell"
         assert alarm.heard({"accuracy": 0.65, "model": 0.9}) == {"hacking": 0}, "within the noise"
         assert alarm.heard({"accuracy": 0.2}) == {}

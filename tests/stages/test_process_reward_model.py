@@ -103,6 +103,8 @@ def test_it_learns_which_steps_are_right(runs: tuple[Path, dict]) -> None:
     assert steps[0]["process_reward_model/loss"] == pytest.approx(math.log(2), abs=1e-6), "a head of 0 knows nothing"
     assert steps[-1]["process_reward_model/loss"] < steps[0]["process_reward_model/loss"]
     assert [line["step"] for line in steps if "eval/accuracy" in line] == [2, 4]
+    state = json.loads((root / "one" / "checkpoints" / f"step-{STEPS:06d}" / "state.json").read_text())
+    assert state["stage"]["separators"] == [";", "</think>"], "with which it scores in reinforcement learning"
 
 
 def test_the_summary_says_how_good_it_is_on_steps_that_were_held_out(runs: tuple[Path, dict]) -> None:

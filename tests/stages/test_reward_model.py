@@ -26,6 +26,7 @@ def overrides_of(root: Path) -> list[str]:
         *("run.trains=reward_model", "model=tiny_moe", "data.tokenizer=chars", f"run.root={root}"),
         *(f"pairs.path={root}/pairs.jsonl", f"pairs.test_path={root}/test.jsonl"),
         *("pairs.epochs=2", "pairs.batch_size=8", "pairs.warmup_steps=2", "pairs.lr=3e-3", "pairs.save_every=0"),
+        "pairs.weight_decay=0.05",
         *("run.eval_every=2", "run.tensorboard=false", "run.print_every=1"),
     ]
 
@@ -80,6 +81,8 @@ def test_its_only_stage_learns_what_is_preferred(runs: tuple[Path, dict]) -> Non
     assert steps[-1]["reward_model/loss"] < 0.5 * steps[0]["reward_model/loss"]
     assert steps[-1]["reward_model/margin"] > 0.5
     assert all(line["reward_model/grad_norm"] > 0 for line in steps)
+    assert [line["reward_model/lr"] for line in steps] == pytest.approx([1.5e-3, *[3e-3] * 5])
+    assert first["weight_decay"] == [0, 0.05], "not that of norms and biases"
     assert [line["step"] for line in steps if "eval/accuracy" in line] == [2, 4]
 
 
@@ -92,6 +95,7 @@ def test_the_summary_says_how_good_it_is_on_pairs_that_were_held_out(runs: tuple
     state = json.loads((runs[0] / "single" / "checkpoints" / f"step-{STEPS:06d}" / "state.json").read_text())
     assert state["stage"]["scale"] == summary["scores"]
     assert summary["scores"]["std"] > 0.1
+    assert summary["scores"] == pytest.approx(runs[1]["single"][0]["scale"], rel=1e-4), "of the learned pairs"
 
 
 @pytest.mark.parametrize("layout", OTHERS)
