@@ -1,11 +1,11 @@
 """Runs Python programs as forks of a process that has imported torch, Megatron and the product: most of what a short
 program takes is importing them.
 
-A program that `forks.py` starts and speaks with in lines of JSON. To {"words", "folder", "environment", "output",
-"errors"} it answers {"started": process id}, and when the program has ended, {"ended": process id, "code": exit code}.
-Each is a process in a session of its own, with its own environment, and writes to its own files, as if it had been
-started. But what the modules below read of the environment as they are imported, they have read before. Nor does the
-interpreter take itself down at the end: what goes wrong there, tests see that start processes of their own.
+A program that `forks.py` starts and speaks with in lines of JSON. To the fields of a `forks.Program` it answers
+{"started": process id}, and when the program has ended, {"ended": process id, "code": exit code}. Each is a process in
+a session of its own, with its own environment, and writes to its own files, as if it had been started. But what the
+modules below read of the environment as they are imported, they have read before. Nor does the interpreter take
+itself down at the end: what goes wrong there, tests see that start processes of their own.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def _fork(**asked: Any) -> int:
     return fork
 
 
-def _become(words: list[str], folder: str, environment: dict[str, str], output: str, errors: str) -> NoReturn:
+def _become(
+    words: list[str], folder: str, environment: dict[str, str], output: str, errors: str, cold: bool
+) -> NoReturn:
     """Runs `python WORDS`, a script or -m and a module, in a folder, and ends as it ends."""
     os.setsid()
     os.chdir(folder)
@@ -90,7 +92,7 @@ def _become(words: list[str], folder: str, environment: dict[str, str], output: 
     module = words[0] == "-m"
     paths = [folder if module else str(Path(words[0]).parent), *environment["PYTHONPATH"].split(os.pathsep)]
     homes = [path for path in paths if Path(path, "grpo_mega", "__init__.py").exists()]
-    if torch.cuda._is_in_bad_fork() or (homes and not REPOSITORY.samefile(homes[0])):
+    if cold or torch.cuda._is_in_bad_fork() or (homes and not REPOSITORY.samefile(homes[0])):
         # No fork can use CUDA after its parent has; or it asks for another copy of the product than is imported here.
         os.execve(sys.executable, [sys.executable, *words], environment)
     os.environ.clear()

@@ -28,13 +28,17 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Program:
-    """`python WORDS` in a folder; standard output and standard error are added to files."""
+    """`python WORDS` in a folder; standard output and standard error are added to files.
+
+    A `cold` one has imported nothing when it starts: for tests of what imports and the platform do.
+    """
 
     words: list[str]
     folder: str
     environment: dict[str, str]
     output: str
     errors: str
+    cold: bool = False
 
 
 def run_python(

@@ -12,8 +12,12 @@ from forks import REPOSITORY, Program, start, wait_for
 from limits import limit
 
 
-def run_ranks(script: Path, world_size: int, arguments: list[str], timeout: float = 900) -> list[str]:
+def run_ranks(
+    script: Path, world_size: int, arguments: list[str], timeout: float = 900, cold: bool = False
+) -> list[str]:
     """Runs `script` on `world_size` ranks and returns the output of each, within `limit(timeout)` seconds.
+
+    Ranks are forks that have imported the product, unless they are to be `cold`.
 
     Raises:
         AssertionError: A rank failed or the job hung; has the output of the ranks. All ranks are ended.
@@ -23,7 +27,7 @@ def run_ranks(script: Path, world_size: int, arguments: list[str], timeout: floa
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     with TemporaryDirectory() as folder:
         file = f"{folder}/rank-{{rank}}"
-        program = Program([str(script), *arguments], os.getcwd(), environment, file, file)
+        program = Program([str(script), *arguments], os.getcwd(), environment, file, file, cold)
         codes = wait_for(start(program, world_size), limit(timeout))
         outputs = [Path(file.replace("{rank}", str(rank))).read_text(errors="replace") for rank in range(world_size)]
     for number, (code, output) in enumerate(zip(codes, outputs, strict=True)):

@@ -50,15 +50,13 @@ def fused_grpo_loss(
     Args:
         ids: [n] int64, GLOBAL token ids.
         old_logprob: Log-prob under the policy the update started from; None: the policy itself, ratio exactly 1.
-        ref_logprob: Log-prob under the reference policy; None when `options.kl_coef` is 0. With 0 and a reference, the
-            KL divergence is measured.
+        ref_logprob: Log-prob under the reference policy; None, or a KL divergence to measure, if `options.kl_coef` is 0.
         advantages: A of each token.
         token_weight: Mask / denominator of each token. A row of weight 0 is ignored and may hold anything.
         options: The loss.
         rollout_logprob: Log-prob as the engine sampled the token, for `options.correction` and its `off_policy_mask`.
         cu_seqlens: [B + 1] int64, 0 and the ends of the sequences among the n tokens, if `options.per_sequence`.
-        sampled: [n] bool, the tokens that the mean of `options.off_policy_mask` is over; None for all whose weight is
-            not 0.
+        sampled: [n] bool, tokens in the mean of `options.off_policy_mask`; None: those whose weight is not 0.
 
     Returns:
         The scalar float32 loss, whose `backward` runs once, and metrics.

@@ -38,7 +38,7 @@ Outcome = list[dict[str, Any]]
 
 def work(left_out: str, ranks: int, works: list[str]) -> Outcome:
     """What every rank reports, see megatron_work.py."""
-    outputs = run_ranks(HERE / "megatron_work.py", ranks, [left_out, *works])
+    outputs = run_ranks(HERE / "megatron_work.py", ranks, [left_out, *works], cold=True)
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
@@ -117,7 +117,7 @@ def test_factories_still_follow_a_device_context() -> None:
 
 def test_nothing_is_replaced_where_cuda_is_present_but_what_mends_megatron_without_transformer_engine() -> None:
     assert [s.name for s in cpu.SUBSTITUTIONS if s.on_gpu_too] == ["te_gemm", "have_te"]
-    run_ranks(HERE / "torch_contents.py", 1, [])
+    run_ranks(HERE / "torch_contents.py", 1, [], cold=True)
 
 
 def test_megatron_is_imported_without_the_compiler_which_takes_seconds() -> None:
