@@ -41,16 +41,15 @@ def fused_grpo_loss(
     """GRPO loss of given logits, sum(token_weight * loss of the token); `token_loss.py` has the formulas.
 
     The gradient is computed in the forward pass and OVERWRITES THE LOGITS, which the caller must not use afterwards.
-    Autograd returns that memory as their gradient, 0 in padding and in rows that are not listed or have weight 0.
-    Without gradient (no_grad, or logits that require none) the logits are unchanged.
+    Autograd returns that memory as their gradient, 0 in padding and in rows that are not listed or have weight 0. With
+    no_grad, or logits that require none, they are unchanged. In float16 gradients below 6e-8 are 0: scale weights up.
 
-    The n tokens' vectors are [n] float32; `logits` and the arguments from `temperature` on that are not named here are
-    those of `fused_logprob`. Float16 logits have no gradients below 6e-8: scale the weights up.
+    The n tokens' vectors are [n] float32; arguments that are not named here are those of `fused_logprob`.
 
     Args:
         ids: [n] int64, GLOBAL token ids.
         old_logprob: Log-prob under the policy the update started from; None: the policy itself, ratio exactly 1.
-        ref_logprob: Log-prob under the reference policy; None, or a KL divergence to measure, if `options.kl_coef` is 0.
+        ref_logprob: Log-prob under the reference policy, to measure KL where `options.kl_coef` is 0, or there None.
         advantages: A of each token.
         token_weight: Mask / denominator of each token. A row of weight 0 is ignored and may hold anything.
         options: The loss.
