@@ -126,7 +126,7 @@ def exit_code(codes: list[int | None]) -> int | None:
 
 
 class Fork:
-    """A program that was started, with the interface of `subprocess.Popen`."""
+    """A program that was started: what is needed of `subprocess.Popen`, whose parent is another process."""
 
     def __init__(self, parent: Parent, pid: int) -> None:
         self._parent, self.pid = parent, pid
@@ -145,15 +145,11 @@ class Fork:
         self._parent.listen(lambda: self.pid in self._parent.codes, seconds)
         return self.returncode
 
-    def send_signal(self, number: int) -> None:
-        """Sends a signal to it and its process group, unless it has ended."""
+    def kill(self) -> None:
+        """Ends it and its process group, unless it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
-
-    def kill(self) -> None:
-        """Ends it and its process group."""
-        self.send_signal(signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
 
 
 class Parent:
@@ -192,7 +188,10 @@ class Parent:
             said, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             if not said:
                 return
-            line = json.loads(self._process.stdout.readline())
+            text = self._process.stdout.readline()
+            if not text:
+                raise RuntimeError("tests/forked_programs.py has ended; its traceback is on standard error")
+            line = json.loads(text)
             if "started" in line:
                 self._started.append(line["started"])
             else:
