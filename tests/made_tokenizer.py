@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 TEXT = ["What is 3+5?", "A conversation between User and Assistant.", "x < 3, so \\frac{1}{2} it is"] * 9
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -15,6 +14,8 @@ SPECIAL = ["<bos>", "<|im_start|>", "<|im_end|>"]
 
 def write_tokenizer(folder: Path, with_bos: bool, chat: bool = True, unigram: bool = False) -> Path:
     """A byte-level BPE tokenizer, as Qwen (no first token) and DeepSeek have, or a unigram model."""
+    from transformers import PreTrainedTokenizerFast  # takes a second, which collecting tests would take too
+
     made = Tokenizer(models.Unigram() if unigram else models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.UnigramTrainer if unigram else trainers.BpeTrainer

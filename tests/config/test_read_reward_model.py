@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from composed import composed
 from made_run import write_run
 
 from grpo_mega.config.load import compose_config
@@ -14,7 +15,10 @@ from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config
 
-TRAINED = compose_config(["experiment=tiny_reward_model", "pairs.path=pairs.jsonl", "layout=single", "model.layers=4"])
+
+def trained() -> Config:
+    words = "experiment=tiny_reward_model", "pairs.path=pairs.jsonl", "layout=single", "model.layers=4"
+    return composed(*words)
 
 
 def policy(path: Path | None, *words: str) -> Config:
@@ -24,12 +28,12 @@ def policy(path: Path | None, *words: str) -> Config:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The directory of a run that has a checkpoint."""
-    return write_run(tmp_path / "liked", TRAINED)
+    return write_run(tmp_path / "liked", trained())
 
 
 def test_a_run_and_its_checkpoint_have_the_architecture_of_the_run(run: Path) -> None:
     for path in (run, run / "checkpoints" / "step-000003"):
-        assert read_reward_model(policy(path, "model.context=100")) == replace(TRAINED.model, context=100)
+        assert read_reward_model(policy(path, "model.context=100")) == replace(trained().model, context=100)
 
 
 def test_of_one_that_does_not_say_or_is_yet_to_come_it_is_the_policy_s(run: Path, tmp_path: Path) -> None:
@@ -44,9 +48,9 @@ def test_a_configuration_that_cannot_be_read_is_named(run: Path) -> None:
 
 
 def test_a_layout_that_cannot_split_it_is_refused() -> None:
-    config = replace(policy(Path("liked")), layout=replace(TRAINED.layout, ep=3))
+    config = replace(policy(Path("liked")), layout=replace(trained().layout, ep=3))
     with pytest.raises(ConfigError, match=r"cannot hold: model.moe.experts=4 is not divisible by layout.ep=3"):
-        check_reward_model(config, TRAINED.model)
+        check_reward_model(config, trained().model)
     check_reward_model(config, policy(None).model)  # dense: whole on every rank
     exchanged = replace(config.layout, ep=2, dispatch="deepep")
     check_reward_model(replace(config, layout=exchanged), policy(None).model)  # which exchanges no tokens

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from composed import composed
 from made_run import write_run
 
 from grpo_mega.config.load import compose_config, to_yaml
@@ -15,7 +16,7 @@ from grpo_mega.config.schema import Config
 from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.data.tokenizer import character_tokenizer
 
-MOE = compose_config(["experiment=tiny", "layout=single"])
+MOE = ("experiment=tiny", "layout=single")
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 4,
     "num_key_value_heads": 2, "num_hidden_layers": 3, "intermediate_size": 96, "max_position_embeddings": 512,
@@ -31,14 +32,14 @@ def student(teacher: Path, *words: str) -> Config:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The directory of a run that has a checkpoint."""
-    return write_run(tmp_path / "moe", MOE)
+    return write_run(tmp_path / "moe", composed(*MOE))
 
 
 def test_a_run_and_its_checkpoint_have_the_architecture_of_the_run(run: Path) -> None:
     for path in (run, run / "checkpoints" / "step-000003"):
         teacher = read_teacher(student(path))
         assert teacher is not None
-        assert teacher.model == MOE.model != student(path).model
+        assert teacher.model == composed(*MOE).model != student(path).model
         assert (teacher.data.tokenizer, teacher.data.task) == ("chars", "chain_sum")
 
 
@@ -70,7 +71,7 @@ def test_a_hugging_face_folder_has_its_own(tmp_path: Path) -> None:
 
 
 def test_without_a_teacher_there_is_none() -> None:
-    assert read_teacher(MOE) is None
+    assert read_teacher(composed(*MOE)) is None
 
 
 @pytest.mark.parametrize(

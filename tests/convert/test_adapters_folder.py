@@ -10,9 +10,6 @@ import torch
 from ranks import REPOSITORY, run_ranks
 from safetensors.torch import load_file, save_file
 
-peft = pytest.importorskip("peft")
-from transformers import AutoModelForCausalLM  # noqa: E402
-
 JOB = Path(__file__).with_name("adapters_job.py")
 EXACT = [
     "qwen3", "qwen2_tied", "llama3", "qwen3_moe", "qwen3_moe-experts", "qwen3_moe_first_dense-experts",
@@ -26,6 +23,7 @@ TOKENS = torch.arange(3, 20)[None]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("peft")
     made = tmp_path_factory.mktemp("adapters")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(REPOSITORY / "tests" / "weights"), prepend=":")
@@ -34,8 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(path: Path, adapter: Path | None = None) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM  # it and peft take seconds, which collecting tests would take too
+
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", local_files_only=True)
     if adapter:
+        import peft
+
         model = peft.PeftModel.from_pretrained(model, adapter)
     with torch.no_grad():
         return model.eval()(TOKENS).logits

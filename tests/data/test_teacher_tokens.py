@@ -7,21 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from composed import composed
 from made_tokenizer import write_tokenizer
 
-from grpo_mega.config.load import compose_config
-from grpo_mega.config.schema import DataConfig
+from grpo_mega.config.schema import Config, DataConfig
 from grpo_mega.config.trained_model import TrainedModel
 from grpo_mega.data import build_tokenizer
 from grpo_mega.data.teacher_tokens import teacher_vocabulary
 
-CONFIG = compose_config(["experiment=tiny_distill", "distill.teacher=runs/teacher"])
 INSTEAD = "learn from its samples instead .tools/evaluate.py, tools/rejection_sample.py, sft.path: docs/recipes.md."
 
 
+def taught() -> Config:
+    return composed("experiment=tiny_distill", "distill.teacher=runs/teacher")
+
+
 def scored(ours: DataConfig, theirs: DataConfig, of_policy: int | None = None, of_teacher: int | None = None) -> int:
-    config = replace(CONFIG, data=ours, model=replace(CONFIG.model, vocab_size=of_policy))
-    teacher = TrainedModel(replace(CONFIG.model, vocab_size=of_teacher), theirs)
+    config = taught()
+    teacher = TrainedModel(replace(config.model, vocab_size=of_teacher), theirs)
+    config.data, config.model.vocab_size = ours, of_policy
     return teacher_vocabulary(config, teacher, build_tokenizer(ours))
 
 
@@ -30,12 +34,13 @@ def of_folder(folder: Path) -> DataConfig:
 
 
 def test_the_same_tokens_are_taken_whatever_the_task_is_called() -> None:
-    assert scored(CONFIG.data, DataConfig(task="chain_sum")) == build_tokenizer(CONFIG.data).vocab_size
+    ours = taught().data
+    assert scored(ours, DataConfig(task="chain_sum")) == build_tokenizer(ours).vocab_size
 
 
 def test_words_of_python_are_other_tokens() -> None:
     with pytest.raises(ValueError, match=rf"'\(' is \d+ there and no token here; {INSTEAD}"):
-        scored(CONFIG.data, DataConfig(task="tiny_code"))
+        scored(taught().data, DataConfig(task="tiny_code"))
 
 
 def test_copies_of_a_tokenizer_are_one_and_another_id_makes_it_another(tmp_path: Path) -> None:
@@ -61,7 +66,8 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_teacher_may_score_more_tokens_than_the_policy_samples_and_not_fewer() -> None:
-    size = build_tokenizer(CONFIG.data).vocab_size
-    assert scored(CONFIG.data, CONFIG.data, of_teacher=size + 64) == size + 64
+    data = taught().data
+    size = build_tokenizer(data).vocab_size
+    assert scored(data, data, of_teacher=size + 64) == size + 64
     with pytest.raises(ValueError, match=rf"scores {size} tokens, and the policy samples from {size + 1} "):
-        scored(CONFIG.data, CONFIG.data, of_policy=size + 1)
+        scored(data, data, of_policy=size + 1)

@@ -12,18 +12,18 @@ from itertools import product
 from typing import Any
 
 import pytest
+from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.config.load import compose_config
+from grpo_mega.config.schema import DataConfig
 from grpo_mega.data import build_data
 from grpo_mega.data.tasks.tiny_code import ORIGINS, SLOPES, TinyCode, hidden_tests, program
 from grpo_mega.data.tokenizer import character_tokenizer
 from grpo_mega.reward.code import code_score
 from grpo_mega.types import Prompt, Sample
 
-DATA = compose_config(["experiment=tiny_code"]).data
-TOKENIZER = character_tokenizer(DATA)
+TOKENIZER = character_tokenizer(DataConfig(task="tiny_code"))
 TASK = TinyCode(TOKENIZER, validation_size=150, test_size=300)
 
 functions = st.tuples(st.sampled_from(SLOPES), st.sampled_from(SLOPES), st.sampled_from(ORIGINS))
@@ -173,7 +173,7 @@ def test_half_of_the_functions_are_left_for_training() -> None:
 
 
 def test_a_run_reads_the_task_that_its_experiment_names() -> None:
-    config = compose_config(["experiment=tiny_code", "run.seed=3"])
+    config = composed("experiment=tiny_code", "run.seed=3")
     data = build_data(config)
     assert (data.validation, data.test) == (TASK.validation, TASK.test)
     assert data.train.take(2) == [TASK.problem(3, k) for k in range(2)]

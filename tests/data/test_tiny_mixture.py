@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from composed import composed
 
-from grpo_mega.config.load import compose_config
+from grpo_mega.config.schema import DataConfig
 from grpo_mega.data import build_data
 from grpo_mega.data.tasks.chain_sum import ChainSum
 from grpo_mega.data.tasks.tiny_code import TinyCode
@@ -14,8 +15,7 @@ from grpo_mega.data.tasks.tiny_mixture import TinyMixture
 from grpo_mega.data.tokenizer import CharTokenizer, character_tokenizer
 from grpo_mega.reward.scorable import check_problems
 
-CONFIG = compose_config(["experiment=tiny_mixture"])
-TOKENIZER = character_tokenizer(CONFIG.data)
+TOKENIZER = character_tokenizer(DataConfig(task="tiny_mixture"))
 TASK = TinyMixture(TOKENIZER, 3, 5, validation_size=21, test_size=40)
 
 
@@ -50,12 +50,13 @@ def test_tokens_of_sums_are_those_of_sums_alone() -> None:
 
 
 def test_a_run_reads_both_and_every_task_has_a_reward() -> None:
-    data = build_data(CONFIG)
+    config = composed("experiment=tiny_mixture")
+    data = build_data(config)
     assert Counter(p.task for p in data.test) == {"chain_sum": 200, "tiny_code": 200}
     assert Counter(p.task for p in data.train.take(32)) == {"chain_sum": 16, "tiny_code": 16}
-    check_problems(CONFIG.reward.terms, [*data.validation, *data.test])
+    check_problems(config.reward.terms, [*data.validation, *data.test])
     with pytest.raises(ValueError, match="of the task 'tiny_code', which no reward term has"):
-        check_problems(CONFIG.reward.terms[:2], data.test)
+        check_problems(config.reward.terms[:2], data.test)
 
 
 @pytest.mark.parametrize(

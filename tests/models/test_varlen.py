@@ -5,9 +5,8 @@ Every one of their calls is checked there: types, strides, where sequences begin
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +22,9 @@ from attention_cases import (
     of_ranks,
 )  # fmt: skip
 from flash_oracle import LIBRARY
+from forks import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from limits import limit
 from torch.nn.attention import (
     activate_flash_attention_impl,
     register_flash_attention_impl,
@@ -186,7 +185,7 @@ def test_a_package_that_is_missing_is_named(kernel: str) -> None:
         choose(LayoutConfig(attention=kernel), model, CPU)
 
 
-def test_a_cpu_without_the_kernel_is_refused() -> None:
+def test_a_cpu_without_the_kernel_is_refused(tmp_path: Path) -> None:
     """In a process of its own, where nothing has made one."""
     program = """
 from grpo_mega import platform
@@ -195,6 +194,7 @@ from grpo_mega.config.schema import LayoutConfig
 from grpo_mega.models.megatron.varlen import choose
 choose(LayoutConfig(attention="torch"), None, device)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=limit(120))
+    (tmp_path / "program.py").write_text(program)
+    done = run_python(tmp_path / "program.py")
     said = done.stderr.strip().splitlines()[-1]
     assert said == "ValueError: layout.attention=torch needs a GPU, and this is a CPU; set layout.attention=auto"

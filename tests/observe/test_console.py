@@ -10,10 +10,12 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
 import pytest
+from composed import composed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from limits import limit
@@ -21,8 +23,18 @@ from ranks import REPOSITORY
 from rich.console import Console as Printer
 from terminal import Screen, on_a_terminal
 
-from grpo_mega.config.load import compose_config
-from grpo_mega.observe.columns import PANEL, ROWS, ROWS_OF_PAIRS, ROWS_OF_STEPS, TABLE, clock, column, columns_of, mean
+from grpo_mega.observe.columns import (
+    PANEL,
+    ROWS,
+    ROWS_OF_PAIRS,
+    ROWS_OF_STEPS,
+    TABLE,
+    Column,
+    clock,
+    column,
+    columns_of,
+    mean,
+)
 from grpo_mega.observe.console import Console
 from grpo_mega.observe.drawing import BARS, MOST_VALUES, Curve, drawn, remember, sparkline
 from grpo_mega.observe.lines import WIDTH
@@ -37,7 +49,6 @@ METRICS = {
     "policy/grad_norm": 0.412,
     "time/step": 0.5,
 }
-COLUMNS = columns_of(compose_config(["experiment=tiny"]))
 SUMMARY = {
     "status": "completed",
     "steps": 10,
@@ -48,8 +59,13 @@ SUMMARY = {
 }
 
 
+@cache
+def columns() -> list[Column]:
+    return columns_of(composed("experiment=tiny"))
+
+
 def whole_run(stream: TextIO, steps: int = 10) -> None:
-    console = Console(steps, "tiny", 5, COLUMNS, stream)
+    console = Console(steps, "tiny", 5, columns(), stream)
     console.start(["layout: dp 2 on 2 processes"])
     for step in range(1, steps + 1):
         console.step(step, METRICS)
@@ -145,7 +161,7 @@ def test_on_a_terminal_a_sample_is_whole_unless_it_takes_more_than_a_third() -> 
     texts = ["0123456789" * 40, " ".join(["word"] * 80), "x" * 5000]
 
     def body(stream: TextIO) -> None:
-        console = Console(10, "tiny", 5, COLUMNS, stream)
+        console = Console(10, "tiny", 5, columns(), stream)
         for text in texts:
             console.sample("3+5=?", text, "8", 1.2, "best of 4")
         console.close()
@@ -438,7 +454,7 @@ def test_off_a_terminal_a_long_phase_says_once_a_minute_that_it_runs(monkeypatch
     now = next(clock)
     monkeypatch.setattr("grpo_mega.observe.progress.time.monotonic", lambda: now)
     stream = io.StringIO()
-    console = Console(80, "tiny", 1, COLUMNS, stream)
+    console = Console(80, "tiny", 1, columns(), stream)
     for name, seconds in (("evaluate", 150), ("generate", 40), ("update", 19)):
         for _ in range(seconds):
             now = next(clock)
@@ -457,10 +473,10 @@ def test_off_a_terminal_a_long_phase_says_once_a_minute_that_it_runs(monkeypatch
 
 
 def test_columns_follow_from_the_configuration() -> None:
-    kl = columns_of(compose_config(["experiment=tiny", "algorithm.kl_coef=0.1"]))
-    boxed = columns_of(compose_config(["experiment=tiny", "reward=boxed"]))
+    kl = columns_of(composed("experiment=tiny", "algorithm.kl_coef=0.1"))
+    boxed = columns_of(composed("experiment=tiny", "reward=boxed"))
     plain = ["reward", "accuracy", "format", "length", "entropy", "clipped", "grad norm", "seconds"]
-    assert [column.title for column in COLUMNS] == plain
+    assert [column.title for column in columns()] == plain
     assert [column.title for column in kl] == [title.replace("entropy", "kl") for title in plain]
     assert [column.title for column in boxed] == [title for title in plain if title != "format"]
 
@@ -469,13 +485,13 @@ def test_columns_are_there_although_the_first_step_trained_nothing() -> None:
     idle = {name: value for name, value in METRICS.items() if not name.startswith("policy/")}
 
     def two_steps(stream: TextIO) -> None:
-        console = Console(2, "tiny", 1, COLUMNS, stream)
+        console = Console(2, "tiny", 1, columns(), stream)
         console.step(1, idle)
         console.step(2, METRICS | {"policy/entropy": 0.14})
         console.close()
 
     header, first, second, _ = Screen(on_a_terminal(120, two_steps)).lines
-    assert header.split() == ["step", *" ".join(column.title for column in COLUMNS).split()]
+    assert header.split() == ["step", *" ".join(column.title for column in columns()).split()]
     assert first.split() == ["1", "0.213", "4.7%", "93.8%", "18.2", "-", "-", "-", "0.50"]
     assert second.split() == ["2", "0.213", "4.7%", "93.8%", "18.2", "0.140", "0.1%", "0.412", "0.50"]
     stream = io.StringIO()
@@ -488,7 +504,7 @@ def test_no_row_is_lost_or_there_twice_while_frames_are_drawn(monkeypatch: pytes
     monkeypatch.setattr("grpo_mega.observe.panel.FRAMES_PER_SECOND", 1000)
 
     def long_run(stream: TextIO) -> None:
-        console = Console(300, "tiny", 1, COLUMNS, stream)
+        console = Console(300, "tiny", 1, columns(), stream)
         for step in range(1, 301):
             console.step(step, METRICS)
         console.close()
@@ -499,7 +515,7 @@ def test_no_row_is_lost_or_there_twice_while_frames_are_drawn(monkeypatch: pytes
 
 def test_the_header_comes_back_on_long_runs() -> None:
     def long_run(stream: TextIO) -> None:
-        console = Console(100, "tiny", 1, COLUMNS, stream)
+        console = Console(100, "tiny", 1, columns(), stream)
         for step in range(1, 42):
             console.step(step, METRICS)
         console.close()

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from composed import composed
+from forks import run_python
 from hypothesis import given
 from hypothesis import strategies as st
-from limits import limit
-from ranks import REPOSITORY
 
-from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig
 from grpo_mega.models.schedule import cells_per_token
@@ -35,7 +32,7 @@ PLANNED: dict[str, Any] = {"gpus": 512, "capacity": 81_559 * 2**20, "memory": [L
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return compose_config(["experiment=r1zero_671b"])
+    return composed("experiment=r1zero_671b")
 
 
 def asked(config: Config, rank: str = "all-stages", lengths: str = "balanced") -> list[RankSpec]:
@@ -71,7 +68,7 @@ def test_a_gpu_has_what_cuda_shows_and_libraries_and_engines_have_their_part(con
 )
 def test_what_cannot_be_rehearsed_is_named(settings: list[str], rank: str, lengths: str, named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)):
-        asked(compose_config(["experiment=r1zero_671b", *settings]), rank, lengths)
+        asked(composed("experiment=r1zero_671b", *settings), rank, lengths)
 
 
 def test_a_machine_without_the_environment_says_what_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,8 +85,7 @@ def test_a_machine_without_the_environment_says_what_makes_it(tmp_path: Path, mo
 
 
 def test_the_command_refuses_a_preset_without_gpus() -> None:
-    command = [sys.executable, "tools/rehearse.py", "tiny"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=limit(120))
+    done = run_python("tools/rehearse.py", "tiny")
     assert done.returncode == 2
     assert done.stderr.startswith("error: tiny names no GPUs")
     assert done.stdout == ""

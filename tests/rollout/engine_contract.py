@@ -30,18 +30,22 @@ from grpo_mega.weights.stream import hf_buckets
 STOP = 2
 BUDGET = 20_000
 LONG = 90
-"""Tokens of a completion that takes several questions whether to go on."""
-MUCH = 40
-"""How often all prompts are asked for what is not done when the second question comes."""
 
 
 @dataclass
 class Bench:
-    """An engine, the policy whose weights it gets, and what both are tried with."""
+    """An engine, the policy whose weights it gets, and what both are tried with.
+
+    Attributes:
+        long: Tokens of a completion that takes several questions whether to go on.
+        much: How often all prompts are asked for what is not done when the second question comes.
+    """
 
     engine: Engine
     policy: Policy
     prompts: list[Prompt]
+    long: int = LONG
+    much: int = 40
     version: int = 0
 
     def buckets(self) -> list[list[tuple[str, torch.Tensor]]]:
@@ -228,14 +232,14 @@ def check_nothing_is_released_or_pushed_while_generating(bench: Bench) -> None:
         calls.append(True)
         return False
 
-    samples = bench.samples(sampling(max_new_tokens=LONG, stop_ids=()), interrupted=meddle)
+    samples = bench.samples(sampling(max_new_tokens=bench.long, stop_ids=()), interrupted=meddle)
     assert calls
-    assert all(len(s.token_ids) == LONG for s in samples)
+    assert all(len(s.token_ids) == bench.long for s in samples)
 
 
 def check_an_interruption_is_raised_and_leaves_a_sound_engine(bench: Bench) -> None:
     with pytest.raises(Interrupted):
-        bench.samples(sampling(max_new_tokens=LONG, stop_ids=()), interrupted=lambda: True)
+        bench.samples(sampling(max_new_tokens=bench.long, stop_ids=()), interrupted=lambda: True)
     check_samples_are_complete_and_in_order(bench)
 
 
@@ -263,14 +267,14 @@ def polled_until_idle(bench: Bench) -> list[list[Sample]]:
 
 def check_samples_are_handed_out_as_they_finish_each_once(bench: Bench) -> None:
     """Short ones before long ones are done, on one rank each; all in all, those that `generate` brings."""
-    how = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5)).greedy()
+    how = sampling(max_new_tokens=bench.long, stop_ids=(2, 3, 4, 5)).greedy()
     assert not bench.engine.busy
-    bench.engine.submit(wanted(bench, MUCH), how, bench.version)
+    bench.engine.submit(wanted(bench, bench.much), how, bench.version)
     assert bench.engine.busy
     polls = polled_until_idle(bench)
     assert sum(map(bool, polls)) > 1, "all came at once"
     outcome = sorted((s.prompt.id, s.index, tuple(s.token_ids)) for poll in polls for s in poll)
-    assert outcome == sorted((s.prompt.id, s.index, tuple(s.token_ids)) for s in bench.samples(how, MUCH))
+    assert outcome == sorted((s.prompt.id, s.index, tuple(s.token_ids)) for s in bench.samples(how, bench.much))
     refused(bench.engine.poll, "no sample is under way")
 
 
@@ -290,13 +294,13 @@ def check_ranks_share_the_samples_evenly(bench: Bench) -> None:
 
 def check_more_is_submitted_while_samples_are_under_way(bench: Bench) -> None:
     """Also some of a prompt's samples only; each is sampled as it was asked for."""
-    long, short = sampling(max_new_tokens=LONG, stop_ids=()), sampling(max_new_tokens=7, stop_ids=())
-    first, second = wanted(bench, MUCH), wanted(bench)[1:-1]
+    long, short = sampling(max_new_tokens=bench.long, stop_ids=()), sampling(max_new_tokens=7, stop_ids=())
+    first, second = wanted(bench, bench.much), wanted(bench)[1:-1]
     bench.engine.submit(first, long, bench.version)
     samples = polled(bench)
     bench.engine.submit(second, short, bench.version)
     samples += [s for poll in polled_until_idle(bench) for s in poll]
-    for tokens, of in ((LONG, first), (7, second)):
+    for tokens, of in ((bench.long, first), (7, second)):
         outcome = sorted((s.prompt.id, s.index) for s in samples if len(s.token_ids) == tokens)
         assert outcome == sorted((prompt.id, index) for prompt, index in of)
     assert len(samples) == len(first) + len(second)
@@ -305,14 +309,14 @@ def check_more_is_submitted_while_samples_are_under_way(bench: Bench) -> None:
 
 def check_what_follows_an_abort_is_not_aborted(bench: Bench) -> None:
     """Samples that are submitted after the poll that heard of the abort."""
-    how = sampling(max_new_tokens=LONG, stop_ids=())
-    bench.engine.submit(wanted(bench, MUCH), how, bench.version)
+    how = sampling(max_new_tokens=bench.long, stop_ids=())
+    bench.engine.submit(wanted(bench, bench.much), how, bench.version)
     samples = polled(bench)
     bench.engine.abort()
     samples += polled(bench)
     bench.engine.submit(wanted(bench), how, bench.version)
     samples += [s for poll in polled_until_idle(bench) for s in poll]
-    assert len(samples) == len(bench.prompts) * 3 * (MUCH + 1)
+    assert len(samples) == len(bench.prompts) * 3 * (bench.much + 1)
     assert len([s for s in samples if s.finish_reason == "abort"]) > len(bench.prompts) * 3
     assert len([s for s in samples if s.finish_reason == "length"]) >= len(bench.prompts) * 3
     bench.engine.abort()  # nothing is under way
@@ -320,7 +324,7 @@ def check_what_follows_an_abort_is_not_aborted(bench: Bench) -> None:
 
 
 def check_an_interrupted_poll_drops_what_is_under_way(bench: Bench) -> None:
-    bench.engine.submit(wanted(bench, MUCH), sampling(max_new_tokens=LONG, stop_ids=()), bench.version)
+    bench.engine.submit(wanted(bench, bench.much), sampling(max_new_tokens=bench.long, stop_ids=()), bench.version)
     bench.engine.poll()
     with pytest.raises(Interrupted):
         bench.engine.poll(interrupted=dist.get_rank() == dist.get_world_size() - 1)
@@ -343,14 +347,14 @@ def check_an_abort_brings_what_there_is(bench: Bench) -> None:
 
     thread = threading.Thread(target=abort)
     thread.start()
-    prompts = bench.prompts * 40
-    samples = generate(bench.engine, prompts, 3, sampling(max_new_tokens=LONG, stop_ids=()), bench.version, watch)
+    prompts = bench.prompts * bench.much
+    samples = generate(bench.engine, prompts, 3, sampling(max_new_tokens=bench.long, stop_ids=()), bench.version, watch)
     thread.join()
     assert len(samples) == len(prompts) * 3
     aborted = [s for s in samples if s.finish_reason == "abort"]
     assert aborted
-    assert all(len(s.token_ids) < LONG for s in aborted)
-    assert all(len(s.token_ids) == LONG for s in samples if s.finish_reason == "length")
+    assert all(len(s.token_ids) < bench.long for s in aborted)
+    assert all(len(s.token_ids) == bench.long for s in samples if s.finish_reason == "length")
     check_samples_are_complete_and_in_order(bench)
 
 
@@ -364,10 +368,10 @@ def check_an_abort_of_one_rank_ends_the_generation_of_all(bench: Bench) -> None:
             bench.engine.abort()
         return False
 
-    samples = bench.samples(sampling(max_new_tokens=LONG, stop_ids=()), MUCH, interrupted=abort)
-    assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in bench.prompts * MUCH for i in range(3)]
+    samples = bench.samples(sampling(max_new_tokens=bench.long, stop_ids=()), bench.much, interrupted=abort)
+    assert [(s.prompt, s.index) for s in samples] == wanted(bench, bench.much)
     assert "abort" in {s.finish_reason for s in samples}
-    assert all(len(s.token_ids) < LONG for s in samples if s.finish_reason == "abort")
+    assert all(len(s.token_ids) < bench.long for s in samples if s.finish_reason == "abort")
     check_samples_are_complete_and_in_order(bench)
 
 

@@ -24,7 +24,6 @@ from grpo_mega.data import build_data  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.topology import join_layout, leave_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
-from grpo_mega.rollout.engine import Engine  # noqa: E402
 from grpo_mega.rollout.sglang.engine import SGLangEngine  # noqa: E402
 
 MODEL = ["experiment=tiny_sglang", "base=none", "layout=single", "data.validation_size=8", "data.test_size=8"]
@@ -45,11 +44,11 @@ def made(folder: Path, kind: str, *overrides: str) -> Bench:
     decode, vocab_size = data.tokenizer.decode, data.tokenizer.vocab_size
     policy = Policy(config.model, config.layout, vocab_size, join_layout(config.layout, 0), HERE)
     policy.initialize(seed=0)
-    engine: Engine = EmbeddedEngine(policy, decode, 256)  # several waves of what is asked for at once
     if kind == "sglang":
         (folder / "logs").mkdir()
-        engine = SGLangEngine(config, vocab_size, HERE, decode, folder)
-    return Bench(engine, policy, data.test[:4])
+        return Bench(SGLangEngine(config, vocab_size, HERE, decode, folder), policy, data.test[:4])
+    # It is asked after every 16 tokens, and makes what is much in several waves.
+    return Bench(EmbeddedEngine(policy, decode, concurrent_sequences=24), policy, data.test[:4], long=40, much=5)
 
 
 def problem(bench: Bench, check: Callable[[Bench], None]) -> str:

@@ -19,7 +19,7 @@ RANKS = {"single": 1, "ep2": 2, "tp2": 4}
 )
 def outcome(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, str]:
     folder, layout = tmp_path_factory.mktemp("contract"), request.param
-    return results(run_ranks(JOB, RANKS[layout], [str(folder), f"layout={layout}"]))
+    return results(run_ranks(JOB, RANKS[layout], [str(folder), f"layout={layout}", "model.context=64"]))
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config
 from grpo_mega.platform import Platform, start
 
@@ -31,7 +31,7 @@ VOCAB = 26
 
 
 def configured(*overrides: str, **arguments: object) -> Config:
-    config = compose_config(["experiment=tiny_sglang", "layout=single", *overrides])
+    config = composed("experiment=tiny_sglang", "layout=single", *overrides)
     config.rollout.sglang.arguments = arguments
     return config
 
@@ -40,7 +40,8 @@ def configured(*overrides: str, **arguments: object) -> Config:
 def test_the_ranks_of_an_engine_split_the_experts(sizes: tuple[int, int]) -> None:
     """As SGLang has it: with tp 4 and ep_size 2, the first two ranks keep the first half."""
     tp, ep = sizes
-    config = configured(f"rollout.sglang.tp={tp}", ep_size=ep)
+    config = configured(ep_size=ep)
+    config.rollout.sglang.tp = tp
     kept = [own_experts(config, rank) or range(4) for rank in range(tp)]
     assert [numbers.start for numbers in kept] == [rank * ep // tp * 4 // ep for rank in range(tp)]
     assert {len(numbers) for numbers in kept} == {4 // ep}
@@ -57,7 +58,8 @@ def test_the_ranks_of_an_engine_split_the_experts(sizes: tuple[int, int]) -> Non
     ],
 )
 def test_where_experts_may_be_anywhere_all_are_sent(arguments: dict[str, object]) -> None:
-    config = configured("rollout.sglang.tp=4", **{"ep_size": 4, **arguments})
+    config = configured(**{"ep_size": 4, **arguments})
+    config.rollout.sglang.tp = 4
     assert own_experts(config, 1) is None
     assert expected_weights(config, VOCAB, None).keys() == {e.name for e in entries(config.model, VOCAB)}
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from composed import composed
 
-from grpo_mega.config.load import compose_config
 from grpo_mega.stages.shown import chosen_groups, sample_numbers
 from grpo_mega.types import Answer, Group, Prompt, Score
-
-CONFIG = compose_config(["experiment=tiny"])
 
 
 def groups(*rewards: tuple[float | None, ...]) -> list[Group]:
@@ -22,8 +20,9 @@ def groups(*rewards: tuple[float | None, ...]) -> list[Group]:
 
 
 def chosen(of: list[Group], count: int, step: int, seed: int = 0) -> list[int]:
-    CONFIG.run.sample_groups_per_step, CONFIG.run.seed = count, seed
-    return chosen_groups(of, CONFIG, step)
+    config = composed("experiment=tiny")
+    config.run.sample_groups_per_step, config.run.seed = count, seed
+    return chosen_groups(of, config, step)
 
 
 def test_every_group_with_signal_is_drawn_now_and_then_and_none_without() -> None:

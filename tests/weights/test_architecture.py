@@ -149,7 +149,7 @@ def as_transformers_5_writes(written: dict[str, Any]) -> dict[str, Any]:
     return found | {"dtype": written["torch_dtype"]}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(
     st.one_of(
         dense_models(), windowed_models(), qwen3_moe_models(), glm4_moe_models(), deepseek_models(), gpt_oss_models()
@@ -200,7 +200,7 @@ def read_or_refused(found: dict[str, Any]) -> ModelConfig | str:
         return str(error)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.sampled_from([*MODELS]), st.data())
 def test_a_null_means_what_transformers_takes_it_for(name: str, data: st.DataObject) -> None:
     """Of every key, and of several at once: the absent key's value, or a value of its own, or a refusal."""
