@@ -23,6 +23,7 @@ PLATFORM = start()  # before megatron.core is imported
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata  # noqa: E402
 
 from grpo_mega.checkpoint import checkpoint, integrity, random_state, reading, step_in_progress  # noqa: E402
+from grpo_mega.checkpoint.contents import check_files  # noqa: E402
 from grpo_mega.checkpoint.step_in_progress import StepInProgress  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, MLAConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
 from grpo_mega.data.huggingface import HuggingFaceTokenizer  # noqa: E402
@@ -323,6 +324,18 @@ def test_a_batch_that_the_manifest_does_not_name_is_missed(copied, topology):
     manifest.write_text(json.dumps({k: v for k, v in json.loads(manifest.read_text()).items() if k != BATCH}))
     with pytest.raises(ValueError, match=f"its manifest does not name {BATCH}"):
         step_in_progress.load(copied, topology)
+
+
+def test_files_of_weights_are_there_with_all_their_bytes_before_anybody_waits_for_their_checksums(copied):
+    check_files(copied)
+    file = next((copied / "weights").glob("*.distcp"))
+    size = file.stat().st_size
+    os.truncate(file, size - 1)
+    with pytest.raises(ValueError, match=f"weights/{file.name} has {size - 1} bytes instead of {size}"):
+        check_files(copied)
+    file.unlink()
+    with pytest.raises(ValueError, match=f"weights/{file.name} is missing"):
+        check_files(copied)
 
 
 def test_a_folder_beside_the_manifest_is_not_read(copied, policy):

@@ -75,8 +75,8 @@ def runs(
     return root, seen
 
 
-def losses(run: Path) -> list[float]:
-    return [json.loads(line)["sft/loss"] for line in (run / "sft.jsonl").read_text().splitlines()]
+def metric(run: Path, name: str) -> list[float]:
+    return [json.loads(line)[f"sft/{name}"] for line in (run / "sft.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("layout", ["single", *OTHERS])
@@ -84,16 +84,17 @@ def test_the_loss_falls_and_reinforcement_learning_follows(runs: tuple[Path, dic
     root, seen = runs
     first = seen[layout][0]
     assert first == {"stages": ["sft", "grpo"], "resumed": 0, "moved": True}
-    outcome = losses(root / layout)
+    outcome = metric(root / layout, "loss")
     assert len(outcome) == STEPS
     assert sum(outcome[-3:]) < 0.7 * sum(outcome[:3])
+    assert metric(root / layout, "lr") == pytest.approx([1.5e-3, *[3e-3] * (STEPS - 1)]), "two steps of warm-up"
     assert len(of_steps(root / layout)) == 1
 
 
 @pytest.mark.parametrize("layout", OTHERS)
 def test_layouts_learn_the_same(runs: tuple[Path, dict], layout: str) -> None:
     root, _ = runs
-    assert losses(root / layout) == pytest.approx(losses(root / "single"), rel=1e-5)
+    assert metric(root / layout, "loss") == pytest.approx(metric(root / "single", "loss"), rel=1e-5)
     one, other = (torch.load(root / f"{name}.pt") for name in ("single", layout))
     assert one.keys() == other.keys()
     for name, tensor in one.items():
